@@ -371,9 +371,9 @@ TREE = record(
         "records": record(
             {
                 "seconds": number(0),
-                "sizes": record(dict.fromkeys(RECORDS, COUNT), **dict.fromkeys(DETAILS, COUNT)),
+                "sizes": Record(dict.fromkeys(RECORDS, COUNT), dict.fromkeys(DETAILS, COUNT)),
             },
-            sha256=record(dict.fromkeys(RECORDS, HASH), **dict.fromkeys(DETAILS, HASH)),
+            sha256=Record(dict.fromkeys(RECORDS, HASH), dict.fromkeys(DETAILS, HASH)),
         ),
         "saves": SAVES,
     },

@@ -36,12 +36,9 @@ class Records:
 
     def _hold(self, files: Iterable[JsonLines]) -> None:
         """Keep the files, in the order of `NAMES`."""
-        self.metrics, self.samples, self.eval_samples, self.tokens, self.spans, self.warnings, self.system = files
-
-    @property
-    def _files(self) -> dict[str, JsonLines]:
-        """The files by name."""
-        return {name: getattr(self, name) for name in self.NAMES}
+        opened = list(files)
+        self.metrics, self.samples, self.eval_samples, self.tokens, self.spans, self.warnings, self.system = opened
+        self._files = dict(zip(self.NAMES, opened, strict=True))
 
     def __enter__(self) -> Self:
         return self
@@ -53,9 +50,8 @@ class Records:
 
     def state_dict(self) -> dict[str, Any]:
         """Sync the files to disk, and return the elapsed seconds and the size (bytes) and sha256 of each file."""
-        files = self._files
-        sizes = {name: file.sync() for name, file in files.items()}
-        hashes = {name: file.sha256 for name, file in files.items()}
+        sizes = {name: file.sync() for name, file in self._files.items()}
+        hashes = {name: file.sha256 for name, file in self._files.items()}
         return {"seconds": self.metrics.seconds, "sizes": sizes, "sha256": hashes}
 
     def history(self) -> list[dict[str, float]]:

@@ -86,7 +86,7 @@ def _columns(ids: Tensor, found: Mapping[str, Tensor], limit: int, decode: Calla
     start = max(0, prompt - PROMPT_TOKENS) if given is not None else 0
     window = slice(start, start + limit)
     tokens = ids[window].tolist()
-    record = {"start": start, "length": len(ids), "tokens": tokens, "text": pieces(tokens, decode)}
+    record: dict[str, Any] = {"start": start, "length": len(ids), "tokens": tokens, "text": pieces(tokens, decode)}
     predicted = torch.ones(len(ids), dtype=torch.bool) if given is None else ~given.bool().cpu()
     predicted[0] = False
     for name, x in found.items():
