@@ -17,9 +17,9 @@
   const COLORS = [["#2456c4", "#86adff"], ["#c2551d", "#ff9f66"], ["#1f7f5c", "#5fd3a4"], ["#8a3fb5", "#d49bf5"],
     ["#8a6d00", "#e6c34a"], ["#b82c66", "#ff8ab5"], ["#0b7a8f", "#58cfe6"], ["#5b6270", "#b4bccb"],
     ["#5f7d00", "#b6dd55"], ["#9c4a3c", "#f0a795"], ["#4a4fae", "#a9adff"], ["#7c5a8c", "#cdb0da"]];
-  report.isDark = () => document.documentElement.dataset.theme === "dark" ||
-    (document.documentElement.dataset.theme !== "light" && matchMedia("(prefers-color-scheme: dark)").matches &&
-     !matchMedia("print").matches);
+  report.isDark = () => !matchMedia("print").matches &&
+    (document.documentElement.dataset.theme === "dark" ||
+     (document.documentElement.dataset.theme !== "light" && matchMedia("(prefers-color-scheme: dark)").matches));
   report.palette = (i) => COLORS[i % COLORS.length][report.isDark() ? 1 : 0];
   report.colorOf = (run) => report.palette(store.runs.indexOf(run));
   report.shownRuns = () => store.runs.filter((run) => !store.hidden.has(run.key));
