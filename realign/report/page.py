@@ -18,6 +18,7 @@ from typing import Any
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
+from realign.errors import ConfigError
 from realign.report.data import run_data
 
 STYLES = ("vendor/uPlot.min.css", "base.css", "parts.css", "pages.css")
@@ -67,10 +68,16 @@ def packed(value: Any) -> str:
 
 
 def write_report(folders: Sequence[Path], out: Path) -> int:
-    """Write the report of runs to a file, and return its size in bytes."""
+    """Write the report of runs to a file, and return its size in bytes.
+
+    Raises:
+        ConfigError: the file is a link, which may lead out of the folder of the run.
+    """
     runs = [run_data(folder, key) for folder, key in zip(folders, unique_keys(folders), strict=True)]
     title = runs[0]["name"] if len(runs) == 1 else f"{len(runs)} runs"
     content = report_page(runs, f"{title} · realign report").encode()
+    if out.is_symlink():
+        raise ConfigError(f"{str(out)!r} is a link. Remove it, or choose another file with --out.")
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_bytes(content)
     return len(content)

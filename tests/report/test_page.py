@@ -9,6 +9,9 @@ import json
 import re
 from importlib.resources import files
 
+import pytest
+
+from realign.errors import ConfigError
 from realign.report.data import run_data
 from realign.report.page import SCRIPTS, STYLES, packed, policy, report_page, unique_keys, write_report
 
@@ -89,6 +92,14 @@ def test_runs_have_the_shortest_unique_names(tmp_path):
     assert unique_keys([tmp_path / "a" / "run", tmp_path / "b" / "run"]) == ["a/run", "b/run"]
     assert unique_keys([tmp_path / "x", tmp_path / "y"]) == ["x", "y"]
     assert len(set(unique_keys([tmp_path, tmp_path]))) == 2
+
+
+def test_a_report_is_not_written_through_a_link(run_folder, tmp_path):
+    (tmp_path / "precious").write_text("precious")
+    (tmp_path / "report.html").symlink_to(tmp_path / "precious")
+    with pytest.raises(ConfigError, match="is a link"):
+        write_report([run_folder], tmp_path / "report.html")
+    assert (tmp_path / "precious").read_text() == "precious"
 
 
 def test_equal_data_gives_equal_files():
