@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # By default GNU OpenMP spins at barriers. On shared machines the times of runs would then vary tenfold.
 export OMP_WAIT_POLICY = PASSIVE
 
-.PHONY: bench demo rlhf llm servers torture scale fuzz mutation test test-slow lint types contracts check clean
+.PHONY: bench docs demo rlhf llm servers torture scale fuzz mutation test test-slow lint types contracts check clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV)
@@ -86,6 +86,15 @@ contracts: $(VENV)/.installed
 
 bench: .bench/.installed
 	@.bench/venv/bin/python -m benchmarks.peer $(ARGS)
+
+# The documentation site, in the folder `site`.
+$(VENV)/.docs: $(VENV)/.installed
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,docs]'
+	@touch $@
+
+docs: $(VENV)/.docs
+	@$(BIN)/mkdocs build --strict --quiet
+	@echo "the documentation is in site/index.html"
 
 check: lint types contracts test
 

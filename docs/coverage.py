@@ -16,6 +16,7 @@ SYSTEMS = {
     "C": "DeepSpeed-Chat, with pieces of ColossalChat, LMFlow and the recipes of papers",
     "D": "OpenRLHF",
     "E": "realhf, the first generation of AReaL",
+    "F": "In the texts about these systems, and in no row above",
 }
 INTRODUCTION = """\
 # Feature coverage of five RL systems
@@ -29,7 +30,8 @@ the differences from the original system:
 - missing: not implemented.
 
 `python docs/coverage.py` writes this page from `docs/coverage.yaml`. `tests/docs/test_coverage.py` fails if a row is
-missing, or if an option, experiment, command or test on the page does not exist.
+missing, or if an option, experiment, command or test on the page does not exist. `python scripts/coverage_options.py`
+disconnects the options of a row one by one, and reports those that the tests of the row do not need.
 
 Options are fields of these classes. In a config they are keys of the nodes that use the classes:
 

@@ -26,7 +26,9 @@ from tests.test_config import MUST_BE_GIVEN
 
 BUFFER = "interfaces.actor.truncation.overlong_buffer"
 NEEDS = {"dapo": [f"{BUFFER}=2"]}
-ALGORITHMS = sorted(list_algorithms())
+PREFERENCE = ("cpo", "dpo_norm", "ipo", "orpo", "robust_dpo", "simpo")
+"""Presets for actors that learn from pairs, as in experiment=dpo, tested in tests/interfaces/test_dpo.py."""
+ALGORITHMS = sorted({*list_algorithms()} - {*PREFERENCE})
 INHERENT = {
     # ReMax subtracts the score of the greedy response, which has no penalty for cut samples, unlike the sampled ones.
     ("areal_ppo", "remax"): "change the scores of samples but not",
@@ -37,8 +39,16 @@ INHERENT = {
 
 
 def template(group: str, name: str) -> dict[str, Any]:
-    """Return a shipped file as plain values."""
-    return yaml.safe_load((experiments_dir() / group / f"{name}.yaml").read_text(encoding="utf-8"))
+    """Return a shipped file as plain values, merged over the files that its defaults name."""
+    own = yaml.safe_load((experiments_dir() / group / f"{name}.yaml").read_text(encoding="utf-8"))
+    bases = [base for base in own.pop("defaults", []) if isinstance(base, str) and base != "_self_"]
+    return reduce(merged, [*(template(group, base) for base in bases), own])
+
+
+def merged(lower: dict[str, Any], upper: dict[str, Any]) -> dict[str, Any]:
+    """Return nested mappings with the values of `upper` over those of `lower`."""
+    both = {k: merged(lower[k], v) for k, v in upper.items() if isinstance(v, dict) and isinstance(lower.get(k), dict)}
+    return {**lower, **upper, **both}
 
 
 @cache
@@ -98,7 +108,9 @@ def is_within(key: str, places: list[str]) -> bool:
 
 
 def test_the_grid_has_all_experiments_that_presets_are_for_and_few_exclude_each_other():
-    other = {"dpo", "raft", "reward_model", "reward_sentiment", "sft", "sft_arithmetic", "sft_sentiment"}
+    other = {"dpo", "kto", "online_dpo", "raft", "reward_model", "reward_sentiment"}
+    other |= {"sft", "sft_arithmetic", "sft_sentiment"}
+    other |= {f"lm_human_preferences_reward{task}" for task in ("", "_cnndm", "_tldr")}
     assert {*rl_experiments()} == {*list_experiments()} - other
     without_agents = [pair for pair in PAIRS if pair[0] != "grpo_environment"]
     assert len(without_agents) >= 210
@@ -205,6 +217,12 @@ def test_an_algorithm_normalises_the_same_over_experiments_that_normalise_otherw
         assert not other.credit_per_minibatch
 
 
+@pytest.mark.parametrize("name", PREFERENCE)
+def test_a_preset_for_pairs_is_an_error_over_an_experiment_without_pairs(name):
+    with pytest.raises(ConfigError, match=r"unknown key 'interfaces\.actor\.kind'"):
+        resolved(overrides_of("grpo", name))
+
+
 def test_dapo_asks_for_the_length_of_its_buffer():
     with pytest.raises(ConfigError, match=rf"missing values: {BUFFER}\. Set a value"):
         compose(["experiment=grpo_arithmetic", "algorithm=dapo"])
@@ -224,6 +242,6 @@ def test_the_help_lists_algorithms_ours_and_ones_own(tmp_path: Path, capsys):
     )
     assert cli.main(["--config-dir", str(tmp_path), "--help"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert {line[0] for line in lines if line} >= {"mine", *ALGORITHMS}
+    assert {line[0] for line in lines if line} >= {"mine", *ALGORITHMS, *PREFERENCE}
     actor = compose(["experiment=grpo_arithmetic", "algorithm=mine"], tmp_path).interfaces["actor"]
     assert (actor["epochs"], actor["objective"]["_target_"].rpartition(".")[2]) == (2, "Reinforce")

@@ -470,8 +470,27 @@ def test_the_resolved_config_holds_every_default_and_builds_the_same_run(folder)
 LEARNED_REWARD = ["models.actor.path=m", "models.reward.path=r", "data.path=p.jsonl"]
 MUST_BE_GIVEN = {
     **dict.fromkeys(
-        ["ppo", "deepspeed_chat", "openrlhf_ppo", "llama2_chat", "qwen_rlhf", "lm_human_preferences"], LEARNED_REWARD
+        [
+            "ppo",
+            "deepspeed_chat",
+            "openrlhf_ppo",
+            "llama2_chat",
+            "qwen_rlhf",
+            "secrets_of_rlhf",
+            "lm_human_preferences",
+            "lm_human_preferences_cnndm",
+            "lm_human_preferences_tldr",
+        ],
+        LEARNED_REWARD,
     ),
+    **{
+        f"lm_human_preferences_reward{task}": [
+            "models.reward.path=m",
+            "data.path=d.jsonl",
+            "calibration.data.path=p.jsonl",
+        ]
+        for task in ("", "_cnndm", "_tldr")
+    },
     "instructgpt": [*LEARNED_REWARD[:2], "data.prompts.path=p.jsonl", "data.pretraining.path=t.jsonl"],
     "trlx_ppo": [
         "models.actor.path=m",
@@ -489,6 +508,12 @@ MUST_BE_GIVEN = {
         "interfaces.reward.function=realign.rewards.arithmetic:exact_answer",
     ],
     "dpo": ["models.actor.path=m", "data.path=d.jsonl"],
+    "kto": ["models.actor.path=m", "data.path=d.jsonl"],
+    "online_dpo": [
+        "models.actor.path=m",
+        "data.path=p.jsonl",
+        "interfaces.reward.function=realign.rewards.arithmetic:exact_answer",
+    ],
     "grpo_reasoning": ["models.actor.path=m", "data.path=p.jsonl", "evaluation.data.path=h.jsonl"],
     "grpo": [
         "models.actor.path=m",

@@ -13,9 +13,9 @@ from realign.runtime import run
 from realign.runtime.step import LocalRuntime
 from tests.tiny import save_tiny
 
-OWN = ["ppo", "deepspeed_chat", "openrlhf_ppo", "instructgpt", "llama2_chat", "qwen_rlhf"]
+OWN = ["ppo", "deepspeed_chat", "openrlhf_ppo", "instructgpt", "llama2_chat", "qwen_rlhf", "secrets_of_rlhf"]
 """Recipes with a separate critic, trained in addition to the actor."""
-SHARED = ["lm_human_preferences", "trlx_ppo"]
+SHARED = ["lm_human_preferences", "lm_human_preferences_cnndm", "lm_human_preferences_tldr", "trlx_ppo"]
 """Recipes whose values come from a head on the policy's trunk."""
 AREAL = ["areal_ppo", "areal_decoupled"]
 """Recipes of AReaL's first generation: several responses per prompt, scored by a function."""
@@ -27,7 +27,8 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
     prompts, text, reward = root / "prompts.jsonl", root / "text.jsonl", root / "some_reward.py"
     words = ["A cat. the dog sat. so it is.", "One. and two. and three", "It is. 1 + 1 = 2. why?", "So. well. no. yes."]
-    rows = [{"prompt": words[i % 4] + " " * (i % 3) + "x" * (i % 5), "text": words[i % 4] * 3} for i in range(24)]
+    ends = [" " * (i % 3) + "x" * (i % 5) + "\n" for i in range(24)]  # the queries of cnndm end with a line break
+    rows = [{"prompt": words[i % 4] + ends[i], "text": words[i % 4] * 3} for i in range(24)]
     for path in (prompts, text):
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     reward.write_text("def score(prompt, response, row):\n    return response.count('a') + len(response) / 7\n")
@@ -152,3 +153,39 @@ def test_trlx_trains_two_layers_and_keeps_the_reference(folders, tmp_path):
     second, _ = runtime.step(2)
     assert first["ref_kl_per_sequence"] == pytest.approx(0, abs=1e-4)
     assert abs(second["ref_kl_per_sequence"]) > 1e-4
+
+
+REWARD = ["lm_human_preferences_reward", "lm_human_preferences_reward_cnndm", "lm_human_preferences_reward_tldr"]
+"""Recipes of the reward models of openai/lm-human-preferences."""
+
+
+@pytest.mark.parametrize("name", REWARD)
+def test_a_reward_model_of_lm_human_preferences_is_calibrated_before_and_after_training(name, folders, tmp_path):
+    labels, steps = tmp_path / "labels.jsonl", 3
+    responses = ["a cat.", "the dog sat", "so it is.", "why?"]
+    rows = [
+        {"prompt": f"{i}. one. two", "responses": responses, "labels": [int(j == i % 4) for j in range(4)]}
+        for i in range(12)
+    ]
+    labels.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = {
+        "models.reward.path": folders["actor"],
+        "data.path": labels,
+        "calibration.data.path": folders["prompts"],
+        "steps": steps,
+        "batch_prompts": 4,
+        "calibration.samples": 32,
+        "calibration.batch_prompts": 16,
+        "calibration.verify": "true",
+        "output_dir": tmp_path / "run",
+    }
+    experiment = build_experiment(compose([f"experiment={name}", *(f"{key}={value}" for key, value in given.items())]))
+    result = run(experiment)
+    rate = experiment.models["reward"].optimizer.lr
+    assert result.series("lr") == pytest.approx([rate, rate * 2 / 3, rate / 3])
+    calibrated = [record for record in result.history if "calibration/gain" in record]
+    assert [record["step"] for record in calibrated] == [0, steps]
+    assert calibrated[0]["calibration/verified_std"] == pytest.approx(1, abs=0.5)
+    state = json.loads((tmp_path / "run" / "final" / "reward" / "interface_state.json").read_text())
+    assert state["gain"] == pytest.approx(calibrated[1]["calibration/gain"])
+    assert state["bias"] == pytest.approx(calibrated[1]["calibration/bias"])

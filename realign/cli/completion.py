@@ -149,7 +149,7 @@ def _keys(prefix: str, before: list[str], folder: Path | None, *, takes_value: b
             yield from (f"{name}=" for name in ALIASES if takes_value)
         for one in dataclasses.fields(ExperimentConfig):
             if one.name not in REPORT:
-                deep = one.name in COMPONENTS or one.name in ("microbatch", "checkpoint")
+                deep = one.name in COMPONENTS or one.name in ("microbatch", "checkpoint", "records")
                 yield f"{one.name}." if deep else f"{one.name}{ending}"
         return
     config = _config(tuple(before), folder)

@@ -1,8 +1,4 @@
-"""Help for config keys: type, default, valid values and meaning, collected from the classes of the components.
-
-`section` describes one key for the command line. `reference` describes every key of the schema and of the shipped
-components, for the documentation.
-"""
+"""Help for config keys: type, default, valid values and meaning, collected from the classes of the components."""
 
 from __future__ import annotations
 
@@ -14,7 +10,6 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from realign.config import words
-from realign.config.component_classes import shipped_components
 from realign.config.errors import ConfigError, suggest, unknown_key
 from realign.config.folders import list_experiments
 from realign.config.help_entries import (
@@ -44,7 +39,7 @@ class Section:
     """A key and the keys below it."""
 
     key: str
-    """Full key; empty for the root. In `reference`, the import path of the class."""
+    """Full key; empty for the root. In `config.reference`, the import path of the class."""
     name: str
     """Class of the component; empty if the key is none."""
     text: str
@@ -99,16 +94,6 @@ def find_keys(name: str, most: int = 5) -> list[str]:
         if found:
             return sorted(found, key=lambda key: key.count("."))[:most]
     return []
-
-
-def reference() -> list[Section]:
-    """Describe the root keys, and the fields of every shipped component, each class once.
-
-    The sections of classes have the import path of the class as key, and names of fields as keys of their entries.
-    """
-    sections = [_section((), {}, None)]
-    sections += [_section((name,), {}, None) for name in ("microbatch", "checkpoint", "records")]
-    return sections + [_class_section(cls) for cls in shipped_components()]
 
 
 def _section(path: tuple[str, ...], config: Mapping[str, Any], experiment: str | None) -> Section:
@@ -221,17 +206,6 @@ def _schema_entry(cls: type, name: str, key: str, config: Mapping[str, Any]) -> 
     return entry
 
 
-def _class_section(cls: type) -> Section:
-    hints = hints_of(cls)
-    entries = []
-    for field in dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ():
-        if not field.init or field.name.startswith("_"):
-            continue
-        default = None if is_required(cls, field.name) else value_text(default_of(field))
-        entries.append(entry_of(field.name, hints[field.name], default, field_text(cls, field.name), MISSING))
-    return Section(words.import_path(cls), cls.__name__, inspect.getdoc(cls) or "", tuple(entries))
-
-
 def _ranged(cls: type) -> dict[str, Any]:
     """Return the annotations of the class of the run that a class of the schema mirrors."""
     from realign.api import MicroBatchSpec
@@ -291,4 +265,4 @@ def _meant(keys: Sequence[str]) -> str:
     return f"; did you mean {' or '.join(keys)}?" if keys else ""
 
 
-__all__ = ["Section", "find_keys", "reference", "section"]
+__all__ = ["Section", "find_keys", "section"]

@@ -19,13 +19,20 @@ __all__ = [
     "DPOLoss",
     "Pairs",
     "best_of_n_loss",
+    "centering_loss",
     "comparison_loss",
     "divergence_loss",
     "dpo_loss",
+    "kto_baseline",
+    "kto_loss",
     "pairs_by_label",
     "pairwise_loss",
     "rating_loss",
 ]
+
+
+LARGEST_LOGPROB = -1e-6
+"""Bound on log-probs in odds p / (1 - p), which are infinite at p = 1."""
 
 
 class DPOLoss(StrEnum):
@@ -35,6 +42,11 @@ class DPOLoss(StrEnum):
     """-log sigmoid(beta h): the Bradley-Terry likelihood of the preference (arXiv:2305.18290)."""
     ipo = "ipo"
     """(h - 1 / (2 beta))^2: has a finite optimum even for deterministic preferences (arXiv:2310.12036)."""
+    robust = "robust"
+    """The sigmoid loss, corrected so that its mean over randomly flipped labels is the loss without flips
+    (arXiv:2403.00409)."""
+    odds_ratio = "odds_ratio"
+    """-beta log sigmoid of the log-odds ratio of two log-probs (ORPO, arXiv:2403.07691)."""
 
 
 class Pairs(NamedTuple):
@@ -175,6 +187,15 @@ def comparison_loss(first_P: Tensor, second_P: Tensor, difference_P: Tensor) -> 
     return (at_least_fp32(first_P) - at_least_fp32(second_P) - difference_P.detach()).square()
 
 
+def centering_loss(chosen_P: Tensor, rejected_P: Tensor) -> Tensor:
+    """Compute (chosen + rejected)^2: [P], which keeps the scores of a reward model around 0.
+
+    Pairwise losses depend only on the difference of the scores. Source: arXiv:2312.09244 (section 2.2).
+    """
+    check_shapes(chosen_P, rejected_P=rejected_P)
+    return (at_least_fp32(chosen_P) + at_least_fp32(rejected_P)).square()
+
+
 def dpo_loss(
     chosen_P: Tensor,
     rejected_P: Tensor,
@@ -182,31 +203,100 @@ def dpo_loss(
     beta: float,
     kind: DPOLoss = DPOLoss.sigmoid,
     label_smoothing: float = 0.0,
+    target_margin: float = 0.0,
 ) -> Tensor:
     """Compute the loss of direct preference optimization from log-ratios of the policy to the reference.
 
+    The log-ratios may be log-probs of the policy, as in SimPO, CPO and ORPO, and averages over tokens.
+
     Source: arXiv:2305.18290 (eq. 7); IPO: arXiv:2310.12036 (eq. 17); label smoothing: the conservative DPO of
-    https://ericmitchell.ai/cdpo.pdf.
+    https://ericmitchell.ai/cdpo.pdf; robust DPO: arXiv:2403.00409 (eq. 12); target margin: SimPO, arXiv:2405.14734
+    (eq. 6); odds ratio: ORPO, arXiv:2403.07691 (eq. 7).
 
     Args:
-        chosen_P: [P] log policy(y) - log reference(y) of the chosen response (nats), differentiable.
-        rejected_P: [P] the same log-ratio of the rejected response.
-        beta: coefficient of the implicit KL penalty towards the reference, > 0.
+        chosen_P: [P] log policy(y) - log reference(y) of the chosen response (nats), differentiable. With
+            kind=odds_ratio: the log-prob, at most 0.
+        rejected_P: [P] the same of the rejected response.
+        beta: coefficient of the implicit KL penalty towards the reference, > 0; weight of the odds-ratio loss.
         kind: the loss function.
-        label_smoothing: probability that a preference label is flipped, in [0, 0.5); sigmoid only.
+        label_smoothing: probability that a preference label is flipped, in [0, 0.5); sigmoid and robust only.
+        target_margin: margin of the rewards (beta times the log-ratio) at which the sigmoid is 1/2; sigmoid and robust
+            only.
 
     Raises:
-        ValueError: an argument is out of range.
+        ValueError: an argument is out of range, or has no effect on this kind of loss.
     """
     check_shapes(chosen_P, rejected_P=rejected_P)
     if not beta > 0 or not 0 <= label_smoothing < 0.5:
         raise ValueError(
             f"beta must be positive and label_smoothing in [0, 0.5), found {beta:g} and {label_smoothing:g}"
         )
-    difference_P = at_least_fp32(chosen_P) - at_least_fp32(rejected_P)
-    if DPOLoss(kind) is DPOLoss.ipo:
-        if label_smoothing:
-            raise ValueError(f"label_smoothing={label_smoothing:g} has no effect on the ipo loss. Use 0")
-        return (difference_P - 1 / (2 * beta)).square()
-    logits_P = beta * difference_P
-    return -(1 - label_smoothing) * F.logsigmoid(logits_P) - label_smoothing * F.logsigmoid(-logits_P)
+    kind, chosen_P, rejected_P = DPOLoss(kind), at_least_fp32(chosen_P), at_least_fp32(rejected_P)
+    if kind in (DPOLoss.ipo, DPOLoss.odds_ratio):
+        for name, value in (("label_smoothing", label_smoothing), ("target_margin", target_margin)):
+            if value:
+                raise ValueError(f"{name}={value:g} has no effect on the {kind.value} loss. Use 0")
+    if kind is DPOLoss.ipo:
+        return (chosen_P - rejected_P - 1 / (2 * beta)).square()
+    if kind is DPOLoss.odds_ratio:
+        return -beta * F.logsigmoid(_log_odds(chosen_P) - _log_odds(rejected_P))
+    logits_P = beta * (chosen_P - rejected_P) - target_margin
+    right_P, wrong_P = -F.logsigmoid(logits_P), -F.logsigmoid(-logits_P)
+    if kind is DPOLoss.robust:
+        return ((1 - label_smoothing) * right_P - label_smoothing * wrong_P) / (1 - 2 * label_smoothing)
+    return (1 - label_smoothing) * right_P + label_smoothing * wrong_P
+
+
+def _log_odds(logprobs_P: Tensor) -> Tensor:
+    """Compute log(p / (1 - p)) from log p; p is bounded below 1."""
+    bounded_P = logprobs_P.clamp(max=LARGEST_LOGPROB)
+    return bounded_P - torch.log(-torch.expm1(bounded_P))
+
+
+def kto_baseline(policy_S: Tensor, reference_S: Tensor, valid_S: Tensor) -> Tensor:
+    """Estimate the KL divergence from the reference that KTO compares rewards with: a 0-d tensor, at least 0.
+
+    Source: arXiv:2402.01306 (section 4.1). The mean log-ratio of responses to other prompts; without gradient.
+
+    Args:
+        policy_S: [S] log-prob of the response to another prompt under the policy (nats).
+        reference_S: [S] its log-prob under the reference.
+        valid_S: [S] bool, the responses that count. The result is 0 if there are none.
+    """
+    check_shapes(policy_S, reference_S=reference_S, valid_S=valid_S)
+    log_ratio_S = at_least_fp32(policy_S.detach()) - at_least_fp32(reference_S.detach())
+    return (torch.where(valid_S, log_ratio_S, 0).sum() / valid_S.sum().clamp(min=1)).clamp(min=0)
+
+
+def kto_loss(
+    log_ratio_S: Tensor,
+    desirable_S: Tensor,
+    baseline_S: Tensor,
+    *,
+    beta: float,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+) -> Tensor:
+    """Compute the loss of Kahneman-Tversky optimization: [S].
+
+    Source: arXiv:2402.01306 (eq. 8). With log-ratio h and baseline z, the loss of a desirable response is
+    w (1 - sigmoid(beta (h - z))). For an undesirable one, h and z are exchanged.
+
+    Args:
+        log_ratio_S: [S] log policy(y) - log reference(y) (nats), differentiable.
+        desirable_S: [S] bool.
+        baseline_S: [S] result of `kto_baseline`, the same for all responses of an optimizer step.
+        beta: coefficient of the implicit KL penalty towards the reference, > 0.
+        desirable_weight: weight of desirable responses.
+        undesirable_weight: weight of undesirable responses.
+
+    Raises:
+        ValueError: `beta` is not positive, or the shapes differ.
+    """
+    check_shapes(log_ratio_S, desirable_S=desirable_S, baseline_S=baseline_S)
+    if not beta > 0:
+        raise ValueError(f"beta must be positive, found {beta:g}")
+    above_S = beta * (at_least_fp32(log_ratio_S) - baseline_S.detach())
+    desirable_S = desirable_S.bool()
+    weights = above_S.new_tensor([undesirable_weight, desirable_weight])
+    return weights[desirable_S.long()] * torch.sigmoid(torch.where(desirable_S, -above_S, above_S))

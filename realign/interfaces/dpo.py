@@ -1,10 +1,15 @@
-"""DPO: direct preference optimization (arXiv:2305.18290), with IPO's loss (arXiv:2310.12036) as an option.
+"""DPO and its variants: learning from preference pairs without a reward model.
 
-Reads `input_ids`, `loss_mask` (the responses), `labels` and `ref_logprobs`. Writes nothing. Consecutive responses are
-pairs; the response with the larger label is preferred. The loss is the mean over the pairs of the whole batch. Pairs
-with an empty response or equal labels are excluded. A prompt may have several pairs, and all pairs have the same
-weight. As in the papers, the log-probs of a response are summed. With `length_normalized` they are averaged, as in
-arXiv:2405.14734 (which has no reference).
+Direct preference optimization (arXiv:2305.18290) is the default. Settings turn it into a variant:
+
+- with a reference: IPO (arXiv:2310.12036), conservative and robust DPO (arXiv:2403.00409), and length-normalized DPO
+  (arXiv:2411.15124);
+- without a reference: SimPO (arXiv:2405.14734), CPO (arXiv:2401.08417) and ORPO (arXiv:2403.07691).
+
+Reads `input_ids`, `loss_mask` (the responses), `labels`, and `ref_logprobs` unless `reference_free`. Writes nothing.
+Consecutive responses are pairs; the response with the larger label is preferred. The loss is the mean over the pairs
+of the whole batch. Pairs with an empty response or equal labels are excluded. A prompt may have several pairs, and all
+pairs have the same weight. The log-probs of a response are summed, or averaged with `length_normalized`.
 """
 
 from __future__ import annotations
@@ -41,42 +46,61 @@ from realign.settings import Count, NonNegative, Positive, Range
 
 @dataclass
 class DPOInterface(ModelInterface):
-    """The policy of DPO, trained on pairs of responses."""
+    """The policy of DPO and its variants, trained on pairs of responses."""
 
     n_minibatches: Count = 1
     """Optimizer steps per batch of prompts."""
     kind: DPOLoss = DPOLoss.sigmoid
-    """Loss function: sigmoid (DPO) or ipo."""
+    """Loss function: sigmoid (DPO), ipo, robust (sigmoid, unbiased under wrong labels) or odds_ratio (ORPO)."""
     beta: Positive = 0.1
-    """Strength of the regularization toward the reference; smaller values allow larger deviations."""
-    label_smoothing: Annotated[float, Range(ge=0, lt=0.5)] = 0.0
-    """Assumed probability that a label is wrong, below 0.5 (conservative DPO; kind=sigmoid)."""
+    """Strength of the regularization toward the reference; smaller values allow larger deviations. With
+    kind=odds_ratio: weight of the loss (ORPO's lambda)."""
+    reference_free: bool = False
+    """Compare log-probs of the policy alone, without a reference model (SimPO, CPO, ORPO)."""
     length_normalized: bool = False
     """Divide the log-ratio of a response by its length in tokens."""
+    target_margin: NonNegative = 0.0
+    """Margin between the rewards of a pair that the loss aims at (SimPO's gamma; kind=sigmoid or robust)."""
+    label_smoothing: Annotated[float, Range(ge=0, lt=0.5)] = 0.0
+    """Assumed probability that a label is wrong, below 0.5 (kind=sigmoid: conservative DPO; kind=robust)."""
     temperature: Annotated[float, Range(ge=0.01, lt=math.inf)] = 1.0
     """Temperature of all log-probs, which divides the logits. Must equal the reference's; this is checked at launch."""
     sft_coef: NonNegative = 0.0
-    """Weight of the negative log-likelihood of the chosen response, averaged over its tokens (arXiv:2404.19733)."""
+    """Weight of the negative log-likelihood of the chosen response, averaged over its tokens (arXiv:2404.19733, CPO,
+    ORPO)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.label_smoothing and self.kind is DPOLoss.ipo:
+        for name in ("label_smoothing", "target_margin"):
+            value = getattr(self, name)
+            if value and self.kind in (DPOLoss.ipo, DPOLoss.odds_ratio):
+                raise SettingsError(f"{name}={value:g}: has no effect with kind={self.kind.value}. Set kind=sigmoid")
+        if self.kind is DPOLoss.robust and not self.label_smoothing:
             raise SettingsError(
-                f"label_smoothing={self.label_smoothing:g}: has no effect with kind=ipo. Set kind=sigmoid"
+                "label_smoothing=0: kind=robust corrects for wrong labels. Set label_smoothing to their fraction"
+            )
+        if self.kind is DPOLoss.odds_ratio and not self.reference_free:
+            raise SettingsError(
+                "reference_free=false: the odds of kind=odds_ratio are those of the policy. Set reference_free=true"
             )
 
     def keys(self, method: str) -> Keys:
         """See `ModelInterface.keys`."""
-        needs = dict.fromkeys(("input_ids", "loss_mask", "labels", "ref_logprobs"), "")
-        return Keys(needs=needs) if method == "train_step" else Keys()
+        if method != "train_step":
+            return Keys()
+        return Keys(needs=dict.fromkeys(("input_ids", "loss_mask", "labels"), "") | self.reference_keys())
+
+    def reference_keys(self) -> dict[str, str]:
+        """Return the keys that the loss reads from the reference, with the setting that requires them."""
+        return {} if self.reference_free else {"ref_logprobs": "reference_free=false"}
 
     def outputs(self) -> frozenset[str]:
         """See `ModelInterface.outputs`."""
         return frozenset({"logprobs"})
 
     def roles(self) -> Mapping[str, Role]:
-        """See `ModelInterface.roles`: the reference policy."""
-        return {"ref": Role(ReferenceInterface(temperature=self.temperature))}
+        """See `ModelInterface.roles`: the reference policy, unless `reference_free`."""
+        return {} if self.reference_free else {"ref": Role(ReferenceInterface(temperature=self.temperature))}
 
     def plan(self) -> Plan:
         """See `ModelInterface.plan`."""
@@ -89,7 +113,7 @@ class DPOInterface(ModelInterface):
     def panels(self) -> tuple[Panel, ...]:
         """See `ModelInterface.panels`."""
         return (
-            Panel("accuracy on preferences", {"rewards/accuracy": "DPO, training batch"}),
+            Panel("accuracy on preferences", {"rewards/accuracy": "training batch"}),
             Panel("margin of implicit rewards", {"rewards/margin": "training batch"}),
         )
 
@@ -109,11 +133,20 @@ class DPOInterface(ModelInterface):
         logprobs_T = output.logprobs(temperature=self.temperature, where_T=mask_T)
         tokens_S = segment_sum(mask_T, cu_seqlens).clamp(min=1)
         policy_S = segment_sum(torch.where(mask_T, logprobs_T, 0), cu_seqlens)
-        log_ratio_S = policy_S - segment_sum(torch.where(mask_T, minibatch["ref_logprobs"], 0), cu_seqlens)
+        log_ratio_S = policy_S
+        if not self.reference_free:
+            log_ratio_S = policy_S - segment_sum(torch.where(mask_T, minibatch["ref_logprobs"], 0), cu_seqlens)
         if self.length_normalized:
             log_ratio_S = log_ratio_S / tokens_S
         chosen_P, rejected_P = log_ratio_S[pairs.chosen_P], log_ratio_S[pairs.rejected_P]
-        loss_P = dpo_loss(chosen_P, rejected_P, beta=self.beta, kind=self.kind, label_smoothing=self.label_smoothing)
+        loss_P = dpo_loss(
+            chosen_P,
+            rejected_P,
+            beta=self.beta,
+            kind=self.kind,
+            label_smoothing=self.label_smoothing,
+            target_margin=self.target_margin,
+        )
         counts_P = pairs.counts_P
         stats: Stats = {
             "preference_loss": masked_mean(loss_P, counts_P),
@@ -136,21 +169,23 @@ class DPOInterface(ModelInterface):
 
     def describe(self, batch_prompts: int) -> dict[str, str]:
         """See `ModelInterface.describe`."""
-        smoothed = f", labels smoothed by {self.label_smoothing:g}" if self.label_smoothing else ""
+        compared = "log-prob without reference" if self.reference_free else "log-ratio"
+        over = "mean over tokens" if self.length_normalized else "sum over tokens"
+        parts = [f"{self.kind.value}, beta {self.beta:g}"]
+        parts += [f"target margin {self.target_margin:g}"] if self.target_margin else []
+        parts += [f"labels smoothed by {self.label_smoothing:g}"] if self.label_smoothing else []
         sft = f" + {self.sft_coef:g} x likelihood of the chosen" if self.sft_coef else ""
-        ratio = "mean over tokens" if self.length_normalized else "sum over tokens"
-        return {
-            "loss": f"{self.kind.value}, beta {self.beta:g}{smoothed}, log-ratio: {ratio}{sft}; mean over pairs",
-        }
+        return {"loss": f"{', '.join(parts)}, {compared}: {over}{sft}; mean over pairs"}
 
 
-def dataflow() -> DataflowGraph:
-    """Build the graph: the frozen reference scores the responses, then the actor trains on the pairs."""
+def dataflow(interfaces: Mapping[str, ModelInterface] | None = None) -> DataflowGraph:
+    """Build the graph: the frozen reference scores the responses, unless it is unused; the actor trains on pairs."""
     scored = ("input_ids", "loss_mask")
-    return DataflowGraph(
-        (
-            RPC("ref_inf", "ref", "inference", scored, outputs=("ref_logprobs",), rename={"logprobs": "ref_logprobs"}),
-            RPC("actor_train", "actor", "train_step", inputs=(*scored, "labels", "ref_logprobs")),
-        ),
-        dataset_keys=("input_ids", "prompt_mask", "loss_mask", "labels", "margins"),
-    )
+    actor = (interfaces or {}).get("actor")
+    calls, keys = list[RPC](), [*scored, "labels"]
+    if actor is None or "ref_logprobs" in actor.keys("train_step").needs:
+        rename = {"logprobs": "ref_logprobs"}
+        calls.append(RPC("ref_inf", "ref", "inference", scored, outputs=("ref_logprobs",), rename=rename))
+        keys.append("ref_logprobs")
+    calls.append(RPC("actor_train", "actor", "train_step", inputs=tuple(keys)))
+    return DataflowGraph(tuple(calls), dataset_keys=("input_ids", "prompt_mask", "loss_mask", "labels", "margins"))

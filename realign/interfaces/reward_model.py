@@ -25,6 +25,7 @@ from realign.api import (
     RPC,
     DataflowGraph,
     Keys,
+    Mean,
     MicroBatchSpec,
     Model,
     ModelInterface,
@@ -40,6 +41,7 @@ from realign.errors import RunError, SettingsError
 from realign.functional import (
     Reduce,
     best_of_n_loss,
+    centering_loss,
     comparison_loss,
     divergence_loss,
     identity,
@@ -50,7 +52,7 @@ from realign.functional import (
 )
 from realign.interfaces.components.pairs import answered, check_pairs, pairs_of, train_on_groups
 from realign.interfaces.components.response_cut import ResponseCut, cut_responses, reward_keys
-from realign.settings import Count, Positive
+from realign.settings import Count, NonNegative, Positive
 
 
 class RewardLoss(StrEnum):
@@ -82,6 +84,9 @@ class RewardModelInterface(ModelInterface):
     from_divergence: bool = False
     """Average the loss over the scores of all tokens from the first difference of a pair to the end of the longer
     response (kind=pairwise). The shorter response keeps its last score. Inference still uses the last token."""
+    center_coef: NonNegative = 0.0
+    """Weight of (chosen score + rejected score)^2 in the loss, which keeps scores around 0 (kind=pairwise;
+    arXiv:2312.09244)."""
     clip: Positive | None = None
     """Bound on the absolute value of rewards, after gain and bias (inference only); null: off."""
     cut: ResponseCut | None = None
@@ -91,9 +96,10 @@ class RewardModelInterface(ModelInterface):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("use_margin", "from_divergence"):
-            if getattr(self, name) and self.kind is not RewardLoss.pairwise:
-                raise SettingsError(f"{name}=true: has no effect with kind={self.kind.value}. Set kind=pairwise")
+        for name in ("use_margin", "from_divergence", "center_coef"):
+            if (found := getattr(self, name)) and self.kind is not RewardLoss.pairwise:
+                shown = "true" if found is True else f"{found:g}"
+                raise SettingsError(f"{name}={shown}: has no effect with kind={self.kind.value}. Set kind=pairwise")
         if self.per_prompt_weighting and self.kind is RewardLoss.best_of_n:
             raise SettingsError(
                 "per_prompt_weighting=true: has no effect with kind=best_of_n, which has one choice per prompt. Set "
@@ -253,6 +259,7 @@ class RewardModelInterface(ModelInterface):
         """See `ModelInterface.describe`."""
         options = ("use_margin", "per_prompt_weighting", "from_divergence")
         chosen = [name for name in options if getattr(self, name)]
+        chosen += [f"center_coef {self.center_coef:g}"] if self.center_coef else []
         return {
             "loss": ", ".join([self.kind.value, *chosen]),
         }
@@ -313,8 +320,12 @@ class RewardModelInterface(ModelInterface):
                 loss_P = divergence_loss(after_T, data["input_ids"], data.cu_seqlens(), pairs, margin_P=margin_P)
             else:
                 loss_P = pairwise_loss(chosen_P, rejected_P, margin_P=margin_P)
-        counts_P = pairs.counts_P
+        counts_P, stats = pairs.counts_P, dict[str, Mean]()
+        if self.center_coef:
+            center_P = centering_loss(chosen_P, rejected_P)
+            loss_P, stats["centering_loss"] = loss_P + self.center_coef * center_P, masked_mean(center_P, counts_P)
         return loss_P, {
+            **stats,
             "accuracy": masked_mean(chosen_P > rejected_P, counts_P),
             "margin": masked_mean(chosen_P - rejected_P, counts_P),
             "score_chosen": masked_mean(chosen_P, counts_P),

@@ -77,7 +77,7 @@ def random_preferences(
     The chosen response is the first or the second of a pair, at random.
 
     Returns:
-        A sample with every key of preference data, and `ref_logprobs`.
+        A sample with every key of preference data, `ref_logprobs`, and `mismatched_ref_logprobs` (KTO).
     """
     rng = np.random.default_rng(seed)
     n_pairs = rng.integers(1, 4, n_prompts)
@@ -97,7 +97,11 @@ def random_preferences(
     labels = np.stack([first_wins, ~first_wins], 1).reshape(-1).astype(np.float32)
     margins = np.repeat(rng.random(n_pairs.sum()), 2).astype(np.float32)
     sample = SequenceSample(tuple(f"q{i}" for i in range(n_prompts)), keys, dict.fromkeys(keys, lengths))
-    return sample.with_sequences(labels=torch.from_numpy(labels), margins=torch.from_numpy(margins))
+    return sample.with_sequences(
+        labels=torch.from_numpy(labels),
+        margins=torch.from_numpy(margins),
+        mismatched_ref_logprobs=torch.from_numpy(rng.normal(-12, 2, 2 * n_pairs.sum())),
+    )
 
 
 __all__ = ["random_batch", "random_preferences"]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from realign.config.errors import ConfigError
-from realign.config.help import Section, find_keys, reference, section
+from realign.config.help import Section, find_keys, section
 from realign.config.help_entries import Entry
+from realign.config.reference import reference, set_by
 from realign.config.schema import COMPONENTS, REPORT, ExperimentConfig
 from tests.config_parts import write_experiment
 
@@ -99,3 +100,10 @@ def test_a_key_that_does_not_exist_is_an_error_that_names_the_nearest(key, words
 def test_a_single_name_is_found_in_the_keys_of_the_first_experiments():
     assert find_keys("grad_clip") == ["models.actor.optimizer.grad_clip"]
     assert find_keys("no_such_name") == []
+
+
+def test_fields_know_the_experiments_that_set_them():
+    used = set_by()
+    assert used["realign.interfaces.grpo.GRPOActorInterface", "generation"][:1] == ["grpo"]
+    assert "grpo_arithmetic" in used["realign.engines.training.optimizer.Schedule", "warmup"]
+    assert ("realign.interfaces.grpo.GRPOActorInterface", "name") not in used

@@ -35,6 +35,8 @@ from realign.interfaces.components import (
 from realign.interfaces.critic import PPOCriticInterface, ValueNormalization
 from realign.interfaces.dpo import DPOInterface
 from realign.interfaces.grpo import GRPOActorInterface
+from realign.interfaces.kto import KTOInterface
+from realign.interfaces.online_dpo import OnlineDPOInterface
 from realign.interfaces.ppo import PPOActorInterface
 from realign.interfaces.raft import RAFTActorInterface
 from realign.interfaces.reward_model import RewardModelInterface
@@ -53,6 +55,8 @@ TABLES: dict[str, list[Any]] = {
     "grpo": [GRPOActorInterface()],
     "decoupled_ppo": [ImportanceCorrection()],
     "dpo": [DPOInterface()],
+    "kto": [KTOInterface()],
+    "online_dpo": [OnlineDPOInterface()],
     "raft": [RAFTActorInterface()],
     "reward_model": [RewardModelInterface()],
     "sft": [SFTInterface()],

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import inspect
+import itertools
 import math
+import typing
 
 import pytest
 import torch
@@ -10,12 +13,16 @@ from hypothesis import strategies as st
 from realign.functional import (
     DPOLoss,
     best_of_n_loss,
+    centering_loss,
     comparison_loss,
     cu_seqlens_of,
     divergence_loss,
     dpo_loss,
+    kto_baseline,
+    kto_loss,
     pairs_by_label,
     pairwise_loss,
+    preferences,
     rating_loss,
 )
 
@@ -168,9 +175,150 @@ def test_smoothed_labels_have_their_least_loss_where_the_model_is_as_sure_as_the
     [
         ({"beta": 0.0}, "beta must be positive"),
         ({"beta": 1.0, "label_smoothing": 0.5}, "label_smoothing in"),
-        ({"beta": 1.0, "label_smoothing": 0.1, "kind": DPOLoss.ipo}, "has no effect on the ipo loss"),
+        ({"beta": 1.0, "label_smoothing": 0.1, "kind": DPOLoss.ipo}, "label_smoothing=0.1 has no effect on the ipo"),
+        (
+            {"beta": 1.0, "target_margin": 0.1, "kind": DPOLoss.odds_ratio},
+            "has no effect on the odds_ratio loss",
+        ),
     ],
 )
 def test_dpo_settings_out_of_range_are_refused(setting, message):
     with pytest.raises(ValueError, match=message):
         dpo_loss(f64(1.0), f64(0.0), **setting)
+
+
+@settings(deadline=None)
+@given(NUMBERS, NUMBERS, st.floats(0.01, 2), st.floats(0, 3), st.floats(0.01, 0.49))
+def test_a_target_margin_is_subtracted_from_the_margin_of_rewards(chosen, rejected, beta, target, smoothing):
+    """SimPO (arXiv:2405.14734, eq. 6) with gamma = target."""
+    x = beta * chosen - beta * rejected - target
+    simpo = dpo_loss(f64(chosen), f64(rejected), beta=beta, target_margin=target)
+    assert simpo.item() == pytest.approx(softplus(-x), rel=1e-9, abs=1e-12)
+    robust = dpo_loss(
+        f64(chosen), f64(rejected), beta=beta, kind=DPOLoss.robust, target_margin=target, label_smoothing=smoothing
+    )
+    expected = ((1 - smoothing) * softplus(-x) - smoothing * softplus(x)) / (1 - 2 * smoothing)
+    assert robust.item() == pytest.approx(expected, rel=1e-9, abs=1e-9)
+
+
+@settings(deadline=None)
+@given(NUMBERS, NUMBERS, st.floats(0.01, 2), st.floats(0.01, 0.45))
+def test_robust_dpo_is_unbiased_under_flipped_labels(chosen, rejected, beta, rate):
+    """The mean over labels that are flipped with probability `rate` is the loss of the true labels
+    (arXiv:2403.00409, lemma 3.1)."""
+    right, wrong = (
+        dpo_loss(f64(a), f64(b), beta=beta, kind=DPOLoss.robust, label_smoothing=rate).item()
+        for a, b in ((chosen, rejected), (rejected, chosen))
+    )
+    clean = dpo_loss(f64(chosen), f64(rejected), beta=beta).item()
+    assert (1 - rate) * right + rate * wrong == pytest.approx(clean, rel=1e-6, abs=1e-6)
+
+
+@settings(deadline=None)
+@given(st.floats(-30, -1e-3), st.floats(-30, -1e-3), st.floats(0.01, 2))
+def test_the_odds_ratio_loss_and_its_slope_equal_the_formula_in_probabilities(chosen, rejected, beta):
+    """ORPO (arXiv:2403.07691, eqs. 3 to 7): odds(p) = p / (1 - p), loss = -log sigmoid(log(odds_w / odds_l))."""
+    a = f64(chosen).requires_grad_()
+    loss = dpo_loss(a, f64(rejected), beta=beta, kind=DPOLoss.odds_ratio)
+    p, q = math.exp(chosen), math.exp(rejected)
+    ratio = (p / -math.expm1(chosen)) / (q / -math.expm1(rejected))
+    assert loss.item() == pytest.approx(beta * math.log1p(1 / ratio), rel=1e-9)
+    loss.sum().backward()
+    assert a.grad.item() == pytest.approx(-beta / (1 + ratio) / (1 - p), rel=1e-6)
+
+
+def test_the_odds_ratio_loss_by_hand_and_at_probability_1():
+    # odds of 1/2 and 1/4: 1 and 1/3
+    loss = dpo_loss(f64(math.log(0.5)), f64(math.log(0.25)), beta=0.1, kind=DPOLoss.odds_ratio)
+    assert loss.item() == pytest.approx(0.1 * math.log(1 + 1 / 3))
+    certain = f64(0.0, -2.0).requires_grad_()
+    loss = dpo_loss(certain, f64(0.0, 0.0), beta=0.1, kind=DPOLoss.odds_ratio)
+    loss.sum().backward()
+    assert loss.isfinite().all()
+    assert certain.grad.isfinite().all()
+
+
+def test_centering_loss_by_hand():
+    chosen = f64(3.0, 1.0).requires_grad_()
+    loss = centering_loss(chosen, f64(-1.0, -1.0))
+    assert loss.tolist() == [4.0, 0.0]
+    loss.sum().backward()
+    assert chosen.grad.tolist() == [4.0, 0.0]
+
+
+@settings(deadline=None)
+@given(NUMBERS, st.booleans(), st.floats(0, 10), st.floats(0.01, 2), st.floats(0, 2), st.floats(0, 2))
+def test_kto_loss_and_slope_equal_the_value_function(log_ratio, desirable, baseline, beta, weight, other):
+    """arXiv:2402.01306 (eq. 8): the loss is lambda_y - v(x, y)."""
+    h = f64(log_ratio).requires_grad_()
+    loss = kto_loss(
+        h, torch.tensor([desirable]), f64(baseline), beta=beta, desirable_weight=weight, undesirable_weight=other
+    )
+    own, sign = (weight, 1) if desirable else (other, -1)
+    value = own * math.exp(-softplus(-sign * beta * (log_ratio - baseline)))
+    assert loss.item() == pytest.approx(own - value, rel=1e-9, abs=1e-12)
+    loss.sum().backward()
+    assert h.grad.item() == pytest.approx(-sign * beta * value * (1 - value / own) if own else 0, rel=1e-6, abs=1e-9)
+
+
+def test_the_baseline_of_kto_is_the_mean_log_ratio_and_never_negative():
+    policy, reference = f64(-1.0, -2.0, -9.0).requires_grad_(), f64(-3.0, -3.0, 0.0)
+    first, all_of_them, none = (torch.tensor(x) for x in ([True, True, False], [True] * 3, [False] * 3))
+    assert kto_baseline(policy, reference, first).item() == 1.5
+    assert not kto_baseline(policy, reference, first).requires_grad
+    assert kto_baseline(policy, reference, all_of_them).item() == 0  # the mean is -2
+    assert kto_baseline(policy, reference, none).item() == 0
+    spoilt = torch.where(first, policy.detach(), math.nan)
+    assert kto_baseline(spoilt, reference, first).item() == 1.5
+
+
+def elementwise() -> list[tuple[typing.Callable, dict]]:
+    """Return every loss of the module whose tensors have one value per pair or per sequence, with its choices."""
+    plain = {"beta": [0.3], "label_smoothing": [0.0, 0.2], "target_margin": [0.0, 0.5], "desirable_weight": [1.5]}
+    plain |= {"undesirable_weight": [0.5], "margin_P": [None, "tensor"]}
+    found = []
+    for name in preferences.__all__:
+        function = getattr(preferences, name)
+        names = inspect.signature(function).parameters if inspect.isfunction(function) else {}
+        if not name.endswith("_loss") or {"cu_seqlens", "n_groups"} & set(names):
+            continue
+        choices = {n: list(DPOLoss) if n == "kind" else plain.get(n, ["tensor"]) for n in names}
+        for values in itertools.product(*choices.values()):
+            chosen = dict(zip(choices, values, strict=True))
+            zero = chosen.get("kind") in (DPOLoss.ipo, DPOLoss.odds_ratio)
+            if not (zero and (chosen["label_smoothing"] or chosen["target_margin"])):
+                found.append((function, chosen))
+    return found
+
+
+@pytest.mark.parametrize(("function", "chosen"), elementwise(), ids=lambda x: getattr(x, "__name__", ""))
+def test_a_loss_does_not_depend_on_the_other_pairs_or_responses_of_a_micro_batch(function, chosen):
+    """New losses of the module are found by introspection."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = {n: -3 * torch.rand(7, generator=generator).double() for n, x in chosen.items() if isinstance(x, str)}
+    tensors = {n: x < -1.5 if n.startswith("desirable") else x for n, x in tensors.items() if chosen[n] == "tensor"}
+    options = {n: x for n, x in chosen.items() if n not in tensors}
+    first = next(iter(tensors))
+
+    def run(rows):
+        leaf = tensors[first][rows].requires_grad_()
+        loss = function(**{**options, **{n: x[rows] for n, x in tensors.items()}, first: leaf})
+        assert not loss[0].isnan()
+        return loss.detach(), torch.autograd.grad(loss.sum(), leaf)[0]
+
+    whole, order = run(torch.arange(7)), torch.randperm(7, generator=generator)
+    for size in (1, 2, 7):
+        pieces = [run(rows) for rows in order.split(size)]
+        for k in (0, 1):
+            torch.testing.assert_close(torch.cat([p[k] for p in pieces]), whole[k][order], rtol=1e-12, atol=0)
+
+
+def test_every_loss_on_pairs_and_responses_is_found():
+    assert {f.__name__ for f, _ in elementwise()} == {
+        "pairwise_loss",
+        "rating_loss",
+        "comparison_loss",
+        "centering_loss",
+        "dpo_loss",
+        "kto_loss",
+    }

@@ -35,7 +35,7 @@ OPTIONS = {"gamma": 0.9, "lam": 0.9, "k": 1, "beta": 0.1, "n_groups": 2, "fill":
 def tensor(name: str) -> Tensor:
     """Return a valid argument. The end of its name determines its size, and the beginning its dtype."""
     size = SIZES[name[-1]]
-    if name.startswith(("mask", "valid", "present")):
+    if name.startswith(("mask", "valid", "present", "desirable")):
         return torch.ones(size, dtype=torch.bool)
     return torch.zeros(size, dtype=torch.int64) if name.startswith(("group", "ids")) else torch.rand(size)
 

@@ -14,6 +14,8 @@ from realign.interfaces.dpo import DPOInterface
 from realign.interfaces.environment import EnvironmentInterface
 from realign.interfaces.greedy import GreedyInterface
 from realign.interfaces.grpo import GRPOActorInterface
+from realign.interfaces.kto import KTOInterface, KTOReferenceInterface
+from realign.interfaces.online_dpo import OnlineDPOInterface
 from realign.interfaces.ppo import PPOActorInterface
 from realign.interfaces.raft import RAFTActorInterface
 from realign.interfaces.reference import ReferenceInterface
@@ -32,12 +34,14 @@ SAMPLING = [
     GRPOActorInterface(SAMPLER),
     RAFTActorInterface(generation=SAMPLER),
     RFTActorInterface(generation=SAMPLER),
+    OnlineDPOInterface(generation=SAMPLER),
     GreedyInterface(SAMPLER),
 ]
 SCORING = [
     PPOActorInterface(SAMPLER),
     PPOCriticInterface(),
     ReferenceInterface(),
+    KTOReferenceInterface(),
     RewardModelInterface(),
     RewardModelInterface(dense=True),
 ]
@@ -55,10 +59,13 @@ TRAINING = [
     SFTInterface(n_minibatches=2),
     DPOInterface(n_minibatches=2),
     DPOInterface(kind=DPOLoss.ipo, n_minibatches=2),
+    DPOInterface(reference_free=True, n_minibatches=2),
+    KTOInterface(n_minibatches=2),
+    OnlineDPOInterface(n_minibatches=2),
     *(RewardModelInterface(kind, n_minibatches=2) for kind in RewardLoss),
     RewardModelInterface(use_margin=True, n_minibatches=2),
 ]
-ON_PAIRS = (DPOInterface, RewardModelInterface)
+WITH_LABELS = (DPOInterface, KTOInterface, RewardModelInterface)
 OPTIONAL = {"RAFTActorInterface": {"prompt_mask"}, "PPOActorInterface": {"prox_logprobs", "truncated"}}
 """Keys without which a method runs with another result. The runtime checks that they are present."""
 
@@ -72,7 +79,8 @@ def model() -> Model:
 
 
 def batch(interface: ModelInterface) -> SequenceSample:
-    return random_preferences(3) if isinstance(interface, ON_PAIRS) else random_batch(3)
+    judged = isinstance(interface, WITH_LABELS) and not isinstance(interface, OnlineDPOInterface)
+    return random_preferences(3) if judged else random_batch(3)
 
 
 def call(interface: ModelInterface, method: str, data: SequenceSample):
@@ -143,6 +151,9 @@ def test_a_method_fails_without_any_key_that_it_needs(interface, method):
     [
         SFTInterface(),
         DPOInterface(),
+        KTOInterface(),
+        KTOReferenceInterface(),
+        OnlineDPOInterface(),
         RewardModelInterface(use_margin=True, dense=True),
         PPOCriticInterface(),
         ReferenceInterface(),

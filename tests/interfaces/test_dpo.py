@@ -10,12 +10,14 @@ import torch
 
 from realign.api import MicroBatchSpec, Model, SequenceSample, stat_values
 from realign.config import build_experiment, compose
+from realign.config.folders import experiments_dir
 from realign.errors import DataError
 from realign.functional import DPOLoss
 from realign.interfaces.dpo import DPOInterface, dataflow
 from realign.interfaces.ppo import ReferenceInterface
 from realign.runtime import run
-from realign.testing import BigramEngine, random_preferences
+from realign.testing import BigramEngine, check_train_step, random_preferences
+from tests.test_algorithms import PREFERENCE
 from tests.tiny import save_tiny
 
 VARIANTS = [
@@ -24,7 +26,21 @@ VARIANTS = [
     DPOInterface(label_smoothing=0.2),
     DPOInterface(length_normalized=True, beta=2.0),
     DPOInterface(sft_coef=0.7, temperature=0.6),
+    DPOInterface(kind=DPOLoss.robust, label_smoothing=0.2, beta=0.4),
+    DPOInterface(reference_free=True, length_normalized=True, beta=2.0, target_margin=0.8),
+    DPOInterface(reference_free=True, sft_coef=1.0, label_smoothing=0.1),
+    DPOInterface(kind=DPOLoss.odds_ratio, reference_free=True, length_normalized=True, beta=0.3, sft_coef=1.0),
+    DPOInterface(kind=DPOLoss.odds_ratio, reference_free=True),
 ]
+PRESETS = {
+    "ipo": DPOInterface(kind=DPOLoss.ipo, length_normalized=True),
+    "robust_dpo": DPOInterface(kind=DPOLoss.robust, label_smoothing=0.1),
+    "dpo_norm": DPOInterface(length_normalized=True, beta=5.0),
+    "simpo": DPOInterface(reference_free=True, length_normalized=True, beta=2.0, target_margin=1.0),
+    "cpo": DPOInterface(reference_free=True, sft_coef=1.0),
+    "orpo": DPOInterface(kind=DPOLoss.odds_ratio, reference_free=True, length_normalized=True, sft_coef=1.0),
+}
+"""The settings of `algorithm=NAME`."""
 
 
 def reference(interface: DPOInterface, table: torch.Tensor, data: SequenceSample) -> tuple[torch.Tensor, int]:
@@ -39,15 +55,21 @@ def reference(interface: DPOInterface, table: torch.Tensor, data: SequenceSample
         for ids, mask, ref, _ in sorted((first, second), key=lambda row: -row[3]):
             trained = [t for t in range(len(ids)) if mask[t]]
             logps = [(table[ids[t - 1]] / interface.temperature).log_softmax(-1)[ids[t]] for t in trained]
-            ratio = sum(logp - ref[t] for logp, t in zip(logps, trained, strict=True))
+            ratio = sum(logp - (not interface.reference_free) * ref[t] for logp, t in zip(logps, trained, strict=True))
             h.append(ratio / len(trained) if interface.length_normalized else ratio)
             nll.append(-sum(logps) / len(trained))
         x = h[0] - h[1]
+        rate = interface.label_smoothing
+        right, wrong = (torch.sigmoid(sign * (interface.beta * x - interface.target_margin)) for sign in (1, -1))
         if interface.kind is DPOLoss.ipo:
             loss = (x - 0.5 / interface.beta) ** 2
+        elif interface.kind is DPOLoss.robust:
+            loss = (rate * wrong.log() - (1 - rate) * right.log()) / (1 - 2 * rate)
+        elif interface.kind is DPOLoss.odds_ratio:
+            odds = [logp.exp() / (1 - logp.exp()) for logp in h]
+            loss = -interface.beta * torch.sigmoid((odds[0] / odds[1]).log()).log()
         else:
-            right, wrong = (torch.sigmoid(sign * interface.beta * x) for sign in (1, -1))
-            loss = -(1 - interface.label_smoothing) * right.log() - interface.label_smoothing * wrong.log()
+            loss = -(1 - rate) * right.log() - rate * wrong.log()
         losses.append(loss + interface.sft_coef * nll[0])
     return sum(losses) / len(losses), len(losses)
 
@@ -166,6 +188,10 @@ def test_trap_g9_shuffled_labels_teach_nothing():
         ({"label_smoothing": 0.5}, r"label_smoothing=0.5: must be at least 0 and below 0.5"),
         ({"sft_coef": -1.0}, "sft_coef=-1.0: must be at least 0"),
         ({"label_smoothing": 0.1, "kind": DPOLoss.ipo}, "label_smoothing=0.1: has no effect with kind=ipo"),
+        ({"target_margin": 0.1, "kind": DPOLoss.ipo}, "target_margin=0.1: has no effect with kind=ipo"),
+        ({"target_margin": -1.0}, "target_margin=-1.0: must be at least 0"),
+        ({"kind": DPOLoss.robust}, "label_smoothing=0: kind=robust corrects for wrong labels"),
+        ({"kind": DPOLoss.odds_ratio}, "reference_free=false: the odds of kind=odds_ratio are those of the policy"),
     ],
 )
 def test_settings_out_of_range_are_refused(setting, message):
@@ -178,6 +204,37 @@ def test_the_graph_scores_with_the_reference_and_then_trains():
         ("ref_inf", "ref", "inference"),
         ("actor_train", "actor", "train_step"),
     ]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_has_the_settings_of_its_paper_and_calls_a_reference_only_if_the_loss_reads_it(name):
+    config = compose(["experiment=dpo", f"algorithm={name}", "models.actor.path=m", "data.path=pairs.jsonl"])
+    made = build_experiment(config)
+    assert made.interfaces["actor"] == PRESETS[name]
+    free = name in ("simpo", "cpo", "orpo")
+    assert [rpc.name for rpc in made.graph.order] == ([] if free else ["ref_inf"]) + ["actor_train"]
+    assert ("ref" in made.models) == ("ref" in made.interfaces) == (not free)
+    keys = made.interfaces["actor"].keys("train_step").needs
+    data = random_preferences(3).select(keys)
+    assert ("ref_logprobs" in data) == (not free)
+    assert "loss" in stat_values(made.interfaces["actor"].train_step(model_of(0), data, MicroBatchSpec()))
+
+
+def test_every_preset_for_pairs_is_compared():
+    folder = experiments_dir() / "algorithm"
+    found = {path.stem for path in folder.glob("*.yaml") if "interfaces.actor.reference_free" in path.read_text()}
+    assert found == {*PRESETS} == {*PREFERENCE}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_does_not_depend_on_micro_batches_order_or_masked_values(name):
+    """The presets are found by `test_every_preset_for_pairs_is_compared`."""
+    keys = PRESETS[name].keys("train_step").needs
+    check_train_step(PRESETS[name], keys, data=random_preferences(5), whole_groups=True)
+
+
+def model_of(seed: int) -> Model:
+    return Model("actor", BigramEngine(seed=seed))
 
 
 def test_the_shipped_experiment_runs_on_a_tiny_model(tmp_path):

@@ -18,9 +18,11 @@ from realign.functional import DPOLoss, ImportanceLevel, KLEstimator, Scope, Val
 from realign.interfaces import components as c
 from realign.interfaces.critic import ValueNormalization, ValueScale
 from realign.interfaces.decoupled_ppo import DecoupledPPOActorInterface
+from realign.interfaces.dpo import DPOInterface
 from realign.interfaces.grpo import GRPOActorInterface
+from realign.interfaces.kto import KTOInterface
 from realign.interfaces.ppo import PPOActorInterface
-from realign.interfaces.reward_model import RewardLoss
+from realign.interfaces.reward_model import RewardLoss, RewardModelInterface
 from realign.testing import check_train_step, random_preferences
 
 NORMALIZATIONS = [
@@ -113,9 +115,21 @@ SETTINGS: dict[str, list[dict]] = {
         {"n_minibatches": 2},
         {"kind": DPOLoss.ipo, "beta": 0.3},
         {"label_smoothing": 0.2, "temperature": 0.7},
+        {"kind": DPOLoss.robust, "label_smoothing": 0.2, "target_margin": 0.5},
+        {"kind": DPOLoss.odds_ratio, "reference_free": True, "length_normalized": True, "sft_coef": 1.0},
         {"length_normalized": True, "sft_coef": 0.5},
+        {"reference_free": True, "length_normalized": True, "beta": 2.0, "target_margin": 1.0},
     ],
     "GRPOActorInterface": PPO_SETTINGS,
+    "KTOInterface": [
+        {"n_minibatches": 2},
+        {"beta": 0.5, "desirable_weight": 1.5, "undesirable_weight": 0.5, "temperature": 0.7},
+    ],
+    "OnlineDPOInterface": [
+        {"n_minibatches": 2},
+        {"kind": DPOLoss.ipo, "generation": GROUPS},
+        {"reference_free": True, "target_margin": 0.5, "sft_coef": 0.5},
+    ],
     "PPOActorInterface": [*PPO_SETTINGS, *GAE_ONLY],
     "PPOCriticInterface": [
         {"epochs": 2, "n_minibatches": 2},
@@ -136,6 +150,7 @@ SETTINGS: dict[str, list[dict]] = {
         {"n_minibatches": 2},
         {"use_margin": True, "per_prompt_weighting": True},
         {"from_divergence": True, "use_margin": True},
+        {"center_coef": 0.1},
         *({"kind": kind} for kind in RewardLoss),
         {"kind": RewardLoss.scalar_rating, "per_prompt_weighting": True},
     ],
@@ -262,7 +277,23 @@ def each_component():
 )
 def test_trap_d13_every_interface_is_invariant(cls, kwargs, inputs):
     judged = "labels" in inputs
-    check_train_step(cls(**kwargs), inputs, data=random_preferences() if judged else None, whole_groups=judged)
+    whole_groups = judged or issubclass(cls, DPOInterface)
+    check_train_step(cls(**kwargs), inputs, data=random_preferences() if judged else None, whole_groups=whole_groups)
+
+
+def test_every_kind_of_preference_loss_is_in_the_settings():
+    """New members of the enums must be listed in SETTINGS."""
+    for cls, kinds in (("DPOInterface", DPOLoss), ("RewardModelInterface", RewardLoss)):
+        default = {"DPOInterface": DPOLoss.sigmoid, "RewardModelInterface": RewardLoss.pairwise}[cls]
+        assert {default, *(kwargs.get("kind", default) for kwargs in SETTINGS[cls])} == set(kinds)
+
+
+@pytest.mark.parametrize("cls", [DPOInterface, KTOInterface, RewardModelInterface], ids=lambda cls: cls.__name__)
+def test_no_training_setting_of_a_preference_method_escapes(cls):
+    inference_only = {"clip", "cut", "dense"} if cls is RewardModelInterface else set()
+    names = {f.name for f in dataclasses.fields(cls) if f.init} - inference_only
+    changed = {name for kwargs in SETTINGS[cls.__name__] for name in kwargs if kwargs[name] != _default(cls, name)}
+    assert changed == names, f"no setting of {cls.__name__} in SETTINGS changes {sorted(names - changed)}"
 
 
 def named(found):
@@ -319,6 +350,14 @@ def test_decoupled_ppo_is_in_the_grid_by_its_correction():
 def test_every_file_declares_its_graph_and_its_train_steps_are_found():
     names = {cls.__name__ for cls in trainers()}
     assert {"SFTInterface", "PPOActorInterface", "GRPOActorInterface"} <= names
-    assert {"DPOInterface", "RewardModelInterface"} <= names
+    assert {"DPOInterface", "KTOInterface", "OnlineDPOInterface", "RewardModelInterface"} <= names
     with_train = [m for m in modules() if hasattr(m, "dataflow")]
-    assert {m.__name__.rsplit(".")[-1] for m in with_train} >= {"sft", "ppo", "grpo", "dpo", "reward_model"}
+    assert {m.__name__.rsplit(".")[-1] for m in with_train} >= {
+        "sft",
+        "ppo",
+        "grpo",
+        "dpo",
+        "kto",
+        "online_dpo",
+        "reward_model",
+    }

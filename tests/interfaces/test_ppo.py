@@ -199,6 +199,10 @@ def test_metrics_of_a_step_are_the_plain_means_they_are_named_after():
         "ratio_mean": ratio.mean(),
         "ratio_min": ratio.min(),
         "ratio_max": ratio.max(),
+        "ratio_var": ratio.var(correction=0),
+        "logprob_diff_mean": (now - old).mean(),
+        "logprob_diff_var": (now - old).var(correction=0),
+        "logprob_diff_min": (now - old).min(),
         "logprob_diff_max": (now - old).abs().max(),
         "first_logprob_diff_max": (now - old).abs().max(),
         "approx_kl": (ratio - 1 - (now - old)).mean(),
@@ -486,14 +490,17 @@ def test_trap_d7_a_batch_in_which_nothing_trains_makes_no_step():
 def test_trap_d11_every_prompt_is_used_once_per_epoch():
     data = random_batch(0, n_prompts=7).select(["input_ids", "loss_mask", "logprobs", "rewards"])
     seen: list[str] = []
+    steps: list[int] = []
 
     class Watching(BigramEngine):
         def train_batch(self, data, *rest):
             seen.extend(data.ids)
+            steps.append(len(data))
             return super().train_batch(data, *rest)
 
     PPOActorInterface(epochs=2, n_minibatches=3).train_step(Model("actor", Watching()), data, MicroBatchSpec())
     teaching = sorted(trained(PPOActorInterface().score(Model("actor", BigramEngine()), data)).ids)
+    assert len(steps) == 2 * 3
     half = len(seen) // 2
     assert 5 <= len(teaching) < len(data)  # one prompt has no trained tokens
     assert sorted(seen[:half]) == sorted(seen[half:]) == teaching

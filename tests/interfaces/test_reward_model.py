@@ -27,6 +27,9 @@ VARIANTS = [
     RewardModelInterface(from_divergence=True),
     RewardModelInterface(kind=RewardLoss.best_of_n),
     RewardModelInterface(kind=RewardLoss.scalar_rating),
+    RewardModelInterface(center_coef=0.3, use_margin=True),
+    RewardModelInterface(center_coef=0.3, per_prompt_weighting=True),
+    RewardModelInterface(center_coef=0.3, from_divergence=True),
     RewardModelInterface(kind=RewardLoss.scalar_rating, per_prompt_weighting=True),
     RewardModelInterface(kind=RewardLoss.scalar_compare, per_prompt_weighting=True),
 ]
@@ -74,7 +77,10 @@ def reference(interface: RewardModelInterface, table: torch.Tensor, data: Sequen
             for a, b in pairs:
                 chosen, rejected = (a, b) if a[1] > b[1] else (b, a)
                 margin = a[2] if interface.use_margin else 0.0
-                losses.append(pair_loss(interface, table, chosen[0], rejected[0], margin))
+                center = (table[chosen[0][-1]] + table[rejected[0][-1]]) ** 2
+                losses.append(
+                    pair_loss(interface, table, chosen[0], rejected[0], margin) + interface.center_coef * center
+                )
         prompts.append(losses)
     if interface.per_prompt_weighting:
         means = [sum(losses) / len(losses) for losses in prompts if losses]
@@ -281,6 +287,25 @@ def held_out_accuracy(train: SequenceSample) -> float:
     return stat_values(RewardModelInterface().train_step(model, toy(1), ONE))["accuracy"]
 
 
+def test_centering_moves_the_scores_of_pairs_to_0_and_keeps_what_is_learned():
+    found = {}
+    for coef in (0.0, 0.1):
+        model, data = Model("reward", BigramEngine()), toy(0)
+        model.machine.values_V += 3
+        for _ in range(20):
+            stats = stat_values(
+                RewardModelInterface(n_minibatches=4, center_coef=coef).train_step(model, data, MicroBatchSpec())
+            )
+            model.advance()
+        found[coef] = stats
+        assert stats["accuracy"] > 0.95
+    middle = {coef: abs(stats["score_chosen"] + stats["score_rejected"]) / 2 for coef, stats in found.items()}
+    assert middle[0.0] > 2
+    assert middle[0.1] < 0.2
+    assert "centering_loss" in found[0.1]
+    assert "centering_loss" not in found[0.0]
+
+
 def test_a_toy_preference_is_learned():
     assert held_out_accuracy(toy(0)) > 0.95
 
@@ -304,6 +329,8 @@ def test_trap_g9_shuffled_labels_teach_nothing():
             "from_divergence=true: has no effect with kind=scalar_rating",
         ),
         ({"per_prompt_weighting": True, "kind": RewardLoss.best_of_n}, "per_prompt_weighting=true: has no effect"),
+        ({"center_coef": 0.1, "kind": RewardLoss.scalar_compare}, "center_coef=0.1: has no effect with kind=scalar_co"),
+        ({"center_coef": -0.1}, "center_coef=-0.1: must be at least 0"),
     ],
 )
 def test_settings_without_meaning_are_refused(setting, message):

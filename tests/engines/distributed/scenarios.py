@@ -29,6 +29,7 @@ from realign.interfaces.components import EarlyStop
 from realign.interfaces.critic import PPOCriticInterface
 from realign.interfaces.dpo import DPOInterface
 from realign.interfaces.grpo import GRPOActorInterface
+from realign.interfaces.kto import KTOInterface
 from realign.interfaces.ppo import PPOActorInterface
 from realign.interfaces.reference import ReferenceInterface
 from realign.interfaces.sft import SFTInterface
@@ -129,6 +130,15 @@ def ppo(folder: Path) -> dict[str, Any]:
 def dpo(folder: Path) -> dict[str, Any]:
     batches = [batch(step, preferences=True) for step in range(4)]
     return train(load(folder), DPOInterface(n_minibatches=2), batches, PAIRS)
+
+
+def kto(folder: Path) -> dict[str, Any]:
+    """The reference finds mismatched responses less likely than the policy, so the baseline is positive."""
+    batches = [batch(step, preferences=True) for step in range(4)]
+    batches = [b.with_sequences(mismatched_ref_logprobs=5 * b["mismatched_ref_logprobs"]) for b in batches]
+    found = train(load(folder), KTOInterface(n_minibatches=2, undesirable_weight=0.7), batches, PAIRS)
+    assert all(metrics["kl_baseline"] > 0 for metrics in found["metrics"])
+    return found
 
 
 def joint_loss(output: Any, data: SequenceSample) -> tuple[Tensor, dict[str, Any]]:
@@ -351,7 +361,7 @@ def _renamed(data: SequenceSample) -> SequenceSample:
 
 def scenarios(folder: Path) -> dict[str, Any]:
     """Run the scenarios that give the same results on any number of ranks."""
-    return {f.__name__: f(folder) for f in (sft, grpo, early_stop, ppo, dpo, settings, uneven, calls)}
+    return {f.__name__: f(folder) for f in (sft, grpo, early_stop, ppo, dpo, kto, settings, uneven, calls)}
 
 
 def of_a_group(folder: Path) -> dict[str, Any]:

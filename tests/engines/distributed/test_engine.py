@@ -54,7 +54,7 @@ def assert_same(found: Any, wanted: Any, path: str = "") -> None:
         assert found == wanted, path
 
 
-@pytest.mark.parametrize("algorithm", ["sft", "grpo", "ppo", "dpo"])
+@pytest.mark.parametrize("algorithm", ["sft", "grpo", "ppo", "dpo", "kto"])
 def test_trap_d4_e7_e10_four_steps_on_uneven_data_are_those_of_one_process(
     ranks: list[dict[str, Any]], alone: dict[str, Any], algorithm: str
 ) -> None:

@@ -1,0 +1,196 @@
+"""KTO: Kahneman-Tversky optimization, from responses that are labeled desirable or undesirable (arXiv:2402.01306).
+
+Training reads `input_ids`, `prompt_mask`, `loss_mask` (the responses), `labels` (positive: desirable), `ref_logprobs`
+and `mismatched_ref_logprobs` [S], and writes nothing. Labels need no pairs: a prompt may have any number of responses.
+
+The reward of a response, beta times its log-ratio to the reference, is compared with a baseline: beta times an
+estimate of the KL divergence from the reference. The estimate is the mean log-ratio of mismatched pairs, prompts with
+responses to other prompts of the batch. It is computed before each optimizer step, over all prompts of the step, so it
+does not depend on micro-batches or ranks. It is 0 for a batch of one prompt. Responses without tokens are excluded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from realign.api import (
+    RPC,
+    DataflowGraph,
+    Keys,
+    Mean,
+    MicroBatchSpec,
+    Model,
+    ModelInterface,
+    ModelOutput,
+    Panel,
+    Plan,
+    Role,
+    SequenceSample,
+    Stats,
+    masked_mean,
+    merge_stats,
+)
+from realign.functional import kto_baseline, kto_loss, segment_sum
+from realign.interfaces.components.mismatch import mismatched, response_logprobs
+from realign.interfaces.components.pairs import answered
+from realign.interfaces.reference import ReferenceInterface
+from realign.settings import Count, NonNegative, Positive, Range
+
+RESPONSES = ("input_ids", "prompt_mask", "loss_mask")
+TRAINED = ("input_ids", "loss_mask", "labels", "ref_logprobs")
+
+
+@dataclass
+class KTOInterface(ModelInterface):
+    """The policy of KTO, trained on labeled responses."""
+
+    n_minibatches: Count = 1
+    """Optimizer steps per batch of prompts."""
+    beta: Positive = 0.1
+    """Strength of the regularization toward the reference; smaller values allow larger deviations."""
+    desirable_weight: NonNegative = 1.0
+    """Weight of desirable responses in the loss."""
+    undesirable_weight: NonNegative = 1.0
+    """Weight of undesirable responses in the loss. The paper keeps the ratio of (weight x number) of desirable to
+    undesirable responses between 1 and 3/2."""
+    temperature: Annotated[float, Range(ge=0.01, lt=math.inf)] = 1.0
+    """Temperature of all log-probs, which divides the logits. Must equal the reference's; this is checked at launch."""
+
+    def keys(self, method: str) -> Keys:
+        """See `ModelInterface.keys`."""
+        if method != "train_step":
+            return Keys()
+        return Keys(needs=dict.fromkeys((*TRAINED, "prompt_mask", "mismatched_ref_logprobs"), ""))
+
+    def outputs(self) -> frozenset[str]:
+        """See `ModelInterface.outputs`."""
+        return frozenset({"logprobs"})
+
+    def roles(self) -> Mapping[str, Role]:
+        """See `ModelInterface.roles`: the reference policy."""
+        return {"ref": Role(KTOReferenceInterface(temperature=self.temperature))}
+
+    def plan(self) -> Plan:
+        """See `ModelInterface.plan`."""
+        return Plan(n_minibatches=self.n_minibatches, temperature=self.temperature, temperature_setting="temperature")
+
+    def headline(self) -> tuple[str, ...]:
+        """See `ModelInterface.headline`."""
+        return ("loss", "rewards/accuracy", "rewards/margin", "kl_baseline")
+
+    def panels(self) -> tuple[Panel, ...]:
+        """See `ModelInterface.panels`."""
+        return (
+            Panel("accuracy on labels", {"rewards/accuracy": "training batch"}),
+            Panel("margin of implicit rewards", {"rewards/margin": "training batch"}),
+            Panel("KL to the reference (nats)", {"kl_baseline": "mismatched pairs"}),
+        )
+
+    def train_step(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> Stats:
+        """Take `n_minibatches` optimizer steps over the batch, in a new random order."""
+        other = mismatched(data.select(RESPONSES)).rename(OTHER)
+        data = data.with_data({key: other[key] for key in OTHER.values()}, lengths=other.lengths[OTHER["input_ids"]])
+        rng = np.random.default_rng(model.call_seed("minibatches"))
+        steps = [self._step(model, part, mb_spec) for part in data.minibatches(self.n_minibatches, rng)]
+        stats = merge_stats(steps)
+        return stats | margin(stats)
+
+    def _step(self, model: Model, part: SequenceSample, mb_spec: MicroBatchSpec) -> Stats:
+        """Compute the baseline of a mini-batch under the current weights, and take an optimizer step."""
+        other = part.select(OTHER.values()).rename({new: old for old, new in OTHER.items()})
+        policy_S = response_logprobs(model, other, mb_spec, self.temperature)
+        baseline = kto_baseline(policy_S, part["mismatched_ref_logprobs"], answered(other))
+        data = part.select(TRAINED).with_sequences(kl_baseline=baseline.expand(part.n_sequences).contiguous())
+        found = model.machine.train_batch(data, mb_spec, self.loss, self.loss_weight)
+        return {**found, "kl_baseline": Mean(baseline, torch.ones_like(baseline))}
+
+    def loss(self, output: ModelOutput, minibatch: SequenceSample) -> tuple[Tensor, Stats]:
+        """Sum the loss over the responses."""
+        mask_T, cu_seqlens = minibatch["loss_mask"], minibatch.cu_seqlens()
+        counts_S, desirable_S = answered(minibatch), minibatch["labels"] > 0
+        logprobs_T = output.logprobs(temperature=self.temperature, where_T=mask_T)
+        policy_S = segment_sum(torch.where(mask_T, logprobs_T, 0), cu_seqlens)
+        log_ratio_S = policy_S - segment_sum(torch.where(mask_T, minibatch["ref_logprobs"], 0), cu_seqlens)
+        baseline_S = minibatch["kl_baseline"]
+        loss_S = kto_loss(
+            log_ratio_S,
+            desirable_S,
+            baseline_S,
+            beta=self.beta,
+            desirable_weight=self.desirable_weight,
+            undesirable_weight=self.undesirable_weight,
+        )
+        chosen_S, rejected_S = counts_S & desirable_S, counts_S & ~desirable_S
+        right_S = torch.where(desirable_S, log_ratio_S > baseline_S, log_ratio_S < baseline_S)
+        stats: Stats = {
+            "preference_loss": masked_mean(loss_S, counts_S),
+            "rewards/chosen": masked_mean(self.beta * log_ratio_S, chosen_S),
+            "rewards/rejected": masked_mean(self.beta * log_ratio_S, rejected_S),
+            "rewards/accuracy": masked_mean(right_S, counts_S),
+            "logprobs/chosen": masked_mean(policy_S, chosen_S),
+            "logprobs/rejected": masked_mean(policy_S, rejected_S),
+        }
+        return torch.where(counts_S, loss_S, 0).sum(), stats
+
+    def loss_weight(self, data: SequenceSample) -> Tensor:
+        """Return the number of responses in the loss."""
+        return answered(data).sum()
+
+    def describe(self, batch_prompts: int) -> dict[str, str]:
+        """See `ModelInterface.describe`."""
+        weights = f"weights {self.desirable_weight:g} (desirable) and {self.undesirable_weight:g} (undesirable)"
+        return {"loss": f"kto, beta {self.beta:g}, {weights}; mean over responses"}
+
+
+@dataclass
+class KTOReferenceInterface(ReferenceInterface):
+    """The reference of KTO: it also scores mismatched pairs of prompts and responses."""
+
+    def keys(self, method: str) -> Keys:
+        """See `ModelInterface.keys`."""
+        if method != "inference":
+            return Keys()
+        return Keys(needs=dict.fromkeys(RESPONSES, ""), writes=frozenset({"logprobs", "mismatched_ref_logprobs"}))
+
+    def inference(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
+        """Compute `logprobs` [T] of the responses, and `mismatched_ref_logprobs` [S] of responses to other prompts."""
+        other_S = response_logprobs(model, mismatched(data), mb_spec, self.temperature)
+        scored = super().inference(model, data, mb_spec)
+        return (
+            data.with_tokens(logprobs=scored["logprobs"])
+            .with_sequences(mismatched_ref_logprobs=other_S)
+            .select(("logprobs", "mismatched_ref_logprobs"))
+        )
+
+
+OTHER = {"input_ids": "mismatched_input_ids", "loss_mask": "mismatched_loss_mask"}
+"""Names of the keys of mismatched pairs, which have their own lengths, in a batch."""
+
+
+def margin(stats: Stats) -> Stats:
+    """Return `rewards/margin`: the difference of the mean rewards of desirable and undesirable responses, if any."""
+    means = [stats.get(f"rewards/{name}") for name in ("chosen", "rejected")]
+    found = [mean.total / mean.weight for mean in means if isinstance(mean, Mean) and mean.weight > 0]
+    return {"rewards/margin": Mean(found[0] - found[1], torch.ones_like(found[0]))} if len(found) == 2 else {}
+
+
+def dataflow() -> DataflowGraph:
+    """Build the graph: the frozen reference scores the responses and mismatched pairs, then the actor trains."""
+    outputs = ("ref_logprobs", "mismatched_ref_logprobs")
+    return DataflowGraph(
+        (
+            RPC("ref_inf", "ref", "inference", RESPONSES, outputs=outputs, rename={"logprobs": "ref_logprobs"}),
+            RPC("actor_train", "actor", "train_step", inputs=(*RESPONSES, "labels", *outputs)),
+        ),
+        dataset_keys=(*RESPONSES, "labels"),
+    )
+
+
+__all__ = ["KTOInterface", "KTOReferenceInterface", "dataflow"]
