@@ -183,12 +183,13 @@ def test_the_viewer_shows_new_steps_while_the_run_goes_on(browser, tmp_path):
         page = watched.page
         page.goto(f"http://127.0.0.1:{port}/")
         page.click("text=live")
-        page.wait_for_selector("text=of 4 steps")
+        page.wait_for_selector(".kpi:nth-child(3) .value")
         assert page.inner_text(".kpi:nth-child(3) .value").startswith("4")
         last = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
         with (out / "metrics.jsonl").open("a") as file:
             file.write(json.dumps({**last, "step": 5}) + "\n")
-        page.wait_for_selector("text=5 of 4 steps")
+        value = page.locator(".kpi:nth-child(3) .value", has_text="5 of 4 steps")
+        value.wait_for()
         assert watched.errors == []
         assert all(
             url.startswith(f"http://127.0.0.1:{port}/") for url in watched.requests if not url.startswith("data:")
