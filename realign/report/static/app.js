@@ -4,7 +4,7 @@
   const { el, store } = report;
   const main = document.getElementById("main"), header = document.getElementById("header");
   const POLL_MS = 4000;
-  let shown = null;
+  let shown = null, stale = false; /* stale: new data waits until no control of the page has the focus */
 
   function pages() {
     return Object.entries(report.pages).filter(([, page]) => (page.live ? store.live : store.runs.length > 0) && (!page.several || store.runs.length > 1));
@@ -60,7 +60,9 @@
 
   async function update() {
     try {
-      if (await store.load() && !main.contains(document.activeElement)) render(true);
+      stale = await store.load() || stale;
+      const focused = document.activeElement;
+      if (stale && (focused === main || !main.contains(focused))) { stale = false; render(true); }
     } catch { /* the server ended or is busy; the next poll tries again */ }
     setTimeout(update, POLL_MS);
   }
