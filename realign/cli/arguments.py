@@ -14,7 +14,7 @@ from realign.config.schema import ExperimentConfig
 
 TRAIN = "train"
 """The default command."""
-COMMANDS_WITH_OPTIONS = ("plan", "profile")
+COMMANDS_WITH_OPTIONS = ("plan", "profile", "view")
 """Commands with options such as `plan.devices=8`."""
 SWEEPS = ("-m", "--multirun")
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from realign.cli import report
 from realign.cli.arguments import TRAIN, command_words, read_arguments
 from realign.cli.errors import guarded, plain_warnings
 from realign.cli.train import alone, build, is_one_of_many, on_ranks, print_derived, quiet_transformers, train
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """Environment variables that configure the memory allocator of torch."""
-OWN_COMMANDS = (TRAIN, "help", "chat", "serve", "export")
+OWN_COMMANDS = (TRAIN, "help", "chat", "serve", "export", "report", "view", "compare")
 """Commands besides `COMMANDS`."""
 COMPLETE = "--complete"
 """First argument of a call by a completion script."""
@@ -39,6 +40,7 @@ realign: reinforcement learning for language models
   realign check experiment=NAME ...       run everything except training
   realign help [KEY]                      describe config keys, such as interfaces.actor.kl
   realign chat MODEL                      chat with a saved model
+  realign report RUN                      write the report of a run as an HTML file
   realign --help                          all commands, experiments and algorithms
 
 First run (a few seconds): python -m realign.demo.arithmetic, then
@@ -57,6 +59,9 @@ Usage
   realign chat MODEL              chat with a model, or answer the lines of stdin: [generation.temperature=0.7 ...]
   realign serve MODEL             serve a model to OpenAI clients: [port=8000 ...], key in REALIGN_API_KEY
   realign export RUN_OR_FOLDER    write a model with its model card: --to DIR, --push HUB_NAME, [--merge] an adapter
+  realign report RUN...           write curves, samples, tokens and times of runs to an HTML file: [--out FILE]
+  realign view [RUNS]             serve the reports of the runs in a folder: [view.port=8765 view.host=127.0.0.1]
+  realign compare RUN RUN...      compare metrics and settings of runs
   realign help [<overrides>] [KEY]  describe config keys: type, default, valid values, meaning
   realign <overrides> resume=auto   resume a run that was stopped or killed
   realign -m <overrides>          sweep: one run for each combination of a=1,2 b=x,y
@@ -140,8 +145,8 @@ def _dispatch(argv: list[str], start: Start) -> int:
     command, overrides = _command_of(args.words)
     if command == "help":
         return show_key_help(args, overrides)
-    if command != "graph" and (args.format or args.out):
-        raise ConfigError("--format and --out apply only to realign graph")
+    if (command != "graph" and args.format) or (command not in ("graph", "report") and args.out):
+        raise ConfigError("--format applies only to realign graph, and --out to realign graph and realign report")
     if command != "export" and (args.to or args.merge or args.push):
         raise ConfigError("--to, --merge and --push apply only to realign export")
     if command != TRAIN and (args.multirun or args.cfg or args.info):
@@ -155,6 +160,8 @@ def _dispatch(argv: list[str], start: Start) -> int:
         return serve(args, overrides)
     if command == "export":
         return export(args, overrides)
+    if command in ("report", "view", "compare"):
+        return REPORTS[command](args, overrides)
     if not overrides and not (args.cfg or args.info):
         raise ConfigError("no overrides. Start from experiment=NAME; `realign --help` lists the experiments.")
     overrides = _prepared(args, overrides)
@@ -356,6 +363,10 @@ COMMANDS: Mapping[str, Callable[[argparse.Namespace, list[str]], int]] = Mapping
     {"graph": show_graph, "check": check, "plan": plan, "profile": profile}
 )
 """Commands on the config of one run."""
+REPORTS: Mapping[str, Callable[[argparse.Namespace, list[str]], int]] = MappingProxyType(
+    {"report": report.report, "view": report.view, "compare": report.compare}
+)
+"""Commands on the folders of runs."""
 
 
 if __name__ == "__main__":

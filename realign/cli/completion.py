@@ -35,7 +35,20 @@ from realign.config.source import (
 )
 from realign.config.words import EXPORTERS, NONE, TARGET, snake_case
 
-COMMANDS = ("train", "check", "graph", "plan", "profile", "chat", "serve", "export", "help")
+COMMANDS = (
+    "train",
+    "check",
+    "graph",
+    "plan",
+    "profile",
+    "chat",
+    "serve",
+    "export",
+    "report",
+    "view",
+    "compare",
+    "help",
+)
 OPTIONS: Mapping[str, str] = MappingProxyType(
     {"plan": "realign.planning.options.PlanOptions", "profile": "realign.runtime.profiling.ProfileOptions"}
 )
@@ -103,7 +116,7 @@ def completions(line: str) -> list[str]:
     if before[-1:] == ["--shell-completion"]:
         return _starting(word, SCRIPTS)
     command = next((one for one in before if "=" not in one and not one.startswith("-")), None)
-    if command in ("chat", "serve", "export"):
+    if command in ("chat", "serve", "export", "report", "view", "compare"):
         return []
     key, equals, value = word.partition("=")
     try:
@@ -149,7 +162,7 @@ def _keys(prefix: str, before: list[str], folder: Path | None, *, takes_value: b
             yield from (f"{name}=" for name in ALIASES if takes_value)
         for one in dataclasses.fields(ExperimentConfig):
             if one.name not in REPORT:
-                deep = one.name in COMPONENTS or one.name in ("microbatch", "checkpoint")
+                deep = one.name in COMPONENTS or one.name in ("microbatch", "checkpoint", "records")
                 yield f"{one.name}." if deep else f"{one.name}{ending}"
         return
     config = _config(tuple(before), folder)

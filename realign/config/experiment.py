@@ -45,6 +45,7 @@ def _build(config: ExperimentConfig) -> Experiment:
     from realign.runtime import DynamicSampling, Experiment, RewardCalibration, RolloutSpec, RuntimeSpec
     from realign.runtime.checkpoint.exports import CheckpointSpec
     from realign.runtime.evaluation.base import Evaluator
+    from realign.runtime.metrics.record_spec import RecordSpec
     from realign.runtime.metrics.trackers import TrackerSpec
 
     _check_names(config)
@@ -74,6 +75,10 @@ def _build(config: ExperimentConfig) -> Experiment:
         microbatch = MicroBatchSpec(**dataclasses.asdict(config.microbatch))
     except SettingsError as error:
         raise ConfigError(f"microbatch.{error}") from error
+    try:
+        records = RecordSpec(**dataclasses.asdict(config.records))
+    except SettingsError as error:
+        raise ConfigError(f"records.{error}") from error
     experiment = Experiment(
         name=config.name,
         seed=config.seed,
@@ -96,6 +101,7 @@ def _build(config: ExperimentConfig) -> Experiment:
         keep_saves=config.keep_saves,
         save_best=config.save_best,
         sample_prompts=config.sample_prompts,
+        records=records,
         print_samples_every_steps=config.print_samples_every_steps,
         trackers=_roles(config, TrackerSpec, "trackers"),
         callbacks=_callbacks(config),

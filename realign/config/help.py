@@ -210,8 +210,14 @@ def _ranged(cls: type) -> dict[str, Any]:
     """Return the annotations of the class of the run that a class of the schema mirrors."""
     from realign.api import MicroBatchSpec
     from realign.runtime import CheckpointSpec, Experiment
+    from realign.runtime.metrics.record_spec import RecordSpec
 
-    mirrored = {"ExperimentConfig": Experiment, "MicroBatchConfig": MicroBatchSpec, "CheckpointConfig": CheckpointSpec}
+    mirrored = {
+        "ExperimentConfig": Experiment,
+        "MicroBatchConfig": MicroBatchSpec,
+        "CheckpointConfig": CheckpointSpec,
+        "RecordsConfig": RecordSpec,
+    }
     return hints_of(mirrored[cls.__name__])
 
 

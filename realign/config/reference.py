@@ -18,7 +18,7 @@ from realign.config.places import ROOTS, Place, place_of
 from realign.config.schema import COMPONENTS
 from realign.config.trees import MISSING
 
-PLAIN = ("microbatch", "checkpoint")
+PLAIN = ("microbatch", "checkpoint", "records")
 """Root keys that contain settings and are no component."""
 
 

@@ -57,6 +57,22 @@ class CheckpointConfig:
 
 
 @dataclass
+class RecordsConfig:
+    """Detail of the records for `realign report` and `realign view`."""
+
+    every_steps: int = 10
+    """Interval in steps at which tokens and spans are recorded. The first step of the run is recorded too."""
+    token_prompts: int = 1
+    """Number of prompts whose tokens are recorded in such a step; 0 records none."""
+    token_responses: int = 4
+    """Maximum number of recorded responses of each of these prompts."""
+    token_limit: int = 1024
+    """Maximum number of recorded tokens of a response, with the last 128 tokens of its prompt."""
+    system_seconds: float | None = 10.0
+    """Interval in seconds at which CPU, memory and GPU use are recorded; null records none."""
+
+
+@dataclass
 class ExperimentConfig:
     """Root of the config. One step is one pass over the graph with `batch_prompts` prompts."""
 
@@ -116,6 +132,8 @@ class ExperimentConfig:
     `-` (-eval/nll) means that smaller is better. null saves no best models."""
     sample_prompts: int = 1
     """Number of prompts per step whose responses and rewards are written to samples.jsonl (`batch_prompts`: all)."""
+    records: RecordsConfig = field(default_factory=RecordsConfig)
+    """Detail of the records for the report: recorded tokens, spans and the load of the machine."""
     print_samples_every_steps: int | None = None
     """Interval in steps at which three responses are printed, with reward and KL; null prints none."""
     trackers: dict[str, Any] = field(default_factory=dict)

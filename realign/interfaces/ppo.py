@@ -351,6 +351,7 @@ class PPOActorInterface(ModelInterface):
         policy = policy_loss_of(self.objective, tokens, weight_T)
         loss_T, stats = policy.loss_T, policy_stats(policy, tokens, entropy_T) | self.objective.stats(policy, mask_T)
         trace = {"ratio": policy.ratio_T, "entropy": entropy_T, "advantage": tokens.advantages_T, "mask": mask_T}
+        trace["logprob"] = logprobs_T
         if self.kl_control.is_in_loss:
             penalty_T, kl_stats = self.kl_control.in_loss(output, logprobs_T, minibatch, temperature)
             loss_T, stats, trace["kl_penalty"] = loss_T + penalty_T, stats | kl_stats, penalty_T

@@ -11,6 +11,7 @@ from torch.profiler import record_function
 from realign.api import RPC, DataflowGraph, MicroBatchSpec, Model, ModelInterface, SequenceSample, stat_values
 from realign.api.interface import method_of
 from realign.api.sample import MissingKeyError
+from realign.api.trace import TracedSequence, traced
 from realign.engines.distributed.ranks import current
 from realign.runtime.out_of_memory import memory_limited
 
@@ -25,6 +26,7 @@ def call(
     batch: SequenceSample,
     mb_spec: MicroBatchSpec,
     graph: DataflowGraph | None = None,
+    traces: list[TracedSequence] | None = None,
 ) -> tuple[SequenceSample, dict[str, float]]:
     """Execute one RPC: pass only the declared inputs and accept only the declared outputs.
 
@@ -38,6 +40,7 @@ def call(
         batch: batch with at least the inputs of the RPC.
         mb_spec: token budget of a forward pass.
         graph: graph of the RPC, for messages.
+        traces: receives the per-token values of the prompts in `mb_spec.trace_ids` that a train_step returned.
 
     Returns:
         The batch with the outputs merged in, and the metrics (of a train_step).
@@ -53,6 +56,8 @@ def call(
         result = make() if interface.needs_engine else current().lead(make)
     if rpc.method == "train_step":
         model.advance()
+        if traces is not None:
+            traces.extend(traced(result, mb_spec.trace_ids))
         return batch, stat_values(result)
     declared = {*rpc.outputs, *(ours for ours, theirs in rpc.rename.items() if theirs in rpc.outputs)}
     result = result.select(result.keys - (interface.keys(rpc.method).reports - declared))

@@ -27,6 +27,7 @@ from realign.runtime.checks.contract import check_keys
 from realign.runtime.default_roles import lead_of, with_default_roles, with_tokenizer_of
 from realign.runtime.evaluation.base import Evaluator
 from realign.runtime.evaluation.calibration import RewardCalibration
+from realign.runtime.metrics.record_spec import RecordSpec
 from realign.runtime.metrics.trackers import TrackerSpec
 from realign.runtime.rollout.dynamic_sampling import DynamicSampling
 from realign.runtime.rollout.spec import RolloutSpec
@@ -106,6 +107,8 @@ class Experiment(Settings):
     (-eval/nll) selects the lowest value; null disables it."""
     sample_prompts: NonNegativeInt = 1
     """Prompts per step whose responses and rewards are written to samples.jsonl; at `batch_prompts`, all of them."""
+    records: RecordSpec = field(default_factory=RecordSpec)
+    """Detail of the records for the report: recorded tokens, spans and the load of the machine."""
     print_samples_every_steps: Count | None = None
     """Print three responses of a step, with reward and KL, every n steps; null disables it."""
     trackers: Mapping[str, TrackerSpec] = field(default_factory=dict)

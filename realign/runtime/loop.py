@@ -28,9 +28,11 @@ from realign.runtime.display import headline, panels
 from realign.runtime.experiment import Experiment, Part
 from realign.runtime.metrics.activity import activity
 from realign.runtime.metrics.curves import draw_curves
+from realign.runtime.metrics.details import RunDetails
 from realign.runtime.metrics.live_display import Forgiving, LiveDisplay, Tracker
 from realign.runtime.metrics.records import NoRecords, Records
 from realign.runtime.metrics.report import RunReport
+from realign.runtime.metrics.run_info import RunInfo
 from realign.runtime.metrics.samples import SHOWN, show
 from realign.runtime.models import lead_role
 from realign.runtime.out_of_memory import SMALLER, memory_limited
@@ -100,6 +102,8 @@ class Training:
             self.ranks.lead(partial(clear_output_folder, self.out))
         self.result = RunResult(self.out)
         self.records: Records = NoRecords()
+        self.details: RunDetails | None = None
+        self.info: RunInfo | None = None
         self.receivers: list[Tracker] = []
         self.ranks.lead(partial(self._open_files, start, trackers, stack))
         self.checkpoints = stack.enter_context(
@@ -115,6 +119,9 @@ class Training:
             _draw, self.experiment, self.result, self.callbacks.metrics
         )
         self.records = stack.enter_context(Records(self.out, start))
+        self.details = stack.enter_context(RunDetails(self.runtime, self.records, self.report.log))
+        fresh = start is None or not start.own or self.fresh
+        self.info = RunInfo(self.out, self.runtime, self.report.command, self.first, fresh=fresh)
         if self.experiment.resolved:
             text = yaml.safe_dump(dict(self.experiment.resolved), sort_keys=False, allow_unicode=True)
             (self.out / "config.yaml").write_text(text, encoding="utf-8")
@@ -178,6 +185,8 @@ class Training:
 
     def _report(self, end: EndEvent) -> None:
         """Write and show the summary, on rank 0 only."""
+        if self.info is not None:
+            self.info.end(end)
         if self.ranks.leader:
             self.report.end(self.experiment, end, self.result.history, self.records.metrics.seconds, self.console)
 
@@ -225,6 +234,8 @@ class Training:
 
     def _step(self, step: int) -> None:
         steps = self.experiment.steps
+        spec = self.experiment.records
+        self.runtime.trace_prompts = spec.token_prompts if spec.due(step) else 0
         values, batch = self.runtime.step(step)
         values |= self.checkpoints.metrics()
         added: dict[str, float] = {}
@@ -248,6 +259,8 @@ class Training:
         if self.console is not None and step % (self.experiment.print_samples_every_steps or step + 1) == 0:
             show(self.console, step, self.runtime.readable(batch, SHOWN))
         self.saves.after_step(step, values, last=last)
+        if self.details is not None:
+            self.details.after_step(step, batch, self.runtime.traces)
 
     def _log(self, step: int, values: dict[str, float]) -> None:
         # all steps share the strings of the names, which would otherwise be most of the memory of a long run's history

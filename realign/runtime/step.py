@@ -23,6 +23,7 @@ from realign.api import (
     stat_values,
 )
 from realign.api.sampler import Sampler
+from realign.api.trace import TracedSequence
 from realign.data import Dataset
 from realign.data.dataset import content_hash
 from realign.data.decoded import DecodedSequence, decoded_row
@@ -35,6 +36,7 @@ from realign.runtime.evaluation.base import in_set
 from realign.runtime.evaluation.generation import sequence_stats
 from realign.runtime.experiment import Experiment
 from realign.runtime.metrics.samples import readable
+from realign.runtime.metrics.spans import Spans
 from realign.runtime.models import lead_role, load_models, save_on_all_ranks
 from realign.runtime.out_of_memory import SMALLER, memory_limited
 from realign.runtime.processes.operations import Watch
@@ -59,6 +61,8 @@ class Made:
     stats: dict[str, float]
     """Metrics of a train_step."""
     seconds: float
+    traces: Sequence[TracedSequence] = ()
+    """Per-token values of the traced prompts (of a train_step)."""
 
 
 class LocalRuntime:
@@ -69,6 +73,12 @@ class LocalRuntime:
         self.interfaces: Mapping[str, ModelInterface] = experiment.interfaces
         self.counters = Counters()
         self.models: dict[str, Model] = {}
+        self.spans = Spans()
+        """Start and end of calls and phases."""
+        self.trace_prompts = 0
+        """Number of prompts of the next step whose per-token values the train_step calls return."""
+        self.traces: dict[str, Sequence[TracedSequence]] = {}
+        """Traced sequences of the last step, by role."""
         self.ahead: RolloutAhead | None = None
         """Samples and scores prompts for later steps, with rollout=async."""
         self.watch = Watch()
@@ -102,7 +112,8 @@ class LocalRuntime:
 
     def _make(self, rpc: RPC, model: Model, batch: SequenceSample) -> SequenceSample:
         """Execute an RPC ahead of its step; can be called from any thread."""
-        return call(rpc, model, self.interfaces[rpc.model], batch, self.experiment.microbatch, self.graph)[0]
+        with self.spans.span(rpc.name, rpc.method):
+            return call(rpc, model, self.interfaces[rpc.model], batch, self.experiment.microbatch, self.graph)[0]
 
     def _load_models(self) -> dict[str, Model]:
         """Load the model of every role; a runtime with remote models returns proxies."""
@@ -147,12 +158,17 @@ class LocalRuntime:
         Returns:
             The metrics of the step, and the batch with every key that was produced.
         """
+        with self.spans.span("step", "phase"):
+            return self._step(step)
+
+    def _step(self, step: int) -> tuple[dict[str, float], SequenceSample]:
         started = time.perf_counter()
+        self.traces = {}
         values: dict[str, float] = {}
         sampling, order = self.experiment.dynamic_sampling, self.experiment.graph.order
         leading = self.experiment.graph.leading_to("rewards")
         if self.ahead is not None:
-            with self.watch.doing("asynchronous rollout", limited=True):
+            with self.watch.doing("asynchronous rollout", limited=True), self.spans.span("wait for rollout", "phase"):
                 batch = self.ahead.take(step, values)
             batch = self._calls([rpc for rpc in order if rpc not in leading], batch, values)
             self.ahead.advance()
@@ -164,7 +180,7 @@ class LocalRuntime:
             values |= found
             batch = self._calls([rpc for rpc in order if rpc not in leading], batch, values)
         values |= self.prompts.order.metrics()
-        with memory_limited("weight sync", SMALLER):
+        with memory_limited("weight sync", SMALLER), self.spans.span("weight sync", "phase"):
             values |= self.sync.after_step(step)
         if "rewards" in batch:
             self.counters.rewards_seen += int(batch["rewards"].isfinite().sum())
@@ -209,9 +225,13 @@ class LocalRuntime:
         model = self.models[rpc.model]
         if draw:
             model = replace(model, seed=derive_seed(model.seed, "draw", draw))
-        with self.watch.doing(f"call {rpc.name!r}", batch, limited=True):
-            batch, stats = call(rpc, model, self.interfaces[rpc.model], batch, self.experiment.microbatch, self.graph)
-        return Made(batch, stats, time.perf_counter() - started)
+        mb_spec, traces = self.experiment.microbatch, list[TracedSequence]()
+        if rpc.method == "train_step" and self.trace_prompts:
+            mb_spec = replace(mb_spec, trace_ids=batch.ids[: self.trace_prompts])
+        doing = self.watch.doing(f"call {rpc.name!r}", batch, limited=True)
+        with doing, self.spans.span(rpc.name, rpc.method):
+            batch, stats = call(rpc, model, self.interfaces[rpc.model], batch, mb_spec, self.graph, traces)
+        return Made(batch, stats, time.perf_counter() - started, traces)
 
     def _note(self, rpc: RPC, made: Made, values: dict[str, float]) -> None:
         """Add the metrics of an RPC to those of its step."""
@@ -219,6 +239,7 @@ class LocalRuntime:
         prefix = "" if rpc.model == lead_role(self.experiment) else f"{rpc.model}/"
         values |= {f"{prefix}{name}": value for name, value in made.stats.items()}
         if rpc.method == "train_step":
+            self.traces[rpc.model] = made.traces
             self.counters.optimizer_steps += made.stats.get("optimizer_steps", 0.0)
             if "prox_logprobs" in rpc.inputs or not is_stale(made.batch, self.models[rpc.model].version - 1):
                 self._check_ratio(rpc, made.stats)
@@ -247,7 +268,8 @@ class LocalRuntime:
             if due is not None and where not in due:
                 continue
             name = where.partition(".")[2]
-            with self.watch.doing(where), memory_limited(where, f"Lower {where}.batch_prompts."):
+            doing, span = self.watch.doing(where), self.spans.span(where, "phase")
+            with doing, span, memory_limited(where, f"Lower {where}.batch_prompts."):
                 measured, scored = evaluation.measure(self, self.datasets.held_out[where])
             names = in_set(name, measured)
             values |= {names[metric]: value for metric, value in measured.items()}
@@ -288,7 +310,8 @@ class LocalRuntime:
 
     def save(self, folder: Path) -> None:
         """Save each trained model, see `save_on_all_ranks`."""
-        with self.watch.doing("saving the models"), memory_limited("saving the models", SMALLER):
+        doing, span = self.watch.doing("saving the models"), self.spans.span("saving the models", "phase")
+        with doing, span, memory_limited("saving the models", SMALLER):
             save_on_all_ranks(folder, self.models, self.interfaces)
 
     def check_progress(self) -> None:

@@ -29,6 +29,7 @@ FREE = (
     "overwrite",
     "print_samples_every_steps",
     "ratio_tolerance",
+    "records",
     "resume",
     "resume_allow",
     "resume_skip",

@@ -29,6 +29,9 @@ DEPTH = 50
 RECORDS = ("metrics", "samples", "eval_samples")
 """Record files of a run, without `.jsonl`."""
 
+DETAILS = ("tokens", "spans", "warnings", "system")
+"""Record files with details for the report, without `.jsonl`. Checkpoints of earlier versions do not count them."""
+
 SAVED = re.compile(r"step_[0-9]{6,}")
 """Names of the folders of models that a run writes every `every_steps` steps."""
 
@@ -368,8 +371,11 @@ TREE = record(
         "models": mapping(record({"version": COUNT, "engine": optional(_engine)}, weights=TENSORS)),
         "random": RANDOM,
         "records": record(
-            {"seconds": number(0), "sizes": record(dict.fromkeys(RECORDS, COUNT))},
-            sha256=record(dict.fromkeys(RECORDS, HASH)),
+            {
+                "seconds": number(0),
+                "sizes": Record(dict.fromkeys(RECORDS, COUNT), dict.fromkeys(DETAILS, COUNT)),
+            },
+            sha256=Record(dict.fromkeys(RECORDS, HASH), dict.fromkeys(DETAILS, HASH)),
         ),
         "saves": SAVES,
     },

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -14,14 +14,14 @@ from typing import Any, Self
 
 from realign.engines.files.durable import open_regular
 from realign.runtime.checkpoint.resume import Start
-from realign.runtime.checkpoint.schema import RECORDS
+from realign.runtime.checkpoint.schema import DETAILS, RECORDS
 from realign.runtime.metrics.live_display import JsonLines, Nowhere, prefix, prefix_hash
 
 
 class Records:
-    """The record files metrics.jsonl, samples.jsonl and eval_samples.jsonl."""
+    """The record files of a run, such as metrics.jsonl and samples.jsonl."""
 
-    NAMES = RECORDS
+    NAMES = (*RECORDS, *DETAILS)
 
     def __init__(self, folder: Path, start: Start | None) -> None:
         """Open the files in `folder`. When resuming from `start`, truncate them to their size at its checkpoint."""
@@ -29,24 +29,29 @@ class Records:
         if start is not None and not start.new_run:
             state = start.state["records"]
             self._take_over(folder, start, state)
-        self.metrics, self.samples, self.eval_samples = (
+        self._hold(
             JsonLines(folder / f"{name}.jsonl", state["sizes"].get(name, 0), seconds=state["seconds"])
             for name in self.NAMES
         )
+
+    def _hold(self, files: Iterable[JsonLines]) -> None:
+        """Keep the files, in the order of `NAMES`."""
+        opened = list(files)
+        self.metrics, self.samples, self.eval_samples, self.tokens, self.spans, self.warnings, self.system = opened
+        self._files = dict(zip(self.NAMES, opened, strict=True))
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
         with ExitStack() as stack:  # close all files, even if one fails to close
-            for file in (self.metrics, self.samples, self.eval_samples):
+            for file in self._files.values():
                 stack.callback(file.close)
 
     def state_dict(self) -> dict[str, Any]:
         """Sync the files to disk, and return the elapsed seconds and the size (bytes) and sha256 of each file."""
-        files = dict(zip(self.NAMES, (self.metrics, self.samples, self.eval_samples), strict=True))
-        sizes = {name: file.sync() for name, file in files.items()}
-        hashes = {name: file.sha256 for name, file in files.items()}
+        sizes = {name: file.sync() for name, file in self._files.items()}
+        hashes = {name: file.sha256 for name, file in self._files.items()}
         return {"seconds": self.metrics.seconds, "sizes": sizes, "sha256": hashes}
 
     def history(self) -> list[dict[str, float]]:
@@ -97,4 +102,4 @@ class NoRecords(Records):
     """No-op record writer for ranks other than 0."""
 
     def __init__(self) -> None:
-        self.metrics = self.samples = self.eval_samples = Nowhere()
+        self._hold(Nowhere() for _ in self.NAMES)

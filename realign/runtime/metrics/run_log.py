@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 import traceback
 import warnings
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import BinaryIO, TextIO
+from typing import Any, BinaryIO, TextIO
 
 from realign.engines.files.durable import open_regular
 from realign.errors import ConfigError, RealignError
 
 NAME = "realign.log"
 PACKAGE = "realign"
+MOST = 10_000
+"""Maximum number of warnings between two calls of `take_warnings`; older ones are dropped."""
 
 
 class RunLog(logging.Handler):
@@ -33,6 +37,7 @@ class RunLog(logging.Handler):
         self.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
         self.warnings = 0
         self._waiting: list[str] = []
+        self._warned: deque[dict[str, Any]] = deque(maxlen=MOST)
         self._file: BinaryIO | None = None
 
     @contextmanager
@@ -48,8 +53,9 @@ class RunLog(logging.Handler):
             file: TextIO | None = None,
             line: str | None = None,
         ) -> None:
-            self.warnings += 1
-            self.write(f"WARNING {' '.join(str(message).split())}")
+            text = " ".join(str(message).split())
+            self._warn(text)
+            self.write(f"WARNING {text}")
             before(message, category, filename, lineno, file, line)
 
         logger.addHandler(self)
@@ -87,8 +93,20 @@ class RunLog(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a log record."""
-        self.warnings += record.levelno >= logging.WARNING
+        if record.levelno >= logging.WARNING:
+            self._warn(f"{record.name}: {record.getMessage()}")
         self.write(self.format(record))
+
+    def take_warnings(self) -> list[dict[str, Any]]:
+        """Return the warnings since the last call, each with its time; callable while other threads warn."""
+        found = []
+        while self._warned:
+            found.append(self._warned.popleft())
+        return found
+
+    def _warn(self, text: str) -> None:
+        self.warnings += 1
+        self._warned.append({"time": round(time.time(), 3), "message": text})
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of a step in one line."""

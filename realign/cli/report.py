@@ -1,0 +1,74 @@
+"""`realign report`, `realign view` and `realign compare`: show the records of runs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from realign.config.errors import ConfigError
+
+NAME = "report.html"
+"""Name of a report if `--out` is not set."""
+
+
+def report(args: argparse.Namespace, words: Sequence[str]) -> int:
+    """Run `realign report RUN...`: write one HTML file."""
+    from realign.report.page import write_report
+
+    folders = _runs("report", args, words, at_least=1)
+    out = Path(args.out) if args.out else (folders[0] / NAME if len(folders) == 1 else Path(NAME))
+    size = write_report(folders, out)
+    sys.stdout.write(f"{out} ({size / 1e6:.2f} MB)\n")
+    return 0
+
+
+def view(args: argparse.Namespace, words: Sequence[str]) -> int:
+    """Run `realign view FOLDER`: serve the viewer until Ctrl-C."""
+    from realign.cli.command_options import split_options
+    from realign.report.server import ViewOptions, serve
+
+    options, rest = split_options("view", ViewOptions, words)
+    if len(rest) > 1 or args.config_dir:
+        raise ConfigError(f"realign view expects one folder with runs, such as runs/, found {rest}")
+    serve(Path(rest[0] if rest else "runs"), options, lambda text: print(text, flush=True))
+    return 0
+
+
+def compare(args: argparse.Namespace, words: Sequence[str]) -> int:
+    """Run `realign compare RUN RUN...`: print a table."""
+    from rich.console import Console
+
+    from realign.report.compare import comparison
+
+    console = Console()
+    for table in comparison(_runs("compare", args, words, at_least=2)):
+        console.print(table)
+        console.print()
+    return 0
+
+
+def _runs(command: str, args: argparse.Namespace, words: Sequence[str], at_least: int) -> list[Path]:
+    """Return the folders of the runs that the command line names.
+
+    Raises:
+        ConfigError: a folder contains no run, or there are too few.
+    """
+    from realign.report.files import check_run, find_runs
+
+    if args.config_dir:
+        raise ConfigError(f"--config-dir does not apply to realign {command}, which has no experiment")
+    folders: list[Path] = []
+    for word in words:
+        found = find_runs(Path(word)) if Path(word).is_dir() else []
+        if not found:
+            check_run(Path(word))
+        folders += found
+    if len(folders) < at_least:
+        number = "at least two folders of runs" if at_least > 1 else "the folder of a run, such as runs/NAME"
+        raise ConfigError(f"realign {command} expects {number}, found {list(words) or 'none'}")
+    return folders
+
+
+__all__ = ["compare", "report", "view"]

@@ -1,0 +1,25 @@
+"use strict";
+/* Page "Compare": final and best values of several runs, and the settings in which they differ. */
+(() => {
+  const { el } = report;
+
+  report.pages.compare = { title: "Compare", several: true, render: () => {
+    const runs = report.shownRuns();
+    const names = [...new Set(runs.flatMap((run) => [...report.headline(run), "step_s"]))].filter((name) => runs.some((run) => report.course(run, name)));
+    const rows = names.map((name) => {
+      const found = runs.map((run) => report.course(run, name)), larger = report.larger(runs[0], name);
+      const lasts = found.map((c) => (c ? (c.best && larger !== null ? c.best[1] : c.last[1]) : null));
+      const known = lasts.filter(report.isNumber);
+      const best = larger === null || known.length < 2 ? null : (larger ? Math.max : Math.min)(...known);
+      return el("tr", {}, el("th", { scope: "row" }, name), found.map((course, i) => el("td", { class: "number" + (best !== null && lasts[i] === best ? " best" : "") },
+        course ? [report.number(course.last[1]), course.best && el("small", {}, " best ", report.number(course.best[1]), " at ", report.number(course.best[0]))] : "–")));
+    });
+    const facts = [["status", (run) => report.pill(run.status.state)], ["steps", (run) => report.number(run.metrics.step[run.metrics.step.length - 1])],
+      ["duration", (run) => report.duration(run.metrics.seconds[run.metrics.seconds.length - 1])], ["warnings", (run) => report.number(run.warnings.length)],
+      ["commit", (run) => (run.info.git ? run.info.git.commit.slice(0, 8) + (run.info.git.changed.length ? " + changes" : "") : "–")]]
+      .map(([name, value]) => el("tr", {}, el("th", { scope: "row" }, name), runs.map((run) => el("td", { class: "number" }, value(run)))));
+    const head = ["", ...runs.map((run) => [report.dot(run), report.visible(run.key)])];
+    return el("div", {}, report.section("Metrics", "Last values, and the best where larger or smaller is known to be better. The best run is highlighted.",
+      report.table(head, [...facts, ...rows], { label: "comparison of runs" })), report.differences(runs));
+  } };
+})();

@@ -1,0 +1,148 @@
+"use strict";
+/* Page "Overview": headline numbers, warnings, facts about the run and its settings. */
+(() => {
+  const { el } = report;
+
+  report.pages.overview = { title: "Overview", render: () => {
+    const runs = report.shownRuns(), run = report.focused();
+    return el("div", {},
+      runs.length > 1 ? runs.map(summaryLine) : kpis(run),
+      runs.length > 1 ? null : headlines(run),
+      warnings(runs),
+      runs.length > 1 ? differences(runs, 12) : null,
+      facts(run, runs.length > 1),
+      settings(run));
+  } };
+
+  function primary(run) {
+    const names = report.headline(run).filter((name) => report.larger(run, name) !== null);
+    return names[0] || report.headline(run)[0];
+  }
+
+  function kpi(label, value, about, spark) {
+    return el("div", { class: "card kpi" }, el("div", { class: "label" }, label), el("div", { class: "value" }, value),
+      about && el("div", { class: "about" }, about), spark);
+  }
+
+  function kpis(run) {
+    const name = primary(run), course = name && report.course(run, name);
+    const training = report.headline(run).find((n) => !n.startsWith("eval/") && report.course(run, n));
+    const other = training && report.course(run, training);
+    const steps = run.metrics.step, done = steps.length ? steps[steps.length - 1] : 0;
+    const seconds = run.metrics.seconds.length ? run.metrics.seconds[run.metrics.seconds.length - 1] : null;
+    const stepTimes = (run.metrics.values.step_s || []).filter(report.isNumber);
+    return el("div", { class: "kpis" },
+      course && kpi(name, report.number(course.last[1]), course.best
+        ? ["best ", report.number(course.best[1]), " at step ", report.number(course.best[0]), " · first ", report.number(course.first[1])]
+        : ["first ", report.number(course.first[1])], report.sparkline(run.metrics.values[name], report.palette(0), 220, 36)),
+      other && kpi(training, report.number(other.last[1]), ["first ", report.number(other.first[1])],
+        report.sparkline(report.smooth(run.metrics.values[training], 0.8), report.palette(1), 220, 36)),
+      kpi("Progress", [report.number(done), el("small", {}, " of " + report.number(run.info.steps || run.summary.steps), " steps")],
+        [report.pill(run.status.state), run.status.reason ? [" ", report.visible(run.status.reason)] : ""]),
+      kpi("Duration", report.duration(seconds), stepTimes.length
+        ? "median " + report.duration([...stepTimes].sort((a, b) => a - b)[stepTimes.length >> 1]) + " per step" : null));
+  }
+
+  function summaryLine(run) {
+    const name = primary(run), course = name && report.course(run, name);
+    const steps = run.metrics.step;
+    return el("div", { class: "card line", style: { "--run": report.colorOf(run) } },
+      el("strong", {}, report.visible(run.key)), report.pill(run.status.state),
+      course && el("span", {}, el("span", { class: "muted" }, name, " "), el("b", {}, report.number(course.last[1])),
+        course.best && el("span", { class: "muted" }, " best ", report.number(course.best[1]), " at step ", report.number(course.best[0]))),
+      el("span", { class: "muted" }, report.number(steps[steps.length - 1]), " steps, ", report.duration(run.metrics.seconds[steps.length - 1])),
+      name && report.sparkline(run.metrics.values[name], report.colorOf(run), 140, 28));
+  }
+
+  function headlines(run) {
+    const names = report.headline(run).slice(0, 14);
+    const rows = names.map((name) => {
+      const course = report.course(run, name);
+      if (!course) return null;
+      return el("tr", {}, el("th", { scope: "row" }, name),
+        el("td", { class: "number" }, report.number(course.first[1])),
+        el("td", { class: "number" }, course.best ? [report.number(course.best[1]), el("small", {}, " step ", report.number(course.best[0]))] : "–"),
+        el("td", { class: "number" }, el("b", {}, report.number(course.last[1]))),
+        el("td", { class: "trend" }, report.sparkline(report.smooth(run.metrics.values[name], 0.6), report.colorOf(run))));
+    });
+    return report.section("Headline metrics", "Best values are stated where larger or smaller is known to be better.",
+      report.table(["metric", "first", "best", "last", ""], rows, { label: "headline metrics" }));
+  }
+
+  function warnings(runs) {
+    const found = runs.flatMap((run) => {
+      const counted = new Map();
+      for (const one of run.warnings) {
+        const entry = counted.get(one.message) || { run, message: one.message, steps: [] };
+        entry.steps.push(one.step);
+        counted.set(one.message, entry);
+      }
+      return [...counted.values()];
+    });
+    if (!found.length) return report.section("Warnings", null, el("p", { class: "good" }, "✓ No warnings."));
+    return report.section("Warnings", null, el("ul", { class: "warnings" }, found.map((one) => el("li", {},
+      el("span", { class: "muted" }, runs.length > 1 ? [report.visible(one.run.key), " · "] : "", "step ", one.steps[0],
+        one.steps.length > 1 ? " and " + report.plural(one.steps.length - 1, "more time") : ""),
+      el("div", {}, report.visible(one.message))))));
+  }
+
+  function dot(run) { return el("span", { class: "dot", style: { background: report.colorOf(run) }, "aria-hidden": "true" }); }
+  report.dot = dot;
+
+  function facts(run, named) {
+    const { info } = run, attempts = info.attempts || [], last = attempts[attempts.length - 1] || {};
+    const git = info.git, device = info.device || {};
+    const entries = [
+      ["Command", last.command && el("code", {}, report.visible(last.command.join(" ")))],
+      ["Folder", el("code", {}, report.visible(run.folder))],
+      ["Started", report.time((attempts[0] || {}).started)],
+      ["Ended", last.ended ? report.time(last.ended) : run.status.state],
+      ["Attempts", attempts.length > 1 ? attempts.map((one) => el("div", {}, "steps ", one.first_step, " to ", one.last_step, ": ",
+        one.status || "no end recorded", one.reason ? [" (", report.visible(one.reason), ")"] : "")) : null],
+      ["Seed", info.seed],
+      ["Models", Object.entries(info.models || {}).map(([role, about]) => el("div", {}, el("b", {}, role), " ", about))],
+      ["Device", [(device.gpus || []).length ? device.gpus.join(", ") + " · " : "", device.machine, " · ",
+        device.cpu_cores, " CPU cores · ", device.torch_threads, " torch threads"]],
+      ["Versions", Object.entries(info.versions || {}).map(([name, v]) => el("span", { class: "tag" }, name + " " + v))],
+      ["Git", git ? [el("code", {}, git.commit.slice(0, 12)), " on ", report.visible(git.branch || "?"), git.changed.length
+        ? el("details", {}, el("summary", {}, report.plural(git.changed.length, "changed file")), el("ul", {}, git.changed.map((name) => el("li", {}, report.visible(name)))))
+        : " · no changed files"] : "no repository"],
+    ].filter(([, value]) => value !== null && value !== undefined && value !== "");
+    return report.section(named ? "Run " + run.key : "Run", null,
+      el("dl", { class: "facts" }, entries.map(([name, value]) => [el("dt", {}, name), el("dd", {}, value)])));
+  }
+
+  function settings(run) {
+    const all = Object.entries(run.config);
+    if (!all.length) return null;
+    const body = el("tbody", {});
+    const show = (text) => report.put(body, ...all.filter(([key, value]) => (key + "=" + value).toLowerCase().includes(text.toLowerCase()))
+      .map(([key, value]) => el("tr", {}, el("th", { scope: "row" }, report.visible(key)), el("td", {}, el("code", {}, report.visible(value === null ? "null" : value))))));
+    show("");
+    return report.section("Settings", report.plural(all.length, "value") + " of the composed config, with all defaults.",
+      el("details", { class: "settings" }, el("summary", {}, "Show all settings"),
+        el("label", { class: "search" }, "Filter ", el("input", { type: "search", placeholder: "lr, kl, generation …", oninput: (event) => show(event.target.value) })),
+        el("div", { class: "scroll" }, el("table", {}, body))));
+  }
+
+  /* Config keys whose values differ between runs. */
+  report.differing = (runs) => {
+    const keys = [...new Set(runs.flatMap((run) => Object.keys(run.config)))];
+    return keys.filter((key) => new Set(runs.map((run) => JSON.stringify(run.config[key]))).size > 1);
+  };
+
+  function differences(runs, most) {
+    const keys = report.differing(runs), everywhere = keys.filter((key) => runs.every((run) => key in run.config));
+    const others = keys.filter((key) => !everywhere.includes(key));
+    if (!keys.length) return report.section("Different settings", null, report.empty("All settings are equal."));
+    const table = (some) => report.table(["key", ...runs.map((run) => [dot(run), report.visible(run.key)])],
+      some.map((key) => el("tr", {}, el("th", { scope: "row" }, report.visible(key)), runs.map((run) => el("td", {}, el("code", {},
+        report.visible(run.config[key] === undefined ? "–" : run.config[key] === null ? "null" : run.config[key])))))),
+      { left: true, label: "different settings" });
+    const more = keys.length - Math.min(everywhere.length, most || Infinity);
+    return report.section("Different settings", null, everywhere.length ? table(everywhere.slice(0, most)) : null,
+      most && more ? el("p", { class: "about" }, el("a", { href: report.link("compare") }, report.plural(more, "more difference"))) : null,
+      !most && others.length ? el("details", { class: "settings" }, el("summary", {}, report.plural(others.length, "key"), " of components that only some runs have"), table(others)) : null);
+  }
+  report.differences = differences;
+})();

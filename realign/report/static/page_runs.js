@@ -1,0 +1,38 @@
+"use strict";
+/* Page "Runs" of the viewer: the runs in the folder, to open one or several. */
+(() => {
+  const { el } = report;
+  report.pages = {};
+  const chosen = new Set();
+
+  report.pages.runs = { title: "Runs", live: true, render: () => {
+    const listed = report.store.listed;
+    if (!listed.length) return report.empty("No runs yet. The list updates when a run starts.");
+    const open = el("a", { class: "button", href: report.link("overview", [...chosen]) });
+    const update = () => {
+      open.textContent = chosen.size ? "Open " + report.plural(chosen.size, "run") : "Select runs to compare";
+      open.href = report.link("overview", [...chosen]);
+      open.toggleAttribute("aria-disabled", !chosen.size);
+    };
+    const rows = listed.map((run, i) => el("tr", {},
+      el("td", {}, el("input", { type: "checkbox", "aria-label": "select " + run.key, checked: chosen.has(run.key),
+        onchange: (event) => { event.target.checked ? chosen.add(run.key) : chosen.delete(run.key); update(); } })),
+      el("td", {}, el("a", { href: report.link("overview", [run.key]) }, report.visible(run.key))),
+      el("td", {}, report.pill(run.status.state)),
+      el("td", { class: "number" }, report.number(run.step) + (run.steps ? " / " + report.number(run.steps) : "")),
+      el("td", { class: "number" }, report.duration(run.seconds)),
+      el("td", {}, report.time(run.started)),
+      el("td", {}, run.metric ? [el("span", { class: "muted" }, run.metric, " "), last(run.curve)] : "–"),
+      el("td", {}, report.sparkline(run.curve, report.palette(i)))));
+    update();
+    return el("div", {}, report.section("Runs", "Open a run, or select several to compare them. The list updates every few seconds.",
+      el("p", {}, open),
+      report.table(["", "run", "status", "step", "duration", "started", "metric", ""], rows, { left: true, label: "runs" })));
+  } };
+
+  function last(column) { const found = column.filter(report.isNumber); return report.number(found[found.length - 1]); }
+
+  const MARKS = { completed: "✓", running: "●", stopped: "■", interrupted: "❚❚", failed: "✕", killed: "✕" };
+  report.pill = (state) => el("span", { class: "pill " + (state in MARKS ? state : "unknown") },
+    el("span", { "aria-hidden": "true" }, MARKS[state] || "?"), " ", state);
+})();

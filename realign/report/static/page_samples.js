@@ -1,0 +1,133 @@
+"use strict";
+/* Page "Samples": the responses of a group side by side, and the same held-out prompts before and after training. */
+(() => {
+  const { el } = report;
+  const state = { view: "training", step: null, text: "", show: "all", sort: "recorded" };
+
+  report.pages.samples = { title: "Samples", render: () => {
+    const run = report.focused();
+    const body = el("div", {});
+    const draw = () => report.put(body, state.view === "training" ? training(run, draw) : compared(run));
+    const has = { training: run.samples.length > 0, held: run.eval_samples.length > 0 };
+    if (!has.training && !has.held) {
+      return report.empty("No samples recorded. Runs that sample responses write sample_prompts prompts per step, and the responses of evaluations.");
+    }
+    if (!has[state.view]) state.view = has.training ? "training" : "held";
+    const tabs = el("div", { class: "switch", role: "group", "aria-label": "samples" },
+      [["training", "Training groups"], ["held", "Before and after training"]].map(([key, label]) => el("button", { type: "button", disabled: !has[key],
+        "aria-pressed": String(state.view === key), onclick: (event) => {
+          state.view = key;
+          tabs.querySelectorAll("button").forEach((b) => b.setAttribute("aria-pressed", String(b === event.target)));
+          draw();
+        } }, label)));
+    draw();
+    return el("div", {}, tabs, body);
+  } };
+
+  function groupsOf(records) {
+    const groups = new Map();
+    for (const record of records) {
+      const key = record.step + "\n" + record.id;
+      if (!groups.has(key)) groups.set(key, { step: record.step, id: record.id, prompt: record.prompt, responses: [] });
+      groups.get(key).responses.push({ ...record, place: groups.get(key).responses.length });
+    }
+    return [...groups.values()];
+  }
+
+  function stats(group) {
+    const rewards = group.responses.map((r) => r.reward).filter(report.isNumber);
+    const mean = rewards.length ? rewards.reduce((a, b) => a + b) / rewards.length : null;
+    const std = rewards.length ? Math.sqrt(rewards.reduce((a, b) => a + (b - mean) ** 2, 0) / rewards.length) : null;
+    return { mean, std, count: rewards.length };
+  }
+
+  /* Mean advantage of the trained tokens, for responses that tokens.jsonl contains. */
+  function advantageOf(run, group, response) {
+    const record = run.tokens.find((t) => t.step === group.step && String(t.id) === String(group.id) && t.response === response.place);
+    if (!record || !record.advantages) return null;
+    const found = record.advantages.filter((x, i) => report.isNumber(x) && record.mask[i]);
+    return found.length ? found.reduce((a, b) => a + b) / found.length : null;
+  }
+
+  function training(run, redraw) {
+    const steps = [...new Set(run.samples.map((s) => s.step))];
+    const searching = state.text.trim() !== "";
+    if (!steps.includes(state.step)) state.step = steps[steps.length - 1];
+    const list = el("div", { "aria-live": "polite" });
+    const at = el("output", {}, String(state.step));
+    const slider = el("input", { type: "range", min: 0, max: steps.length - 1, value: steps.indexOf(state.step), "aria-label": "step", oninput: (event) => {
+      state.step = steps[Number(event.target.value)]; at.textContent = String(state.step); show(); } });
+    const move = (by) => { const i = Math.max(0, Math.min(steps.length - 1, steps.indexOf(state.step) + by)); state.step = steps[i]; slider.value = i; at.textContent = String(state.step); show(); };
+    const show = () => {
+      const text = state.text.trim().toLowerCase();
+      let groups = groupsOf(text ? run.samples : run.samples.filter((s) => s.step === state.step));
+      if (text) groups = groups.filter((g) => (g.prompt + " " + g.id + " " + g.responses.map((r) => r.response).join(" ")).toLowerCase().includes(text));
+      if (state.show === "mixed") groups = groups.filter((g) => stats(g).std > 0);
+      if (state.show === "equal") groups = groups.filter((g) => stats(g).std === 0);
+      if (state.show === "missing") groups = groups.filter((g) => g.responses.some((r) => r.reward === null));
+      const shown = groups.slice(0, 40);
+      list.className = shown.every((g) => g.responses.length === 1) ? "singles" : "";
+      report.put(list, ...shown.map((g) => card(run, g)), groups.length > shown.length ? report.empty("and " + (groups.length - shown.length) + " more groups") :
+        groups.length ? "" : report.empty("No group matches."));
+    };
+    const bar = el("div", { class: "toolbar" },
+      el("div", { class: "stepper" }, "Step ", el("button", { type: "button", "aria-label": "previous step", onclick: () => move(-1) }, "‹"), slider,
+        el("button", { type: "button", "aria-label": "next step", onclick: () => move(1) }, "›"), at),
+      el("label", {}, "Search all steps ", el("input", { type: "search", value: state.text, placeholder: "text or id", oninput: (event) => { state.text = event.target.value; show(); } })),
+      el("label", {}, "Groups ", el("select", { onchange: (event) => { state.show = event.target.value; show(); } },
+        [["all", "all"], ["mixed", "with different rewards"], ["equal", "with equal rewards (no advantage)"], ["missing", "with missing rewards"]]
+          .map(([key, label]) => el("option", { value: key, selected: state.show === key }, label)))),
+      el("label", {}, "Sort ", el("select", { onchange: (event) => { state.sort = event.target.value; show(); } },
+        [["recorded", "as sampled"], ["high", "highest reward first"], ["low", "lowest reward first"]].map(([key, label]) => el("option", { value: key, selected: state.sort === key }, label)))));
+    show();
+    return el("div", {}, bar, list);
+  }
+
+  function card(run, group) {
+    const { mean, std, count } = stats(group);
+    const responses = [...group.responses];
+    if (state.sort !== "recorded") responses.sort((a, b) => (state.sort === "high" ? 1 : -1) * ((b.reward ?? -Infinity) - (a.reward ?? -Infinity)));
+    const largest = Math.max(1e-9, ...responses.map((r) => Math.abs((r.reward ?? mean) - mean)));
+    return el("article", { class: "card group" },
+      el("header", {}, el("h3", {}, "Prompt ", el("code", {}, report.visible(String(group.id)))),
+        el("span", { class: "muted" }, "step ", group.step, " · ", report.plural(group.responses.length, "response"),
+          count ? [" · mean reward ", report.number(mean), " · std ", report.number(std)] : "")),
+      el("pre", { class: "prompt" }, report.visible(group.prompt)),
+      el("div", { class: "responses" }, responses.map((r) => response(run, group, r, mean, largest))));
+  }
+
+  function response(run, group, r, mean, largest) {
+    const relative = report.isNumber(r.reward) && mean !== null ? r.reward - mean : null;
+    const advantage = advantageOf(run, group, r);
+    const width = relative === null ? 0 : 50 * Math.abs(relative) / largest;
+    return el("div", { class: "response" },
+      el("div", { class: "score" },
+        el("span", { class: "reward" }, report.isNumber(r.reward) ? ["reward ", el("b", {}, report.number(r.reward))] : "no reward"),
+        relative !== null && group.responses.length > 1 && el("span", { class: "muted", title: "reward minus the mean reward of the group" }, report.signed(relative), " vs. group"),
+        advantage !== null && el("span", { title: "mean advantage of the trained tokens" }, "advantage ", el("b", {}, report.signed(advantage))),
+        report.isNumber(r.kl) && el("span", { class: "muted", title: "log-prob difference to the reference, summed over the response" }, "KL ", report.number(r.kl))),
+      group.responses.length > 1 && el("div", { class: "diverging", "aria-hidden": "true" },
+        el("i", { class: relative >= 0 ? "up" : "down", style: { width: width + "%", [relative >= 0 ? "left" : "right"]: "50%" } })),
+      el("pre", {}, r.response === "" ? el("span", { class: "muted" }, "(empty)") : report.visible(r.response)),
+      r.rewards && el("div", { class: "named" }, Object.entries(r.rewards).map(([name, x]) => el("span", { class: "tag" }, name, " ", report.number(x)))));
+  }
+
+  function compared(run) {
+    const records = run.eval_samples, steps = [...new Set(records.map((r) => r.step))];
+    const first = steps[0], last = steps[steps.length - 1];
+    const keyOf = (r) => (r.evaluation || "") + "\n" + r.id;
+    const before = new Map(records.filter((r) => r.step === first).map((r) => [keyOf(r), r]));
+    const rows = records.filter((r) => r.step === last).filter((r, i, all) => all.findIndex((o) => keyOf(o) === keyOf(r)) === i);
+    const side = (title, r) => el("div", { class: "response" }, el("div", { class: "score" }, el("span", { class: "muted" }, title),
+      r && el("span", { class: "reward" }, report.isNumber(r.reward) ? ["reward ", el("b", {}, report.number(r.reward))] : "no reward")),
+      el("pre", {}, r ? report.visible(r.response) : el("span", { class: "muted" }, "not recorded")));
+    const body = el("div", {});
+    const show = (text) => report.put(body, ...rows.filter((r) => (r.prompt + r.response).toLowerCase().includes(text.toLowerCase())).map((r) =>
+      el("article", { class: "card group" }, el("header", {}, el("h3", {}, "Prompt ", el("code", {}, report.visible(String(r.id)))),
+        r.evaluation && el("span", { class: "muted" }, report.visible(r.evaluation))),
+      el("pre", { class: "prompt" }, report.visible(r.prompt)),
+      el("div", { class: "responses two" }, side("step " + first, before.get(keyOf(r))), first === last ? null : side("step " + last, r)))));
+    show("");
+    return el("div", {}, el("div", { class: "toolbar" }, el("label", {}, "Search ", el("input", { type: "search", oninput: (event) => show(event.target.value) }))), body);
+  }
+})();

@@ -1,0 +1,55 @@
+"""Test reading the folders of runs that are incomplete or damaged."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from realign.errors import ConfigError
+from realign.report.files import check_run, find_runs, flat_config, json_lines, json_object, signature
+
+
+def test_a_torn_last_line_and_damaged_lines_are_skipped(tmp_path):
+    path = tmp_path / "lines.jsonl"
+    path.write_bytes(b'{"step": 1}\nnonsense\n[1]\n\xff\xfe\n{"step": 2}\n{"step": 3, "x')
+    assert json_lines(path) == [{"step": 1}, {"step": 2}]
+    assert json_lines(tmp_path / "missing.jsonl") == []
+
+
+def test_a_link_is_not_followed(tmp_path):
+    secret = tmp_path / "secret.json"
+    secret.write_text('{"a": 1}')
+    (tmp_path / "run.json").symlink_to(secret)
+    assert json_object(tmp_path / "run.json") == {}
+
+
+def test_runs_are_found_in_nested_folders_and_a_run_is_its_own_list(tmp_path):
+    for name in ("b", "a/one", "a/two"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "metrics.jsonl").write_text("")
+    assert find_runs(tmp_path) == [tmp_path / name for name in ("a/one", "a/two", "b")]
+    assert find_runs(tmp_path / "b") == [tmp_path / "b"]
+
+
+def test_a_folder_without_a_run_is_an_error_that_names_it(tmp_path):
+    with pytest.raises(ConfigError, match="contains no run"):
+        check_run(tmp_path)
+    with pytest.raises(ConfigError, match="does not exist"):
+        check_run(tmp_path / "nope")
+
+
+def test_a_config_becomes_values_by_dotted_key(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("a: {b: 1, c: [1, 2]}\nd: null\n")
+    assert flat_config(path) == {"a.b": 1, "a.c": "[1, 2]", "d": None}
+    path.write_text("a: [unclosed")
+    assert flat_config(path) == {}
+
+
+def test_the_signature_changes_with_a_record(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("")
+    before = signature(tmp_path)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 1}) + "\n")
+    assert signature(tmp_path) != before

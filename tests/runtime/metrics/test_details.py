@@ -1,0 +1,127 @@
+"""Test the detailed records of a run: they survive kills, continue when resumed, and change nothing of the training."""
+
+from __future__ import annotations
+
+import json
+import threading
+import warnings
+from pathlib import Path
+
+import pytest
+
+from realign.api.callback import Callback
+from realign.engines import TransformersModel
+from realign.engines.training.optimizer import OptimizerSpec
+from realign.errors import RunError
+from realign.runtime import Async, CheckpointSpec, run
+from realign.runtime.metrics.record_spec import RecordSpec
+from realign.runtime.metrics.run_info import attempts_in, git_state
+from realign.runtime.metrics.spans import Spans
+from realign.runtime.metrics.system_monitor import SystemMonitor
+from tests.runtime.test_step import experiment
+from tests.tiny import save_tiny
+
+EVERY = RecordSpec(every_steps=1, token_prompts=2, token_responses=2)
+CHECKPOINTS = CheckpointSpec(every_steps=1, keep=9)
+
+
+def lines(out: Path, name: str) -> list[dict]:
+    return [json.loads(line) for line in (out / f"{name}.jsonl").read_text().splitlines()]
+
+
+def test_the_first_step_and_every_nth_one_are_recorded(tmp_path):
+    out = run(experiment(tmp_path, steps=5, records=RecordSpec(every_steps=2))).output_dir
+    assert list(dict.fromkeys(one["step"] for one in lines(out, "tokens"))) == [1, 2, 4]
+    assert list(dict.fromkeys(one["step"] for one in lines(out, "spans"))) == [1, 2, 4]
+
+
+def test_a_recorded_token_has_ratio_and_advantage_of_the_loss(tmp_path):
+    out = run(experiment(tmp_path, records=EVERY)).output_dir
+    found = lines(out, "tokens")[0]
+    places = [i for i, trained in enumerate(found["mask"]) if trained]
+    assert places
+    for name in ("logprobs", "trainer_logprobs", "ratio", "entropy", "advantages", "versions"):
+        assert all(found[name][i] is not None for i in places), name
+    assert all(found["ratio"][i] == pytest.approx(1, abs=1e-4) for i in places)  # before the first update
+
+
+def test_records_change_no_metric_of_the_training(tmp_path):
+    def metrics(name: str, records: RecordSpec) -> list[dict]:
+        done = run(experiment(tmp_path, output_dir=tmp_path / name, records=records))
+        timed = ("_s", "seconds")
+        return [{key: value for key, value in one.items() if not key.endswith(timed)} for one in done.history]
+
+    off = RecordSpec(token_prompts=0, system_seconds=None)
+    assert metrics("on", EVERY) == metrics("off", off)
+
+
+def test_a_resumed_run_continues_its_records_without_duplicates(tmp_path):
+    settings = {"checkpoint": CHECKPOINTS, "records": EVERY}
+    whole = run(experiment(tmp_path, steps=4, output_dir=tmp_path / "whole", **settings)).output_dir
+    out = run(experiment(tmp_path, steps=2, **settings)).output_dir
+    with (out / "tokens.jsonl").open("a") as file:
+        file.write('{"step": 3, "torn')
+    run(experiment(tmp_path, steps=4, resume="auto", **settings))
+    assert lines(out, "tokens") == lines(whole, "tokens")
+    assert [one["name"] for one in lines(out, "spans") if one["step"] == 3] == [
+        one["name"] for one in lines(whole, "spans") if one["step"] == 3
+    ]
+    first, second = attempts_in(out)
+    assert (first["first_step"], first["last_step"], first["status"]) == (1, 2, "completed")
+    assert (second["first_step"], second["last_step"], second["status"]) == (3, 4, "completed")
+
+
+class Fails(Callback):
+    def on_step(self, event):
+        warnings.warn("the disk is warm", stacklevel=1)
+        if event.step == 2:
+            raise RunError("the disk is hot")
+
+
+def test_a_failed_run_has_its_warnings_and_its_reason(tmp_path):
+    with pytest.raises(RunError), pytest.warns(UserWarning, match="disk is warm"):
+        run(experiment(tmp_path, records=EVERY, callbacks={"fails": Fails()}))
+    out = tmp_path / "run"
+    assert [one["message"] for one in lines(out, "warnings")].count("the disk is warm") == 2
+    (attempt,) = attempts_in(out)
+    assert (attempt["status"], attempt["reason"]) == ("failed", "the disk is hot")
+    assert attempt["ended"] is not None
+
+
+def test_asynchronous_calls_are_spans_of_their_threads(tmp_path):
+    models = {"actor": TransformersModel(str(save_tiny(tmp_path / "policy")), optimizer=OptimizerSpec(lr=1e-3))}
+    settings = {"evaluation": None, "checkpoint": None, "rollout": Async(max_staleness=1), "records": EVERY}
+    with pytest.warns(UserWarning, match="max_staleness=1"):
+        out = run(experiment(tmp_path, models=models, **settings)).output_dir
+    threads = {one["thread"] for one in lines(out, "spans") if one["name"] == "actor_gen"}
+    assert any(name.startswith("rollout") for name in threads)
+    assert all(one["start"] <= one["end"] for one in lines(out, "spans"))
+
+
+def test_spans_of_several_threads_are_sorted_by_their_start():
+    spans = Spans()
+
+    def work() -> None:
+        with spans.span("inner", "phase"):
+            pass
+
+    with spans.span("outer", "phase"):
+        thread = threading.Thread(target=work, name="helper")
+        thread.start()
+        thread.join()
+    found = spans.take()
+    assert [(one["name"], one["thread"]) for one in found] == [("outer", "MainThread"), ("inner", "helper")]
+    assert spans.take() == []
+
+
+def test_a_sample_of_the_load_has_cpu_and_memory():
+    with SystemMonitor(None) as monitor:
+        found = monitor.sample()
+    assert found["process_cpu"] >= 0
+    assert found["process_memory_gib"] > 0
+    assert found["cpu_cores"] >= 1
+    assert monitor.take() == []
+
+
+def test_the_git_state_of_a_folder_without_a_repository_is_unknown(tmp_path):
+    assert git_state(tmp_path) is None
