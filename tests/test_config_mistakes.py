@@ -68,7 +68,7 @@ MISTAKES: list[tuple[list[str], str]] = [
     ),
     (
         ["experiment=grpoo"],
-        "unknown experiment 'grpoo'; did you mean 'grpo'? (valid: ...",
+        "unknown experiment 'grpoo'; did you mean 'grpo'?",
     ),
     (
         [*GRPO, "algorithm=gspoo"],

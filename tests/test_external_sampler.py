@@ -170,7 +170,9 @@ def test_an_external_sampler_under_torchrun_is_refused(tmp_path, monkeypatch):
         size = 2
 
     monkeypatch.setattr(loading, "current", Two)
-    with pytest.raises(ConfigError, match=r"models.actor.sampler=TableSampling: external samplers .* torchrun"):
+    with pytest.raises(
+        ConfigError, match=r"models.actor.sampler=TableSampling: this sampler does not work under torchrun"
+    ):
         loading.open_sampler(Served(), Model("actor", BigramEngine()))
 
 

@@ -291,6 +291,7 @@ def test_nothing_is_evaluated_but_programs_of_unit_tests_and_servers():
             if name in ("eval", "exec", "os.system", "os.popen") or name.startswith("subprocess.") or shell:
                 found.append(f"{file.relative_to(PACKAGE)}: {name}")
     assert found == [
+        "engines/sampling/compiled_library.py: subprocess.run",
         "engines/servers/guard.py: subprocess.Popen",
         "engines/servers/launch.py: subprocess.Popen",
         "rewards/unit_tests.py: subprocess.run",

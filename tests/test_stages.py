@@ -72,5 +72,5 @@ def test_one_tokenizer_flag_serves_all_roles(tmp_path, pairs):
         f"data.path={pairs}",
     )
     source = experiment.models["ref"].tokenizer_source("ref")
-    assert (source.path, source.key) == (str(tmp_path / "tokenizer"), "models.actor.tokenizer")
+    assert source.path == str(tmp_path / "tokenizer")
     assert AutoTokenizer.from_pretrained(tmp_path / "run/final/actor")(TEXT)["input_ids"]

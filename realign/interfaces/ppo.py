@@ -167,7 +167,8 @@ class PPOActorInterface(ModelInterface):
         needs = dict.fromkeys(("input_ids", "loss_mask", "logprobs"), "")
         needs |= {"rewards": ""} if self.advantage.needs_rewards else {}
         needs |= {**self.kl.needs(), **self.truncation.needs(), **self.reward.needs()}
-        uses = {"prox_logprobs", "truncated", "rewards", *self.advantage.uses} - {*needs}
+        uses = {"prox_logprobs", "truncated", *self.advantage.uses}
+        uses |= set() if self.advantage.needs_rewards else {"rewards"}
         uses |= set() if self.reward.shapes_scores else {"dense_rewards"}  # with dense rewards all scores are 0
         if method == "credit":
             return Keys(needs | self.advantage.needs(), frozenset(uses), frozenset(CREDITED))
@@ -217,12 +218,12 @@ class PPOActorInterface(ModelInterface):
         """See `ModelInterface`."""
         return (
             "reward",
-            "teacher_kl",
             "entropy",
             "clip_fraction",
             "approx_kl",
             "ref_kl_per_sequence",
             "explained_variance",
+            "teacher_kl",
         )
 
     def panels(self) -> tuple[Panel, ...]:
@@ -280,7 +281,7 @@ class PPOActorInterface(ModelInterface):
 
         Without rewards (`AdvantageEstimator.needs_rewards`), all of them are 0.
         """
-        if "rewards" not in data:
+        if "rewards" not in data and not self.advantage.needs_rewards:
             data = data.with_sequences(rewards=torch.zeros(data.n_sequences, device=data["loss_mask"].device))
         cu_seqlens, rewards_S, truncated_S = data.cu_seqlens(), Rewards.known(data), data.get("truncated")
         tokens_S = segment_sum(data["loss_mask"], cu_seqlens)

@@ -107,6 +107,8 @@ def test_a_run_of_another_model_shows_answers_of_both_ends(package, tmp_path, ca
     tokenizer = make_tokenizer(chat_template="{% for m in messages %}{{ m.content }}{% endfor %}")
     tiny_model("llama").save_pretrained(model)
     tokenizer.save_pretrained(model)
+    reward = tmp_path / "reward.py"  # a random model answers nothing right
+    reward.write_text("def score(prompt, response, row):\n    return len(response) / 100\n")
     code = llm.main(
         [
             f"model={model}",
@@ -115,6 +117,7 @@ def test_a_run_of_another_model_shows_answers_of_both_ends(package, tmp_path, ca
             "evaluation.every_steps=1",
             "evaluation.batch_prompts=8",
             "interfaces.reward.workers=0",
+            f"interfaces.reward.function={reward}:score",
             "models.actor.optimizer.lr=1e-3",
         ]
     )

@@ -36,4 +36,4 @@ def test_every_shipped_component_is_on_one_page(written):
 
 def test_a_field_names_the_experiments_that_set_it(written):
     row = next(line for line in written["components.md"].splitlines() if line.startswith("| `whiten_rewards`"))
-    assert row.endswith("| lm_human_preferences |")
+    assert row.endswith("| lm_human_preferences, lm_human_preferences_cnndm, lm_human_preferences_tldr |")

@@ -21,7 +21,7 @@ from realign.engines import (
 )
 from realign.engines.memory import MemoryModel, moment_bytes, shape_of
 from realign.engines.network.shared_prefix import SharedPrompts
-from realign.engines.sampling import slots
+from realign.engines.sampling import decoder
 from realign.engines.sampling.kv_cache import KVCache
 from tests.tiny import FAMILIES, OTHERS, random_sample, save_tiny, tiny_config, tiny_engine, tiny_model
 
@@ -133,8 +133,8 @@ def test_the_cache_is_the_one_of_a_rollout(monkeypatch, family, most):
             super().__init__(like, rows, length)
             allocated.append(sum(x.numel() * x.element_size() for kv in self._layers.values() for x in kv))
 
-    monkeypatch.setattr(slots, "KVCache", Counted)
     engine = tiny_engine(family, max_slots=most)
+    monkeypatch.setattr(decoder, "KVCache", Counted)
     data = SequenceSample(("a", "b")).with_data({"prompt_ids": torch.arange(3, 13)}, lengths=Lengths.of([[6], [4]]))
     engine.generate(data, GenerationConfig(n=3, max_new_tokens=7), seed=0)
     work = MemoryWork(False, False, True, 13, 13, prompts=2, sequences=6, prompt=6, response=7)

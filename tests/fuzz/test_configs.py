@@ -57,6 +57,8 @@ def leaves(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, .
 def whole(name: str) -> dict[str, Any]:
     """Return all values of a shipped experiment, including defaults."""
     overrides = [f"experiment={name}"]
+    if name == "grpo_agent":  # either an agent or a command must be set
+        overrides.append("interfaces.agent.agent=module:function")
     try:
         config = compose(overrides)
     except ConfigError as error:  # values that users must set

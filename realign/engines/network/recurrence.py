@@ -14,14 +14,16 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from functools import cache
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, DummyLayer, LinearAttentionLayer
 
 from realign.engines.network.heads import read_body
 from realign.engines.network.padding import similar_lengths
+
+if TYPE_CHECKING:  # transformers is slow to import
+    from transformers.cache_utils import Cache, LinearAttentionLayer
 
 RowsForward: TypeAlias = Callable[[Tensor, Any], Tensor]
 """Runs a recurrent layer on rows [B, L, H] with a cache of transformers, or None."""
@@ -146,7 +148,7 @@ def run_prompts(layer: int, forward: RowsForward, prompts: Sequence[Tensor]) -> 
     out: list[Tensor] = list(prompts)
     states: list[States] = [{} for _ in prompts]
     for rows in similar_lengths([len(x) for x in prompts], 1):
-        own = LinearAttentionLayer()
+        own = _new_layer()
         out_BLH = forward(torch.stack([prompts[i] for i in rows]), _cache_with(layer, own))
         for row, i in enumerate(rows):
             out[i] = out_BLH[row]
@@ -156,7 +158,7 @@ def run_prompts(layer: int, forward: RowsForward, prompts: Sequence[Tensor]) -> 
 
 def run_step(layer: int, forward: RowsForward, hidden_BH: Tensor, states: States) -> Tensor:
     """Run a recurrent layer on one token per sequence, and update its states in place; return [B, H]."""
-    own = LinearAttentionLayer()
+    own = _new_layer()
     for name, x in states.items():
         kind, i = name.split(".")
         getattr(own, f"{kind}_states")[int(i)] = x
@@ -172,8 +174,17 @@ def run_step(layer: int, forward: RowsForward, hidden_BH: Tensor, states: States
     return out_B1H[:, 0]
 
 
+def _new_layer() -> LinearAttentionLayer:
+    """Return the empty states of a layer."""
+    from transformers.cache_utils import LinearAttentionLayer
+
+    return LinearAttentionLayer()
+
+
 def _cache_with(layer: int, own: LinearAttentionLayer) -> Cache:
     """Return a cache of transformers with the states of a single layer."""
+    from transformers.cache_utils import Cache, DummyLayer
+
     return Cache(layers=[*(DummyLayer() for _ in range(layer)), own])
 
 

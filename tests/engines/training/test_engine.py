@@ -645,7 +645,9 @@ def test_metrics_of_several_steps_merge():
 def test_generate_passes_on_the_engines_tokens_and_precision(monkeypatch):
     seen = {}
 
-    def fake(model, head, data, config, *, seed, eos_token_ids, tokenizer, fusion, max_slots, cache_fraction):
+    def fake(
+        model, head, data, config, *, seed, eos_token_ids, tokenizer, fusion, max_slots, cache_fraction, own_cache
+    ):
         seen.update(seed=seed, max_slots=max_slots, cache_fraction=cache_fraction, eos=eos_token_ids)
         seen.update(grad=torch.is_grad_enabled(), training=model.training)
         seen.update(autocast=torch.is_autocast_enabled("cpu"), head=head.weight_VH)
