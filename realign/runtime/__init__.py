@@ -10,7 +10,7 @@ from realign.runtime.evaluation.loss import LossEvaluation
 from realign.runtime.experiment import Experiment
 from realign.runtime.loop import RunResult
 from realign.runtime.metrics.live_display import Tracker
-from realign.runtime.metrics.trackers import TensorBoard, TrackerSpec, WandB
+from realign.runtime.metrics.trackers import MLflow, SwanLab, TensorBoard, TrackerSpec, Trackio, WandB
 from realign.runtime.processes.signals import Interrupted
 from realign.runtime.rollout.dynamic_sampling import DynamicSampling
 from realign.runtime.rollout.spec import Async, OnUpdate, RolloutSpec
@@ -30,6 +30,7 @@ __all__ = [
     "Local",
     "LocalRuntime",
     "LossEvaluation",
+    "MLflow",
     "ModelSpec",
     "OnUpdate",
     "Placement",
@@ -38,9 +39,11 @@ __all__ = [
     "RolloutSpec",
     "RunResult",
     "RuntimeSpec",
+    "SwanLab",
     "TensorBoard",
     "Tracker",
     "TrackerSpec",
+    "Trackio",
     "WandB",
     "run",
 ]

@@ -1,3 +1,4 @@
+import json
 import math
 import sys
 from types import SimpleNamespace
@@ -5,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from realign.errors import ConfigError
-from realign.runtime import TensorBoard, WandB
-from realign.runtime.metrics.trackers import WandbMode
+from realign.runtime import MLflow, SwanLab, TensorBoard, Trackio, WandB
+from realign.runtime.metrics.trackers import LATEST, SwanLabMode, WandbMode
 
 
 class Calls(list):
@@ -58,8 +59,71 @@ def test_wandb_gets_the_resolved_config_and_the_metrics(calls, tmp_path):
     ]
 
 
-@pytest.mark.parametrize(("tracker", "module"), [(TensorBoard, "torch.utils.tensorboard"), (WandB, "wandb")])
+def write_samples(folder, count):
+    rows = [{"step": i, "id": f"p{i}", "prompt": "1+1=", "response": "2", "reward": 1.0} for i in range(count)]
+    (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.mark.parametrize(("name", "tracker"), [("wandb", WandB), ("trackio", Trackio)])
+def test_the_latest_samples_are_a_table_at_the_end(monkeypatch, tmp_path, name, tracker):
+    noted = Calls()
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(init=noted.init, Table=lambda **table: table))
+    write_samples(tmp_path, LATEST + 1)
+    tracker().open("run", tmp_path).close()
+    table = noted[1][1][0]["samples"]
+    assert table["columns"] == ["step", "prompt", "response", "reward"]
+    assert len(table["data"]) == LATEST
+    assert table["data"][-1] == [LATEST, "1+1=", "2", 1.0]
+    assert noted[-1] == ("finish", (), {})
+
+
+def test_swanlab_gets_samples_as_text_and_its_mode(monkeypatch, tmp_path):
+    noted = Calls()
+    monkeypatch.setitem(sys.modules, "swanlab", SimpleNamespace(init=noted.init, Text=lambda text: text))
+    write_samples(tmp_path, 1)
+    tracker = SwanLab(mode=SwanLabMode.offline).open("run", tmp_path)
+    tracker.log(2, {"reward": 0.5})
+    tracker.close()
+    assert noted[0][2]["mode"] == "offline"
+    assert noted[1:3] == [
+        ("log", ({"reward": 0.5},), {"step": 2}),
+        ("log", ({"samples": ["step: 0\nprompt: 1+1=\nresponse: 2\nreward: 1.0"]},), {}),
+    ]
+
+
+def test_mlflow_gets_config_metrics_and_samples(monkeypatch, tmp_path):
+    noted = Calls()
+    noted.info = noted.experiment_id = noted
+    monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(MlflowClient=noted.client))
+    monkeypatch.setitem(sys.modules, "mlflow.entities", SimpleNamespace(Metric=lambda *values: values))
+    (tmp_path / "config.yaml").write_text("steps: 3\n")
+    write_samples(tmp_path, 1)
+    tracker = MLflow(experiment="e", tracking_uri="https://host").open("run", tmp_path)
+    tracker.log(4, {"eval/pass@2": 0.5})
+    tracker.close()
+    calls = {name: args for name, args, _ in noted if name != "info"}
+    assert noted[0] == ("client", ("https://host",), {})
+    assert calls["get_experiment_by_name"] == ("e",)
+    assert calls["log_dict"][1:] == ({"steps": 3}, "config.yaml")
+    assert calls["log_table"][1:] == (
+        {"step": [0], "prompt": ["1+1="], "response": ["2"], "reward": [1.0]},
+        "samples.json",
+    )
+    metrics = next(kwargs["metrics"] for name, _, kwargs in noted if name == "log_batch")
+    assert [(name, value, step) for name, value, _, step in metrics] == [("eval/pass_at_2", 0.5, 4)]
+
+
+EXTRAS = [
+    (TensorBoard, "torch.utils.tensorboard"),
+    (WandB, "wandb"),
+    (Trackio, "trackio"),
+    (MLflow, "mlflow"),
+    (SwanLab, "swanlab"),
+]
+
+
+@pytest.mark.parametrize(("tracker", "module"), EXTRAS)
 def test_a_missing_extra_is_named_when_the_config_is_read(monkeypatch, tracker, module):
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ConfigError, match=r"pip install 'realign-rl\[(tensorboard|wandb)\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'realign-rl\[(tensorboard|wandb|trackio|mlflow|swanlab)\]'"):
         tracker()
