@@ -29,7 +29,7 @@ def cells(text: str) -> list[list[str]]:
 
 
 ROWS = cells(FAILURES)
-FAULTS = [row for row in ROWS if len(row) == 4 and row[0] != "fault"]
+FAULTS = [row for row in ROWS if len(row) == 4 and row[0] != "failure"]
 SETTINGS = [row for row in ROWS if len(row) == 3 and row[0] != "setting"]
 PLACES = {
     "interfaces.agent": EnvironmentInterface,
