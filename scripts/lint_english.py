@@ -40,8 +40,8 @@ def phrases() -> list[tuple[re.Pattern[str], str]]:
 
 
 def markdown(source: str) -> Iterator[Text]:
-    """Yield the paragraphs of a page without code and link targets. Tables have no sentences."""
-    source = re.sub(r"```.*?```", lambda m: "\n" * m[0].count("\n"), source, flags=re.DOTALL)
+    """Yield the paragraphs of a page without code, formulas and link targets. Tables have no sentences."""
+    source = re.sub(r"```.*?```|\$\$.*?\$\$", lambda m: "\n" * m[0].count("\n"), source, flags=re.DOTALL)
     line = 1
     for block in re.split(r"(\n\s*\n)", source):
         for item in re.split(r"\n(?=\s*(?:[-*]|\d+\.)\s)", block):

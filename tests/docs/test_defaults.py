@@ -57,7 +57,7 @@ TABLES: dict[str, list[Any]] = {
     "dpo": [DPOInterface()],
     "kto": [KTOInterface()],
     "online_dpo": [OnlineDPOInterface()],
-    "raft": [RAFTActorInterface()],
+    "raft": [RAFTActorInterface(), RFTActorInterface()],
     "reward_model": [RewardModelInterface()],
     "sft": [SFTInterface()],
 }
@@ -107,11 +107,6 @@ def defaults() -> Iterator[Default]:
                         yield of(page, owner, name, variant, value)
     for name, value in re.findall(r"^\|[^|]*\| `(\w+): (\w+)`", (DOCS / "security.md").read_text(), re.MULTILINE):
         yield Default("security", RuleRewardInterface("module:function"), name, value)
-    rft = (
-        (DOCS / "algorithms" / "raft.md").read_text().partition("`RFTActorInterface` has ")[2].partition("`min_reward`")
-    )
-    for name, value in re.findall(r"`(\w+)`\s\(`?([^)`]+)", rft[0]):
-        yield Default("raft", RFTActorInterface(), name, value)
 
 
 def of(page: str, owner: Any, name: str, variant: str, value: str) -> Default:
