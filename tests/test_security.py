@@ -44,7 +44,7 @@ TARGETS = (
     *("os.system", "subprocess.Popen", "builtins.eval", "builtins.exec", "pathlib.Path", "antigravity.webbrowser.open"),
     *(
         "realign.cli.commands.os.system",
-        "realign.rewards.unit_tests.subprocess.Popen",
+        "realign.rewards.sandbox.subprocess.Popen",
         "realign.engines.files.folders.Path",
     ),
     *(f"{TRAPS}.Made", f"{TRAPS}.MadeBeforeInit", f"{TRAPS}.Component", f"{TRAPS}.function", f"{TRAPS}.pathlib.Path"),
@@ -257,7 +257,7 @@ def test_a_reward_function_is_none_of_pythons_own(name):
     home, _, function = name.partition(":")
     if home in ("os", "subprocess"):
         with pytest.raises(ConfigError, match=r"in Python's standard library|is called as function"):
-            load_function(f"realign.rewards.unit_tests:{home}.{function}")
+            load_function(f"realign.rewards.sandbox:{home}.{function}")
 
 
 def calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
@@ -293,7 +293,7 @@ def test_nothing_is_evaluated_but_programs_of_unit_tests_and_servers():
     assert found == [
         "engines/servers/guard.py: subprocess.Popen",
         "engines/servers/launch.py: subprocess.Popen",
-        "rewards/unit_tests.py: subprocess.run",
+        "rewards/sandbox.py: subprocess.Popen",
     ]
 
 
