@@ -36,6 +36,11 @@ class UnitTestsFunction(Prepared):
         sandbox = chosen_sandbox(self.mode)
         return replace(self, sandbox=sandbox, mode=SandboxMode.off if sandbox is None else SandboxMode.required)
 
+    @property
+    def note(self) -> str:
+        """See `Prepared`."""
+        return "without a sandbox" if self.sandbox is None else "in a bubblewrap sandbox"
+
     def __call__(self, prompt: str, response: str, row: dict[str, Any]) -> float:
         """Return 1.0 if the last code block of the response, followed by `row["tests"]`, runs to its end, else 0.0.
 

@@ -103,6 +103,25 @@ def test_a_run_says_once_at_launch_that_it_has_no_sandbox(settings, found, caplo
     assert record.message.startswith("sandbox=auto: this machine does not support it: bwrap is not installed.")
 
 
+@pytest.mark.parametrize(
+    ("result", "said"),
+    [
+        ("bwrap is not installed", "without a sandbox"),
+        (Bubblewrap("bwrap", as_root=False, trees=()), "in a bubblewrap sandbox"),
+    ],
+)
+def test_the_launch_table_says_whether_programs_run_in_a_sandbox(result, said, found):
+    found(result)
+    interface = RuleRewardInterface("realign.rewards.unit_tests:passes", workers=1)
+    interface.open()
+    interface.close()
+    assert interface.describe(1)["programs of responses"] == said
+    other = RuleRewardInterface("realign.rewards.arithmetic:exact_answer", workers=1)
+    other.open()
+    other.close()
+    assert other.describe(1)["programs of responses"] == ""
+
+
 def test_the_settings_become_the_limits_and_the_deadline():
     term = UnitTests(sandbox="off", timeout_s=40.0, memory_mb=100, processes=3, disk_mb=5)
     assert term.load() == UnitTestsFunction(ProgramLimits(40.0, 100, 3, 5), SandboxMode.off)

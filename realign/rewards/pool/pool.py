@@ -202,6 +202,11 @@ class RewardPool:
             finally:
                 self._alone.release()
 
+    @property
+    def note(self) -> str:
+        """What the function says at launch about this machine; empty for nothing."""
+        return self._function.note if isinstance(self._function, Prepared) else ""
+
     def score(
         self,
         prompts: Sequence[str],

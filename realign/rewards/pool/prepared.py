@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Any
 
 
@@ -14,12 +13,17 @@ class Prepared(ABC):
     """
 
     @abstractmethod
-    def prepared(self) -> Callable[..., Any]:
+    def prepared(self) -> Prepared:
         """Return the function that the workers call.
 
         Raises:
             ConfigError: the machine lacks what the settings require.
         """
+
+    @property
+    @abstractmethod
+    def note(self) -> str:
+        """What `prepared` found, for the launch table; empty for nothing to say."""
 
     @abstractmethod
     def __call__(self, prompt: str, response: str, row: dict[str, Any]) -> float | None:

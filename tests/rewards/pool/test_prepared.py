@@ -18,6 +18,10 @@ class Shift(Prepared):
             raise ConfigError("the machine lacks something")
         return Shift(self.times + 1)
 
+    @property
+    def note(self) -> str:
+        return f"prepared {self.times} time"
+
     def __call__(self, prompt: str, response: str, row: dict[str, Any]) -> float:
         return float(self.times)
 
@@ -31,6 +35,7 @@ SETTINGS: dict[str, Any] = {"timeout_s": 60.0, "memory_mb": None, "max_failed_fr
 def test_a_pool_prepares_a_function_once_before_the_workers_start(function, workers):
     with RewardPool(function, workers=workers, **SETTINGS) as pool:
         assert pool.score(["", ""], ["", ""], [{}, {}]).values == [1.0, 1.0]
+        assert pool.note == "prepared 1 time"
 
 
 def test_a_function_that_cannot_be_prepared_ends_the_run_before_any_call():
