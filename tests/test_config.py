@@ -211,7 +211,7 @@ def test_a_target_of_another_kind_is_never_called(monkeypatch):
         with pytest.raises(ConfigError, match="is not a class"):
             actor(anything={"_target_": target, "command": "true"})
     with pytest.raises(ConfigError, match="Popen is not a dataclass"):
-        actor(anything={"_target_": "realign.rewards.unit_tests.subprocess.Popen", "args": "true"})
+        actor(anything={"_target_": "realign.rewards.sandbox.subprocess.Popen", "args": "true"})
     assert called == []
 
 

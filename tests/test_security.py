@@ -44,7 +44,7 @@ TARGETS = (
     *("os.system", "subprocess.Popen", "builtins.eval", "builtins.exec", "pathlib.Path", "antigravity.webbrowser.open"),
     *(
         "realign.cli.commands.os.system",
-        "realign.rewards.unit_tests.subprocess.Popen",
+        "realign.rewards.sandbox.subprocess.Popen",
         "realign.engines.files.folders.Path",
     ),
     *(f"{TRAPS}.Made", f"{TRAPS}.MadeBeforeInit", f"{TRAPS}.Component", f"{TRAPS}.function", f"{TRAPS}.pathlib.Path"),
@@ -257,7 +257,7 @@ def test_a_reward_function_is_none_of_pythons_own(name):
     home, _, function = name.partition(":")
     if home in ("os", "subprocess"):
         with pytest.raises(ConfigError, match=r"in Python's standard library|is called as function"):
-            load_function(f"realign.rewards.unit_tests:{home}.{function}")
+            load_function(f"realign.rewards.sandbox:{home}.{function}")
 
 
 def calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
@@ -283,7 +283,7 @@ def test_nothing_is_unpickled_but_what_the_processes_of_one_run_tell_each_other(
     assert set(found) == PIPES
 
 
-def test_nothing_is_evaluated_but_programs_of_unit_tests_and_servers():
+def test_no_text_is_evaluated_and_only_known_files_start_programs():
     found = []
     for file in sorted(PACKAGE.rglob("*.py")):
         for name, node in calls(ast.parse(file.read_text(encoding="utf-8"))):
@@ -294,7 +294,8 @@ def test_nothing_is_evaluated_but_programs_of_unit_tests_and_servers():
         "engines/sampling/compiled_library.py: subprocess.run",
         "engines/servers/guard.py: subprocess.Popen",
         "engines/servers/launch.py: subprocess.Popen",
-        "rewards/unit_tests.py: subprocess.run",
+        "rewards/sandbox.py: subprocess.Popen",
+        "runtime/metrics/run_info.py: subprocess.run",
     ]
 
 

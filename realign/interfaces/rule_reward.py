@@ -90,6 +90,7 @@ class RuleRewardInterface(ModelInterface):
         Limits(self.memory_mb, self.cpu_s, self.open_files, self.keep_environment)  # validates the settings
         self._terms = self._checked_terms()
         self._pools: dict[str, RewardPool] = {}
+        self._notes: dict[str, str] = {}
 
     def _checked_terms(self) -> dict[str, RewardTerm]:
         """Return the term of each function, by name."""
@@ -132,6 +133,7 @@ class RuleRewardInterface(ModelInterface):
                 dense=self.dense,
                 concurrency=term.concurrency,
             )
+            self._notes[name] = self._pools[name].note
         return self._pools[name]
 
     def keys(self, method: str) -> Keys:
@@ -149,9 +151,10 @@ class RuleRewardInterface(ModelInterface):
         return Plan(whole_batch=any(pool.scope is Scope.batch for pool in self._pools.values()))
 
     def describe(self, batch_prompts: int) -> dict[str, str]:
-        """Return the row of the launch table."""
+        """Return the rows of the launch table. Whether programs run in a sandbox is known after `open`."""
         terms = " + ".join(f"{term.weight:g} x {name}" for name, term in sorted(self._terms.items()) if name)
-        return {"reward": terms}
+        notes = sorted({note for note in self._notes.values() if note})
+        return {"reward": terms, "programs of responses": ", ".join(notes)}
 
     def inference(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
         """Compute `rewards` [S] fp32, NaN for responses without reward.

@@ -1,62 +1,89 @@
-"""Reward from unit tests: runs the code of a response in a separate process, with the permissions of the user.
+"""Reward from unit tests: runs the code of a response in a separate process, in a sandbox where the machine has one.
 
-This is no sandbox. The code can read and write the user's files and access the network, so run it only on a machine
-where this is harmless. The limits of the reward workers apply to it, and it inherits no variable that looks like a
-secret.
+Without a sandbox, the code can read and write the user's files and access the network. The run says once at launch
+whether there is a sandbox (`realign.rewards.sandbox`).
 """
 
 from __future__ import annotations
 
-import os
 import re
-import secrets
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from realign.rewards.pool.limits import without_secrets
+from realign.rewards.pool.prepared import Prepared
+from realign.rewards.sandbox import Bubblewrap, ProgramLimits, SandboxMode, chosen_sandbox, runs_to_its_end
+from realign.rewards.terms import RewardTerm
+from realign.settings import Count, Positive
 
-TIMEOUT_S = 10.0
-"""Time limit of a program and its tests, in seconds. `timeout_s` of the reward workers must be larger."""
-
-# The runner reads a random token from stdin before the program runs, and prints it at the end. The token is in no file,
-# so a program that exits early cannot pass.
-_RUNNER = """\
-import sys
-done = sys.stdin.read()
-with open(sys.argv[1], encoding="utf-8") as file:
-    program = compile(file.read(), "program.py", "exec")
-exec(program, {"__name__": "__main__"})
-print(done)
-"""
 _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
+_MARGIN_S = 10.0  # time of a call beyond that of its program: starting and ending processes on a busy machine
 
 
-def passes(prompt: str, response: str, row: dict[str, Any]) -> float:
-    """Return 1.0 if the last code block of the response, followed by `row["tests"]`, runs to its end, else 0.0.
+@dataclass(frozen=True)
+class UnitTestsFunction(Prepared):
+    """A reward function that runs the code of a response with the tests of its row."""
 
-    `row["tests"]` is Python source, such as assertions. If the response has no code block, all of it is run as code. A
-    program that takes longer than `TIMEOUT_S`, or exits early with code 0, fails.
-    """
-    blocks = _BLOCK.findall(response)
-    code = blocks[-1] if blocks else response
-    done = secrets.token_hex(16)
-    with tempfile.TemporaryDirectory() as folder:
-        program = Path(folder, "program.py")
-        program.write_text(f"{code}\n\n{row['tests']}\n", encoding="utf-8")
-        try:
-            run = subprocess.run(
-                [sys.executable, "-I", "-c", _RUNNER, str(program)],
-                cwd=folder,
-                env=without_secrets(os.environ),
-                input=done.encode(),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                timeout=TIMEOUT_S,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            return 0.0
-    return float(run.returncode == 0 and run.stdout.decode(errors="replace").rstrip().endswith(done))
+    limits: ProgramLimits = field(default_factory=ProgramLimits)
+    """Limits of the program and its tests."""
+    mode: SandboxMode = SandboxMode.auto
+    """Whether the program runs in a sandbox."""
+    sandbox: Bubblewrap | None = None
+    """The sandbox that `prepared` found. None: none, or each call of a function that is not prepared looks for it."""
+
+    def prepared(self) -> UnitTestsFunction:
+        """Return the function with the sandbox of this machine, so that no worker chooses another one."""
+        sandbox = chosen_sandbox(self.mode)
+        return replace(self, sandbox=sandbox, mode=SandboxMode.off if sandbox is None else SandboxMode.required)
+
+    @property
+    def note(self) -> str:
+        """See `Prepared`."""
+        return "without a sandbox" if self.sandbox is None else "in a bubblewrap sandbox"
+
+    def __call__(self, prompt: str, response: str, row: dict[str, Any]) -> float:
+        """Return 1.0 if the last code block of the response, followed by `row["tests"]`, runs to its end, else 0.0.
+
+        `row["tests"]` is Python source, such as assertions. If the response has no code block, all of it is run as
+        code. A program that takes longer than its time limit, or exits early with code 0, fails.
+
+        Raises:
+            ConfigError: there is no sandbox, but it is required.
+            RuntimeError: the sandbox did not start. The response then has no reward.
+        """
+        sandbox = self.sandbox
+        if sandbox is None and self.mode is not SandboxMode.off:
+            sandbox = chosen_sandbox(self.mode)
+        blocks = _BLOCK.findall(response)
+        code = blocks[-1] if blocks else response
+        return float(runs_to_its_end(f"{code}\n\n{row['tests']}\n", self.limits, sandbox))
+
+
+passes = UnitTestsFunction()
+"""The reward function with its default limits, in a sandbox where the machine has one."""
+
+
+@dataclass
+class UnitTests(RewardTerm):
+    """A reward term: 1 if the code of a response passes the tests of its row, in a sandbox (config node)."""
+
+    sandbox: SandboxMode = SandboxMode.auto
+    """auto | required | off. auto uses a bubblewrap sandbox if the machine supports it, and warns otherwise. required
+    ends the run before it loads a model if there is none. off uses the limits of the reward workers only."""
+    timeout_s: Positive = 10.0
+    """Time limit of a program and its tests in seconds. In the sandbox, also the CPU time of each process."""
+    memory_mb: Count = 1024
+    """Address space of each process of a program in MiB. Only in the sandbox."""
+    processes: Count = 16
+    """Number of processes and threads of a program. Only in the sandbox."""
+    disk_mb: Count = 64
+    """Size of the file system of a program in MiB, which is in memory. Only in the sandbox."""
+
+    def load(self) -> Callable[..., Any]:
+        """See `RewardTerm`."""
+        limits = ProgramLimits(self.timeout_s, self.memory_mb, self.processes, self.disk_mb)
+        return UnitTestsFunction(limits, self.sandbox)
+
+    def deadline_s(self, default: float) -> float:
+        """See `RewardTerm`."""
+        return max(default, self.timeout_s + _MARGIN_S)

@@ -1,7 +1,14 @@
+import logging
+from dataclasses import replace
+
 import pytest
 
-from realign.rewards import RewardPool, unit_tests
-from realign.rewards.unit_tests import passes
+from realign.errors import ConfigError, SettingsError
+from realign.interfaces.rule_reward import RuleRewardInterface
+from realign.rewards import FailureKind, RewardPool
+from realign.rewards import sandbox as sandboxes
+from realign.rewards.sandbox import Bubblewrap, ProgramLimits, SandboxMode, find_sandbox
+from realign.rewards.unit_tests import UnitTests, UnitTestsFunction, passes
 
 TESTS = {"tests": "assert double(2) == 4\nassert double(-1) == -2"}
 RIGHT = "def double(x):\n    return 2 * x\n"
@@ -31,9 +38,13 @@ def test_a_program_earns_if_its_tests_run_to_their_end(response, reward):
     assert passes("Double a number.", response, TESTS) == reward
 
 
-def test_a_program_that_does_not_end_is_wrong_not_unjudged(monkeypatch):
-    monkeypatch.setattr(unit_tests, "TIMEOUT_S", 0.2)
-    assert passes("", "while True: pass", TESTS) == 0.0
+@pytest.mark.parametrize("mode", [SandboxMode.auto, SandboxMode.off])
+def test_a_program_that_does_not_end_is_wrong_not_unjudged(mode):
+    assert UnitTestsFunction(ProgramLimits(timeout_s=0.5), mode)("", "while True: pass", TESTS) == 0.0
+
+
+def test_a_program_with_much_output_is_judged_by_its_tests():
+    assert passes("", RIGHT + "print('x' * 1_000_000)\n", TESTS) == 1.0
 
 
 def test_in_the_workers_a_row_without_tests_fails_alone():
@@ -43,3 +54,101 @@ def test_in_the_workers_a_row_without_tests_fails_alone():
         found = pool.score(["", ""], [RIGHT, RIGHT], [TESTS, {}])
     assert found.values == [1.0, None]
     assert "KeyError: 'tests'" in found.failures[0].message
+
+
+@pytest.fixture
+def found(monkeypatch):
+    """Choose what the search for a sandbox finds."""
+    sandboxes._log_once.cache_clear()
+    yield lambda result: monkeypatch.setattr(sandboxes, "find_sandbox", lambda: result)
+    sandboxes._log_once.cache_clear()
+
+
+def test_a_prepared_function_has_the_sandbox_of_the_run_and_never_falls_back(found):
+    sandbox = Bubblewrap("/no/such/bwrap", as_root=False, trees=())
+    found(sandbox)
+    prepared = passes.prepared()
+    assert prepared == replace(passes, sandbox=sandbox, mode=SandboxMode.required)
+    with pytest.raises(FileNotFoundError):
+        prepared("", RIGHT, TESTS)
+
+
+@pytest.mark.parametrize("mode", [SandboxMode.auto, SandboxMode.off])
+def test_without_a_sandbox_a_prepared_function_runs_programs_with_the_present_limits(mode, found):
+    found("bwrap is not installed")
+    prepared = UnitTestsFunction(mode=mode).prepared()
+    assert prepared.sandbox is None
+    found(Bubblewrap("/no/such/bwrap", as_root=False, trees=()))
+    assert prepared("", RIGHT, TESTS) == 1.0
+
+
+def test_a_run_that_requires_a_missing_sandbox_ends_when_its_interfaces_open(found):
+    found("bwrap is not installed")
+    interface = RuleRewardInterface(functions={"tests": UnitTests(sandbox="required")}, workers=1)
+    with pytest.raises(ConfigError, match=r"sandbox=required: .* bwrap is not installed"):
+        interface.open()
+
+
+@pytest.mark.parametrize(
+    "settings", [{"function": "realign.rewards.unit_tests:passes"}, {"functions": {"tests": UnitTests()}}]
+)
+def test_a_run_says_once_at_launch_that_it_has_no_sandbox(settings, found, caplog):
+    found("bwrap is not installed")
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            interface = RuleRewardInterface(**settings, workers=1)
+            interface.open()
+            interface.close()
+    (record,) = [record for record in caplog.records if "sandbox" in record.message]
+    assert record.message.startswith("sandbox=auto: this machine does not support it: bwrap is not installed.")
+
+
+@pytest.mark.parametrize(
+    ("result", "said"),
+    [
+        ("bwrap is not installed", "without a sandbox"),
+        (Bubblewrap("bwrap", as_root=False, trees=()), "in a bubblewrap sandbox"),
+    ],
+)
+def test_the_launch_table_says_whether_programs_run_in_a_sandbox(result, said, found):
+    found(result)
+    interface = RuleRewardInterface("realign.rewards.unit_tests:passes", workers=1)
+    interface.open()
+    interface.close()
+    assert interface.describe(1)["programs of responses"] == said
+    other = RuleRewardInterface("realign.rewards.arithmetic:exact_answer", workers=1)
+    other.open()
+    other.close()
+    assert other.describe(1)["programs of responses"] == ""
+
+
+def test_the_settings_become_the_limits_and_the_deadline():
+    term = UnitTests(sandbox="off", timeout_s=40.0, memory_mb=100, processes=3, disk_mb=5)
+    assert term.load() == UnitTestsFunction(ProgramLimits(40.0, 100, 3, 5), SandboxMode.off)
+    assert term.deadline_s(30.0) == 50.0
+    assert UnitTests().deadline_s(30.0) == 30.0
+    with pytest.raises(SettingsError, match=r"sandbox='on': unknown choice \(valid: auto, required, off\)"):
+        UnitTests(sandbox="on")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_programs_of_reward_workers_run_in_the_sandbox(workers, tmp_path):
+    if isinstance(reason := find_sandbox(), str):
+        pytest.skip(f"no sandbox on this machine: {reason}")
+    outside = tmp_path / "file"
+    outside.touch()
+    reads = f"open({str(outside)!r})\n"
+    settings = {"workers": workers, "timeout_s": 60.0, "memory_mb": 4096, "max_failed_fraction": 0.0}
+    with RewardPool(UnitTests(sandbox="required").load(), **settings) as pool:
+        assert pool.score(["", ""], [RIGHT, RIGHT + reads], [TESTS] * 2).values == [1.0, 0.0]
+    with RewardPool(UnitTests(sandbox="off").load(), **settings) as pool:
+        assert pool.score(["", ""], [RIGHT, RIGHT + reads], [TESTS] * 2).values == [1.0, 1.0]
+
+
+def test_a_sandbox_that_stops_working_costs_rewards_and_gives_none(found):
+    found(Bubblewrap("/bin/false", as_root=False, trees=()))
+    with RewardPool(passes, workers=1, timeout_s=60.0, memory_mb=None, max_failed_fraction=1.0) as pool:
+        results = pool.score([""], [RIGHT], [TESTS])
+    assert results.values == [None]
+    assert [failure.kind for failure in results.failures] == [FailureKind.exception]
+    assert "the program did not start" in results.failures[0].message

@@ -32,6 +32,7 @@ from realign.rewards.pool.functions import (
 from realign.rewards.pool.http import HttpReward
 from realign.rewards.pool.items import Item
 from realign.rewards.pool.limits import Limits, limits_memory, secret_variables
+from realign.rewards.pool.prepared import Prepared
 from realign.rewards.pool.processes import Answers, WorkerProcesses
 from realign.rewards.pool.scopes import Scope, item_of, members_of, scope_of
 from realign.rewards.pool.timeouts import patient
@@ -146,11 +147,16 @@ class RewardPool:
             source = pickle.dumps(self._function)
         elif isinstance(function, str):
             self.name = source = function
+            if isinstance(self._function, Prepared):
+                self._function = self._function.prepared()
+                source = pickle.dumps(self._function)
         else:
             self.name = getattr(function, "__qualname__", type(function).__qualname__)
             check_function(function, self.name, dense=dense)
+            if isinstance(function, Prepared):
+                self._function = function.prepared()
             if workers:
-                source = _pickled_function(function, self.name)
+                source = _pickled_function(self._function, self.name)
         self.scope = scope_of(self._function, self.name)
         """How many responses the function scores in one call."""
         self.max_failed_fraction = max_failed_fraction
@@ -195,6 +201,11 @@ class RewardPool:
                     self._runner = None
             finally:
                 self._alone.release()
+
+    @property
+    def note(self) -> str:
+        """What the function says at launch about this machine; empty for nothing."""
+        return self._function.note if isinstance(self._function, Prepared) else ""
 
     def score(
         self,
