@@ -84,8 +84,7 @@ class TransformersModel(Settings, ModelSpec):
         parallel_passes: auto | off. auto computes micro-batches concurrently on CPU, in up to as many threads as
             torch uses, and divides the token budget among them. The results are the same. A training pass with
             dropout, or with load_balancing, runs its micro-batches one after another.
-        load_balancing: Balance the load of experts with an auxiliary loss, in a mixture-of-experts model; null: no
-            such loss. See `LoadBalancing`.
+        load_balancing: Balance the load of experts in a mixture-of-experts model; null: off. See `LoadBalancing`.
         sharding: Sharding of the model over several processes (torchrun); ignored with one process.
         sampler: Sampler of responses: this model in its own process (`InProcessSampling`), or an external sampler.
     """
@@ -118,6 +117,11 @@ class TransformersModel(Settings, ModelSpec):
             raise SettingsError(f"trains={self.trains}: it is ignored without an optimizer. Set optimizer.lr.")
         if self.optimizer is None and self.load_balancing is not None:
             raise SettingsError("load_balancing: it is ignored without an optimizer. Set optimizer.lr.")
+        if self.load_balancing is not None and self.load_balancing.bias_rate and self.trains != All():
+            raise SettingsError(
+                f"load_balancing.bias_rate={self.load_balancing.bias_rate:g}: it changes all layers, but "
+                f"trains={self.trains}. Remove bias_rate."
+            )
         if self.head.is_scalar and self.sampler != InProcessSampling():
             raise SettingsError(
                 f"sampler={type(self.sampler).__name__}: a model with head={self.head} cannot sample. Remove sampler."

@@ -21,6 +21,9 @@ _ROWS = 16
 """Number of random rows that check a router."""
 _TOLERANCE = 1e-4
 
+BIAS = "e_score_correction_bias"
+"""Buffer [E] of a router that it adds to the scores of experts, only to choose among them."""
+
 
 @dataclass(frozen=True, eq=False)
 class Routed:
@@ -44,14 +47,15 @@ class Routers:
         experts: number of experts of each router.
         chosen: number of experts that each router chooses for a token.
         device: device of their passes.
+        softmax: whether they choose the most probable experts of a softmax, and weight them by their probabilities
+            (over all experts, or over the chosen ones).
     """
 
     def __init__(self, module: Any) -> None:
         """Find and check the routers of a transformers model.
 
         Raises:
-            ConfigError: the model has none, or they do not weight the most probable experts by a softmax over all
-                experts or over the chosen ones.
+            ConfigError: the model has none, or they do not return logits, scores and chosen experts.
         """
         family = f"model family {module.config.model_type!r}"
         self.modules: Sequence[nn.Module] = _find(module)
@@ -63,8 +67,15 @@ class Routers:
             for router in self.modules:
                 sizes.add(_check(router, family))
         if len(sizes) > 1:
-            raise ConfigError(f"{family} has routers of different sizes: {sorted(sizes)} (experts, chosen experts).")
-        self.experts, self.chosen = sizes.pop()
+            raise ConfigError(f"{family} has different routers: {sorted(sizes)} (experts, chosen experts, softmax).")
+        self.experts, self.chosen, self.softmax = sizes.pop()
+
+    @property
+    def biases(self) -> list[Tensor]:
+        """The biases [E] of all routers; empty if a router has none."""
+        found = [dict(router.named_buffers(recurse=False)).get(BIAS) for router in self.modules]
+        biases = [bias for bias in found if bias is not None]
+        return biases if len(biases) == len(found) else []
 
     @contextmanager
     def heard_by(self, listener: Listener) -> Iterator[None]:
@@ -92,9 +103,8 @@ def _find(module: nn.Module) -> list[nn.Module]:
     return [part for part in module.modules() if isinstance(part, tuple(kinds))]
 
 
-def _check(router: nn.Module, family: str) -> tuple[int, int]:
-    """Return the numbers of experts and of chosen experts, after a check on random rows."""
-    what = f"{family} has routers ({type(router).__name__}) that do not weight the top experts by a softmax."
+def _check(router: nn.Module, family: str) -> tuple[int, int, bool]:
+    """Return the numbers of experts and of chosen experts, and whether a softmax chooses, on random rows."""
     weight = next(router.parameters())
     rows = torch.randn(_ROWS, weight.shape[-1], generator=torch.Generator().manual_seed(0)).to(weight)
     try:
@@ -106,10 +116,9 @@ def _check(router: nn.Module, family: str) -> tuple[int, int]:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # routers of other families need more inputs or return something else
-        raise ConfigError(what) from error
-    if not (top and weighted):
-        raise ConfigError(what)
-    return probs_RE.shape[-1], chosen_RK.shape[-1]
+        kind = type(router).__name__
+        raise ConfigError(f"{family} has routers ({kind}) that do not return logits, scores and experts.") from error
+    return probs_RE.shape[-1], chosen_RK.shape[-1], top and weighted
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

@@ -124,6 +124,7 @@ class TransformersEngine(InferenceEngine):
         self._average = None if decay is None else WeightAverage(network.owned(), decay)
         self._state = EngineState(name, network, self._stepper, self._average)
         self._accumulated: Accumulated | None = None
+        self._load: StepLoad | None = None
 
     def _network(self, name: str, module: Any, **settings: Any) -> Network:
         return Network(name, module, **settings)
@@ -227,6 +228,7 @@ class TransformersEngine(InferenceEngine):
                 self.network.run(here, here.to(self.device), layout)
 
     def _load_metrics(self, load: StepLoad | None) -> Stats:
+        self._load = load
         return {} if load is None else load.metrics(self._sum_ranks)
 
     def _sum_ranks(self, x: Tensor) -> Tensor:
@@ -260,8 +262,11 @@ class TransformersEngine(InferenceEngine):
         weight, steps = weight.to(self.device), stepper.optimizer_steps
         culprits = partial(self._nonfinite_origin, done, weight)
         stats = stepper.step(self._total_loss(done.losses), weight, vetoed=vetoed, culprits=culprits)
-        if self._average is not None and stepper.optimizer_steps > steps:
-            self._average.update()
+        if stepper.optimizer_steps > steps:
+            if self._average is not None:
+                self._average.update()
+            if self._load is not None:
+                self._balancer.finish(self._load)
         return stats
 
     def skip(self, reason: str) -> Stats:

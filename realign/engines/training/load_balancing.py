@@ -1,4 +1,4 @@
-"""Load balancing of experts: an auxiliary loss over whole optimizer steps, and metrics of the load.
+"""Load balancing of experts over whole optimizer steps: an auxiliary loss, routing biases, and metrics of the load.
 
 The loss of a router with E experts is E * sum over experts e of f_e * P_e (arXiv:2101.03961). f_e is the number of
 tokens that chose expert e, divided by the number of tokens N. P_e is the mean over tokens of the router probability.
@@ -31,7 +31,7 @@ SumOverRanks = Callable[[Tensor], Tensor]
 
 @dataclass
 class LoadBalancing(Settings):
-    """Auxiliary loss that balances the load of experts, and metrics of the load.
+    """Balances the load of experts by an auxiliary loss or by routing biases, and reports the load.
 
     The loss is added to the loss of the interface: coef * mean over layers of E * sum over experts of (fraction of
     tokens that chose the expert) * (its mean router probability). All tokens count, including prompts. A balanced
@@ -39,7 +39,10 @@ class LoadBalancing(Settings):
     """
 
     coef: NonNegative = 0.001
-    """Weight of the auxiliary loss. 0 reports the metrics without the loss."""
+    """Weight of the auxiliary loss. 0 reports the metrics without the loss. Requires softmax routers."""
+    bias_rate: NonNegative = 0.0
+    """Change of routing biases (arXiv:2408.15664): each optimizer step adds it to the bias of experts with less than
+    the mean load of their layer, and subtracts it from the others. Requires routers with biases, as in deepseek_v3."""
 
 
 class LoadBalancer:
@@ -47,6 +50,7 @@ class LoadBalancer:
 
     Attributes:
         coef: weight of the auxiliary loss; 0 without one.
+        bias_rate: change of the routing biases; 0 keeps them.
         routers: routers of the model; None if the model does not balance.
     """
 
@@ -58,6 +62,7 @@ class LoadBalancer:
         """
         self._key = f"models.{name}.load_balancing"
         self.coef = 0.0 if settings is None else settings.coef
+        self.bias_rate = 0.0 if settings is None else settings.bias_rate
         self.routers: Routers | None = None
         if settings is None:
             return
@@ -65,6 +70,16 @@ class LoadBalancer:
             self.routers = Routers(module)
         except ConfigError as error:
             raise ConfigError(f"{self._key}: {error} Remove load_balancing.") from error
+        family = f"model family {module.config.model_type!r}"
+        if self.coef and not self.routers.softmax:
+            raise ConfigError(
+                f"{self._key}.coef={self.coef:g}: {family} has routers that do not weight the top experts by a "
+                f"softmax. Set {self._key}.coef=0."
+            )
+        if self.bias_rate and not self.routers.biases:
+            raise ConfigError(
+                f"{self._key}.bias_rate={self.bias_rate:g}: {family} has no routing biases. Remove bias_rate."
+            )
 
     def check(self, unpacked: UnpackedModel | None) -> None:
         """Raise ConfigError if the model balances and runs unpacked."""
@@ -88,13 +103,23 @@ class LoadBalancer:
             count(first)
         return StepLoad(self.routers, self.coef, total(first.counts_LE))
 
+    @torch.no_grad()
+    def finish(self, load: StepLoad) -> None:
+        """Change the routing biases after an optimizer step with this load."""
+        if self.routers is None or not self.bias_rate:
+            return
+        below_LE = load.total_LE.mean(-1, keepdim=True) - load.total_LE
+        for bias_E, change_E in zip(self.routers.biases, self.bias_rate * below_LE.sign(), strict=True):
+            bias_E += change_E.to(bias_E)
+
 
 class StepLoad:
     """Load of the experts in one optimizer step.
 
     Attributes:
         counts_LE: number of tokens that chose each expert, in the passes of this rank.
-        probs_LE: sum of the router probabilities over the same tokens.
+        probs_LE: sum of the router probabilities over the same tokens; 0 without a softmax.
+        total_LE: the counts over all ranks; set by `metrics`.
     """
 
     def __init__(self, routers: Routers, coef: float, all_LE: Tensor | None) -> None:
@@ -112,6 +137,7 @@ class StepLoad:
         self._adds = False
         self.counts_LE = torch.zeros(len(routers.modules), routers.experts, device=routers.device)
         self.probs_LE = torch.zeros_like(self.counts_LE)
+        self.total_LE = self.counts_LE
 
     def listening(self) -> AbstractContextManager[None]:
         """Return a context for the passes of the step and their gradients."""
@@ -133,9 +159,12 @@ class StepLoad:
         chosen = routed.chosen_RK.flatten()
         counts_E = torch.zeros_like(self.counts_LE[0])
         counts_E.index_add_(0, chosen, weight_R.repeat_interleave(self._routers.chosen))
-        probs_E = (routed.logits_RE.float().softmax(-1) * weight_R[:, None]).sum(0)
         if self._adds:
             self.counts_LE[router] += counts_E
+        if not self._routers.softmax:
+            return routed.scores_RK
+        probs_E = (routed.logits_RE.float().softmax(-1) * weight_R[:, None]).sum(0)
+        if self._adds:
             self.probs_LE[router] += probs_E.detach()
         if not self._coef or not probs_E.requires_grad:
             return routed.scores_RK
@@ -152,15 +181,18 @@ class StepLoad:
     def metrics(self, total: SumOverRanks) -> Stats:
         """Return the metrics of the step, over all ranks; `total` sums a tensor over them."""
         counts_LE, probs_LE = total(torch.stack([self.counts_LE, self.probs_LE]))
+        self.total_LE = counts_LE
         mean_L1 = counts_LE.mean(-1, keepdim=True)
         load_LE = counts_LE / mean_L1
         device = counts_LE.device
-        return {
-            "load_balancing_loss": single(float(self._loss(counts_LE, probs_LE).mean()), device),
+        found = {
             "expert_load_max": single(float(load_LE.max()), device),
             "expert_load_min": single(float(load_LE.min()), device),
             "idle_experts": single(float((counts_LE == 0).float().mean()), device),
         }
+        if self._routers.softmax:
+            found["load_balancing_loss"] = single(float(self._loss(counts_LE, probs_LE).mean()), device)
+        return found
 
 
 def listening(load: StepLoad | None) -> AbstractContextManager[None]:

@@ -9,12 +9,13 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 from realign.api import Lengths, MicroBatchSpec, stat_values
 from realign.engines import LoadBalancing, Lora, OptimizerSpec, TransformersModel
 from realign.engines.network.attention import ATTENTION, use_attention
-from realign.engines.network.routers import Routers
+from realign.engines.network.routers import BIAS, Routers
 from realign.engines.network.shared_prefix import Layout, SharedPrompts
+from realign.engines.training.engine import TransformersEngine
 from realign.errors import ConfigError, SettingsError
 from realign.functional import nll_loss
 from tests.families import family_model
-from tests.tiny import random_sample, save_tiny, tiny_engine
+from tests.tiny import random_sample, save_tiny, tiny_engine, tiny_tokenizer
 
 LENGTHS = ((9, 4, 6), (12,), (3, 5), (8, 2, 2, 1))
 ONE = MicroBatchSpec()
@@ -224,17 +225,99 @@ def test_an_ordinary_pass_after_training_has_no_hooks():
 @pytest.mark.parametrize("family", ["qwen2_moe", "olmoe", "granitemoe", "minimax", "flex_olmo"])
 def test_families_with_softmax_routers_have_balanced_experts(family):
     routers = Routers(family_model(family))
-    assert (routers.experts, routers.chosen) == (4, 2)
+    assert (routers.experts, routers.chosen, routers.softmax, routers.biases) == (4, 2, True, [])
     assert len(routers.modules) == 4
 
 
-@pytest.mark.parametrize(
-    ("family", "message"),
-    [("llama", "has no routers"), ("deepseek_v3", "softmax"), ("lfm2_moe", "softmax"), ("phimoe", "softmax")],
-)
+@pytest.mark.parametrize(("family", "biased"), [("deepseek_v3", True), ("glm4_moe", True), ("phimoe", False)])
+def test_other_routers_have_no_auxiliary_loss(family, biased):
+    routers = Routers(family_model(family))
+    assert not routers.softmax
+    assert len(routers.biases) == (len(routers.modules) if biased else 0)
+    with pytest.raises(
+        ConfigError, match=r"load_balancing\.coef=0\.1: .*softmax\. Set models\.actor\.load_balancing\.coef=0"
+    ):
+        biased_engine(LoadBalancing(0.1), family)
+
+
+@pytest.mark.parametrize(("family", "message"), [("llama", "has no routers"), ("lfm2_moe", "do not return logits")])
 def test_models_without_such_routers_raise_an_error(family, message):
     with pytest.raises(ConfigError, match=message):
         Routers(family_model(family))
+
+
+def biased_engine(settings, family="deepseek_v3", optimizer=STEP):
+    module = family_model(family, attention=ATTENTION)
+    return TransformersEngine("actor", module, tiny_tokenizer(), seed=0, optimizer=optimizer, load_balancing=settings)
+
+
+def biases(engine):
+    return torch.stack([x.clone() for name, x in engine.module.named_buffers() if name.endswith(BIAS)])
+
+
+def chosen_counts(engine, data):
+    """Return how often each expert of each layer is chosen, [L, E], in a plain pass for each sequence."""
+    found = {}
+
+    def hook(router, given, output):
+        found.setdefault(id(router), []).append(output[2].flatten())
+
+    hooks = [x.register_forward_hook(hook) for x in Routers(engine.module).modules]
+    with eager(engine.module), torch.no_grad():
+        for x in data["input_ids"].split(data.lengths["input_ids"].flat.tolist()):
+            engine.module.model(input_ids=x[None])
+    for x in hooks:
+        x.remove()
+    return torch.stack([torch.bincount(torch.cat(parts), minlength=4) for parts in found.values()])
+
+
+@pytest.mark.parametrize("spec", [ONE, SPECS[0]])
+def test_a_step_moves_the_bias_of_each_expert_towards_the_mean_load(spec):
+    engine, data = biased_engine(LoadBalancing(0.0, bias_rate=0.01)), sample()
+    counts = chosen_counts(engine, data).float()
+    before = biases(engine)
+    stats = stat_values(engine.train_batch(data, spec, loss, lambda _: torch.tensor(30.0)))
+    expected = before + 0.01 * (counts.mean(-1, keepdim=True) - counts).sign()
+    torch.testing.assert_close(biases(engine), expected)
+    assert float((expected - before).abs().max()) == pytest.approx(0.01)
+    assert stats["expert_load_max"] == pytest.approx(float((counts / counts.mean(-1, keepdim=True)).max()))
+    assert "load_balancing_loss" not in stats
+
+
+def test_a_vetoed_step_and_a_rate_of_0_move_no_bias():
+    for rate, allowed in ((0.01, False), (0.0, True)):
+        engine = biased_engine(LoadBalancing(0.0, bias_rate=rate))
+        before = biases(engine)
+        engine.train_batch(sample(), ONE, loss, lambda _: torch.tensor(30.0), lambda _, allowed=allowed: allowed)
+        assert torch.equal(biases(engine), before)
+
+
+def test_biases_balance_the_experts():
+    engine = biased_engine(LoadBalancing(0.0, bias_rate=0.02), optimizer=OptimizerSpec(lr=1e-9))
+    for bias_E in Routers(engine.module).biases:
+        bias_E[0] += 0.5
+    data = random_sample([[30, 30], [30, 30]])
+    seen = [stat_values(engine.train_batch(data, ONE, loss, lambda _: torch.tensor(30.0))) for _ in range(40)]
+    assert seen[0]["expert_load_max"] > 1.5
+    assert seen[-1]["expert_load_max"] < 1.3
+
+
+def test_biases_are_part_of_the_weights_and_of_the_state():
+    engine, other = (biased_engine(LoadBalancing(0.0, bias_rate=0.01)) for _ in range(2))
+    engine.train_batch(sample(), ONE, loss, lambda _: torch.tensor(30.0))
+    assert not torch.equal(biases(engine), biases(other))
+    other.load_weights(engine.weights())
+    assert torch.equal(biases(engine), biases(other))
+    resumed = biased_engine(LoadBalancing(0.0, bias_rate=0.01))
+    resumed.load_state_dict(engine.state_dict())
+    assert torch.equal(biases(engine), biases(resumed))
+
+
+def test_a_bias_rate_needs_biases_and_all_weights():
+    with pytest.raises(ConfigError, match=r"load_balancing\.bias_rate=0\.1: .*no routing biases"):
+        tiny_engine("qwen3_moe", optimizer=STEP, load_balancing=LoadBalancing(bias_rate=0.1))
+    with pytest.raises(SettingsError, match=r"load_balancing\.bias_rate=0\.1: .*trains=lora"):
+        TransformersModel("folder", optimizer=STEP, trains=Lora(), load_balancing=LoadBalancing(0.0, bias_rate=0.1))
 
 
 def test_a_model_without_routers_names_the_setting():
