@@ -40,7 +40,7 @@ from realign.engines.sampling.rollout import PROMPTS
 from realign.engines.sampling.weight_fusion import Fusion
 from realign.engines.training.callbacks import added, check_loss
 from realign.engines.training.engine import TransformersEngine
-from realign.engines.training.load_balancing import StepLoad, counting, listening
+from realign.engines.training.expert_load import StepLoad, counting, listening
 from realign.engines.training.nonfinite import Accumulated
 from realign.engines.training.optimizer import OptimizerSpec
 from realign.engines.training.stepper import Stepper, step_weight

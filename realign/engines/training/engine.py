@@ -34,8 +34,9 @@ from realign.engines.sampling.compiled_library import CompiledDecode
 from realign.engines.sampling.slots import CACHE_FRACTION
 from realign.engines.training.callbacks import check_loss
 from realign.engines.training.ema import WeightAverage
+from realign.engines.training.expert_load import LoadBalancer, StepLoad, counting, listening
 from realign.engines.training.inference import InferenceEngine
-from realign.engines.training.load_balancing import LoadBalancer, LoadBalancing, StepLoad, counting, listening
+from realign.engines.training.load_balancing import LoadBalancing
 from realign.engines.training.modes import TrainingModes
 from realign.engines.training.nonfinite import Accumulated, origin_in
 from realign.engines.training.optimizer import OptimizerSpec
