@@ -167,6 +167,15 @@ def test_the_metrics_are_loads_relative_to_the_mean():
     assert stats["idle_experts"] == pytest.approx(float((counts == 0).float().mean()))
 
 
+@pytest.mark.parametrize("spec", [ONE, SPECS[0]])
+def test_layers_that_are_recomputed_count_once(spec):
+    engine, data = engine_with(gradient_checkpointing=True), sample()
+    train(engine, data, spec)
+    tokens = data.lengths["input_ids"].total
+    assert engine._load.counts_LE.sum(-1).tolist() == [2 * tokens] * 3
+    torch.testing.assert_close(engine._load.probs_LE.sum(-1), torch.full((3,), float(tokens)))
+
+
 def test_a_router_that_always_chooses_the_same_experts_leaves_the_others_idle():
     engine = engine_with(0.0)
     with torch.no_grad():
