@@ -25,6 +25,7 @@ from realign.engines.sampling.in_process import InProcessSampling
 from realign.engines.servers.sglang import Sglang
 from realign.engines.servers.vllm import Vllm
 from realign.engines.shared_model import Share, SharedModel
+from realign.engines.training.load_balancing import LoadBalancing
 from realign.engines.training.optimizer import OptimizerSpec, Schedule, ScheduleKind, ScheduleUnit, learning_rate
 from realign.engines.training.torch_optimizer import TorchOptimizer
 from realign.engines.transformers_model import TransformersModel
@@ -38,6 +39,7 @@ __all__ = [
     "Head",
     "HeadInit",
     "InProcessSampling",
+    "LoadBalancing",
     "Lora",
     "OptimizerSpec",
     "Schedule",

@@ -42,6 +42,7 @@ from realign.engines.quantization import check_4bit, keep_layout, settings_4bit
 from realign.engines.sampling.compiled_library import CompiledDecode
 from realign.engines.sampling.in_process import InProcessSampling
 from realign.engines.shared_model import Share, SharedModel
+from realign.engines.training.load_balancing import LoadBalancing
 from realign.engines.training.optimizer import OptimizerSpec, ScheduleKind
 from realign.errors import ConfigError, DataError, SettingsError
 from realign.settings import Settings
@@ -82,7 +83,8 @@ class TransformersModel(Settings, ModelSpec):
             the modules.
         parallel_passes: auto | off. auto computes micro-batches concurrently on CPU, in up to as many threads as
             torch uses, and divides the token budget among them. The results are the same. A training pass with
-            dropout runs its micro-batches one after another.
+            dropout, or with load_balancing, runs its micro-batches one after another.
+        load_balancing: Balance the load of experts in a mixture-of-experts model; null: off. See `LoadBalancing`.
         sharding: Sharding of the model over several processes (torchrun); ignored with one process.
         sampler: Sampler of responses: this model in its own process (`InProcessSampling`), or an external sampler.
     """
@@ -104,6 +106,7 @@ class TransformersModel(Settings, ModelSpec):
     shared_prompts: SharedPrompts = SharedPrompts.auto
     fused_rollout: bool = True
     parallel_passes: ParallelPasses = ParallelPasses.auto
+    load_balancing: LoadBalancing | None = None
     sharding: Sharding = field(default_factory=Sharding)
     sampler: SamplerSpec = field(default_factory=InProcessSampling)
     inherited: TokenizerSource | None = field(default=None, init=False, repr=False, compare=False)
@@ -112,6 +115,13 @@ class TransformersModel(Settings, ModelSpec):
         super().__post_init__()
         if self.optimizer is None and self.trains != All():
             raise SettingsError(f"trains={self.trains}: it is ignored without an optimizer. Set optimizer.lr.")
+        if self.optimizer is None and self.load_balancing is not None:
+            raise SettingsError("load_balancing: it is ignored without an optimizer. Set optimizer.lr.")
+        if self.load_balancing is not None and self.load_balancing.bias_rate and self.trains != All():
+            raise SettingsError(
+                f"load_balancing.bias_rate={self.load_balancing.bias_rate:g}: it changes all layers, but "
+                f"trains={self.trains}. Remove bias_rate."
+            )
         if self.head.is_scalar and self.sampler != InProcessSampling():
             raise SettingsError(
                 f"sampler={type(self.sampler).__name__}: a model with head={self.head} cannot sample. Remove sampler."
@@ -152,6 +162,7 @@ class TransformersModel(Settings, ModelSpec):
             )
         value_head = self.head.value_head if isinstance(self.head, Causal) else None
         together = self.parallel_passes is ParallelPasses.auto and device.type == "cpu" and work.ranks == 1
+        together = together and self.load_balancing is None
         model = MemoryModel(
             shape,
             device,
@@ -195,7 +206,8 @@ class TransformersModel(Settings, ModelSpec):
             )
         head = replace(self.head, value_head=None) if isinstance(self.head, Causal) else self.head
         adapter = AdapterStart.auto if self.adapter is AdapterStart.continue_ else self.adapter
-        return replace(self, optimizer=None, trains=All(), head=head, gradient_checkpointing=False, adapter=adapter)
+        plain = replace(self, load_balancing=None, gradient_checkpointing=False)
+        return replace(plain, optimizer=None, trains=All(), head=head, adapter=adapter)
 
     def for_sampling(self) -> ModelSpec:
         """See `ModelSpec.for_sampling`; the copy keeps no moving average of the weights."""
@@ -328,6 +340,7 @@ class TransformersModel(Settings, ModelSpec):
             parallel_passes=self.parallel_passes,
             max_slots=self._sampling.max_slots,
             cache_fraction=self._sampling.cache_fraction,
+            load_balancing=self.load_balancing,
         )
         saved, saved_views = read_states(self.path)
         return Model(name, engine, tokenizer, seed, saved=saved, saved_views=saved_views)

@@ -11,6 +11,7 @@ import pytest
 
 from realign.api import GenerationConfig, MicroBatchSpec, stat_values
 from realign.data import PromptData, RowSource
+from realign.engines.training.load_balancing import LoadBalancing
 from realign.engines.training.optimizer import OptimizerSpec
 from realign.engines.training.stepper import REASONS
 from realign.interfaces import grpo, reward_model, sft
@@ -150,6 +151,10 @@ def test_every_metric_of_the_engine_is_on_the_page():
     stats = engine.train_batch(sample, MicroBatchSpec(), interface.loss, interface.loss_weight)
     assert {"grad_norm", "tokens", *REASONS} <= stats.keys()
     refuse(unknown(stat_values(stats)), "the engine")
+    engine = tiny_engine("qwen3_moe", optimizer=OptimizerSpec(lr=1e-3), load_balancing=LoadBalancing())
+    stats = engine.train_batch(sample, MicroBatchSpec(), interface.loss, interface.loss_weight)
+    assert "expert_load_max" in stats
+    refuse(unknown(stat_values(stats)), "an engine with experts")
 
 
 def test_a_metric_that_is_missing_is_named():

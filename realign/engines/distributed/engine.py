@@ -15,6 +15,7 @@ from torch import Tensor
 
 from realign.api.engine import Forward, LossFn, LossWeightFn, PostHook, StepIf, copied_head
 from realign.api.generation import GenerationConfig
+from realign.api.lengths import Lengths
 from realign.api.microbatch import MicroBatchSpec
 from realign.api.sample import TOKENS, SequenceSample
 from realign.api.seeds import derive_seed
@@ -34,16 +35,20 @@ from realign.engines.files.weights import check_weights, mix_into, named_weights
 from realign.engines.network.cpu_lanes import ParallelPasses
 from realign.engines.network.lora import save_adapters
 from realign.engines.network.network import Network, check_finite, write_network
-from realign.engines.network.shared_prefix import Passes
+from realign.engines.network.shared_prefix import Layout, Passes
 from realign.engines.sampling.rollout import PROMPTS
 from realign.engines.sampling.weight_fusion import Fusion
 from realign.engines.training.callbacks import added, check_loss
 from realign.engines.training.engine import TransformersEngine
+from realign.engines.training.expert_load import StepLoad, counting, listening
 from realign.engines.training.nonfinite import Accumulated
 from realign.engines.training.optimizer import OptimizerSpec
 from realign.engines.training.stepper import Stepper, step_weight
 from realign.errors import ConfigError
 from realign.functional import LMHead
+
+NO_ROWS = Layout.plain(Lengths.of([[0]]))
+"""Layout of a pass without tokens of this rank."""
 
 
 class ShardedEngine(TransformersEngine):
@@ -166,14 +171,16 @@ class ShardedEngine(TransformersEngine):
         self.network.forget_gradients()
         passes = self.network.passes(with_responses(part, mb_spec), mb_spec, training=True)
         idle = self._idle_rounds(passes)
+        load = self._start_load(passes, idle)
         losses: list[Tensor] = []
         metrics: list[Any] = []
         rounds = len(passes.batches) + len(idle)
-        with self._training():
+        with self._training(), listening(load):
             for here, layout in passes:
                 self._reduce_after(len(losses) + 1, rounds)
                 moved = here.to(self.device)
-                output = self.network.run(here, moved, layout, training=True)
+                with counting(load, layout):
+                    output = self.network.run(here, moved, layout, training=True)
                 loss, stats = loss_fn(output, moved)
                 check_loss(loss)
                 self.network.differentiate(output.hidden_RH, loss / weight)
@@ -181,10 +188,28 @@ class ShardedEngine(TransformersEngine):
                 metrics.append(keep_traces(stats, moved, mb_spec))
             for number in idle:
                 self._reduce_after(len(losses) + number + 1, rounds)
-                self.network.differentiate(self.network.idle(training=True), None)
+                with counting(load, NO_ROWS):
+                    hidden_RH = self.network.idle(training=True)
+                self.network.differentiate(hidden_RH, None)
         self.network.take_gradients()
         self._accumulated = Accumulated(passes, losses, loss_fn)
-        return merge_stats(metrics) | self._counts(part, passes)
+        return merge_stats(metrics) | self._counts(part, passes) | self._load_metrics(load)
+
+    def _start_load(self, passes: Passes, idle: range) -> StepLoad | None:
+        @torch.no_grad()
+        def count(load: StepLoad) -> None:
+            try:
+                self._count_load(load, passes)
+                for _ in idle:
+                    with counting(load, NO_ROWS):
+                        self.network.idle()
+            finally:
+                self.network.rest()
+
+        return self._balancer.start(self.data_ranks * (len(passes.batches) + len(idle)), count, self._sum_ranks)
+
+    def _sum_ranks(self, x: Tensor) -> Tensor:
+        return self.network.grid.sum(x)
 
     def _reduce_after(self, number: int, rounds: int) -> None:
         """Sum gradients over the ranks after pass `number` of `rounds`, or keep them until the last pass."""

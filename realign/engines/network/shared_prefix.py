@@ -95,6 +95,12 @@ class Layout:
         """Return `row_T` on a device, without a sync."""
         return None if self.row_T is None else self.row_T.to(device, non_blocking=True)
 
+    def tokens_per_row(self, device: torch.device) -> Tensor:
+        """Return the number of packed tokens in each row, fp32 [R]: more than 1 for a shared prefix."""
+        if (row_T := self.rows_on(device)) is None:
+            return torch.ones(int(self.pieces.sum()), device=device)
+        return torch.bincount(row_T, minlength=int(self.pieces.sum())).float()
+
     @property
     def saved(self) -> int:
         """Number of tokens that are not computed because they share a row."""

@@ -34,7 +34,9 @@ from realign.engines.sampling.compiled_library import CompiledDecode
 from realign.engines.sampling.slots import CACHE_FRACTION
 from realign.engines.training.callbacks import check_loss
 from realign.engines.training.ema import WeightAverage
+from realign.engines.training.expert_load import LoadBalancer, StepLoad, counting, listening
 from realign.engines.training.inference import InferenceEngine
+from realign.engines.training.load_balancing import LoadBalancing
 from realign.engines.training.modes import TrainingModes
 from realign.engines.training.nonfinite import Accumulated, origin_in
 from realign.engines.training.optimizer import OptimizerSpec
@@ -69,6 +71,7 @@ class TransformersEngine(InferenceEngine):
         parallel_passes: ParallelPasses = ParallelPasses.auto,
         max_slots: int | None = None,
         cache_fraction: float = CACHE_FRACTION,
+        load_balancing: LoadBalancing | None = None,
     ) -> None:
         """Wrap and probe a transformers model that was loaded in fp32 with `attn_implementation=ATTENTION`.
 
@@ -91,10 +94,12 @@ class TransformersEngine(InferenceEngine):
             parallel_passes: whether to compute micro-batches concurrently on a CPU.
             max_slots: sequences that a rollout decodes concurrently; None uses as many as fit `slots.cache_bytes`.
             cache_fraction: fraction of the free memory of a GPU for the KV cache, if `max_slots` is None.
+            load_balancing: balances the experts in training; None if not.
 
         Raises:
             ConfigError: the model family is not supported.
         """
+        self._balancer = LoadBalancer(name, module, load_balancing)  # before a sharded network divides the routers
         network = self._network(
             name,
             module,
@@ -107,9 +112,11 @@ class TransformersEngine(InferenceEngine):
             shared_prompts=shared_prompts,
             fused_rollout=fused_rollout,
             compiled_decode=compiled_decode,
-            parallel_passes=parallel_passes,
+            # routers cannot tell concurrent passes apart
+            parallel_passes=parallel_passes if load_balancing is None else ParallelPasses.off,
         )
         super().__init__(name, network, tokenizer, seed=seed, max_slots=max_slots, cache_fraction=cache_fraction)
+        self._balancer.check(network.unpacked)
         if optimizer is None:
             network.requires_grad_(False)
         self._modes = TrainingModes(network, dropout=dropout, gradient_checkpointing=gradient_checkpointing)
@@ -118,6 +125,7 @@ class TransformersEngine(InferenceEngine):
         self._average = None if decay is None else WeightAverage(network.owned(), decay)
         self._state = EngineState(name, network, self._stepper, self._average)
         self._accumulated: Accumulated | None = None
+        self._load: StepLoad | None = None
 
     def _network(self, name: str, module: Any, **settings: Any) -> Network:
         return Network(name, module, **settings)
@@ -146,7 +154,8 @@ class TransformersEngine(InferenceEngine):
         """See `PipelinableEngine.train_batch`.
 
         Metrics of the engine are `loss`, `grad_norm` (before clipping), `lr`, `tokens`, `shared_tokens`, and
-        `n_microbatches`. `shared_tokens` counts the tokens that prompt sharing did not recompute. Step counts are
+        `n_microbatches`. `shared_tokens` counts the tokens that prompt sharing did not recompute. `load_balancing`
+        adds its loss to the gradient, but not to `loss`, and adds the metrics of `StepLoad`. Step counts are
         `optimizer_steps` (taken) and `skipped_steps`. Skipped steps are also counted by reason: `zero_weight_steps`,
         `zero_gradient_steps`, `nonfinite_steps` and `vetoed_steps`.
 
@@ -180,14 +189,19 @@ class TransformersEngine(InferenceEngine):
         stepper.zero_grad()
         weight = weight.to(self.device)
         passes = self.network.passes(with_responses(part, mb_spec), mb_spec, parallel=True, training=True)
+        load = self._start_load(passes, range(0))
 
         def compute(micro_batch: tuple[SequenceSample, Layout]) -> tuple[Tensor, Any, list[Tensor | None]]:
             here, layout = micro_batch
             moved = here.to(self.device)
-            loss, stats = loss_fn(self.network.run(here, moved, layout, training=True), moved)
+            with counting(load, layout):
+                output = self.network.run(here, moved, layout, training=True)
+            loss, stats = loss_fn(output, moved)
             check_loss(loss)
             gradients: list[Tensor | None] = []
-            if loss.requires_grad and passes.lanes > 1:
+            if load is not None:
+                differentiate_with_hidden(output.hidden_RH, loss / weight)
+            elif loss.requires_grad and passes.lanes > 1:
                 gradients = stepper.differentiate(loss / weight)
             elif loss.requires_grad:
                 (loss / weight).backward()
@@ -195,14 +209,31 @@ class TransformersEngine(InferenceEngine):
 
         losses: list[Tensor] = []
         metrics: list[Any] = []  # also accepts plain (sum, count) pairs
-        with self._training():
+        with self._training(), listening(load):
             for loss, stats, gradients in side_by_side(compute, passes, passes.lanes):
                 if gradients:  # in micro-batch order, whichever finished first
                     stepper.accumulate(gradients)
                 losses.append(loss)
                 metrics.append(stats)
         self._accumulated = Accumulated(passes, losses, loss_fn)
-        return merge_stats(metrics) | self._counts(part, passes)
+        return merge_stats(metrics) | self._counts(part, passes) | self._load_metrics(load)
+
+    def _start_load(self, passes: Passes, idle: range) -> StepLoad | None:
+        """Start to balance the experts in a step; `idle` are passes that only other ranks need."""
+        return self._balancer.start(len(passes.batches), lambda load: self._count_load(load, passes), self._sum_ranks)
+
+    @torch.no_grad()
+    def _count_load(self, load: StepLoad, passes: Passes) -> None:
+        for here, layout in passes:
+            with counting(load, layout):
+                self.network.run(here, here.to(self.device), layout)
+
+    def _load_metrics(self, load: StepLoad | None) -> Stats:
+        self._load = load
+        return {} if load is None else load.metrics(self._sum_ranks)
+
+    def _sum_ranks(self, x: Tensor) -> Tensor:
+        return x
 
     def _counts(self, part: SequenceSample, passes: Passes) -> Stats:
         return {
@@ -232,8 +263,11 @@ class TransformersEngine(InferenceEngine):
         weight, steps = weight.to(self.device), stepper.optimizer_steps
         culprits = partial(self._nonfinite_origin, done, weight)
         stats = stepper.step(self._total_loss(done.losses), weight, vetoed=vetoed, culprits=culprits)
-        if self._average is not None and stepper.optimizer_steps > steps:
-            self._average.update()
+        if stepper.optimizer_steps > steps:
+            if self._average is not None:
+                self._average.update()
+            if self._load is not None:
+                self._balancer.finish(self._load)
         return stats
 
     def skip(self, reason: str) -> Stats:
@@ -328,6 +362,13 @@ class TransformersEngine(InferenceEngine):
     def _training(self) -> AbstractContextManager[None]:
         """Return the context of a training pass, see `TrainingModes`."""
         return self._modes.entered(self.dropout_seed)
+
+
+def differentiate_with_hidden(hidden_RH: Tensor, loss: Tensor) -> None:
+    """Accumulate the gradient of `loss`, and pass through all layers even if the loss does not reach them."""
+    roots = [(hidden_RH, torch.zeros_like(hidden_RH)), (loss, torch.ones_like(loss))]
+    if found := [(root, seed) for root, seed in roots if root.requires_grad]:
+        torch.autograd.backward([root for root, _ in found], [seed for _, seed in found])
 
 
 def _magnitude(count: int) -> str:

@@ -13,6 +13,7 @@ from torch import Tensor
 from realign.api import GenerationConfig, MicroBatchSpec, Model, ModelInterface, SequenceSample, stat_values
 from realign.engines import (
     Causal,
+    LoadBalancing,
     Lora,
     OptimizerSpec,
     Schedule,
@@ -39,19 +40,23 @@ from realign.runtime.checkpoint.folder import list_checkpoints
 from realign.runtime.checkpoint.serialize import hash_of
 from realign.runtime.ray.wire_format import mapped
 from realign.testing import random_batch, random_preferences
-from tests.tiny import random_sample, save_tiny
+from tests.families import family_model
+from tests.tiny import random_sample, save_tiny, tiny_tokenizer
 
 STEP = OptimizerSpec(lr=1e-3, eps=1e-6, weight_decay=0.1, grad_clip=0.5, schedule=Schedule("linear", total=40))
 BUDGET = MicroBatchSpec(max_tokens_per_microbatch=40)
 PAIRS = MicroBatchSpec(max_tokens_per_microbatch=130)
 LENGTHS = ((9, 4, 6), (30,), (3, 5), (8, 2, 2, 1), (17, 2))
-FAMILIES = {"llama": {}, "gpt2": {}, "qwen2": {}, "qwen3": {}, "critic": {"family": "llama", "head": "value"}}
+FAMILIES = {name: {} for name in ("llama", "gpt2", "qwen2", "qwen3", "qwen3_moe")}
+FAMILIES |= {"critic": {"family": "llama", "head": "value"}}
 
 
 def write_models(folder: Path) -> None:
     """Write the models of the scenarios: an untied one, a tied one and a critic."""
     for name, settings in FAMILIES.items():
         save_tiny(folder / name, **{"family": name, "vocab_size": 97, **settings})
+    family_model("deepseek_v3", attention="eager").save_pretrained(folder / "deepseek_v3")
+    tiny_tokenizer().save_pretrained(folder / "deepseek_v3")
 
 
 def load(folder: Path, name: str = "llama", **settings: Any) -> Model:
@@ -187,6 +192,12 @@ KINDS: dict[str, tuple[dict[str, Any], Any]] = {
     "checkpointing": ({"gradient_checkpointing": True}, plain_loss),
     "plain rows": ({"shared_prompts": "off", "sharding": Sharding(reshard=False, keep_rollout=False)}, plain_loss),
     "tied": ({"name": "gpt2"}, plain_loss),
+    "balanced experts": ({"name": "qwen3_moe", "load_balancing": LoadBalancing(0.5)}, plain_loss),
+    "routing biases": ({"name": "deepseek_v3", "load_balancing": LoadBalancing(0.0, bias_rate=0.01)}, plain_loss),
+    "balanced experts, recomputed": (
+        {"name": "qwen3_moe", "load_balancing": LoadBalancing(0.5), "gradient_checkpointing": True},
+        plain_loss,
+    ),
 }
 """Network settings, including the trained parameters, and a loss, by kind of network."""
 
