@@ -37,6 +37,7 @@ def test_a_failing_input_is_kept_and_fails_again(tmp_path, monkeypatch):
         fuzz.replay(file)
 
 
+@pytest.mark.slow
 def test_the_command_counts_inputs_and_ends_with_json(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["fuzz", "seconds=1", "targets=test_any_text_as_a_path"])
     assert fuzz.main() == 0

@@ -6,6 +6,8 @@ import importlib.util
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
+
 from realign.interfaces.components import Clip
 from realign.interfaces.ppo import PPOActorInterface
 
@@ -60,6 +62,7 @@ def test_an_option_is_a_field_of_a_class_of_the_package():
     assert script.field_of("realign.api.RPC", ROOTS) is None
 
 
+@pytest.mark.slow
 def test_a_test_that_needs_the_option_fails_without_it_and_another_does_not():
     needs = ["interfaces/test_ppo.py::test_a_dual_clip_bounds_what_a_negative_advantage_can_cost"]
     assert script.outcome(needs, (Clip, "dual"), 120) == "held"

@@ -19,6 +19,7 @@ def modules(monkeypatch):
     return [importlib.import_module(name) for name in ("calculator_agent", "openai_agent")]
 
 
+@pytest.mark.slow
 def test_the_agent_over_http_starts_with_the_episodes_of_the_environment_class_and_learns(modules, tmp_path, capsys):
     calculator, _ = modules
     steps = 2
