@@ -1,6 +1,6 @@
 """Hardware utilization of training and rollout. The last line is one JSON object.
 
-    python -m benchmarks.gpu                      # CUDA: Qwen2 with 0.5B and 1.5B weights, about 8 minutes on an H200
+    python -m benchmarks.gpu                      # CUDA: Qwen2 with 0.5B and 1.5B weights
     python -m benchmarks.gpu parts=peak,training  # some parts only
     python -m benchmarks.gpu device=cpu           # smoke test of the same code with tiny shapes, in seconds
 
