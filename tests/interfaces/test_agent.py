@@ -120,7 +120,8 @@ def test_the_sampling_settings_of_the_run_replace_those_of_requests_and_the_log_
     with caplog.at_level(logging.WARNING):
         out = play(settings("seeded", generation=sampler, arguments={"scale": 2.0}), data)
     assert lists(out, "input_ids") == lists(expected, "input_ids")
-    assert lists(out, "logprobs") == lists(expected, "logprobs")
+    # calls that arrive together are decoded together, which changes the rounding
+    torch.testing.assert_close(out["logprobs"], expected["logprobs"], atol=1e-5, rtol=0)
     assert len([r for r in caplog.records if "temperature=0.5, seed=3" in r.getMessage()]) == 1
 
 
