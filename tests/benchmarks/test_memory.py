@@ -67,7 +67,7 @@ def test_a_comparison_measures_in_a_process_of_its_own(monkeypatch):
 
 
 def test_the_child_prints_its_peaks():
-    """In a process of its own, as the benchmark does: memory that earlier tests freed would be used again."""
+    """A separate process, as in the benchmark: memory that earlier tests freed would be used again."""
     lines = [
         "from dataclasses import replace",
         "from benchmarks import memory",
