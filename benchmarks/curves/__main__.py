@@ -1,0 +1,178 @@
+"""Curves of the preset `lm_human_preferences` and of an independent padded implementation (docs/studies/curves.md).
+
+    python -m benchmarks.curves
+    python -m benchmarks.curves parts=match seeds=2 steps=10 folder=runs/curves_small
+
+match        Both implementations on two reward functions: agreement of the curves, and the ten metrics.
+adam         TensorFlow's Adam and PyTorch's: the ten metrics of the first update, and curves.
+temperature  Log-probs with and without division of the logits by the sampling temperature.
+size         The effect of the Adam variant on models of several widths.
+
+Existing records in `folder` are reused. The figures are written to `images`. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.curves import picture
+from benchmarks.curves.comparison import compare, table
+from benchmarks.curves.runs import CURVES, TABLE, Record, Run, seeds_of, series
+from benchmarks.report import arguments, facts
+from benchmarks.report import table as text_table
+
+Seeds = list[list[Record]]
+
+DEFAULTS = {
+    "parts": "match,adam,temperature,size",
+    "seeds": "5",
+    "steps": str(Run.steps),
+    "widths": "32,64,128",
+    "folder": "runs/curves",
+    "images": "runs/curves",
+}
+NAMES = {"realign": "realign (packed)", "padded": "independent (padded)"}
+
+
+@dataclass(frozen=True)
+class Study:
+    """Settings of all parts."""
+
+    folder: Path
+    images: Path
+    run: Run
+    seeds: int
+    widths: tuple[int, ...]
+
+    def records(self, **changes: Any) -> Seeds:
+        """Return the records of every seed of a run."""
+        run = replace(self.run, **changes)
+        print(f"  {run.name}", file=sys.stderr, flush=True)
+        return seeds_of(run, self.folder, self.seeds)
+
+
+def panels(sets: Mapping[str, Seeds], titles: Mapping[str, str] = CURVES) -> dict[str, dict[str, Any]]:
+    """Return the panels of some metrics, by default of score, KL and KL coefficient."""
+    return {title: {label: series(found, name) for label, found in sets.items()} for name, title in titles.items()}
+
+
+def agreement(a: Seeds, b: Seeds) -> dict[str, dict[str, float]]:
+    """Print and return the agreement of the three curves."""
+    found = {name: compare(series(a, name), series(b, name)) for name in CURVES}
+    head = ["curve", "steps within 2 SE", "expected", "p", "largest difference / range"]
+    cells = [
+        [name, f"{x.fraction:.0%}", f"{x.expected:.0%}", f"{x.p:.2f}", f"{x.largest:.1%}"] for name, x in found.items()
+    ]
+    print(text_table(head, cells), "\n", flush=True)
+    return {name: asdict(x) for name, x in found.items()}
+
+
+def metrics(columns: Mapping[str, Seeds], names: Sequence[str] = TABLE) -> list[list[str]]:
+    """Print and return a table of metrics with one column per set of runs."""
+    rows = table(columns, names)
+    print(text_table(["metric", *columns], rows), "\n", flush=True)
+    return rows
+
+
+def first(seeds: Seeds) -> Seeds:
+    """Return the records of the first update."""
+    return [records[:1] for records in seeds]
+
+
+def match(study: Study) -> dict[str, Any]:
+    """Compare both implementations on both reward functions."""
+    found: dict[str, Any] = {}
+    rows = []
+    for reward in ("sentiment", "descriptiveness"):
+        sets = {label: study.records(implementation=name, reward=reward) for name, label in NAMES.items()}
+        print(f"{reward}: both implementations, {study.seeds} seeds, {study.run.steps} steps")
+        found[reward] = {"agreement": agreement(*sets.values()), "all updates": metrics(sets)}
+        rows.append((reward, panels(sets)))
+    title = f"Score, KL and KL coefficient: mean and standard deviation over {study.seeds} seeds"
+    picture.draw(rows, study.images / "curves_match.png", title=title)
+    return found
+
+
+def adam(study: Study) -> dict[str, Any]:
+    """Compare both variants of Adam in both implementations."""
+    sets = {
+        f"{name}, {variant}": study.records(implementation=name, adam=variant)
+        for variant in ("tensorflow", "pytorch")
+        for name in NAMES
+    }
+    print("first update, by implementation and variant of Adam")
+    found: dict[str, Any] = {"first update": metrics({name: first(x) for name, x in sets.items()})}
+    print("realign: TensorFlow's Adam against PyTorch's")
+    found["curves"] = agreement(sets["realign, tensorflow"], sets["realign, pytorch"])
+    print("PyTorch's Adam: realign against the independent implementation")
+    found["match"] = agreement(sets["realign, pytorch"], sets["padded, pytorch"])
+    shown = {variant: sets[f"realign, {variant}"] for variant in ("tensorflow", "pytorch")}
+    title = f"realign with both variants of Adam: mean and standard deviation over {study.seeds} seeds"
+    others = panels(shown, {name: name for name in ("approxkl", "clipfrac", "ratio_var")})
+    picture.draw([("", panels(shown)), ("", others)], study.images / "curves_adam.png", title=title)
+    return found
+
+
+def temperature(study: Study) -> dict[str, Any]:
+    """Compare log-probs with and without temperature in the independent implementation."""
+    sets = {
+        "logits / temperature": study.records(implementation="padded"),
+        "logits unscaled": study.records(implementation="padded", scaled_logprobs=False),
+    }
+    print("log-probs of the independent implementation with and without temperature")
+    found = {"curves": agreement(*sets.values()), "all updates": metrics(sets, ("score", "kl", "sampler_kl", *TABLE))}
+    title = f"Temperature in log-probs (independent): mean and standard deviation over {study.seeds} seeds"
+    titles = {"score": "score", "kl": "KL of these log-probs (nats)", "sampler_kl": "KL of the sampler (nats)"}
+    picture.draw([("", panels(sets, titles))], study.images / "curves_temperature.png", title=title)
+    return found
+
+
+def size(study: Study) -> dict[str, Any]:
+    """Compare both variants of Adam on models of several widths, in the independent implementation."""
+    found: dict[str, Any] = {}
+    rows = []
+    for width in study.widths:
+        sets = {
+            variant: study.records(implementation="padded", width=width, adam=variant)
+            for variant in ("tensorflow", "pytorch")
+        }
+        print(f"width {width}, first update")
+        found[str(width)] = {"first update": metrics({name: first(x) for name, x in sets.items()})}
+        found[str(width)]["curves"] = agreement(*sets.values())
+        rows.append((f"width {width}", panels(sets)))
+    title = f"Both variants of Adam by model size (independent): mean and standard deviation over {study.seeds} seeds"
+    picture.draw(rows, study.images / "curves_size.png", title=title)
+    return found
+
+
+PARTS: Mapping[str, Callable[[Study], dict[str, Any]]] = {
+    "match": match,
+    "adam": adam,
+    "temperature": temperature,
+    "size": size,
+}
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    """Run the requested parts."""
+    words = arguments(DEFAULTS, given)
+    if wrong := [name for name in words["parts"].split(",") if name not in PARTS]:
+        sys.exit(f"unknown part {wrong[0]!r}; valid: {', '.join(PARTS)}")
+    study = Study(
+        folder=Path(words["folder"]),
+        images=Path(words["images"]),
+        run=Run(steps=int(words["steps"])),
+        seeds=int(words["seeds"]),
+        widths=tuple(int(width) for width in words["widths"].split(",")),
+    )
+    found = {name: PARTS[name](study) for name in words["parts"].split(",")}
+    print(json.dumps({"benchmark": "curves", **asdict(study.run), **facts(), **found}))
+
+
+if __name__ == "__main__":
+    main()

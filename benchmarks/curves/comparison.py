@@ -1,0 +1,76 @@
+"""Comparison of two sets of learning curves, one curve per seed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+import numpy.typing as npt
+
+Curves = npt.NDArray[np.float64]
+"""[seeds, steps]."""
+ROUNDING = 1e-6
+"""Relative difference of means that counts as equal, also with a standard error of 0."""
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Agreement of two sets of curves."""
+
+    fraction: float
+    """Fraction of steps whose means differ by less than 2 standard errors."""
+    expected: float
+    """Mean of `fraction` over all ways to split the curves into two sets of these sizes."""
+    p: float
+    """Fraction of these splits with at most the `fraction` found: a permutation test of equal distributions."""
+    largest: float
+    """Largest difference of means, relative to the range of the mean curves."""
+
+
+def within(a: Curves, b: Curves) -> float:
+    """Return the fraction of steps at which the means differ by less than 2 standard errors of the difference."""
+    errors = np.sqrt(a.var(0, ddof=1) / len(a) + b.var(0, ddof=1) / len(b))
+    difference = np.abs(a.mean(0) - b.mean(0))
+    equal = difference <= ROUNDING * np.abs(a.mean(0))
+    return float(((difference < 2 * errors) | equal).mean())
+
+
+def compare(a: Curves, b: Curves) -> Agreement:
+    """Compare two sets of curves with at least two seeds each."""
+    every, size = np.concatenate([a, b]), len(a)
+    found = within(a, b)
+    splits = []
+    for chosen in combinations(range(len(every)), size):
+        rest = [i for i in range(len(every)) if i not in chosen]
+        splits.append(within(every[list(chosen)], every[rest]))
+    means = np.concatenate([a.mean(0), b.mean(0)])
+    span = float(means.max() - means.min())
+    largest = float(np.abs(a.mean(0) - b.mean(0)).max()) / span if span else 0.0
+    below = sum(value <= found + 1e-12 for value in splits)
+    return Agreement(found, float(np.mean(splits)), below / len(splits), largest)
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+    """Return the mean over seeds and its standard error."""
+    array = np.array(values)
+    return float(array.mean()), float(array.std(ddof=1)) / math.sqrt(len(array))
+
+
+def table(columns: Mapping[str, Sequence[Sequence[Mapping[str, float]]]], names: Sequence[str]) -> list[list[str]]:
+    """Return rows of cells: a metric, and its mean and standard error over seeds in each column.
+
+    Args:
+        columns: for each column the records of each seed; metrics are averaged over the records.
+        names: the metrics.
+    """
+    rows = []
+    for name in names:
+        cells = [name]
+        for seeds in columns.values():
+            mean, error = mean_and_error([float(np.mean([r[name] for r in records])) for records in seeds])
+            cells.append(f"{mean:.3g} ± {error:.1g}")
+        rows.append(cells)
+    return rows

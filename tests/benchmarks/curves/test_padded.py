@@ -1,0 +1,151 @@
+"""Compare the preset `lm_human_preferences` with the independent implementation on identical samples."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks.curves import padded, runs, task
+
+STEPS = 20
+TOLERANCE = 1e-5
+RUN = runs.Run(width=32, steps=STEPS, batch=16, horizon=100)
+"""Small batches; a horizon that moves the KL coefficient by 3% per step."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("curves")
+    task.prepare(path, width=32, rows=200, steps=40)
+    return path
+
+
+@pytest.fixture(scope="module")
+def recorded(folder):
+    """Train the preset with TensorFlow's Adam, see `record`."""
+    return record(RUN, folder)
+
+
+def record(run, folder):
+    """Train the preset. Return the run, and of each step the samples, the metrics and the new weights."""
+    runtime, steps = runs.runtime_of(run, folder), []
+    machine = runtime.models["actor"].machine
+    for step in range(1, STEPS + 1):
+        values, batch = runtime.step(step)
+        rows = list(zip(batch.sequences("input_ids"), batch.sequences("prompt_mask"), strict=True))
+        queries = [ids[prompt].tolist() for ids, prompt in rows]
+        responses = torch.stack([ids[~prompt] for ids, prompt in rows])
+        new = [*machine.module.parameters(), machine.value_head.head[0].weight[0], machine.value_head.head[0].bias[0]]
+        weights = torch.cat([p.detach().flatten() for p in new])
+        steps.append((queries, responses, batch["rewards"], runs.realign_record(values), weights))
+    runtime.close()
+    return run, steps
+
+
+def difference(run, steps, folder, **changes):
+    """Replay the samples with the independent implementation.
+
+    Return the largest difference of a metric, relative above 1, and of a weight.
+    """
+    trainer = padded.PaddedPPO(folder / "model", replace(run.constants(), **changes))
+    metric, weight = 0.0, 0.0
+    for queries, responses, scores, found, weights in steps:
+        expected = trainer.update(trainer.rollout(queries, responses, scores))
+        errors = [abs(found[name] - expected[name]) / max(1.0, abs(expected[name])) for name in found]
+        metric = max(metric, *errors)
+        own = torch.cat([p.detach().flatten() for p in trainer.parameters])
+        weight = max(weight, float((own - weights).abs().max()))
+    return metric, weight
+
+
+@pytest.mark.parametrize(("adam", "pad_left"), [("tensorflow", True), ("tensorflow", False), ("pytorch", True)])
+def test_on_identical_samples_losses_metrics_and_weights_of_the_preset_are_those_of_the_padded_loop(
+    adam, pad_left, recorded, folder
+):
+    run, steps = recorded if adam == RUN.adam else record(replace(RUN, adam=adam), folder)
+    moved = (steps[-1][-1] - steps[0][-1]).abs().max()
+    assert moved > 1e-2
+    assert {len(query) for query in steps[0][0]} != {len(steps[0][0][0])}  # some queries are padded
+    metric, weight = difference(run, steps, folder, pad_left=pad_left)
+    assert metric < TOLERANCE
+    assert weight < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"temperature": 1.0},
+        {"scaled_logprobs": False},
+        {"kl_coef": 0.2},
+        {"kl_target": 0.5},
+        {"horizon": 10_000},
+        {"gamma": 0.99},
+        {"lam": 1.0},
+        {"clip": 0.1},
+        {"value_clip": 0.01},
+        {"value_coef": 0.2},
+        {"epochs": 3},
+        {"lr": 1.001e-3},
+        {"updates": STEPS + 1},
+        {"betas": (0.9, 0.99)},
+        {"eps": 1e-6},
+        {"tensorflow_adam": False},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_the_comparison_detects_a_change_of_any_constant(changes, recorded, folder):
+    run, steps = recorded
+    metric, weight = difference(run, steps[:4], folder, **changes)
+    assert max(metric, weight) > 3 * TOLERANCE
+
+
+def test_scores_of_the_preset_are_those_of_the_independent_cut(recorded, folder):
+    run, steps = recorded
+    words = list(runs.vocabulary(folder))
+    for _, responses, rewards, _, _ in steps:
+        scores = padded.scores(responses, words, lambda text: runs.score_text(run.reward, text))
+        assert torch.equal(scores, rewards)
+    assert any((rewards == -1).any() and (rewards != -1).any() for _, _, rewards, _, _ in steps)
+
+
+def test_queries_of_the_preset_are_those_of_the_independent_excerpt(recorded, folder):
+    _, steps = recorded
+    texts = list(task.passages(200, 0))
+    every = {tuple(query) for query in padded.queries(texts, runs.vocabulary(folder), runs.QUERY_TOKENS)}
+    assert {tuple(query) for queries, *_ in steps for query in queries} == every
+
+
+def test_a_query_ends_with_a_full_stop_after_the_first_one():
+    known = {word: i for i, word in enumerate([".", "a", "b", "c"])}
+    texts = ["a . b . c", "a . b c . c .", "a b", "a b c .", "a . b c"]
+    assert padded.queries(texts, known, 4) == [[2, 0], [2, 3, 0], [1, 2, 3, 0]]
+
+
+def test_a_response_is_scored_up_to_its_first_full_stop_after_a_position():
+    words = [".", "a"]
+    found = padded.scores(torch.tensor([[1, 0, 1, 0, 1], [0, 0, 1, 1, 1]]), words, len, after=2)
+    assert found.tolist() == [len("a . a ."), -1.0]
+
+
+def test_sampled_responses_do_not_depend_on_the_side_of_the_padding(folder):
+    queries = [[5, 6, 7], [8], [9, 10]]
+    left, between = (
+        padded.PaddedPPO(folder / "model", padded.Constants(updates=1, pad_left=side)).sample(queries)
+        for side in (True, False)
+    )
+    assert left.shape == (3, 24)
+    assert torch.equal(left, between)
+
+
+def test_the_first_step_of_adam_differs_by_the_place_of_epsilon():
+    gradient, eps = 1e-4, 1e-5
+    found = {}
+    for tensorflow in (True, False):
+        weight = torch.zeros(1, dtype=torch.float64)
+        constants = padded.Constants(updates=1, eps=eps, tensorflow_adam=tensorflow)
+        padded.Adam([weight], constants).step([torch.full((1,), gradient, dtype=torch.float64)], lr=1.0)
+        found[tensorflow] = -float(weight)
+    assert found[True] == pytest.approx(gradient / (gradient + eps / 0.001**0.5))
+    assert found[False] == pytest.approx(gradient / (gradient + eps))
