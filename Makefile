@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # By default GNU OpenMP spins at barriers. On shared machines the times of runs would then vary tenfold.
 export OMP_WAIT_POLICY = PASSIVE
 
-.PHONY: bench docs demo rlhf llm servers torture scale fuzz mutation test test-slow lint types contracts check clean
+.PHONY: bench curves docs demo rlhf llm servers torture scale fuzz mutation test test-slow lint types contracts check clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV)
@@ -44,6 +44,10 @@ servers: $(VENV)/.llm .servers/.installed
 
 scale: $(VENV)/.installed
 	@$(BIN)/python -m benchmarks.scale $(ARGS)
+
+curves: export OMP_NUM_THREADS = 1
+curves: $(VENV)/.installed
+	@$(BIN)/python -m benchmarks.curves $(ARGS)
 
 # Without a wheel of atheris, inputs are random.
 $(VENV)/.atheris: $(VENV)/.installed benchmarks/constraints.txt

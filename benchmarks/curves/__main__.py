@@ -1,14 +1,14 @@
 """Curves of the preset `lm_human_preferences` and of an independent padded implementation (docs/studies/curves.md).
 
-    python -m benchmarks.curves
+    make curves
     python -m benchmarks.curves parts=match seeds=2 steps=10 folder=runs/curves_small
 
 match        Both implementations on two reward functions: agreement of the curves, and the ten metrics.
 adam         TensorFlow's Adam and PyTorch's: the ten metrics of the first update, and curves.
 temperature  Log-probs with and without division of the logits by the sampling temperature.
-size         The effect of the Adam variant on models of several widths.
+size         The effect of the Adam variant on the first update of models of several widths.
 
-Existing records in `folder` are reused. The figures are written to `images`. The last line is one JSON object.
+Existing records in `folder` are reused. Figures are written to `images`. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ DEFAULTS = {
     "parts": "match,adam,temperature,size",
     "seeds": "5",
     "steps": str(Run.steps),
-    "widths": "32,64,128",
+    "widths": "32,64,128,256",
     "folder": "runs/curves",
     "images": "runs/curves",
 }
@@ -133,20 +133,18 @@ def temperature(study: Study) -> dict[str, Any]:
 
 
 def size(study: Study) -> dict[str, Any]:
-    """Compare both variants of Adam on models of several widths, in the independent implementation."""
+    """Compare the first update of both variants of Adam on models of several widths, in the independent implementation.
+
+    A run of one step has the full learning rate in its only update.
+    """
     found: dict[str, Any] = {}
-    rows = []
     for width in study.widths:
         sets = {
-            variant: study.records(implementation="padded", width=width, adam=variant)
+            variant: study.records(implementation="padded", width=width, adam=variant, steps=1)
             for variant in ("tensorflow", "pytorch")
         }
         print(f"width {width}, first update")
-        found[str(width)] = {"first update": metrics({name: first(x) for name, x in sets.items()})}
-        found[str(width)]["curves"] = agreement(*sets.values())
-        rows.append((f"width {width}", panels(sets)))
-    title = f"Both variants of Adam by model size (independent): mean and standard deviation over {study.seeds} seeds"
-    picture.draw(rows, study.images / "curves_size.png", title=title)
+        found[str(width)] = metrics(sets)
     return found
 
 

@@ -23,7 +23,7 @@ TABLE += tuple(f"logprob_diff_{x}" for x in ("mean", "var", "max", "min"))
 """The ten metrics of the reproduction study, by its names."""
 CURVES = {"score": "score", "kl": "KL to the reference (nats per response)", "kl_coef": "KL coefficient"}
 """Compared curves, with their titles."""
-QUERY_TOKENS = 24
+QUERY_TOKENS = 16
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,11 @@ class Run:
     """tensorflow or pytorch."""
     scaled_logprobs: bool = True
     """False: log-probs without temperature (implementation=padded)."""
-    steps: int = 60
-    batch: int = 64
-    lr: float = 1e-3
-    horizon: int = 400
-    """Horizon of the KL controller in episodes. The original has 100 horizons per run; this has about 10."""
+    steps: int = 40
+    batch: int = 32
+    lr: float = 3e-4
+    horizon: int = 160
+    """Horizon of the KL controller in episodes. The original has 100 horizons per run; this has 8."""
 
     @property
     def name(self) -> str:

@@ -28,7 +28,7 @@ def test_the_study_runs_and_reuses_its_records(tmp_path, capsys):
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert set(report["match"]["sentiment"]["agreement"]) == set(runs.CURVES)
     assert [row[0] for row in report["adam"]["first update"]] == list(runs.TABLE)
-    for name in ("match", "adam", "temperature", "size"):
+    for name in ("match", "adam", "temperature"):
         assert (tmp_path / f"curves_{name}.png").read_bytes()[:4] == b"\x89PNG"
     for path in (tmp_path / "task_32", tmp_path / "task_64"):
         (path / "texts.jsonl").unlink()
