@@ -32,7 +32,7 @@ DEFAULTS = {
     "parts": "match,adam,temperature,size",
     "seeds": "5",
     "steps": str(Run.steps),
-    "widths": "32,64,128,256",
+    "widths": "32,64,128",
     "folder": "runs/curves",
     "images": "runs/curves",
 }
@@ -79,11 +79,6 @@ def metrics(columns: Mapping[str, Seeds], names: Sequence[str] = TABLE) -> list[
     return rows
 
 
-def first(seeds: Seeds) -> Seeds:
-    """Return the records of the first update."""
-    return [records[:1] for records in seeds]
-
-
 def match(study: Study) -> dict[str, Any]:
     """Compare both implementations on both reward functions."""
     found: dict[str, Any] = {}
@@ -98,20 +93,23 @@ def match(study: Study) -> dict[str, Any]:
     return found
 
 
+VARIANTS = ("tensorflow", "pytorch")
+
+
+def updated_once(study: Study, adam: str, width: int) -> Seeds:
+    """Return the first update of the independent implementation: a run of one step has the full learning rate."""
+    return study.records(implementation="padded", adam=adam, width=width, steps=1)
+
+
 def adam(study: Study) -> dict[str, Any]:
-    """Compare both variants of Adam in both implementations."""
-    sets = {
-        f"{name}, {variant}": study.records(implementation=name, adam=variant)
-        for variant in ("tensorflow", "pytorch")
-        for name in NAMES
-    }
+    """Compare both variants of Adam: the first update in both implementations, and curves of realign."""
+    shown = {variant: study.records(adam=variant) for variant in VARIANTS}
+    once = {f"independent, {variant}": updated_once(study, variant, study.run.width) for variant in VARIANTS}
     print("first update, by implementation and variant of Adam")
-    found: dict[str, Any] = {"first update": metrics({name: first(x) for name, x in sets.items()})}
+    firsts = {f"realign, {variant}": [records[:1] for records in seeds] for variant, seeds in shown.items()}
+    found: dict[str, Any] = {"first update": metrics({**once, **firsts})}
     print("realign: TensorFlow's Adam against PyTorch's")
-    found["curves"] = agreement(sets["realign, tensorflow"], sets["realign, pytorch"])
-    print("PyTorch's Adam: realign against the independent implementation")
-    found["match"] = agreement(sets["realign, pytorch"], sets["padded, pytorch"])
-    shown = {variant: sets[f"realign, {variant}"] for variant in ("tensorflow", "pytorch")}
+    found["curves"] = agreement(*shown.values())
     title = f"realign with both variants of Adam: mean and standard deviation over {study.seeds} seeds"
     others = panels(shown, {name: name for name in ("approxkl", "clipfrac", "ratio_var")})
     picture.draw([("", panels(shown)), ("", others)], study.images / "curves_adam.png", title=title)
@@ -133,18 +131,11 @@ def temperature(study: Study) -> dict[str, Any]:
 
 
 def size(study: Study) -> dict[str, Any]:
-    """Compare the first update of both variants of Adam on models of several widths, in the independent implementation.
-
-    A run of one step has the full learning rate in its only update.
-    """
+    """Compare the first update of both variants of Adam on models of several widths (independent implementation)."""
     found: dict[str, Any] = {}
     for width in study.widths:
-        sets = {
-            variant: study.records(implementation="padded", width=width, adam=variant, steps=1)
-            for variant in ("tensorflow", "pytorch")
-        }
         print(f"width {width}, first update")
-        found[str(width)] = metrics(sets)
+        found[str(width)] = metrics({variant: updated_once(study, variant, width) for variant in VARIANTS})
     return found
 
 

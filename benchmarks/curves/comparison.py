@@ -71,6 +71,6 @@ def table(columns: Mapping[str, Sequence[Sequence[Mapping[str, float]]]], names:
         cells = [name]
         for seeds in columns.values():
             mean, error = mean_and_error([float(np.mean([r[name] for r in records])) for records in seeds])
-            cells.append(f"{mean:.3g} ± {error:.1g}")
+            cells.append(f"{mean:.4g} ± {error:.1g}")
         rows.append(cells)
     return rows

@@ -12,9 +12,8 @@ and no code of realign:
   whitened without shifting the mean. Advantages of GAE are whitened, all by population variance.
 - Policy and values share a trunk, one loss and one optimizer. Ratios and values are clipped. Initial values are 0.
 - Adam with epsilon before (TensorFlow) or after (PyTorch) the bias correction. The learning rate decays per batch.
-- The KL coefficient follows a target with a proportional controller.
-
-Letters: B batch, Q query columns, R response columns, V vocabulary, H hidden units.
+- A proportional controller moves the KL coefficient. Letters: B batch, Q query columns, R response columns, V
+  vocabulary, H hidden units.
 """
 
 from __future__ import annotations
@@ -134,8 +133,7 @@ class PaddedPPO:
         self.constants, self.kl_coef, self.updates_done = constants, constants.kl_coef, 0
         self.policy: Any = GPT2LMHeadModel.from_pretrained(folder).float().eval()  # eval: without dropout
         self.reference = copy.deepcopy(self.policy).requires_grad_(False)
-        width = self.policy.config.n_embd
-        self.value_weight = torch.zeros(width, requires_grad=True)
+        self.value_weight = torch.zeros(self.policy.config.n_embd, requires_grad=True)
         self.value_bias = torch.zeros((), requires_grad=True)
         self.parameters = [*self.policy.parameters(), self.value_weight, self.value_bias]
         self.adam = Adam(self.parameters, constants)
@@ -178,9 +176,8 @@ class PaddedPPO:
         hidden = _at(states, _last_present(mask)[:, -response - 1 : -1])
         return network.lm_head(hidden), hidden
 
-    def logprobs(self, logits: Tensor, *, scaled: bool | None = None) -> Tensor:
-        """Return log-probs of logits, with the temperature if `scaled`; None: as in `Constants.scaled_logprobs`."""
-        scaled = self.constants.scaled_logprobs if scaled is None else scaled
+    def logprobs(self, logits: Tensor, *, scaled: bool) -> Tensor:
+        """Return log-probs of logits, with the temperature if `scaled`."""
         return (logits / self.constants.temperature if scaled else logits).log_softmax(-1)
 
     def values(self, hidden: Tensor) -> Tensor:
@@ -194,10 +191,12 @@ class PaddedPPO:
         ids, mask = torch.cat([ids, responses], 1), torch.cat([mask, torch.ones_like(responses).bool()], 1)
         logits, hidden = self.evaluate(self.policy, ids, mask)
         reference, _ = self.evaluate(self.reference, ids, mask)
-        chosen, ref_chosen = (_chosen(self.logprobs(x), responses) for x in (logits, reference))
-        sampled, ref_sampled = (_chosen(self.logprobs(x, scaled=True), responses) for x in (logits, reference))
-        sampler_kl = (sampled - ref_sampled).sum(1)
-        return Rollout(ids, mask, chosen, ref_chosen, self.values(hidden), scores, sampler_kl)
+        chosen, ref_chosen, sampled, ref_sampled = (
+            _chosen(self.logprobs(x, scaled=scaled), responses)
+            for scaled in (self.constants.scaled_logprobs, True)
+            for x in (logits, reference)
+        )
+        return Rollout(ids, mask, chosen, ref_chosen, self.values(hidden), scores, (sampled - ref_sampled).sum(1))
 
     def loss(self, batch: Rollout) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss of a mini-batch, and tensors for the metrics."""
@@ -209,7 +208,7 @@ class PaddedPPO:
         advantages = whitened(advantages)
         responses = batch.ids[:, -c.response_tokens :]
         logits, hidden = self.evaluate(self.policy, batch.ids, batch.mask)
-        logprobs, values = self.logprobs(logits), self.values(hidden)
+        logprobs, values = self.logprobs(logits, scaled=c.scaled_logprobs), self.values(hidden)
         clipped_values = batch.values + (values - batch.values).clamp(-c.value_clip, c.value_clip)
         value_loss = 0.5 * torch.maximum((values - returns) ** 2, (clipped_values - returns) ** 2).mean()
         difference = _chosen(logprobs, responses) - batch.logprobs
@@ -232,11 +231,9 @@ class PaddedPPO:
                 parts.append(found)
         self.updates_done += 1
         kl = float((batch.logprobs - batch.ref_logprobs).sum(1).mean())
-        before = self.kl_coef
-        error = min(max(kl / c.kl_target - 1, -0.2), 0.2)
-        self.kl_coef *= 1 + error * size / c.horizon
-        record = {"score": float(batch.scores.mean()), "kl": kl, "kl_coef": before}
+        record = {"score": float(batch.scores.mean()), "kl": kl, "kl_coef": self.kl_coef}
         record["sampler_kl"] = float(batch.sampler_kl.mean())
+        self.kl_coef *= 1 + min(max(kl / c.kl_target - 1, -0.2), 0.2) * size / c.horizon
         return record | metrics({name: torch.stack([p[name] for p in parts]) for name in parts[0]})
 
 

@@ -66,7 +66,7 @@ def test_on_identical_samples_losses_metrics_and_weights_of_the_preset_are_those
 ):
     run, steps = recorded if adam == RUN.adam else record(replace(RUN, adam=adam), folder)
     moved = (steps[-1][-1] - steps[0][-1]).abs().max()
-    assert moved > 1e-2
+    assert moved > 5e-3
     assert {len(query) for query in steps[0][0]} != {len(steps[0][0][0])}  # some queries are padded
     metric, weight = difference(run, steps, folder, pad_left=pad_left)
     assert metric < TOLERANCE
