@@ -32,6 +32,7 @@ DEFAULTS = {
     "parts": "match,adam,temperature,size",
     "seeds": "5",
     "steps": str(Run.steps),
+    "rewards": "sentiment,descriptiveness",
     "widths": "32,64,128",
     "folder": "runs/curves",
     "images": "runs/curves",
@@ -47,7 +48,10 @@ class Study:
     images: Path
     run: Run
     seeds: int
+    rewards: tuple[str, ...]
+    """Reward functions of `match`."""
     widths: tuple[int, ...]
+    """Model sizes of `size`."""
 
     def records(self, **changes: Any) -> Seeds:
         """Return the records of every seed of a run."""
@@ -80,10 +84,10 @@ def metrics(columns: Mapping[str, Seeds], names: Sequence[str] = TABLE) -> list[
 
 
 def match(study: Study) -> dict[str, Any]:
-    """Compare both implementations on both reward functions."""
+    """Compare both implementations on each reward function."""
     found: dict[str, Any] = {}
     rows = []
-    for reward in ("sentiment", "descriptiveness"):
+    for reward in study.rewards:
         sets = {label: study.records(implementation=name, reward=reward) for name, label in NAMES.items()}
         print(f"{reward}: both implementations, {study.seeds} seeds, {study.run.steps} steps")
         found[reward] = {"agreement": agreement(*sets.values()), "all updates": metrics(sets)}
@@ -157,6 +161,7 @@ def main(given: Sequence[str] | None = None) -> None:
         images=Path(words["images"]),
         run=Run(steps=int(words["steps"])),
         seeds=int(words["seeds"]),
+        rewards=tuple(words["rewards"].split(",")),
         widths=tuple(int(width) for width in words["widths"].split(",")),
     )
     found = {name: PARTS[name](study) for name in words["parts"].split(",")}
