@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Protocol
 import yaml
 
 from realign.errors import ConfigError
-from realign.runtime.metrics.live_display import Tracker
+from realign.runtime.metrics.tracker import Tracker
 from realign.settings import Settings
 
 SAMPLES = "samples.jsonl"
