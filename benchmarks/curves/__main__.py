@@ -115,7 +115,7 @@ def adam(study: Study) -> dict[str, Any]:
     print("realign: TensorFlow's Adam against PyTorch's")
     found["curves"] = agreement(*shown.values())
     title = f"realign with both variants of Adam: mean and standard deviation over {study.seeds} seeds"
-    others = panels(shown, {name: name for name in ("approxkl", "clipfrac", "ratio_var")})
+    others = panels(shown, {name: name for name in ("approxkl", "clipfrac", "entropy")})
     picture.draw([("", panels(shown)), ("", others)], study.images / "curves_adam.png", title=title)
     return found
 
