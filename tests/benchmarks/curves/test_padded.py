@@ -11,7 +11,7 @@ from benchmarks.curves import padded, runs, task
 
 STEPS = 20
 TOLERANCE = 1e-5
-RUN = runs.Run(width=32, steps=STEPS, batch=16, horizon=100)
+RUN = runs.Run(width=32, steps=STEPS, batch=16, lr=1e-3, horizon=100)
 """Small batches; a horizon that moves the KL coefficient by 3% per step."""
 
 
@@ -66,7 +66,7 @@ def test_on_identical_samples_losses_metrics_and_weights_of_the_preset_are_those
 ):
     run, steps = recorded if adam == RUN.adam else record(replace(RUN, adam=adam), folder)
     moved = (steps[-1][-1] - steps[0][-1]).abs().max()
-    assert moved > 5e-3
+    assert moved > 1e-2
     assert {len(query) for query in steps[0][0]} != {len(steps[0][0][0])}  # some queries are padded
     metric, weight = difference(run, steps, folder, pad_left=pad_left)
     assert metric < TOLERANCE
