@@ -1,0 +1,92 @@
+"""`McpServer`: tools of a server that speaks the Model Context Protocol, through the official client (extra `mcp`)."""
+
+from __future__ import annotations
+
+import importlib.util
+import shlex
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from realign.errors import ConfigError
+
+ServerTool = tuple[Mapping[str, Any], Callable[[dict[str, Any]], Awaitable[Any]]]
+"""Schema of a tool in the format of OpenAI, and a function that calls it."""
+_PAGES = 100
+"""Maximum number of pages of a tool list."""
+
+
+@dataclass(frozen=True)
+class McpServer:
+    """Address of a server: a URL, or a program that every connection starts."""
+
+    url: str = ""
+    command: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, given: str) -> McpServer:
+        """Return the server of a setting: a URL (streamable HTTP), or a command (stdin and stdout).
+
+        Raises:
+            ConfigError: the text is no command, or the extra `mcp` is missing.
+        """
+        if importlib.util.find_spec("mcp") is None:
+            raise ConfigError(f"mcp={given}: the package mcp is not installed. Run pip install 'realign-rl[mcp]'.")
+        if given.startswith(("http://", "https://")):
+            return cls(url=given)
+        try:
+            words = tuple(shlex.split(given))
+        except ValueError as error:
+            raise ConfigError(f"mcp={given}: cannot read the command ({error}).") from error
+        if not words:
+            raise ConfigError(f"mcp={given!r}: expected a URL or a command.")
+        return cls(command=words)
+
+    @asynccontextmanager
+    async def connect(self) -> AsyncIterator[McpTools]:
+        """Connect to the server. A command gets only basic environment variables, such as PATH and HOME."""
+        from mcp import Client, StdioServerParameters
+
+        target = self.url or StdioServerParameters(command=self.command[0], args=list(self.command[1:]))
+        async with Client(target) as client:
+            yield McpTools(client)
+
+
+class McpTools:
+    """An open connection."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    async def tools(self) -> list[ServerTool]:
+        """Return the tools of the server."""
+        found: list[ServerTool] = []
+        cursor = None
+        for _ in range(_PAGES):
+            page = await self._client.list_tools(cursor=cursor)
+            for tool in page.tools:
+                function = {
+                    "name": tool.name,
+                    "description": tool.description or "",
+                    "parameters": dict(tool.input_schema),
+                }
+                found.append(({"type": "function", "function": function}, partial(self._call, tool.name)))
+            if (cursor := page.next_cursor) is None:
+                break
+        return found
+
+    async def _call(self, name: str, arguments: dict[str, Any]) -> str:
+        """Call a tool, and return its text.
+
+        Raises:
+            ValueError: the tool failed, or returned content other than text.
+        """
+        result = await self._client.call_tool(name, arguments)
+        if other := [part.type for part in result.content if part.type != "text"]:
+            raise ValueError(f"the tool {name!r} returned {other[0]} content, but only text is supported")
+        text = "\n".join(part.text for part in result.content)
+        if result.is_error:
+            raise ValueError(text)
+        return text
