@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import shlex
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -46,11 +46,20 @@ class McpServer:
 
     @asynccontextmanager
     async def connect(self) -> AsyncIterator[McpTools]:
-        """Connect to the server. A command gets only basic environment variables, such as PATH and HOME."""
+        """Connect to the server. A command gets only basic environment variables, such as PATH and HOME.
+
+        Raises:
+            ConnectionError: the server cannot be reached, or the program failed.
+        """
         from mcp import Client, StdioServerParameters
 
         target = self.url or StdioServerParameters(command=self.command[0], args=list(self.command[1:]))
-        async with Client(target) as client:
+        async with AsyncExitStack() as stack:
+            try:
+                client = await stack.enter_async_context(Client(target))
+            except Exception as error:
+                shown = self.url or shlex.join(self.command)
+                raise ConnectionError(f"cannot connect to the MCP server {shown!r}: {_first(error)}") from error
             yield McpTools(client)
 
 
@@ -90,3 +99,10 @@ class McpTools:
         if result.is_error:
             raise ValueError(text)
         return text
+
+
+def _first(error: BaseException) -> str:
+    """Return the first error of a group, which the client raises for all failures."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return f"{type(error).__name__}: {error}"

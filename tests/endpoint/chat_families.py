@@ -145,6 +145,12 @@ _OWN_ENDS = ("<|tool_response>", "<|call|>")
 """Tokens that end a tool call in place of the end token."""
 
 
+@cache
+def family_renderer(family: Family) -> Renderer:
+    """Return a renderer, which the tests of a family share, since each has a process for its chat template."""
+    return Renderer(family_tokenizer(family))
+
+
 def sampled(family: Family) -> list[str]:
     """Return the texts that a policy samples in the conversation, with their end tokens."""
     said = [family.call, family.answer] if family.call else [family.answer]
@@ -160,16 +166,16 @@ def histories(family: Family) -> list[list[dict[str, Any]]]:
     return [*asked, [*asked[-1], {"role": "assistant", "content": SAID, **then}, NEXT]]
 
 
-def rendered(family: Family, renderer: Renderer, messages: list[dict[str, Any]]) -> str:
+def rendered(family: Family, messages: list[dict[str, Any]]) -> str:
     """Return the prompt that the endpoint renders for these messages, with a fixed date."""
-    text = renderer.render(read_messages(messages), TOOLS if family.call else None, {"date_string": "26 Jul 2024"})
+    tools, options = TOOLS if family.call else None, {"date_string": "26 Jul 2024"}
+    text = family_renderer(family).render(read_messages(messages), tools, options)
     return re.sub(r"Current date: \d{4}-\d\d-\d\d", "Current date: 2024-07-26", text)
 
 
 def written(family: Family) -> str:
     """Return the whole conversation as text: prompts, and sampled texts in between."""
-    renderer = Renderer(family_tokenizer(family))
-    prompts = [f"[prompt]\n{rendered(family, renderer, messages)}" for messages in histories(family)]
+    prompts = [f"[prompt]\n{rendered(family, messages)}" for messages in histories(family)]
     said = [f"[sampled]\n{text}" for text in sampled(family)]
     return "\n".join(part for pair in zip(prompts, [*said, ""], strict=True) for part in pair)
 
@@ -186,7 +192,7 @@ def family_tokenizer(family: Family, *, parses: bool = True) -> PreTrainedTokeni
     core = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(_BYTES)}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
-    core.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in marks])
+    core.add_tokens([AddedToken(mark, special=mark in (family.bos, family.eos), normalized=False) for mark in marks])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, bos_token=family.bos, eos_token=family.eos)
     tokenizer.chat_template = text
     if parses and family.parts:

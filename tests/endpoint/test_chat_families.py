@@ -10,7 +10,7 @@ import torch
 import yaml
 
 from realign.api import Completion
-from realign.endpoint import Capture, Renderer
+from realign.endpoint import Capture
 from realign.endpoint.response_parsing import ParsedResponse, ToolCall, parse_response
 from tests.endpoint.chat_families import (
     FAMILIES,
@@ -21,7 +21,7 @@ from tests.endpoint.chat_families import (
     TOOLS,
     WHY,
     Family,
-    family_tokenizer,
+    family_renderer,
     histories,
     rendered,
     sampled,
@@ -36,11 +36,11 @@ def completion(ids: list[int]) -> Completion:
     return Completion(torch.tensor(ids), -torch.ones(n), torch.zeros(n, dtype=torch.int32), False)
 
 
-def played(family: Family, renderer: Renderer) -> Capture:
+def played(family: Family) -> Capture:
     """Play the conversation: each request, and what the policy samples; the last request is only tokenized."""
-    capture = Capture()
+    capture, renderer = Capture(), family_renderer(family)
     for messages, text in zip(histories(family), [*sampled(family), "?"], strict=True):
-        prompt = capture.prompt(renderer, rendered(family, renderer, messages))
+        prompt = capture.prompt(renderer, rendered(family, messages))
         assert renderer.decode(prompt.ids) == prompt.text
         capture.add(renderer, prompt, completion(renderer.encode(text)))
     return capture
@@ -64,10 +64,10 @@ def test_conversations_render_as_recorded(family):
 
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f.parts], ids=lambda family: family.name)
 def test_tool_calls_reasoning_and_content_of_sampled_responses_are_found(family):
-    renderer = Renderer(family_tokenizer(family))
+    renderer = family_renderer(family)
     called, answered = (
         renderer.parse(
-            renderer.encode(text), before=renderer.encode(rendered(family, renderer, messages)), tools=TOOLS
+            renderer.encode(text), before=renderer.encode(rendered(family, messages)), tools=TOOLS
         )
         for text, messages in zip(sampled(family), histories(family), strict=False)
     )
@@ -80,8 +80,8 @@ def test_tool_calls_reasoning_and_content_of_sampled_responses_are_found(family)
 @pytest.mark.parametrize("text", ["no marks", '<tool_call>\n{"name": "multiply", "argum', "</think>", "{}"])
 def test_a_response_in_another_format_is_never_lost(name, text):
     family = next(f for f in FAMILIES if f.parts == name)
-    renderer = Renderer(family_tokenizer(family))
-    before = renderer.encode(rendered(family, renderer, histories(family)[0]))
+    renderer = family_renderer(family)
+    before = renderer.encode(rendered(family, histories(family)[0]))
     found = parse_response(renderer.tokenizer, renderer.encode(text), before=before, tools=TOOLS)
     shown = found.content + (found.reasoning or "") + "".join(call.name for call in found.tool_calls)
     assert shown.strip() in text
@@ -90,7 +90,7 @@ def test_a_response_in_another_format_is_never_lost(name, text):
 
 @each_family
 def test_calls_continue_each_other_where_the_template_keeps_what_the_policy_sampled(family):
-    calls = played(family, Renderer(family_tokenizer(family))).calls()
+    calls = played(family).calls()
     *loop, asked_again = calls
     if family.call:
         assert (loop[1].parent is loop[0]) is family.keeps_calls
@@ -99,8 +99,8 @@ def test_calls_continue_each_other_where_the_template_keeps_what_the_policy_samp
 
 @each_family
 def test_every_sampled_token_trains_exactly_once_and_in_the_context_of_its_request(family):
-    renderer = Renderer(family_tokenizer(family))
-    capture = played(family, renderer)
+    renderer = family_renderer(family)
+    capture = played(family)
     sequences = capture.sequences()
     broken = (bool(family.call) and not family.keeps_calls) + (not family.keeps_answers)
     assert len(sequences) == 1 + broken
@@ -113,8 +113,8 @@ def test_every_sampled_token_trains_exactly_once_and_in_the_context_of_its_reque
 
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f.reasoning], ids=lambda family: family.name)
 def test_reasoning_that_the_template_drops_is_trained_but_not_part_of_the_later_sequence(family):
-    renderer = Renderer(family_tokenizer(family))
-    earlier, later = (renderer.decode(s.ids.tolist()) for s in played(family, renderer).sequences())
+    renderer = family_renderer(family)
+    earlier, later = (renderer.decode(s.ids.tolist()) for s in played(family).sequences())
     assert WHY in earlier
     assert THEN in earlier
     assert WHY not in later
