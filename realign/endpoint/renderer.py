@@ -10,6 +10,7 @@ from typing import Any
 
 from realign.chat_template import Bounds, ChatTemplate
 from realign.endpoint.response_parsing import ParsedResponse, can_parse, parse_response
+from realign.endpoint.response_templates import fits
 from realign.endpoint.response_templates import response_template as found_response_template
 from realign.errors import ConfigError, DataError
 
@@ -32,9 +33,7 @@ class Renderer:
         ConfigError: the response template cannot be found or is invalid, or does not fit the chat template.
     """
 
-    def __init__(
-        self, tokenizer: Any, options: Mapping[str, Any] | None = None, response_template: str = ""
-    ) -> None:
+    def __init__(self, tokenizer: Any, options: Mapping[str, Any] | None = None, response_template: str = "") -> None:
         self.tokenizer = copy.deepcopy(tokenizer)
         self.options = dict(options or {})
         self.tokenizer.response_template = found_response_template(self.tokenizer, response_template)
@@ -68,7 +67,7 @@ class Renderer:
         if tools and not self._warned and not can_parse(self.tokenizer):
             self._warned = True
             logger.warning(
-                "The tokenizer has no response template, so tool calls are not parsed: they remain text in the content. "
+                "The tokenizer has no response template, so tool calls are not parsed: they remain text. "
                 "Set response_template=auto, which needs pip install 'realign-rl[tools]'. Logged once."
             )
         given = {**self.options, **(options or {}), **({"tools": list(tools)} if tools else {})}
@@ -123,14 +122,12 @@ class Renderer:
             return parse_response(self.tokenizer, ids, before=before, tools=tools)
 
     def _check_anchor(self, given: str) -> None:
-        """Check that a prompt contains the text after which the response template expects a response."""
-        from transformers.utils.chat_parsing.response_templates import load_response_template
-
-        anchor = load_response_template(self.tokenizer.response_template).start_anchor_re
-        if not self.has_template or not anchor.search(self.render([{"role": "user", "content": "x"}])):
+        """Check that the response template belongs to the chat template."""
+        prompt = self.render([{"role": "user", "content": "x"}]) if self.has_template else ""
+        if not fits(self.tokenizer.response_template, prompt):
             raise ConfigError(
-                f"response_template={given}: its start anchor {anchor.pattern!r} does not occur in a prompt of the "
-                "chat template. Set the response template of the model's family."
+                f"response_template={given}: its start anchor does not occur in a prompt of the chat template. Set the "
+                "response template of the model's family."
             )
 
     def _decoded(self, ids: list[int], special: bool) -> str:

@@ -7,17 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from realign.api.environment import ToolCall
+
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of the reasoning in response templates, as in transformers."""
-
-
-@dataclass(frozen=True)
-class ToolCall:
-    """A call of a tool that the policy requests."""
-
-    name: str
-    arguments: str
-    """Arguments as JSON text."""
 
 
 @dataclass(frozen=True)

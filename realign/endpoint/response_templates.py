@@ -9,6 +9,8 @@ from __future__ import annotations
 import copy
 import importlib.util
 import json
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +45,20 @@ def response_template(tokenizer: Any, given: str) -> dict[str, Any] | None:
             )
     else:
         found = _of_family(given)
-    _check(found, given)
+    try:
+        tokenizer.parse_response("", found, prefix="")
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(f"response_template={given}: invalid response template ({error}).") from error
     return found
+
+
+def fits(template: Mapping[str, Any], prompt: str) -> bool:
+    """Return whether a prompt contains the text after which a response template expects a response."""
+    literals = template.get("start_anchor", ())
+    if isinstance(literals, str):
+        return literals in prompt
+    pattern = template.get("start_anchor_pattern")
+    return any(text in prompt for text in literals) or (pattern is not None and bool(re.search(pattern, prompt)))
 
 
 def _of_file(path: Path) -> Any:
@@ -97,12 +111,3 @@ def _of_chat_template(text: str | None) -> dict[str, Any] | None:
 def _check_installed() -> None:
     if importlib.util.find_spec("trl") is None:
         raise ConfigError("response_template: the package trl is not installed. Run pip install 'realign-rl[tools]'.")
-
-
-def _check(template: Any, given: str) -> None:
-    from transformers.utils.chat_parsing.response_templates import load_response_template
-
-    try:
-        load_response_template(template)
-    except ValueError as error:
-        raise ConfigError(f"response_template={given}: invalid response template ({error}).") from error

@@ -41,9 +41,7 @@ def task(base_url: str, api_key: str, row: Mapping[str, Any]) -> dict[str, Any]:
     return {"base_url": base_url, "api_key": api_key, "row": row}
 
 
-def load_agent(
-    name: str, arguments: Mapping[str, Any], tools: ToolSources | None = None
-) -> Callable[[], Environment]:
+def load_agent(name: str, arguments: Mapping[str, Any], tools: ToolSources | None = None) -> Callable[[], Environment]:
     """Return a factory of environments that run the function `name` with these keyword arguments.
 
     Args:
@@ -68,11 +66,10 @@ def load_agent(
         raise ConfigError(f"agent {name!r} cannot be called as {name.rpartition(':')[2]}({shown}): {error}") from None
     function = partial(found, **arguments)
     kept = bool(seeded)
-    if is_async(found):
-        return partial(_AsyncAgent, function, kept, tools)
-    if tools is not None:
+    if tools is not None and not is_async(found):
         raise ConfigError(f"agent {name!r}: tools and mcp require an `async def`, since calls of tools are awaited.")
-    return partial(_PlainAgent, function, kept)
+    made: Any = partial(_AsyncAgent, tools=tools) if is_async(found) else _PlainAgent
+    return partial(made, function, kept)
 
 
 def load_command(command: Sequence[str], keep_environment: Sequence[str]) -> Callable[[], Environment]:

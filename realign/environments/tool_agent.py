@@ -66,9 +66,7 @@ async def chat(
             for call in calls:
                 function = call["function"]
                 text = await tools.call(function["name"], function["arguments"])
-                messages.append(
-                    {"role": "tool", "tool_call_id": call["id"], "name": function["name"], "content": text}
-                )
+                messages.append({"role": "tool", "tool_call_id": call["id"], "name": function["name"], "content": text})
     shown = question if isinstance(question, str) else str(question[-1]["content"])
     score = await result_of(partial(score_of, shown, answer, row))
     if score is None:

@@ -7,8 +7,9 @@ from contextlib import closing, contextmanager
 
 import torch
 
-from realign.api import Capabilities, GenerationConfig, Request
+from realign.api import Capabilities, GenerationConfig, Request, SequenceSample
 from realign.api.requests import Completion, FutureHandle
+from realign.api.sampler import generate_by_requests
 from realign.endpoint import Backend, Endpoint, EndpointLimits, Renderer, Session, Sessions
 
 
@@ -31,6 +32,9 @@ class ScriptedSampler:
         logprobs = torch.full((len(ids),), -float(len(self.prompts)))
         handle.future.set_result(Completion(ids, logprobs, torch.zeros(len(ids), dtype=torch.int32), False))
         return handle
+
+    def generate(self, data: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
+        return generate_by_requests(self.submit, data, config, seed=seed)
 
 
 @contextmanager

@@ -66,9 +66,7 @@ def test_conversations_render_as_recorded(family):
 def test_tool_calls_reasoning_and_content_of_sampled_responses_are_found(family):
     renderer = family_renderer(family)
     called, answered = (
-        renderer.parse(
-            renderer.encode(text), before=renderer.encode(rendered(family, messages)), tools=TOOLS
-        )
+        renderer.parse(renderer.encode(text), before=renderer.encode(rendered(family, messages)), tools=TOOLS)
         for text, messages in zip(sampled(family), histories(family), strict=False)
     )
     why, then = (WHY, THEN) if family.reasoning else (None, None)

@@ -16,9 +16,7 @@ from realign.errors import ConfigError
 
 SPEC = importlib.util.find_spec("mcp")
 PACKAGES = str(Path(SPEC.origin).parents[1]) if SPEC and SPEC.origin else ""  # a server gets few environment variables
-COMMAND = shlex.join(
-    ["env", f"PYTHONPATH={PACKAGES}", sys.executable, str(Path(__file__).parent / "mcp_server.py")]
-)
+COMMAND = shlex.join(["env", f"PYTHONPATH={PACKAGES}", sys.executable, str(Path(__file__).parent / "mcp_server.py")])
 pytestmark = pytest.mark.slow
 
 

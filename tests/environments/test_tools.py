@@ -17,7 +17,9 @@ FIXTURES = "tests.environments.tool_fixtures"
 
 
 def call(name: str, arguments, *functions) -> str:
-    return asyncio.run(Toolbox(functions or (fixtures.multiply, fixtures.lookup, fixtures.broken)).call(name, arguments))
+    return asyncio.run(
+        Toolbox(functions or (fixtures.multiply, fixtures.lookup, fixtures.broken)).call(name, arguments)
+    )
 
 
 def test_the_schema_of_a_function_comes_from_its_hints_and_docstring():

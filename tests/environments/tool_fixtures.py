@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+from realign.environments import Toolbox
+
 
 def multiply(a: int, b: int) -> int:
     """Multiply two integers.
@@ -56,3 +58,18 @@ async def with_tools(base_url, api_key, row, *, tools):
 
 def plain_with_tools(base_url, api_key, row, *, tools):
     return 0.0
+
+
+class Calling:
+    """Environment that serves tool calls. The reward is 1 for an answer after reasoning."""
+
+    def reset(self, row):
+        self.tools, self.seen = Toolbox([multiply]), row["seen"]
+        return "", {}
+
+    async def step(self, response):
+        self.seen.append(response)
+        results = [await self.tools.call(call.name, call.arguments) for call in response.tool_calls]
+        if results:
+            return [{"role": "tool", "content": text} for text in results], 0.0, False, False, {}
+        return "", float(response.content == "It is 12." and response.reasoning is not None), True, False, {}
