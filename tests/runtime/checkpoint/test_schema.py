@@ -17,8 +17,8 @@ from benchmarks.torture.crafted import Place, craft, paths, replaced, sample
 from realign.errors import CheckpointError, RealignError
 from realign.runtime import CheckpointSpec, Experiment, run
 from realign.runtime.checkpoint.atomic_write import write_checkpoint
+from realign.runtime.checkpoint.checks import DEPTH
 from realign.runtime.checkpoint.folder import STATE, list_checkpoints
-from realign.runtime.checkpoint.schema import DEPTH
 from tests.runtime.checkpoint import test_state
 from tests.runtime.test_step import experiment
 
