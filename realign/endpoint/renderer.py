@@ -6,6 +6,7 @@ import copy
 import logging
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from realign.chat_template import Bounds, ChatTemplate
@@ -18,6 +19,10 @@ logger = logging.getLogger(__name__)
 
 _CONTEXT = 8
 """Number of preceding tokens that are decoded with a response, since the first token of a text may differ."""
+_TOOL = {
+    "type": "function",
+    "function": {"name": "x", "description": "x", "parameters": {"type": "object", "properties": {}}},
+}
 _BOUNDS = Bounds(mean_s=20.0)  # an endpoint serves any number of calls, so only the limit of each one applies
 
 
@@ -123,8 +128,11 @@ class Renderer:
 
     def _check_anchor(self, given: str) -> None:
         """Check that the response template belongs to the chat template."""
-        prompt = self.render([{"role": "user", "content": "x"}]) if self.has_template else ""
-        if not fits(self.tokenizer.response_template, prompt):
+        prompts = []
+        for tools in (None, [_TOOL]):  # some templates require tools
+            with suppress(ValueError):
+                prompts.append(self.render([{"role": "user", "content": "x"}], tools) if self.has_template else "")
+        if prompts and not any(fits(self.tokenizer.response_template, prompt) for prompt in prompts):
             raise ConfigError(
                 f"response_template={given}: its start anchor does not occur in a prompt of the chat template. Set the "
                 "response template of the model's family."

@@ -90,9 +90,22 @@ class McpTools:
         """Call a tool, and return its text.
 
         Raises:
-            ValueError: the tool failed, or returned content other than text.
+            ConnectionError: the server cannot be reached any more.
+            ValueError: the server rejected the call, or the tool failed or returned content other than text.
         """
-        result = await self._client.call_tool(name, arguments)
+        from mcp import MCPError
+        from mcp.types import CONNECTION_CLOSED, REQUEST_TIMEOUT
+
+        try:
+            result = await self._client.call_tool(name, arguments)
+        except MCPError as error:
+            if error.code in (CONNECTION_CLOSED, REQUEST_TIMEOUT):
+                raise ConnectionError(f"the MCP server ended in a call of the tool {name!r}: {error}") from error
+            raise ValueError(str(error)) from error
+        except Exception as error:  # of the transport
+            raise ConnectionError(
+                f"the MCP server ended before a call of the tool {name!r}: {_first(error)}"
+            ) from error
         if other := [part.type for part in result.content if part.type != "text"]:
             raise ValueError(f"the tool {name!r} returned {other[0]} content, but only text is supported")
         text = "\n".join(part.text for part in result.content)

@@ -89,6 +89,9 @@ class Toolbox:
         Args:
             name: name of the tool.
             arguments: a JSON object, as text or parsed.
+
+        Raises:
+            ConnectionError, TimeoutError: raised by the tool, which is not the policy's error.
         """
         tool = self._tools.get(name)
         if tool is None:
@@ -98,9 +101,16 @@ class Toolbox:
             if not isinstance(parsed, dict):
                 raise ValueError("the arguments must be a JSON object")
             found = await tool.run(parsed)
-            return found if isinstance(found, str) else json.dumps(found, default=str, ensure_ascii=False)
+            return _encodable(found if isinstance(found, str) else json.dumps(found, default=str, ensure_ascii=False))
+        except (ConnectionError, TimeoutError):
+            raise
         except Exception as error:
-            return f"error: {type(error).__name__}: {error}"
+            return _encodable(f"error: {type(error).__name__}: {error}")
+
+
+def _encodable(text: str) -> str:
+    """Replace lone surrogates, which JSON of a policy may contain, and which no tokenizer encodes."""
+    return text.encode(errors="replace").decode()
 
 
 @dataclass(frozen=True)

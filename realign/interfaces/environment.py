@@ -37,7 +37,7 @@ from realign.api import (
 from realign.api.environment import Environment, Response
 from realign.api.rewards import NAMED, total_rewards
 from realign.endpoint.renderer import Renderer
-from realign.endpoint.response_parsing import ParsedResponse
+from realign.endpoint.response_parsing import ParsedResponse, can_parse
 from realign.environments import Answer, Episode, Failures, Limits, Slots, TurnWriter, Worlds, load_environment
 from realign.errors import GraphError, SettingsError
 from realign.settings import Count, Fraction, Positive
@@ -213,16 +213,18 @@ class EnvironmentInterface(ModelInterface):
             before, (ids, logprobs, versions) = episode.ids.tolist(), (x[len(episode.ids) :] for x in column)
             episode.say(ids, logprobs, versions)
             text = model.tokenizer.decode(ids, skip_special_tokens=True)
-            parts = self._parts(model, ids.tolist(), before, rows[place].get("tools"))
+            parts = self._parts(model, text, ids.tolist(), before, rows[place].get("tools"))
             said[place] = Response(
                 text, tuple(ids.tolist()), turn, cut, parts.content, parts.tool_calls, parts.reasoning
             )
         return said
 
-    def _parts(self, model: Model, ids: Sequence[int], before: Sequence[int], tools: Any) -> ParsedResponse:
+    def _parts(self, model: Model, text: str, ids: Sequence[int], before: Sequence[int], tools: Any) -> ParsedResponse:
         """Parse a turn. The tools of the row determine the types of arguments."""
         if self._renderer is None:
             self._renderer = Renderer(model.tokenizer, self.template_options, self.response_template)
+        if not can_parse(self._renderer.tokenizer):
+            return ParsedResponse(text)
         return self._renderer.parse(ids, before=before, tools=tools if isinstance(tools, list) else None)
 
     def _take(self, episodes: Iterable[Episode], answers: Sequence[Answer]) -> None:

@@ -65,6 +65,13 @@ def test_the_response_template_of_another_family_is_a_configuration_error(tmp_pa
         Renderer(tokenizer("llama3_2"), response_template=str(file))
 
 
+def test_a_chat_template_that_requires_tools_can_have_a_response_template(tmp_path):
+    file = tmp_path / "qwen3.json"
+    file.write_text(json.dumps(RESPONSE_TEMPLATES["qwen3"]))
+    renderer = Renderer(tokenizer("hermes2_pro"), response_template=str(file))
+    assert renderer.tokenizer.response_template == RESPONSE_TEMPLATES["qwen3"]
+
+
 def test_tools_without_a_response_template_are_reported_once(caplog):
     renderer = Renderer(tokenizer("mistral_v13"))
     with caplog.at_level(logging.WARNING):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from mcp.server.mcpserver import Image, MCPServer
 
 server = MCPServer("tests", log_level="ERROR")
@@ -23,6 +25,12 @@ def fail() -> str:
 def draw() -> Image:
     """Draw."""
     return Image(data=b"png", format="png")
+
+
+@server.tool()
+def end() -> str:
+    """End the server."""
+    os._exit(1)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ def test_the_tools_of_a_server_on_stdin_and_stdout_are_listed_and_called():
             return names, schema, answers
 
     names, schema, (product, word, invalid, failed, drawn) = asyncio.run(episode())
-    assert names == ["lookup", "multiply", "fail", "draw"]
+    assert names == ["lookup", "multiply", "fail", "draw", "end"]
     assert schema["description"] == "Multiply two integers."
     assert schema["parameters"]["required"] == ["a", "b"]
     assert schema["parameters"]["properties"]["a"]["type"] == "integer"
@@ -61,6 +61,17 @@ def test_episodes_have_separate_connections_at_the_same_time():
         return await asyncio.gather(*map(episode, range(3)))
 
     assert asyncio.run(episodes()) == ["0", "10", "20"]
+
+
+def test_a_server_that_ends_fails_the_episode():
+    async def episode():
+        async with load_tools([], [COMMAND]).open() as tools:
+            with pytest.raises(ConnectionError, match="MCP server ended in a call of the tool 'end'"):
+                await tools.call("end", "{}")
+            with pytest.raises(ConnectionError, match="MCP server ended"):
+                await tools.call("multiply", '{"a": 3, "b": 4}')
+
+    asyncio.run(episode())
 
 
 def test_equal_names_of_two_sources_are_a_configuration_error():

@@ -68,6 +68,20 @@ def test_a_request_that_cannot_be_served_is_a_text_for_the_policy(name, argument
     assert part in text
 
 
+@pytest.mark.parametrize("error", [ConnectionError("down"), TimeoutError("late")])
+def test_a_tool_that_is_not_reachable_fails_the_episode(error):
+    def down() -> None:
+        """Fail."""
+        raise error
+
+    with pytest.raises(type(error), match=str(error)):
+        call("down", "{}", down)
+
+
+def test_text_that_no_tokenizer_encodes_is_replaced():
+    assert call("lookup", r'{"word": "\ud800"}') == '{"word": "?", "language": "en"}'
+
+
 def test_a_tool_that_is_cancelled_is_no_text_for_the_policy():
     async def cancelled() -> None:
         """Wait."""
