@@ -6,9 +6,9 @@ the keys of sampling, `rewards` [S] and `turns` [S].
 
 An agent is any program that uses an OpenAI client. `generate` serves the policy on a local port, and runs an agent for
 each episode. Every episode has its own base URL and key, by which its calls are captured as tokens. Calls that continue
-each other become one sequence, and an episode has one or more sequences, all with its reward. With `roles`, each role
-of an episode has its own sequences and its own reward, as in self-play. If the agent of an episode fails, the reward is
-NaN, and the sequences are excluded from the loss and from their group's statistics.
+each other become one sequence, and an episode has one or more sequences, all with its reward. With `role_names`, each
+role of an episode has its own sequences and its own reward, as in self-play. If the agent of an episode fails, the
+reward is NaN, and the sequences are excluded from the loss and from their group's statistics.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class AgentInterface(ModelInterface):
     as its last line."""
     keep_environment: list[str] = field(default_factory=list)
     """Environment variables that look like secrets but are passed to `command`."""
-    roles: list[str] = field(default_factory=list)
+    role_names: list[str] = field(default_factory=list)
     """Names of roles that the policy has in one episode, such as the players of a game. A request names its role as
     `model`, and the agent returns `{"rewards": {role: reward}}`."""
     generation: GenerationConfig = field(default_factory=GenerationConfig)
@@ -100,8 +100,8 @@ class AgentInterface(ModelInterface):
                 f"max_sequence_tokens={self.max_sequence_tokens}: must be greater than generation.max_new_tokens="
                 f"{self.generation.max_new_tokens}, the length of one response"
             )
-        if len(set(self.roles)) < len(self.roles) or not all(self.roles):
-            raise SettingsError(f"roles={self.roles}: must be different names")
+        if len(set(self.role_names)) < len(self.role_names) or not all(self.role_names):
+            raise SettingsError(f"role_names={self.role_names}: must be different names")
         self._make: Callable[[], Environment] | None = None
         self._limits = Limits(self.timeout_s, Slots(self.concurrency))  # shared by concurrent batches
         self._failures = Failures(self.name, self.max_failed_fraction)
@@ -141,7 +141,7 @@ class AgentInterface(ModelInterface):
         """See `ModelInterface.keys`."""
         if method != "generate":
             return Keys()
-        reports = frozenset(f"{NAMED}{role}" for role in self.roles)
+        reports = frozenset(f"{NAMED}{role}" for role in self.role_names)
         return Keys(needs={"prompt_ids": "", "row": ""}, writes=frozenset(written(dense=False)), reports=reports)
 
     def outputs(self) -> frozenset[str]:
@@ -178,7 +178,7 @@ class AgentInterface(ModelInterface):
         backend = Backend(model.sampler, renderer, self.generation, self.max_sequence_tokens, fixed_sampling=True)
         seed = model.call_seed("generate")
         names = [f"{i}/{j}" for i in data.ids for j in range(n)]
-        sessions = [Session(backend, name, seed, self.max_calls, roles=tuple(self.roles)) for name in names]
+        sessions = [Session(backend, name, seed, self.max_calls, roles=tuple(self.role_names)) for name in names]
         for session in sessions:
             endpoint.sessions.open(session)
         try:
@@ -193,12 +193,12 @@ class AgentInterface(ModelInterface):
         played = [self._played(*each) for each in zip(sessions, answers, strict=True)]
         self._failures.check([one[0].failure for one in played if one[0].failure], len(played))
         groups = [[one for episode in played[k : k + n] for one in episode] for k in range(0, len(played), n)]
-        return packed(data, groups, self.roles)
+        return packed(data, groups, self.role_names)
 
     def _run(self, model: Model, starts: Sequence[tuple[Mapping[str, Any], int]]) -> list[Answer]:
         """Run the agents of all episodes, and return their rewards or failures."""
         writer = TurnWriter(model.tokenizer)  # an agent has no observations
-        with Worlds(self.name, self._opened(), writer, self._limits, partial(read_outcome, self.roles)) as worlds:
+        with Worlds(self.name, self._opened(), writer, self._limits, partial(read_outcome, self.role_names)) as worlds:
             begun = worlds.reset(starts)
             able = {k: START for k, answer in enumerate(begun) if answer.step is not None}
             ended = dict(zip(able, worlds.step(able), strict=True))
