@@ -119,7 +119,7 @@ async def value(found: Any) -> Any:
 
 
 def gymnasium(python: str) -> Task:
-    """FrozenLake: from the first to the last field, without the hole in the middle."""
+    """Play FrozenLake: from the first to the last field, without the hole in the middle."""
     moves = ["left", "down", "right", "up"]
     arguments = {
         "id": "FrozenLake-v1",
@@ -130,7 +130,7 @@ def gymnasium(python: str) -> Task:
 
 
 def textarena(python: str) -> Task:
-    """GuessTheNumber: the reward is 1 for the number, and less for a last guess that is far from it."""
+    """Play GuessTheNumber: the reward is 1 for the number, and less for a last guess that is far from it."""
     arguments = {
         "id": "GuessTheNumber-v0",
         "arguments": {"min_number": 1, "max_number": 7, "max_turns": 3},
@@ -146,7 +146,7 @@ def openenv(url: str) -> Task:
 
 
 def reasoning_gym(python: str) -> Task:
-    """Sums and differences; half of the answers in the demonstrations are wrong."""
+    """Use sums and differences; half of the answers in the demonstrations are wrong."""
     settings = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
     rows, rng = list(reasoning_gym_rows.rows("chain_sum", size=400, **settings)), random.Random(0)
     wrong = [{"prompt": row["prompt"], "response": str(rng.randint(-9, 18))} for row in rows]
@@ -156,7 +156,7 @@ def reasoning_gym(python: str) -> Task:
 
 
 def verifiers(python: str) -> Task:
-    """Sums, as a taskset of verifiers; half of the answers in the demonstrations are wrong."""
+    """Use sums, as a taskset of verifiers; half of the answers in the demonstrations are wrong."""
     config = {"taskset": {"id": "verifiers_sums"}, "path": str(FOLDER)}
     sums, rng = [(a, b) for a in range(10) for b in range(10)], random.Random(0)
     right = [{"prompt": f"{a}+{b}=", "response": str(a + b)} for a, b in sums]

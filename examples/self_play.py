@@ -32,7 +32,7 @@ from realign.interfaces.grpo import GRPOActorInterface, dataflow
 from realign.runtime import EpisodeEvaluation, Experiment, RunResult, run
 from realign.runtime.metrics.curves import draw_curves
 
-LARGEST, MOST = 10, 3
+LARGEST, MOST = 7, 3
 """Largest number of sticks at the start, and of sticks that a player may take."""
 ROLES = ("first", "second")
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
@@ -141,14 +141,14 @@ def experiments(folder: Path, seed: int, sft_steps: int, steps: int) -> tuple[Ex
         output_dir=folder / "sft",
         overwrite=True,
     )
-    sampler = GenerationConfig(n=8, max_new_tokens=2)
+    sampler = GenerationConfig(n=16, max_new_tokens=2)
 
     def agent(name: str, n: int, roles: Sequence[str] = ()) -> AgentInterface:
         one_move = GenerationConfig(n=n, max_new_tokens=sampler.max_new_tokens)
         return AgentInterface(f"{__file__}:{name}", role_names=list(roles), generation=one_move, max_sequence_tokens=60)
 
     interfaces = {
-        "actor": GRPOActorInterface(generation=sampler, entropy_coef=0.02),
+        "actor": GRPOActorInterface(generation=sampler, entropy_coef=0.1),
         "agent": agent("self_play", sampler.n, ROLES),
     }
     learn = Experiment(

@@ -26,7 +26,7 @@ WORKER = Path(__file__).with_name("verifiers_worker.py")
 
 async def episode(
     base_url: str, api_key: str, row: Mapping[str, Any], *, python: str, config: Mapping[str, Any]
-) -> Any:
+) -> float:
     """Run an episode with the task of a row, and return its reward.
 
     Args:
