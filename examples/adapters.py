@@ -49,7 +49,9 @@ from realign.runtime import EpisodeEvaluation, Evaluation, Experiment, RunResult
 ADAPTERS = "realign.environments.adapters"
 FOLDER = Path(__file__).parent
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
-WORD = re.compile(r"\w+|[\s\S]")
+WORD = re.compile(r" ?\w+|[\s\S]")
+POSITIONS = 128
+"""Context window of the model in tokens."""
 
 
 @dataclass
@@ -88,7 +90,7 @@ class Play:
         def player(sampler: GenerationConfig) -> ModelInterface:
             name = f"{ADAPTERS}.{self.name}"
             return EnvironmentInterface(
-                name, self.arguments, generation=sampler, max_turns=self.turns, max_episode_tokens=58
+                name, self.arguments, generation=sampler, max_turns=self.turns, max_episode_tokens=POSITIONS - 8
             )
 
         rows = [{"prompt": self.prompt}] * 16
@@ -184,7 +186,7 @@ def prepare(folder: Path, task: Task, seed: int) -> None:
     tokenizer = build_tokenizer(words, split=split, decoder=decoders.Fuse())
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder / "model")
-    build_model("llama", len(tokenizer), seed=seed).save_pretrained(folder / "model")
+    build_model("llama", len(tokenizer), seed=seed, positions=POSITIONS).save_pretrained(folder / "model")
 
 
 def experiments(folder: Path, task: Task, seed: int, sft_steps: int, steps: int) -> tuple[Experiment, Experiment]:

@@ -1,6 +1,6 @@
 """OpenEnv server for `adapters.py`: find a number from 1 to 7 in three guesses. It runs in the environment of OpenEnv.
 
-PYTHON examples/openenv_guess.py PORT
+The argument is the port.
 """
 
 from __future__ import annotations
