@@ -150,7 +150,7 @@ def openenv(url: str) -> Task:
 def reasoning_gym(python: str) -> Task:
     """Use sums and differences; half of the answers in the demonstrations are wrong."""
     settings = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
-    rows, rng = list(reasoning_gym_rows.rows("chain_sum", size=400, **settings)), random.Random(0)
+    rows, rng = list(reasoning_gym_rows.rows("chain_sum", size=64, **settings)), random.Random(0)
     wrong = [{"prompt": row["prompt"], "response": str(rng.randint(-9, 18))} for row in rows]
     right = [{"prompt": row["prompt"], "response": row["answer"]} for row in rows]
     reward = RuleRewardInterface("realign.rewards.reasoning:verified")
