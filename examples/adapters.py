@@ -68,6 +68,8 @@ class Task:
     """Maximum number of tokens of one turn."""
     role: str = "agent"
     """Role of the interface: `agent` if it samples, `reward` if it scores responses."""
+    batch_prompts: int = 16
+    """Rows of a step, with 8 episodes each."""
 
 
 @dataclass
@@ -160,17 +162,17 @@ def reasoning_gym(python: str) -> Task:
 def verifiers(python: str) -> Task:
     """Use sums, as a taskset of verifiers; half of the answers in the demonstrations are wrong."""
     config = {"taskset": {"id": "verifiers_sums"}, "path": str(FOLDER)}
-    sums, rng = [(a, b) for a in range(10) for b in range(10)], random.Random(0)
+    sums, rng = [(a, b) for a in range(5) for b in range(5)], random.Random(0)
     right = [{"prompt": f"{a}+{b}=", "response": str(a + b)} for a, b in sums]
     wrong = [row | {"response": str(rng.randint(0, 18))} for row in right]
 
     def agent(sampler: GenerationConfig) -> ModelInterface:
         arguments = {"python": python, "config": config}
         name = f"{ADAPTERS}.verifiers_agent:episode"
-        return AgentInterface(name, arguments, generation=sampler, max_sequence_tokens=32, timeout_s=120)
+        return AgentInterface(name, arguments, generation=sampler, max_sequence_tokens=32)
 
     rows = [{"prompt": row["prompt"], "idx": idx} for idx, row in enumerate(right)]
-    return Task(agent, rows, right + wrong, 2)
+    return Task(agent, rows, right + wrong, 2, batch_prompts=8)
 
 
 def prepare(folder: Path, task: Task, seed: int) -> None:
@@ -219,7 +221,7 @@ def experiments(folder: Path, task: Task, seed: int, sft_steps: int, steps: int)
     learn = Experiment(
         name="adapters",
         steps=steps,
-        batch_prompts=16,
+        batch_prompts=task.batch_prompts,
         seed=seed,
         graph=dataflow(interfaces),
         interfaces=interfaces,

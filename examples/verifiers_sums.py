@@ -1,4 +1,4 @@
-"""Taskset of verifiers for `adapters.py`: sums of two digits. It runs in the environment of verifiers."""
+"""Taskset of verifiers for `adapters.py`: sums of two numbers up to 4. It runs in the environment of verifiers."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class SumTask(vf.Task[SumData, vf.State, vf.TaskConfig]):
 
 
 class Sums(vf.Taskset[SumTask, vf.TasksetConfig]):
-    """All sums of two digits."""
+    """All sums of two numbers up to 4."""
 
     def load(self) -> Iterator[SumTask]:
         """Yield the tasks."""
-        for a in range(10):
-            for b in range(10):
+        for a in range(5):
+            for b in range(5):
                 yield SumTask(SumData(prompt=f"{a}+{b}=", answer=str(a + b)), self.config.task)
