@@ -4,8 +4,8 @@ Run it from the repository root (a few minutes on a CPU; needs the extras `serve
 
     python examples/self_play.py [--seed 0] [--output-dir runs/self_play]
 
-The game is Nim: two players take 1 to 3 sticks in turn, and whoever takes the last stick wins. Each role has a
-conversation of its own with the policy, which becomes a sequence of its own. The winner's sequence has reward 1, the
+The game is Nim: two players take 1 to 3 sticks in turn, and whoever takes the last stick wins. Each role has its
+own conversation with the policy, which becomes a separate sequence. The winner's sequence has reward 1, the
 loser's -1. The policy starts with random moves. It is evaluated against an opponent who makes no mistake.
 """
 
@@ -64,7 +64,7 @@ async def play(sticks: int, players: Sequence[Player]) -> int:
 
 
 def policy(client: AsyncOpenAI, role: str) -> Player:
-    """Return the policy in a role, with a conversation of its own."""
+    """Return the policy in a role, with a separate conversation."""
     messages: list[Any] = []
 
     async def move(sticks: int) -> str:

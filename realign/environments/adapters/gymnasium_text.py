@@ -39,13 +39,14 @@ class GymnasiumText:
     ) -> None:
         gymnasium = imported("gymnasium", extra="gymnasium", user=type(self).__name__)
         self._world = gymnasium.make(id, **{"render_mode": "ansi"} if screen else {}, **(arguments or {}))
-        space, self._named = self._world.action_space, actions
-        if isinstance(actions, list):
-            self._named = {word: action for action, word in enumerate(actions)}
-        elif actions is None and isinstance(space, gymnasium.spaces.Discrete):
-            self._named = {str(action): action for action in range(int(space.start), int(space.start + space.n))}
-        elif actions is None and not isinstance(space, gymnasium.spaces.Text):
+        space, named = self._world.action_space, actions
+        if isinstance(named, list):
+            named = {word: action for action, word in enumerate(named)}
+        elif named is None and isinstance(space, gymnasium.spaces.Discrete):
+            named = {str(action): action for action in range(int(space.start), int(space.start + space.n))}
+        elif named is None and not isinstance(space, gymnasium.spaces.Text):
             raise ConfigError(f"environment {id!r} has the action space {space}. Set actions, a mapping of texts.")
+        self._named: Mapping[str, Any] | None = named
         self._screen, self._template, self._invalid = screen, template, invalid
 
     @classmethod

@@ -1,7 +1,7 @@
 """Environments of OpenEnv servers, over their WebSocket protocol (needs the extra `openenv`).
 
-The package `openenv` runs the server, in an environment of its own: its dependencies exclude current releases of other
-packages. This client needs `websockets` only, and works with servers of openenv and of its predecessor openenv-core.
+The package `openenv` runs the server, in a separate Python environment: its dependencies exclude current releases of
+other packages. This client needs `websockets` only, and works with servers of openenv and of its predecessor openenv-core.
 """
 
 from __future__ import annotations

@@ -23,6 +23,6 @@ def imported(module: str, *, extra: str, user: str) -> ModuleType:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name != module.partition(".")[0]:
-            raise  # the package is installed, but misses one of its own dependencies
+            raise  # the package is installed, but not all its dependencies are
         name = module.partition(".")[0].replace("_", "-")
         raise ConfigError(f"{user} needs the package {name}. Run pip install 'realign-rl[{extra}]'.") from error

@@ -17,7 +17,7 @@ _GLOBAL_RANDOM = threading.Lock()
 class TextArenaGame:
     """A game, reproducible by its seed. Its methods run in threads.
 
-    TextArena draws from Python's global random numbers. Each game here has a random state of its own, which replaces
+    TextArena draws from Python's global random numbers. Each game here has its own random state, which replaces
     the global state during a call.
 
     Args:

@@ -1,7 +1,7 @@
 """Environments of verifiers (Environments Hub) as agents.
 
-The package pins other versions of the libraries that realign uses. It therefore runs in a Python environment of its
-own, and its episodes reach the policy over the endpoint. One worker process runs all episodes of a run.
+The package pins other versions of the libraries that realign uses. It therefore runs in a separate Python environment,
+and its episodes reach the policy over the endpoint. One worker process runs all episodes of a run.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ END_S = 5.0
 
 
 def chat_module() -> types.ModuleType:
-    """Return a module of verifiers' plugins with a harness that needs no process of its own."""
+    """Return a module of verifiers' plugins with a harness that needs no separate process."""
     import verifiers.v1 as vf
     from openai import AsyncOpenAI, DefaultAsyncHttpxClient
     from verifiers.v1.dialects.chat import message_to_wire
@@ -67,7 +67,8 @@ class Worker:
         for role in agent_config_fields(kind.model_construct()):
             raw[role] = {"harness": {"id": HARNESS}, "runtime": {"type": "subprocess"}} | raw.get(role, {})
         self._load = lambda: load_environment(resolve_env_config(json.loads(json.dumps(raw))))
-        self._taskset, self._tasks = self._load().taskset, {}
+        self._taskset = self._load().taskset
+        self._tasks: dict[int, Any] = {}
 
     def task(self, idx: int) -> Any:
         """Return a task."""
@@ -99,6 +100,7 @@ async def serve(worker: Worker, out: Any) -> None:
     running: dict[int, asyncio.Task[None]] = {}
 
     async def answer(number: int, **request: Any) -> None:
+        found: dict[str, Any]
         try:
             found = {"reward": await worker.reward(**request)}
         except Exception as error:
