@@ -1,7 +1,8 @@
 """Environments of OpenEnv servers, over their WebSocket protocol (needs the extra `openenv`).
 
 The package `openenv` runs the server, in a separate Python environment: its dependencies exclude current releases of
-other packages. This client needs `websockets` only, and works with servers of openenv and of its predecessor openenv-core.
+other packages. This client needs `websockets` only, and works with servers of openenv and of its predecessor
+openenv-core.
 """
 
 from __future__ import annotations
