@@ -90,12 +90,16 @@ class Play:
         """Return the task."""
 
         def player(sampler: GenerationConfig) -> ModelInterface:
-            name = f"{ADAPTERS}.{self.name}"
             return EnvironmentInterface(
-                name, self.arguments, generation=sampler, max_turns=self.turns, max_episode_tokens=POSITIONS - 8
+                f"{ADAPTERS}.{self.name}",
+                self.arguments,
+                generation=sampler,
+                max_turns=self.turns,
+                max_episode_tokens=POSITIONS - 8,
+                same_seed=True,
             )
 
-        rows = [{"prompt": self.prompt}] * 16
+        rows = [{"prompt": self.prompt}] * 64
         return Task(player, rows, asyncio.run(self.random_play(300)), self.max_new_tokens)
 
     async def random_play(self, games: int) -> list[dict[str, str]]:
@@ -134,7 +138,7 @@ def gymnasium(python: str) -> Task:
 
 
 def textarena(python: str) -> Task:
-    """Play GuessTheNumber: the reward is 1 for the number, and less for a last guess that is far from it."""
+    """Play GuessTheNumber: the reward is 1 for the number, in at most three guesses."""
     arguments = {
         "id": "GuessTheNumber-v0",
         "arguments": {"min_number": 1, "max_number": 7, "max_turns": 3},
