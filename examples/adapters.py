@@ -1,4 +1,4 @@
-"""Train a tiny policy on an environment of another package, through its adapter.
+"""Train a tiny policy on an environment of another package.
 
 Run it from the repository root (one to three minutes on a CPU each):
 
@@ -220,7 +220,6 @@ def experiments(folder: Path, task: Task, seed: int, sft_steps: int, steps: int)
     }
     if task.role == "agent":
         models["agent"] = SharedModel(of="actor")
-    plays = task.role == "agent"
     every = max(1, steps // 2)
     learn = Experiment(
         name="adapters",
@@ -232,7 +231,7 @@ def experiments(folder: Path, task: Task, seed: int, sft_steps: int, steps: int)
         models=models,
         data=rows,
         evaluation=EpisodeEvaluation(rows, every_steps=every, episodes=task.scorer(single))
-        if plays
+        if task.role == "agent"
         else Evaluation(rows, every_steps=every, generation=single),
         output_dir=folder / "grpo",
         overwrite=True,
@@ -274,8 +273,7 @@ def train(task: Task, folder: Path, seed: int, sft_steps: int, steps: int) -> Ru
     start, learn = experiments(folder, task, seed, sft_steps, steps)
     run(start, console=console)
     result = run(learn, console=console)
-    rewards = result.series("eval/reward")
-    print(json.dumps({"reward_before": rewards[0], "reward_after": rewards[-1]}))
+    print(json.dumps({f"reward_{when}": result.series("eval/reward")[i] for when, i in (("before", 0), ("after", -1))}))
     return result
 
 
