@@ -30,16 +30,16 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from stages import imitation, parsed  # the file beside this one
 
 from realign.api import GenerationConfig, ModelInterface
 from realign.api.environment import Response
-from realign.data import PromptData, SupervisedData
+from realign.data import PromptData
 from realign.demo.tiny import EOS, build_model, build_tokenizer, write_rows
 from realign.engines import SharedModel, TransformersModel
 from realign.engines.training.optimizer import OptimizerSpec
 from realign.environments import load_environment
 from realign.environments.adapters import reasoning_gym_rows
-from realign.interfaces import sft
 from realign.interfaces.agent import AgentInterface
 from realign.interfaces.environment import EnvironmentInterface
 from realign.interfaces.grpo import GRPOActorInterface, dataflow
@@ -197,18 +197,7 @@ def prepare(folder: Path, task: Task, seed: int) -> None:
 
 def experiments(folder: Path, task: Task, seed: int, sft_steps: int, steps: int) -> tuple[Experiment, Experiment]:
     """Define SFT on the demonstrations, then GRPO with the adapter."""
-    start = Experiment(
-        name="adapters_sft",
-        steps=sft_steps,
-        batch_prompts=64,
-        seed=seed,
-        graph=sft.dataflow(),
-        interfaces={"actor": sft.SFTInterface()},
-        models={"actor": TransformersModel(str(folder / "task" / "model"), optimizer=OptimizerSpec(lr=2e-3))},
-        data=SupervisedData(str(folder / "task" / "demonstrations.jsonl")),
-        output_dir=folder / "sft",
-        overwrite=True,
-    )
+    start = imitation("adapters", folder, seed, sft_steps)
     sampler, single = (GenerationConfig(n=n, max_new_tokens=task.max_new_tokens) for n in (8, 1))
     scorer, rows = task.scorer(sampler), PromptData(str(folder / "task" / "rows.jsonl"))
     interfaces: dict[str, ModelInterface] = {
@@ -282,12 +271,8 @@ def main(arguments: Sequence[str] | None = None) -> RunResult:
     parser = argparse.ArgumentParser(description="Train on an environment of another package.")
     parser.add_argument("adapter", choices=list(TASKS))
     parser.add_argument("--python", default="", help="interpreter with openenv or verifiers")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output-dir", type=Path)
-    parser.add_argument("--sft-steps", type=int, default=60)
-    parser.add_argument("--steps", type=int, default=40)
-    given = parser.parse_args(arguments)
-    folder = given.output_dir or Path("runs/adapters") / given.adapter
+    given = parsed(parser, arguments, folder=Path("runs/adapters"), steps=40)
+    folder = given.output_dir / given.adapter
     settings = (folder, given.seed, given.sft_steps, given.steps)
     if given.adapter == "openenv":
         with server(given.python) as url:

@@ -20,13 +20,13 @@ from typing import Any
 
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from rich.console import Console
+from stages import imitation, parsed  # the file beside this one
 
 from realign.api import GenerationConfig, Panel
-from realign.data import PromptData, SupervisedData
+from realign.data import PromptData
 from realign.demo.tiny import EOS, build_model, build_tokenizer, write_rows
 from realign.engines import SharedModel, TransformersModel
 from realign.engines.training.optimizer import OptimizerSpec
-from realign.interfaces import sft
 from realign.interfaces.agent import AgentInterface
 from realign.interfaces.grpo import GRPOActorInterface, dataflow
 from realign.runtime import EpisodeEvaluation, Experiment, RunResult, run
@@ -113,7 +113,7 @@ def prepare(folder: Path, seed: int) -> None:
             sticks -= move + rng.randint(1, MOST)  # the other player moves
             text += f"{move}{EOS}"
     folder.mkdir(parents=True, exist_ok=True)
-    write_rows(folder / "moves.jsonl", moves)
+    write_rows(folder / "demonstrations.jsonl", moves)
     games = [{"prompt": observation(n), "sticks": n} for n in range(1, LARGEST + 1)]
     write_rows(folder / "games.jsonl", games)
     write_rows(folder / "winnable.jsonl", (game for game in games if game["sticks"] % (MOST + 1)))
@@ -129,18 +129,7 @@ def prepare(folder: Path, seed: int) -> None:
 
 def experiments(folder: Path, seed: int, sft_steps: int, steps: int) -> tuple[Experiment, Experiment]:
     """Define SFT on random moves, then GRPO by self-play."""
-    start = Experiment(
-        name="self_play_sft",
-        steps=sft_steps,
-        batch_prompts=64,
-        seed=seed,
-        graph=sft.dataflow(),
-        interfaces={"actor": sft.SFTInterface()},
-        models={"actor": TransformersModel(str(folder / "task" / "model"), optimizer=OptimizerSpec(lr=2e-3))},
-        data=SupervisedData(str(folder / "task" / "moves.jsonl")),
-        output_dir=folder / "sft",
-        overwrite=True,
-    )
+    start = imitation("self_play", folder, seed, sft_steps)
     sampler = GenerationConfig(n=16, max_new_tokens=2)
 
     def agent(name: str, n: int, roles: Sequence[str] = ()) -> AgentInterface:
@@ -177,11 +166,7 @@ def experiments(folder: Path, seed: int, sft_steps: int, steps: int) -> tuple[Ex
 def main(arguments: Sequence[str] | None = None) -> RunResult:
     """Train the policy; the last line of stdout is one JSON object."""
     parser = argparse.ArgumentParser(description="Train a policy by self-play.")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output-dir", type=Path, default=Path("runs/self_play"))
-    parser.add_argument("--sft-steps", type=int, default=60)
-    parser.add_argument("--steps", type=int, default=60)
-    given = parser.parse_args(arguments)
+    given = parsed(parser, arguments, folder=Path("runs/self_play"), steps=40)
     console = Console()
     prepare(given.output_dir / "task", given.seed)
     start, learn = experiments(given.output_dir, given.seed, given.sft_steps, given.steps)
