@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 from realign.api.environment import Response
 from realign.environments.adapters.packages import imported
@@ -41,7 +42,8 @@ class OpenEnvSession:
 
     async def reset(self, row: Mapping[str, Any], *, seed: int) -> tuple[str, dict[str, Any]]:
         """Open a session, and start its episode."""
-        self._socket = await self._client.connect(self._url, max_size=None)
+        local = urlsplit(self._url).hostname in ("localhost", "127.0.0.1", "::1")
+        self._socket = await self._client.connect(self._url, max_size=None, proxy=None if local else True)
         found = await self._call("reset", {"seed": seed % 2**31} | {name: row[name] for name in self._columns})
         return self._text(found), {}
 
