@@ -51,7 +51,8 @@ class Environment(Protocol):
 
     Methods may also be plain functions, which run in threads. Use plain functions for blocking code, since the
     coroutines of all environments share one event loop. If there is a method `close()`, the runtime calls it once at
-    the end of the episode, also after a failure.
+    the end of the episode, also after a failure. If there is a class method `check(**arguments)`, the runtime calls it
+    once with the arguments of the class before the run starts, and any error ends the run.
     """
 
     async def reset(self, row: Mapping[str, Any], *, seed: int) -> tuple[Observation, Mapping[str, Any]]:

@@ -12,7 +12,7 @@ import torch
 
 from realign.api.requests import Completion, Handle, Tokens
 from realign.endpoint.answers import Choice
-from realign.endpoint.capture import Prompt
+from realign.endpoint.capture import Capture, Prompt
 from realign.endpoint.errors import ApiError, invalid
 from realign.endpoint.messages import read_messages, read_tools
 from realign.endpoint.parameters import CHAT, COMPLETIONS, Parameters, read_parameters
@@ -28,6 +28,7 @@ class Call:
     """A request that the sampler is processing."""
 
     session: Session
+    capture: Capture
     parameters: Parameters
     prompts: list[Prompt]
     handles: list[list[Handle]]
@@ -82,10 +83,12 @@ class Caller:
         if not renderer.has_template:
             raise ApiError(400, "The model has no chat template. Use /v1/completions.", code="no_chat_template")
 
-        def prompts() -> list[Prompt]:
-            return [session.capture.prompt(renderer, renderer.render(messages, tools, options))]
+        capture = session.capture_of(body.get("model"))
 
-        return await self._start(session, parameters, prompts, chat=True, tools=tools)
+        def prompts() -> list[Prompt]:
+            return [capture.prompt(renderer, renderer.render(messages, tools, options))]
+
+        return await self._start(session, capture, parameters, prompts, chat=True, tools=tools)
 
     async def complete(self, session: Session, body: Mapping[str, Any]) -> Call:
         """Start the responses of a completion request.
@@ -95,20 +98,21 @@ class Caller:
         """
         parameters = read_parameters(body, COMPLETIONS)
         given = _prompts(body.get("prompt"))
-        renderer = session.backend.renderer
+        renderer, capture = session.backend.renderer, session.capture_of(body.get("model"))
 
         def prompt(one: str | list[int]) -> Prompt:
             if isinstance(one, str):
-                return session.capture.prompt(renderer, one, start=renderer.start_tokens())
+                return capture.prompt(renderer, one, start=renderer.start_tokens())
             if any(not 0 <= i < len(renderer.tokenizer) for i in one):
                 raise ValueError(f"the prompt has token ids outside 0 to {len(renderer.tokenizer) - 1}")
-            return session.capture.prompt_of_ids(one)
+            return capture.prompt_of_ids(one)
 
-        return await self._start(session, parameters, lambda: list(map(prompt, given)), chat=False)
+        return await self._start(session, capture, parameters, lambda: list(map(prompt, given)), chat=False)
 
     async def _start(
         self,
         session: Session,
+        capture: Capture,
         parameters: Parameters,
         prompts: Callable[[], list[Prompt]],
         *,
@@ -120,7 +124,7 @@ class Caller:
                 found = prompts()
             except ValueError as error:
                 raise ApiError(400, f"The prompt is invalid: {error}.", code="invalid_prompt") from error
-            call = Call(session, parameters, found, [], chat, tools)
+            call = Call(session, capture, parameters, found, [], chat, tools)
             try:
                 for prompt in found:
                     call.handles.append(session.submit(prompt, parameters))
@@ -175,7 +179,7 @@ class Caller:
         def finished() -> list[Choice]:
             rest = list(completions)
             for prompt, handles in zip(call.prompts, call.handles, strict=True):
-                call.session.keep(prompt, rest[: len(handles)])
+                call.session.keep(call.capture, prompt, rest[: len(handles)])
                 rest = rest[len(handles) :]
             return [choice(call, index, one) for index, one in enumerate(completions)]
 

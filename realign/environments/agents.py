@@ -14,11 +14,13 @@ import signal
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import IO, Any
 
 from realign.api.environment import Environment, Response
 from realign.environments.loading import takes_seed
+from realign.environments.results import Step, finite_reward, five_values
 from realign.environments.tools import ToolSources
 from realign.environments.turns import shortened
 from realign.errors import ConfigError
@@ -29,6 +31,8 @@ START = Response("", (), 0, False)
 """The response that starts an agent."""
 BASE_URL, API_KEY = "OPENAI_BASE_URL", "OPENAI_API_KEY"
 """Environment variables of a command, which OpenAI clients read."""
+_REWARDS = "rewards"
+"""Key of the rewards of roles, in the result of an agent and in the info of its step."""
 _OUTPUT = 1 << 16
 """Number of bytes at the end of a command's output that are read."""
 _FORMS = "'package.module:function' or 'path/to/file.py:function'"
@@ -120,16 +124,40 @@ class _PlainAgent(_Agent):
 def outcome(returned: Any) -> Outcome:
     """Return the result of `step` for the return value of an agent: a reward, or a mapping with the key `reward`.
 
+    With roles, the mapping has the key `rewards`, a mapping of roles to rewards.
+
     Raises:
-        ValueError: a mapping has other keys than `reward` and `truncated`.
+        ValueError: a mapping has other keys than `reward` or `rewards`, and `truncated`.
     """
     if not isinstance(returned, Mapping):
         return "", returned, True, False, {}
-    if "reward" not in returned or (unknown := set(returned) - {"reward", "truncated"}):
-        wrong = "has no key 'reward'" if "reward" not in returned else f"has the unknown key {min(unknown, key=str)!r}"
+    key = _REWARDS if _REWARDS in returned else "reward"
+    if key not in returned or (unknown := set(returned) - {key, "truncated"}):
+        wrong = "has no key 'reward'" if key not in returned else f"has the unknown key {min(unknown, key=str)!r}"
         raise ValueError(f"the agent returned {shortened(returned)}, which {wrong}")
     truncated = returned.get("truncated", False)
+    if key == _REWARDS:
+        return "", 0.0, truncated is False, truncated, {_REWARDS: returned[_REWARDS]}
     return "", returned["reward"], truncated is False, truncated, {}
+
+
+def read_outcome(roles: Sequence[str], found: Any, tokens: Callable[[Any], Sequence[int]]) -> Step:
+    """Check the result of an agent's step.
+
+    Args:
+        roles: names of the roles of the episode; empty: it has none.
+        found: result of the step.
+        tokens: encodes observations.
+
+    Raises:
+        ValueError: a reward is invalid, or the agent returned the rewards of other roles.
+    """
+    step = five_values(found, tokens)
+    rewards = found[4].get(_REWARDS, {})
+    if not isinstance(rewards, Mapping) or set(rewards) != set(roles):
+        expected = f"the key 'rewards' with a reward for each of {', '.join(roles)}" if roles else "one reward"
+        raise ValueError(f"the agent returned the rewards {shortened(rewards)}, expected {expected}")
+    return replace(step, role_rewards={role: finite_reward(reward) for role, reward in rewards.items()})
 
 
 async def _run_command(
