@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
-from realign.api import GenerationConfig
+from realign.api import GenerationConfig, ModelInterface
 from realign.api.router_experts import ROUTER_EXPERTS
 from realign.engines import OptimizerSpec, TransformersModel, Vllm
 from realign.errors import ConfigError, GraphError
@@ -19,9 +21,24 @@ from realign.runtime import Async, run
 from realign.runtime.checks.contract import check_keys
 from realign.runtime.checks.router_replay import check_replay
 from realign.runtime.models import load_models
-from tests.runtime.test_step import CountToken, Prompts
+from tests.runtime.test_step import Prompts
 from tests.runtime.test_step import experiment as toy
 from tests.tiny import save_tiny
+
+
+@dataclass
+class MeanToken(ModelInterface):
+    """Reward that differs between almost all responses."""
+
+    needs_engine = False
+
+    def inference(self, model, data, mb_spec):
+        return (
+            data.select(["input_ids"])
+            .with_sequences(rewards=torch.stack([ids.float().mean() for ids in data.sequences()]))
+            .select(["rewards"])
+        )
+
 
 REPLAY = GenerationConfig(n=4, max_new_tokens=6, router_replay=True)
 
@@ -35,7 +52,7 @@ def experiment(tmp_path: Path, policy: Path | str, actor=None, **changes):
     settings = {
         "steps": 2,
         "batch_prompts": 4,
-        "interfaces": {"actor": actor or GRPOActorInterface(generation=REPLAY), "reward": CountToken()},
+        "interfaces": {"actor": actor or GRPOActorInterface(generation=REPLAY), "reward": MeanToken()},
         "models": {"actor": TransformersModel(str(policy), optimizer=OptimizerSpec(lr=1e-2))},
         "data": Prompts(11),
         "evaluation": None,
@@ -84,7 +101,7 @@ def test_an_external_sampler_is_rejected(tmp_path):
 
 def test_an_algorithm_that_does_not_replay_is_rejected(tmp_path):
     actor = RAFTActorInterface(generation=REPLAY)
-    interfaces = {"actor": actor, "reward": CountToken()}
+    interfaces = {"actor": actor, "reward": MeanToken()}
     made = experiment(tmp_path, "m", interfaces=interfaces, graph=raft.dataflow(interfaces))
     with pytest.raises(ConfigError, match=r"interfaces\.actor\.generation\.router_replay=true: RAFT"):
         check_replay(made)
