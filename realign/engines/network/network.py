@@ -21,6 +21,7 @@ from realign.engines.network.branches import Heard, ReferenceBranch, check_layer
 from realign.engines.network.cpu_lanes import ParallelPasses, rewrites_rope
 from realign.engines.network.heads import read_body, read_head
 from realign.engines.network.output import PackedOutput, ScalarBranch, ScalarHead
+from realign.engines.network.passed_context import pass_context_on
 from realign.engines.network.probe import Autocast, probe, probe_branch, probe_head, probe_shared
 from realign.engines.network.recurrence import segment_recurrent_layers
 from realign.engines.network.router_replay import RouterReplay
@@ -82,6 +83,7 @@ class Network(nn.Module):
         """Language-model heads of other roles, for losses over the whole vocabulary."""
         self.device: torch.device = next(module.parameters()).device
         segment_recurrent_layers(module)
+        pass_context_on(module)
         self.replay: RouterReplay | None = None
         self._no_replay = ""
         try:
