@@ -110,7 +110,7 @@ class RouterReplay:
         return Routed(routed.logits_RE, scores_RK.to(routed.scores_RK.dtype), chosen_RK)
 
     def take_stats(self) -> Stats:
-        """Return the fractions of changed choices in all counted passes, and start anew; empty without replay."""
+        """Return the fractions of changed choices in all counted passes, and reset them; empty without replay."""
         stats, self._stats = merge_stats(self._stats), []
         return stats
 
