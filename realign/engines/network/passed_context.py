@@ -5,7 +5,7 @@ Hooks of such a layer pass the context of a call on to its attention.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -22,7 +22,8 @@ def pass_context_on(module: Any) -> None:
     """Let the attention of a model's layers receive the context of each call, in place. Idempotent."""
     if module.config.model_type not in FAMILIES:
         return
-    for layer in read_stack(module).layers:
+    layers: Iterable[Any] = read_stack(module).layers
+    for layer in layers:
         if _remember not in layer._forward_pre_hooks.values():
             layer.register_forward_pre_hook(_remember, with_kwargs=True)
             layer.self_attn.register_forward_pre_hook(_add, with_kwargs=True)

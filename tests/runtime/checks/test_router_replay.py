@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from realign.api import GenerationConfig, ModelInterface
 from realign.api.router_experts import ROUTER_EXPERTS
-from realign.engines import OptimizerSpec, TransformersModel, Vllm
+from realign.engines import OptimizerSpec, SharedModel, TransformersModel, Vllm
 from realign.errors import ConfigError, GraphError
 from realign.interfaces import ppo, raft
+from realign.interfaces.agent import AgentInterface
 from realign.interfaces.decoupled_ppo import DecoupledPPOActorInterface
 from realign.interfaces.environment import EnvironmentInterface
 from realign.interfaces.grpo import GRPOActorInterface
@@ -104,6 +106,16 @@ def test_an_algorithm_that_does_not_replay_is_rejected(tmp_path):
     interfaces = {"actor": actor, "reward": MeanToken()}
     made = experiment(tmp_path, "m", interfaces=interfaces, graph=raft.dataflow(interfaces))
     with pytest.raises(ConfigError, match=r"interfaces\.actor\.generation\.router_replay=true: RAFT"):
+        check_replay(made)
+
+
+def test_agents_behind_an_endpoint_are_rejected(tmp_path):
+    agent = AgentInterface("m:run", generation=REPLAY)
+    interfaces = {"actor": GRPOActorInterface(generation=REPLAY), "agent": agent}
+    models = {"actor": TransformersModel("m", optimizer=OptimizerSpec()), "agent": SharedModel("actor")}
+    graph = ppo.dataflow(interfaces)
+    made = SimpleNamespace(graph=graph, interfaces=interfaces, models=models)
+    with pytest.raises(ConfigError, match=r"interfaces\.agent\.generation\.router_replay=true: AgentInterface"):
         check_replay(made)
 
 
