@@ -83,7 +83,7 @@ class Network(nn.Module):
         """Language-model heads of other roles, for losses over the whole vocabulary."""
         self.device: torch.device = next(module.parameters()).device
         segment_recurrent_layers(module)
-        pass_context_on(module)
+        hooked = pass_context_on(module)
         self.replay: RouterReplay | None = None
         self._no_replay = ""
         try:
@@ -96,7 +96,7 @@ class Network(nn.Module):
         self._draws = dropout or bool(trains.dropouts(module))
         self._shares = shared_prompts is SharedPrompts.auto
         # A branch records the inputs of the trunk's layers with hooks, which cannot tell concurrent passes apart.
-        alone = (value_head is not None and value_head.branch is not None) or rewrites_rope(module)
+        alone = (value_head is not None and value_head.branch is not None) or rewrites_rope(module) or hooked
         self._parallel = parallel_passes is ParallelPasses.auto and self.device.type == "cpu" and not alone
         self.fusion = Fusion(module, compiled_decode) if fused_rollout and isinstance(self.head, LMHead) else None
         self.autocast: Callable[[], AbstractContextManager[Any]] = partial(
