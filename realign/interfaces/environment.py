@@ -36,6 +36,7 @@ from realign.api import (
 )
 from realign.api.environment import Environment, Response
 from realign.api.rewards import NAMED, total_rewards
+from realign.api.router_experts import ROUTER_EXPERTS, with_experts
 from realign.endpoint.renderer import Renderer
 from realign.endpoint.response_parsing import ParsedResponse, can_parse
 from realign.environments import Answer, Episode, Failures, Limits, Slots, TurnWriter, Worlds, load_environment
@@ -130,7 +131,8 @@ class EnvironmentInterface(ModelInterface):
         if method != "generate":
             return Keys()
         reports = frozenset() if self.reward is None else self.reward.keys("inference").reports | {OF_ENVIRONMENT}
-        return Keys(needs={"prompt_ids": "", "row": ""}, writes=frozenset(written(self.dense)), reports=reports)
+        writes = {*written(self.dense), *([ROUTER_EXPERTS] if self.generation.router_replay else [])}
+        return Keys(needs={"prompt_ids": "", "row": ""}, writes=frozenset(writes), reports=reports)
 
     def outputs(self) -> frozenset[str]:
         """See `ModelInterface.outputs`."""
@@ -178,7 +180,10 @@ class EnvironmentInterface(ModelInterface):
                 "exceed it. Training continues without these episodes. Raise max_episode_tokens",
                 stacklevel=2,
             )
-        return self._scored(model, packed(data, episodes, dense=self.dense).with_metadata(row=rows))
+        played = packed(data, episodes, dense=self.dense)
+        if self.generation.router_replay:
+            played = with_experts(played, [episode.all_experts() for episode in episodes])
+        return self._scored(model, played.with_metadata(row=rows))
 
     def _scored(self, model: Model, played: SequenceSample) -> SequenceSample:
         """Return the episodes, with the rewards of `reward` added."""
@@ -208,6 +213,9 @@ class EnvironmentInterface(ModelInterface):
         )
         out = model.sampler.generate(contexts, replace(self.generation, n=1), seed=seed).to("cpu")
         columns = zip(*(out.sequences(key) for key in ("input_ids", "logprobs", "versions")), strict=True)
+        if self.generation.router_replay:
+            for episode, experts in zip(episodes.values(), out.sequences(ROUTER_EXPERTS), strict=True):
+                episode.record(experts)
         said = {}
         for (place, episode), column, cut in zip(episodes.items(), columns, out["truncated"].tolist(), strict=True):
             before, (ids, logprobs, versions) = episode.ids.tolist(), (x[len(episode.ids) :] for x in column)

@@ -12,6 +12,7 @@ import torch
 
 from realign.api import GenerationConfig, Keys, MicroBatchSpec, Model, SequenceSample, Sync, total_rewards
 from realign.api.environment import Response, ToolCall
+from realign.engines import OptimizerSpec
 from realign.environments import EnvironmentFailure
 from realign.environments import event_loops as loops
 from realign.errors import ConfigError
@@ -39,7 +40,7 @@ from tests.endpoint.chat_families import (
 )
 from tests.endpoint.scripted import ScriptedSampler
 from tests.environments.environment_fixtures import Bad, Blocking, Busy, Plain, Tool
-from tests.tiny import TEXT, tiny_tokenizer
+from tests.tiny import TEXT, tiny_engine, tiny_tokenizer
 
 FIXTURES = "tests.environments.environment_fixtures"
 TOOL = f"{FIXTURES}:Tool"
@@ -629,3 +630,23 @@ def test_a_model_cannot_score_episodes_here():
 def test_only_generate_reads_and_writes_keys():
     for method in ("inference", "credit", "train_step"):
         assert settings().keys(method) == Keys()
+
+
+def test_a_conversation_with_a_mixture_of_experts_is_trained_with_its_choices():
+    """The second prompt has no room for a turn, so nothing is recorded for it."""
+    engine = tiny_engine("qwen3_moe", optimizer=OptimizerSpec(lr=1e-2), model={"tie_word_embeddings": False})
+    generation = GenerationConfig(n=2, max_new_tokens=8, router_replay=True)
+    interface = settings(generation=generation)
+    script = [("7 and 8", 0.0, False, False, {}), ("no", 0.0, False, False, {}), WON]
+    out = hold(interface, engine, batch({"q": {"script": script}, "r": {"script": [WON], "opening": "x" * 40}}))
+    assert out.keys == {*interface.keys("generate").writes}
+    assert out["turns"].tolist() == [3, 3, 0, 0]
+    assert [len(x) for x in out.sequences("router_experts")] == [*map(len, out.sequences()[:2]), 0, 0]
+    assert (out["router_experts"].amin(-1) < 0).sum() == 2  # the last token of each conversation
+    with torch.no_grad():
+        for layer in engine.module.model.layers:  # ties, whose order rounding decides
+            layer.mlp.gate.weight[:] = layer.mlp.gate.weight[:1]
+    again = hold(interface, engine, batch({"q": {"script": script}}))
+    scored = engine.forward(again, MicroBatchSpec(), lambda output, mb: mb.with_tokens(found=output.logprobs()))
+    sampled_T = again["loss_mask"]
+    torch.testing.assert_close(scored["found"][sampled_T], again["logprobs"][sampled_T], atol=1e-5, rtol=1e-4)
