@@ -134,6 +134,16 @@ class PipelinableEngine(Protocol):
         """
         ...
 
+    def check_router_replay(self) -> None:
+        """Check that `generate` can record choices of experts, and that forward passes replay them.
+
+        The choices are the key `router_experts`, see `GenerationConfig.router_replay`.
+
+        Raises:
+            ValueError: the engine does not support it.
+        """
+        raise ValueError(f"{type(self).__name__} does not support generation.router_replay=true")
+
     def generate(self, data: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
         """Sample `config.n` responses for each prompt of key `prompt_ids`, one call at a time.
 
@@ -142,7 +152,7 @@ class PipelinableEngine(Protocol):
 
         Returns:
             A sample of the same ids: `input_ids`, `prompt_mask`, `loss_mask`, `logprobs` [T] and `truncated` [S]
-            bool.
+            bool; with `config.router_replay` also `router_experts`.
         """
         ...
 

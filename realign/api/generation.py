@@ -26,6 +26,8 @@ class GenerationConfig(Settings):
         fixed_length: sample exactly `max_new_tokens` tokens, and treat stop tokens as ordinary tokens.
         stop_token_ids: ids of tokens that end a response and are included in it; None means the model's end tokens.
         stop_strings: texts that end a response as soon as its decoded text contains one.
+        router_replay: record the experts that the routers of a mixture-of-experts model choose for each token, and
+            use them again in training and in recomputed log-probs.
     """
 
     n: Count = 1
@@ -38,6 +40,7 @@ class GenerationConfig(Settings):
     fixed_length: bool = False
     stop_token_ids: list[int] | None = None
     stop_strings: list[str] = field(default_factory=list)
+    router_replay: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -19,7 +19,9 @@ from realign.api.requests import Completion, FutureHandle, Request
 from realign.api.sample import SequenceSample
 from realign.api.sampler import PROMPTS, Capabilities, WeightSource
 
-IN_PROCESS = Capabilities(bitwise=True, logprobs_at_temperature=True, stop_strings=True, lora=True, abort=False)
+IN_PROCESS = Capabilities(
+    bitwise=True, logprobs_at_temperature=True, stop_strings=True, lora=True, abort=False, router_experts=True
+)
 """Guarantees of an engine that samples in process."""
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from realign.api.dataflow import RPC, DataflowGraph, nearest
 from realign.api.interface import ModelInterface, implements
 from realign.api.rewards import NAMED
+from realign.api.router_experts import ROUTER_EXPERTS
 from realign.api.target_heads import HIDDEN
 from realign.errors import GraphError
 
@@ -26,6 +27,7 @@ def rl_graph(interfaces: Mapping[str, ModelInterface]) -> DataflowGraph:
     | `rewards` | the role `reward` scores the responses; also if the actor only uses them and the role exists |
     | `prox_logprobs` | the actor recomputes log-probs of its responses before training |
     | `values` | the role `critic` estimates values |
+    | `router_experts` | sampling also writes the chosen experts, which the actor replays |
     | `advantages` | `credit` of the actor is a separate call, and the critic trains on its returns |
     | `baseline_rewards` | the role `baseline` samples a greedy response, and the role `reward` scores it |
     | `ptx_...` | the dataset provides pretraining text |
@@ -46,6 +48,7 @@ def rl_graph(interfaces: Mapping[str, ModelInterface]) -> DataflowGraph:
     if "advantages" in needs:  # then `credit` is a separate call with its own needs
         needs = {**interfaces["actor"].keys("credit").needs, **needs}
     rpcs, rewards = _sampling_calls(interfaces, scored="rewards" in needs or "reward" in interfaces)
+    replayed = [ROUTER_EXPERTS] if ROUTER_EXPERTS in needs and ROUTER_EXPERTS in rpcs[0].outputs else []
     named = [key for rpc in rpcs for key in rpc.outputs if key.startswith(NAMED)]
     scored = ("input_ids", "loss_mask")
     keys = [*scored, "logprobs", "truncated", *rewards]
@@ -61,7 +64,8 @@ def rl_graph(interfaces: Mapping[str, ModelInterface]) -> DataflowGraph:
     scorers = {"actor" if role == "prox" else role: key for role, key in scorers.items()}
     for role, key in sorted(scorers.items(), key=lambda item: item[0] == "actor"):
         names = {"logprobs": key} | ({"hidden": hidden} if (hidden := f"{role}{HIDDEN}") in needs else {})
-        rpcs.append(RPC(f"{role}_inf", role, "inference", scored, tuple(names.values()), rename=names))
+        inputs = (*scored, *replayed) if role == "actor" else scored
+        rpcs.append(RPC(f"{role}_inf", role, "inference", inputs, tuple(names.values()), rename=names))
         keys += names.values()
     if "values" in needs:
         rpcs.append(RPC("critic_inf", "critic", "inference", scored, outputs=("values", "bootstrap_values")))
@@ -75,7 +79,7 @@ def rl_graph(interfaces: Mapping[str, ModelInterface]) -> DataflowGraph:
         learned = ("input_ids", "train_mask", "values", "returns")
         rpcs.append(RPC("critic_train", "critic", "train_step", learned, rename=masked))
     text = [key for key in needs if key.startswith("ptx_")]
-    training = [*training, *text, *(key for key in ("versions",) if key in train.uses)]
+    training = [*training, *text, *replayed, *(key for key in ("versions",) if key in train.uses)]
     rpcs.append(RPC("actor_train", "actor", "train_step", tuple(training), rename=masked))
     read = {key for rpc in rpcs for key in rpc.inputs}
     results = dict.fromkeys(["versions", "truncated", *(key for key in (*rpcs[0].outputs, *named) if key not in read)])
@@ -95,7 +99,8 @@ def _sampling_calls(interfaces: Mapping[str, ModelInterface], *, scored: bool) -
     dense = "reward" in interfaces and "dense_rewards" in (interfaces["reward"].keys("inference").writes or ())
     scores = ["rewards", "dense_rewards"] if dense else ["rewards"]
     named = reported(interfaces["reward"], "inference") if "reward" in interfaces else ()
-    sample = RPC("actor_gen", "actor", "generate", inputs=("prompt_ids",), outputs=SAMPLED)
+    recorded = {ROUTER_EXPERTS} & (interfaces["actor"].keys("generate").writes or frozenset())
+    sample = RPC("actor_gen", "actor", "generate", inputs=("prompt_ids",), outputs=(*SAMPLED, *recorded))
     if not scored:
         return [sample], []
     return [

@@ -41,6 +41,8 @@ class Capabilities:
     abort: bool
     """`Handle.cancel` frees the resources of a response that is being decoded, and `Handle.tokens` returns its tokens
     while it is being decoded."""
+    router_experts: bool = False
+    """`generate` supports `GenerationConfig.router_replay`."""
     frees_memory: bool = False
     """`sleep` frees memory that training can use. With synchronous rollout, the sampler then sleeps in each training
     call."""
@@ -98,7 +100,8 @@ class Sampler(Protocol):
 
         Returns:
             A sample of the same ids: `input_ids`, `prompt_mask`, `loss_mask`, `logprobs` (0 for prompt tokens) and
-            `versions` int32 (-1 for prompt tokens) [T], and `truncated` [S] bool.
+            `versions` int32 (-1 for prompt tokens) [T], and `truncated` [S] bool; with `config.router_replay` also
+            `router_experts`.
 
         Raises:
             RuntimeError: the sampler was closed or failed.
@@ -208,7 +211,12 @@ def generate_by_requests(
         data: see `Sampler.generate`.
         config: sampling parameters.
         seed: seed of the call.
+
+    Raises:
+        ValueError: the config asks for choices of experts, which single responses do not include.
     """
+    if config.router_replay:
+        raise ValueError("generation.router_replay=true: this sampler does not return choices of experts")
     handles: list[Handle] = []
     try:
         for request in requests_of(data, config, seed):

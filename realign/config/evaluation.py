@@ -128,7 +128,7 @@ def _generation(raw: Mapping[str, Any], where: str, base: GenerationConfig) -> G
     A node that asks for several responses, or sets a sampling parameter, samples as in training.
     """
     greedy = not any(raw.get(name) is not None for name in _RANDOM) and raw.get("n", 1) == 1
-    return fill(type(base), raw, where, dataclasses.replace(base, n=1, greedy=greedy))
+    return fill(type(base), raw, where, dataclasses.replace(base, n=1, greedy=greedy, router_replay=False))
 
 
 def _reward(raw: Mapping[str, Any], where: str, training: Training) -> Any:

@@ -140,6 +140,10 @@ class SharedEngine(PipelinableEngine):
         """Raise ValueError, since a shared model is trained only as the role that owns it."""
         raise ValueError(f"models.{self.name} shares the model of role {self.of!r} and cannot train")
 
+    def check_router_replay(self) -> None:
+        """See `PipelinableEngine.check_router_replay`."""
+        self.engine.check_router_replay()
+
     def generate(self, data: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
         """See `PipelinableEngine.generate`."""
         return self.engine.generate(data, config, seed=seed)

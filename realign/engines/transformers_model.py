@@ -33,6 +33,7 @@ from realign.engines.network.cpu_lanes import ParallelPasses
 from realign.engines.network.heads import Causal, Head, read_head
 from realign.engines.network.kernels import Backend, missing_package, preferred_kernel
 from realign.engines.network.lora import load_adapters, require_peft_for
+from realign.engines.network.passed_context import pass_context_on
 from realign.engines.network.recurrence import segment_recurrent_layers
 from realign.engines.network.shared_prefix import SharedPrompts
 from realign.engines.network.trains import All, Lora, Trained
@@ -418,6 +419,7 @@ class TransformersModel(Settings, ModelSpec):
         what = f"models.{name}.head.value_head"
         head: Any = read_head(module)
         segment_recurrent_layers(module)  # before the branch copies layers
+        pass_context_on(module)
         network = ValueNetwork(
             spec, module, head.weight_VH.shape[1], seed=derive_seed(seed, name, "value_head"), what=what
         )

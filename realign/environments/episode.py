@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from realign.api.router_experts import UNKNOWN
 
 
 @dataclass
@@ -23,6 +26,9 @@ class Episode:
     """[T] fp32; 0 for prompt and observation tokens."""
     versions: Tensor = field(init=False)
     """[T] int32; -1 for prompt and observation tokens."""
+    experts: Tensor | None = None
+    """[recorded tokens, L * K] int16: the experts that the policy's routers chose for the first tokens; None before the
+    first turn, or if nothing is recorded."""
     turn_ends: list[int] = field(default_factory=list)
     """Index of the last sampled token of each turn."""
     rewards: list[float] = field(default_factory=list)
@@ -58,6 +64,24 @@ class Episode:
         """Append the sampled tokens of a turn."""
         self._append(ids, torch.ones(len(ids), dtype=torch.bool), logprobs, versions)
         self.turn_ends.append(len(self.ids) - 1)
+
+    def record(self, experts: Tensor) -> None:
+        """Add the experts that a turn recorded for all tokens up to its last one; earlier known choices are kept.
+
+        A token is passed through the model in each later turn, but its log-prob is that of the first pass.
+        """
+        if self.experts is None:
+            self.experts = experts
+            return
+        known = torch.full_like(experts, UNKNOWN)
+        known[: len(self.experts)] = self.experts
+        self.experts = torch.where(known == UNKNOWN, experts, known)
+
+    def all_experts(self) -> Tensor | None:
+        """Return the experts of all tokens, `UNKNOWN` after the last turn; None if nothing was recorded."""
+        if self.experts is None:
+            return None
+        return F.pad(self.experts, (0, 0, 0, len(self.ids) - len(self.experts)), value=UNKNOWN)
 
     def end(self, *, truncated: bool = False, failure: str = "") -> None:
         """Mark the episode as over."""

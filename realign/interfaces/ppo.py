@@ -11,7 +11,7 @@ counts it. A train step is a pipeline of replaceable components:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -41,6 +41,7 @@ from realign.api import (
     rl_graph,
     settings_unused_by_override,
 )
+from realign.api.router_experts import ROUTER_EXPERTS
 from realign.errors import SettingsError
 from realign.functional import broadcast_to_tokens, keep_best, segment_sum
 from realign.interfaces.components import (
@@ -160,10 +161,12 @@ class PPOActorInterface(ModelInterface):
 
     def keys(self, method: str) -> Keys:
         """See `ModelInterface`: the keys that the components read, each with the setting that needs it."""
+        replayed = {ROUTER_EXPERTS: "generation.router_replay=true"} if self.generation.router_replay else {}
         if method == "generate":
-            return Keys({"prompt_ids": ""}, writes=frozenset(SAMPLED))
+            return Keys({"prompt_ids": ""}, writes=frozenset({*SAMPLED, *replayed}))
         if method == "inference":
-            return scoring_keys()
+            scoring = scoring_keys()
+            return replace(scoring, needs={**scoring.needs, **replayed})
         needs = dict.fromkeys(("input_ids", "loss_mask", "logprobs"), "")
         needs |= {"rewards": ""} if self.advantage.needs_rewards else {}
         needs |= {**self.kl.needs(), **self.truncation.needs(), **self.reward.needs()}
@@ -172,7 +175,7 @@ class PPOActorInterface(ModelInterface):
         uses |= set() if self.reward.shapes_scores else {"dense_rewards"}  # with dense rewards all scores are 0
         if method == "credit":
             return Keys(needs | self.advantage.needs(), frozenset(uses), frozenset(CREDITED))
-        needs |= self.objective.needs() | ({"prox_logprobs": "recompute=true"} if self.recompute else {})
+        needs |= replayed | self.objective.needs() | ({"prox_logprobs": "recompute=true"} if self.recompute else {})
         if self.correction is not None:
             needs, uses = needs | self.correction.needs(), uses | {"versions"}
         if self.critic is not Critic.none:

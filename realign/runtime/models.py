@@ -18,6 +18,7 @@ from realign.engines.files.folders import AVERAGED, refuse_link, write_state
 from realign.engines.files.tokenizers import HasVocabulary, check_vocabulary
 from realign.errors import ConfigError, DataError, RealignError
 from realign.functional import LMHead
+from realign.runtime.checks.router_replay import check_models_replay
 from realign.runtime.default_roles import lead_of
 from realign.runtime.experiment import Experiment
 
@@ -70,6 +71,7 @@ def _completed(experiment: Experiment, used: Mapping[str, ModelSpec], models: di
     for role in dict.fromkeys(rpc.model for rpc in experiment.graph.rpcs if rpc.model in models):
         check_outputs(role, models[role].machine.outputs, experiment.interfaces[role])
     connect_heads(experiment.graph, models)
+    check_models_replay(experiment.graph, models)
     models |= {role: Model(role, None, tokenizer, seed) for role in experiment.roles if role not in models}
     for role, model in models.items():
         model.lead = current().lead

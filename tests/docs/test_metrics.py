@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from realign.api import GenerationConfig, MicroBatchSpec, stat_values
+from realign.api import GenerationConfig, MicroBatchSpec, SequenceSample, stat_values
 from realign.data import PromptData, RowSource
 from realign.engines.training.load_balancing import LoadBalancing
 from realign.engines.training.optimizer import OptimizerSpec
@@ -155,6 +155,11 @@ def test_every_metric_of_the_engine_is_on_the_page():
     stats = engine.train_batch(sample, MicroBatchSpec(), interface.loss, interface.loss_weight)
     assert "expert_load_max" in stats
     refuse(unknown(stat_values(stats)), "an engine with experts")
+    prompts = SequenceSample.from_sequences(["a"], {"prompt_ids": [[[3, 4]]]})
+    rollout = engine.generate(prompts, GenerationConfig(max_new_tokens=3, router_replay=True), seed=0)
+    stats = engine.train_batch(rollout, MicroBatchSpec(), interface.loss, interface.loss_weight)
+    assert "router_changes" in stats
+    refuse(unknown(stat_values(stats)), "an engine that replays choices of experts")
 
 
 def test_a_metric_that_is_missing_is_named():

@@ -104,6 +104,7 @@ def test_the_reference_is_the_base_in_4_bits_and_a_continued_adapter_has_none(tm
         model("x", adapter="continue").frozen_start("actor")
 
 
+@pytest.mark.slow
 @REAL
 def test_a_base_in_4_bits_trains_samples_resumes_and_is_exported(tmp_path):
     folder = save_tiny(tmp_path / "base")

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from realign.api import GenerationConfig, Keys, MicroBatchSpec, Model, SequenceSample, Sync, total_rewards
+from realign.api.environment import Response, ToolCall
+from realign.engines import OptimizerSpec
 from realign.environments import EnvironmentFailure
 from realign.environments import event_loops as loops
 from realign.errors import ConfigError
@@ -25,8 +27,20 @@ from realign.interfaces.rule_reward import RuleRewardInterface
 from realign.rewards.pool.failure_count import Tally
 from realign.rewards.terms import FunctionTerm
 from realign.testing import BigramEngine
+from tests.endpoint.chat_families import (
+    FAMILIES,
+    SAID,
+    THEN,
+    TOOLS,
+    WHY,
+    family_renderer,
+    histories,
+    rendered,
+    sampled,
+)
+from tests.endpoint.scripted import ScriptedSampler
 from tests.environments.environment_fixtures import Bad, Blocking, Busy, Plain, Tool
-from tests.tiny import TEXT, tiny_tokenizer
+from tests.tiny import TEXT, tiny_engine, tiny_tokenizer
 
 FIXTURES = "tests.environments.environment_fixtures"
 TOOL = f"{FIXTURES}:Tool"
@@ -112,6 +126,38 @@ def test_the_environment_hears_text_and_the_very_tokens():
     heard = [(r.text, list(r.token_ids), r.turn, r.truncated) for r in world.heard]
     assert heard == [("hi", ids("hi."), 0, False), ("so", ids("so"), 1, True)]
     assert world.closed == 1
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5_think"])
+def test_tool_calls_content_and_reasoning_of_a_turn_reach_the_environment(name):
+    family = next(family for family in FAMILIES if family.name == name)
+    renderer = family_renderer(family)
+    seen: list[Response] = []
+    prompt = renderer.encode(rendered(family, histories(family)[0]))
+    data = SequenceSample.from_sequences(["p"], {"prompt_ids": [[torch.tensor(prompt)]]})
+    sampler = ScriptedSampler(renderer, sampled(family))
+    model = Model("agent", None, renderer.tokenizer, external_sampler=sampler)
+    interface = EnvironmentInterface(
+        "tests.environments.tool_fixtures:Calling",
+        generation=GenerationConfig(max_new_tokens=200),
+        chat=True,
+    )
+    out = interface.generate(model, data.with_metadata(row=[{"seen": seen, "tools": TOOLS}]), MicroBatchSpec())
+    assert out["rewards"].tolist() == [1.0]
+    assert out["turns"].tolist() == [2]
+    called, answered = seen
+    assert (called.content, called.reasoning) == ("", WHY)
+    assert called.tool_calls == (ToolCall("multiply", '{"a": 3, "b": 4}'),)
+    assert (answered.content, answered.reasoning, answered.tool_calls) == (SAID, THEN, ())
+    assert "<tool_response>\n12\n</tool_response>" in sampler.prompts[1]
+
+
+def test_without_a_response_template_the_content_of_a_turn_is_its_text():
+    said: list[Response] = []
+    data = batch({"q": {"seen": said}})
+    hold(settings("tests.environments.tool_fixtures:Calling"), Scripted({"q/0/turn0": "hi."}), data)
+    (response,) = said
+    assert (response.content, response.tool_calls, response.reasoning) == (response.text, (), None)
 
 
 def test_trap_a12_sampled_tokens_are_never_encoded_again():
@@ -584,3 +630,23 @@ def test_a_model_cannot_score_episodes_here():
 def test_only_generate_reads_and_writes_keys():
     for method in ("inference", "credit", "train_step"):
         assert settings().keys(method) == Keys()
+
+
+def test_a_conversation_with_a_mixture_of_experts_is_trained_with_its_choices():
+    """The second prompt has no room for a turn, so nothing is recorded for it."""
+    engine = tiny_engine("qwen3_moe", optimizer=OptimizerSpec(lr=1e-2), model={"tie_word_embeddings": False})
+    generation = GenerationConfig(n=2, max_new_tokens=8, router_replay=True)
+    interface = settings(generation=generation)
+    script = [("7 and 8", 0.0, False, False, {}), ("no", 0.0, False, False, {}), WON]
+    out = hold(interface, engine, batch({"q": {"script": script}, "r": {"script": [WON], "opening": "x" * 40}}))
+    assert out.keys == {*interface.keys("generate").writes}
+    assert out["turns"].tolist() == [3, 3, 0, 0]
+    assert [len(x) for x in out.sequences("router_experts")] == [*map(len, out.sequences()[:2]), 0, 0]
+    assert (out["router_experts"].amin(-1) < 0).sum() == 2  # the last token of each conversation
+    with torch.no_grad():
+        for layer in engine.module.model.layers:  # ties, whose order rounding decides
+            layer.mlp.gate.weight[:] = layer.mlp.gate.weight[:1]
+    again = hold(interface, engine, batch({"q": {"script": script}}))
+    scored = engine.forward(again, MicroBatchSpec(), lambda output, mb: mb.with_tokens(found=output.logprobs()))
+    sampled_T = again["loss_mask"]
+    torch.testing.assert_close(scored["found"][sampled_T], again["logprobs"][sampled_T], atol=1e-5, rtol=1e-4)

@@ -193,7 +193,7 @@ class ShardedEngine(TransformersEngine):
                 self.network.differentiate(hidden_RH, None)
         self.network.take_gradients()
         self._accumulated = Accumulated(passes, losses, loss_fn)
-        return merge_stats(metrics) | self._counts(part, passes) | self._load_metrics(load)
+        return merge_stats(metrics) | self._counts(part, passes) | self._load_metrics(load) | self._replay_metrics()
 
     def _start_load(self, passes: Passes, idle: range) -> StepLoad | None:
         @torch.no_grad()

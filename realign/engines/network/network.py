@@ -12,15 +12,20 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from realign.api.generation import GenerationConfig
 from realign.api.microbatch import MicroBatchSpec
+from realign.api.router_experts import ROUTER_EXPERTS
 from realign.api.sample import TOKENS, SequenceSample
 from realign.engines.network.attention import Backend, NotPackableError, layout_inputs
 from realign.engines.network.branches import Heard, ReferenceBranch, check_layers, layers_that_train, read_stack
 from realign.engines.network.cpu_lanes import ParallelPasses, rewrites_rope
 from realign.engines.network.heads import read_body, read_head
 from realign.engines.network.output import PackedOutput, ScalarBranch, ScalarHead
+from realign.engines.network.passed_context import pass_context_on
 from realign.engines.network.probe import Autocast, probe, probe_branch, probe_head, probe_shared
 from realign.engines.network.recurrence import segment_recurrent_layers
+from realign.engines.network.router_replay import RouterReplay
+from realign.engines.network.routers import Routers
 from realign.engines.network.shared_prefix import Layout, Passes, SharedPrompts
 from realign.engines.network.trains import Trained
 from realign.engines.network.unpacked import UnpackedModel, cost
@@ -44,6 +49,7 @@ class Network(nn.Module):
     Attributes:
         unpacked: runs a model whose family cannot run packed; None if it runs packed.
         own_cache: samples from such a model; None if it runs packed, or has a scalar head.
+        replay: replays choices of experts; None if the model cannot.
     """
 
     def __init__(
@@ -77,13 +83,20 @@ class Network(nn.Module):
         """Language-model heads of other roles, for losses over the whole vocabulary."""
         self.device: torch.device = next(module.parameters()).device
         segment_recurrent_layers(module)
+        hooked = pass_context_on(module)
+        self.replay: RouterReplay | None = None
+        self._no_replay = ""
+        try:
+            self.replay = RouterReplay(module)
+        except ConfigError as error:
+            self._no_replay = str(error)
         self._attention = attention
         self._vocabulary = vocabulary
         self._dropout = dropout
         self._draws = dropout or bool(trains.dropouts(module))
         self._shares = shared_prompts is SharedPrompts.auto
         # A branch records the inputs of the trunk's layers with hooks, which cannot tell concurrent passes apart.
-        alone = (value_head is not None and value_head.branch is not None) or rewrites_rope(module)
+        alone = (value_head is not None and value_head.branch is not None) or rewrites_rope(module) or hooked
         self._parallel = parallel_passes is ParallelPasses.auto and self.device.type == "cpu" and not alone
         self.fusion = Fusion(module, compiled_decode) if fused_rollout and isinstance(self.head, LMHead) else None
         self.autocast: Callable[[], AbstractContextManager[Any]] = partial(
@@ -114,7 +127,8 @@ class Network(nn.Module):
         if isinstance(self.head, LMHead):
             self.own_cache = OwnCache(self.module)
         self._shares = self._parallel = False
-        self.fusion = None
+        self.fusion = self.replay = None
+        self._no_replay = f"{reason} Replay requires a model that can run packed."
         decoding = None if self.own_cache is None else self.own_cache.describe()
         logger.warning(cost(self.name, self.unpacked, decoding))
 
@@ -157,8 +171,33 @@ class Network(nn.Module):
         """
         draws = training and self._draws
         share = self._shares and data[TOKENS].device.type == "cpu" and not draws
-        threads = torch.get_num_threads() if parallel and self._parallel and not draws else 1
+        replays = ROUTER_EXPERTS in data
+        if replays:
+            self.check_replay()
+        # routers cannot tell concurrent passes apart
+        threads = torch.get_num_threads() if parallel and self._parallel and not draws and not replays else 1
         return Passes.of(data, mb_spec, share=share, threads=threads)
+
+    def check_replay(self) -> None:
+        """Raise ConfigError if the model cannot replay choices of experts."""
+        if self.replay is None:
+            raise ConfigError(f"models.{self.name}: choices of experts cannot be replayed: {self._no_replay}")
+
+    def recorded_routers(self, config: GenerationConfig, module: Any) -> Routers | None:
+        """Return the routers of `module`, this model or a copy of it, whose choices a rollout records, if any.
+
+        Raises:
+            ConfigError: the config asks for choices that the model cannot replay.
+        """
+        if not config.router_replay:
+            return None
+        self.check_replay()
+        assert self.replay is not None
+        return self.replay.routers if module is self.module else self.replay.routers.of_copy(module)
+
+    def replaying(self) -> AbstractContextManager[None]:
+        """Return a context of passes with gradients, see `RouterReplay.active`."""
+        return nullcontext() if self.replay is None else self.replay.active()
 
     def run(
         self,
@@ -181,7 +220,8 @@ class Network(nn.Module):
         value = self.value_head if with_values else None
         layout = layout or Layout.plain(part.lengths[TOKENS])
         listening: AbstractContextManager[Heard] = nullcontext([]) if value is None else value.listening()
-        with listening as heard:
+        replay = nullcontext() if self.replay is None else self.replay.of(moved, layout, counts=training)
+        with listening as heard, replay:
             hidden_RH = self._hidden(moved, layout)
         branch = None
         if value is not None:

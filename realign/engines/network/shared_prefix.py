@@ -14,11 +14,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from realign.api.lengths import IntArray, Lengths
 from realign.api.microbatch import MicroBatches, MicroBatchSpec
+from realign.api.router_experts import experts_per_token
 from realign.api.sample import TOKENS, SequenceSample
 from realign.engines.network.cpu_lanes import in_lanes
 
@@ -134,7 +136,9 @@ class Passes:
             lanes, spec = in_lanes(lengths, lengths.total, spec, threads)
             batches = data.split(spec)
             return cls(batches, tuple(Layout.plain(part.lengths[TOKENS]) for part in batches), lanes)
-        prefix_P = worthwhile(common_prefixes(data[TOKENS].numpy(), lengths), lengths)
+        experts = experts_per_token(data)
+        replayed = None if experts is None else experts.numpy()
+        prefix_P = worthwhile(common_prefixes(data[TOKENS].numpy(), lengths, replayed), lengths)
         saved = int((prefix_P * (lengths.counts - 1).clip(min=0)).sum())
         lanes, spec = in_lanes(lengths, lengths.total - saved, spec, threads)
         batches = data.split(spec, prefixes=prefix_P)
@@ -151,14 +155,24 @@ class Passes:
         return sum(layout.saved for layout in self.layouts)
 
 
-def common_prefixes(ids_T: IntArray, lengths: Lengths) -> IntArray:
-    """Return the length of the common prefix of each prompt's sequences, [P]; 0 for fewer than two sequences."""
+def common_prefixes(ids_T: IntArray, lengths: Lengths, experts_TN: npt.NDArray[np.int16] | None = None) -> IntArray:
+    """Return the length of the common prefix of each prompt's sequences, [P]; 0 for fewer than two sequences.
+
+    Args:
+        ids_T: the tokens.
+        lengths: the lengths of the sequences.
+        experts_TN: experts that a pass replays, which are equal in a common prefix; None if it replays none.
+    """
     prefix_P = np.zeros(len(lengths.counts), dtype=np.int64)
     for p in np.flatnonzero(lengths.counts > 1).tolist():
         sequences = slice(*lengths.sequence_starts[p : p + 2].tolist())
         shortest = int(lengths.flat[sequences].min())
-        tokens = ids_T[lengths.starts[:-1][sequences][:, None] + np.arange(shortest)]
+        places = lengths.starts[:-1][sequences][:, None] + np.arange(shortest)
+        tokens = ids_T[places]
         differs = (tokens != tokens[0]).any(0)
+        if experts_TN is not None:
+            experts = experts_TN[places]
+            differs |= (experts != experts[0]).any((0, 2))
         prefix_P[p] = differs.argmax() if differs.any() else shortest
     return prefix_P
 

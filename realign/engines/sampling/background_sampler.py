@@ -19,6 +19,7 @@ from realign.api.generation import GenerationConfig
 from realign.api.in_process_sampler import IN_PROCESS
 from realign.api.microbatch import MicroBatchSpec
 from realign.api.requests import Completion, Request, Tokens
+from realign.api.router_experts import with_experts
 from realign.api.sample import SequenceSample
 from realign.api.sampler import PROMPTS, Capabilities, WeightSource
 from realign.engines.sampling.calls import Call
@@ -62,7 +63,7 @@ class StreamingHandle:
 
     def result(self, timeout_s: float | None = None) -> Completion:
         """See `Handle.result`."""
-        responses, versions_SN = self._call.result.result(timeout_s)
+        responses, versions_SN, _ = self._call.result.result(timeout_s)
         count, device = int(responses.lengths[0]), self.request.prompt_ids.device
         check_logprobs(responses.logprobs)
         found = (responses.tokens, responses.logprobs, versions_SN)
@@ -133,12 +134,13 @@ class StreamingEngine(SharedEngine):
         if not len(data):
             return self.engine.generate(data, config, seed=seed).with_tokens(versions=torch.zeros(0).int())
         call = self._add(data, response_keys(seed, data.ids, config.n), config)
-        responses, versions_SN = call.result.result()
+        responses, versions_SN, experts = call.result.result()
         out = packed(data, responses, config.n)
         sampled_SN = torch.arange(versions_SN.shape[1], device=versions_SN.device) < responses.lengths[:, None]
         versions_T = torch.full_like(out["input_ids"], -1, dtype=torch.int32)
         versions_T[out["loss_mask"]] = versions_SN[sampled_SN].to(versions_T.device)
-        return out.with_tokens(versions=versions_T)
+        out = out.with_tokens(versions=versions_T)
+        return with_experts(out, experts) if config.router_replay else out
 
     def update(self, source: WeightSource, version: int) -> None:
         """See `Sampler.update`. The next decode step samples with these weights.

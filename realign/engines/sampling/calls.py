@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from realign.api.generation import GenerationConfig
-from realign.engines.sampling.continuous import Stream
-from realign.engines.sampling.responses import Responses
+from realign.engines.sampling.continuous import Stream, Taken
 
 
 @dataclass(eq=False)
@@ -32,8 +31,7 @@ class Call:
     """Rows of the rollout's responses; None if the call has not started."""
     left: int = 0
     """Number of unfinished sequences."""
-    result: Future[tuple[Responses, Tensor]] = field(default_factory=Future)
-    """Responses, and the policy version [S, N] of each token."""
+    result: Future[Taken] = field(default_factory=Future)
     kept: tuple[Tensor, Tensor, Tensor] | None = None
     """Tokens, log-probs and versions of a canceled response."""
 

@@ -6,6 +6,7 @@ Shapes: S sequences, B of them being decoded, N tokens of the longest response.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +17,16 @@ from realign.engines.sampling.responses import Responses
 from realign.engines.sampling.slots import CACHE_FRACTION, PREFILL_TOKENS, Rollout
 from realign.engines.sampling.stopping import Stopping
 from realign.functional.logprobs import LMHead
+
+
+class Taken(NamedTuple):
+    """Finished sequences, in the order of the call."""
+
+    responses: Responses
+    versions_SN: Tensor
+    """Policy version of each sampled token."""
+    experts: list[Tensor]
+    """See `ExpertRecord.of`; empty if the rollout does not record experts."""
 
 
 class Stream(Rollout):
@@ -73,15 +84,21 @@ class Stream(Rollout):
     def _begun(self, sequences: Tensor) -> None:
         self.versions[sequences] = self.version
 
-    def take(self, sequences_S: Tensor) -> tuple[Responses, Tensor]:
-        """Return responses and versions [S, N] of finished sequences, and release their rows."""
-        taken = Responses(*(x[sequences_S] for x in self.responses)), self.versions[sequences_S]
+    def take(self, sequences_S: Tensor) -> Taken:
+        """Return finished sequences, and release their rows."""
+        responses = Responses(*(x[sequences_S] for x in self.responses))
+        experts: list[Tensor] = []
+        if self.experts is not None:
+            experts = self.experts.of(sequences_S.tolist(), responses.lengths.tolist())
+        taken = Taken(responses, self.versions[sequences_S], experts)
         self._forget(sequences_S.tolist())
         return taken
 
     def _forget(self, sequences: list[int]) -> None:
         """Release rows of `responses`."""
         self._free += sequences
+        if self.experts is not None:
+            self.experts.forget(sequences)
         for sequence in sequences:
             del self._texts[sequence]
 

@@ -11,7 +11,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from realign.engines.network.attention import AttentionContext
 from realign.engines.network.recurrence import States
+from realign.engines.network.routers import Routed, Routers
+from realign.engines.sampling.expert_record import DTYPE
 from realign.engines.sampling.kv_cache import DecodeContext, KeyValues, KVCache, PrefillContext, bytes_per_slot
 from realign.engines.sampling.trunk import Trunk
 from realign.functional.packed import cu_seqlens_of, position_ids
@@ -49,6 +52,16 @@ class SlotCache(Protocol):
 
 class Decoder(Protocol):
     """Runs a model without its last layer. The state of a text is opaque to rollouts."""
+
+    @property
+    def record_width(self) -> int:
+        """Number of experts that all routers choose for a token; 0 if the decoder does not record them."""
+        ...
+
+    @property
+    def chosen_NW(self) -> Tensor:
+        """Experts chosen for the N tokens of the last prefill or step, int16 [N, `record_width`]."""
+        ...
 
     def prefill(self, texts: Sequence[Tensor]) -> tuple[Tensor, list[Any]]:
         """Return the hidden state [len(texts), H] of the last token of each text, and the state of each text."""
@@ -137,15 +150,38 @@ class PackedCache:
 class PackedDecoder:
     """Decoder of models that run packed. Implements `Decoder`."""
 
-    def __init__(self, trunk: Trunk) -> None:
+    def __init__(self, trunk: Trunk, routers: Routers | None = None) -> None:
+        """Run `trunk`, and record the choices of its `routers`, if any."""
         self.trunk = trunk
+        self._routers = routers
+        self.chosen_NW = torch.empty(0, self.record_width, dtype=DTYPE)
+
+    @property
+    def record_width(self) -> int:
+        """See `Decoder.record_width`."""
+        return 0 if self._routers is None else self._routers.width
+
+    def _run(self, ids_N: Tensor, positions_N: Tensor, context: AttentionContext) -> Tensor:
+        """Run the trunk, and record the choices."""
+        if self._routers is None:
+            return self.trunk(ids_N, positions_N, context)
+        chosen: dict[int, Tensor] = {}
+
+        def note(router: int, routed: Routed) -> Routed:
+            chosen[router] = routed.chosen_RK.to(DTYPE)
+            return routed
+
+        with self._routers.heard_by(note):
+            hidden_NH = self.trunk(ids_N, positions_N, context)
+        self.chosen_NW = torch.cat([chosen[router] for router in range(len(self._routers.modules))], 1)
+        return hidden_NH
 
     def prefill(self, texts: Sequence[Tensor]) -> tuple[Tensor, list[Any]]:
         """See `Decoder.prefill`. One packed pass reads all texts."""
         lengths = [len(ids) for ids in texts]
         cu_seqlens = cu_seqlens_of(lengths).to(texts[0].device)
         context = PrefillContext(cu_seqlens, lengths=lengths)
-        hidden_TH = self.trunk(torch.cat(list(texts)), position_ids(cu_seqlens), context)
+        hidden_TH = self._run(torch.cat(list(texts)), position_ids(cu_seqlens), context)
         texts_kv = enumerate(context.per_sequence(lengths))
         states = [Text(kv, {layer: found[i] for layer, found in context.states.items()}) for i, kv in texts_kv]
         return hidden_TH[cu_seqlens[1:].long() - 1], states
@@ -161,4 +197,4 @@ class PackedDecoder:
 
     def step(self, cache: PackedCache, tokens_B: Tensor, positions_B: Tensor, longest: int) -> Tensor:
         """See `Decoder.step`."""
-        return self.trunk(tokens_B, positions_B, DecodeContext(cache.kv, positions_B, longest, cache.states))
+        return self._run(tokens_B, positions_B, DecodeContext(cache.kv, positions_B, longest, cache.states))

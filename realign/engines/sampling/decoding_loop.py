@@ -86,7 +86,7 @@ class DecodingLoop:
             self._engine.load_weights(weights)
             self.version = version
             for stream in self.streams:
-                decoder, head = self._prepared(stream.reach)
+                decoder, head = self._prepared(stream.config, stream.reach)
                 with self._engine.network.autocast():  # recompute under the same autocast as the first prefill
                     stream.update(decoder, head, version, recompute=self._recompute)
 
@@ -97,7 +97,7 @@ class DecodingLoop:
 
         def read() -> tuple[Tensor, Tensor, Tensor] | None:
             if call.result.done() and call.result.exception() is None:
-                responses, versions_SN = call.result.result()
+                responses, versions_SN, _ = call.result.result()
                 count = int(responses.lengths[0])
                 return responses.tokens[0, :count], responses.logprobs[0, :count], versions_SN[0, :count]
             running = self._running_of(call)
@@ -247,11 +247,11 @@ class DecodingLoop:
             self._running.append(running)
         elif longest > running.stream.reach:
             running.stream.reach = max(longest, 2 * running.stream.reach)
-            running.stream.decoder, running.stream.head = self._prepared(running.stream.reach)
+            running.stream.decoder, running.stream.head = self._prepared(call.config, running.stream.reach)
         running.add(call)
 
     def _stream(self, config: GenerationConfig, reach: int) -> Stream:
-        decoder, head = self._prepared(reach)
+        decoder, head = self._prepared(config, reach)
         weight, engine = head.weight_VH, self._engine
         stopping = Stopping(config, engine.eos_token_ids, engine.tokenizer, len(weight), weight.device)
         return Stream(
@@ -265,7 +265,7 @@ class DecodingLoop:
             cache_fraction=engine.cache_fraction,
         )
 
-    def _prepared(self, length: int) -> tuple[Decoder, LMHead]:
+    def _prepared(self, config: GenerationConfig, length: int) -> tuple[Decoder, LMHead]:
         network = self._engine.network
         head = read_head(self._engine.module)
         assert isinstance(head, LMHead)
@@ -277,4 +277,5 @@ class DecodingLoop:
                 length,
                 cores=self._cores,
                 own_cache=network.own_cache,
+                routers=network.recorded_routers(config, self._engine.module),
             )

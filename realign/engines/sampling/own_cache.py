@@ -141,6 +141,16 @@ class OwnCache:
     def _body(self) -> Any:
         return read_body(self._module)
 
+    @property
+    def record_width(self) -> int:
+        """See `Decoder.record_width`; models that run unpacked do not record experts."""
+        return 0
+
+    @property
+    def chosen_NW(self) -> Tensor:
+        """See `Decoder.chosen_NW`."""
+        raise ValueError("a model that runs unpacked does not record experts")
+
     def prefill(self, texts: Sequence[Tensor]) -> tuple[Tensor, list[_Group]]:
         """See `Decoder.prefill`. A pass for each text."""
         hidden, states = [], []

@@ -18,7 +18,9 @@ from torch import Tensor, nn
 
 from realign.api.generation import GenerationConfig
 from realign.api.lengths import Lengths
+from realign.api.router_experts import with_experts
 from realign.api.sample import SequenceSample
+from realign.engines.network.routers import Routers
 from realign.engines.sampling.counter_rng import response_keys
 from realign.engines.sampling.decoder import Decoder, PackedDecoder
 from realign.engines.sampling.fused_layers import for_few_rows
@@ -49,6 +51,7 @@ def generate(
     own_cache: OwnCache | None = None,
     max_slots: int | None = None,
     cache_fraction: float = CACHE_FRACTION,
+    routers: Routers | None = None,
 ) -> SequenceSample:
     """Sample `config.n` responses for each prompt; implements `PipelinableEngine.generate`.
 
@@ -68,6 +71,7 @@ def generate(
         own_cache: decodes with a model that cannot run packed; None runs packed.
         max_slots: maximum number of sequences decoded concurrently.
         cache_fraction: fraction of the free memory of a GPU for the KV cache, if `max_slots` is None.
+        routers: routers of the model whose choices are recorded; None records nothing.
 
     Returns:
         The same ids, each with its `n` sequences:
@@ -75,7 +79,8 @@ def generate(
         - `input_ids`: prompt and response, including the stop token;
         - `prompt_mask` and `loss_mask` (the response);
         - `logprobs`: fp32, 0 on the prompt;
-        - `truncated`: [S] bool, True if the length limit ended the response (always False with `fixed_length`).
+        - `truncated`: [S] bool, True if the length limit ended the response (always False with `fixed_length`);
+        - `router_experts`: the experts that `routers` chose, if given; see `realign.api.router_experts`.
 
     Raises:
         ValueError: an id does not have exactly one prompt.
@@ -89,17 +94,27 @@ def generate(
     with ExitStack() as stack:
         stack.enter_context(_evaluating(model))
         cores = stack.enter_context(one_core_for_small_products(model))
-        decoder, head = prepared(model, head, fusion, length, cores=cores, own_cache=own_cache)
+        decoder, head = prepared(model, head, fusion, length, cores=cores, own_cache=own_cache, routers=routers)
         device = head.weight_VH.device
         stopping = Stopping(config, eos_token_ids, tokenizer, len(head.weight_VH), device)
         rollout = Rollout(decoder, head, config, stopping, max_slots=max_slots, cache_fraction=cache_fraction)
-        rollout.add([p.to(device) for p in prompts], response_keys(seed, data.ids, config.n))
+        sequences_S = rollout.add([p.to(device) for p in prompts], response_keys(seed, data.ids, config.n))
         responses = rollout.run()
-    return packed(data, responses, config.n)
+    out = packed(data, responses, config.n)
+    if rollout.experts is None:
+        return out
+    return with_experts(out, rollout.experts.of(sequences_S.tolist(), responses.lengths.tolist()))
 
 
 def prepared(
-    model: Any, head: LMHead, fusion: Fusion | None, length: int, *, cores: Cores, own_cache: OwnCache | None = None
+    model: Any,
+    head: LMHead,
+    fusion: Fusion | None,
+    length: int,
+    *,
+    cores: Cores,
+    own_cache: OwnCache | None = None,
+    routers: Routers | None = None,
 ) -> tuple[Decoder, LMHead]:
     """Build the decoder and head of a rollout from the current weights, which are cast and joined once for all steps.
 
@@ -110,6 +125,7 @@ def prepared(
         length: number of positions to support.
         cores: limits small products to one core.
         own_cache: see `generate`.
+        routers: see `generate`.
     """
     device = next(model.parameters()).device
     dtype = torch.float32
@@ -119,9 +135,9 @@ def prepared(
     if own_cache is not None:
         return own_cache, head
     if fusion is None:
-        return PackedDecoder(cores.saved_by(ModuleTrunk(model))), head
+        return PackedDecoder(cores.saved_by(ModuleTrunk(model)), routers), head
     trunk = cores.saved_by(fusion.trunk(length, dtype))
-    return PackedDecoder(trunk), dataclasses.replace(head, weight_VH=for_few_rows(head.weight_VH))
+    return PackedDecoder(trunk, routers), dataclasses.replace(head, weight_VH=for_few_rows(head.weight_VH))
 
 
 def checked_prompts(model: Any, data: SequenceSample, config: GenerationConfig) -> list[Tensor]:

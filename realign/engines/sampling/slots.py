@@ -20,6 +20,7 @@ from realign.engines.device_memory import free_bytes
 from realign.engines.sampling.counter_rng import uniforms
 from realign.engines.sampling.decoder import Decoder, SlotCache
 from realign.engines.sampling.draw import sample
+from realign.engines.sampling.expert_record import ExpertRecord
 from realign.engines.sampling.responses import Responses, empty_responses
 from realign.engines.sampling.stopping import Stopping
 from realign.functional.logprobs import LMHead
@@ -63,6 +64,8 @@ class _Prefilled(NamedTuple):
     """State of the prompt, see `Decoder.prefill`."""
     hidden_H: Tensor
     """Hidden state of the last prompt token, from which the first response tokens are sampled."""
+    chosen_PW: Tensor | None
+    """Experts chosen for the prompt tokens; None if they are not recorded."""
 
 
 @dataclass(eq=False)
@@ -109,6 +112,8 @@ class Rollout:
         self.stopping = stopping
         self.device = head.weight_VH.device
         self.responses = empty_responses(0, config.max_new_tokens, self.device)
+        width = decoder.record_width
+        self.experts = ExpertRecord(width, config.max_new_tokens, self.device) if width else None
         self.waiting: deque[_Prompt] = deque()
         self.n_waiting = 0
         self.active = 0
@@ -151,6 +156,8 @@ class Rollout:
         first = len(self.responses.lengths)
         more = empty_responses(count, self.config.max_new_tokens, self.device)
         self.responses = Responses(*(torch.cat(pair) for pair in zip(self.responses, more, strict=True)))
+        if self.experts is not None:
+            self.experts.grow(count)
         return torch.arange(first, first + count, device=self.device)
 
     @property
@@ -187,6 +194,8 @@ class Rollout:
             prompt = self.waiting[0]
             count, length = min(self.slots - self.active, len(prompt.keys)), len(prompt.ids)
             cache.fill(self.active, self.active + count, read.state)
+            if self.experts is not None and read.chosen_PW is not None:
+                self.experts.begin(prompt.sequences[:count].tolist(), read.chosen_PW)
             self.rows[2, self.active : self.active + count] = length - 1
             self.longest = max(self.longest, length)
             hidden.append(read.hidden_H.expand(count, -1))
@@ -226,8 +235,11 @@ class Rollout:
         if not new:
             return
         last_hidden, states = self.decoder.prefill([prompt.ids for prompt in new])
-        for prompt, state, hidden_H in zip(new, states, last_hidden, strict=True):
-            prompt.read = _Prefilled(state, hidden_H)
+        chosen: Sequence[Tensor | None] = [None] * len(new)
+        if self.experts is not None:
+            chosen = self.decoder.chosen_NW.split([len(prompt.ids) for prompt in new])
+        for prompt, *read in zip(new, states, last_hidden, chosen, strict=True):
+            prompt.read = _Prefilled(*read)
 
     def _cache(self) -> SlotCache:
         """Return the KV cache; allocate it after the first prefill, and grow it when needed.
@@ -255,6 +267,8 @@ class Rollout:
         self.cache.reach(self.longest + 1, None if self.n_waiting else self.active)
         hidden_BH = self.decoder.step(self.cache, tokens_B, positions_B, self.longest)
         self.longest += 1
+        if self.experts is not None:
+            self.experts.add(self.rows[4, : self.active] - 1, self.decoder.chosen_NW)
         self._record(hidden_BH, 0)
 
     def _record(self, hidden_BH: Tensor, first: int) -> None:

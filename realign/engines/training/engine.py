@@ -7,7 +7,7 @@ returns sums, and the accumulated gradient is divided once, by the weight of the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -155,9 +155,10 @@ class TransformersEngine(InferenceEngine):
 
         Metrics of the engine are `loss`, `grad_norm` (before clipping), `lr`, `tokens`, `shared_tokens`, and
         `n_microbatches`. `shared_tokens` counts the tokens that prompt sharing did not recompute. `load_balancing`
-        adds its loss to the gradient, but not to `loss`, and adds the metrics of `StepLoad`. Step counts are
-        `optimizer_steps` (taken) and `skipped_steps`. Skipped steps are also counted by reason: `zero_weight_steps`,
-        `zero_gradient_steps`, `nonfinite_steps` and `vetoed_steps`.
+        adds its loss to the gradient, but not to `loss`, and adds the metrics of `StepLoad`. A batch with the key
+        `router_experts` adds the metrics of `RouterReplay`. Step counts are `optimizer_steps` (taken) and
+        `skipped_steps`. Skipped steps are also counted by reason: `zero_weight_steps`, `zero_gradient_steps`,
+        `nonfinite_steps` and `vetoed_steps`.
 
         Raises:
             ValueError: the model is frozen, the loss is not an fp32 scalar, or the weight is negative or not finite.
@@ -216,7 +217,7 @@ class TransformersEngine(InferenceEngine):
                 losses.append(loss)
                 metrics.append(stats)
         self._accumulated = Accumulated(passes, losses, loss_fn)
-        return merge_stats(metrics) | self._counts(part, passes) | self._load_metrics(load)
+        return merge_stats(metrics) | self._counts(part, passes) | self._load_metrics(load) | self._replay_metrics()
 
     def _start_load(self, passes: Passes, idle: range) -> StepLoad | None:
         """Start to balance the experts in a step; `idle` are passes that only other ranks need."""
@@ -231,6 +232,9 @@ class TransformersEngine(InferenceEngine):
     def _load_metrics(self, load: StepLoad | None) -> Stats:
         self._load = load
         return {} if load is None else load.metrics(self._sum_ranks)
+
+    def _replay_metrics(self) -> Stats:
+        return {} if self.network.replay is None else self.network.replay.take_stats()
 
     def _sum_ranks(self, x: Tensor) -> Tensor:
         return x
@@ -359,9 +363,11 @@ class TransformersEngine(InferenceEngine):
         """Return the seed of the dropout masks in the next `accumulate`."""
         return derive_seed(self._seed, self.name, "dropout", self._trained().optimizer_steps)
 
-    def _training(self) -> AbstractContextManager[None]:
-        """Return the context of a training pass, see `TrainingModes`."""
-        return self._modes.entered(self.dropout_seed)
+    @contextmanager
+    def _training(self) -> Iterator[None]:
+        """Enter the context of training passes, see `TrainingModes`."""
+        with self._modes.entered(self.dropout_seed), self.network.replaying():
+            yield
 
 
 def differentiate_with_hidden(hidden_RH: Tensor, loss: Tensor) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -136,25 +137,25 @@ class StepLoad:
         finally:
             self._adds = False  # layers that are recomputed for the gradient do not count again
 
-    def _hear(self, router: int, routed: Routed) -> Tensor:
+    def _hear(self, router: int, routed: Routed) -> Routed:
         if (weight_R := self._weight_R) is None:  # a pass of other ranks, without tokens of this rank
-            return routed.scores_RK
+            return routed
         chosen = routed.chosen_RK.flatten()
         counts_E = torch.zeros_like(self.counts_LE[0])
         counts_E.index_add_(0, chosen, weight_R.repeat_interleave(self._routers.chosen))
         if self._adds:
             self.counts_LE[router] += counts_E
         if not self._routers.softmax:
-            return routed.scores_RK
+            return routed
         probs_E = (routed.logits_RE.float().softmax(-1) * weight_R[:, None]).sum(0)
         if self._adds:
             self.probs_LE[router] += probs_E.detach()
         if not self._coef or not probs_E.requires_grad:
-            return routed.scores_RK
+            return routed
         all_E = counts_E if self._all_LE is None else self._all_LE[router]
         loss = self._coef / len(self.counts_LE) * self._loss(all_E, probs_E)
-        scores: Tensor = _WithLoss.apply(routed.scores_RK, loss)
-        return scores
+        scores_RK: Tensor = _WithLoss.apply(routed.scores_RK, loss)
+        return replace(routed, scores_RK=scores_RK)
 
     def _loss(self, counts_E: Tensor, probs_E: Tensor) -> Tensor:
         """Return the loss of each router; the last dimension of the arguments is E."""

@@ -166,7 +166,12 @@ class InferenceEngine(PipelinableEngine):
                 own_cache=self.network.own_cache,
                 max_slots=self.max_slots,
                 cache_fraction=self.cache_fraction,
+                routers=self.network.recorded_routers(config, module),
             )
+
+    def check_router_replay(self) -> None:
+        """See `PipelinableEngine.check_router_replay`."""
+        self.network.check_replay()
 
     def _sampler(self) -> tuple[Any, Fusion | None]:
         """Return the model that rollouts run, and its `Fusion`, if any."""

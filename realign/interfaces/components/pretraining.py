@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from realign.api import ModelOutput, SequenceSample, Stats, masked_mean
+from realign.api.router_experts import ROUTER_EXPERTS, without_experts
 from realign.api.sample import TOKENS
 from realign.functional import nll_loss
 
@@ -34,10 +35,11 @@ def mix_pretraining(
 
     Returns:
         The keys of `part` that have one value per token, and `ptx_weight` [T], 0 for the policy's tokens. For the text,
-        `loss_mask` is False and the other keys are 0.
+        `loss_mask` is False and the other keys are 0. It has no `router_experts`.
     """
     lengths = part.lengths[TOKENS]
-    policy = part.select([key for key, own in part.lengths.items() if own is lengths or own == lengths])
+    aligned = {key for key, own in part.lengths.items() if own is lengths or own == lengths} - {ROUTER_EXPERTS}
+    policy = part.select(aligned)
     text = part.select(["ptx_input_ids", "ptx_loss_mask"]).rename(
         {"ptx_input_ids": TOKENS, "ptx_loss_mask": "ptx_mask"}
     )
@@ -47,7 +49,10 @@ def mix_pretraining(
     fill = {key: x.new_zeros(len(mask_T), *x.shape[1:]) for key, x in policy.data.items() if key != TOKENS}
     per_token = torch.where(mask_T, coef * weight / max(tokens, 1), 0.0).float()
     policy = policy.with_tokens(ptx_weight=torch.zeros(len(policy[TOKENS])))
-    return SequenceSample.gather([policy, text.select([TOKENS]).with_tokens(**fill, ptx_weight=per_token)])
+    text = text.select([TOKENS]).with_tokens(**fill, ptx_weight=per_token)
+    if ROUTER_EXPERTS in part:
+        policy, text = policy.merge(part.select([ROUTER_EXPERTS])), without_experts(text)
+    return SequenceSample.gather([policy, text])
 
 
 def pretraining_loss(output: ModelOutput, minibatch: SequenceSample) -> tuple[Tensor, Stats]:

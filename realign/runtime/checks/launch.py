@@ -17,6 +17,7 @@ from realign.errors import ConfigError
 from realign.runtime.checks.located import located
 from realign.runtime.checks.roles import check_responses, check_roles
 from realign.runtime.checks.rollout import check_rollout, check_whole_batches
+from realign.runtime.checks.router_replay import check_replay
 from realign.runtime.evaluation.base import Evaluator, in_set
 from realign.runtime.evaluation.calibration import RewardCalibration
 from realign.runtime.experiment import Experiment
@@ -38,6 +39,7 @@ def check_ready(experiment: Experiment) -> None:
     check_roles(experiment)
     check_responses(experiment)
     check_rollout(experiment)
+    check_replay(experiment)
     _check_budget(experiment)
     _check_metrics(experiment)
     experiment.resume_folder()

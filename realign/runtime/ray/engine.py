@@ -64,6 +64,10 @@ class RayEngine(PipelinableEngine):
         given = {role: (head.weight_VH, head.bias_V, head.scale, head.softcap) for role, head in heads.items()}
         self._tell("use_heads", given)
 
+    def check_router_replay(self) -> None:
+        """See `PipelinableEngine.check_router_replay`."""
+        self._tell("check_router_replay")
+
     def reference(self, layers: int | None = None) -> Forward:
         """See `TransformersEngine.reference`; the copies are created and stay in the workers."""
         self._tell("reference", layers)

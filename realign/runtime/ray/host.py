@@ -170,6 +170,10 @@ class Host:
         """See `PipelinableEngine.forward`."""
         return self._engine(role).forward_part(part, mb_spec, hook)
 
+    def check_router_replay(self, role: str) -> None:
+        """See `PipelinableEngine.check_router_replay`."""
+        self._engine(role).check_router_replay()
+
     def use_heads(self, role: str, heads: Mapping[str, tuple[Tensor, Tensor | None, float, float | None]]) -> None:
         """See `PipelinableEngine.use_heads`; the values are the fields of `LMHead`."""
         copies = mapped(heads, Tensor.clone)

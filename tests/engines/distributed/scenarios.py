@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from realign.api import GenerationConfig, MicroBatchSpec, Model, ModelInterface, SequenceSample, stat_values
+from realign.api.router_experts import ROUTER_EXPERTS, with_experts
 from realign.engines import (
     Causal,
     LoadBalancing,
@@ -206,6 +207,25 @@ def settings(folder: Path) -> dict[str, Any]:
     return {kind: steps(load(folder, **given), loss) for kind, (given, loss) in KINDS.items()}
 
 
+def replayed(folder: Path) -> dict[str, Any]:
+    """Return the choices of experts in a rollout, and train on random choices, without a record for one prompt."""
+    model = load(folder, "qwen3_moe")
+    prompts = {"prompt_ids": [[list(range(5, 5 + n))] for n in (4, 1, 9)]}
+    sampled = SequenceSample.from_sequences(["a", "b", "c"], prompts)
+    rollout = model.machine.generate(sampled, GenerationConfig(n=2, max_new_tokens=5, router_replay=True), seed=0)
+    data = random_sample(LENGTHS)
+    generator = torch.Generator().manual_seed(0)
+    tokens = [None if s == 3 else len(ids) for s, ids in enumerate(data.sequences())]  # the second prompt
+    chosen = [
+        None if n is None else torch.rand(n, 3, 4, generator=generator).argsort(-1)[..., :2].flatten(1).short()
+        for n in tokens
+    ]
+    data = with_experts(data, chosen)
+    metrics = [stat_values(model.machine.train_batch(data, BUDGET, plain_loss, weight)) for _ in range(2)]
+    assert metrics[0]["router_changes"] > 0.5
+    return {"recorded": rollout[ROUTER_EXPERTS], "metrics": metrics, "weights": weights_now(model)}
+
+
 def reduced_once(folder: Path) -> dict[str, Any]:
     """Train `grpo` and uneven shards, summing gradients over the ranks after the last micro-batch only."""
     once = Sharding(reduce_once=True)
@@ -392,7 +412,9 @@ def _renamed(data: SequenceSample) -> SequenceSample:
 
 def scenarios(folder: Path) -> dict[str, Any]:
     """Run the scenarios that give the same results on any number of ranks."""
-    return {f.__name__: f(folder) for f in (sft, grpo, early_stop, ppo, dpo, gkd, kto, settings, uneven, calls)}
+    return {
+        f.__name__: f(folder) for f in (sft, grpo, early_stop, ppo, dpo, gkd, kto, settings, uneven, calls, replayed)
+    }
 
 
 def of_a_group(folder: Path) -> dict[str, Any]:

@@ -89,6 +89,13 @@ def test_trap_d7_d9_ranks_with_fewer_micro_batches_or_none_go_on_together(
     assert one["few"][2]["zero_weight_steps"] == 1
 
 
+def test_choices_of_experts_are_recorded_and_replayed_as_in_one_process(
+    ranks: list[dict[str, Any]], alone: dict[str, Any]
+) -> None:
+    for found in ranks:
+        assert_same(found["replayed"], alone["replayed"])
+
+
 def test_gradients_that_are_summed_once_in_a_step_are_those_of_one_process(
     ranks: list[dict[str, Any]], alone: dict[str, Any]
 ) -> None:
