@@ -25,6 +25,14 @@ class InProcessSampling(SamplerSpec):
     """Fraction of the free memory of a GPU for the KV cache if `max_slots` is null. It is read when a rollout starts,
     after the weights are loaded. Ignored on a CPU."""
 
+    sync_every: Count | None = None
+    """Decode steps after which the host reads which responses have ended; null: 8 on an accelerator, 1 on a CPU. In
+    between, steps start without waiting for the device, and responses that have ended occupy their slots. Samples do
+    not depend on it. Rollouts with stop strings use 1."""
+    keep_memory: bool = False
+    """Keep the memory of the KV cache and of the joined weights between rollouts, so that they have the same addresses
+    and are not allocated again. Training then has less memory. Ignored by models that cannot run packed."""
+
     compiled_decode: CompiledDecode = CompiledDecode.auto
     """Whether decode steps on a CPU run in a library that the first rollout compiles and caches: auto | on | off. auto
     uses torch if no C++ compiler is installed; on raises an error then."""

@@ -22,6 +22,7 @@ from realign.api.sample import SequenceSample
 from realign.engines.sampling.counter_rng import response_keys
 from realign.engines.sampling.decoder import Decoder, PackedDecoder
 from realign.engines.sampling.fused_layers import for_few_rows
+from realign.engines.sampling.kept_memory import KeptMemory
 from realign.engines.sampling.own_cache import OwnCache
 from realign.engines.sampling.responses import Responses
 from realign.engines.sampling.slots import CACHE_FRACTION, Rollout
@@ -49,6 +50,8 @@ def generate(
     own_cache: OwnCache | None = None,
     max_slots: int | None = None,
     cache_fraction: float = CACHE_FRACTION,
+    sync_every: int | None = None,
+    memory: KeptMemory | None = None,
 ) -> SequenceSample:
     """Sample `config.n` responses for each prompt; implements `PipelinableEngine.generate`.
 
@@ -68,6 +71,8 @@ def generate(
         own_cache: decodes with a model that cannot run packed; None runs packed.
         max_slots: maximum number of sequences decoded concurrently.
         cache_fraction: fraction of the free memory of a GPU for the KV cache, if `max_slots` is None.
+        sync_every: see `slots.Rollout`.
+        memory: kept memory for weights and KV cache; None allocates them.
 
     Returns:
         The same ids, each with its `n` sequences:
@@ -89,17 +94,34 @@ def generate(
     with ExitStack() as stack:
         stack.enter_context(_evaluating(model))
         cores = stack.enter_context(one_core_for_small_products(model))
-        decoder, head = prepared(model, head, fusion, length, cores=cores, own_cache=own_cache)
+        decoder, head = prepared(model, head, fusion, length, cores=cores, own_cache=own_cache, memory=memory)
         device = head.weight_VH.device
         stopping = Stopping(config, eos_token_ids, tokenizer, len(head.weight_VH), device)
-        rollout = Rollout(decoder, head, config, stopping, max_slots=max_slots, cache_fraction=cache_fraction)
+        rollout = Rollout(
+            decoder,
+            head,
+            config,
+            stopping,
+            max_slots=max_slots,
+            cache_fraction=cache_fraction,
+            sync_every=sync_every,
+            memory=memory,
+        )
+        stack.callback(rollout.release)
         rollout.add([p.to(device) for p in prompts], response_keys(seed, data.ids, config.n))
         responses = rollout.run()
     return packed(data, responses, config.n)
 
 
 def prepared(
-    model: Any, head: LMHead, fusion: Fusion | None, length: int, *, cores: Cores, own_cache: OwnCache | None = None
+    model: Any,
+    head: LMHead,
+    fusion: Fusion | None,
+    length: int,
+    *,
+    cores: Cores,
+    own_cache: OwnCache | None = None,
+    memory: KeptMemory | None = None,
 ) -> tuple[Decoder, LMHead]:
     """Build the decoder and head of a rollout from the current weights, which are cast and joined once for all steps.
 
@@ -110,6 +132,7 @@ def prepared(
         length: number of positions to support.
         cores: limits small products to one core.
         own_cache: see `generate`.
+        memory: see `generate`.
     """
     device = next(model.parameters()).device
     dtype = torch.float32
@@ -120,8 +143,10 @@ def prepared(
         return own_cache, head
     if fusion is None:
         return PackedDecoder(cores.saved_by(ModuleTrunk(model))), head
-    trunk = cores.saved_by(fusion.trunk(length, dtype))
-    return PackedDecoder(trunk), dataclasses.replace(head, weight_VH=for_few_rows(head.weight_VH))
+    trunk, weight_VH = cores.saved_by(fusion.trunk(length, dtype, memory)), for_few_rows(head.weight_VH.detach())
+    if memory is not None:
+        weight_VH = memory.copied("head", weight_VH)
+    return PackedDecoder(trunk), dataclasses.replace(head, weight_VH=weight_VH)
 
 
 def checked_prompts(model: Any, data: SequenceSample, config: GenerationConfig) -> list[Tensor]:

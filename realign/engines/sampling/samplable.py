@@ -8,6 +8,7 @@ import torch
 
 from realign.api.engine import PipelinableEngine
 from realign.engines.network.network import Network
+from realign.engines.sampling.kept_memory import KeptMemory
 
 
 @runtime_checkable
@@ -47,4 +48,14 @@ class Samplable(PipelinableEngine, Protocol):
     @property
     def cache_fraction(self) -> float:
         """Fraction of the free memory of a GPU for the KV cache, if `max_slots` is None."""
+        ...
+
+    @property
+    def sync_every(self) -> int | None:
+        """Decode steps between two host synchronizations; None: see `Rollout`."""
+        ...
+
+    @property
+    def kept_memory(self) -> KeptMemory | None:
+        """Memory that is kept between rollouts; None if it is freed."""
         ...

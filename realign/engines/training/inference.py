@@ -20,6 +20,7 @@ from realign.engines.network.heads import read_head
 from realign.engines.network.network import Network, Run
 from realign.engines.network.output import ScalarHead
 from realign.engines.network.shared_prefix import Layout, Passes
+from realign.engines.sampling.kept_memory import KeptMemory
 from realign.engines.sampling.trunk import positions_of
 from realign.engines.sampling.weight_fusion import Fusion
 from realign.engines.training.callbacks import added
@@ -39,6 +40,8 @@ class InferenceEngine(PipelinableEngine):
         seed: int,
         max_slots: int | None,
         cache_fraction: float,
+        sync_every: int | None,
+        keep_memory: bool,
     ) -> None:
         """Wrap a network; see `TransformersEngine` for the arguments."""
         self.name = name
@@ -49,6 +52,8 @@ class InferenceEngine(PipelinableEngine):
         self.tokenizer = tokenizer
         self.max_slots = max_slots
         self.cache_fraction = cache_fraction
+        self.sync_every = sync_every
+        self.kept_memory = KeptMemory() if keep_memory else None
         self._seed = seed
 
     @property
@@ -166,7 +171,14 @@ class InferenceEngine(PipelinableEngine):
                 own_cache=self.network.own_cache,
                 max_slots=self.max_slots,
                 cache_fraction=self.cache_fraction,
+                sync_every=self.sync_every,
+                memory=self.kept_memory,
             )
+
+    def free_kept_memory(self) -> None:
+        """Free the memory that is kept between rollouts, if any."""
+        if self.kept_memory is not None:
+            self.kept_memory.free()
 
     def _sampler(self) -> tuple[Any, Fusion | None]:
         """Return the model that rollouts run, and its `Fusion`, if any."""
