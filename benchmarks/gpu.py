@@ -11,8 +11,8 @@ training   GRPO training steps of each shape with bf16 compute and fp32 weights.
            kernel of packed attention. The prompt of a group counts once, and recomputation does not count. The same
            steps also run with `torch_compile`.
 rollout    Tokens of responses per second for the same prompts and lengths: realign, realign with a synchronization at
-           every decode step, realign with kept memory, transformers' `generate` (a batch runs until its longest
-           response ends) and transformers' continuous batching.
+           every decode step, with kept memory and with CUDA graphs, transformers' `generate` (a batch runs until its
+           longest response ends) and transformers' continuous batching.
 sampler    The decode loop: a step that waits for the device is an error. Compares samples with and without
            synchronization at every step, and counts the memory that a further rollout allocates.
 trl        GRPO steps of realign and TRL in alternation, as in `benchmarks.peer`. Skipped if TRL is not installed.
@@ -224,6 +224,7 @@ def rollout(plan: Plan) -> dict[str, Any]:
         "realign": _ours,
         "realign_sync_every_step": partial(_ours, sync_every=1),
         "realign_kept_memory": partial(_ours, keep_memory=True),
+        **({"realign_graphs": partial(_ours, keep_memory=True, cuda_graphs=True)} if plan.device == "cuda" else {}),
         "generate": _generate,
         "continuous_batching": _continuous_batching,
     }

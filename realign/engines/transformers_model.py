@@ -354,6 +354,7 @@ class TransformersModel(Settings, ModelSpec):
             cache_fraction=self._sampling.cache_fraction,
             sync_every=self._sampling.sync_every,
             keep_memory=self._sampling.keep_memory,
+            cuda_graphs=self._sampling.cuda_graphs,
             load_balancing=self.load_balancing,
             torch_compile=self.torch_compile,
         )

@@ -229,9 +229,9 @@ def compile_probed(model: Any, backend: TorchCompile) -> None:
             raise
         except Exception as error:  # compilers fail in many ways, for example without a C++ compiler
             raise ConfigError(f"the layers cannot be compiled: {describe(error)}.") from error
-    error = _relative(got_TH, want_TH).max().item()
-    if not error <= _TOLERANCE_FP32:
-        raise ConfigError(f"hidden states of compiled layers differ by {error:.1e} (relative).")
+    difference = _relative(got_TH, want_TH).max().item()
+    if not difference <= _TOLERANCE_FP32:
+        raise ConfigError(f"hidden states of compiled layers differ by {difference:.1e} (relative).")
 
 
 def _random_ids(model: Any) -> Tensor:

@@ -148,8 +148,7 @@ class DecodingLoop:
                 self._asleep = True
             for stream in self.streams:
                 stream.free_cache()
-            if self._engine.kept_memory is not None:
-                self._engine.kept_memory.free()
+            self._engine.free_kept_memory()
 
         self.between_steps(free)
 
@@ -289,4 +288,5 @@ class DecodingLoop:
                 cores=self._cores,
                 own_cache=network.own_cache,
                 memory=self._engine.kept_memory,
+                captured=self._engine.captured_steps,
             )

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from realign.api.generation import GenerationConfig
 from realign.api.lengths import Lengths
 from realign.api.sample import SequenceSample
+from realign.engines.sampling.captured_steps import CapturedDecoder, CapturedSteps
 from realign.engines.sampling.counter_rng import response_keys
 from realign.engines.sampling.decoder import Decoder, PackedDecoder
-from realign.engines.sampling.fused_layers import for_few_rows
+from realign.engines.sampling.fused_layers import FusedTrunk, for_few_rows
 from realign.engines.sampling.kept_memory import KeptMemory
 from realign.engines.sampling.own_cache import OwnCache
 from realign.engines.sampling.responses import Responses
@@ -52,6 +53,7 @@ def generate(
     cache_fraction: float = CACHE_FRACTION,
     sync_every: int | None = None,
     memory: KeptMemory | None = None,
+    captured: CapturedSteps | None = None,
 ) -> SequenceSample:
     """Sample `config.n` responses for each prompt; implements `PipelinableEngine.generate`.
 
@@ -73,6 +75,7 @@ def generate(
         cache_fraction: fraction of the free memory of a GPU for the KV cache, if `max_slots` is None.
         sync_every: see `slots.Rollout`.
         memory: kept memory for weights and KV cache; None allocates them.
+        captured: captured decode steps, which require `memory`; None launches each operator.
 
     Returns:
         The same ids, each with its `n` sequences:
@@ -94,7 +97,9 @@ def generate(
     with ExitStack() as stack:
         stack.enter_context(_evaluating(model))
         cores = stack.enter_context(one_core_for_small_products(model))
-        decoder, head = prepared(model, head, fusion, length, cores=cores, own_cache=own_cache, memory=memory)
+        decoder, head = prepared(
+            model, head, fusion, length, cores=cores, own_cache=own_cache, memory=memory, captured=captured
+        )
         device = head.weight_VH.device
         stopping = Stopping(config, eos_token_ids, tokenizer, len(head.weight_VH), device)
         rollout = Rollout(
@@ -122,6 +127,7 @@ def prepared(
     cores: Cores,
     own_cache: OwnCache | None = None,
     memory: KeptMemory | None = None,
+    captured: CapturedSteps | None = None,
 ) -> tuple[Decoder, LMHead]:
     """Build the decoder and head of a rollout from the current weights, which are cast and joined once for all steps.
 
@@ -133,6 +139,7 @@ def prepared(
         cores: limits small products to one core.
         own_cache: see `generate`.
         memory: see `generate`.
+        captured: see `generate`.
     """
     device = next(model.parameters()).device
     dtype = torch.float32
@@ -143,10 +150,13 @@ def prepared(
         return own_cache, head
     if fusion is None:
         return PackedDecoder(cores.saved_by(ModuleTrunk(model))), head
-    trunk, weight_VH = cores.saved_by(fusion.trunk(length, dtype, memory)), for_few_rows(head.weight_VH.detach())
+    trunk, weight_VH = fusion.trunk(length, dtype, memory), for_few_rows(head.weight_VH.detach())
     if memory is not None:
         weight_VH = memory.copied("head", weight_VH)
-    return PackedDecoder(trunk), dataclasses.replace(head, weight_VH=weight_VH)
+    head = dataclasses.replace(head, weight_VH=weight_VH)
+    if captured is not None and isinstance(trunk, FusedTrunk):
+        return CapturedDecoder(trunk, captured), head
+    return PackedDecoder(cores.saved_by(trunk)), head
 
 
 def checked_prompts(model: Any, data: SequenceSample, config: GenerationConfig) -> list[Tensor]:

@@ -74,6 +74,7 @@ class TransformersEngine(InferenceEngine):
         cache_fraction: float = CACHE_FRACTION,
         sync_every: int | None = None,
         keep_memory: bool = False,
+        cuda_graphs: bool = False,
         load_balancing: LoadBalancing | None = None,
         torch_compile: TorchCompile = TorchCompile.off,
     ) -> None:
@@ -100,6 +101,7 @@ class TransformersEngine(InferenceEngine):
             cache_fraction: fraction of the free memory of a GPU for the KV cache, if `max_slots` is None.
             sync_every: decode steps between two host synchronizations, see `slots.Rollout`.
             keep_memory: keep the memory of weights and KV cache between rollouts.
+            cuda_graphs: capture decode steps as CUDA graphs.
             load_balancing: balances the experts in training; None if not.
             torch_compile: backend that compiles the decoder layers for training and scoring.
 
@@ -132,6 +134,7 @@ class TransformersEngine(InferenceEngine):
             cache_fraction=cache_fraction,
             sync_every=sync_every,
             keep_memory=keep_memory,
+            cuda_graphs=cuda_graphs,
         )
         self._balancer.check(network.unpacked)
         if optimizer is None:
