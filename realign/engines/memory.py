@@ -169,6 +169,7 @@ class MemoryModel:
     fused_rollout: bool = True
     max_slots: int | None = None
     cache_fraction: float = CACHE_FRACTION
+    keep_memory: bool = False
     offload: bool = False
     reshard: bool = True
 
@@ -316,7 +317,13 @@ class MemoryModel:
         passing = prefill * (FP32 * 3 * shape.hidden + self._bytes * (3 * shape.mlp + shape.cache_token))
         logits = min(slots * shape.words, LOGIT_ELEMENTS) * (FP32 if not self._half else 2 * FP32 + self._bytes)
         scores = slots * length * shape.heads * 2 * FP32
-        return replace(found, cache=slots * row, rollout_weights=copies, rollout_work=max(passing, logits + scores))
+        return replace(
+            found,
+            cache=slots * row,
+            rollout_weights=copies,
+            rollout_work=max(passing, logits + scores),
+            keeps_rollout=self.keep_memory,
+        )
 
     def _rollout_weights(self, work: MemoryWork) -> int:
         """Return the memory of the weights from which a rollout samples."""
