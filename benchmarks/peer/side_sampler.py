@@ -21,7 +21,7 @@ class Side:
         self.scenario = scenario
         self.lengths: list[int] = []
         self.machine = actor(folder, "cpu").load("actor", seed=0).machine
-        config = GenerationConfig(max_new_tokens=GREEDY, top_k=1, fixed_length=True)
+        config = GenerationConfig(max_new_tokens=GREEDY, greedy=True, fixed_length=True)
         out = self.machine.generate(self._data(1).take([0]), config, seed=0)
         self.greedy = out["input_ids"][out["loss_mask"]].tolist()
         self.patches = ExitStack()
