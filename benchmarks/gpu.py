@@ -368,7 +368,7 @@ def trl(plan: Plan, peak: float) -> dict[str, Any]:
     threads = torch.get_num_threads()
     found = compare(plan.trl, steps=2, threads=threads, device=plan.device, micro_batches=(32, 64), peak=peak)
     # The other results describe the host: its memory, and timings that do not wait for the device.
-    told = ("scenario", "seconds", "ratio", "ratio_range", "tokens_per_second", "utilisation", "trl_micro_batches_s")
+    told = ("scenario", "seconds", "ratio", "ratio_range", "tokens_per_second", "utilisation", "trl", "trl_tried")
     return {key: found[key] for key in told}
 
 

@@ -160,7 +160,8 @@ class TransformersModel(Settings, ModelSpec):
 
     def memory(self, name: str, work: MemoryWork) -> RoleMemory:
         """See `EstimatesMemory.memory`; reads the config of the model."""
-        from realign.engines.memory import MemoryModel, read_shape
+        from realign.engines.memory import MemoryModel
+        from realign.engines.model_shape import read_shape
 
         adapter, device = self._adapter(name), pick_device(self.device)
         path = self.path if adapter is None else adapter.base

@@ -41,7 +41,7 @@ def test_trl_is_compared_on_the_device_where_it_is_installed(monkeypatch):
     def compare(scenario, **options):
         seen.update(options, scenario=scenario.name)
         keys = ("scenario", "seconds", "ratio", "ratio_range", "tokens_per_second", "utilisation")
-        return dict.fromkeys((*keys, "trl_micro_batches_s", "overhead", "peak_mib", "step_mib", "peak_gflops"), 0.0)
+        return dict.fromkeys((*keys, "trl", "trl_tried", "overhead", "peak_mib", "step_mib", "peak_gflops"), 0.0)
 
     monkeypatch.setattr(gpu, "find_spec", lambda name: object())
     monkeypatch.setattr(peer, "compare", compare)
