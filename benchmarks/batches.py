@@ -27,6 +27,7 @@ def make_actor(
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
     config: Mapping[str, Any] | None = None,
+    model: Any = None,
     **engine: Any,
 ) -> Model:
     """Build an engine that trains a randomly initialized model with the scenario's shape.
@@ -36,6 +37,7 @@ def make_actor(
         device: Device of the model.
         dtype: Data type of matrix products.
         config: Values that override the config of the shape.
+        model: Config of a model to use instead of the shape.
         engine: Further settings of the engine.
     """
     from transformers import AutoModelForCausalLM
@@ -43,7 +45,7 @@ def make_actor(
     torch.manual_seed(0)
     with torch.device(device):
         module = AutoModelForCausalLM.from_config(
-            scenario.config(**config or {}), attn_implementation=ATTENTION, dtype=torch.float32
+            model or scenario.config(**config or {}), attn_implementation=ATTENTION, dtype=torch.float32
         )
     engine = TransformersEngine(
         "actor",

@@ -8,7 +8,8 @@ step is the difference between rollouts of two lengths, divided by the differenc
 prefill. Sides alternate. Seconds are CPU seconds of the process, which other programs hardly affect. The column `trunk`
 is the ratio of the layers alone, without the head and the draw.
 
-llama.cpp needs the packages xllamacpp and gguf. It decodes all rows in one batch, with one slot for each row.
+llama.cpp needs the packages xllamacpp and gguf, which `make bench` installs in .bench/venv. It decodes all rows in one
+batch, with one slot for each row.
 
 Prints a table and, as the last line, one JSON object.
 """
@@ -19,13 +20,13 @@ import json
 import statistics
 import tempfile
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.batches import make_actor
+from benchmarks.peer.process import missing
 from benchmarks.peer.work import SCENARIOS, Scenario
 from benchmarks.report import alternate, arguments, facts, table
 from realign.api import GenerationConfig, Model, SequenceSample
@@ -43,22 +44,30 @@ Side = Callable[[int, int], object]
 """Samples `rows` responses of `tokens` tokens."""
 
 
+def prompts_for(rows: int) -> list[list[int]]:
+    """Return the tokens of a prompt for each row."""
+    return [list(range(3 + row, 3 + row + PROMPT)) for row in range(rows)]
+
+
 def our_side(scenario: Scenario, setting: CompiledDecode) -> tuple[Model, Side]:
     """Return an actor and its rollouts."""
     actor = make_actor(scenario, compiled_decode=setting)
 
     def sample(rows: int, tokens: int) -> object:
-        ids = [torch.arange(3, 3 + PROMPT) + i for i in range(rows)]
-        data = SequenceSample.from_sequences(range(rows), {"prompt_ids": [[x] for x in ids]})
+        ids = [[torch.tensor(prompt)] for prompt in prompts_for(rows)]
+        data = SequenceSample.from_sequences(range(rows), {"prompt_ids": ids})
         config = GenerationConfig(n=1, max_new_tokens=tokens, fixed_length=True)
         return actor.machine.generate(data, config, seed=0)
 
     return actor, sample
 
 
-def has_llama() -> bool:
-    """Return whether the packages of the llama.cpp side are installed."""
-    return find_spec("xllamacpp") is not None and find_spec("gguf") is not None
+def llama_side(model: Any, folder: Path, rows: int, tokens: int) -> Side:
+    """Return the rollouts of llama.cpp with one thread."""
+    from benchmarks.peer.side_llama import Llama
+
+    llama = Llama(model, folder, rows, PROMPT + tokens)
+    return lambda rows, tokens: llama.sample(prompts_for(rows), [tokens] * rows)
 
 
 def trunk_ratio(actor: Model, rows: int, repeats: int) -> tuple[float, float]:
@@ -107,10 +116,8 @@ def measure(scenario: Scenario, rows: list[int], tokens: int, repeats: int) -> l
     for count in rows:
         sides: dict[str, Side] = {"torch": plain, "compiled": compiled}
         with tempfile.TemporaryDirectory() as folder:
-            if has_llama():
-                from benchmarks.peer.side_llama import open_llama
-
-                sides["llama.cpp"] = open_llama(actor.machine.module, Path(folder), count, PROMPT + tokens, PROMPT)
+            if missing("llama") is None:
+                sides["llama.cpp"] = llama_side(actor.machine.module, Path(folder), count, tokens)
             found = step_seconds(sides, count, tokens, repeats)
         torch_s, compiled_s = trunk_ratio(actor, count, repeats)
         results.append(
@@ -138,7 +145,8 @@ def show(rows: list[dict[str, Any]]) -> str:
         )
         for r in rows
     ]
-    return table(head, cells)
+    absent = missing("llama")
+    return table(head, cells) + (f"\nllama.cpp: {absent}" if absent else "")
 
 
 def main(given: list[str] | None = None) -> None:

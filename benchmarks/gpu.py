@@ -8,9 +8,13 @@ peak       Peak rate of matrix products: the best of several square products in 
 training   GRPO training steps of each shape with bf16 compute and fp32 weights. Batches have long-tailed lengths and
            are packed to 32k tokens per micro-batch, halved until a micro-batch fits in memory. Reports tokens per
            second, useful FLOP/s and their fraction of the peak, peak memory with the full vocabulary of 152k, and the
-           kernel of packed attention. The prompt of a group counts once, and recomputation does not count.
-rollout    Tokens of responses per second for the same prompts and lengths: realign, transformers' `generate` (a batch
-           runs until its longest response ends) and transformers' continuous batching.
+           kernel of packed attention. The prompt of a group counts once, and recomputation does not count. The same
+           steps also run with `torch_compile`.
+rollout    Tokens of responses per second for the same prompts and lengths: realign, realign with a synchronization at
+           every decode step, with kept memory and with CUDA graphs, transformers' `generate` (a batch runs until its
+           longest response ends) and transformers' continuous batching.
+sampler    The decode loop: a step that waits for the device is an error. Compares samples with and without
+           synchronization at every step, and counts the memory that a further rollout allocates.
 trl        GRPO steps of realign and TRL in alternation, as in `benchmarks.peer`. Skipped if TRL is not installed.
 
 A failing part is reported with its error, and the other parts still run.
@@ -26,6 +30,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -34,16 +39,18 @@ import torch
 from torch import Tensor
 
 from benchmarks.batches import TrainStep, make_actor, make_rollout, prompts
+from benchmarks.gpu_sampler import check_sampler
 from benchmarks.memory import MemoryCount
 from benchmarks.peer.side_realign import forced_lengths
 from benchmarks.peer.side_trl import ForcedLengths
 from benchmarks.peer.work import EOS, PAD, SCENARIOS, Scenario
 from benchmarks.report import arguments, facts, table
 from realign.api import GenerationConfig, Lengths, SequenceSample
+from realign.engines.network.compiled_layers import TorchCompile
 from realign.engines.network.kernels import AttentionArgs, Backend, choose_backend
 
 GIB = 2**30
-PARTS = ("peak", "training", "rollout", "trl")
+PARTS = ("peak", "training", "rollout", "sampler", "trl")
 
 
 @dataclass(frozen=True)
@@ -61,6 +68,8 @@ class Plan:
     trl: Scenario
     steps: int
     """Number of measured training steps, after one warm-up step."""
+    compiler: TorchCompile
+    """Backend for training with compiled layers."""
 
 
 LARGE = Scenario(
@@ -87,6 +96,7 @@ CUDA = Plan(
     rollout=replace(LARGE, name="rollout_0.5b", prompts=32, max_new=512, mean_new=128),
     trl=SCENARIOS["gpu"],
     steps=3,
+    compiler=TorchCompile.inductor,
 )
 CPU = Plan(
     device="cpu",
@@ -97,6 +107,7 @@ CPU = Plan(
     rollout=SCENARIOS["tiny"],
     trl=SCENARIOS["tiny"],
     steps=1,
+    compiler=TorchCompile.eager,
 )
 
 
@@ -150,20 +161,26 @@ def training(plan: Plan, scenario: Scenario, peak: float) -> dict[str, Any]:
     budget = plan.budget
     while True:
         try:
-            return _train(plan, scenario, budget, peak)
+            found = _train(plan, scenario, budget, peak)
+            break
         except torch.cuda.OutOfMemoryError:
             if budget < 2 * positions(scenario):
                 raise
             budget //= 2
         release(plan.device)
+    release(plan.device)
+    compiled = attempt(lambda: _train(plan, scenario, budget, peak, torch_compile=plan.compiler))
+    keys = ("step_s", "tokens_per_s", "utilisation", "peak_gib", "error")
+    return found | {"compiled": {key: compiled[key] for key in keys if key in compiled}}
 
 
-def _train(plan: Plan, scenario: Scenario, budget: int, peak: float) -> dict[str, Any]:
+def _train(plan: Plan, scenario: Scenario, budget: int, peak: float, **engine: Any) -> dict[str, Any]:
     actor = make_actor(
         scenario,
         device=plan.device,
         dtype=plan.dtype,
         config={"tie_word_embeddings": True, "max_position_embeddings": positions(scenario)},
+        **engine,
     )
     step, batch = TrainStep(actor, scenario), make_rollout(scenario)
     step(batch, budget)
@@ -203,7 +220,14 @@ def _memory(plan: Plan, call: Callable[[], object]) -> tuple[int, int]:
 def rollout(plan: Plan) -> dict[str, Any]:
     """Measure response tokens per second of realign, `generate` and continuous batching."""
     scenario = plan.rollout
-    sides = {"realign": _ours, "generate": _generate, "continuous_batching": _continuous_batching}
+    sides = {
+        "realign": _ours,
+        "realign_sync_every_step": partial(_ours, sync_every=1),
+        "realign_kept_memory": partial(_ours, keep_memory=True),
+        **({"realign_graphs": partial(_ours, keep_memory=True, cuda_graphs=True)} if plan.device == "cuda" else {}),
+        "generate": _generate,
+        "continuous_batching": _continuous_batching,
+    }
     found: dict[str, Any] = {"model": scenario.name, "sequences": scenario.sequences}
     for name, side in sides.items():
         release(plan.device)
@@ -226,17 +250,30 @@ def _rate(plan: Plan, call: Callable[[], int]) -> dict[str, Any]:
     return {"tokens": tokens, "seconds": round(seconds, 3), "tokens_per_s": round(tokens / seconds)}
 
 
-def _ours(plan: Plan, given: list[Tensor], lengths: list[int]) -> dict[str, Any]:
+def _actor(plan: Plan, given: list[Tensor], **settings: Any) -> tuple[Any, SequenceSample, GenerationConfig]:
+    """Return an engine, the prompts and the sampling settings of the rollout scenario."""
     scenario = plan.rollout
     engine = make_actor(
         scenario,
         device=plan.device,
         dtype=plan.dtype,
         config={"tie_word_embeddings": True, "max_position_embeddings": positions(scenario)},
+        **settings,
     ).machine
     cut = Lengths.of([[len(p)] for p in given])
     data = SequenceSample(tuple(range(len(given)))).with_data({"prompt_ids": torch.cat(given)}, lengths=cut)
-    config = GenerationConfig(n=scenario.group, max_new_tokens=scenario.max_new)
+    return engine, data, GenerationConfig(n=scenario.group, max_new_tokens=scenario.max_new)
+
+
+def sampler(plan: Plan) -> dict[str, Any]:
+    """Check the decode loop, see `check_sampler`. Many stop tokens give random weights different lengths."""
+    engine, data, config = _actor(plan, prompts(plan.rollout), keep_memory=True)
+    stops = tuple(range(0, plan.rollout.vocabulary, 2 * config.max_new_tokens // 3))
+    return check_sampler(engine, data, replace(config, stop_token_ids=stops))
+
+
+def _ours(plan: Plan, given: list[Tensor], lengths: list[int], **settings: Any) -> dict[str, Any]:
+    engine, data, config = _actor(plan, given, **settings)
 
     def call() -> int:
         out = engine.generate(data, config, seed=0)
@@ -331,7 +368,7 @@ def trl(plan: Plan, peak: float) -> dict[str, Any]:
     threads = torch.get_num_threads()
     found = compare(plan.trl, steps=2, threads=threads, device=plan.device, micro_batches=(32, 64), peak=peak)
     # The other results describe the host: its memory, and timings that do not wait for the device.
-    told = ("scenario", "seconds", "ratio", "ratio_range", "tokens_per_second", "utilisation", "trl_micro_batches_s")
+    told = ("scenario", "seconds", "ratio", "ratio_range", "tokens_per_second", "utilisation", "trl", "trl_tried")
     return {key: found[key] for key in told}
 
 
@@ -351,10 +388,14 @@ def show(report: dict[str, Any]) -> str:
     if done := [r for r in report.get("training", []) if "error" not in r]:
         cells = [[r["model"], *(f"{r[k]:,}" if isinstance(r[k], (int, float)) else r[k] for k in keys)] for r in done]
         lines += [table(["training", *keys], cells)]
+        plain = {r["model"]: r["step_s"] / r["compiled"]["step_s"] for r in done if "step_s" in r["compiled"]}
+        lines += [f"torch_compile: {name} {ratio:.2f}x" for name, ratio in plain.items()]
     if found := report.get("rollout"):
         sides = {name: r for name, r in found.items() if isinstance(r, dict) and "tokens_per_s" in r}
         cells = [[name, f"{r['tokens_per_s']:,}", f"{r['seconds']:.2f}"] for name, r in sides.items()]
         lines += [table(["rollout", "tokens/s", "s"], cells)]
+    if "decode_steps" in (found := report.get("sampler", {})):
+        lines += [f"sampler: no decode step waits for the device, {100 * found['equal_tokens']:.1f}% equal tokens"]
     if "ratio" in report.get("trl", {}):
         lines += [f"GRPO step: TRL's time over ours {report['trl']['ratio']['wall']}"]
     return "\n\n".join(lines)
@@ -381,6 +422,9 @@ def main(given: list[str] | None = None) -> None:
             release(plan.device)
     if "rollout" in parts:
         report["rollout"] = attempt(lambda: rollout(plan))
+    if "sampler" in parts:
+        release(plan.device)
+        report["sampler"] = attempt(lambda: sampler(plan))
     if "trl" in parts:
         release(plan.device)  # the two sides run in separate processes
         report["trl"] = attempt(lambda: trl(plan, peak))

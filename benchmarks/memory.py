@@ -33,7 +33,8 @@ from benchmarks.report import arguments, facts, table
 from realign.api import GenerationConfig, Lengths, SequenceSample
 from realign.api.memory import MemoryWork, RoleMemory
 from realign.engines import Causal, OptimizerSpec
-from realign.engines.memory import MemoryModel, shape_of
+from realign.engines.memory import MemoryModel
+from realign.engines.model_shape import shape_of
 from realign.engines.network.shared_prefix import SharedPrompts
 
 MIB = 2**20
@@ -95,11 +96,30 @@ class Configuration:
     threads: int = 1
     """Threads of torch, and so the number of concurrent micro-batches."""
     checkpointing: bool = False
+    family: str = "qwen2"
+    """Kind of the model: qwen2, or bloom, which runs unpacked."""
+
+    def config(self) -> Any:
+        """Return the config of the model."""
+        scenario = self.scenario
+        if self.family == "qwen2":
+            return scenario.config()
+        from transformers import AutoConfig
+
+        sizes = {"hidden_size": scenario.hidden, "n_layer": scenario.layers, "n_head": scenario.heads}
+        return AutoConfig.for_model(self.family, vocab_size=scenario.vocabulary, **sizes)
+
+    @property
+    def trained(self) -> Scenario:
+        """The prompts of a training step: enough for four micro-batches."""
+        scenario = self.scenario
+        each = scenario.group * (scenario.prompt_high + scenario.max_new)
+        return replace(scenario, prompts=max(1, min(scenario.prompts, 4 * self.budget // each)))
 
     @property
     def tokens(self) -> int:
-        """Tokens of the batch."""
-        return self.scenario.sequences * (self.scenario.prompt_high + self.scenario.max_new)
+        """Tokens of a training step."""
+        return self.trained.sequences * (self.scenario.prompt_high + self.scenario.max_new)
 
 
 SMALL = Scenario(
@@ -120,7 +140,8 @@ SMALL = Scenario(
 CONFIGURATIONS = {
     "small": Configuration(SMALL, budget=2048),
     "vocabulary": Configuration(replace(SMALL, name="vocabulary", vocabulary=32_768, prompts=16), 4096, 1, True),
-    "rollout": Configuration(replace(SMALL, name="rollout", prompts=64, group=8, max_new=496, layers=8), 1024, 2),
+    "rollout": Configuration(replace(SMALL, name="rollout", prompts=16, group=8, max_new=496, layers=8), 1024, 2),
+    "unpacked": Configuration(replace(SMALL, name="unpacked"), budget=2048, family="bloom"),
 }
 
 
@@ -128,7 +149,7 @@ def estimated(configuration: Configuration) -> RoleMemory:
     """Return the estimate for the role of a configuration."""
     scenario = configuration.scenario
     model = MemoryModel(
-        shape_of(scenario.config(), Causal()),
+        shape_of(configuration.config(), Causal()),
         torch.device("cpu"),
         torch.float32,
         optimizer=OptimizerSpec(),
@@ -165,8 +186,13 @@ def measured(configuration: Configuration) -> dict[str, int]:
     (warm @ warm).sum().backward()  # loads the libraries
     CLEAR.write_text("5", encoding="ascii")  # resets the peak
     before = resident("VmRSS")
-    actor = make_actor(scenario, gradient_checkpointing=configuration.checkpointing, shared_prompts=SharedPrompts.off)
-    step, batch = TrainStep(actor, scenario), make_rollout(scenario)
+    actor = make_actor(
+        scenario,
+        model=configuration.config(),
+        gradient_checkpointing=configuration.checkpointing,
+        shared_prompts=SharedPrompts.off,
+    )
+    step, batch = TrainStep(actor, scenario), make_rollout(configuration.trained)
     for _ in range(2):  # the first step creates the moments
         step(batch, configuration.budget)
     trained = resident("VmHWM") - before
@@ -205,7 +231,10 @@ def main(given: Sequence[str] | None = None) -> None:
     if words[CHILD]:
         print(json.dumps(measured(CONFIGURATIONS[words[CHILD]])))
         return
-    rows = [compared(name) for name in words["configs"].split(",")]
+    rows = []
+    for name in words["configs"].split(","):
+        rows.append(compared(name))
+        print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     cells = [
         [f"{row['name']}: {what}", *(str(row[what][key]) for key in ("estimate", "measured", "ratio"))]
         for row in rows

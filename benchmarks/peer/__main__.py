@@ -1,11 +1,15 @@
-"""Training steps of realign and TRL on the same work, in alternation. The last line is one JSON object.
+"""Training steps of realign and TRL, and rollouts of realign, vLLM and llama.cpp, on the same work in alternation.
 
     python -m benchmarks.peer                                   # every scenario, 5 steps of each side
-    python -m benchmarks.peer scenarios=long_tail steps=3 threads=2
+    python -m benchmarks.peer parts=steps scenarios=long_tail steps=3 threads=2
+    python -m benchmarks.peer parts=rollouts scenarios=long_tail
 
-The two sides run in separate processes and take turns: one waits while the other works. The benchmark first tries
-several micro-batch sizes for TRL and uses the fastest one. Response lengths are drawn beforehand and replayed by both
-sides. Each side samples from its model as usual, and the benchmark inserts the end token at the forced length.
+Prints tables and, as the last line, one JSON object.
+
+The sides run in separate processes and take turns: one works while the others wait. The benchmark first tries several
+micro-batch sizes and numbers of threads for TRL, and uses the fastest ones. Rollouts use one thread each. Response
+lengths are drawn beforehand and replayed by all sides. realign and TRL sample as usual, and the benchmark inserts the
+end token at the forced length. The other sides ignore end tokens and stop at the length.
 """
 
 from __future__ import annotations
@@ -21,66 +25,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.peer import rollouts
+from benchmarks.peer.notes import marked, notes
+from benchmarks.peer.process import Worker
 from benchmarks.peer.work import SCENARIOS, Scenario, write_prompts
-from benchmarks.report import arguments
+from benchmarks.report import arguments, facts
 from benchmarks.report import table as columns
 
-ROOT = Path(__file__).parents[2]
-TRL_PPO = Path(os.environ.get("REALIGN_BENCH_TRL_PPO", ROOT / ".bench" / "trl_ppo"))
 TRL_MICRO_BATCHES = (8, 16, 32, 64)
 DEFAULT = ["long_tail", "short_tail", "long_prompts", "large_vocabulary", "many", "ppo_long_tail"]
-
-
-def python_path(side: str) -> str:
-    """Import path of each side's modules. TRL's PPO trainer is in an older version, installed separately."""
-    apart = [str(TRL_PPO)] if side == "trl_ppo" else []
-    return os.pathsep.join([*apart, str(ROOT)])
-
-
-class Worker:
-    """One side of the comparison, in its process."""
-
-    def __init__(self, side: str, scenario: Scenario, folder: Path, steps: int, threads: int, **options: Any) -> None:
-        spec = {"scenario": scenario.name, "steps": steps, "threads": threads, "options": options}
-        spec |= {"folder": str(folder), "side": "trl_ppo" if (side, scenario.algorithm) == ("trl", "ppo") else side}
-        environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": str(threads)}
-        environment |= {
-            "TOKENIZERS_PARALLELISM": "false",
-            "PYTHONPATH": python_path(spec["side"]),
-            "WANDB_DISABLED": "true",
-        }
-        environment |= {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
-        self.log = (folder / f"{side}.log").open("ab")
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.peer.worker", json.dumps(spec)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.log,
-            text=True,
-            env=environment,
-            cwd=ROOT,
-        )
-        self.ready = self._answer()
-
-    def _answer(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"a side ended early; its output: {Path(self.log.name).read_text()[-3000:]}")
-        return json.loads(line)
-
-    def step(self, number: int) -> dict[str, Any]:
-        """Execute step `number` (from 1)."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{number}\n")
-        self.process.stdin.flush()
-        return self._answer()
-
-    def close(self) -> None:
-        """End the process."""
-        self.process.kill()
-        self.process.wait()
-        self.log.close()
 
 
 def matrix_peak(threads: int) -> float:
@@ -98,17 +51,25 @@ def matrix_peak(threads: int) -> float:
 
 
 def fastest_trl(
-    scenario: Scenario, folder: Path, threads: int, device: str, micro_batches: Sequence[int]
-) -> dict[str, float]:
-    """Measure the seconds of TRL's second step for every micro-batch size that divides the batch."""
-    seconds = {}
-    for micro in micro_batches:
-        if micro <= scenario.sequences and scenario.sequences % micro == 0:
-            worker = Worker("trl", scenario, folder, 2, threads, per_device_train_batch_size=micro, device=device)
-            worker.step(1)
-            seconds[str(micro)] = worker.step(2)["wall"]
-            worker.close()
-    return seconds
+    scenario: Scenario, folder: Path, threads: Sequence[int], device: str, micro_batches: Sequence[int]
+) -> dict[tuple[int, int], float]:
+    """Measure the seconds of TRL's second step, by number of threads and micro-batch size.
+
+    Tries every micro-batch size that divides the batch with the first number of threads, and then the fastest size with
+    the other numbers.
+    """
+
+    def second_step(count: int, micro: int) -> float:
+        worker = Worker("trl", scenario, folder, 2, count, per_device_train_batch_size=micro, device=device)
+        worker.step(1)
+        wall: float = worker.step(2)["wall"]
+        worker.close()
+        return wall
+
+    sizes = [n for n in micro_batches if n <= scenario.sequences and scenario.sequences % n == 0]
+    seconds = {(threads[0], n): second_step(threads[0], n) for n in sizes or [scenario.sequences]}
+    _, best = min(seconds, key=seconds.__getitem__)
+    return seconds | {(count, best): second_step(count, best) for count in threads[1:]}
 
 
 def compare(
@@ -125,7 +86,7 @@ def compare(
     Args:
         scenario: One of `SCENARIOS`.
         steps: Number of measured steps.
-        threads: Threads of each side.
+        threads: Threads of realign. TRL uses the faster of this number and 1.
         device: cpu (fp32), or cuda for GRPO (bf16 compute with fp32 weights).
         micro_batches: Numbers of sequences per micro-batch to try with TRL.
         peak: FLOP/s of the device; None measures them between the steps, in fp32 on the CPU.
@@ -134,13 +95,15 @@ def compare(
         folder = Path(scratch)
         scenario.save_models(folder)
         write_prompts(scenario, steps + 1, folder / "prompts.jsonl")
-        tried = fastest_trl(scenario, folder, threads, device, micro_batches)
-        micro = int(min(tried, key=tried.__getitem__)) if tried else scenario.sequences
+        counts = sorted({1, threads}, reverse=True) if device == "cpu" else [threads]
+        tried = fastest_trl(scenario, folder, counts, device, micro_batches)
+        best, micro = min(tried, key=tried.__getitem__)
         options: dict[str, dict[str, Any]] = {
             "realign": {"device": device},
             "trl": {"device": device, "per_device_train_batch_size": micro},
         }
-        sides = {name: Worker(name, scenario, folder, steps + 1, threads, **options[name]) for name in options}
+        used = {"realign": threads, "trl": best}
+        sides = {name: Worker(name, scenario, folder, steps + 1, used[name], **options[name]) for name in options}
         results: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
         peaks = [] if peak is None else [peak]
         for number in range(1, steps + 2):
@@ -155,9 +118,10 @@ def compare(
 
 
 def summary(
-    scenario: Scenario, results: dict[str, list[dict[str, Any]]], peak: float, tried: dict[str, float]
+    scenario: Scenario, results: dict[str, list[dict[str, Any]]], peak: float, tried: dict[tuple[int, int], float]
 ) -> dict[str, Any]:
     """Return medians, ratios and hardware utilization."""
+    threads, micro = min(tried, key=tried.__getitem__)
 
     def median(name: str, key: str) -> float:
         return statistics.median(r[key] for r in results[name])
@@ -187,7 +151,8 @@ def summary(
             for name, rs in results.items()
         },
         "overhead": round(overhead, 4),
-        "trl_micro_batches_s": {k: round(v, 3) for k, v in tried.items()},
+        "trl": {"threads": threads, "micro_batch": micro},
+        "trl_tried": [{"threads": t, "micro_batch": n, "step_s": round(v, 3)} for (t, n), v in tried.items()],
     }
 
 
@@ -196,6 +161,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     head = (
         "scenario",
         "TRL s",
+        "TRL threads, micro-batch",
         "ours s",
         "ratio",
         "rollout",
@@ -206,8 +172,9 @@ def table(rows: list[dict[str, Any]]) -> str:
     )
     lines = [
         (
-            r["scenario"],
+            marked(r["scenario"]),
             f"{r['seconds']['trl']['wall']:.2f}",
+            f"{r['trl']['threads']}, {r['trl']['micro_batch']}",
             f"{r['seconds']['realign']['wall']:.2f}",
             f"{r['ratio']['wall']:.2f} ({r['ratio_range'][0]:.1f}-{r['ratio_range'][1]:.1f})",
             f"{r['ratio']['rollout']:.2f}",
@@ -221,19 +188,31 @@ def table(rows: list[dict[str, Any]]) -> str:
     return columns(head, lines)
 
 
-def main() -> None:
-    """Run the requested scenarios; print the table and the JSON line."""
-    given = arguments({"scenarios": ",".join(DEFAULT), "steps": "5", "threads": "2"})
-    names = given["scenarios"].split(",")
-    if wrong := [name for name in names if name not in SCENARIOS]:
-        sys.exit(f"unknown scenario {wrong[0]!r}; valid: {', '.join(SCENARIOS)}")
-    rows = []
+PARTS = ("steps", "rollouts")
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    """Run the requested parts and scenarios; print the tables, their notes and the JSON line."""
+    defaults = {"parts": ",".join(PARTS), "scenarios": ",".join(DEFAULT), "steps": "5", "threads": "2"}
+    words = arguments(defaults, given)
+    parts, names, steps = words["parts"].split(","), words["scenarios"].split(","), int(words["steps"])
+    for kind, chosen, known in (("part", parts, PARTS), ("scenario", names, SCENARIOS)):
+        if wrong := [name for name in chosen if name not in known]:
+            sys.exit(f"unknown {kind} {wrong[0]!r}; valid: {', '.join(known)}")
+    found: dict[str, list[dict[str, Any]]] = {"scenarios": [], "rollouts": []}
     for name in names:
         started = time.perf_counter()
-        rows.append(compare(SCENARIOS[name], int(given["steps"]), int(given["threads"])))
+        if "steps" in parts:
+            found["scenarios"].append(compare(SCENARIOS[name], steps, int(words["threads"])))
+        if "rollouts" in parts:
+            found["rollouts"].append(rollouts.compare(SCENARIOS[name], steps))
         print(f"{name}: {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
-    print(table(rows))
-    print(json.dumps({"benchmark": "grpo", "scenarios": rows}))
+    if found["scenarios"]:
+        print(table(found["scenarios"]))
+    if found["rollouts"]:
+        print(rollouts.table(found["rollouts"]))
+    print(notes(names, parts))
+    print(json.dumps({"benchmark": "grpo", **facts(), **found}))
 
 
 if __name__ == "__main__":

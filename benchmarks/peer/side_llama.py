@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from benchmarks.peer.work import GREEDY, Scenario
 
 NAMES = {
     "input_layernorm.weight": "attn_norm.weight",
@@ -20,7 +22,7 @@ NAMES = {
 
 
 def write_gguf(model: Any, path: Path) -> None:
-    """Write an untied Qwen2 model in fp32, with a vocabulary of words that no text needs."""
+    """Write an untied Qwen2 model in fp32, with the word `t7` for token 7."""
     import gguf
 
     config = model.config
@@ -55,49 +57,75 @@ def _gguf_name(name: str) -> str:
     return f"blk.{layer}.{NAMES[rest]}"
 
 
-def open_llama(model: Any, folder: Path, slots: int, length: int, prompt: int) -> Callable[[int, int], object]:
-    """Start a server with one thread in this process, and return its rollouts.
+class Llama:
+    """A server with one thread in this process."""
 
-    Args:
-        model: Qwen2 model.
-        folder: Folder for the GGUF file.
-        slots: Sequences that are decoded in one batch.
-        length: Tokens of a slot.
-        prompt: Tokens of each prompt.
-    """
-    import xllamacpp
+    def __init__(self, model: Any, folder: Path, slots: int, length: int) -> None:
+        """Write the weights and start the server.
 
-    path = folder / "model.gguf"
-    write_gguf(model, path)
-    params = xllamacpp.CommonParams()
-    params.model.path = str(path)
-    params.n_ctx, params.n_parallel, params.n_predict = slots * length, slots, length
-    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
-    params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
-    params.cache_prompt, params.warmup, params.verbosity, params.n_threads_http = False, False, -1, slots + 2
-    server = xllamacpp.Server(params)
+        Args:
+            model: Qwen2 model.
+            folder: Folder for the GGUF file.
+            slots: Sequences that are decoded in one batch.
+            length: Tokens of a slot.
+        """
+        import xllamacpp
 
-    def sample(rows: int, tokens: int) -> object:
-        def one(row: int) -> object:
-            answer = server.handle_completions(
+        path = folder / "model.gguf"
+        write_gguf(model, path)
+        params = xllamacpp.CommonParams()
+        params.model.path = str(path)
+        params.n_ctx, params.n_parallel, params.n_predict = slots * length, slots, length
+        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
+        params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+        params.cache_prompt, params.warmup, params.verbosity, params.n_threads_http = False, False, -1, slots + 2
+        self._server = xllamacpp.Server(params)
+
+    def sample(self, prompts: list[list[int]], lengths: list[int], temperature: float = 1.0) -> list[list[int]]:
+        """Sample one response of a given length for each prompt, all at the same time; return their tokens."""
+
+        def one(row: int) -> list[int]:
+            answer = self._server.handle_completions(
                 {
-                    "prompt": (torch.arange(3, 3 + prompt) + row).tolist(),
-                    "n_predict": tokens,
-                    "max_tokens": tokens,
+                    "prompt": prompts[row],
+                    "n_predict": lengths[row],
+                    "max_tokens": lengths[row],
                     "ignore_eos": True,
-                    "temperature": 1.0,
+                    "temperature": temperature,
                     "samplers": ["temperature"],
                     "seed": row,
                 }
             )
-            counted = answer["usage"]["completion_tokens"] if isinstance(answer, dict) else None
-            assert counted == tokens, answer
-            return answer
+            assert isinstance(answer, dict), answer
+            return tokens_of(answer["choices"][0]["text"])
 
-        with ThreadPoolExecutor(rows) as pool:
-            return list(pool.map(one, range(rows)))
-
-    return sample
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            return list(pool.map(one, range(len(prompts))))
 
 
-__all__ = ["open_llama", "write_gguf"]
+def tokens_of(text: str) -> list[int]:
+    """Return the tokens of a text in the words of `write_gguf`, such as `t12t7`."""
+    return [int(word) for word in text.split("t")[1:]]
+
+
+class Side:
+    """Samples the responses of a step."""
+
+    def __init__(self, scenario: Scenario, folder: Path, steps: int, options: dict[str, Any]) -> None:
+        from transformers import Qwen2ForCausalLM
+
+        self.scenario = scenario
+        model = Qwen2ForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+        self.llama = Llama(model, folder, scenario.sequences, scenario.prompt_high + scenario.max_new)
+        self.greedy = self.llama.sample(scenario.prompt_ids(1)[:1], [GREEDY], temperature=0.0)[0]
+
+    def step(self, number: int) -> dict[str, Any]:
+        """Sample the responses of a step (from 1)."""
+        prompts = [ids for ids in self.scenario.prompt_ids(number) for _ in range(self.scenario.group)]
+        started = time.perf_counter()
+        texts = self.llama.sample(prompts, self.scenario.lengths(number))
+        wall = time.perf_counter() - started
+        return {"wall": wall, "lengths": [len(ids) for ids in texts], "greedy": self.greedy}
+
+
+__all__ = ["Llama", "Side", "tokens_of", "write_gguf"]

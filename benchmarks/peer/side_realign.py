@@ -188,11 +188,19 @@ def forced_lengths(side: Any) -> Iterator[None]:
     The sampler still draws from the whole distribution, so its work does not change.
     """
     draw = Rollout._draw
+    known: dict[str, Any] = {}
+
+    def on(device: torch.device) -> Tensor:
+        """Copy the lengths to a device once, since each copy would wait for the device."""
+        if known.get("lengths") is not side.lengths or known["tensor"].device != device:
+            known.update(lengths=side.lengths, tensor=torch.tensor(side.lengths, device=device))
+        found: Tensor = known["tensor"]
+        return found
 
     def forced(self: Rollout, hidden_BH: Tensor, counts_B: Tensor) -> tuple[Tensor, Tensor]:
         tokens_B, logprobs_B = draw(self, hidden_BH, counts_B)
         sequences_B = self.rows[0, self.active - len(counts_B) : self.active]
-        last_B = counts_B + 1 >= torch.tensor(side.lengths, device=counts_B.device)[sequences_B]
+        last_B = counts_B + 1 >= on(counts_B.device)[sequences_B]
         tokens_B = torch.where(last_B, EOS, torch.where(tokens_B == EOS, EOS + 1, tokens_B))
         return tokens_B, logprobs_B
 

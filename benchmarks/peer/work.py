@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 PAD, BOS, EOS = 0, 1, 2
+GREEDY = 8
+"""Tokens that every side of a comparison of rollouts decodes greedily, to show that the weights are equal."""
 CHARACTERS = [chr(i) for i in (*range(0x4E00, 0x9F00), *range(0xAC00, 0xD7A0))]
 """Characters that text normalization does not change."""
 
@@ -96,6 +98,11 @@ class Scenario:
             length = r.randint(self.prompt_low, self.prompt_high)
             texts.append("".join(r.choices(CHARACTERS[: self.vocabulary - 3], k=length)))
         return texts
+
+    def prompt_ids(self, step: int) -> list[list[int]]:
+        """Return the tokens of the prompts of one step, as the tokenizer splits them."""
+        tokens = {character: i for i, character in enumerate(CHARACTERS, EOS + 1)}
+        return [[tokens[character] for character in text] for text in self.prompt_texts(step)[-self.prompts :]]
 
     def lengths(self, step: int) -> list[int]:
         """Draw the tokens of each response of a step, including the end token: geometric, at most the limit."""

@@ -7,6 +7,7 @@ import json
 import os
 import resource
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,9 @@ def main() -> None:
     loaded = memory_mib()
     print(json.dumps({"ready": True, "loaded_mib": loaded}), file=out, flush=True)
     for line in sys.stdin:
+        cpu = time.process_time()
         result = side.step(int(line))
+        result["cpu"] = time.process_time() - cpu
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         print(json.dumps(result | {"peak_mib": peak, "loaded_mib": loaded}), file=out, flush=True)
 

@@ -58,6 +58,7 @@ class RoleMemory:
         cache: KV cache of a rollout.
         rollout_weights: copies of the weights from which a rollout samples.
         rollout_work: prefill, logits and other tensors of a rollout.
+        keeps_rollout: whether the KV cache and the copies of the weights stay between rollouts.
         accumulates: whether an optimizer step has several micro-batches, so that gradients and activations coexist.
     """
 
@@ -74,12 +75,14 @@ class RoleMemory:
     cache: int = 0
     rollout_weights: int = 0
     rollout_work: int = 0
+    keeps_rollout: bool = False
     accumulates: bool = True
 
     @property
     def kept(self) -> int:
         """Memory between calls."""
-        return self.weights + self.references + self.moments + self.average
+        rollout = self.cache + self.rollout_weights if self.keeps_rollout else 0
+        return self.weights + self.references + self.moments + self.average + rollout
 
     @property
     def training(self) -> int:
@@ -90,7 +93,7 @@ class RoleMemory:
     @property
     def rollout(self) -> int:
         """Memory of a rollout, beyond `kept`."""
-        return self.cache + self.rollout_weights + self.rollout_work
+        return self.rollout_work + (0 if self.keeps_rollout else self.cache + self.rollout_weights)
 
     @property
     def passing(self) -> int:

@@ -29,6 +29,7 @@ from realign.engines.files.inspection import check_head, check_hub, pick_device,
 from realign.engines.files.pretrained import readable
 from realign.engines.files.tokenizers import check_tokenizer, check_vocabulary, has_tokenizer, read_tokenizer
 from realign.engines.module_reader import ModuleReader
+from realign.engines.network.compiled_layers import TorchCompile
 from realign.engines.network.cpu_lanes import ParallelPasses
 from realign.engines.network.heads import Causal, Head, read_head
 from realign.engines.network.kernels import Backend, missing_package, preferred_kernel
@@ -84,7 +85,11 @@ class TransformersModel(Settings, ModelSpec):
             the modules.
         parallel_passes: auto | off. auto computes micro-batches concurrently on CPU, in up to as many threads as
             torch uses, and divides the token budget among them. The results are the same. A training pass with
-            dropout, or with load_balancing, runs its micro-batches one after another.
+            dropout, or with load_balancing, runs its micro-batches one after another, and so do all passes with
+            torch_compile.
+        torch_compile: off | inductor | aot_eager | eager. Backend of `torch.compile` for the decoder layers in training
+            and scoring. Attention and rollouts are not compiled. Incompatible with load_balancing and load_in_4bit.
+            See `TorchCompile`.
         load_balancing: Balance the load of experts in a mixture-of-experts model; null: off. See `LoadBalancing`.
         sharding: Sharding of the model over several processes (torchrun); ignored with one process.
         sampler: Sampler of responses: this model in its own process (`InProcessSampling`), or an external sampler.
@@ -107,6 +112,7 @@ class TransformersModel(Settings, ModelSpec):
     shared_prompts: SharedPrompts = SharedPrompts.auto
     fused_rollout: bool = True
     parallel_passes: ParallelPasses = ParallelPasses.auto
+    torch_compile: TorchCompile = TorchCompile.off
     load_balancing: LoadBalancing | None = None
     sharding: Sharding = field(default_factory=Sharding)
     sampler: SamplerSpec = field(default_factory=InProcessSampling)
@@ -122,6 +128,11 @@ class TransformersModel(Settings, ModelSpec):
             raise SettingsError(
                 f"load_balancing.bias_rate={self.load_balancing.bias_rate:g}: it changes all layers, but "
                 f"trains={self.trains}. Remove bias_rate."
+            )
+        if self.torch_compile.compiles and (self.load_balancing is not None or self.load_in_4bit):
+            key = "load_in_4bit=true" if self.load_in_4bit else "load_balancing"
+            raise SettingsError(
+                f"torch_compile={self.torch_compile.value}: incompatible with {key}. Set torch_compile=off."
             )
         if self.head.is_scalar and self.sampler != InProcessSampling():
             raise SettingsError(
@@ -149,7 +160,8 @@ class TransformersModel(Settings, ModelSpec):
 
     def memory(self, name: str, work: MemoryWork) -> RoleMemory:
         """See `EstimatesMemory.memory`; reads the config of the model."""
-        from realign.engines.memory import MemoryModel, read_shape
+        from realign.engines.memory import MemoryModel
+        from realign.engines.model_shape import read_shape
 
         adapter, device = self._adapter(name), pick_device(self.device)
         path = self.path if adapter is None else adapter.base
@@ -163,7 +175,7 @@ class TransformersModel(Settings, ModelSpec):
             )
         value_head = self.head.value_head if isinstance(self.head, Causal) else None
         together = self.parallel_passes is ParallelPasses.auto and device.type == "cpu" and work.ranks == 1
-        together = together and self.load_balancing is None
+        together = together and self.load_balancing is None and not self.torch_compile.compiles
         model = MemoryModel(
             shape,
             device,
@@ -176,6 +188,7 @@ class TransformersModel(Settings, ModelSpec):
             fused_rollout=self.fused_rollout,
             max_slots=self._sampling.max_slots,
             cache_fraction=self._sampling.cache_fraction,
+            keep_memory=self._sampling.keep_memory,
             offload=self.sharding.offload,
             reshard=self.sharding.reshard,
         )
@@ -341,7 +354,11 @@ class TransformersModel(Settings, ModelSpec):
             parallel_passes=self.parallel_passes,
             max_slots=self._sampling.max_slots,
             cache_fraction=self._sampling.cache_fraction,
+            sync_every=self._sampling.sync_every,
+            keep_memory=self._sampling.keep_memory,
+            cuda_graphs=self._sampling.cuda_graphs,
             load_balancing=self.load_balancing,
+            torch_compile=self.torch_compile,
         )
         saved, saved_views = read_states(self.path)
         return Model(name, engine, tokenizer, seed, saved=saved, saved_views=saved_views)

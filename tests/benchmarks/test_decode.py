@@ -14,7 +14,7 @@ from tests.engines.sampling.native import requires_compiler
 
 @requires_compiler
 def test_every_number_of_rows_is_measured_on_each_side(capsys, monkeypatch):
-    monkeypatch.setattr(decode, "has_llama", lambda: False)
+    monkeypatch.setattr(decode, "missing", lambda side: "not installed")
     threads = torch.get_num_threads()
     decode.main(["rows=1,3", "tokens=4", "repeats=1", "scenario=tiny", f"threads={threads}"])
     out = capsys.readouterr().out

@@ -21,7 +21,11 @@ def test_on_a_cpu_every_part_runs_and_the_last_line_is_json(capsys, monkeypatch)
     assert "error" not in trained
     assert trained["attention"] == "sdpa"
     assert trained["utilisation"] == pytest.approx(trained["tflops"] / report["peak_tflops"], rel=0.3, abs=2e-3)
+    assert trained["compiled"]["tokens_per_s"] > 0
+    assert report["sampler"]["equal_tokens"] > 0.99
+    assert 0 < report["sampler"]["ended_rows"] < 0.8
     sides = [report["rollout"][name] for name in ("realign", "generate", "continuous_batching")]
+    sides += [report["rollout"][f"realign_{name}"] for name in ("sync_every_step", "kept_memory")]
     assert all("error" not in side for side in sides), sides
     assert sides[0]["tokens"] == sides[1]["tokens"] == sum(gpu.CPU.rollout.lengths(1))
     assert 0 < sides[2]["tokens"] <= sides[0]["tokens"]
@@ -37,7 +41,7 @@ def test_trl_is_compared_on_the_device_where_it_is_installed(monkeypatch):
     def compare(scenario, **options):
         seen.update(options, scenario=scenario.name)
         keys = ("scenario", "seconds", "ratio", "ratio_range", "tokens_per_second", "utilisation")
-        return dict.fromkeys((*keys, "trl_micro_batches_s", "overhead", "peak_mib", "step_mib", "peak_gflops"), 0.0)
+        return dict.fromkeys((*keys, "trl", "trl_tried", "overhead", "peak_mib", "step_mib", "peak_gflops"), 0.0)
 
     monkeypatch.setattr(gpu, "find_spec", lambda name: object())
     monkeypatch.setattr(peer, "compare", compare)
@@ -57,7 +61,7 @@ def test_the_shapes_are_those_of_qwen2(scenario, parameters):
 def test_the_budget_is_halved_until_the_step_fits(monkeypatch):
     tried = []
 
-    def train(plan, scenario, budget, peak):
+    def train(plan, scenario, budget, peak, **engine):
         tried.append(budget)
         if budget > fits:
             raise torch.cuda.OutOfMemoryError("no memory")
@@ -66,8 +70,8 @@ def test_the_budget_is_halved_until_the_step_fits(monkeypatch):
     monkeypatch.setattr(gpu, "_train", train)
     plan = replace(gpu.CUDA, device="cpu")
     fits = 16_384
-    assert gpu.training(plan, gpu.LARGE, 1.0) == {"microbatch_tokens": 16_384}
-    assert tried == [32_768, 16_384]
+    assert gpu.training(plan, gpu.LARGE, 1.0) == {"microbatch_tokens": 16_384, "compiled": {}}
+    assert tried == [32_768, 16_384, 16_384]  # the last one with compiled layers
     fits = 0
     with pytest.raises(torch.cuda.OutOfMemoryError):
         gpu.training(plan, gpu.LARGE, 1.0)
@@ -85,5 +89,5 @@ def test_a_part_that_fails_is_reported_and_the_others_run(capsys, monkeypatch):
 
 
 def test_an_unknown_part_is_refused():
-    with pytest.raises(SystemExit, match="unknown part 'trianing'; valid: peak, training, rollout, trl"):
+    with pytest.raises(SystemExit, match="unknown part 'trianing'; valid: peak, training, rollout, sampler, trl"):
         gpu.main(["device=cpu", "parts=trianing"])

@@ -10,6 +10,8 @@ import torch
 
 from benchmarks import memory
 from benchmarks.memory import CONFIGURATIONS, SMALL, Configuration, MemoryCount, compared, estimated
+from realign.engines import Causal
+from realign.engines.model_shape import shape_of
 
 
 def test_tensors_count_while_they_live_and_views_do_not():
@@ -87,3 +89,14 @@ def test_the_child_prints_its_peaks():
 def test_the_estimates_of_the_configurations_are_below_8_gib(name):
     role = estimated(CONFIGURATIONS[name])
     assert 200 * 2**20 < role.kept + role.passing < 8 * 2**30
+
+
+def test_a_training_step_has_four_micro_batches_or_the_whole_batch():
+    rollout, small = CONFIGURATIONS["rollout"], CONFIGURATIONS["small"]
+    assert rollout.tokens == 4 * rollout.budget < rollout.scenario.sequences * 512
+    assert small.trained == small.scenario
+
+
+def test_the_unpacked_configuration_is_a_model_that_runs_unpacked():
+    shape = shape_of(CONFIGURATIONS["unpacked"].config(), Causal())
+    assert (shape.unpacked, shape.layers, shape.hidden, shape.words) == (True, 6, 512, 8192)

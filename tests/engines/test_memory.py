@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -19,11 +21,12 @@ from realign.engines import (
     Value,
     ValueHead,
 )
-from realign.engines.memory import MemoryModel, moment_bytes, shape_of
+from realign.engines.memory import MemoryModel, moment_bytes
+from realign.engines.model_shape import shape_of
 from realign.engines.network.shared_prefix import SharedPrompts
 from realign.engines.sampling import decoder
 from realign.engines.sampling.kv_cache import KVCache
-from tests.tiny import FAMILIES, OTHERS, random_sample, save_tiny, tiny_config, tiny_engine, tiny_model
+from tests.tiny import random_sample, save_tiny, tiny_config, tiny_engine
 
 CPU = torch.device("cpu")
 WORK = MemoryWork(trains=True, scores=False, samples=False, tokens=64, optimizer_step_tokens=64)
@@ -32,26 +35,6 @@ WORK = MemoryWork(trains=True, scores=False, samples=False, tokens=64, optimizer
 def model(family="llama", **settings):
     shape = shape_of(tiny_config(family), Causal(), trainable=settings.get("optimizer") is not None)
     return MemoryModel(shape, CPU, torch.float32, **settings)
-
-
-@pytest.mark.parametrize("family", [*FAMILIES, *OTHERS])
-def test_the_shape_of_every_family_counts_its_weights(family):
-    shape = shape_of(tiny_config(family), Causal())
-    found = tiny_model(family)
-    weights = sum(p.numel() for p in found.parameters())
-    assert (shape.parameters, shape.trained, shape.adapters) == (weights, weights, 0)
-    assert shape.words == len(found.get_output_embeddings().weight)
-    assert 0 < shape.matrices <= shape.in_layers < weights
-
-
-@pytest.mark.parametrize("trains", [TopLayers(1), Lora(rank=3), Lora(rank=2, target_modules=["q_proj"])])
-def test_trained_weights_and_adapters_are_those_of_a_prepared_model(trains):
-    found = tiny_model("llama")
-    loaded = sum(p.numel() for p in found.parameters())
-    trains.prepare(found, path="", seed=0)
-    shape = shape_of(tiny_config("llama"), Causal(), trains=trains)
-    assert shape.trained == sum(p.numel() for p in found.parameters() if p.requires_grad)
-    assert shape.adapters == sum(p.numel() for p in found.parameters()) - loaded
 
 
 @pytest.mark.parametrize(
@@ -101,18 +84,39 @@ def saved_bytes(run, engine):
     return sum(size for size, _ in kept.values())
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "bloom", "gemma2"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_activations_are_the_tensors_that_autograd_saves(family, dtype):
     engine = tiny_engine(family, optimizer=OptimizerSpec(), dtype=dtype, shared_prompts=SharedPrompts.off)
-    data = random_sample([[60], [40], [28]])
+    data = random_sample([[60], [60]])
     tokens = data.lengths["input_ids"].total
     shape = shape_of(tiny_config(family), Causal())
     estimate = MemoryModel(shape, CPU, dtype, optimizer=OptimizerSpec())
+    work = replace(WORK, tokens=tokens, response=60)
     found = saved_bytes(lambda: engine.network.run(data, data, training=True).hidden_RH, engine)
     cast = 2 * shape.in_layers if dtype == torch.bfloat16 else 0
-    working = tokens * (3 * shape.mlp * dtype.itemsize + 4 * shape.hidden)
-    assert estimate._activations(tokens) - working == pytest.approx(found - cast, rel=0.15)
+    working = tokens * (3 * shape.mlp * dtype.itemsize + 4 * shape.hidden) + estimate._running_pairs(tokens, work)
+    assert estimate._activations(tokens, work) - working == pytest.approx(found - cast, rel=0.2)
+
+
+def test_models_that_run_unpacked_neither_copy_weights_for_rollouts_nor_run_concurrent_micro_batches():
+    work = MemoryWork(True, False, True, 1024, 1024, prompts=8, sequences=64, prompt=32, response=32)
+    packed, unpacked = (
+        model(family, optimizer=OptimizerSpec(), lanes=4).estimate(work) for family in ("llama", "bloom")
+    )
+    assert (packed.rollout_weights > 0, unpacked.rollout_weights) == (True, 0)
+    assert unpacked.gradients == pytest.approx(unpacked.weights, rel=0.5)
+    assert packed.gradients > 3 * packed.weights
+
+
+def test_attention_without_a_fused_kernel_grows_with_the_length_of_sequences():
+    of = [MemoryWork(True, True, False, 1024, 4096, response=length) for length in (128, 512)]
+    for family, grows in (("bloom", True), ("gemma2", True), ("llama", False)):
+        short, long = (model(family, optimizer=OptimizerSpec()).estimate(work) for work in of)
+        assert (long.activations > short.activations) == (long.scoring > short.scoring) == grows
+    shape = shape_of(tiny_config("gemma2"), Causal())
+    on_gpu = [MemoryModel(shape, torch.device("cuda"), torch.bfloat16, OptimizerSpec()).estimate(work) for work in of]
+    assert on_gpu[0].activations == on_gpu[1].activations
 
 
 def test_gradient_checkpointing_keeps_one_tensor_per_layer():
@@ -129,8 +133,8 @@ def test_the_cache_is_the_one_of_a_rollout(monkeypatch, family, most):
     allocated = []
 
     class Counted(KVCache):
-        def __init__(self, like, rows, length):
-            super().__init__(like, rows, length)
+        def __init__(self, like, rows, length, memory):
+            super().__init__(like, rows, length, memory)
             allocated.append(sum(x.numel() * x.element_size() for kv in self._layers.values() for x in kv))
 
     engine = tiny_engine(family, max_slots=most)

@@ -107,7 +107,7 @@ class ShardedNetwork(Network):
         layers = read_stack(module).layers
         self.grid = Grid.of(sharding, self.device)
         self.gathered = GatheredCopy(module, self.value_head)
-        self.fusion = None if self.fusion is None else Fusion(self.gathered.module, self.fusion.compiled)
+        self.fusion = None if self.fusion is None else Fusion(self.gathered.module, self.fusion.path.compiled)
         summed: set[str] = set()
         if sharding.tensor_parallel > 1:
             copied = split_layers(name, module, layers, self.grid.mesh["tp"])

@@ -14,13 +14,20 @@ class Offload:
     No computation may use them between `leave` and `come_back`. On a CPU both methods do nothing.
     """
 
-    def __init__(self, resident: Callable[[], Iterable[Tensor]]) -> None:
-        """Set the function that lists the tensors to move at each `leave`, such as `TransformersEngine.resident`."""
+    def __init__(self, resident: Callable[[], Iterable[Tensor]], free: Callable[[], None] = lambda: None) -> None:
+        """Set the functions that `leave` calls.
+
+        Args:
+            resident: lists the tensors to move, such as `TransformersEngine.resident`.
+            free: frees memory that need not move, such as `TransformersEngine.free_kept_memory`.
+        """
         self._resident = resident
+        self._free = free
         self._away: list[tuple[Tensor, torch.device]] = []
 
     def leave(self) -> None:
         """Move all tensors to the host."""
+        self._free()
         for x in {id(x): x for x in self._resident()}.values():
             if x.device.type != "cpu":
                 self._away.append((x, x.device))

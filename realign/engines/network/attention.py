@@ -303,3 +303,11 @@ def _family(module: nn.Module) -> str:
 
 
 AttentionInterface.register(ATTENTION, _dispatch)
+
+
+def exclude_attention_from_compilation() -> None:
+    """Keep `torch.compile` from tracing attention. Calls of compiled layers leave the graph for it.
+
+    This is not the default, since the wrapper imports the compiler of torch.
+    """
+    AttentionInterface.register(ATTENTION, torch.compiler.disable(_dispatch))

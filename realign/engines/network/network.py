@@ -18,11 +18,12 @@ from realign.api.router_experts import ROUTER_EXPERTS
 from realign.api.sample import TOKENS, SequenceSample
 from realign.engines.network.attention import Backend, NotPackableError, layout_inputs
 from realign.engines.network.branches import Heard, ReferenceBranch, check_layers, layers_that_train, read_stack
+from realign.engines.network.compiled_layers import TorchCompile
 from realign.engines.network.cpu_lanes import ParallelPasses, rewrites_rope
 from realign.engines.network.heads import read_body, read_head
 from realign.engines.network.output import PackedOutput, ScalarBranch, ScalarHead
 from realign.engines.network.passed_context import pass_context_on
-from realign.engines.network.probe import Autocast, probe, probe_branch, probe_head, probe_shared
+from realign.engines.network.probe import Autocast, compile_probed, probe, probe_branch, probe_head, probe_shared
 from realign.engines.network.recurrence import segment_recurrent_layers
 from realign.engines.network.router_replay import RouterReplay
 from realign.engines.network.routers import Routers
@@ -67,6 +68,7 @@ class Network(nn.Module):
         fused_rollout: bool,
         compiled_decode: CompiledDecode,
         parallel_passes: ParallelPasses,
+        torch_compile: TorchCompile = TorchCompile.off,
     ) -> None:
         """Probe the model; see `TransformersEngine` for the arguments.
 
@@ -114,6 +116,8 @@ class Network(nn.Module):
             raise ConfigError(f"models.{name}: {error}") from error
         if self._shares and self.device.type != "cpu":
             self._shares = self._can_share(half)
+        if torch_compile.compiles:
+            self._compile(torch_compile)
 
     def _unpack(self, reason: str) -> None:
         """Run the model without packing, and log what that costs."""
@@ -131,6 +135,17 @@ class Network(nn.Module):
         self._no_replay = f"{reason} Replay requires a model that can run packed."
         decoding = None if self.own_cache is None else self.own_cache.describe()
         logger.warning(cost(self.name, self.unpacked, decoding))
+
+    def _compile(self, backend: TorchCompile) -> None:
+        """Compile the decoder layers, see `compile_layers`."""
+        what = f"models.{self.name}.torch_compile={backend.value}"
+        if self.unpacked is not None:
+            reason = self.unpacked.reason.rstrip(".")
+            raise ConfigError(f"{what}: requires a model that can run packed. {reason}. Set torch_compile=off.")
+        try:
+            compile_probed(self.module, backend)
+        except ConfigError as error:
+            raise ConfigError(f"{what}: {error} Set torch_compile=off.") from error
 
     def _can_share(self, autocast: Autocast | None) -> bool:
         """Return whether the kernel of an accelerator computes shared prompts correctly; log the reason if not."""

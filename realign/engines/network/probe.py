@@ -18,6 +18,7 @@ from torch import Tensor
 from realign.api.lengths import Lengths
 from realign.engines.network.attention import ATTENTION, Backend, NotPackableError, layout_inputs, use_attention
 from realign.engines.network.branches import Branch
+from realign.engines.network.compiled_layers import TorchCompile, compile_layers
 from realign.engines.network.heads import read_body
 from realign.engines.network.output import ScalarHead
 from realign.engines.network.shared_prefix import Layout
@@ -205,6 +206,32 @@ def probe_branch(model: Any, branch: Branch) -> None:
         raise ConfigError(
             f"{family} cannot have a branch: a copy of its top layers differs by {error:.1e} (relative) from the model"
         )
+
+
+@torch.no_grad()
+def compile_probed(model: Any, backend: TorchCompile) -> None:
+    """Compile the decoder layers of a model, and compare the result with the original layers.
+
+    Args:
+        model: a model that has passed `probe`, in eval mode.
+        backend: backend of `torch.compile`.
+
+    Raises:
+        ConfigError: the layers cannot be compiled, or the results differ.
+    """
+    ids_T, layout = _random_ids(model), Layout.plain(Lengths.of(GROUPS))
+    with full_fp32(ids_T.device):
+        want_TH = _hidden(model, **layout_inputs(ids_T, layout, Backend.sdpa))
+        compile_layers(model, backend)
+        try:
+            got_TH = _hidden(model, **layout_inputs(ids_T, layout, Backend.sdpa))
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # compilers fail in many ways, for example without a C++ compiler
+            raise ConfigError(f"the layers cannot be compiled: {describe(error)}.") from error
+    difference = _relative(got_TH, want_TH).max().item()
+    if not difference <= _TOLERANCE_FP32:
+        raise ConfigError(f"hidden states of compiled layers differ by {difference:.1e} (relative).")
 
 
 def _random_ids(model: Any) -> Tensor:

@@ -105,6 +105,11 @@ def segment_recurrent_layers(module: nn.Module) -> None:
         _extend(read_body(module), _Parent)
 
 
+def has_recurrent_layers(module: nn.Module) -> bool:
+    """Return whether a model has recurrent layers, before or after `segment_recurrent_layers`."""
+    return any(isinstance(part, _Segmented) or _is_recurrent(part) for part in module.modules())
+
+
 def _is_recurrent(part: nn.Module) -> bool:
     convolves = any(isinstance(child, nn.Conv1d) for child in part.children())
     return convolves and hasattr(part, "layer_idx") and bool(_cache_keyword(type(part)))

@@ -27,6 +27,17 @@ from realign.errors import ConfigError
 TOLERANCE = 2e-4
 """Largest fp32 rounding error, relative to the largest absolute value."""
 
+UNPACKED_FAMILIES = frozenset(
+    {
+        "axk2", "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "bloom", "codegen", "deepseek_v32",
+        "deepseek_v4", "diffllama", "doge", "falcon", "glm_moe_dsa", "gpt_neo", "gpt_neox_japanese", "gptj", "hrm_text",
+        "hy_v4", "inkling2_text", "llama4_text", "marian", "mbart", "minimax", "mpt", "mvp", "nemotron", "openai-gpt",
+        "pegasus", "plbart", "recurrent_gemma", "rwkv", "stablelm", "trocr", "xglm", "xlstm", "zamba", "zamba2", "zaya",
+    }
+)  # fmt: skip
+"""Families of transformers 5.23 that run unpacked (docs/supported-models.yaml). Only the memory estimate reads this
+set, since it knows a model by its config alone. A loaded model is probed."""
+
 
 class UnpackedModel:
     """Runs a model whose family cannot run packed.

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from realign.api.generation import GenerationConfig
 from realign.engines.sampling.decoder import Decoder
+from realign.engines.sampling.kept_memory import KeptMemory
 from realign.engines.sampling.responses import Responses
 from realign.engines.sampling.slots import CACHE_FRACTION, PREFILL_TOKENS, Rollout
 from realign.engines.sampling.stopping import Stopping
@@ -43,6 +44,8 @@ class Stream(Rollout):
         version: int,
         max_slots: int | None = None,
         cache_fraction: float = CACHE_FRACTION,
+        sync_every: int | None = None,
+        memory: KeptMemory | None = None,
     ) -> None:
         """Start without sequences.
 
@@ -55,8 +58,19 @@ class Stream(Rollout):
             version: policy version of the weights.
             max_slots: maximum number of sequences decoded concurrently; None: see `Rollout`.
             cache_fraction: see `Rollout`.
+            sync_every: see `Rollout`.
+            memory: see `Rollout`.
         """
-        super().__init__(decoder, head, config, stopping, max_slots=max_slots, cache_fraction=cache_fraction)
+        super().__init__(
+            decoder,
+            head,
+            config,
+            stopping,
+            max_slots=max_slots,
+            cache_fraction=cache_fraction,
+            sync_every=sync_every,
+            memory=memory,
+        )
         self.reach = reach
         """Positions that the decoder supports."""
         self.version = version
@@ -138,7 +152,7 @@ class Stream(Rollout):
             prompt.read = None
         if self.cache is not None:
             self._freed = (self.cache.slots, self.cache.length)
-            self.cache = None
+            self.release()
 
     def fill_cache(self) -> None:
         """Allocate the KV cache that `free_cache` freed, and recompute its contents."""
@@ -185,6 +199,6 @@ class Stream(Rollout):
             _, states = self.decoder.prefill(texts[first:last])
             for row, state in enumerate(states, first):
                 if self.cache is None:
-                    self.cache = self.decoder.new_cache(state, *self._freed)
+                    self.cache = self.decoder.new_cache(state, *self._freed, self.memory)
                 self.cache.fill(row, row + 1, state)
             first = last

@@ -15,6 +15,7 @@ from realign.engines.network.attention import AttentionContext
 from realign.engines.network.recurrence import States
 from realign.engines.network.routers import Routed, Routers
 from realign.engines.sampling.expert_record import DTYPE
+from realign.engines.sampling.kept_memory import KeptMemory
 from realign.engines.sampling.kv_cache import DecodeContext, KeyValues, KVCache, PrefillContext, bytes_per_slot
 from realign.engines.sampling.trunk import Trunk
 from realign.functional.packed import cu_seqlens_of, position_ids
@@ -49,9 +50,16 @@ class SlotCache(Protocol):
         """Copy the states of up to `length` tokens in the slots `source_M` to the slots `target_M`."""
         ...
 
+    def release(self) -> None:
+        """See `KVCache.release`."""
+        ...
+
 
 class Decoder(Protocol):
     """Runs a model without its last layer. The state of a text is opaque to rollouts."""
+
+    reads_rows: bool
+    """Whether a step reads tokens or positions on the host, so that steps cannot run ahead of the host."""
 
     @property
     def record_width(self) -> int:
@@ -71,8 +79,8 @@ class Decoder(Protocol):
         """Return the memory of a slot of `length` tokens for states such as `like`, in bytes."""
         ...
 
-    def new_cache(self, like: Any, slots: int, length: int) -> SlotCache:
-        """Allocate a cache for states such as `like`."""
+    def new_cache(self, like: Any, slots: int, length: int, memory: KeptMemory | None = None) -> SlotCache:
+        """Allocate a cache for states such as `like`, if possible in `memory`."""
         ...
 
     def step(self, cache: Any, tokens_B: Tensor, positions_B: Tensor, longest: int) -> Tensor:
@@ -104,8 +112,8 @@ class PackedCache:
         states: for each recurrent layer, its states [slots, ...] by name.
     """
 
-    def __init__(self, like: Text, slots: int, length: int) -> None:
-        self.kv = KVCache(like.kv, slots, length)
+    def __init__(self, like: Text, slots: int, length: int, memory: KeptMemory | None = None) -> None:
+        self.kv = KVCache(like.kv, slots, length, memory)
         self.states = {
             layer: {name: x.new_zeros(slots, *x.shape[1:]) for name, x in states.items()}
             for layer, states in like.states.items()
@@ -146,9 +154,16 @@ class PackedCache:
             for x in states.values():
                 x[target_M] = x[source_M]
 
+    def release(self) -> None:
+        """See `SlotCache.release`."""
+        self.kv.release()
+        self.states.clear()
+
 
 class PackedDecoder:
     """Decoder of models that run packed. Implements `Decoder`."""
+
+    reads_rows = False
 
     def __init__(self, trunk: Trunk, routers: Routers | None = None) -> None:
         """Run `trunk`, and record the choices of its `routers`, if any."""
@@ -191,9 +206,9 @@ class PackedDecoder:
         states = sum(x.nbytes for states in like.states.values() for x in states.values())
         return bytes_per_slot(like.kv, length) + states
 
-    def new_cache(self, like: Text, slots: int, length: int) -> PackedCache:
+    def new_cache(self, like: Text, slots: int, length: int, memory: KeptMemory | None = None) -> PackedCache:
         """See `Decoder.new_cache`."""
-        return PackedCache(like, slots, length)
+        return PackedCache(like, slots, length, memory)
 
     def step(self, cache: PackedCache, tokens_B: Tensor, positions_B: Tensor, longest: int) -> Tensor:
         """See `Decoder.step`."""

@@ -117,7 +117,7 @@ class DecodingLoop:
             running = self._running_of(call)
             if running is not None:
                 running.remove(call)
-                self._running = [r for r in self._running if r.calls]
+                self._drop_finished()
             call.result.set_exception(CancelledError())
             return True
 
@@ -148,6 +148,7 @@ class DecodingLoop:
                 self._asleep = True
             for stream in self.streams:
                 stream.free_cache()
+            self._engine.free_kept_memory()
 
         self.between_steps(free)
 
@@ -221,7 +222,7 @@ class DecodingLoop:
                 result.set_exception(error)
 
     def _advance(self) -> bool:
-        """Start new calls, advance each rollout by one step, and deliver finished responses.
+        """Start new calls, advance each rollout (see `Rollout.advance`), and deliver finished responses.
 
         Returns False if no work is left.
         """
@@ -236,8 +237,15 @@ class DecodingLoop:
         for running in self._running:
             running.stream.advance()
             running.deliver()
-        self._running = [running for running in self._running if running.calls]
+        self._drop_finished()
         return bool(self._running or self._calls)
+
+    def _drop_finished(self) -> None:
+        """Drop rollouts without unfinished responses, and release their KV caches."""
+        for running in self._running:
+            if not running.calls:
+                running.stream.release()
+        self._running = [running for running in self._running if running.calls]
 
     def _begin(self, call: Call) -> None:
         longest = max(map(len, call.prompts)) + call.config.max_new_tokens
@@ -263,6 +271,8 @@ class DecodingLoop:
             version=self.version,
             max_slots=engine.max_slots,
             cache_fraction=engine.cache_fraction,
+            sync_every=engine.sync_every,
+            memory=engine.kept_memory,
         )
 
     def _prepared(self, config: GenerationConfig, length: int) -> tuple[Decoder, LMHead]:
@@ -278,4 +288,6 @@ class DecodingLoop:
                 cores=self._cores,
                 own_cache=network.own_cache,
                 routers=network.recorded_routers(config, self._engine.module),
+                memory=self._engine.kept_memory,
+                captured=self._engine.captured_steps,
             )

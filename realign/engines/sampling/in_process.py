@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
+import torch
+
 from realign.api.in_process_sampler import IN_PROCESS
 from realign.api.sampler import Capabilities
 from realign.api.sampler_spec import SamplerSpec
@@ -25,6 +27,18 @@ class InProcessSampling(SamplerSpec):
     """Fraction of the free memory of a GPU for the KV cache if `max_slots` is null. It is read when a rollout starts,
     after the weights are loaded. Ignored on a CPU."""
 
+    sync_every: Count | None = None
+    """Decode steps after which the host reads which responses have ended; null: 8 on an accelerator, 1 on a CPU. In
+    between, steps start without waiting for the device, and responses that have ended occupy their slots. Samples do
+    not depend on it. Rollouts with stop strings or router_replay use 1."""
+    keep_memory: bool = False
+    """Keep the memory of the KV cache and of the joined weights between rollouts, so that they have the same addresses
+    and are not allocated again. Training then has less memory. Ignored by models that cannot run packed."""
+    cuda_graphs: bool = False
+    """Capture decode steps as CUDA graphs. Requires a CUDA device and keep_memory=true. Steps of models that are not
+    fused, for example with adapters, and steps with router_replay are not captured. Tested with a stand-in for graphs,
+    never on a GPU."""
+
     compiled_decode: CompiledDecode = CompiledDecode.auto
     """Whether decode steps on a CPU run in a library that the first rollout compiles and caches: auto | on | off. auto
     uses torch if no C++ compiler is installed; on raises an error then."""
@@ -33,8 +47,14 @@ class InProcessSampling(SamplerSpec):
         """See `SamplerSpec.check`.
 
         Raises:
-            ConfigError: `compiled_decode=on`, but the library cannot be built.
+            ConfigError: `compiled_decode=on`, but the library cannot be built; or `cuda_graphs` lacks what it requires.
         """
+        if self.cuda_graphs and not torch.cuda.is_available():
+            raise ConfigError(f"{where}.cuda_graphs=true: torch finds no CUDA device. Set cuda_graphs=false.")
+        if self.cuda_graphs and not self.keep_memory:
+            raise ConfigError(
+                f"{where}.cuda_graphs=true: CUDA graphs need memory with fixed addresses. Set {where}.keep_memory=true."
+            )
         if self.compiled_decode is not CompiledDecode.on:
             return
         if isinstance(library := load_library(), LibraryError):

@@ -6,6 +6,7 @@ size, P tokens of a prompt. Hk and D may differ between layers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from realign.engines.network.attention import ATTENTION, AttentionArgs, PackedContext
 from realign.engines.network.recurrence import RowsForward, States, run_prompts, run_step
+from realign.engines.sampling.kept_memory import KeptMemory
 
 KeyValues: TypeAlias = Mapping[int, tuple[Tensor, Tensor]]
 """Keys [Hk, P, D] and values [Hk, P, Dv] of one prompt, by layer."""
@@ -66,15 +68,36 @@ class KVCache:
     Memory is committed on first use, as responses grow, since few responses may reach the full length.
     """
 
-    def __init__(self, like: KeyValues, slots: int, length: int) -> None:
+    def __init__(self, like: KeyValues, slots: int, length: int, memory: KeptMemory | None = None) -> None:
+        """Allocate the cache, in blocks of `memory` if given; `release` returns them."""
         self.slots = slots
         self.length = length
-        self._layers = {layer: (_empty(k, slots, length), _empty(v, slots, length)) for layer, (k, v) in like.items()}
+        self._memory = memory
+        self._blocks: dict[tuple[int, int], Tensor] = {}
+        self._layers = {layer: (self._empty(layer, 0, k), self._empty(layer, 1, v)) for layer, (k, v) in like.items()}
         self._ready = 0
         self._clean = slots  # the first `_clean` slots are initialized up to `_ready`
         self._rows: dict[int, Tensor] = {}
         self._part = (0, 0)
         self._views: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def _empty(self, layer: int, part: int, like: Tensor) -> Tensor:
+        """Return uninitialized memory [slots, Hk, length, D] for the keys (part 0) or values of a layer."""
+        shape = (self.slots, like.shape[0], self.length, like.shape[2])
+        if self._memory is None:
+            return like.new_empty(shape)
+        block = self._memory.take((layer, part), math.prod(shape), like)
+        self._blocks[layer, part] = block
+        return block[: math.prod(shape)].view(shape)
+
+    def release(self) -> None:
+        """Return the blocks to the kept memory, if any. The cache must not be used after that."""
+        if self._memory is not None:
+            for name, block in self._blocks.items():
+                self._memory.give_back(name, block)
+        self._blocks.clear()
+        self._layers.clear()
+        self._views.clear()
 
     def __getitem__(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys [slots, Hk, length, D] and values [slots, Hk, length, Dv] of a layer."""
@@ -112,7 +135,7 @@ class KVCache:
         """Grow to more slots or longer slots, keeping their contents."""
         old = self._layers
         self.slots, self.length = slots, length
-        self._layers = {i: (_empty(k[0], slots, length), _empty(v[0], slots, length)) for i, (k, v) in old.items()}
+        self._layers = {i: (self._empty(i, 0, k[0]), self._empty(i, 1, v[0])) for i, (k, v) in old.items()}
         for layer, kv in old.items():
             for cache, x in zip(self._layers[layer], kv, strict=True):
                 cache[: self._clean, :, : self._ready] = x[: self._clean, :, : self._ready]
@@ -231,7 +254,3 @@ def _written_out(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, args: AttentionA
         weights = torch.cat([scores, sinks], -1).softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32))
         weights = weights[..., :-1]
     return torch.bmm(weights.to(v.dtype), flat_v).view(rows, heads, group, -1)
-
-
-def _empty(like: Tensor, slots: int, length: int) -> Tensor:
-    return like.new_empty(slots, like.shape[0], length, like.shape[2])

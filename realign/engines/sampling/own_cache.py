@@ -20,6 +20,7 @@ from torch import Tensor
 from realign.engines.network.heads import read_body
 from realign.engines.network.unpacked import TOLERANCE
 from realign.engines.precision import full_fp32
+from realign.engines.sampling.kept_memory import KeptMemory
 
 _CACHES = ("past_key_values", "cache_params", "state")
 """Names of the cache in the inputs and outputs of transformers models."""
@@ -71,6 +72,10 @@ class GroupedCache:
         for source, target in zip(source_M.tolist(), target_M.tolist(), strict=True):
             self._at[target] = self._at[source]
 
+    def release(self) -> None:
+        """See `SlotCache.release`."""
+        self._at.clear()
+
     def groups(self, rows: int) -> Iterator[tuple[_Group, list[int]]]:
         """Yield each group of the first `rows` slots, and the slots of its members in order.
 
@@ -97,6 +102,8 @@ class OwnCache:
     Attributes:
         cached: whether the family's cache gives the results of a pass over the whole text.
     """
+
+    reads_rows = True
 
     def __init__(self, module: Any) -> None:
         """Compare decoding with and without the cache of a model that runs unpacked."""
@@ -166,8 +173,8 @@ class OwnCache:
         parts = _tensors(like.past)
         return 8 * length + sum(x.nbytes * (length if tokens in x.shape[1:] else tokens) // tokens for x in parts)
 
-    def new_cache(self, like: _Group, slots: int, length: int) -> GroupedCache:
-        """See `Decoder.new_cache`."""
+    def new_cache(self, like: _Group, slots: int, length: int, memory: KeptMemory | None = None) -> GroupedCache:
+        """See `Decoder.new_cache`. Groups do not use kept memory."""
         return GroupedCache(slots, length)
 
     def step(self, cache: GroupedCache, tokens_B: Tensor, positions_B: Tensor, longest: int) -> Tensor:

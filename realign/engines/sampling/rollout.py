@@ -21,9 +21,11 @@ from realign.api.lengths import Lengths
 from realign.api.router_experts import with_experts
 from realign.api.sample import SequenceSample
 from realign.engines.network.routers import Routers
+from realign.engines.sampling.captured_steps import CapturedDecoder, CapturedSteps
 from realign.engines.sampling.counter_rng import response_keys
 from realign.engines.sampling.decoder import Decoder, PackedDecoder
-from realign.engines.sampling.fused_layers import for_few_rows
+from realign.engines.sampling.fused_layers import FusedTrunk, for_few_rows
+from realign.engines.sampling.kept_memory import KeptMemory
 from realign.engines.sampling.own_cache import OwnCache
 from realign.engines.sampling.responses import Responses
 from realign.engines.sampling.slots import CACHE_FRACTION, Rollout
@@ -52,6 +54,9 @@ def generate(
     max_slots: int | None = None,
     cache_fraction: float = CACHE_FRACTION,
     routers: Routers | None = None,
+    sync_every: int | None = None,
+    memory: KeptMemory | None = None,
+    captured: CapturedSteps | None = None,
 ) -> SequenceSample:
     """Sample `config.n` responses for each prompt; implements `PipelinableEngine.generate`.
 
@@ -72,6 +77,9 @@ def generate(
         max_slots: maximum number of sequences decoded concurrently.
         cache_fraction: fraction of the free memory of a GPU for the KV cache, if `max_slots` is None.
         routers: routers of the model whose choices are recorded; None records nothing.
+        sync_every: see `slots.Rollout`.
+        memory: kept memory for weights and KV cache; None allocates them.
+        captured: captured decode steps, which require `memory`; None launches each operator.
 
     Returns:
         The same ids, each with its `n` sequences:
@@ -94,10 +102,30 @@ def generate(
     with ExitStack() as stack:
         stack.enter_context(_evaluating(model))
         cores = stack.enter_context(one_core_for_small_products(model))
-        decoder, head = prepared(model, head, fusion, length, cores=cores, own_cache=own_cache, routers=routers)
+        decoder, head = prepared(
+            model,
+            head,
+            fusion,
+            length,
+            cores=cores,
+            own_cache=own_cache,
+            routers=routers,
+            memory=memory,
+            captured=captured,
+        )
         device = head.weight_VH.device
         stopping = Stopping(config, eos_token_ids, tokenizer, len(head.weight_VH), device)
-        rollout = Rollout(decoder, head, config, stopping, max_slots=max_slots, cache_fraction=cache_fraction)
+        rollout = Rollout(
+            decoder,
+            head,
+            config,
+            stopping,
+            max_slots=max_slots,
+            cache_fraction=cache_fraction,
+            sync_every=sync_every,
+            memory=memory,
+        )
+        stack.callback(rollout.release)
         sequences_S = rollout.add([p.to(device) for p in prompts], response_keys(seed, data.ids, config.n))
         responses = rollout.run()
     out = packed(data, responses, config.n)
@@ -115,6 +143,8 @@ def prepared(
     cores: Cores,
     own_cache: OwnCache | None = None,
     routers: Routers | None = None,
+    memory: KeptMemory | None = None,
+    captured: CapturedSteps | None = None,
 ) -> tuple[Decoder, LMHead]:
     """Build the decoder and head of a rollout from the current weights, which are cast and joined once for all steps.
 
@@ -126,6 +156,8 @@ def prepared(
         cores: limits small products to one core.
         own_cache: see `generate`.
         routers: see `generate`.
+        memory: see `generate`.
+        captured: see `generate`.
     """
     device = next(model.parameters()).device
     dtype = torch.float32
@@ -136,8 +168,13 @@ def prepared(
         return own_cache, head
     if fusion is None:
         return PackedDecoder(cores.saved_by(ModuleTrunk(model)), routers), head
-    trunk = cores.saved_by(fusion.trunk(length, dtype))
-    return PackedDecoder(trunk, routers), dataclasses.replace(head, weight_VH=for_few_rows(head.weight_VH))
+    trunk, weight_VH = fusion.trunk(length, dtype, memory), for_few_rows(head.weight_VH.detach())
+    if memory is not None:
+        weight_VH = memory.copied("head", weight_VH)
+    head = dataclasses.replace(head, weight_VH=weight_VH)
+    if captured is not None and routers is None and isinstance(trunk, FusedTrunk):
+        return CapturedDecoder(trunk, captured), head
+    return PackedDecoder(cores.saved_by(trunk), routers), head
 
 
 def checked_prompts(model: Any, data: SequenceSample, config: GenerationConfig) -> list[Tensor]:

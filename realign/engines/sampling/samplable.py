@@ -8,6 +8,8 @@ import torch
 
 from realign.api.engine import PipelinableEngine
 from realign.engines.network.network import Network
+from realign.engines.sampling.captured_steps import CapturedSteps
+from realign.engines.sampling.kept_memory import KeptMemory
 
 
 @runtime_checkable
@@ -47,4 +49,23 @@ class Samplable(PipelinableEngine, Protocol):
     @property
     def cache_fraction(self) -> float:
         """Fraction of the free memory of a GPU for the KV cache, if `max_slots` is None."""
+        ...
+
+    @property
+    def sync_every(self) -> int | None:
+        """Decode steps between two host synchronizations; None: see `Rollout`."""
+        ...
+
+    @property
+    def kept_memory(self) -> KeptMemory | None:
+        """Memory that is kept between rollouts; None if it is freed."""
+        ...
+
+    @property
+    def captured_steps(self) -> CapturedSteps | None:
+        """Captured decode steps; None if they are not captured."""
+        ...
+
+    def free_kept_memory(self) -> None:
+        """Free the memory that is kept between rollouts, if any, and the captured steps that use it."""
         ...

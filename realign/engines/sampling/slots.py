@@ -21,6 +21,7 @@ from realign.engines.sampling.counter_rng import uniforms
 from realign.engines.sampling.decoder import Decoder, SlotCache
 from realign.engines.sampling.draw import sample
 from realign.engines.sampling.expert_record import ExpertRecord
+from realign.engines.sampling.kept_memory import KeptMemory
 from realign.engines.sampling.responses import Responses, empty_responses
 from realign.engines.sampling.stopping import Stopping
 from realign.functional.logprobs import LMHead
@@ -36,6 +37,9 @@ PREFILL_TOKENS = 2**13
 
 LOGIT_ELEMENTS = 2**26
 """Maximum number of logits computed at a time; 256 MiB in fp32."""
+
+SYNC_EVERY = 8
+"""Decode steps between two host synchronizations on an accelerator, if the setting is null."""
 
 AT_ONCE = 16
 """Random numbers generated at a time for each row."""
@@ -95,6 +99,8 @@ class Rollout:
         *,
         max_slots: int | None = None,
         cache_fraction: float = CACHE_FRACTION,
+        sync_every: int | None = None,
+        memory: KeptMemory | None = None,
     ) -> None:
         """Start without sequences.
 
@@ -105,6 +111,9 @@ class Rollout:
             stopping: stop conditions.
             max_slots: maximum number of sequences decoded concurrently; None: as many as fit `cache_bytes`.
             cache_fraction: fraction of the free memory of a GPU for the KV cache, if `max_slots` is None.
+            sync_every: decode steps between two host synchronizations; None: `SYNC_EVERY` on an accelerator, and 1 on
+                a CPU. It is 1 with stop strings, with recorded experts, and for decoders that read rows on the host.
+            memory: kept memory for the KV cache; None allocates it.
         """
         self.decoder = decoder
         self.head = head
@@ -120,6 +129,9 @@ class Rollout:
         self.slots = 0
         self.max_slots = max_slots
         self.cache_fraction = cache_fraction
+        self.memory = memory
+        default = 1 if self.device.type == "cpu" else SYNC_EVERY
+        self.sync_every = 1 if stopping.strings or decoder.reads_rows or width else sync_every or default
         self.most_slots = max_slots
         self.longest_prompt = 0
         self.finished: list[Tensor] = []
@@ -171,12 +183,20 @@ class Rollout:
             self.advance()
         return self.responses
 
+    def release(self) -> None:
+        """Return the KV cache to the kept memory, or free it. Decoding is not allowed after that."""
+        if self.cache is not None:
+            self.cache.release()
+            self.cache = None
+
     def advance(self) -> None:
-        """Start waiting sequences, or sample one token for each active sequence."""
+        """Start waiting sequences, or sample up to `sync_every` tokens for each active sequence."""
         if self._should_admit():
             self._admit()
-        else:
-            self._step()
+            return
+        for step in range(self.sync_every):
+            self._step(some_ended=step > 0)
+        self._retire_ended(0)
 
     def _should_admit(self) -> bool:
         """Return whether to start sequences now.
@@ -214,6 +234,7 @@ class Rollout:
         self.numbers_used = AT_ONCE
         self._begun(rows[0])
         self._record(torch.cat(hidden), start)
+        self._retire_ended(start)
 
     def _begun(self, sequences: Tensor) -> None:
         """Process the rows of sequences that just got slots; a hook for subclasses."""
@@ -250,37 +271,59 @@ class Rollout:
         if self.cache is None:
             like = next(prompt.read.state for prompt in self.waiting if prompt.read is not None)
             if self.max_slots is None:
-                limit = cache_bytes(self.device, self.cache_fraction)
+                limit = self._cache_bytes()
                 self.most_slots = max(1, limit // self.decoder.bytes_per_slot(like, length))
                 self.slots = min(self.slots, self.most_slots)
-            self.cache = self.decoder.new_cache(like, self.slots, length)
+            self.cache = self.decoder.new_cache(like, self.slots, length, self.memory)
         elif length > self.cache.length or self.slots > self.cache.slots:
             self.cache.resize(max(self.slots, self.cache.slots), max(length, self.cache.length))
         if self.slots > self.rows.shape[1]:
             self.rows = F.pad(self.rows, (0, self.slots - self.rows.shape[1]))
         return self.cache
 
-    def _step(self) -> None:
-        """Run one decode step: feed the newest token of every row, and sample the next one."""
+    def _cache_bytes(self) -> int:
+        """Return the memory for the KV cache; kept blocks that it replaces count as free."""
+        if self.memory is None or self.device.type != "cuda":
+            return cache_bytes(self.device, self.cache_fraction)
+        return cache_bytes(self.device, self.cache_fraction, free_bytes(self.device) + self.memory.cache_bytes)
+
+    def _step(self, *, some_ended: bool) -> None:
+        """Run one decode step: feed the newest token of every row, and sample the next one.
+
+        The host reads nothing from the device, and can start the next step at once. Rows that have ended since the
+        last synchronization (`some_ended`) repeat their last step, which changes nothing.
+        """
         assert self.cache is not None
         tokens_B, positions_B = self.rows[1, : self.active], self.rows[2, : self.active]
         self.cache.reach(self.longest + 1, None if self.n_waiting else self.active)
         hidden_BH = self.decoder.step(self.cache, tokens_B, positions_B, self.longest)
-        self.longest += 1
+        self.longest = min(self.longest + 1, self.cache.length - 1)  # the longest row may have ended
         if self.experts is not None:
             self.experts.add(self.rows[4, : self.active] - 1, self.decoder.chosen_NW)
-        self._record(hidden_BH, 0)
+        self._record(hidden_BH, 0, some_ended=some_ended)
 
-    def _record(self, hidden_BH: Tensor, first: int) -> None:
-        """Sample and store a token for the rows from `first` on, and retire the rows that end with it."""
+    def _record(self, hidden_BH: Tensor, first: int, *, some_ended: bool = False) -> None:
+        """Sample and store a token for the rows from `first` on, except those that have ended (`some_ended`)."""
         rows = self.rows[:_NUMBERS, first : self.active]
-        sequences_B, tokens_B, _, counts_B, cells_B, _ = rows
+        _, tokens_B, _, counts_B, cells_B, _ = rows
+        tokens, logprobs = self.responses.tokens.view(-1), self.responses.logprobs.view(-1)
         drawn_B, logprobs_B = self._draw(hidden_BH, counts_B)
-        self.responses.tokens.view(-1).index_copy_(0, cells_B, drawn_B)
-        self.responses.logprobs.view(-1).index_copy_(0, cells_B, logprobs_B)
+        more: int | Tensor = 1
+        if some_ended:  # write the last token of such a row again
+            ended_B = self.stopping.is_stop_V[tokens_B] | (counts_B >= self.config.max_new_tokens)
+            cells_B = cells_B - ended_B.long()
+            drawn_B = torch.where(ended_B, tokens_B, drawn_B)
+            logprobs_B = torch.where(ended_B, logprobs[cells_B], logprobs_B)
+            more = (~ended_B).long()
+        tokens.index_copy_(0, cells_B, drawn_B)
+        logprobs.index_copy_(0, cells_B, logprobs_B)
         tokens_B.copy_(drawn_B)
-        rows[2:5].add_(1)
-        ended_B = self.stopping.is_stop_V[drawn_B]
+        rows[2:5].add_(more)
+
+    def _retire_ended(self, first: int) -> None:
+        """Read on the host which of the rows from `first` on have ended, and retire them."""
+        sequences_B, tokens_B, _, counts_B, _, _ = self.rows[:_NUMBERS, first : self.active]
+        ended_B = self.stopping.is_stop_V[tokens_B]
         if self.stopping.strings:
             ended_B = ended_B | self.stopping.has_stop_string(self.responses.tokens[sequences_B], counts_B)
         done = (ended_B | (counts_B >= self.config.max_new_tokens)).nonzero()[:, 0]

@@ -7,11 +7,9 @@ known, and if a comparison gave the same hidden states.
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any
 
 import torch
@@ -22,12 +20,12 @@ from transformers.activations import SiLUActivation
 from realign.engines.device_memory import free_bytes
 from realign.engines.network.attention import AttentionArgs, PackedContext
 from realign.engines.precision import full_fp32
-from realign.engines.sampling.compiled_library import CompiledDecode, LibraryError, load_library
-from realign.engines.sampling.compiled_trunk import CompiledTrunk, check_supported
+from realign.engines.sampling.compiled_library import CompiledDecode
+from realign.engines.sampling.decode_path import TOLERANCE, DecodeChoice, DecodePath
 from realign.engines.sampling.fused_layers import FusedTrunk, Layer, Linear, RMSNorm, for_few_rows
+from realign.engines.sampling.kept_memory import KeptMemory, copied_all
 from realign.engines.sampling.kv_cache import DecodeContext, KVCache, PrefillContext
 from realign.engines.sampling.trunk import ModuleTrunk, Trunk
-from realign.errors import ConfigError
 from realign.functional.head import no_autocast
 from realign.functional.packed import cu_seqlens_of, position_ids
 
@@ -44,19 +42,6 @@ logger = logging.getLogger(__name__)
 
 PROBE_LENGTHS = (9, 4, 14, 5)
 PROBE_STEPS = 3
-TOLERANCE = 2e-5
-"""Maximum fp32 rounding error, relative to the largest hidden state. A wrong layer differs by several percent."""
-
-
-class DecodePath(StrEnum):
-    """Implementation of the decode steps of a rollout. The paths differ by rounding."""
-
-    modules = "modules"
-    """Modules of the transformers model."""
-    fused = "fused"
-    """`FusedTrunk`, with operators of torch."""
-    compiled = "compiled"
-    """`CompiledTrunk`, with the compiled library."""
 
 
 class _Unknown(Exception):
@@ -74,15 +59,10 @@ class Fusion:
     def __init__(self, model: Any, compiled: CompiledDecode = CompiledDecode.auto) -> None:
         self._model = model
         self._args: list[AttentionArgs] | None = None
-        self.compiled = compiled
+        self.path = DecodeChoice(type(model).__name__, compiled)
+        """The choice of what computes the decode steps."""
         self.obstacle: str | None = None
         """Reason why the last rollout ran the model's own modules; None if it was fused, or no rollout has run."""
-        self.decode: DecodePath | None = None
-        """What computed the decode steps of the last rollout; None if no rollout has run."""
-        self.resumed: str | None = None
-        """The `DecodePath` of the checkpoint from which the run resumed, until the first rollout."""
-        self._agrees = False
-        self._logged: str | None = None
 
     @property
     def known(self) -> bool:
@@ -99,79 +79,26 @@ class Fusion:
             self._args = _compared(self._model)
 
     @torch.no_grad()
-    def trunk(self, length: int, dtype: torch.dtype) -> Trunk:
+    def trunk(self, length: int, dtype: torch.dtype, memory: KeptMemory | None = None) -> Trunk:
         """Return the trunk for a rollout with the current weights: a fused one if possible, else the modules.
 
         Args:
             length: number of positions to support.
             dtype: dtype of matrix products.
+            memory: kept memory for the copies of the weights; None allocates it.
         """
         try:
             if self._args is None:
                 self._args = _compared(self._model)
-            trunk = self._faster(_read(self._model, self._args, length, dtype))
+            trunk = self.path.fastest(_read(self._model, self._args, length, dtype, memory))
             self.obstacle = None
             return trunk
         except _Unknown as error:
-            self._decodes_in(DecodePath.modules, str(error))
+            self.path.record(DecodePath.modules, str(error))
             if self.obstacle != str(error):
                 logger.info("Rollouts of %s call its modules, since %s", type(self._model).__name__, error)
             self.obstacle = str(error)
             return ModuleTrunk(self._model)
-
-    def _faster(self, trunk: FusedTrunk) -> Trunk:
-        """Return the trunk with compiled decode steps, if the setting allows them and this machine has the library."""
-        if self.compiled is CompiledDecode.off:
-            self._decodes_in(DecodePath.fused, "compiled_decode=off")
-            return trunk
-        try:
-            compiled = self._compiled_trunk(trunk)
-        except ValueError as error:
-            self._decodes_in(DecodePath.fused, str(error))
-            if self._logged != str(error):
-                logger.info("Decode steps of %s run in torch, since %s", type(self._model).__name__, error)
-            self._logged = str(error)
-            return trunk
-        self._decodes_in(DecodePath.compiled, "a compiled library is available")
-        return compiled
-
-    def _compiled_trunk(self, trunk: FusedTrunk) -> CompiledTrunk:
-        """Return the trunk with compiled decode steps.
-
-        Raises:
-            ValueError: the library does not implement the trunk, is not available, or computes something else.
-        """
-        check_supported(trunk)
-        library = load_library()
-        if isinstance(library, LibraryError):
-            raise ValueError(str(library))
-        compiled = CompiledTrunk(trunk, library)
-        if not self._agrees:
-            error = compiled.difference()
-            if not error <= TOLERANCE:
-                raise ValueError(f"hidden states of the compiled library differ by {error:.1e} (relative) from torch")
-            self._agrees = True
-        return compiled
-
-    def _decodes_in(self, path: DecodePath, reason: str) -> None:
-        """Record what computes the decode steps, and warn if it differs from that of the resumed run.
-
-        Raises:
-            ConfigError: the setting requires the library.
-        """
-        if self.compiled is CompiledDecode.on and path is not DecodePath.compiled:
-            raise ConfigError(
-                f"sampler.compiled_decode=on: decode steps cannot be compiled, since {reason}. "
-                "Set compiled_decode=auto."
-            )
-        if self.resumed is not None and self.resumed != path:
-            warnings.warn(
-                f"Decode steps of the checkpoint ran in {self.resumed!r}, and those of this run in {path.value!r}, "
-                f"since {reason}. The run continues. Its samples can differ slightly from those of an uninterrupted "
-                "run.",
-                stacklevel=2,
-            )
-        self.decode, self.resumed = path, None
 
 
 @dataclass(eq=False)
@@ -272,7 +199,9 @@ def _check_plain(module: nn.Module, kind: type[nn.Module]) -> None:
         raise _Unknown(f"a layer is {found} instead of a plain float32 {kind.__name__} (an adapter or a cast)")
 
 
-def _read(model: Any, args: list[AttentionArgs], length: int, dtype: torch.dtype) -> FusedTrunk:
+def _read(
+    model: Any, args: list[AttentionArgs], length: int, dtype: torch.dtype, memory: KeptMemory | None = None
+) -> FusedTrunk:
     """Copy and join the weights into a `FusedTrunk`.
 
     Raises:
@@ -281,7 +210,7 @@ def _read(model: Any, args: list[AttentionArgs], length: int, dtype: torch.dtype
     base = model.base_model
     if any(m._forward_hooks or m._forward_pre_hooks for m in base.modules()):
         raise _Unknown("a module has forward hooks")
-    _check_memory(base.layers, dtype)
+    _check_memory(base.layers, dtype, 0 if memory is None else memory.weight_bytes)
     device = next(model.parameters()).device
     cos, sin = base.rotary_emb(base.embed_tokens.weight[:1], torch.arange(length, device=device)[None])
     attention = base.layers[0].self_attn
@@ -291,16 +220,23 @@ def _read(model: Any, args: list[AttentionArgs], length: int, dtype: torch.dtype
     turns[:, 0, :half] = torch.complex(cos[0, :, :half].float(), sin[0, :, :half].float())
     order = torch.arange(attention.head_dim, device=device)
     order[: 2 * half] = order[: 2 * half].view(2, half).t().flatten()
-    layers = [_read_layer(layer, a, order, dtype) for layer, a in zip(base.layers, args, strict=True)]
-    return FusedTrunk(base.embed_tokens.weight.detach(), layers, _norm(base.norm), turns)
+    embedding, norm = base.embed_tokens.weight.detach(), _norm(base.norm)
+    layers = []
+    for i, (layer, a) in enumerate(zip(base.layers, args, strict=True)):
+        read = _read_layer(layer, a, order, dtype)
+        layers.append(read if memory is None else copied_all(read, f"layer {i}", memory))
+    if memory is not None:
+        norm, turns = copied_all(norm, "norm", memory), memory.copied("turns", turns)
+    return FusedTrunk(embedding, layers, norm, turns)
 
 
-def _check_memory(layers: Iterable[nn.Module], dtype: torch.dtype) -> None:
+def _check_memory(layers: Iterable[nn.Module], dtype: torch.dtype, kept: int) -> None:
+    """Check that the copies of the weights fit, of which memory of `kept` bytes exists already."""
     weights = [p for layer in layers for p in layer.parameters()]
     copied = sum(p.numel() for p in weights) * dtype.itemsize
     device = weights[0].device
     limit = free_bytes(device) // 4 if device.type == "cuda" else CPU_BYTES
-    if copied > limit:
+    if copied - kept > limit:
         raise _Unknown(f"copies of the weights need {copied} bytes, more than the limit of {limit}")
 
 

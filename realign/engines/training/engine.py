@@ -23,6 +23,7 @@ from realign.api.stats import Stats, merge_stats
 from realign.api.trace import keep_traces, with_responses
 from realign.engines.files.folders import AVERAGED, save_folder
 from realign.engines.files.tokenizers import save_tokenizer
+from realign.engines.network.compiled_layers import TorchCompile
 from realign.engines.network.cpu_lanes import ParallelPasses, side_by_side
 from realign.engines.network.kernels import Backend
 from realign.engines.network.lora import save_adapters, save_base
@@ -71,7 +72,11 @@ class TransformersEngine(InferenceEngine):
         parallel_passes: ParallelPasses = ParallelPasses.auto,
         max_slots: int | None = None,
         cache_fraction: float = CACHE_FRACTION,
+        sync_every: int | None = None,
+        keep_memory: bool = False,
+        cuda_graphs: bool = False,
         load_balancing: LoadBalancing | None = None,
+        torch_compile: TorchCompile = TorchCompile.off,
     ) -> None:
         """Wrap and probe a transformers model that was loaded in fp32 with `attn_implementation=ATTENTION`.
 
@@ -94,7 +99,11 @@ class TransformersEngine(InferenceEngine):
             parallel_passes: whether to compute micro-batches concurrently on a CPU.
             max_slots: sequences that a rollout decodes concurrently; None uses as many as fit `slots.cache_bytes`.
             cache_fraction: fraction of the free memory of a GPU for the KV cache, if `max_slots` is None.
+            sync_every: decode steps between two host synchronizations, see `slots.Rollout`.
+            keep_memory: keep the memory of weights and KV cache between rollouts.
+            cuda_graphs: capture decode steps as CUDA graphs.
             load_balancing: balances the experts in training; None if not.
+            torch_compile: backend that compiles the decoder layers for training and scoring.
 
         Raises:
             ConfigError: the model family is not supported.
@@ -112,10 +121,21 @@ class TransformersEngine(InferenceEngine):
             shared_prompts=shared_prompts,
             fused_rollout=fused_rollout,
             compiled_decode=compiled_decode,
-            # routers cannot tell concurrent passes apart
-            parallel_passes=parallel_passes if load_balancing is None else ParallelPasses.off,
+            # routers cannot tell concurrent passes apart, and compilation is not safe in several threads
+            parallel_passes=ParallelPasses.off if load_balancing or torch_compile.compiles else parallel_passes,
+            torch_compile=torch_compile,
         )
-        super().__init__(name, network, tokenizer, seed=seed, max_slots=max_slots, cache_fraction=cache_fraction)
+        super().__init__(
+            name,
+            network,
+            tokenizer,
+            seed=seed,
+            max_slots=max_slots,
+            cache_fraction=cache_fraction,
+            sync_every=sync_every,
+            keep_memory=keep_memory,
+            cuda_graphs=cuda_graphs,
+        )
         self._balancer.check(network.unpacked)
         if optimizer is None:
             network.requires_grad_(False)

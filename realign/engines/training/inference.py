@@ -20,6 +20,8 @@ from realign.engines.network.heads import read_head
 from realign.engines.network.network import Network, Run
 from realign.engines.network.output import ScalarHead
 from realign.engines.network.shared_prefix import Layout, Passes
+from realign.engines.sampling.captured_steps import CapturedSteps, CudaGraphs
+from realign.engines.sampling.kept_memory import KeptMemory
 from realign.engines.sampling.trunk import positions_of
 from realign.engines.sampling.weight_fusion import Fusion
 from realign.engines.training.callbacks import added
@@ -39,6 +41,9 @@ class InferenceEngine(PipelinableEngine):
         seed: int,
         max_slots: int | None,
         cache_fraction: float,
+        sync_every: int | None,
+        keep_memory: bool,
+        cuda_graphs: bool,
     ) -> None:
         """Wrap a network; see `TransformersEngine` for the arguments."""
         self.name = name
@@ -49,6 +54,11 @@ class InferenceEngine(PipelinableEngine):
         self.tokenizer = tokenizer
         self.max_slots = max_slots
         self.cache_fraction = cache_fraction
+        self.sync_every = sync_every
+        self.kept_memory = KeptMemory() if keep_memory else None
+        if cuda_graphs and (self.device.type != "cuda" or not keep_memory):
+            raise ConfigError(f"models.{name}.sampler.cuda_graphs=true: requires device=cuda and keep_memory=true.")
+        self.captured_steps = CapturedSteps(CudaGraphs()) if cuda_graphs else None
         self._seed = seed
 
     @property
@@ -167,11 +177,21 @@ class InferenceEngine(PipelinableEngine):
                 max_slots=self.max_slots,
                 cache_fraction=self.cache_fraction,
                 routers=self.network.recorded_routers(config, module),
+                sync_every=self.sync_every,
+                memory=self.kept_memory,
+                captured=self.captured_steps,
             )
 
     def check_router_replay(self) -> None:
         """See `PipelinableEngine.check_router_replay`."""
         self.network.check_replay()
+
+    def free_kept_memory(self) -> None:
+        """Free the memory that is kept between rollouts, if any, and the captured steps that use it."""
+        if self.captured_steps is not None:
+            self.captured_steps.clear()
+        if self.kept_memory is not None:
+            self.kept_memory.free()
 
     def _sampler(self) -> tuple[Any, Fusion | None]:
         """Return the model that rollouts run, and its `Fusion`, if any."""

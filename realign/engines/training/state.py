@@ -29,7 +29,7 @@ class EngineState:
         """See `TransformersEngine.state_dict`."""
         state = {name: None if part is None else part.state_dict() for name, part in self._parts().items()}
         module, fusion = self._network.module_state(fixed=False), self._network.fusion
-        decode = None if fusion is None else fusion.resumed if fusion.decode is None else fusion.decode.value
+        decode = None if fusion is None else fusion.path.saved
         return {"module": module, **state, "fused": fusion is not None and fusion.known, "decode": decode}
 
     def fixed_weights(self) -> dict[str, Any]:
@@ -53,7 +53,7 @@ class EngineState:
         if state.get("fused") and self._network.fusion is not None:
             self._network.fusion.compare()
         if self._network.fusion is not None:
-            self._network.fusion.resumed = state.get("decode")
+            self._network.fusion.path.resumed = state.get("decode")
         parts = self._parts()
         if weights_only:
             parts = {"value_head": parts["value_head"]}

@@ -27,7 +27,7 @@ WHOLE = frozenset({"state_dict", "fixed_weights", "weights"})
 
 
 class WorkerEngine(PipelinableEngine, Protocol):
-    """Methods that a worker needs in addition to `PipelinableEngine`: the halves of a train step, and `resident`."""
+    """Methods that a worker needs in addition to `PipelinableEngine`: halves of a train step, and memory."""
 
     def accumulate(self, part: SequenceSample, mb_spec: MicroBatchSpec, loss_fn: LossFn, weight: Tensor) -> Stats:
         """Accumulate the gradient of this rank's shard of a batch with loss weight `weight`; return its metrics."""
@@ -43,6 +43,10 @@ class WorkerEngine(PipelinableEngine, Protocol):
 
     def resident(self) -> Iterator[Tensor]:
         """Yield the tensors that stay on the device between calls."""
+        ...
+
+    def free_kept_memory(self) -> None:
+        """Free the memory that is kept between rollouts, if any."""
         ...
 
 
@@ -99,7 +103,7 @@ class Host:
             self._models[role] = model
             engine = self._engine(role)
             if role in offload:
-                self._away[role] = Offload(engine.resident)
+                self._away[role] = Offload(engine.resident, engine.free_kept_memory)
                 self._away[role].leave()
             found[role] = Loaded(
                 engine.trainable,

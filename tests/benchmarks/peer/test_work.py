@@ -70,11 +70,14 @@ def test_every_token_of_a_prompt_is_one_character(tmp_path):
         json.loads(line) for line in write_prompts(scenario, 2, tmp_path / "prompts.jsonl").read_text().splitlines()
     ]
     assert [row["prompt"] for row in rows] == scenario.prompt_texts(2)
+    found = []
     for row in rows:
         ids = tokenizer(row["prompt"])["input_ids"]
+        found.append(ids)
         assert len(ids) == len(row["prompt"])
         assert min(ids) > 2
         assert tokenizer.decode(ids) == row["prompt"]
+    assert found == scenario.prompt_ids(1) + scenario.prompt_ids(2)
 
 
 def test_reward_is_the_share_of_even_characters():

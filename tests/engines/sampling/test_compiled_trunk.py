@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 from realign.api import GenerationConfig, MicroBatchSpec
 from realign.engines import Lora, TransformersModel
 from realign.engines.network.heads import read_head
-from realign.engines.sampling import weight_fusion
+from realign.engines.sampling import decode_path
 from realign.engines.sampling.compiled_library import CompiledDecode, LibraryError, load_library
 from realign.engines.sampling.compiled_trunk import LARGE_PRODUCT, ROWS_PER_THREAD, CompiledTrunk
+from realign.engines.sampling.decode_path import DecodePath
 from realign.engines.sampling.in_process import InProcessSampling
 from realign.engines.sampling.kv_cache import DecodeContext, KVCache
 from realign.engines.sampling.rollout import generate
-from realign.engines.sampling.weight_fusion import DecodePath, Fusion
+from realign.engines.sampling.weight_fusion import Fusion
 from realign.errors import ConfigError, SettingsError
 from tests.engines.sampling.native import requires_compiler
 from tests.engines.sampling.test_fused_layers import KNOWN, rollout
@@ -94,7 +95,7 @@ def test_rollouts_of_known_families_sample_the_same(case):
     model = tiny_model(family, **overrides)
     ours, torchs = Fusion(model, CompiledDecode.on), Fusion(model, CompiledDecode.off)
     got, want = rollout(model, ours), rollout(model, torchs)
-    assert (ours.decode, torchs.decode) == (DecodePath.compiled, DecodePath.fused)
+    assert (ours.path.now, torchs.path.now) == (DecodePath.compiled, DecodePath.fused)
     assert responses(got) == responses(want)
     assert torch.allclose(got["logprobs"], want["logprobs"], atol=1e-5)
 
@@ -140,7 +141,7 @@ def test_log_probs_of_a_rollout_equal_those_of_a_scoring_pass():
         out, spec, lambda o, d: d.with_data({"again": o.logprobs(temperature=0.7)}, lengths=d.lengths["input_ids"])
     )
     mask = out["loss_mask"]
-    assert engine.network.fusion.decode is DecodePath.compiled
+    assert engine.network.fusion.path.now is DecodePath.compiled
     torch.testing.assert_close(out["logprobs"][mask], scored["again"][mask], atol=1e-5, rtol=1e-5)
 
 
@@ -162,18 +163,18 @@ def test_torch_computes_steps_for_which_it_is_faster():
 
 
 def test_without_a_library_torch_decodes_and_the_log_says_why_once(monkeypatch, caplog):
-    monkeypatch.setattr(weight_fusion, "load_library", lambda: LibraryError("no C++ compiler is installed"))
+    monkeypatch.setattr(decode_path, "load_library", lambda: LibraryError("no C++ compiler is installed"))
     model = tiny_model("qwen2")
     fusion = Fusion(model)
-    with caplog.at_level(logging.INFO, logger=weight_fusion.__name__):
+    with caplog.at_level(logging.INFO, logger=decode_path.__name__):
         assert same(rollout(model, fusion), rollout(model, fusion))
-    assert fusion.decode is DecodePath.fused
+    assert fusion.path.now is DecodePath.fused
     lines = [r.getMessage() for r in caplog.records]
     assert lines == ["Decode steps of Qwen2ForCausalLM run in torch, since no C++ compiler is installed"]
 
 
 def test_on_raises_an_error_without_a_library(monkeypatch, tmp_path):
-    monkeypatch.setattr(weight_fusion, "load_library", lambda: LibraryError("no C++ compiler is installed"))
+    monkeypatch.setattr(decode_path, "load_library", lambda: LibraryError("no C++ compiler is installed"))
     with pytest.raises(ConfigError, match=r"compiled_decode=on: .*, since no C\+\+ compiler is installed"):
         Fusion(tiny_model("qwen2"), CompiledDecode.on).trunk(8, torch.float32)
     with pytest.raises(ConfigError, match="model family 'gpt2' is not supported"):
@@ -181,24 +182,24 @@ def test_on_raises_an_error_without_a_library(monkeypatch, tmp_path):
 
 
 def test_off_never_loads_the_library(monkeypatch):
-    monkeypatch.setattr(weight_fusion, "load_library", lambda: pytest.fail("loaded"))
+    monkeypatch.setattr(decode_path, "load_library", lambda: pytest.fail("loaded"))
     fusion = Fusion(tiny_model("qwen2"), CompiledDecode.off)
     fusion.trunk(8, torch.float32)
-    assert fusion.decode is DecodePath.fused
+    assert fusion.path.now is DecodePath.fused
 
 
 def test_other_precisions_activations_and_adapters_run_in_torch():
     fusion = Fusion(tiny_model("qwen2"))
     fusion.trunk(8, torch.bfloat16)
-    assert fusion._logged == "matrix products are not in float32"
+    assert fusion.path._logged == "matrix products are not in float32"
     fusion = Fusion(tiny_model("llama", hidden_act="gelu"))
     fusion.trunk(8, torch.float32)
-    assert fusion._logged == "the activation function is not SiLU"
+    assert fusion.path._logged == "the activation function is not SiLU"
     adapted = tiny_model("llama")
     Lora().prepare(adapted, path="", seed=0)
     fusion = Fusion(adapted)
     fusion.trunk(8, torch.float32)
-    assert fusion.decode is DecodePath.modules
+    assert fusion.path.now is DecodePath.modules
 
 
 @requires_compiler
@@ -206,8 +207,8 @@ def test_a_library_that_computes_something_else_is_not_used(monkeypatch):
     monkeypatch.setattr(CompiledTrunk, "difference", lambda _: 0.01)
     fusion = Fusion(tiny_model("qwen2"))
     fusion.trunk(8, torch.float32)
-    assert fusion.decode is DecodePath.fused
-    assert fusion._logged == "hidden states of the compiled library differ by 1.0e-02 (relative) from torch"
+    assert fusion.path.now is DecodePath.fused
+    assert fusion.path._logged == "hidden states of the compiled library differ by 1.0e-02 (relative) from torch"
 
 
 @requires_compiler
@@ -236,7 +237,7 @@ def test_the_setting_reaches_the_engine(tmp_path):
     folder = str(save_tiny(tmp_path / "model"))
     for setting in CompiledDecode:
         spec = TransformersModel(folder, device="cpu", sampler=InProcessSampling(compiled_decode=setting))
-        assert spec.load("actor", seed=0).machine.network.fusion.compiled is setting
+        assert spec.load("actor", seed=0).machine.network.fusion.path.compiled is setting
 
 
 def test_on_requires_fused_rollouts_and_a_library(monkeypatch):

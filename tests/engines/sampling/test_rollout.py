@@ -141,9 +141,9 @@ def test_cache_is_cut_to_a_memory_budget(monkeypatch):
     seen = []
 
     class Counted(KVCache):
-        def __init__(self, like, slots, length):
+        def __init__(self, like, slots, length, memory):
             seen.append(slots)
-            super().__init__(like, slots, length)
+            super().__init__(like, slots, length, memory)
 
     monkeypatch.setattr(decoder, "KVCache", Counted)
     out = rollout(tiny_model("llama"), n=3)

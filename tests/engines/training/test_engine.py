@@ -646,15 +646,32 @@ def test_generate_passes_on_the_engines_tokens_and_precision(monkeypatch):
     seen = {}
 
     def fake(
-        model, head, data, config, *, seed, eos_token_ids, tokenizer, fusion, max_slots, cache_fraction, own_cache
+        model,
+        head,
+        data,
+        config,
+        *,
+        seed,
+        eos_token_ids,
+        tokenizer,
+        fusion,
+        max_slots,
+        cache_fraction,
+        own_cache,
+        sync_every,
+        memory,
+        captured,
     ):
+        seen.update(sync_every=sync_every, memory=memory, captured=captured)
         seen.update(seed=seed, max_slots=max_slots, cache_fraction=cache_fraction, eos=eos_token_ids)
         seen.update(grad=torch.is_grad_enabled(), training=model.training)
         seen.update(autocast=torch.is_autocast_enabled("cpu"), head=head.weight_VH)
         return data
 
     monkeypatch.setattr("realign.engines.sampling.rollout.generate", fake)
-    engine = tiny_engine(optimizer=STEP, dtype=torch.bfloat16, max_slots=5, cache_fraction=0.25)
+    engine = tiny_engine(
+        optimizer=STEP, dtype=torch.bfloat16, max_slots=5, cache_fraction=0.25, sync_every=3, keep_memory=True
+    )
     engine.module.generation_config.eos_token_id = [7, 5]
     engine.module.generation_config.repetition_penalty = 1.3
     data = SequenceSample(("a",))
@@ -663,6 +680,9 @@ def test_generate_passes_on_the_engines_tokens_and_precision(monkeypatch):
         "seed": 3,
         "max_slots": 5,
         "cache_fraction": 0.25,
+        "sync_every": 3,
+        "memory": engine.kept_memory,
+        "captured": None,
         "eos": (2, 5, 7),
         "grad": False,
         "training": False,

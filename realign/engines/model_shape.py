@@ -1,0 +1,179 @@
+"""Sizes of a model, read from its config without weights."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from realign.engines.files.pretrained import quiet_transformers
+from realign.engines.network.heads import Head
+from realign.engines.network.trains import All, Trained
+from realign.engines.network.unpacked import UNPACKED_FAMILIES
+
+PYTHON_ACTIVATIONS = frozenset({"gelu_new", "gelu_fast", "gelu_python", "quick_gelu"})
+"""Activation functions of transformers that consist of several operators."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a model, as numbers of elements."""
+
+    family: str
+    parameters: int
+    """Weights of the loaded model, without adapters."""
+    in_layers: int
+    """Weights of all layers."""
+    matrices: int
+    """Weights of the linear layers in all layers."""
+    trained: int
+    """Weights that train, including adapters."""
+    adapters: int
+    """Weights of the adapters."""
+    layers: int
+    hidden: int
+    queries: int
+    """Query heads times head size."""
+    keys: int
+    """Key-value heads times head size."""
+    heads: int
+    mlp: int
+    """Inner size of the feed-forward layer, for all experts that compute a token."""
+    mlp_tensors: int
+    """Tensors of the size `mlp` that autograd saves in a feed-forward layer."""
+    layer_norms: bool
+    """Whether norms are those of torch, which save only their input."""
+    qk_norm: bool
+    words: int
+    """Vocabulary of the language-model head; 0 for a scalar head."""
+    embeddings: int
+    """Weights of embeddings and language-model head."""
+    tied: bool
+    head_trains: bool
+    norms_train: bool
+    unpacked: bool
+    """Whether the family runs unpacked."""
+    pair_tensors: int
+    """Tensors with a number for each pair of tokens and each head that autograd saves in a layer without fused
+    attention: one for the probabilities, and one for soft-capped scores."""
+
+    @property
+    def cache_token(self) -> int:
+        """Elements of one token in the KV cache."""
+        return 2 * self.layers * self.keys
+
+    @property
+    def layer(self) -> int:
+        """Weights of one layer."""
+        return self.in_layers // max(1, self.layers)
+
+
+def read_shape(
+    path: str, head: Head, *, trust_remote_code: bool = False, trains: Trained | None = None, trainable: bool = True
+) -> ModelShape:
+    """Return the sizes of the model in a folder or hub repository. Reads its config, but no weights.
+
+    Args:
+        path: folder or hub name.
+        head: output of the model.
+        trust_remote_code: whether to run code in the folder or repository.
+        trains: weights that the optimizer changes; None means all.
+        trainable: whether the role has an optimizer.
+
+    Raises:
+        OSError: the config cannot be read.
+    """
+    from transformers import AutoConfig
+
+    labels = {"num_labels": 1} if head.is_scalar else {}
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **labels)
+    return shape_of(config, head, trust_remote_code=trust_remote_code, trains=trains, trainable=trainable, path=path)
+
+
+def shape_of(
+    config: Any,
+    head: Head,
+    *,
+    trust_remote_code: bool = False,
+    trains: Trained | None = None,
+    trainable: bool = True,
+    path: str = "",
+) -> ModelShape:
+    """Return the sizes of the model with this transformers config; see `read_shape`."""
+    with torch.random.fork_rng(devices=[]), torch.device("meta"), quiet_transformers():
+        module = head.auto_class().from_config(config, trust_remote_code=trust_remote_code, dtype=torch.float32)
+        loaded = sum(p.numel() for p in module.parameters())
+        layers = _layers(module)
+        in_layers = sum(p.numel() for p in layers.parameters())
+        matrices = sum(p.numel() for p in layers.parameters() if p.ndim >= 2)
+        (trains or All()).prepare(module, path=path, seed=0)
+    trained = sum(p.numel() for p in module.parameters() if p.requires_grad) if trainable else 0
+    text = config.get_text_config()
+    names = {name for name, _ in layers.named_modules()} | {name for name, _ in layers.named_parameters()}
+    queries = text.num_attention_heads
+    size = getattr(text, "head_dim", None) or text.hidden_size // queries
+    last: Any = None if head.is_scalar else module.get_output_embeddings()
+    given = module.get_input_embeddings().weight
+    unpacked = config.model_type in UNPACKED_FAMILIES
+    return ModelShape(
+        family=config.model_type,
+        parameters=loaded,
+        in_layers=in_layers,
+        matrices=matrices,
+        trained=trained,
+        adapters=sum(p.numel() for p in module.parameters()) - loaded,
+        layers=text.num_hidden_layers,
+        hidden=text.hidden_size,
+        queries=queries * size,
+        keys=(getattr(text, "num_key_value_heads", None) or queries) * size,
+        heads=queries,
+        mlp=_mlp(text),
+        mlp_tensors=_mlp_tensors(text, layers),
+        layer_norms=any(isinstance(part, nn.LayerNorm) for part in layers.modules()),
+        qk_norm=any(name.endswith("q_norm") for name in names),
+        words=0 if last is None else len(last.weight),
+        embeddings=given.numel() + (0 if last is None or last.weight is given else last.weight.numel()),
+        tied=last is not None and last.weight is given,
+        head_trains=trainable and last is not None and last.weight.requires_grad,
+        norms_train=trainable and any(p.requires_grad and p.ndim == 1 for p in layers.parameters()),
+        unpacked=unpacked,
+        pair_tensors=_pair_tensors(text, names, fused=not unpacked or getattr(module, "_supports_sdpa", False)),
+    )
+
+
+def _layers(module: Any) -> nn.Module:
+    """Return the list of layers; a model without one is treated as a single layer."""
+    lists = [part for part in module.modules() if isinstance(part, nn.ModuleList)]
+    return max(lists, key=lambda part: sum(p.numel() for p in part.parameters()), default=module.base_model)
+
+
+def _mlp(config: Any) -> int:
+    """Return the inner size of the feed-forward layer, for all experts that compute a token."""
+    for name in ("moe_intermediate_size", "intermediate_size", "ffn_dim", "n_inner"):
+        if (found := getattr(config, name, None)) is not None:
+            return int(found) * int(getattr(config, "num_experts_per_tok", None) or 1)
+    return 4 * int(config.hidden_size)
+
+
+def _pair_tensors(config: Any, names: Collection[str], *, fused: bool) -> int:
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        return 2
+    return int(not fused or any(name.endswith("sinks") for name in names))
+
+
+def _mlp_tensors(config: Any, layers: nn.Module) -> int:
+    """Return the number of tensors that autograd saves in a feed-forward layer.
+
+    A gated layer saves gate, activated gate, up and product. A layer of two matrices saves the input of its activation
+    function and the result. Activation functions that are written in Python save several more tensors.
+    """
+    size = {config.hidden_size, _mlp(config)}
+    first = next(iter(layers.children()), layers)
+    matrices = [p for p in first.parameters() if p.ndim == 2 and set(p.shape) == size]
+    return 2 if len(matrices) == 2 and getattr(config, "activation_function", None) not in PYTHON_ACTIVATIONS else 4
+
+
+__all__ = ["ModelShape", "read_shape", "shape_of"]

@@ -1,0 +1,87 @@
+"""Decoder layers compiled by `torch.compile`, for training and scoring passes.
+
+Attention is excluded from the compiled graphs. It reads the lengths of the packed sequences as Python numbers, which
+change with every micro-batch and would cause a compilation each time. The parts before and after attention are
+compiled for any number of tokens. All layers of a class share the compiled code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import StrEnum
+from functools import partial
+from typing import Any
+
+import torch
+
+from realign.engines.network.attention import CONTEXT, PackedContext, exclude_attention_from_compilation
+from realign.engines.network.branches import read_stack
+from realign.engines.network.recurrence import has_recurrent_layers
+from realign.errors import ConfigError
+
+
+class TorchCompile(StrEnum):
+    """Backend of `torch.compile` for the decoder layers in training and scoring."""
+
+    off = "off"
+    """Layers are not compiled."""
+    inductor = "inductor"
+    """Generates kernels: Triton on CUDA, C++ on CPU."""
+    aot_eager = "aot_eager"
+    """Captures forward and backward graphs and runs the operators of torch, for debugging."""
+    eager = "eager"
+    """Captures forward graphs and runs the operators of torch, for debugging."""
+
+    @property
+    def compiles(self) -> bool:
+        """Whether layers are compiled."""
+        return self is not TorchCompile.off
+
+
+class CompiledForward:
+    """Replaces the `forward` method of a layer. Only packed passes are compiled; rollouts run the original method.
+
+    Hooks of the layer, activation checkpointing and FSDP run outside of the compiled code. A deep copy of the layer
+    contains a copy that refers to the copied layer.
+    """
+
+    def __init__(self, layer: Any, compiled: Callable[..., Any], *, checkpoints: bool) -> None:
+        """Replace the method of `layer`; `checkpoints` is whether the method can recompute itself."""
+        self._layer = layer
+        self._compiled = compiled
+        self._checkpoints = checkpoints
+
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
+        """Run the layer."""
+        layer = self._layer
+        if type(keywords.get(CONTEXT)) is not PackedContext:  # the contexts of rollouts are subclasses, or others
+            return type(layer).forward(layer, *args, **keywords)
+        if self._checkpoints and layer.gradient_checkpointing and layer.training:
+            return layer._gradient_checkpointing_func(partial(self._compiled, layer, **keywords), *args)
+        return self._compiled(layer, *args, **keywords)
+
+
+def compile_layers(module: Any, backend: TorchCompile) -> None:
+    """Compile the decoder layers of a transformers model in place.
+
+    Raises:
+        ConfigError: the layers are not found, or are recurrent.
+    """
+    if has_recurrent_layers(module):
+        raise ConfigError(f"model family {module.config.model_type!r} has recurrent layers.")
+    exclude_attention_from_compilation()
+    compiled: dict[type, Callable[..., Any]] = {}
+    for layer in read_stack(module).layers:
+        kind = type(layer)
+        if kind not in compiled:
+            compiled[kind] = torch.compile(_without_checkpointing(kind), backend=backend.value, dynamic=True)
+        checkpoints = _without_checkpointing(kind) is not kind.forward
+        layer.forward = CompiledForward(layer, compiled[kind], checkpoints=checkpoints)
+
+
+def _without_checkpointing(kind: Any) -> Callable[..., Any]:
+    """Return the `forward` method without the function with which transformers adds activation checkpointing."""
+    method: Any = kind.forward
+    while method.__code__.co_name == "forward_with_checkpointing":
+        method = method.__wrapped__
+    return method
