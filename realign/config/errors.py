@@ -11,7 +11,7 @@ from realign.errors import ConfigError as ConfigError  # re-export
 
 MANY = 24
 NEAR = 0.7
-"""Minimum similarity of a suggested name. Misspelled names usually have more than 0.73, unrelated ones less than 0.67."""
+"""Minimum similarity of a suggested name. Unrelated names have up to 0.67, most misspelled ones more than 0.73."""
 PREFIX = 4
 """Minimum length of a word that counts as the beginning of a name."""
 EXAMPLES: Mapping[str, str] = MappingProxyType(
