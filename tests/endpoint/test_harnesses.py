@@ -1,6 +1,6 @@
 """Evaluation harnesses against `realign serve`: lm-eval and Inspect, as the documentation shows them.
 
-The commands are searched in PATH. They may be installed in an environment of their own.
+The commands are searched in PATH. They may be installed in a separate environment.
 """
 
 from __future__ import annotations
