@@ -15,6 +15,15 @@ Observation: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
+class ToolCall:
+    """A call of a tool that the policy requests."""
+
+    name: str
+    arguments: str
+    """Arguments as JSON text."""
+
+
+@dataclass(frozen=True)
 class Response:
     """One turn of the policy.
 
@@ -23,12 +32,18 @@ class Response:
         token_ids: sampled tokens, including the end token; the policy trains on them.
         turn: index of the turn, from 0.
         truncated: whether the turn ended at `max_new_tokens` instead of an end token.
+        content: `text` without reasoning and tool calls, if there is a response template; otherwise `text`.
+        tool_calls: calls of tools, if there is a response template.
+        reasoning: reasoning, if there is a response template and the turn has any.
     """
 
     text: str
     token_ids: tuple[int, ...]
     turn: int
     truncated: bool
+    content: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    reasoning: str | None = None
 
 
 class Environment(Protocol):
@@ -63,4 +78,4 @@ class Environment(Protocol):
         ...
 
 
-__all__ = ["Environment", "Observation", "Response"]
+__all__ = ["Environment", "Observation", "Response", "ToolCall"]

@@ -33,7 +33,14 @@ class Call:
     prompts: list[Prompt]
     handles: list[list[Handle]]
     """Handles of the responses to each prompt."""
+    chat: bool
+    """Whether responses are parsed. The text of a completion is its content."""
     tools: list[dict[str, Any]] | None = None
+
+    @property
+    def parses(self) -> bool:
+        """Whether responses may have other parts than content."""
+        return self.chat and can_parse(self.session.backend.renderer.tokenizer)
 
     @property
     def flat(self) -> list[tuple[Prompt, Handle]]:
@@ -43,8 +50,7 @@ class Call:
     @property
     def partial(self) -> bool:
         """Whether the text of unfinished responses can be sent."""
-        backend = self.session.backend
-        return backend.sampler.capabilities().abort and not can_parse(backend.renderer.tokenizer)
+        return self.session.backend.sampler.capabilities().abort and not self.parses
 
 
 class Caller:
@@ -84,7 +90,7 @@ class Caller:
                 prompt = with_beginning(renderer, prompt, call_beginning(renderer, messages, forced, tools, options))
             return [prompt]
 
-        return await self._start(session, parameters, prompts, tools)
+        return await self._start(session, parameters, prompts, chat=True, tools=tools)
 
     async def complete(self, session: Session, body: Mapping[str, Any]) -> Call:
         """Start the responses of a completion request.
@@ -103,21 +109,23 @@ class Caller:
                 raise ValueError(f"the prompt has token ids outside 0 to {len(renderer.tokenizer) - 1}")
             return session.capture.prompt_of_ids(one)
 
-        return await self._start(session, parameters, lambda: list(map(prompt, given)), None)
+        return await self._start(session, parameters, lambda: list(map(prompt, given)), chat=False)
 
     async def _start(
         self,
         session: Session,
         parameters: Parameters,
         prompts: Callable[[], list[Prompt]],
-        tools: list[dict[str, Any]] | None,
+        *,
+        chat: bool,
+        tools: list[dict[str, Any]] | None = None,
     ) -> Call:
         def start() -> Call:
             try:
                 found = prompts()
             except ValueError as error:
                 raise ApiError(400, f"The prompt is invalid: {error}.", code="invalid_prompt") from error
-            call = Call(session, parameters, found, [], tools)
+            call = Call(session, parameters, found, [], chat, tools)
             try:
                 for prompt in found:
                     call.handles.append(session.submit(prompt, parameters))
@@ -200,8 +208,11 @@ def choice(call: Call, index: int, completion: Completion) -> Choice:
     """
     prompt, sampled = call.flat[index][0], completion.ids.tolist()
     renderer = call.session.backend.renderer
-    given = len(prompt.ids) - prompt.begun
-    parsed = renderer.parse([*prompt.ids[given:], *sampled], before=prompt.ids[:given], tools=call.tools)
+    if call.parses:
+        given = len(prompt.ids) - prompt.begun
+        parsed = renderer.parse([*prompt.ids[given:], *sampled], before=prompt.ids[:given], tools=call.tools)
+    else:
+        parsed = ParsedResponse(renderer.decode(sampled, special=False))
     content, stopped = cut(parsed.content, call.parameters.stop)
     parsed = ParsedResponse(content, parsed.tool_calls, parsed.reasoning)
     scores = call.session.score([*prompt.ids, *sampled], call.parameters) if call.parameters.scores else None

@@ -19,6 +19,7 @@ from typing import IO, Any
 
 from realign.api.environment import Environment, Response
 from realign.environments.loading import takes_seed
+from realign.environments.tools import ToolSources
 from realign.environments.turns import shortened
 from realign.errors import ConfigError
 from realign.rewards.pool.functions import is_async, load_object
@@ -40,24 +41,34 @@ def task(base_url: str, api_key: str, row: Mapping[str, Any]) -> dict[str, Any]:
     return {"base_url": base_url, "api_key": api_key, "row": row}
 
 
-def load_agent(name: str, arguments: Mapping[str, Any]) -> Callable[[], Environment]:
+def load_agent(name: str, arguments: Mapping[str, Any], tools: ToolSources | None = None) -> Callable[[], Environment]:
     """Return a factory of environments that run the function `name` with these keyword arguments.
 
+    Args:
+        name: name of the function.
+        arguments: its keyword arguments.
+        tools: tools that every episode opens, and passes as the parameter `tools` (`Toolbox`).
+
     Raises:
-        ConfigError: the function does not exist, or does not accept the arguments.
+        ConfigError: the function does not exist, or does not accept the arguments, or `tools` are given and it is no
+            `async def`.
     """
     found = load_object(name, "agent", _FORMS)
     if isinstance(found, type) or not callable(found):
         raise ConfigError(f"agent {name!r} is a {type(found).__name__}; expected a function.")
     try:
         seeded = {"seed": 0} if takes_seed(found) and "seed" not in arguments else {}
-        inspect.signature(found).bind("", "", {}, **arguments, **seeded)
+        opened = {} if tools is None else {"tools": None}
+        inspect.signature(found).bind("", "", {}, **arguments, **seeded, **opened)
     except TypeError as error:
-        shown = ", ".join(["base_url", "api_key", "row", *(f"{key}=" for key in arguments)])
+        given = [*arguments, *([] if tools is None else ["tools"])]
+        shown = ", ".join(["base_url", "api_key", "row", *(f"{key}=" for key in given)])
         raise ConfigError(f"agent {name!r} cannot be called as {name.rpartition(':')[2]}({shown}): {error}") from None
     function = partial(found, **arguments)
     kept = bool(seeded)
-    made: Any = _AsyncAgent if is_async(found) else _PlainAgent
+    if tools is not None and not is_async(found):
+        raise ConfigError(f"agent {name!r}: tools and mcp require an `async def`, since calls of tools are awaited.")
+    made: Any = partial(_AsyncAgent, tools=tools) if is_async(found) else _PlainAgent
     return partial(made, function, kept)
 
 
@@ -88,9 +99,16 @@ class _Agent:
 
 
 class _AsyncAgent(_Agent):
+    def __init__(self, function: Callable[..., Any], seeded: bool, tools: ToolSources | None = None) -> None:
+        super().__init__(function, seeded)
+        self._tools = tools
+
     async def step(self, response: Response) -> Outcome:
         """Run the agent on the event loop."""
-        return outcome(await self._call())
+        if self._tools is None:
+            return outcome(await self._call())
+        async with self._tools.open() as tools:
+            return outcome(await self._call(tools=tools))
 
 
 class _PlainAgent(_Agent):

@@ -16,7 +16,6 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -40,6 +39,7 @@ from realign.endpoint.server import Endpoint, check_installed
 from realign.endpoint.sessions import Backend, Session, Sessions
 from realign.environments import Answer, Failures, Limits, Slots, TurnWriter, Worlds
 from realign.environments.agents import START, load_agent, load_command, task
+from realign.environments.tools import load_tools
 from realign.errors import SettingsError
 from realign.interfaces.environment import written
 from realign.settings import Count, Fraction, Positive
@@ -59,6 +59,11 @@ class AgentInterface(ModelInterface):
     command: list[str] = field(default_factory=list)
     """Program and arguments that run one episode. The program reads the row as JSON from stdin, and prints the reward
     as its last line."""
+    tools: list[str] = field(default_factory=list)
+    """Python functions with type hints and docstrings, `package.module:function` or `path/to/file.py:function`. The
+    agent gets them as its parameter `tools` (`realign.environments.Toolbox`)."""
+    mcp: list[str] = field(default_factory=list)
+    """MCP servers whose tools are added to `tools`: URLs, or commands, which every episode starts for itself."""
     keep_environment: list[str] = field(default_factory=list)
     """Environment variables that look like secrets but are passed to `command`."""
     generation: GenerationConfig = field(default_factory=GenerationConfig)
@@ -70,6 +75,9 @@ class AgentInterface(ModelInterface):
     """Maximum number of tokens of a prompt and its response; the endpoint rejects longer prompts."""
     template_options: dict[str, Any] = field(default_factory=dict)
     """Variables of the chat template."""
+    response_template: str = ""
+    """Format of tool calls and reasoning in responses: `auto`, which finds it by the chat template, a family such as
+    `qwen3`, or a JSON file with a response template of transformers. Empty: the tokenizer's own one."""
     same_seed: bool = False
     """Pass one seed to the agents of all episodes of a prompt; false: one seed per episode. Only for functions with a
     parameter `seed`."""
@@ -86,8 +94,9 @@ class AgentInterface(ModelInterface):
         super().__post_init__()
         if bool(self.agent) == bool(self.command):
             raise SettingsError("agent: set either agent, a function, or command, a program")
-        if self.command and self.arguments:
-            raise SettingsError(f"arguments={self.arguments}: has no effect with command. Add them to command")
+        for name in ("arguments", "tools", "mcp"):
+            if self.command and (value := getattr(self, name)):
+                raise SettingsError(f"{name}={value}: has no effect with command")
         if self.agent and self.keep_environment:
             raise SettingsError(f"keep_environment={self.keep_environment}: has no effect without command")
         if self.max_sequence_tokens <= self.generation.max_new_tokens:
@@ -112,7 +121,7 @@ class AgentInterface(ModelInterface):
         """Load the agent, and check that the packages of the endpoint are installed.
 
         Raises:
-            ConfigError: the function does not exist, or the extra `serve` is missing.
+            ConfigError: the function or a tool does not exist, or an extra is missing.
         """
         check_installed()
         self._opened()
@@ -126,8 +135,11 @@ class AgentInterface(ModelInterface):
 
     def _opened(self) -> Callable[[], Environment]:
         if self._make is None:
-            made = partial(load_agent, self.agent, self.arguments)
-            self._make = load_command(self.command, self.keep_environment) if self.command else made()
+            if self.command:
+                self._make = load_command(self.command, self.keep_environment)
+            else:
+                tools = load_tools(self.tools, self.mcp) if self.tools or self.mcp else None
+                self._make = load_agent(self.agent, self.arguments, tools)
         return self._make
 
     def keys(self, method: str) -> Keys:
@@ -223,7 +235,7 @@ class AgentInterface(ModelInterface):
         """Return the endpoint, which the first call starts."""
         with self._lock:
             if self._endpoint is None or self._renderer is None:
-                self._renderer = Renderer(model.tokenizer, self.template_options)
+                self._renderer = Renderer(model.tokenizer, self.template_options, self.response_template)
                 self._endpoint = Endpoint(Sessions(), self.limits, model=model.name)
                 self._endpoint.start()
             return self._endpoint, self._renderer
