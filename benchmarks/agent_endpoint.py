@@ -33,34 +33,42 @@ def pair(folder: Path, seed: int, sft_steps: int, steps: int) -> dict[str, RunRe
     return {"in_process": in_process, "over_http": run(with_agent(learn, folder))}
 
 
-def summary(found: Sequence[dict[str, RunResult]]) -> dict[str, object]:
-    """Return the mean rewards of both, and the difference in standard errors."""
-    means = {
-        name: [statistics.mean(results[name].series("reward")) for results in found]
-        for name in ("in_process", "over_http")
-    }
-    last = {name: [results[name].series("eval/reward")[-1] for results in found] for name in means}
-    differences = [b - a for a, b in zip(means["in_process"], means["over_http"], strict=True)]
-    error = statistics.stdev(differences) / len(differences) ** 0.5 if len(differences) > 1 else float("nan")
-    seconds = {name: [statistics.mean(r[name].series("time/agent_gen_s")) for r in found] for name in means}
+def result_of(found: dict[str, RunResult]) -> dict[str, dict[str, float]]:
+    """Return mean training reward, held-out reward after training, and rollout seconds per step of both runs."""
     return {
-        "mean_training_reward": means,
-        "held_out_after": last,
-        "mean_difference": statistics.mean(differences),
-        "standard_error": error,
-        "rollout_seconds_per_step": seconds,
+        name: {
+            "mean_training_reward": statistics.mean(run.series("reward")),
+            "held_out_before": run.series("eval/reward")[0],
+            "held_out_after": run.series("eval/reward")[-1],
+            "rollout_seconds_per_step": statistics.mean(run.series("time/agent_gen_s")),
+        }
+        for name, run in found.items()
     }
+
+
+def summary(found: Sequence[dict[str, dict[str, float]]]) -> dict[str, object]:
+    """Return the results of all seeds, and the mean differences (HTTP minus in process) with their standard errors."""
+    out: dict[str, object] = {"seeds": list(found)}
+    for metric in ("mean_training_reward", "held_out_after"):
+        differences = [one["over_http"][metric] - one["in_process"][metric] for one in found]
+        several = len(differences) > 1
+        out[f"{metric}_difference"] = statistics.mean(differences)
+        out[f"{metric}_standard_error"] = statistics.stdev(differences) / len(differences) ** 0.5 if several else None
+    return out
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the comparison; the last line of stdout is one JSON object."""
+    """Run the comparison. Prints one line per seed; the last line of stdout is one JSON object."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--sft-steps", type=int, default=400)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--output-dir", type=Path, default=Path("runs/agent_endpoint"))
     given = parser.parse_args(arguments)
-    found = [pair(given.output_dir / f"seed{seed}", seed, given.sft_steps, given.steps) for seed in given.seeds]
+    found = []
+    for seed in given.seeds:
+        found.append(result_of(pair(given.output_dir / f"seed{seed}", seed, given.sft_steps, given.steps)))
+        print(f"seed {seed}: {json.dumps(found[-1])}", flush=True)
     print(json.dumps(summary(found)))
 
 

@@ -78,7 +78,8 @@ RESPONSE_TEMPLATE = {
 async def agent(base_url: str, api_key: str, row: Mapping[str, Any]) -> float:
     """Answer the question of a row, with the calculator if the policy calls it. Returns 1 for the right answer."""
     http = DefaultAsyncHttpxClient(verify=False)  # loads no certificates, since the endpoint is on this machine
-    async with AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http) as client:
+    # the client's default of 5 s for connecting is too short for hundreds of episodes on a busy machine
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http, timeout=600) as client:
         messages: list[Any] = [{"role": "user", "content": row["prompt"]}]
         for _ in range(MAX_CALLS):
             answer = await client.chat.completions.create(model="policy", messages=messages, tools=[TOOL])

@@ -177,6 +177,10 @@ class ModelSpec(ABC):
         """Return the spec of a copy that only samples, for asynchronous rollout."""
         return self
 
+    def for_evaluation(self) -> ModelSpec:
+        """Return the spec of the same model without its optimizer, for `realign eval`."""
+        return self
+
     def tokenizer_source(self, role: str) -> TokenizerSource | None:
         """Return where the tokenizer of `role` is read from, so that other roles can use it; None if unknown."""
         return None

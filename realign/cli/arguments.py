@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from realign.config.aliases import ALIASES
+from realign.config.aliases import ALIASES, translate
 from realign.config.errors import ConfigError, suggest
 from realign.config.folders import GROUPS
 from realign.config.schema import ExperimentConfig
+from realign.config.shell_words import prepare
 
 TRAIN = "train"
 """The default command."""
-COMMANDS_WITH_OPTIONS = ("plan", "profile", "view")
+COMMANDS_WITH_OPTIONS = ("plan", "profile", "view", "eval")
 """Commands with options such as `plan.devices=8`."""
 SWEEPS = ("-m", "--multirun")
 
@@ -90,6 +92,17 @@ def with_overrides_for_flags(argv: Sequence[str]) -> list[str]:
         else:
             found.append(f"{key}=true")
     return found
+
+
+def prepared_overrides(words: Sequence[str], config_dir: str | None) -> list[str]:
+    """Return the overrides with names of other tools replaced, YAML files registered, and special text quoted.
+
+    Prints a note about each replaced name on stderr.
+    """
+    overrides, notes = translate(prepare(words), config_dir)
+    for note in notes:
+        sys.stderr.write(f"note: {note}\n")
+    return overrides
 
 
 def command_words(argv: Sequence[str]) -> list[str] | None:

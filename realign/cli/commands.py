@@ -13,14 +13,13 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from realign.cli import report
-from realign.cli.arguments import TRAIN, command_words, read_arguments
+from realign.cli.arguments import TRAIN, command_words, prepared_overrides, read_arguments
 from realign.cli.errors import guarded, plain_warnings
 from realign.cli.train import alone, build, is_one_of_many, on_ranks, print_derived, quiet_transformers, train
 from realign.config.aliases import COMMANDS as OTHER_COMMANDS
-from realign.config.aliases import translate
 from realign.config.errors import ConfigError, suggest
 from realign.config.folders import list_algorithms, list_experiments
-from realign.config.shell_words import is_file, prepare
+from realign.config.shell_words import is_file
 from realign.version import installed_version
 
 if TYPE_CHECKING:
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """Environment variables that configure the memory allocator of torch."""
-OWN_COMMANDS = (TRAIN, "help", "chat", "serve", "export", "report", "view", "compare")
+OWN_COMMANDS = (TRAIN, "help", "chat", "eval", "serve", "export", "report", "view", "compare")
 """Commands besides `COMMANDS`."""
 COMPLETE = "--complete"
 """First argument of a call by a completion script."""
@@ -40,6 +39,7 @@ realign: reinforcement learning for language models
   realign check experiment=NAME ...       run everything except training
   realign help [KEY]                      describe config keys, such as interfaces.actor.kl
   realign chat MODEL                      chat with a saved model
+  realign eval MODEL key=value ...        evaluate a saved model
   realign report RUN                      write the report of a run as an HTML file
   realign --help                          all commands, experiments and algorithms
 
@@ -57,6 +57,7 @@ Usage
   realign plan <overrides>        compare placements on a cluster: [plan.devices=8 plan.device=h100 ...]
   realign profile <overrides>     profile a few steps with torch: [profile.start=2 profile.steps=2]
   realign chat MODEL              chat with a model, or answer the lines of stdin: [generation.temperature=0.7 ...]
+  realign eval MODEL <overrides>  evaluate a saved model: [evaluation.data.path=FILE ... --out DIR eval.sets=[NAME]]
   realign serve MODEL             serve a model to OpenAI clients: [port=8000 ...], key in REALIGN_API_KEY
   realign export RUN_OR_FOLDER    write a model with its model card: --to DIR, --push HUB_NAME, [--merge] an adapter
   realign report RUN...           write curves, samples, tokens and times of runs to an HTML file: [--out FILE]
@@ -145,8 +146,8 @@ def _dispatch(argv: list[str], start: Start) -> int:
     command, overrides = _command_of(args.words)
     if command == "help":
         return show_key_help(args, overrides)
-    if (command != "graph" and args.format) or (command not in ("graph", "report") and args.out):
-        raise ConfigError("--format applies only to realign graph, and --out to realign graph and realign report")
+    if (command != "graph" and args.format) or (command not in ("graph", "report", "eval") and args.out):
+        raise ConfigError("--format applies only to realign graph, and --out to realign graph, report and eval")
     if command != "export" and (args.to or args.merge or args.push):
         raise ConfigError("--to, --merge and --push apply only to realign export")
     if command != TRAIN and (args.multirun or args.cfg or args.info):
@@ -156,6 +157,8 @@ def _dispatch(argv: list[str], start: Start) -> int:
         return 0
     if command == "chat":
         return chat(args, overrides)
+    if command == "eval":
+        return evaluate(args, overrides)
     if command == "serve":
         return serve(args, overrides)
     if command == "export":
@@ -164,7 +167,7 @@ def _dispatch(argv: list[str], start: Start) -> int:
         return REPORTS[command](args, overrides)
     if not overrides and not (args.cfg or args.info):
         raise ConfigError("no overrides. Start from experiment=NAME; `realign --help` lists the experiments.")
-    overrides = _prepared(args, overrides)
+    overrides = prepared_overrides(overrides, args.config_dir)
     return train(args, overrides, start) if command == TRAIN else COMMANDS[command](args, overrides)
 
 
@@ -184,14 +187,6 @@ def _command_of(words: Sequence[str]) -> tuple[str, list[str]]:
     if command in OTHER_COMMANDS:
         raise ConfigError(f"realign has no command {command!r}: {OTHER_COMMANDS[command]}")
     raise ConfigError(f"unknown command {command!r}{suggest(command, known)}; overrides are key=value")
-
-
-def _prepared(args: argparse.Namespace, words: Sequence[str]) -> list[str]:
-    """Return the overrides with names of other tools replaced, YAML files registered, and special text quoted."""
-    overrides, notes = translate(prepare(words), args.config_dir)
-    for note in notes:
-        sys.stderr.write(f"note: {note}\n")
-    return overrides
 
 
 def help_text(config_dir: Path | None = None) -> str:
@@ -222,7 +217,7 @@ def show_key_help(args: argparse.Namespace, words: Sequence[str]) -> int:
     from realign.cli.key_help import key_help
 
     overrides = [word for word in words if "=" in word or word.startswith("~") or is_file(word)]
-    prepared = _prepared(args, overrides) if overrides else []
+    prepared = prepared_overrides(overrides, args.config_dir) if overrides else []
     keys = [word for word in words if word not in overrides]
     folder = Path(args.config_dir) if args.config_dir else None
     _say(key_help([*prepared, *keys], folder, min(shutil.get_terminal_size().columns, 110)))
@@ -324,6 +319,13 @@ def chat(args: argparse.Namespace, words: list[str]) -> int:
     quiet_transformers()
     conversation.talk(_typed_lines() if sys.stdin.isatty() else map(str.rstrip, sys.stdin), _say)
     return 0
+
+
+def evaluate(args: argparse.Namespace, words: list[str]) -> int:
+    """Run `realign eval`: evaluate a saved model."""
+    from realign.cli import evaluate as command
+
+    return command.evaluate(args, words)
 
 
 def serve(args: argparse.Namespace, words: list[str]) -> int:

@@ -42,6 +42,7 @@ COMMANDS = (
     "plan",
     "profile",
     "chat",
+    "eval",
     "serve",
     "export",
     "report",
@@ -50,7 +51,11 @@ COMMANDS = (
     "help",
 )
 OPTIONS: Mapping[str, str] = MappingProxyType(
-    {"plan": "realign.planning.options.PlanOptions", "profile": "realign.runtime.profiling.ProfileOptions"}
+    {
+        "plan": "realign.planning.options.PlanOptions",
+        "profile": "realign.runtime.profiling.ProfileOptions",
+        "eval": "realign.cli.evaluate.EvalOptions",
+    }
 )
 """Class of the options of a command, which begin with its name, such as `plan.devices=8`."""
 PER_ROLE = ("models", "interfaces", "sync", "evaluations", "trackers", "callbacks")

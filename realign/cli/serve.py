@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 import secrets
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from realign.api import GenerationConfig
+from realign.api import GenerationConfig, MicroBatchSpec, SequenceSample
+from realign.api.engine import Forward, PostHook
 from realign.api.sampler import Sampler
 from realign.cli.command_options import settings_of
 from realign.config.errors import ConfigError
-from realign.endpoint import Backend, Endpoint, EndpointLimits, Renderer, Sessions
+from realign.endpoint import Backend, Endpoint, EndpointLimits, Renderer, Scorer, Sessions
 from realign.endpoint.server import check_installed, is_loopback
 from realign.engines import TransformersModel
 from realign.runtime.models import open_sampler
@@ -94,12 +96,25 @@ class Serve(Settings):
         sampler: Sampler = model.external_sampler or StreamingEngine("serve", model.machine)
         with closing(sampler):
             renderer = Renderer(model.tokenizer, self.template_options, self.response_template)
-            backend = Backend(sampler, renderer, self.generation, model.machine.positions)
+            # a sampler in this process owns the engine; the forward pass runs between two of its decode steps
+            forward = sampler.forward if isinstance(sampler, StreamingEngine) else one_at_a_time(model.machine.forward)
+            backend = Backend(sampler, renderer, self.generation, model.machine.positions, scorer=Scorer(forward))
             sessions = Sessions(backend, key, seed=self.seed)
             with closing(
                 Endpoint(sessions, self.limits, model=self.shown_name, host=self.host, port=self.port)
             ) as endpoint:
                 yield endpoint
+
+
+def one_at_a_time(forward: Forward) -> Forward:
+    """Return a function that makes one call at a time, from any thread."""
+    lock = threading.Lock()
+
+    def locked(data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
+        with lock:
+            return forward(data, mb_spec, post_hook)
+
+    return locked
 
 
 def serve_of(words: Sequence[str]) -> Serve:

@@ -10,6 +10,10 @@ from realign.config.renamed import renamed
 from realign.errors import ConfigError as ConfigError  # re-export
 
 MANY = 24
+NEAR = 0.7
+"""Minimum similarity of a suggested name. Unrelated names have up to 0.67, most misspelled ones more than 0.73."""
+PREFIX = 4
+"""Minimum length of a word that counts as the beginning of a name."""
 EXAMPLES: Mapping[str, str] = MappingProxyType(
     {
         "models": "models.actor.path=MODEL",
@@ -35,9 +39,18 @@ OPTIONAL = ("dynamic_sampling", "evaluation", "calibration")
 def suggest(word: str, known: Iterable[object]) -> str:
     """Return the end of a message about an unknown name: the nearest valid one, and all valid ones if they are few."""
     names = sorted({str(name) for name in known})
-    near = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    near = nearest(word, names)
+    hint = f"; did you mean {near!r}?" if near is not None else ""
     return hint + listed(names)
+
+
+def nearest(word: str, names: Iterable[str]) -> str | None:
+    """Return the name that a word most likely means: a similar one, or one that begins with it; None if none does."""
+    known = sorted(names)
+    if near := difflib.get_close_matches(word, known, n=1, cutoff=NEAR):
+        return near[0]
+    longer = [name for name in known if len(word) >= PREFIX and name.startswith(word)]
+    return min(longer, key=len, default=None)
 
 
 def unknown_key(key: str, known: Iterable[object]) -> str:

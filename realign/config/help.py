@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from types import MappingProxyType
+from typing import Annotated, Any, get_type_hints
 
+from realign import settings
 from realign.config import words
 from realign.config.errors import ConfigError, suggest, unknown_key
 from realign.config.folders import list_experiments
@@ -25,11 +29,20 @@ from realign.config.help_entries import (
 )
 from realign.config.places import ROOTS, Place, place_of
 from realign.config.schema import COMPONENTS, REPORT, ExperimentConfig
-from realign.config.source import first_sentence
+from realign.config.source import class_at, fields_of, first_sentence
 from realign.config.trees import MISSING, get
 
 FIRST = ("grpo", "ppo", "sft", "dpo", "reward_model")
 """Experiments in which a key is looked up first, if the command line names no experiment."""
+MIRRORED: Mapping[str, str] = MappingProxyType(
+    {
+        "ExperimentConfig": "realign.runtime.experiment.Experiment",
+        "MicroBatchConfig": "realign.api.microbatch.MicroBatchSpec",
+        "CheckpointConfig": "realign.runtime.checkpoint.exports.CheckpointSpec",
+        "RecordsConfig": "realign.runtime.metrics.record_spec.RecordSpec",
+    }
+)
+"""Class of the run that a class of the schema mirrors."""
 DEPTH = 5
 """Levels of keys in which a single name is searched."""
 
@@ -207,18 +220,19 @@ def _schema_entry(cls: type, name: str, key: str, config: Mapping[str, Any]) -> 
 
 
 def _ranged(cls: type) -> dict[str, Any]:
-    """Return the annotations of the class of the run that a class of the schema mirrors."""
-    from realign.api import MicroBatchSpec
-    from realign.runtime import CheckpointSpec, Experiment
-    from realign.runtime.metrics.record_spec import RecordSpec
+    """Return the annotations with ranges of the class of the run that a class of the schema mirrors.
 
-    mirrored = {
-        "ExperimentConfig": Experiment,
-        "MicroBatchConfig": MicroBatchSpec,
-        "CheckpointConfig": CheckpointSpec,
-        "RecordsConfig": RecordSpec,
-    }
-    return hints_of(mirrored[cls.__name__])
+    Reads them from the source, since importing the class would import torch.
+    """
+    source = class_at(MIRRORED[cls.__name__])
+    assert source is not None
+    known = {**vars(settings), "Annotated": Annotated}
+    found = {}
+    for name, field in fields_of(source).items():
+        if field.annotation is not None:
+            with suppress(NameError):  # a class of the run, which has no range
+                found[name] = eval(ast.unparse(field.annotation), known)
+    return found
 
 
 def _root_fields() -> list[str]:

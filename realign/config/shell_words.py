@@ -47,6 +47,13 @@ def quoted(word: str) -> str:
     return word
 
 
+def quoted_text(value: str) -> str:
+    """Return a text in the quotes of Hydra's grammar, as the value of an override. Interpolations stay in effect."""
+    # Hydra reads a backslash as an escape only before a quote
+    escaped = re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), value)
+    return f"'{escaped}'"
+
+
 def is_file(word: str) -> bool:
     """Return whether a word is the path of a YAML file instead of an override."""
     return "=" not in word and word.lower().endswith(ENDINGS)
@@ -65,10 +72,14 @@ def with_file(word: str) -> str:
     return f"{key}={','.join(register_file(Path(one).expanduser()) for one in files)}"
 
 
-def register_file(path: Path) -> str:
+def register_file(path: Path, base: str | None = None) -> str:
     """Make a YAML file available as `experiment=NAME`, and return the name.
 
     Its `hydra` node is checked like those of all files. A file without a `@package` header sets keys at the root.
+
+    Args:
+        path: the file.
+        base: experiment that the file builds on if it has neither `defaults` nor a `graph`.
 
     Raises:
         ConfigError: the file does not exist or cannot be read.
@@ -85,6 +96,8 @@ def register_file(path: Path) -> str:
         node = OmegaConf.create(text)
     except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
         raise ConfigError(f"experiment={path}: the file cannot be read: {one_line(error)}") from error
+    if base is not None and not {"defaults", "graph"} & set(node):
+        node = OmegaConf.merge({"defaults": [f"/{EXPERIMENT}/{base}", "_self_"]}, node)
     header = re.match(r"\s*#\s*@package\s+(\S+)", text)
     name = re.sub(r"[^\w.-]", "_", path.stem, flags=re.ASCII)
     if name in list_experiments():  # a shipped experiment has precedence in Hydra's search path
@@ -95,4 +108,4 @@ def register_file(path: Path) -> str:
     return name
 
 
-__all__ = ["is_file", "prepare", "quoted", "register_file", "with_file"]
+__all__ = ["is_file", "prepare", "quoted", "quoted_text", "register_file", "with_file"]

@@ -193,7 +193,8 @@ def _near_file(path: str) -> str:
         return "; the path is neither a file nor a folder"
     if not folder.is_dir():
         return f"; the folder {str(folder)!r} does not exist"
-    near = difflib.get_close_matches(file.name, [p.name for p in folder.iterdir()], n=1)
+    names = {p.stem: p.name for p in folder.iterdir()}  # equal extensions say nothing about similarity
+    near = [names[stem] for stem in difflib.get_close_matches(file.stem, names, n=1)]
     hub = "" if near or "/" in path or file.suffix else "; a hub dataset is written owner/name"
     return f"; did you mean {str(folder / near[0])!r}?" if near else hub
 

@@ -4,6 +4,7 @@ from realign.endpoint.capture import Capture, CapturedCall, CapturedSequence, Pr
 from realign.endpoint.limits import EndpointLimits
 from realign.endpoint.renderer import Renderer
 from realign.endpoint.response_parsing import parse_response
+from realign.endpoint.scoring import Scorer
 from realign.endpoint.server import Endpoint
 from realign.endpoint.sessions import Backend, Session, Sessions
 
@@ -16,6 +17,7 @@ __all__ = [
     "EndpointLimits",
     "Prompt",
     "Renderer",
+    "Scorer",
     "Session",
     "Sessions",
     "parse_response",

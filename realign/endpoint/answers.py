@@ -14,6 +14,7 @@ from realign.endpoint.capture import Prompt
 from realign.endpoint.parameters import Parameters
 from realign.endpoint.renderer import Renderer
 from realign.endpoint.response_parsing import ParsedResponse
+from realign.endpoint.scoring import TokenScores
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,8 @@ class Choice:
     parsed: ParsedResponse
     stopped: bool = False
     """Whether a stop string ended the response; the content ends before it."""
+    scores: TokenScores | None = None
+    """Scores of the tokens of the prompt and the response; None if the request needs none."""
 
     @property
     def finish_reason(self) -> str:
@@ -51,9 +54,11 @@ class Answer:
         entries = [self._choice(choice) for choice in choices]
         return self._object("chat.completion" if self.chat else "text_completion", entries) | {"usage": usage(choices)}
 
-    def opening(self, index: int) -> dict[str, Any] | None:
+    def opening(self, index: int, prompt: Prompt) -> dict[str, Any] | None:
         """Return the first chunk of a streamed choice; None if the format has none."""
-        return self._chunk(index, {"role": "assistant", "content": ""}) if self.chat else None
+        if self.chat:
+            return self._chunk(index, {"role": "assistant", "content": ""})
+        return self._chunk(index, self._echoed(prompt)) if self.parameters.echo else None
 
     def delta(self, index: int, text: str) -> dict[str, Any]:
         """Return a chunk with further text."""
@@ -102,22 +107,66 @@ class Answer:
         if self.chat:
             out["message"] = message(choice)
         else:
-            out["text"] = choice.parsed.content
+            out["text"] = (self._echoed(choice.prompt) if self.parameters.echo else "") + choice.parsed.content
         if self.parameters.return_token_ids:
             out |= {"prompt_token_ids": list(choice.prompt.ids), "token_ids": choice.completion.ids.tolist()}
         return out
 
+    def _echoed(self, prompt: Prompt) -> str:
+        return self.renderer.decode(prompt.ids, special=False) if prompt.text is None else prompt.text
+
     def _logprobs(self, choice: Choice) -> dict[str, Any]:
-        ids, logprobs = choice.completion.ids.tolist(), choice.completion.logprobs.tolist()
-        tokens = [self.renderer.decode([i]) for i in ids]
+        tokens = self._scored_tokens(choice)
         if self.chat:
-            content = [
-                {"token": token, "logprob": logprob, "bytes": list(token.encode(errors="replace")), "top_logprobs": []}
-                for token, logprob in zip(tokens, logprobs, strict=True)
-            ]
-            return {"content": content, "refusal": None}
-        offsets = [sum(map(len, tokens[:i])) for i in range(len(tokens))]
-        return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": None, "text_offset": offsets}
+            return {"content": [token.chat(self.renderer) for token in tokens], "refusal": None}
+        texts = [self.renderer.decode([token.id]) for token in tokens]
+        lengths = [len(self.renderer.decode([token.id], special=False)) for token in tokens]
+        return {
+            "tokens": texts,
+            "token_logprobs": [token.logprob for token in tokens],
+            "top_logprobs": [token.by_text(self.renderer) for token in tokens]
+            if self.parameters.top_logprobs
+            else None,
+            "text_offset": [sum(lengths[:place]) for place in range(len(lengths))],
+        }
+
+    def _scored_tokens(self, choice: Choice) -> list[ScoredToken]:
+        ids = choice.completion.ids.tolist()
+        if choice.scores is None:
+            return list(map(ScoredToken, ids, choice.completion.logprobs.tolist()))
+        first = 0 if self.parameters.echo else len(choice.prompt.ids)
+        ids = [*choice.prompt.ids, *ids][first:]
+        return list(map(ScoredToken, ids, choice.scores.logprobs[first:], choice.scores.top[first:]))
+
+
+@dataclass(frozen=True)
+class ScoredToken:
+    """A token with its log-prob."""
+
+    id: int
+    logprob: float | None
+    """Log-prob; None for the first token of a prompt."""
+    top: Sequence[tuple[int, float]] = ()
+    """The most likely token ids with their log-probs."""
+
+    def chat(self, renderer: Renderer) -> dict[str, Any]:
+        """Return the entry in the log-probs of a chat completion."""
+        top = [_named(renderer, *one) for one in self.top]
+        return _named(renderer, self.id, self.logprob) | {"top_logprobs": top}
+
+    def by_text(self, renderer: Renderer) -> dict[str, float] | None:
+        """Return log-probs by the text of the token: the most likely tokens, and the token itself."""
+        if self.logprob is None:
+            return None
+        found: dict[str, float] = {}
+        for id, logprob in (*self.top, (self.id, self.logprob)):
+            found.setdefault(renderer.decode([id]), logprob)
+        return found
+
+
+def _named(renderer: Renderer, id: int, logprob: float | None) -> dict[str, Any]:
+    text = renderer.decode([id])
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode(errors="replace"))}
 
 
 def message(choice: Choice) -> dict[str, Any]:

@@ -116,7 +116,7 @@ class Calls:
     async def _chunks(self, call: Call, answer: Answer, send: Send) -> None:
         texts = [TextStream(call.parameters.stop) for _ in call.flat]
         for index in range(len(texts)):
-            if (chunk := answer.opening(index)) is not None:
+            if (chunk := answer.opening(index, call.flat[index][0])) is not None:
                 await _event(send, chunk)
         waiting = asyncio.ensure_future(self._all(call))
         try:

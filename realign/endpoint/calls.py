@@ -14,10 +14,11 @@ from realign.api.requests import Completion, Handle, Tokens
 from realign.endpoint.answers import Choice
 from realign.endpoint.capture import Capture, Prompt
 from realign.endpoint.errors import ApiError, invalid
-from realign.endpoint.messages import read_messages, read_tools
+from realign.endpoint.messages import forced_tools, read_messages, read_tools
 from realign.endpoint.parameters import CHAT, COMPLETIONS, Parameters, read_parameters
 from realign.endpoint.response_parsing import ParsedResponse, can_parse
 from realign.endpoint.sessions import Session
+from realign.endpoint.tool_choice import call_beginning, with_beginning
 from realign.environments.event_loops import DaemonThreads
 
 T = TypeVar("T")
@@ -76,6 +77,7 @@ class Caller:
         """
         parameters = read_parameters(body, CHAT)
         messages, tools = read_messages(body.get("messages")), read_tools(body)
+        forced = forced_tools(body, tools)
         options = body.get("chat_template_kwargs") or {}
         if not isinstance(options, dict):
             raise invalid("chat_template_kwargs", "expected an object")
@@ -86,7 +88,10 @@ class Caller:
         capture = session.capture_of(body.get("model"))
 
         def prompts() -> list[Prompt]:
-            return [capture.prompt(renderer, renderer.render(messages, tools, options))]
+            prompt = capture.prompt(renderer, renderer.render(messages, tools, options))
+            if forced:
+                prompt = with_beginning(renderer, prompt, call_beginning(renderer, messages, forced, tools, options))
+            return [prompt]
 
         return await self._start(session, capture, parameters, prompts, chat=True, tools=tools)
 
@@ -177,6 +182,7 @@ class Caller:
         """
 
         def finished() -> list[Choice]:
+            torch.set_num_threads(self._torch_threads)
             rest = list(completions)
             for prompt, handles in zip(call.prompts, call.handles, strict=True):
                 call.session.keep(call.capture, prompt, rest[: len(handles)])
@@ -199,16 +205,22 @@ def _cancel(call: Call) -> None:
 
 
 def choice(call: Call, index: int, completion: Completion) -> Choice:
-    """Parse a response."""
-    prompt = call.flat[index][0]
+    """Parse a response, and score its tokens if the request needs it.
+
+    Raises:
+        ApiError: the scorer failed.
+    """
+    prompt, sampled = call.flat[index][0], completion.ids.tolist()
     renderer = call.session.backend.renderer
-    ids = completion.ids.tolist()
     if call.parses:
-        parsed = renderer.parse(ids, before=prompt.ids, tools=call.tools)
+        given = len(prompt.ids) - prompt.begun
+        parsed = renderer.parse([*prompt.ids[given:], *sampled], before=prompt.ids[:given], tools=call.tools)
     else:
-        parsed = ParsedResponse(renderer.decode(ids, special=False))
+        parsed = ParsedResponse(renderer.decode(sampled, special=False))
     content, stopped = cut(parsed.content, call.parameters.stop)
-    return Choice(index, prompt, completion, ParsedResponse(content, parsed.tool_calls, parsed.reasoning), stopped)
+    parsed = ParsedResponse(content, parsed.tool_calls, parsed.reasoning)
+    scores = call.session.score([*prompt.ids, *sampled], call.parameters) if call.parameters.scores else None
+    return Choice(index, prompt, completion, parsed, stopped, scores)
 
 
 def cut(text: str, stops: Sequence[str]) -> tuple[str, bool]:

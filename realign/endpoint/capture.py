@@ -45,6 +45,8 @@ class Prompt:
     """Rendered text; None if the prompt was given as token ids."""
     parent: CapturedCall | None = None
     """The call that this prompt continues."""
+    begun: int = 0
+    """Number of token ids at the end that begin the response, such as the beginning of a forced tool call."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from realign.endpoint.errors import ApiError, invalid
+from realign.endpoint.errors import invalid
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """Roles of messages. A `developer` message becomes a system message, which chat templates know."""
@@ -29,16 +29,9 @@ def read_tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     """Return the tools of a request for a chat template; None without tools, or with `tool_choice` none.
 
     Raises:
-        ApiError: the tools are invalid, or `tool_choice` requires a call, which a sampler cannot enforce.
+        ApiError: the tools are invalid.
     """
     tools, choice = body.get("tools"), body.get("tool_choice")
-    if choice not in (None, "auto", "none"):
-        raise ApiError(
-            400,
-            "Unsupported value: 'tool_choice' supports 'auto' and 'none' only.",
-            param="tool_choice",
-            code="unsupported_value",
-        )
     if tools is None:
         return None
     if not isinstance(tools, list):
@@ -48,6 +41,32 @@ def read_tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise invalid(f"tools[{number}]", "expected {'type': 'function', 'function': {'name': ...}}")
     return None if choice == "none" or not tools else tools
+
+
+def forced_tools(body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | None) -> list[str]:
+    """Return the names of the tools of which the response must call one; none if the policy decides.
+
+    Args:
+        body: the request.
+        tools: its tools, see `read_tools`.
+
+    Raises:
+        ApiError: `tool_choice` is invalid, or names a tool that the request does not have.
+    """
+    choice = body.get("tool_choice")
+    if choice in (None, "auto", "none"):
+        return []
+    names = [str(tool["function"]["name"]) for tool in tools or ()]
+    if choice == "required":
+        if not names:
+            raise invalid("tool_choice", "'required' needs tools")
+        return names
+    function = choice.get("function") if isinstance(choice, Mapping) and choice.get("type") == "function" else None
+    if not isinstance(function, Mapping):
+        raise invalid("tool_choice", "expected 'auto', 'none', 'required', or {'type': 'function', 'function': ...}")
+    if function.get("name") not in names:
+        raise invalid("tool_choice", f"the request has no tool {function.get('name')!r}")
+    return [str(function["name"])]
 
 
 def _message(given: Any, where: str) -> dict[str, Any]:

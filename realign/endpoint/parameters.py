@@ -17,16 +17,19 @@ MOST_CHOICES = 128
 """Maximum of `n`, as in the OpenAI API."""
 MOST_STOPS = 16
 """Maximum number of stop strings."""
+MOST_TOP = 20
+"""Maximum number of most likely tokens per position, as in the OpenAI API."""
 GREEDY_BELOW = 0.01
 """Temperatures below this value select the most likely token."""
 
 _SHARED = ("model", "n", "stop", "max_tokens", "temperature", "top_p", "seed", "stream", "stream_options", "logprobs")
 _EXTRA = ("return_token_ids",)
+_TOOLS = ("tools", "tool_choice")
 CHAT = frozenset(
-    (*_SHARED, *_EXTRA, "messages", "tools", "tool_choice", "max_completion_tokens", "chat_template_kwargs")
+    (*_SHARED, *_EXTRA, *_TOOLS, "messages", "max_completion_tokens", "chat_template_kwargs", "top_logprobs")
 )
 """Supported parameters of chat completions."""
-COMPLETIONS = frozenset((*_SHARED, *_EXTRA, "prompt"))
+COMPLETIONS = frozenset((*_SHARED, *_EXTRA, "prompt", "echo"))
 """Supported parameters of completions."""
 
 _ANY = object()
@@ -67,7 +70,16 @@ class Parameters:
     stream: bool = False
     include_usage: bool = False
     logprobs: bool = False
+    top_logprobs: int = 0
+    """Number of most likely tokens per position in the log-probs."""
+    echo: bool = False
+    """Whether the response contains the prompt, and its log-probs with `logprobs`."""
     return_token_ids: bool = False
+
+    @property
+    def scores(self) -> bool:
+        """Whether the log-probs need a `Scorer`, since the sampler reports only those of sampled tokens."""
+        return self.logprobs and (self.echo or self.top_logprobs > 0)
 
     def config(self, defaults: GenerationConfig, room: int, *, fixed: bool) -> GenerationConfig:
         """Return the sampling parameters of one response.
@@ -77,7 +89,7 @@ class Parameters:
             room: tokens that fit after the prompt, at least one.
             fixed: whether `temperature` and `top_p` of the request are ignored.
         """
-        most = min(defaults.max_new_tokens if self.max_tokens is None else self.max_tokens, defaults.max_new_tokens)
+        most = min(self.max_tokens or defaults.max_new_tokens, defaults.max_new_tokens)
         config = replace(
             defaults,
             n=1,
@@ -94,6 +106,11 @@ class Parameters:
         if self.temperature < GREEDY_BELOW:
             return replace(config, greedy=True)
         return replace(config, greedy=False, temperature=self.temperature)
+
+    def scoring_temperature(self, defaults: GenerationConfig) -> float:
+        """Return the temperature of log-probs from a `Scorer`; greedy sampling uses that of `defaults`."""
+        greedy = self.temperature is None or self.temperature < GREEDY_BELOW
+        return defaults.temperature if greedy else self.temperature  # type: ignore[return-value]
 
     def ignored(self, defaults: GenerationConfig) -> list[str]:
         """Return the parameters that have no effect where the sampling distribution is fixed."""
@@ -128,16 +145,22 @@ def read_parameters(body: Mapping[str, Any], supported: frozenset[str]) -> Param
     if unknown := sorted(set(options) - {"include_usage", "include_obfuscation"}):
         raise _unsupported(f"stream_options.{unknown[0]}")
     named = "max_completion_tokens" if chat and "max_completion_tokens" in given else "max_tokens"
+    echo = not chat and _checked(given, "echo", False, _is(bool), "expected true or false")
+    least = 0 if echo else 1  # without new tokens, a response is its prompt
     return Parameters(
         n=_checked(given, "n", 1, _integer(1, MOST_CHOICES), f"expected an integer from 1 to {MOST_CHOICES}"),
         stop=_stops(given.get("stop")),
-        max_tokens=_checked({named: longest}, named, None, _integer(1, 2**31), "expected an integer of at least 1"),
+        max_tokens=_checked(
+            {named: longest}, named, None, _integer(least, 2**31), f"expected an integer of at least {least}"
+        ),
         temperature=_checked(given, "temperature", None, _number(0, 2), "expected a number from 0 to 2"),
         top_p=_checked(given, "top_p", None, _number(1e-9, 1), "expected a number above 0 and at most 1"),
         seed=_checked(given, "seed", None, _integer(-(2**63), 2**63), "expected an integer of 64 bits"),
         stream=_checked(given, "stream", False, _is(bool), "expected true or false"),
         include_usage=bool(options.get("include_usage")),
-        logprobs=_logprobs(given, chat),
+        logprobs=_has_logprobs(given, chat),
+        top_logprobs=_top_logprobs(given, chat),
+        echo=echo,
         return_token_ids=_checked(given, "return_token_ids", False, _is(bool), "expected true or false"),
     )
 
@@ -188,11 +211,22 @@ def _stops(given: Any) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _logprobs(given: Mapping[str, Any], chat: bool) -> bool:
-    """Return whether the response contains log-probs of the sampled tokens; log-probs of other tokens are unknown."""
+def _has_logprobs(given: Mapping[str, Any], chat: bool) -> bool:
+    """Return whether the response contains log-probs: `logprobs` of chat is a bool, that of completions a number."""
     value = given.get("logprobs", False)
     if chat or isinstance(value, bool):
         return bool(_checked(given, "logprobs", False, _is(bool), "expected true or false"))
-    if value != 0:
-        raise invalid("logprobs", "expected 0, since only log-probs of sampled tokens are available")
     return True
+
+
+def _top_logprobs(given: Mapping[str, Any], chat: bool) -> int:
+    """Return the number of most likely tokens per position."""
+    name = "top_logprobs" if chat else "logprobs"
+    if isinstance(given.get(name), bool):
+        if chat:
+            raise invalid(name, f"expected an integer from 0 to {MOST_TOP}")
+        return 0
+    found: int = _checked(given, name, 0, _integer(0, MOST_TOP), f"expected an integer from 0 to {MOST_TOP}")
+    if chat and found and not given.get("logprobs"):
+        raise invalid(name, "requires logprobs=true")
+    return found

@@ -58,6 +58,8 @@ class Renderer:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: Mapping[str, Any] | None = None,
+        *,
+        answered: bool = False,
     ) -> str:
         """Return the text of a conversation, up to the beginning of the next answer.
 
@@ -65,6 +67,7 @@ class Renderer:
             messages: messages with role and content.
             tools: tools in the format of OpenAI, for the chat template.
             options: further variables of the chat template.
+            answered: whether the conversation ends with an answer, so that no further one begins.
 
         Raises:
             ValueError: the chat template failed, or exceeded a limit.
@@ -78,7 +81,7 @@ class Renderer:
         given = {**self.options, **(options or {}), **({"tools": list(tools)} if tools else {})}
         template = self._template
         try:
-            return template.render(messages, given, add_generation_prompt=True)
+            return template.render(messages, given, add_generation_prompt=not answered)
         except DataError as error:
             if template.ended:  # the next call gets another process
                 self._template = ChatTemplate(self.tokenizer, _BOUNDS)

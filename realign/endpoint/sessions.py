@@ -15,13 +15,14 @@ from typing import Any
 import torch
 
 from realign.api.generation import GenerationConfig
-from realign.api.requests import Completion, Handle, Request
+from realign.api.requests import Completion, FutureHandle, Handle, Request, Tokens
 from realign.api.sampler import Sampler
 from realign.api.seeds import derive_seed
 from realign.endpoint.capture import Capture, CapturedCall, Prompt
 from realign.endpoint.errors import ApiError
 from realign.endpoint.parameters import Parameters
 from realign.endpoint.renderer import Renderer
+from realign.endpoint.scoring import Scorer, TokenScores
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,8 @@ class Backend:
     """Maximum number of tokens of a prompt and its response; None: no limit."""
     fixed_sampling: bool = False
     """Whether `temperature`, `top_p` and `seed` of requests are ignored, as training on the samples requires."""
+    scorer: Scorer | None = None
+    """Scores prompts and other tokens than the sampled ones; None: requests cannot ask for their log-probs."""
 
 
 @dataclass(eq=False)
@@ -95,6 +98,8 @@ class Session:
                 cannot serve the request.
         """
         config = self._config(prompt, parameters)
+        if parameters.max_tokens == 0:
+            return [_without_tokens(prompt, config) for _ in range(parameters.n)]
         with self._lock:
             if self._closed:
                 raise closed()
@@ -149,7 +154,21 @@ class Session:
         with self._lock:
             if self._closed:
                 raise closed()
-            return [capture.add(self.backend.renderer, prompt, one) for one in completions]
+            sampled = [one for one in completions if len(one.ids)]
+            return [capture.add(self.backend.renderer, prompt, one) for one in sampled]
+
+    def score(self, ids: Sequence[int], parameters: Parameters) -> TokenScores:
+        """Return the log-probs of the tokens of a prompt and its response.
+
+        Raises:
+            ApiError: the scorer failed.
+        """
+        assert self.backend.scorer is not None  # `submit` has checked it
+        temperature = parameters.scoring_temperature(self.backend.generation)
+        try:
+            return self.backend.scorer.score(ids, parameters.top_logprobs, temperature)
+        except RuntimeError as error:
+            raise self.failed(error) from error
 
     def close(self) -> None:
         """End the session: cancel unfinished calls, and capture no further ones. Idempotent."""
@@ -181,13 +200,21 @@ class Session:
             raise ApiError(400, "The prompt has no tokens.", code="empty_prompt")
         most = backend.generation.max_new_tokens
         room = most if backend.max_sequence_tokens is None else backend.max_sequence_tokens - len(prompt.ids)
-        if room < 1:
+        if room < (0 if parameters.max_tokens == 0 else 1):
             raise ApiError(
                 400,
                 f"The prompt has {len(prompt.ids)} tokens, but a prompt and its response may have at most "
                 f"{backend.max_sequence_tokens} tokens.",
                 param="messages",
                 code="context_length_exceeded",
+            )
+        if parameters.scores and backend.scorer is None:
+            name = "echo" if parameters.echo else "top_logprobs"
+            raise ApiError(
+                400,
+                f"Unsupported parameter: log-probs with '{name}' are not supported during training.",
+                param=name,
+                code="unsupported_parameter",
             )
         if parameters.stop and not backend.sampler.capabilities().stop_strings:
             raise ApiError(
@@ -196,7 +223,7 @@ class Session:
                 param="stop",
                 code="unsupported_parameter",
             )
-        return parameters.config(backend.generation, room, fixed=backend.fixed_sampling)
+        return parameters.config(backend.generation, max(1, room), fixed=backend.fixed_sampling)
 
 
 class Sessions:
@@ -253,6 +280,15 @@ class Sessions:
         with self._lock:
             self._single += 1
             return Session(self.main, f"call{self._single}", self._seed, logs_errors=True)
+
+
+def _without_tokens(prompt: Prompt, config: GenerationConfig) -> Handle:
+    """Return a finished response without tokens, for a request that only asks for its prompt."""
+    ids_P = torch.tensor(prompt.ids, dtype=torch.int64)
+    handle = FutureHandle(Request("prompt", 0, ids_P, config, 0))
+    none = Tokens.none(ids_P)
+    handle.future.set_result(Completion(none.ids, none.logprobs, none.versions, truncated=True))
+    return handle
 
 
 def closed() -> ApiError:

@@ -230,6 +230,13 @@ class TransformersModel(Settings, ModelSpec):
         copy = replace(self, optimizer=replace(self.optimizer, ema_decay=None))
         return copy if self.inherited is None else copy.with_tokenizer(self.inherited)
 
+    def for_evaluation(self) -> ModelSpec:
+        """See `ModelSpec.for_evaluation`; merges adapters, and does not quantize."""
+        adapter = AdapterStart.auto if self.adapter is AdapterStart.continue_ else self.adapter
+        plain = replace(self, load_balancing=None, gradient_checkpointing=False, load_in_4bit=False)
+        copy = replace(plain, optimizer=None, trains=All(), adapter=adapter)
+        return copy if self.inherited is None else copy.with_tokenizer(self.inherited)
+
     def tokenizer_source(self, role: str) -> TokenizerSource:
         """See `ModelSpec.tokenizer_source`; returns an inherited tokenizer too."""
         if self.tokenizer is not None:

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from realign.errors import ConfigError, SettingsError
-from realign.rewards.pool.http import Unreachable
+from realign.rewards.pool.http import Unreachable, reach
+from realign.rewards.pool.prepared import Prepared
 from realign.rewards.pool.urls import ALLOWED_VARIABLES, allowed_variables, check_url, masked
 from realign.rewards.terms import RewardTerm
 from realign.rewards.text import shortened, visible
@@ -223,7 +224,7 @@ class Judge(RewardTerm):
         return "none" if self._key_variable is None else os.environ[self._key_variable]
 
 
-class JudgeFunction:
+class JudgeFunction(Prepared):
     """The reward function of a `Judge`. Each worker process has one client and one cache."""
 
     def __init__(self, judge: Judge) -> None:
@@ -231,6 +232,20 @@ class JudgeFunction:
         self.__qualname__ = f"judge {judge.model} at {masked(judge.base_url)}"  # its name in messages
         self._client: Any = None
         self._answers: OrderedDict[str, asyncio.Future[str]] = OrderedDict()
+
+    @property
+    def note(self) -> str:
+        """See `Prepared`."""
+        return ""
+
+    def prepared(self) -> JudgeFunction:
+        """Connect once to the server, so that a run with a wrong address fails at startup.
+
+        Raises:
+            TransientError: no server accepts connections at the address.
+        """
+        reach(self.judge.base_url, self.__qualname__)
+        return self
 
     def __reduce__(self) -> tuple[type[JudgeFunction], tuple[Judge]]:
         return JudgeFunction, (self.judge,)

@@ -41,10 +41,15 @@ def load_datasets(experiment: Experiment, models: Mapping[str, Model]) -> Datase
     length, setting = experiment.longest_response, experiment.length_setting
     check_positions(training, length, models, readers, "data", setting=setting)
     calibration_data = _calibration_data(experiment, models)
-    return Datasets(training, _held_out(experiment, models), calibration_data)
+    return Datasets(training, load_held_out(experiment, models), calibration_data)
 
 
-def _held_out(experiment: Experiment, models: Mapping[str, Model]) -> dict[str, Dataset]:
+def load_held_out(experiment: Experiment, models: Mapping[str, Model]) -> dict[str, Dataset]:
+    """Load and check the rows of each evaluation, by config key.
+
+    Raises:
+        RealignError: a dataset cannot be read, or does not fit its model.
+    """
     found = {}
     for where, evaluation in experiment.all_evaluations.items():
         found[where] = evaluation.data.load(models[evaluation.role].tokenizer)

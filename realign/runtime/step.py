@@ -33,7 +33,7 @@ from realign.runtime.checks.ratio import check_ratio, default_tolerance
 from realign.runtime.counters import Counters
 from realign.runtime.datasets import load_datasets
 from realign.runtime.evaluation.base import in_set
-from realign.runtime.evaluation.generation import sequence_stats
+from realign.runtime.evaluation.scores import sequence_stats
 from realign.runtime.experiment import Experiment
 from realign.runtime.metrics.samples import readable
 from realign.runtime.metrics.spans import Spans

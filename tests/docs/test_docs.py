@@ -13,6 +13,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from realign.cli.arguments import read_arguments
 from realign.cli.chat import chat_of
 from realign.cli.command_options import split_options
+from realign.cli.evaluate import read_request
 from realign.cli.key_help import key_help
 from realign.cli.launch_table import derived_rows
 from realign.cli.serve import serve_of
@@ -84,6 +85,10 @@ def test_realign_command_lines_compose_and_build(page, arguments, monkeypatch):
         return
     if arguments[0] == "serve":
         serve_of(arguments[1:])
+        return
+    if arguments[0] == "eval":
+        args = read_arguments(arguments)
+        assert read_request(args, args.words[1:]).keys
         return
     if arguments[0] == "export":
         (folder,) = read_arguments(arguments[1:]).words

@@ -214,7 +214,7 @@ def test_stop_strings_end_a_response_and_are_not_part_of_its_text():
         ({"logit_bias": {"5": 1}}, "logit_bias", "unsupported_parameter"),
         ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_parameter"),
         ({"top_logprobs": 3, "logprobs": True}, "top_logprobs", "unsupported_parameter"),
-        ({"tool_choice": "required"}, "tool_choice", "unsupported_value"),
+        ({"tool_choice": "required"}, "tool_choice", "invalid_value"),
         ({"stop": "x"}, "stop", "unsupported_parameter"),  # of this sampler
         ({"extra_body": {"min_p": 0.1}}, "min_p", "unsupported_parameter"),
         ({"temperature": 3}, "temperature", "invalid_value"),

@@ -22,7 +22,7 @@ from realign.interfaces.rule_reward import RuleRewardInterface
 from realign.rewards.pool.failure_count import Tally
 from realign.rewards.terms import FunctionTerm, Openrlhf
 from realign.runtime import Evaluation, Experiment, run
-from realign.runtime.evaluation.generation import sequence_stats
+from realign.runtime.evaluation.scores import sequence_stats
 from realign.runtime.metrics.samples import readable
 from realign.runtime.rollout.spec import Async
 from tests.config_parts import Bigram, Prompts

@@ -20,7 +20,7 @@ from realign.interfaces.components import (
 from realign.interfaces.critic import PPOCriticInterface, ValueNormalization, ValueScale
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.interfaces.ppo import PPOActorInterface
-from realign.runtime.evaluation.generation import sequence_stats
+from realign.runtime.evaluation.scores import sequence_stats
 from realign.testing import BigramEngine, random_batch, train_once
 from tests.interfaces.test_invariances import COMPONENTS, subclasses
 

@@ -272,8 +272,17 @@ def test_a_server_that_stays_silent_counts_as_unreachable():
         judge = Judge("m", base_url=judge_server.url, retries=1)
         with pytest.raises(TransientError, match="unreachable 3"):
             ask(judge, ["a", "b", "c", "d"], max_failed_fraction=0.5)
-    with pytest.raises(TransientError, match=r"judge m at http://127.* failed on .*Connection error"):
-        ask(Judge("m", base_url=judge_server.url, retries=0), ["a", "b", "c", "d"], max_failed_fraction=0.5)
+
+
+@client
+def test_a_server_that_ends_during_the_run_counts_as_unreachable():
+    with server(lambda request, number: "5") as judge_server:
+        pool = RewardPool(
+            Judge("m", base_url=judge_server.url, retries=0).load(),
+            **{"workers": 0, "memory_mb": None, "max_failed_fraction": 0.5, "patience_s": 0.0, "timeout_s": 30.0},
+        )
+    with pool, pytest.raises(TransientError, match=r"judge m at http://127.* failed on .*Connection error"):
+        pool.score(["2+2="] * 4, ["a", "b", "c", "d"], [{}] * 4)
 
 
 @client
@@ -288,6 +297,14 @@ def test_a_request_that_takes_too_long_ends():
         found = ask(Judge("m", base_url=judge_server.url, timeout_s=0.3, retries=0), ["a"])
         stop.set()
     assert found.failures[0].kind in (FailureKind.unreachable, FailureKind.timeout)
+
+
+@client
+def test_a_dead_server_is_an_error_before_anything_is_asked():
+    with server(lambda request, number: "5") as judge_server:
+        url = judge_server.url
+    with pytest.raises(TransientError, match=r"judge m at http://127.*: no server accepts connections \(.*refused\)"):
+        ask(Judge("m", base_url=url), ["a"])
 
 
 @client

@@ -36,7 +36,7 @@ from realign.interfaces.reference import ReferenceInterface
 from realign.interfaces.reward_model import RewardModelInterface
 from realign.interfaces.rule_reward import RuleRewardInterface
 from realign.runtime import Evaluation, Experiment, run
-from realign.runtime.evaluation.generation import sequence_stats
+from realign.runtime.evaluation.scores import sequence_stats
 from realign.runtime.step import LocalRuntime
 from realign.testing import BigramEngine
 

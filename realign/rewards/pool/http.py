@@ -6,6 +6,7 @@ import functools
 import json
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from http.client import HTTPException
 from typing import Any
@@ -35,6 +36,30 @@ _TRANSIENT = (429, 502, 503, 504)
 
 class Unreachable(RuntimeError):
     """Raised when the server did not answer in time: it is busy, restarting or down. A later retry may succeed."""
+
+
+def reach(url: str, name: str, hidden: Callable[[str], str] = visible) -> None:
+    """Connect once to the server of a URL without sending a request, so that a wrong address fails at startup.
+
+    Args:
+        url: address of the server.
+        name: name of the reward function, for the message.
+        hidden: removes secrets from the text of an error.
+
+    Raises:
+        TransientError: no server accepts connections at the address.
+    """
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    if parts.scheme in getproxies() and not proxy_bypass(host):
+        return  # behind a proxy, only the proxy can check the server
+    try:
+        port = parts.port or {"http": 80, "https": 443}[parts.scheme]
+        socket.create_connection((host, port), timeout=_REACH_S).close()
+    except OSError as error:
+        raise TransientError(
+            f"{name}: no server accepts connections ({hidden(str(error))}). Start it, or correct the URL."
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -70,18 +95,7 @@ class HttpReward:
         Raises:
             TransientError: no server accepts connections at the address.
         """
-        parts = urlsplit(self.url)
-        host = parts.hostname or ""
-        if parts.scheme in getproxies() and not proxy_bypass(host):
-            return  # behind a proxy, only the proxy can check the server
-        try:
-            port = parts.port or {"http": 80, "https": 443}[parts.scheme]
-            socket.create_connection((host, port), timeout=_REACH_S).close()
-        except OSError as error:
-            raise TransientError(
-                f"reward function '{masked(self.url)}': no server accepts connections ({self._hidden(str(error))}). "
-                "Start it, or correct the URL."
-            ) from error
+        reach(self.url, f"reward function '{masked(self.url)}'", self._hidden)
 
     def __call__(self, prompt: str, response: str, row: dict[str, Any], tokens: list[str] | None = None) -> Any:
         """Return the reward from the server unchecked; the reward workers check that it is a number.

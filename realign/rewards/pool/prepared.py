@@ -1,4 +1,4 @@
-"""`Prepared`: reward functions that examine the machine once per run, before the run loads a model."""
+"""`Prepared`: reward functions that examine the machine or their server once per run, before the run loads a model."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ class Prepared(ABC):
 
         Raises:
             ConfigError: the machine lacks what the settings require.
+            TransientError: a server that the function needs does not accept connections.
         """
 
     @property
@@ -26,5 +27,5 @@ class Prepared(ABC):
         """What `prepared` found, for the launch table; empty for nothing to say."""
 
     @abstractmethod
-    def __call__(self, prompt: str, response: str, row: dict[str, Any]) -> float | None:
-        """Return the reward of one response."""
+    def __call__(self, prompt: str, response: str, row: dict[str, Any]) -> Any:
+        """Return the reward of one response, or None; can be an `async def`."""

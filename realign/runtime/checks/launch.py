@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from realign.api import ModelInterface
@@ -47,14 +48,21 @@ def check_ready(experiment: Experiment) -> None:
     for role in experiment.roles:
         if role in experiment.models:
             experiment.models[role].check(role)
-    nodes: dict[str, Experiment | Evaluator | RewardCalibration | None] = {"data": experiment}
-    nodes |= {f"{where}.data": evaluation for where, evaluation in experiment.all_evaluations.items()}
-    nodes |= {"calibration.data": experiment.calibration}
-    for where, owner in nodes.items():
-        if owner is not None:
-            if owner.data.streams and where != "data":
-                raise ConfigError(f"{where}.streaming=true: all rows are read, in order. Set streaming=false.")
-            owner.data.check(where)
+    experiment.data.check("data")
+    calibration = {} if experiment.calibration is None else {"calibration": experiment.calibration}
+    check_held_out({**experiment.all_evaluations, **calibration})
+
+
+def check_held_out(owners: Mapping[str, Evaluator | RewardCalibration]) -> None:
+    """Check the data nodes of evaluations and of the calibration, by config key, before anything is loaded.
+
+    Raises:
+        RealignError: the rows are streamed, or a file is missing or unusable.
+    """
+    for where, owner in owners.items():
+        if owner.data.streams:
+            raise ConfigError(f"{where}.data.streaming=true: all rows are read, in order. Set streaming=false.")
+        owner.data.check(f"{where}.data")
 
 
 def used_interfaces(experiment: Experiment) -> dict[str, ModelInterface]:

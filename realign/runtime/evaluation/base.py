@@ -7,9 +7,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
-from realign.api import DataflowGraph, MicroBatchSpec, Model, ModelInterface, SequenceSample
+from realign.api import RPC, DataflowGraph, MicroBatchSpec, Model, ModelInterface, SequenceSample
 from realign.data import DataSpec
 from realign.errors import ConfigError, DataError
+from realign.runtime.evaluation.scores import Scored, merged
 from realign.settings import Count, Settings
 
 EVALUATION = "eval/"
@@ -88,6 +89,10 @@ class Evaluator(Settings, ABC):
         """Return the names of the metrics of `measure`; None if they are not known before it is called."""
         return None
 
+    def calls(self, graph: DataflowGraph) -> list[RPC]:
+        """Return the RPCs of the training graph that `measure` calls, in execution order."""
+        return []
+
     @abstractmethod
     def measure(self, runtime: LoadedRun, dataset: Any) -> tuple[dict[str, float], SequenceSample]:
         """Evaluate every row of `dataset` once.
@@ -111,3 +116,15 @@ class Evaluator(Settings, ABC):
         for start in range(0, len(dataset), self.batch_prompts):
             rows = range(start, min(start + self.batch_prompts, len(dataset)))
             yield dataset.sample([(0, row) for row in rows])
+
+
+class SamplingEvaluator(Evaluator):
+    """Base class of evaluations that sample and score responses."""
+
+    @abstractmethod
+    def scored(self, runtime: LoadedRun, dataset: Any) -> Iterator[Scored]:
+        """Sample and score responses to every row of `dataset` once, and yield them in batches."""
+
+    def measure(self, runtime: LoadedRun, dataset: Any) -> tuple[dict[str, float], SequenceSample]:
+        """See `Evaluator`."""
+        return merged(self.scored(runtime, dataset))

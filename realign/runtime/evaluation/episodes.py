@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from realign.api import (
-    DataflowGraph,
-    MicroBatchSpec,
-    ModelInterface,
-    SequenceSample,
-    Stats,
-    derive_seed,
-    merge_stats,
-    stat_values,
-)
-from realign.runtime.evaluation.base import Evaluator, LoadedRun
-from realign.runtime.evaluation.generation import SEQUENCE_METRICS, named_metrics, sequence_stats
+from realign.api import DataflowGraph, MicroBatchSpec, ModelInterface, derive_seed
+from realign.runtime.evaluation.base import LoadedRun, SamplingEvaluator
+from realign.runtime.evaluation.scores import SEQUENCE_METRICS, Scored, named_metrics
 
 
 @dataclass
-class EpisodeEvaluation(Evaluator):
+class EpisodeEvaluation(SamplingEvaluator):
     """Evaluation of a role in an environment, with separate sampling settings (config node)."""
 
     episodes: ModelInterface = field(kw_only=True)
@@ -47,15 +39,9 @@ class EpisodeEvaluation(Evaluator):
         plan = self.episodes.plan()
         return f"{plan.responses_per_prompt or 1} episodes per row, {plan.sampler or 'sampler not declared'}"
 
-    def measure(self, runtime: LoadedRun, dataset: Any) -> tuple[dict[str, float], SequenceSample]:
-        """See `Evaluator`."""
+    def scored(self, runtime: LoadedRun, dataset: Any) -> Iterator[Scored]:
+        """See `SamplingEvaluator`."""
         model = runtime.models[self.role]
-        stats: list[Stats] = []
-        first: SequenceSample | None = None
         for number, rows in enumerate(self.batches(dataset)):
             player = replace(model, seed=derive_seed(model.seed, "evaluation", number))
-            judged = self.episodes.generate(player, rows, MicroBatchSpec())
-            first = first or judged
-            stats.append(sequence_stats(judged))
-        assert first is not None
-        return {f"eval/{name}": value for name, value in stat_values(merge_stats(stats)).items()}, first
+            yield Scored(self.episodes.generate(player, rows, MicroBatchSpec()))

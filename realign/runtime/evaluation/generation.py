@@ -3,42 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from realign.api import (
-    RPC,
-    DataflowGraph,
-    GenerationConfig,
-    Mean,
-    MicroBatchSpec,
-    Model,
-    ModelInterface,
-    SequenceSample,
-    Stats,
-    masked_mean,
-    merge_stats,
-    stat_values,
-)
-from realign.api.rewards import NAMED, named_rewards, total_rewards
-from realign.api.stats import masked_std
+from realign.api import RPC, DataflowGraph, GenerationConfig, MicroBatchSpec, Model, ModelInterface, SequenceSample
+from realign.api.rewards import NAMED, total_rewards
 from realign.engines.distributed.ranks import current
 from realign.errors import ConfigError, SettingsError
-from realign.functional import segment_sum
 from realign.functional.pass_at_k import pass_at_k
 from realign.runtime.calls import call
-from realign.runtime.evaluation.base import Evaluator, LoadedRun
+from realign.runtime.evaluation.base import LoadedRun, SamplingEvaluator
+from realign.runtime.evaluation.scores import SEQUENCE_METRICS, Scored, merged, named_metrics
 from realign.settings import Finite
-
-SEQUENCE_METRICS = frozenset({"reward", "missing_rewards", "response_tokens", "truncated_fraction"})
 
 
 @dataclass
-class Evaluation(Evaluator):
+class Evaluation(SamplingEvaluator):
     """Evaluation of sampled responses: prompts, sampling settings and reward functions."""
 
     reward: ModelInterface | None = None
@@ -136,9 +120,13 @@ class Evaluation(Evaluator):
         swept = "".join(f"; also {name}={', '.join(map(str, values))}" for name, values in self.sweep.items())
         return self.generation.describe() + several + passes + swept
 
-    def measure(self, runtime: LoadedRun, dataset: Any) -> tuple[dict[str, float], SequenceSample]:
+    def calls(self, graph: DataflowGraph) -> list[RPC]:
         """See `Evaluator`."""
-        return self.run(runtime.models[self.role], dataset, runtime)
+        return [] if self.reward is not None else _scoring(graph)[1]
+
+    def scored(self, runtime: LoadedRun, dataset: Any) -> Iterator[Scored]:
+        """See `SamplingEvaluator`."""
+        return self._scored(runtime.models[self.role], dataset, runtime)
 
     def run(
         self, model: Model, dataset: Any, runtime: LoadedRun | None = None
@@ -153,46 +141,44 @@ class Evaluation(Evaluator):
         Returns:
             The metrics `eval/...`, and the scored responses of the first batch.
         """
-        values: dict[str, float] = {}
-        shown: SequenceSample | None = None
+        return merged(self._scored(model, dataset, runtime))
+
+    def _scored(self, model: Model, dataset: Any, runtime: LoadedRun | None) -> Iterator[Scored]:
         for ending, generation in self._variants.items():
-            stats: list[Stats] = []
             for number, prompts in enumerate(self.batches(dataset)):
                 seed = model.call_seed(f"evaluation/{number}")
                 answered = model.sampler.generate(prompts.select(["prompt_ids"]), generation, seed=seed)
                 answered = answered.merge(prompts.select(["row"]))
-                judged, found = self._judge(model, answered, runtime)
-                shown = shown or judged
-                stats.append(sequence_stats(judged) | found | self._group_stats(judged, generation.n))
-            values |= {f"eval/{name}{ending}": value for name, value in stat_values(merge_stats(stats)).items()}
-        assert shown is not None
-        return values, shown
+                judged, further = self._judge(model, answered, runtime)
+                yield Scored(judged, ending, further, self._group_values(judged, generation.n))
 
-    def _judge(self, model: Model, answered: SequenceSample, runtime: LoadedRun | None) -> tuple[SequenceSample, Stats]:
-        """Return the responses with their rewards, and the statistics of the additional metrics."""
+    def _judge(
+        self, model: Model, answered: SequenceSample, runtime: LoadedRun | None
+    ) -> tuple[SequenceSample, Mapping[str, Tensor]]:
+        """Return the responses with their rewards, and the rewards [S] of the additional metrics."""
         judge = Model("evaluation", None, model.tokenizer, model.seed, model.version)
 
-        def verdicts() -> tuple[SequenceSample | None, Stats]:
-            stats: Stats = {}
-            for name, interface in self.metrics.items():
-                found_S = interface.inference(judge, answered, MicroBatchSpec())["rewards"]
-                stats[name] = masked_mean(found_S, found_S.isfinite())
+        def verdicts() -> tuple[SequenceSample | None, Mapping[str, Tensor]]:
+            found = {
+                name: interface.inference(judge, answered, MicroBatchSpec())["rewards"]
+                for name, interface in self.metrics.items()
+            }
             scored = None if self.reward is None else self.reward.inference(judge, answered, MicroBatchSpec())
-            return scored, stats
+            return scored, found
 
-        scored, stats = current().lead(verdicts)
+        scored, further = current().lead(verdicts)
         if scored is not None:
-            return answered.merge(scored), stats
+            return answered.merge(scored), further
         assert runtime is not None
         sampling, scoring = _scoring(runtime.graph)
         batch = answered.rename({ours: theirs for ours, theirs in sampling.rename.items() if ours in answered})
         for rpc in scoring:
             model, interface = runtime.models[rpc.model], runtime.interfaces[rpc.model]
             batch, _ = call(rpc, model, interface, batch, runtime.microbatch, runtime.graph)
-        return batch.rename({theirs: ours for ours, theirs in sampling.rename.items() if theirs in batch}), stats
+        return batch.rename({theirs: ours for ours, theirs in sampling.rename.items() if theirs in batch}), further
 
-    def _group_stats(self, judged: SequenceSample, n: int) -> Stats:
-        """Return pass@k and the mean over the `n` responses per prompt, each a mean over prompts."""
+    def _group_values(self, judged: SequenceSample, n: int) -> dict[str, Tensor]:
+        """Return pass@k and the mean of the `n` responses [G] of each prompt, NaN for prompts without a value."""
         names = _group_metrics(n, self.pass_at)
         if not names:
             return {}
@@ -207,7 +193,7 @@ class Evaluation(Evaluator):
         correct_G = per_prompt(present_S & (decisive_S >= self.success))
         mean_G = per_prompt(torch.where(present_S, rewards_S, 0)) / n_G
         values = [mean_G, *(pass_at_k(n_G.long(), correct_G.long(), k) for k in self.pass_at)]
-        return {name: masked_mean(x_G, x_G.isfinite()) for name, x_G in zip(names, values, strict=True)}
+        return dict(zip(names, values, strict=True))
 
 
 def _scoring(graph: DataflowGraph) -> tuple[RPC, list[RPC]]:
@@ -232,46 +218,7 @@ def _named(reward: ModelInterface | None, graph: DataflowGraph) -> frozenset[str
     return frozenset(key for rpc in graph.leading_to("rewards") for key in rpc.outputs if key.startswith(NAMED))
 
 
-def named_metrics(keys: Iterable[str]) -> list[str]:
-    """Return the metrics of named rewards, see `sequence_stats`."""
-    return [f"{key}/{what}" for key in sorted(keys) for what in ("mean", "std")]
-
-
 def _group_metrics(n: int, pass_at: Iterable[int]) -> list[str]:
     """Return the metrics that need several responses per prompt."""
     passes = [f"pass@{k}" for k in pass_at]
     return [f"mean@{n}", *passes] if n > 1 or passes else []
-
-
-def sequence_stats(batch: SequenceSample) -> Stats:
-    """Return metrics of sampled sequences, for the keys that the batch contains; each is a mean over its sequences.
-
-    - `reward`: total reward, over the responses with a reward
-    - `rewards/<name>/mean`, `rewards/<name>/std`: mean and population standard deviation of a named reward
-    - `missing_rewards`: fraction of responses without a reward
-    - `response_tokens`: tokens outside the prompt mask, also of responses without a reward
-    - `truncated_fraction`: fraction of truncated responses
-    - `turns`: policy turns of a multi-turn episode
-    """
-    stats: Stats = {}
-    if "rewards" in batch:
-        rewards_S = total_rewards(batch)
-        present_S = rewards_S.isfinite()
-        stats["reward"] = masked_mean(rewards_S, present_S)
-        stats["missing_rewards"] = _mean((~present_S).float())
-    if "input_ids" in batch:
-        for key, named_S in named_rewards(batch).items():
-            stats[f"{key}/mean"] = masked_mean(named_S, named_S.isfinite())
-            stats[f"{key}/std"] = masked_std(named_S, named_S.isfinite())
-    if "prompt_mask" in batch:
-        tokens_S = segment_sum((~batch["prompt_mask"]).float(), batch.cu_seqlens())
-        stats["response_tokens"] = _mean(tokens_S)
-    if "truncated" in batch:
-        stats["truncated_fraction"] = _mean(batch["truncated"].float())
-    if "turns" in batch:
-        stats["turns"] = _mean(batch["turns"].float())
-    return stats
-
-
-def _mean(x_S: Tensor) -> Mean:
-    return masked_mean(x_S, torch.ones_like(x_S, dtype=torch.bool))

@@ -42,6 +42,11 @@ class LossEvaluation(Evaluator):
         super().check(graph, models)
         self._training(graph)
 
+    def calls(self, graph: DataflowGraph) -> list[RPC]:
+        """See `Evaluator`."""
+        training = self._training(graph)
+        return [*self._before(training, graph), training]
+
     def measure(self, runtime: LoadedRun, dataset: Any) -> tuple[dict[str, float], SequenceSample]:
         """See `Evaluator`. The metrics are means over the whole of `dataset`, independent of the batch size."""
         training = self._training(runtime.graph)

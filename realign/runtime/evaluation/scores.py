@@ -1,0 +1,145 @@
+"""Metrics of scored responses, and their standard errors.
+
+Shapes: S sequences, G prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from realign.api import Mean, SequenceSample, Stats, masked_mean, merge_stats, stat_values
+from realign.api.rewards import named_rewards, total_rewards
+from realign.api.stats import masked_std
+from realign.functional import segment_sum
+
+SEQUENCE_METRICS = frozenset({"reward", "missing_rewards", "response_tokens", "truncated_fraction"})
+
+
+@dataclass(frozen=True)
+class Scored:
+    """One batch of an evaluation."""
+
+    batch: SequenceSample
+    """The responses with their rewards."""
+    ending: str = ""
+    """Suffix of the metric names, which names the value of a swept setting; empty for the configured settings."""
+    per_sequence: Mapping[str, Tensor] = field(default_factory=dict)
+    """[S] values by metric, in addition to `sequence_values`. NaN is a missing value."""
+    per_prompt: Mapping[str, Tensor] = field(default_factory=dict)
+    """[G] values by metric, NaN for prompts without a value."""
+
+    @property
+    def stats(self) -> Stats:
+        """The metrics of the batch, each as a mean over its sequences or prompts."""
+        further = {name: _mean(x) for name, x in [*self.per_sequence.items(), *self.per_prompt.items()]}
+        return sequence_stats(self.batch) | further
+
+
+def merged(parts: Iterable[Scored]) -> tuple[dict[str, float], SequenceSample]:
+    """Return the metrics `eval/...` of all batches, and the first batch.
+
+    Args:
+        parts: at least one batch. The batches of a sweep are grouped by their `ending`.
+    """
+    stats: dict[str, list[Stats]] = {}
+    first: SequenceSample | None = None
+    for part in parts:
+        stats.setdefault(part.ending, []).append(part.stats)
+        first = first or part.batch
+    assert first is not None
+    values = {
+        f"eval/{name}{ending}": value
+        for ending, found in stats.items()
+        for name, value in stat_values(merge_stats(found)).items()
+    }
+    return values, first
+
+
+class StandardErrors:
+    """Standard errors of the means in the metrics of an evaluation, where the prompts are independent draws.
+
+    Responses to one prompt are correlated. Each prompt is therefore one cluster: the standard error is
+    sqrt(G / (G - 1) * sum_g (s_g - n_g * mean)^2) / sum_g n_g for prompts with sums s_g over n_g values. With equally
+    many responses to each prompt, this is the standard error of the mean of the prompts' means.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[str, list[tuple[Tensor, Tensor]]] = {}
+
+    def add(self, scored: Scored) -> None:
+        """Add a batch."""
+        group_S, prompts = scored.batch.group_index(), len(scored.batch)
+        values = [(name, x_S, group_S) for name, x_S in sequence_values(scored.batch).items()]
+        values += [(name, x_S, group_S) for name, x_S in scored.per_sequence.items()]
+        values += [(name, x_G, torch.arange(prompts)) for name, x_G in scored.per_prompt.items()]
+        for name, x, group in values:
+            present, zeros = x.isfinite(), torch.zeros(prompts, dtype=torch.float64)
+            sum_G = zeros.index_add(0, group.cpu(), torch.where(present, x, 0).double().cpu())
+            count_G = zeros.index_add(0, group.cpu(), present.double().cpu())
+            self._sums.setdefault(f"eval/{name}{scored.ending}", []).append((sum_G, count_G))
+
+    def values(self) -> dict[str, float]:
+        """Return the standard error of each mean over at least two prompts, by metric."""
+        return dict(self._found())
+
+    def _found(self) -> Iterator[tuple[str, float]]:
+        for name, parts in self._sums.items():
+            sum_G, count_G = (torch.cat(found) for found in zip(*parts, strict=True))
+            prompts, total = int((count_G > 0).sum()), count_G.sum()
+            if prompts < 2:
+                continue
+            rest_G = sum_G - count_G * (sum_G.sum() / total)
+            yield name, float((rest_G.square().sum() * prompts / (prompts - 1)).sqrt() / total)
+
+
+def named_metrics(keys: Iterable[str]) -> list[str]:
+    """Return the metrics of named rewards, see `sequence_stats`."""
+    return [f"{key}/{what}" for key in sorted(keys) for what in ("mean", "std")]
+
+
+def sequence_values(batch: SequenceSample) -> dict[str, Tensor]:
+    """Return the values [S] of sampled sequences whose means are metrics, for the keys that the batch contains.
+
+    - `reward`: total reward, NaN for a response without a reward
+    - `rewards/<name>/mean`: a named reward, NaN for a response without it
+    - `missing_rewards`: 1 for a response without a reward
+    - `response_tokens`: tokens outside the prompt mask, also of responses without a reward
+    - `truncated_fraction`: 1 for a truncated response
+    - `turns`: policy turns of a multi-turn episode
+    """
+    values: dict[str, Tensor] = {}
+    if "rewards" in batch:
+        rewards_S = total_rewards(batch)
+        present_S = rewards_S.isfinite()
+        values["reward"] = torch.where(present_S, rewards_S, torch.nan)
+        values["missing_rewards"] = (~present_S).float()
+    if "input_ids" in batch:
+        for key, named_S in named_rewards(batch).items():
+            values[f"{key}/mean"] = torch.where(named_S.isfinite(), named_S, torch.nan)
+    if "prompt_mask" in batch:
+        values["response_tokens"] = segment_sum((~batch["prompt_mask"]).float(), batch.cu_seqlens())
+    if "truncated" in batch:
+        values["truncated_fraction"] = batch["truncated"].float()
+    if "turns" in batch:
+        values["turns"] = batch["turns"].float()
+    return values
+
+
+def sequence_stats(batch: SequenceSample) -> Stats:
+    """Return metrics of sampled sequences: the means of `sequence_values` over the sequences with a value.
+
+    `rewards/<name>/std` is the population standard deviation of a named reward.
+    """
+    stats: Stats = {name: _mean(x_S) for name, x_S in sequence_values(batch).items()}
+    if "input_ids" in batch:
+        for key, named_S in named_rewards(batch).items():
+            stats[f"{key}/std"] = masked_std(named_S, named_S.isfinite())
+    return stats
+
+
+def _mean(x: Tensor) -> Mean:
+    return masked_mean(x, x.isfinite())

@@ -1,0 +1,156 @@
+"""Forced tool calls: the response begins with the tokens that all calls share."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing, contextmanager
+
+import openai
+import pytest
+import torch
+from openai import OpenAI
+
+from realign.api import GenerationConfig
+from realign.endpoint import Backend, Endpoint, EndpointLimits, Renderer, Session, Sessions
+from realign.endpoint.errors import ApiError
+from realign.endpoint.tool_choice import call_beginning
+from tests.endpoint.test_app import END, HELLO, KEY
+from tests.samplers import TableSampler
+from tests.tiny import TEXT, VOCAB, tiny_tokenizer
+
+TEMPLATE = (
+    "{% for m in messages %}"
+    "{% if m.tool_calls %}!{% set f = m.tool_calls[0].function %}call {{ f.name }} {{ f.arguments.x }}=<pad>"
+    "{% elif m.role == 'assistant' %}!{{ m.content }}<pad>"
+    "{% else %}{{ m.content }}?{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}!{% endif %}"
+)
+RESPONSE_TEMPLATE = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "!",
+    "fields": {
+        "tool_calls": {
+            "open_pattern": r"call (?P<name>\w+) ",
+            "close": "=",
+            "content": "text",
+            "repeats": True,
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": {"x": "{content}"}}},
+        },
+        "content": {"close": "<pad>", "content": "text"},
+    },
+}
+
+
+def tool(name: str) -> dict:
+    parameters = {"type": "object", "properties": {"x": {"type": "string"}}}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+TOOLS = [tool("add"), tool("ask")]
+
+
+def tokenizer(response_template: object = RESPONSE_TEMPLATE):
+    found = tiny_tokenizer()
+    found.chat_template, found.response_template = TEMPLATE, response_template
+    return found
+
+
+def text_table() -> torch.Tensor:
+    """Return logits of a table that writes '5=' after a space, and ends after '='."""
+    logits = torch.full((VOCAB, VOCAB), -30.0)
+    after = {" ": "5", "5": "="}
+    for first, then in after.items():
+        logits[3 + TEXT.index(first), 3 + TEXT.index(then)] = 0.0
+    logits[:, 3 + TEXT.index("d")] += 1.0  # any other text continues with d
+    logits[3 + TEXT.index("d"), 3 + TEXT.index(" ")] = 30.0
+    logits[3 + TEXT.index("="), END] = 30.0
+    return logits
+
+
+@contextmanager
+def client(response_template: object = RESPONSE_TEMPLATE):
+    with closing(TableSampler(text_table())) as sampler:
+        backend = Backend(sampler, Renderer(tokenizer(response_template)), GenerationConfig(max_new_tokens=12), 100)
+        with closing(Endpoint(Sessions(backend, KEY), EndpointLimits(), model="tiny")) as endpoint:
+            endpoint.start()
+            with OpenAI(base_url=f"{endpoint.url}/v1", api_key=KEY, max_retries=0) as found:
+                yield endpoint, found
+
+
+def test_a_named_function_is_called_and_its_call_is_parsed():
+    choice = {"type": "function", "function": {"name": "add"}}
+    ask = {"model": "m", "messages": HELLO, "tools": TOOLS, "extra_body": {"return_token_ids": True}}
+    with client() as (_, found):
+        out = found.chat.completions.create(**ask, tool_choice=choice).choices[0]
+        (call,) = out.message.tool_calls
+        assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"x": "5"})
+        assert out.finish_reason == "tool_calls"
+        assert tiny_tokenizer().decode(out.prompt_token_ids) == "hello?!call add "
+        free = found.chat.completions.create(**ask, tool_choice="auto").choices[0]
+        assert tiny_tokenizer().decode(free.prompt_token_ids) == "hello?!"
+
+
+def test_required_begins_with_the_text_that_all_tools_share():
+    with client() as (_, found):
+        ask = {"model": "m", "messages": HELLO, "tool_choice": "required", "extra_body": {"return_token_ids": True}}
+        out = found.chat.completions.create(**ask, tools=TOOLS).choices[0]
+        assert tiny_tokenizer().decode(out.prompt_token_ids) == "hello?!call a"
+        out = found.chat.completions.create(**ask, tools=TOOLS[:1]).choices[0]
+        assert tiny_tokenizer().decode(out.prompt_token_ids) == "hello?!call add "
+
+
+def test_the_beginning_is_no_trained_token_and_the_next_turn_continues_the_sequence():
+    with client() as (endpoint, _):
+        session = Session(endpoint.sessions.main, "p/0")
+        endpoint.sessions.open(session)
+        with OpenAI(base_url=endpoint.base_url(session), api_key=session.key, max_retries=0) as found:
+            first = found.chat.completions.create(
+                model="m", messages=HELLO, tools=TOOLS[:1], tool_choice="required"
+            ).choices[0]
+            turns = [*HELLO, first.message.model_dump(exclude_none=True), {"role": "tool", "content": "9"}]
+            found.chat.completions.create(model="m", messages=turns, tools=TOOLS)
+        endpoint.sessions.close(session)
+    first_call, second = session.capture.calls()
+    assert tiny_tokenizer().decode(first_call.ids[first_call.prompt_tokens :]) == "5=<pad>"
+    assert second.parent is first_call
+    (sequence,) = session.capture.sequences()
+    assert tiny_tokenizer().decode(sequence.ids[sequence.sampled]).startswith("5=<pad>")
+
+
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [
+        ({"tool_choice": "required"}, "invalid_value"),  # without tools
+        ({"tool_choice": "always", "tools": TOOLS}, "invalid_value"),
+        ({"tool_choice": {"type": "function"}, "tools": TOOLS}, "invalid_value"),
+        ({"tool_choice": {"type": "function", "function": {"name": "sub"}}, "tools": TOOLS}, "invalid_value"),
+    ],
+)
+def test_an_invalid_choice_is_an_error_that_names_the_parameter(options, code):
+    with client() as (_, found), pytest.raises(openai.BadRequestError) as raised:
+        found.chat.completions.create(model="m", messages=HELLO, **options)
+    assert (raised.value.param, raised.value.code) == ("tool_choice", code)
+
+
+def test_a_tokenizer_without_a_response_template_cannot_force_a_call():
+    with client(None) as (_, found), pytest.raises(openai.BadRequestError, match="no response template") as raised:
+        found.chat.completions.create(model="m", messages=HELLO, tools=TOOLS, tool_choice="required")
+    assert (raised.value.param, raised.value.code) == ("tool_choice", "unsupported_value")
+
+
+def test_a_template_that_renders_no_call_after_the_prompt_cannot_force_one():
+    found = tokenizer()
+    found.chat_template = "{% if messages[-1].role == 'user' %}x{% endif %}y"
+    with pytest.raises(ApiError, match="renders no call after the prompt"):
+        call_beginning(Renderer(found), HELLO, ["add"], TOOLS)
+
+
+def test_calls_in_json_begin_up_to_their_arguments():
+    found = tokenizer()
+    found.chat_template = (
+        "{% for m in messages %}{% if m.tool_calls %}!{{ m.tool_calls[0].function | tojson }}"
+        "{% else %}{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}!{% endif %}"
+    )
+    renderer = Renderer(found)
+    begun = renderer.decode(call_beginning(renderer, HELLO, ["add"], TOOLS))
+    assert begun.startswith('<r0>"name": "add", "arguments": '.replace('"', "<r0>").replace("{", "<r0>"))
