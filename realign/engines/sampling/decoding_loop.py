@@ -277,4 +277,5 @@ class DecodingLoop:
                 length,
                 cores=self._cores,
                 own_cache=network.own_cache,
+                images=network.images,
             )

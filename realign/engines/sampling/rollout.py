@@ -17,8 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from realign.api.generation import GenerationConfig
+from realign.api.image_keys import PIXELS
 from realign.api.lengths import Lengths
 from realign.api.sample import SequenceSample
+from realign.engines.network.images import NO_IMAGES, ImagePrompt, ImageReader, PromptInput, prompts_with_images
 from realign.engines.sampling.counter_rng import response_keys
 from realign.engines.sampling.decoder import Decoder, PackedDecoder
 from realign.engines.sampling.fused_layers import for_few_rows
@@ -28,7 +30,7 @@ from realign.engines.sampling.slots import CACHE_FRACTION, Rollout
 from realign.engines.sampling.stopping import Stopping
 from realign.engines.sampling.trunk import Cores, ModuleTrunk, one_core_for_small_products, positions_of
 from realign.engines.sampling.weight_fusion import Fusion
-from realign.errors import DataError, RunError
+from realign.errors import ConfigError, DataError, RunError
 from realign.functional.logprobs import LMHead
 from realign.functional.packed import cu_seqlens_of, position_ids, sequence_index
 
@@ -47,6 +49,7 @@ def generate(
     tokenizer: Any,
     fusion: Fusion | None = None,
     own_cache: OwnCache | None = None,
+    images: ImageReader | None = None,
     max_slots: int | None = None,
     cache_fraction: float = CACHE_FRACTION,
 ) -> SequenceSample:
@@ -59,13 +62,14 @@ def generate(
     Args:
         model: a transformers causal LM loaded with the attention `realign.engines.network.attention.ATTENTION`.
         head: its last layer.
-        data: batch with the key `prompt_ids`, one non-empty sequence per id.
+        data: batch with the key `prompt_ids`, one non-empty sequence per id, and the images of the prompts, if any.
         config: sampling settings; the model's own generation settings are ignored.
         seed: seed of this call.
         eos_token_ids: the model's end tokens, used if `config.stop_token_ids` is None.
         tokenizer: decodes responses for `config.stop_strings`; otherwise unused.
         fusion: runs the layers with fewer operators where possible; None runs the modules.
         own_cache: decodes with a model that cannot run packed; None runs packed.
+        images: reads the images of prompts; None if the model does not support images.
         max_slots: maximum number of sequences decoded concurrently.
         cache_fraction: fraction of the free memory of a GPU for the KV cache, if `max_slots` is None.
 
@@ -79,17 +83,17 @@ def generate(
 
     Raises:
         ValueError: an id does not have exactly one prompt.
-        DataError: a prompt is empty or has tokens outside the vocabulary, or prompt and response exceed the model's
-            positions.
-        ConfigError: stop settings are invalid.
+        DataError: a prompt is empty, has tokens outside the vocabulary, or does not fit its images, or prompt and
+            response exceed the model's positions.
+        ConfigError: stop settings are invalid, or the model does not read images.
         RunError: a log-prob is not finite.
     """
-    prompts = checked_prompts(model, data, config)
+    prompts = checked_prompts(model, data, config, images)
     length = int(data.lengths[PROMPTS].flat.max(initial=0)) + config.max_new_tokens
     with ExitStack() as stack:
         stack.enter_context(_evaluating(model))
         cores = stack.enter_context(one_core_for_small_products(model))
-        decoder, head = prepared(model, head, fusion, length, cores=cores, own_cache=own_cache)
+        decoder, head = prepared(model, head, fusion, length, cores=cores, own_cache=own_cache, images=images)
         device = head.weight_VH.device
         stopping = Stopping(config, eos_token_ids, tokenizer, len(head.weight_VH), device)
         rollout = Rollout(decoder, head, config, stopping, max_slots=max_slots, cache_fraction=cache_fraction)
@@ -99,7 +103,14 @@ def generate(
 
 
 def prepared(
-    model: Any, head: LMHead, fusion: Fusion | None, length: int, *, cores: Cores, own_cache: OwnCache | None = None
+    model: Any,
+    head: LMHead,
+    fusion: Fusion | None,
+    length: int,
+    *,
+    cores: Cores,
+    own_cache: OwnCache | None = None,
+    images: ImageReader | None = None,
 ) -> tuple[Decoder, LMHead]:
     """Build the decoder and head of a rollout from the current weights, which are cast and joined once for all steps.
 
@@ -110,6 +121,7 @@ def prepared(
         length: number of positions to support.
         cores: limits small products to one core.
         own_cache: see `generate`.
+        images: see `generate`.
     """
     device = next(model.parameters()).device
     dtype = torch.float32
@@ -119,17 +131,20 @@ def prepared(
     if own_cache is not None:
         return own_cache, head
     if fusion is None:
-        return PackedDecoder(cores.saved_by(ModuleTrunk(model))), head
+        return PackedDecoder(cores.saved_by(ModuleTrunk(model)), images), head
     trunk = cores.saved_by(fusion.trunk(length, dtype))
-    return PackedDecoder(trunk), dataclasses.replace(head, weight_VH=for_few_rows(head.weight_VH))
+    return PackedDecoder(trunk, images), dataclasses.replace(head, weight_VH=for_few_rows(head.weight_VH))
 
 
-def checked_prompts(model: Any, data: SequenceSample, config: GenerationConfig) -> list[Tensor]:
+def checked_prompts(
+    model: Any, data: SequenceSample, config: GenerationConfig, images: ImageReader | None
+) -> list[PromptInput]:
     """Return the prompts, one per id.
 
     Raises:
         ValueError: an id does not have exactly one prompt.
         DataError: `generate` does not support a prompt.
+        ConfigError: a prompt has images, but `images` is None.
     """
     ids_T, lengths = data[PROMPTS], data.lengths[PROMPTS]
     for i, count in zip(data.ids, lengths.counts.tolist(), strict=True):
@@ -153,7 +168,20 @@ def checked_prompts(model: Any, data: SequenceSample, config: GenerationConfig) 
                 f"id {i!r}: the prompt has token ids from {int(prompt.min())} to {int(prompt.max())}, but the model "
                 f"has 0 to {words - 1}. Use the tokenizer of the model."
             )
-    return list(data.sequences(PROMPTS))
+    return _with_images(data, images)
+
+
+def _with_images(data: SequenceSample, images: ImageReader | None) -> list[PromptInput]:
+    if images is None and PIXELS in data and len(data[PIXELS]):
+        raise ConfigError(NO_IMAGES)
+    prompts = prompts_with_images(data, PROMPTS)
+    for i, prompt in zip(data.ids, prompts, strict=True):
+        if images is not None and isinstance(prompt, ImagePrompt):
+            try:
+                images.check(prompt)
+            except ValueError as error:
+                raise DataError(f"id {i!r}: {error}. Use the image processor of the model.") from error
+    return prompts
 
 
 @contextmanager

@@ -164,6 +164,7 @@ class InferenceEngine(PipelinableEngine):
                 tokenizer=self.tokenizer,
                 fusion=fusion,
                 own_cache=self.network.own_cache,
+                images=self.network.images,
                 max_slots=self.max_slots,
                 cache_fraction=self.cache_fraction,
             )
