@@ -101,6 +101,11 @@ class InferenceEngine(PipelinableEngine):
         return positions_of(self.module)
 
     @property
+    def reads_images(self) -> bool:
+        """See `PipelinableEngine.reads_images`."""
+        return self.network.images is not None
+
+    @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """End tokens of the tokenizer and of the model's `generation_config`, whose other settings are ignored."""
         found: set[int] = set()
