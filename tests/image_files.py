@@ -32,10 +32,10 @@ def picture(color: str, size: tuple[int, int] = (16, 16)) -> Image.Image:
     return Image.new("RGB", size, color)
 
 
-def image_processor() -> Any:
+def image_processor(merge: int = MERGE) -> Any:
     """Return an image processor for `tiny_image_model`, which keeps pictures of 16 x 16 pixels as they are."""
     return Qwen2VLImageProcessorPil(
-        patch_size=PATCH, merge_size=MERGE, temporal_patch_size=1, size={"shortest_edge": 64, "longest_edge": 1024}
+        patch_size=PATCH, merge_size=merge, temporal_patch_size=1, size={"shortest_edge": 64, "longest_edge": 1024}
     )
 
 

@@ -77,6 +77,15 @@ def test_prompts_contain_the_tokens_and_the_patches_of_their_images(tmp_path, to
     torch.testing.assert_close(sample["pixel_values"], wanted["pixel_values"])
 
 
+def test_the_image_processor_can_be_in_another_folder_than_the_tokenizer(tmp_path, tokenizer):
+    red, _ = pictures(tmp_path)
+    other = tmp_path / "other"
+    image_processor(merge=1).save_pretrained(other)
+    rows = [{"images": [red], "messages": [question(None)]}]
+    sample = loaded(PromptData, tmp_path, rows, tokenizer, image_processor=str(other)).sample([(0, 0)])
+    assert image_tokens(tokenizer, sample["prompt_ids"]) == 16
+
+
 def test_a_batch_without_images_has_empty_keys(tmp_path, tokenizer):
     red, _ = pictures(tmp_path)
     rows = [{"images": [red], "messages": [question(None)]}, {"images": [], "messages": [question("none")]}]
