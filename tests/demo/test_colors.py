@@ -17,7 +17,7 @@ EVALUATION = [
     "+evaluation.reward._target_=realign.interfaces.rule_reward.RuleRewardInterface",
     "+evaluation.reward.function=realign.rewards.arithmetic:exact_answer",
     "+evaluation.every_steps=1000",
-    "+evaluation.generation={n: 8, max_new_tokens: 4}",
+    "+evaluation.generation={n: 8, max_new_tokens: 4, greedy: false}",
 ]
 
 
@@ -51,15 +51,13 @@ def grpo(out, task, model, steps, *words):
 @pytest.mark.slow
 def test_sft_learns_to_name_colors_and_grpo_improves_on_its_mistakes(tmp_path):
     task = prepare(tmp_path / "task", seed=0)
-    before, after, _ = sft(tmp_path / "sft", task, 120)
-    print(before, after)
+    before, after, _ = sft(tmp_path / "sft", task, 60)
     assert before < 0.2
-    assert after > 0.5
-    start, end, history = grpo(tmp_path / "grpo", task, tmp_path / "sft/final/actor", 30)
-    print(start, end)
+    assert after > 0.45  # 40% of the demonstrations are random
+    start, end, history = grpo(tmp_path / "grpo", task, tmp_path / "sft/final/actor", 15)
     assert start == pytest.approx(after, abs=0.1)
-    assert end > 0.9
-    assert history[1]["actor_train/first_logprob_diff_max"] < 1e-4
+    assert end > start + 0.15
+    assert history[1]["first_logprob_diff_max"] < 1e-4
 
 
 @pytest.mark.parametrize("rollout", ["sync", "async"])

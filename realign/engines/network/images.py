@@ -4,7 +4,7 @@ An image of t x h x w merged patches has as many image tokens in the text. Each 
 patch instead of its embedding, and a position with three axes. All other parts of the model see packed rows, as for
 text. Image tokens after those of all images, such as sampled ones, are text.
 
-Shapes: P patches, d values of a patch, I images, F features (merged patches) of all images, T packed tokens, R rows of
+Shapes: P patches, d values of a patch, I images, F features (merged patches) of all images. T packed tokens, R rows of
 a pass, L tokens of a sequence, H hidden size.
 """
 
@@ -24,11 +24,14 @@ from realign.api.sample import TOKENS, SequenceSample
 from realign.engines.network.attention import CONTEXT, AttentionContext, use_attention
 from realign.engines.network.heads import IMAGE_FAMILIES, read_body
 from realign.engines.network.shared_prefix import Layout
+from realign.errors import DataError
 
 NO_IMAGES = (
     "this model does not read images. Use a causal language model of one of the families "
     f"{', '.join(sorted(IMAGE_FAMILIES))} without value_head, with trains=all, in one process."
 )
+
+CURE = "Use the image processor of the model."
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +95,7 @@ def place(ids_L: IntArray, grids_I3: IntArray, token: int, merge: int) -> Placed
         merge: number of patches per token along height and along width.
 
     Raises:
-        ValueError: an image has fewer consecutive image tokens than merged patches.
+        ValueError: an image has fewer or more consecutive image tokens than merged patches.
     """
     positions_3L = np.empty((3, len(ids_L)), dtype=np.int64)
     features_L = np.full(len(ids_L), -1, dtype=np.int64)
@@ -110,6 +113,8 @@ def place(ids_L: IntArray, grids_I3: IntArray, token: int, merge: int) -> Placed
         positions_3L[:, begin:end] = at + np.indices((t, h, w)).reshape(3, -1)
         features_L[begin:end] = seen + np.arange(end - begin)
         at, seen, done = at + max(h, w), seen + end - begin, end
+    if seen and done < len(ids_L) and ids_L[done] == token:
+        raise ValueError(f"images of {seen} merged patches are followed by another image token")
     positions_3L[:, done:] = at + np.arange(len(ids_L) - done)
     return Placed(positions_3L, features_L, at + len(ids_L) - done)
 
@@ -121,14 +126,16 @@ class ImageReader:
         """Prepare a model of `IMAGE_FAMILIES`. Its vision layers attend with the attention of torch."""
         self._body = read_body(module)
         self._token = int(module.config.image_token_id)
-        self._merge = int(module.config.vision_config.spatial_merge_size)
+        vision = module.config.vision_config
+        self._merge = int(vision.spatial_merge_size)
+        self._values = int(vision.in_channels * vision.temporal_patch_size * vision.patch_size**2)
         use_attention(self._body.visual, "sdpa")
 
     def rows(self, data: SequenceSample, layout: Layout) -> dict[str, Tensor]:
         """Return the inputs `inputs_embeds` and `position_ids` of a pass over the rows of a layout.
 
         Raises:
-            ValueError: see `place`. The message contains the id.
+            DataError: images do not fit their tokens or the model. The message contains the id.
         """
         lengths, ids_T, grids = data.lengths[TOKENS], data[TOKENS], self._per_prompt(data)
         offset_P = np.cumsum([0, *(self._count(grids_I3) for grids_I3 in grids)])
@@ -137,7 +144,7 @@ class ImageReader:
             try:
                 found = place(ids_L, grids[prompt], self._token, self._merge)
             except ValueError as error:
-                raise ValueError(f"id {data.ids[prompt]!r}: {error}") from error
+                raise DataError(f"id {data.ids[prompt]!r}: {error}. {CURE}") from error
             placed.append(_shifted(found, int(offset_P[prompt])))
         rows = slice(None) if layout.token_R is None else layout.token_R.to(ids_T.device)
         return self._inputs(ids_T, placed, data[PIXELS], data[GRIDS], rows)
@@ -153,7 +160,7 @@ class ImageReader:
             The last hidden states [T, H], and the position that follows each prompt.
 
         Raises:
-            ValueError: see `place`.
+            DataError: the patches do not fit the model.
         """
         with_images = [p for p in prompts if isinstance(p, ImagePrompt)]
         pixels_Pd = torch.cat([prompt.pixels_Pd for prompt in with_images])
@@ -207,6 +214,8 @@ class ImageReader:
         embeds_RH = self._body.get_input_embeddings()(ids_T[rows])
         image_R = (features_R >= 0).nonzero()[:, 0]
         if len(image_R):
+            if pixels_Pd.shape[1] != self._values:
+                raise DataError(f"patches have {pixels_Pd.shape[1]} values, but the model needs {self._values}. {CURE}")
             features_FH = torch.cat(self._body.get_image_features(pixels_Pd, grids_I3).pooler_output)
             found_H = features_FH.index_select(0, features_R[image_R]).to(embeds_RH.dtype)
             embeds_RH = embeds_RH.index_copy(0, image_R, found_H)

@@ -20,7 +20,7 @@ from realign.api.generation import GenerationConfig
 from realign.api.image_keys import PIXELS
 from realign.api.lengths import Lengths
 from realign.api.sample import SequenceSample
-from realign.engines.network.images import NO_IMAGES, ImagePrompt, ImageReader, PromptInput, prompts_with_images
+from realign.engines.network.images import CURE, NO_IMAGES, ImagePrompt, ImageReader, PromptInput, prompts_with_images
 from realign.engines.sampling.counter_rng import response_keys
 from realign.engines.sampling.decoder import Decoder, PackedDecoder
 from realign.engines.sampling.fused_layers import for_few_rows
@@ -180,7 +180,7 @@ def _with_images(data: SequenceSample, images: ImageReader | None) -> list[Promp
             try:
                 images.check(prompt)
             except ValueError as error:
-                raise DataError(f"id {i!r}: {error}. Use the image processor of the model.") from error
+                raise DataError(f"id {i!r}: {error}. {CURE}") from error
     return prompts
 
 

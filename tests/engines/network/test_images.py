@@ -12,6 +12,7 @@ from realign.engines.network.images import place
 from realign.engines.sampling.background_sampler import StreamingEngine
 from realign.errors import ConfigError, DataError
 from tests.images import (
+    END,
     IMAGE,
     MERGE,
     image_prompts,
@@ -40,7 +41,7 @@ def own_inputs(model, ids, pixels, grids):
 
 
 def alone(model, data):
-    """Return the log-probs of each sequence in a pass of its own, by transformers."""
+    """Return the log-probs of each sequence in a separate pass, by transformers."""
     owners, found = data.group_index().tolist(), []
     pixels, grids = data.sequences("pixel_values"), data.sequences("image_grid_thw")
     for owner, ids in zip(owners, data.sequences(), strict=True):
@@ -97,6 +98,29 @@ def test_a_sequence_may_contain_only_the_first_images_of_its_prompt():
 def test_too_few_image_tokens_are_an_error():
     with pytest.raises(ValueError, match="1 x 2 x 2 merged patches needs 4 consecutive image tokens"):
         place(np.array([5, IMAGE, IMAGE, IMAGE, 7]), np.array([[1, 4, 4]]), IMAGE, MERGE)
+
+
+def test_image_tokens_right_after_an_image_are_an_error():
+    with pytest.raises(ValueError, match="images of 4 merged patches are followed by another image token"):
+        place(np.array([5, *[IMAGE] * 5, 7]), np.array([[1, 4, 4]]), IMAGE, MERGE)
+
+
+def test_the_patches_of_another_image_processor_are_rejected():
+    data = image_sample([[(2, 2)]], [[3]])
+    other = data.with_data({"pixel_values": data["pixel_values"][:, :12]}, like="pixel_values")
+    with pytest.raises(DataError, match=r"patches have 12 values, but the model needs 48\. Use the image processor"):
+        scored(tiny_image_engine(), other)
+    ids = data["input_ids"].masked_fill(data["input_ids"] == END, IMAGE)
+    with pytest.raises(DataError, match="'p0': images of 4 merged patches are followed by another image token"):
+        scored(tiny_image_engine(), data.with_tokens(input_ids=ids))
+
+
+def test_sampling_in_bfloat16_agrees_with_scoring_in_bfloat16():
+    engine, prompts = tiny_image_engine(dtype=torch.bfloat16), image_prompts(SIZES)
+    out = engine.generate(prompts, GenerationConfig(n=2, max_new_tokens=8), seed=0)
+    whole = out.merge(prompts.select(["pixel_values", "image_grid_thw"]))
+    difference = (scored(engine, whole) - out["logprobs"])[out["loss_mask"]].abs()
+    assert difference.mean() < 0.05
 
 
 @pytest.mark.parametrize("family", FAMILIES)
