@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import random
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from realign.demo import tiny
+from realign.demo.tiny import Task
 
 COLORS = {
     "red": (220, 30, 30),
@@ -44,31 +44,12 @@ _TEMPLATE = (
 """A short form of the chat template of Qwen2.5-VL."""
 
 
-@dataclass(frozen=True)
-class Task:
-    """Paths of the model and data files of the task."""
-
-    model: Path
-    demonstrations: Path
-    """JSONL of `images`, `messages`: the demonstrations for SFT."""
-    prompts: Path
-    """JSONL of `images`, `messages`, `answer`: the training questions of reinforcement learning."""
-    held_out: Path
-    """JSONL of `images`, `messages`, `answer`: held-out questions."""
-
-    @classmethod
-    def of(cls, folder: Path) -> Task:
-        """Return the paths of the files that `prepare` writes to `folder`."""
-        return cls(
-            folder / "model", folder / "demonstrations.jsonl", folder / "prompts.jsonl", folder / "held_out.jsonl"
-        )
-
-
 def prepare(folder: Path, *, seed: int, squares: int = 512, mistakes: float = 0.4, held_out: int = 64) -> Task:
     """Write model, tokenizer, image processor, images and data of the task.
 
     Args:
-        folder: Output folder.
+        folder: Output folder for `model/`, `images/`, `demonstrations.jsonl` (`images`, `messages`), `prompts.jsonl`
+            and `held_out.jsonl` (`images`, `messages`, `answer`).
         seed: Seed of the images, the mistakes and the weights.
         squares: Number of training images.
         mistakes: Fraction of the demonstrations that name a random color.
