@@ -44,7 +44,7 @@ LATER = "{% if messages[-1].content == 'loop' %}" + LOOPS["nested ranges"] + "{%
 
 @pytest.fixture
 def one_second(monkeypatch):
-    monkeypatch.setattr(chat_template, "BOUNDS", Bounds(row_s=1.0))
+    monkeypatch.setattr(chat_template, "BOUNDS", Bounds(row_s=1.0, mean_s=1.0))
 
 
 def said(content: str) -> list[dict[str, str]]:

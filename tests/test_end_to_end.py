@@ -76,7 +76,11 @@ OWN_CRITIC = [
 
 @pytest.mark.parametrize(
     ("algorithm", "critic"),
-    [("grpo.GRPOActorInterface", []), ("ppo.PPOActorInterface", []), ("ppo.PPOActorInterface", OWN_CRITIC)],
+    [
+        ("grpo.GRPOActorInterface", []),
+        pytest.param("ppo.PPOActorInterface", [], marks=pytest.mark.slow),
+        ("ppo.PPOActorInterface", OWN_CRITIC),
+    ],
     ids=["grpo", "ppo", "ppo with a critic"],
 )
 def test_trap_g8_cpu_training_end_to_end_without_flash_attn_or_vllm(
@@ -318,7 +322,7 @@ def test_the_same_run_without_hydra(task, reward, tmp_path):
     assert "ref_kl" in result.history[1]
 
 
-@pytest.mark.parametrize("trains", ["Lora, rank: 4", "TopLayers, layers: 1"])
+@pytest.mark.parametrize("trains", ["Lora, rank: 4", pytest.param("TopLayers, layers: 1", marks=pytest.mark.slow)])
 def test_one_model_is_actor_reference_and_critic(task, reward, tmp_path, trains):
     experiment = built(
         task,

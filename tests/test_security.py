@@ -87,7 +87,7 @@ def whole() -> dict[str, Any]:
     return resolved_config(config, build_experiment(config))
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", [*TARGETS[:3], *(pytest.param(t, marks=pytest.mark.slow) for t in TARGETS[3:])])
 def test_a_config_makes_and_calls_only_what_its_place_allows(target, whole, monkeypatch):
     called: list[Any] = []
     monkeypatch.setattr(os, "system", lambda *a, **k: called.append(a))
@@ -225,7 +225,10 @@ def test_a_file_of_experiments_reaches_nothing_through_hydra(attack, command, vi
     assert (victim / "victim").read_text() == "precious"
 
 
-@pytest.mark.parametrize("attack", ["a log that cuts a file to nothing", "a library that the system loads"])
+@pytest.mark.parametrize(
+    "attack",
+    ["a log that cuts a file to nothing", pytest.param("a library that the system loads", marks=pytest.mark.slow)],
+)
 def test_ranks_of_one_run_refuse_the_same(attack, victim):
     write_attack(victim.parent / "conf", ATTACKS[attack])
     codes, told = Ranks(victim, "--config-dir", "../conf", "experiment=evil").ended()

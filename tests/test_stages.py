@@ -31,7 +31,7 @@ def stage(out: Path, *words: str):
     return experiment
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.slow), "qwen2"])
 def test_the_chain_from_sft_to_ppo_needs_no_tokenizer_flag(tmp_path, pairs, family, recwarn):
     """With qwen2, transformers alone reads the tokenizer as Qwen's, which drops blanks and newlines."""
     model, data = save_tiny(tmp_path / "model", family), f"data.path={pairs}"

@@ -176,6 +176,10 @@ class ModelInterface(Settings):
         """Return metrics for the progress line, most important first; empty: the first metrics of a step."""
         return ()
 
+    def targets(self) -> dict[str, float]:
+        """Return values that the settings ask for, by metric, such as the target of an adaptive KL coefficient."""
+        return {}
+
     def panels(self) -> tuple[Panel, ...]:
         """Return charts of the learning curves; empty: one chart for each metric of the progress line."""
         return ()

@@ -13,7 +13,8 @@ import yaml
 from rich.table import Table
 from rich.text import Text
 
-from realign.runtime.metrics.run_summary import NAME, number
+from realign.runtime.metrics.courses import number
+from realign.runtime.metrics.run_summary import NAME
 
 UNFINISHED = "not finished"
 

@@ -228,6 +228,10 @@ class PPOActorInterface(ModelInterface):
             "teacher_kl",
         )
 
+    def targets(self) -> dict[str, float]:
+        """See `ModelInterface`."""
+        return {} if self.kl.target is None else {"ref_kl_per_sequence": self.kl.target}
+
     def panels(self) -> tuple[Panel, ...]:
         """See `ModelInterface`."""
         return POLICY_PANELS if self.value is None else (*POLICY_PANELS, *VALUE_PANELS)

@@ -42,6 +42,12 @@ def headline(
     return tuple(dict.fromkeys(f"{prefix}{name}" for name in (*names, *GENERAL) for prefix in prefixes))
 
 
+def targets(graph: DataflowGraph, interfaces: Mapping[str, ModelInterface], lead: str) -> dict[str, float]:
+    """Return the values that the settings of the trained roles ask for, by metric."""
+    trained = _trained(graph, interfaces, lead)
+    return {f"{prefix}{name}": value for prefix, own in trained for name, value in own.targets().items()}
+
+
 def named_means(graph: DataflowGraph) -> list[str]:
     """Return the metrics of the named rewards (`rewards/<name>/mean`) that the RPCs of a graph write."""
     return sorted(f"{key}/mean" for key in graph.producers if key.startswith(NAMED))

@@ -24,16 +24,17 @@ from realign.runtime.checkpoint.resume import Start
 from realign.runtime.checkpoint.schedule import RunCheckpoints
 from realign.runtime.checkpoint.serialize import pack
 from realign.runtime.checkpoint.state import check_frozen, frozen_weights, interface_states, restore
-from realign.runtime.display import headline, panels
+from realign.runtime.display import headline, panels, targets
 from realign.runtime.experiment import Experiment, Part
 from realign.runtime.metrics.activity import activity
 from realign.runtime.metrics.curves import draw_curves
 from realign.runtime.metrics.details import RunDetails
-from realign.runtime.metrics.live_display import Forgiving, LiveDisplay, Tracker
+from realign.runtime.metrics.live_display import LiveDisplay
 from realign.runtime.metrics.records import NoRecords, Records
 from realign.runtime.metrics.report import RunReport
 from realign.runtime.metrics.run_info import RunInfo
 from realign.runtime.metrics.samples import SHOWN, show
+from realign.runtime.metrics.tracker import Forgiving, Tracker
 from realign.runtime.models import lead_role
 from realign.runtime.out_of_memory import SMALLER, memory_limited
 from realign.runtime.output_folder import clear_output_folder
@@ -140,6 +141,7 @@ class Training:
 
     def _display(self, console: Console) -> LiveDisplay:
         e = self.experiment
+        log = self.report.log
         models = ((role, model.engine) for role, model in self.runtime.models.items() if model.engine is not None)
         sizes = [f"{role}: {about}" for role, engine in models if (about := engine.describe())]
 
@@ -154,7 +156,9 @@ class Training:
             headline(e.graph, e.interfaces, lead_role(e), tuple(e.evaluations)),
             header=[f"{self.out}   {', '.join(sizes)}".rstrip()],
             added=self.callbacks.metrics,
+            targets=targets(e.graph, e.interfaces, lead_role(e)),
             activity=doing,
+            warned=lambda: (tuple(log.latest_warnings), log.warnings),
         )
 
     def run(self) -> RunResult:

@@ -54,7 +54,9 @@ def test_the_game_says_higher_and_lower_and_ends_with_the_secret(example):
     assert talk(make(), row, "higher") == [("", 0.0, True, False)]
 
 
-@pytest.mark.parametrize(("name", "sft_steps"), [("calculator_agent", 100), ("guessing_game", 3)])
+@pytest.mark.parametrize(
+    ("name", "sft_steps"), [pytest.param("calculator_agent", 100, marks=pytest.mark.slow), ("guessing_game", 3)]
+)
 def test_an_example_runs_as_its_command_line_does(name, sft_steps, example, tmp_path, capsys):
     """Imitation takes enough steps for the model to be sometimes right. Otherwise all rewards are equal and nothing
     is learned."""

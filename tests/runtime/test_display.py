@@ -7,10 +7,11 @@ from rich.console import Console
 
 from realign.api import ModelInterface, Panel
 from realign.interfaces import ppo, sft
+from realign.interfaces.components.kl import KLPenalty, KLPlace
 from realign.interfaces.critic import PPOCriticInterface
 from realign.interfaces.ppo import PPOActorInterface
 from realign.interfaces.sft import SFTInterface
-from realign.runtime.display import first_metrics, headline, panels, with_held_out
+from realign.runtime.display import first_metrics, headline, panels, targets, with_held_out
 from realign.runtime.metrics.live_display import LiveDisplay
 from tests.runtime.test_step import CountToken
 
@@ -38,6 +39,12 @@ def test_the_leading_role_comes_first_and_others_have_a_prefix():
     assert shown[:3] == ("reward", "eval/reward", "entropy")
     assert shown.index("approx_kl") < shown.index("critic/explained_variance") < shown.index("response_tokens")
     assert "critic/value_loss" in shown
+
+
+def test_the_target_of_an_adaptive_kl_coefficient_is_a_target_of_its_metric():
+    adaptive = OWN_CRITIC | {"actor": PPOActorInterface(critic="own", kl=KLPenalty(place=KLPlace.reward, target=6.0))}
+    assert targets(ppo.dataflow(adaptive), adaptive, "actor") == {"ref_kl_per_sequence": 6.0}
+    assert targets(ppo.dataflow(OWN_CRITIC), OWN_CRITIC, "actor") == {}
 
 
 def test_charts_of_all_trained_roles_are_drawn_and_those_of_one_title_are_merged():

@@ -37,7 +37,9 @@ def trained(folder: str) -> dict[str, list[float]]:
     return {name: x.flatten().tolist() for name, x in load_file(f"{folder}/final/actor/model.safetensors").items()}
 
 
-@pytest.mark.parametrize(("path", "buffer"), [("data.path='a*.jsonl'", 5), (MIXED, 1), (MIXED, 1000)])
+@pytest.mark.parametrize(
+    ("path", "buffer"), [("data.path='a*.jsonl'", 5), (MIXED, 1), pytest.param(MIXED, 1000, marks=pytest.mark.slow)]
+)
 def test_a_resumed_run_is_bitwise_the_undisturbed_one(here, path, buffer):
     words = [*SFT, path, f"data.shuffle_buffer={buffer}", "steps=12", "models.actor.optimizer.schedule.total=12"]
     run(build_experiment(compose([*words, "output_dir=whole"])))
@@ -50,6 +52,7 @@ def test_a_resumed_run_is_bitwise_the_undisturbed_one(here, path, buffer):
     assert last["data/rows_dropped"] > 0
 
 
+@pytest.mark.slow
 def test_two_ranks_read_the_same_stream_and_resume_as_one_process(here):
     words = [*SFT, MIXED, "data.shuffle_buffer=5", "models.actor.optimizer.schedule.total=6"]
     run(build_experiment(compose([*words, "output_dir=alone", "steps=6"])))
@@ -83,7 +86,7 @@ GRPO = [
 
 @pytest.mark.parametrize(
     "more",
-    [[], ["dynamic_sampling={}"], ["rollout=async", "rollout.max_staleness=0"]],
+    [[], pytest.param(["dynamic_sampling={}"], marks=pytest.mark.slow), ["rollout=async", "rollout.max_staleness=0"]],
     ids=["sync", "dynamic", "async"],
 )
 def test_rollouts_of_streamed_prompts_resume_exactly(here, monkeypatch, more):

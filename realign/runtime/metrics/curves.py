@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from realign.api import Panel
-from realign.runtime.display import with_held_out
+from realign.runtime.display import EVALUATION, with_held_out
+from realign.runtime.metrics.curve_style import GRAY, SETTINGS, colors, smoothed, split_unit
 
 Record = Mapping[str, float]
 
@@ -31,23 +32,25 @@ def draw_curves(phases: Mapping[str, Sequence[Record]], path: Path, *, title: st
     Raises:
         ValueError: All panels are empty.
     """
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     reported = (name for records in phases.values() for record in records for name in record)
     drawn = [(panel, lines) for panel in with_held_out(panels, reported) if (lines := _lines(panel, phases))]
     if not drawn:
         raise ValueError(f"No curves for {title!r}: none of the metrics of the panels were recorded.")
-    columns = min(3, len(drawn))
+    columns = 2 if len(drawn) in (2, 4) else min(3, len(drawn))
     rows = -(-len(drawn) // columns)
-    figure = Figure(figsize=(4.6 * columns, 3.1 * rows + 0.5), layout="constrained")
-    figure.suptitle(title, fontsize=13, parse_math=False)
-    axes = figure.subplots(rows, columns, squeeze=False).flatten()
-    for ax in axes[len(drawn) :]:
-        ax.set_visible(False)
-    for ax, (panel, lines) in zip(axes, drawn, strict=False):
-        _draw_panel(ax, panel, lines, phases)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    with rc_context(dict(SETTINGS)):
+        figure = Figure(figsize=(4.6 * columns, 3.1 * rows + 0.5), layout="constrained")
+        figure.suptitle(title, parse_math=False)
+        axes = figure.subplots(rows, columns, squeeze=False).flatten()
+        for ax in axes[len(drawn) :]:
+            ax.set_visible(False)
+        for ax, (panel, lines) in zip(axes, drawn, strict=False):
+            _draw_panel(ax, panel, lines, phases)
+        figure.savefig(path)
     return path
 
 
@@ -70,28 +73,33 @@ def _draw_panel(
 ) -> None:
     ticks: dict[float, str] = {}
     labelled: set[str] = set()
+    color = colors(list(panel.metrics), EVALUATION)
     for place, (name, metrics) in enumerate(lines.items()):
         steps = max(1.0, *(record["step"] for record in phases[name]))
         for metric, points in metrics.items():
+            x, y = [place + step / steps for step, _ in points], [value for _, value in points]
+            smooth = smoothed(y)
+            if smooth is not None:
+                ax.plot(x, y, color=color[metric], linewidth=0.8, alpha=0.25)
             ax.plot(
-                [place + step / steps for step, _ in points],
-                [value for _, value in points],
-                color=f"C{list(panel.metrics).index(metric)}",
-                linewidth=1.4,
+                x,
+                y if smooth is None else smooth,
+                color=color[metric],
+                linewidth=1.6,
                 marker="o" if len(points) <= 40 else None,
                 markersize=3,
                 label=None if metric in labelled else panel.metrics[metric],
             )
             labelled.add(metric)
         if place:
-            ax.axvline(place, color="0.5", linestyle=":", linewidth=1)
+            ax.axvline(place, color=GRAY, linestyle=":", linewidth=1)
         if len(phases) > 1:
             ax.annotate(
                 name,
                 (place + 0.5, 1.0),
                 xycoords=("data", "axes fraction"),
                 fontsize=8,
-                color="0.4",
+                color=GRAY,
                 xytext=(0, -10),
                 textcoords="offset points",
                 ha="center",
@@ -104,8 +112,10 @@ def _draw_panel(
         }
     ax.set_xticks(list(ticks), list(ticks.values()))
     ax.set_xlim(0, len(lines))
-    ax.set_title(panel.title, fontsize=10)
-    ax.set_xlabel("step", fontsize=9)
-    ax.tick_params(labelsize=8)
-    ax.grid(alpha=0.25)
-    ax.legend(fontsize=8, frameon=False)
+    title, unit = split_unit(panel.title)
+    ax.set_title(title, parse_math=False, loc="left")
+    ax.set_ylabel(unit, parse_math=False)
+    ax.set_xlabel("step")
+    if max(abs(value) for metrics in lines.values() for points in metrics.values() for _, value in points) >= 10_000:
+        ax.yaxis.set_major_formatter("{x:,.0f}")
+    ax.legend()

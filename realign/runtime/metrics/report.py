@@ -16,9 +16,10 @@ from realign.errors import ConfigError
 from realign.runtime.checkpoint.final_models import FINAL
 from realign.runtime.display import headline
 from realign.runtime.experiment import CHECKPOINTS, Experiment
+from realign.runtime.metrics.courses import courses
 from realign.runtime.metrics.run_log import NAME as LOG
 from realign.runtime.metrics.run_log import RunLog
-from realign.runtime.metrics.run_summary import RunSummary, courses
+from realign.runtime.metrics.run_summary import RunSummary
 from realign.runtime.models import lead_role
 
 RESULTS: Mapping[str, str] = {

@@ -21,6 +21,8 @@ NAME = "realign.log"
 PACKAGE = "realign"
 MOST = 10_000
 """Maximum number of warnings between two calls of `take_warnings`; older ones are dropped."""
+LATEST = 10
+"""Messages in `RunLog.latest_warnings`."""
 
 
 class RunLog(logging.Handler):
@@ -30,12 +32,14 @@ class RunLog(logging.Handler):
 
     Attributes:
         warnings: number of warnings so far.
+        latest_warnings: messages of the latest warnings.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
         self.warnings = 0
+        self.latest_warnings: deque[str] = deque(maxlen=LATEST)
         self._waiting: list[str] = []
         self._warned: deque[dict[str, Any]] = deque(maxlen=MOST)
         self._file: BinaryIO | None = None
@@ -106,6 +110,7 @@ class RunLog(logging.Handler):
 
     def _warn(self, text: str) -> None:
         self.warnings += 1
+        self.latest_warnings.append(text)
         self._warned.append({"time": round(time.time(), 3), "message": text})
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

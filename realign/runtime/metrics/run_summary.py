@@ -18,36 +18,9 @@ from rich.text import Text
 
 from realign.api.callback import EndStatus
 from realign.engines.files.durable import open_regular
-from realign.runtime.display import EVALUATION, GENERAL, first_metrics
-from realign.runtime.metrics.live_display import held_out
+from realign.runtime.metrics.courses import Course, number
 
 NAME = "summary.json"
-LARGER = ("reward", "accuracy", "margin", "pass", "mean@", "score")
-"""Parts of the names of metrics that improve when they rise."""
-SMALLER = ("loss", "nll", "perplexity")
-"""Parts of the names of metrics that improve when they fall."""
-MOST = 8
-"""Metrics in a summary."""
-
-
-@dataclass(frozen=True)
-class Course:
-    """The course of one metric over a run."""
-
-    name: str
-    """Name of the metric."""
-    first: float
-    """Value at `first_step`."""
-    first_step: int
-    """First step that reported the metric."""
-    last: float
-    """Value at `last_step`."""
-    last_step: int
-    """Last step that reported the metric."""
-    best: float | None
-    """Best value; None if it is unknown whether larger or smaller values are better."""
-    best_step: int | None
-    """Step of the best value."""
 
 
 @dataclass(frozen=True)
@@ -124,26 +97,6 @@ class RunSummary:
         return console.export_text().rstrip()
 
 
-def courses(
-    history: Sequence[Mapping[str, float]], shown: Sequence[str], better: Mapping[str, bool] | None = None
-) -> tuple[Course, ...]:
-    """Return the course of the headline metrics: evaluations first, then metrics of training.
-
-    Args:
-        history: Records of all steps.
-        shown: Headline metrics, most important first.
-        better: Metrics of which it is known whether larger values are better.
-    """
-    reported = dict.fromkeys(name for record in history for name in record if name != "step")
-    known = {name: _larger_is_better(name, better or {}) for name in reported}
-    names = [name for name in shown if name in reported and name not in GENERAL]
-    evaluated = held_out(reported)
-    evaluated.sort(key=lambda name: (known[name] is None, name not in names))  # stable: otherwise as reported
-    others = [name for name in names or first_metrics(reported) if not name.startswith(EVALUATION)]
-    order = [*evaluated[: MOST - 2], *others][:MOST]
-    return tuple(_course(name, history, known[name]) for name in order)
-
-
 def duration(seconds: float) -> str:
     """Return a duration such as `3 min 12 s`."""
     whole = round(seconds)
@@ -151,32 +104,6 @@ def duration(seconds: float) -> str:
     if hours:
         return f"{hours} h {minutes} min"
     return f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
-
-
-def number(value: float) -> str:
-    """Return a metric for tables."""
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-
-
-def _course(name: str, history: Sequence[Mapping[str, float]], larger: bool | None) -> Course:
-    points = [(int(record["step"]), record[name]) for record in history if name in record]
-    finite = [point for point in points if math.isfinite(point[1])]
-    best: tuple[int, float] | None = None
-    if larger is not None and finite:
-        best = (max if larger else min)(finite, key=lambda point: point[1])
-    (first_step, first), (last_step, last) = points[0], points[-1]
-    found = (None, None) if best is None else (best[1], best[0])
-    return Course(name, first, first_step, last, last_step, *found)
-
-
-def _larger_is_better(name: str, known: Mapping[str, bool]) -> bool | None:
-    if name in known:
-        return known[name]
-    if not name.startswith(EVALUATION):
-        return None  # a single training batch is too noisy for a best value
-    if any(part in name for part in SMALLER):
-        return False
-    return True if any(part in name for part in LARGER) else None
 
 
 def _course_table(metrics: Sequence[Course]) -> Table:
@@ -189,4 +116,4 @@ def _course_table(metrics: Sequence[Course]) -> Table:
     return table
 
 
-__all__ = ["NAME", "Course", "RunSummary", "courses", "duration", "number"]
+__all__ = ["NAME", "RunSummary", "duration"]

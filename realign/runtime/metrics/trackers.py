@@ -10,16 +10,18 @@ import json
 import math
 import re
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import yaml
 
 from realign.errors import ConfigError
-from realign.runtime.metrics.live_display import Tracker
+from realign.runtime.metrics.tracker import Tracker
 from realign.settings import Settings
 
 SAMPLES = "samples.jsonl"
@@ -53,6 +55,37 @@ class TensorBoard:
         return _EventFile(_extra("torch.utils.tensorboard", "tensorboard").SummaryWriter(str(folder)))
 
 
+@dataclass
+class ProjectTracker(Settings, ABC):
+    """A tracker whose runs belong to a project, with the interface of Weights & Biases."""
+
+    project: str = "realign"
+    """Name of the tracker's project."""
+    group: str | None = None
+    """Group name under which the tracker shows related runs; null means no group."""
+    package: ClassVar[str] = ""
+    """Name of the Python package, and of its extra."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _extra(self.package, self.package)
+
+    def open(self, name: str, output_dir: Path) -> Tracker:
+        """Start the run."""
+        library = _extra(self.package, self.package)
+        shared = {"project": self.project, "group": self.group, "name": name, "config": _config(output_dir)}
+        run = library.init(**shared, **self.start_options(output_dir))
+        return _Run(run, partial(self.samples_table, library), output_dir)
+
+    @abstractmethod
+    def start_options(self, output_dir: Path) -> dict[str, Any]:
+        """Return the further arguments with which the library starts a run."""
+
+    def samples_table(self, library: Any, rows: list[list[Any]]) -> Any:
+        """Return samples as the library's table."""
+        return library.Table(columns=list(COLUMNS), data=rows)
+
+
 class WandbMode(StrEnum):
     """Where Weights & Biases stores a run."""
 
@@ -61,62 +94,29 @@ class WandbMode(StrEnum):
 
 
 @dataclass
-class WandB(Settings):
+class WandB(ProjectTracker):
     """Log to Weights & Biases, including the resolved config (extra `wandb`). Log in with `wandb login`."""
 
-    project: str = "realign"
-    """Name of the Weights & Biases project."""
-    group: str | None = None
-    """Group name under which Weights & Biases shows related runs; null means no group."""
     mode: WandbMode = WandbMode.online
     """`online` uploads during the run; `offline` writes files that `wandb sync` uploads later."""
+    package: ClassVar[str] = "wandb"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _extra("wandb", "wandb")
-
-    def open(self, name: str, output_dir: Path) -> Tracker:
-        """Start the run."""
-        wandb = _extra("wandb", "wandb")
-        run = wandb.init(
-            project=self.project,
-            group=self.group,
-            name=name,
-            dir=str(output_dir),
-            mode=self.mode.value,
-            config=_config(output_dir),
-        )
-        return _Run(run, lambda rows: run.log({"samples": wandb.Table(columns=list(COLUMNS), data=rows)}), output_dir)
+    def start_options(self, output_dir: Path) -> dict[str, Any]:
+        """See `ProjectTracker.start_options`."""
+        return {"dir": str(output_dir), "mode": self.mode.value}
 
 
 @dataclass
-class Trackio(Settings):
+class Trackio(ProjectTracker):
     """Log to Trackio, on this machine or to a Space of the hub (extra `trackio`). `trackio show` shows the runs."""
 
-    project: str = "realign"
-    """Name of the Trackio project."""
-    group: str | None = None
-    """Group name of related runs; null means no group."""
     space: str | None = None
     """Space of the Hugging Face hub, such as `name/space`; null stores the runs on this machine."""
+    package: ClassVar[str] = "trackio"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _extra("trackio", "trackio")
-
-    def open(self, name: str, output_dir: Path) -> Tracker:
-        """Start the run."""
-        trackio = _extra("trackio", "trackio")
-        run = trackio.init(
-            project=self.project,
-            group=self.group,
-            name=name,
-            space_id=self.space,
-            config=_config(output_dir),
-            resume="allow",
-            embed=False,
-        )
-        return _Run(run, lambda rows: run.log({"samples": trackio.Table(columns=list(COLUMNS), data=rows)}), output_dir)
+    def start_options(self, output_dir: Path) -> dict[str, Any]:
+        """See `ProjectTracker.start_options`."""
+        return {"space_id": self.space, "resume": "allow", "embed": False}
 
 
 class SwanLabMode(StrEnum):
@@ -128,32 +128,20 @@ class SwanLabMode(StrEnum):
 
 
 @dataclass
-class SwanLab(Settings):
+class SwanLab(ProjectTracker):
     """Log to SwanLab (extra `swanlab`). Log in with `swanlab login`."""
 
-    project: str = "realign"
-    """Name of the SwanLab project."""
-    group: str | None = None
-    """Group name of related runs; null means no group."""
     mode: SwanLabMode = SwanLabMode.online
     """`online` uploads during the run; `local` is for `swanlab watch`; `offline` writes files for `swanlab sync`."""
+    package: ClassVar[str] = "swanlab"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _extra("swanlab", "swanlab")
+    def start_options(self, output_dir: Path) -> dict[str, Any]:
+        """See `ProjectTracker.start_options`."""
+        return {"log_dir": str(output_dir / "swanlab"), "mode": self.mode.value}
 
-    def open(self, name: str, output_dir: Path) -> Tracker:
-        """Start the run."""
-        swanlab = _extra("swanlab", "swanlab")
-        run = swanlab.init(
-            project=self.project,
-            group=self.group,
-            name=name,
-            log_dir=str(output_dir / "swanlab"),
-            mode=self.mode.value,
-            config=_config(output_dir),
-        )
-        return _Run(run, lambda rows: run.log({"samples": [swanlab.Text(_text(row)) for row in rows]}), output_dir)
+    def samples_table(self, library: Any, rows: list[list[Any]]) -> Any:
+        """Return samples as texts, since SwanLab has no table of text."""
+        return [library.Text(_text(row)) for row in rows]
 
 
 @dataclass
@@ -191,16 +179,18 @@ class _EventFile:
 class _Run:
     """A run of a tracker with the interface of Weights & Biases."""
 
-    def __init__(self, run: Any, add_table: Callable[[list[list[Any]]], None], output_dir: Path) -> None:
-        self._run, self._add_table, self._output_dir = run, add_table, output_dir
+    def __init__(self, run: Any, table: Callable[[list[list[Any]]], Any], output_dir: Path) -> None:
+        self._run, self._table, self._output_dir = run, table, output_dir
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
 
     def close(self) -> None:
-        if rows := _samples(self._output_dir):
-            self._add_table(rows)
-        self._run.finish()
+        try:
+            if rows := _samples(self._output_dir):
+                self._run.log({"samples": self._table(rows)})
+        finally:
+            self._run.finish()
 
 
 class _MlflowRun:
@@ -218,10 +208,12 @@ class _MlflowRun:
         self._client.log_batch(self._id, metrics=values)
 
     def close(self) -> None:
-        if rows := _samples(self._output_dir):
-            table = dict(zip(COLUMNS, map(list, zip(*rows, strict=True)), strict=True))
-            self._client.log_table(self._id, table, "samples.json")
-        self._client.set_terminated(self._id)
+        try:
+            if rows := _samples(self._output_dir):
+                table = dict(zip(COLUMNS, map(list, zip(*rows, strict=True)), strict=True))
+                self._client.log_table(self._id, table, "samples.json")
+        finally:
+            self._client.set_terminated(self._id)
 
 
 def _mlflow_name(metric: str) -> str:

@@ -48,7 +48,11 @@ def train_and_sample(folder: Path, url: str, settings: dict):
     return current().rank, [dict(sample.data) for sample in found], weights, model.sampler.version
 
 
-@pytest.mark.parametrize("settings", [{}, {"lora": "adapter", "sleep_level": 2}], ids=["merged", "adapter"])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, pytest.param({"lora": "adapter", "sleep_level": 2}, marks=pytest.mark.slow)],
+    ids=["merged", "adapter"],
+)
 def test_all_ranks_get_the_responses_of_the_servers_of_rank_0(tmp_path, settings):
     save_tiny(tmp_path / "llama", family="llama", vocab_size=WORDS)
     server = FakeServer("vllm", random_table(0, words=WORDS))

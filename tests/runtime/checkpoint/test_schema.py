@@ -17,8 +17,8 @@ from benchmarks.torture.crafted import Place, craft, paths, replaced, sample
 from realign.errors import CheckpointError, RealignError
 from realign.runtime import CheckpointSpec, Experiment, run
 from realign.runtime.checkpoint.atomic_write import write_checkpoint
+from realign.runtime.checkpoint.checks import DEPTH
 from realign.runtime.checkpoint.folder import STATE, list_checkpoints
-from realign.runtime.checkpoint.schema import DEPTH
 from tests.runtime.checkpoint import test_state
 from tests.runtime.test_step import experiment
 
@@ -104,7 +104,9 @@ def _values(state: Any) -> Iterator[tuple[Place, Any]]:
         yield path, node
 
 
-@pytest.mark.parametrize("name", ["sft", "ppo", "rft"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("sft", marks=pytest.mark.slow), "ppo", pytest.param("rft", marks=pytest.mark.slow)]
+)
 def test_any_change_of_a_model_with_an_optimizer_ends_in_success_or_one_line(files, tmp_path, name):
     def make(folder: Path, **changes: Any) -> Experiment:
         changes = {"output_dir": folder / "run", "evaluation": None, "save_best": None, **changes}

@@ -13,7 +13,7 @@ import pytest
 from realign.errors import ConfigError
 from realign.runtime import CheckpointSpec, run
 from realign.runtime.checkpoint.folder import list_checkpoints
-from realign.runtime.metrics.live_display import JsonLines
+from realign.runtime.metrics.json_lines import JsonLines
 from tests.engines.files.test_durable import OTHERS
 from tests.runtime.test_step import experiment
 

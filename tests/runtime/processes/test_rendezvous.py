@@ -93,6 +93,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_run_goes_from_one_process_to_two_and_back_bit_for_bit_and_a_signal_to_one_rank_stops_both(here):
     Path("stop").touch()
     assert cli.main([*ARGS, "output_dir=run"]) == 143
@@ -112,6 +113,7 @@ def test_a_run_goes_from_one_process_to_two_and_back_bit_for_bit_and_a_signal_to
     assert yaml.safe_load(Path("run/config.yaml").read_text())["steps"] == STEPS
 
 
+@pytest.mark.slow
 def test_trap_g5_a_rank_that_raises_ends_all_with_the_first_traceback_once(here):
     done, left = torchrun(here, *FAULTS, "interfaces.actor.fault=raise", REWARD)
     ended = time.time()

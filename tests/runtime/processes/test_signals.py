@@ -103,7 +103,9 @@ def test_a_run_that_was_killed_goes_on_bit_for_bit(here):
     assert_same_as_whole("run")
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
+)
 def test_a_signal_lets_the_step_end_and_the_run_goes_on_bit_for_bit(here, number, code):
     process = command("output_dir=run", "checkpoint.every_steps=null")
     wait_for(process, Path("run/metrics.jsonl"), 4)
@@ -197,7 +199,9 @@ def test_a_second_signal_while_an_environment_blocks_ends_the_run_without_waitin
 
 
 @pytest.mark.usefixtures("conversing")
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
+)
 def test_one_signal_is_enough_while_an_environment_blocks_before_the_first_step(number, code):
     Path("block").touch()
     evaluation = ("_target_=realign.runtime.EpisodeEvaluation", "episodes=${interfaces.agent}", "data=${data}")

@@ -78,6 +78,7 @@ def weight(data):
     return torch.tensor(3.0)
 
 
+@pytest.mark.slow
 def test_trap_g5_two_ranks_compute_what_one_does_and_the_error_of_one_ends_both(files, tmp_path):
     """Cover group statistics and KL of whole batches, a reference in the same processes, and weight transfers."""
     made = {}

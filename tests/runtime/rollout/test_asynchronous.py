@@ -203,7 +203,7 @@ class StopsAt(Waiting):
         return super().inference(model, data, mb_spec)
 
 
-@pytest.mark.parametrize("max_staleness", [0, 2])
+@pytest.mark.parametrize("max_staleness", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_trap_f8_a_run_that_ends_midway_goes_on_without_losing_or_repeating_a_prompt(tmp_path, policy, max_staleness):
     every = {"checkpoint": CheckpointSpec(every_steps=1), "steps": 7, "resume": "auto"}
     run_, first = recording(tmp_path, policy, max_staleness, reward=StopsAt(when=18), **every)
