@@ -62,9 +62,14 @@ test: export OMP_NUM_THREADS = 1
 test: $(VENV)/.installed
 	@$(BIN)/python -m pytest -n auto --dist worksteal
 
+# Extras that only slow tests need.
+$(VENV)/.slow: $(VENV)/.installed
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,mcp,tools]'
+	@touch $@
+
 # Tests that take long. `make test` leaves them out.
 test-slow: export OMP_NUM_THREADS = 1
-test-slow: $(VENV)/.installed
+test-slow: $(VENV)/.slow
 	@$(BIN)/python -m pytest -n auto --dist worksteal -m slow
 
 lint: $(VENV)/.installed

@@ -30,6 +30,7 @@ from realign.interfaces.grpo import GRPOActorInterface, dataflow
 from realign.runtime import EpisodeEvaluation, Experiment, RunResult, run
 from realign.runtime.metrics.curves import draw_curves
 
+AGENT = f"{__file__}:agent"
 MAX_CALLS = 3
 TOOL = {
     "type": "function",
@@ -98,11 +99,11 @@ def write_templates(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def with_agent(learn: Experiment, folder: Path) -> Experiment:
-    """Return the experiment with the agent in place of the environment class."""
+def with_agent(learn: Experiment, folder: Path, agent: str = AGENT) -> Experiment:
+    """Return the experiment with an agent in place of the environment class."""
 
     def player(sampler: GenerationConfig) -> AgentInterface:
-        return AgentInterface(f"{__file__}:agent", generation=sampler, max_calls=MAX_CALLS, max_sequence_tokens=55)
+        return AgentInterface(agent, generation=sampler, max_calls=MAX_CALLS, max_sequence_tokens=55)
 
     sampler = learn.interfaces["actor"].plan().generation
     assert sampler is not None
@@ -126,11 +127,15 @@ def with_agent(learn: Experiment, folder: Path) -> Experiment:
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> RunResult:
-    """Train the agent; the last line of stdout is one JSON object."""
-    parser = argparse.ArgumentParser(description="Train an agent that uses the openai client.")
+def main(
+    arguments: Sequence[str] | None = None,
+    agent: str = AGENT,
+    title: str = "Agent on the openai client",
+) -> RunResult:
+    """Train an agent, this one by default; the last line of stdout is one JSON object."""
+    parser = argparse.ArgumentParser(description="Train an agent that calls the policy over HTTP.")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output-dir", type=Path, default=Path("runs/openai_agent"))
+    parser.add_argument("--output-dir", type=Path, default=Path("runs") / Path(agent.rpartition(":")[0]).stem)
     parser.add_argument("--sft-steps", type=int, default=400)
     parser.add_argument("--steps", type=int, default=60)
     given = parser.parse_args(arguments)
@@ -139,8 +144,8 @@ def main(arguments: Sequence[str] | None = None) -> RunResult:
     start, learn = experiments(given.output_dir, given.seed, given.sft_steps, given.steps)
     run(start, console=console)
     write_templates(given.output_dir / "sft" / "final" / "actor")
-    result = run(with_agent(learn, given.output_dir), console=console)
-    title = "Agent on the openai client: products of a three-digit and a two-digit number"
+    result = run(with_agent(learn, given.output_dir, agent), console=console)
+    title += ": products of a three-digit and a two-digit number"
     picture = draw_curves({"GRPO": result.history}, given.output_dir / "curves.png", title=title, panels=PANELS)
     right = result.series("eval/reward")
     print(json.dumps({"right_before": right[0], "right_after": right[-1], "curves": str(picture)}))

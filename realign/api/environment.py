@@ -15,6 +15,15 @@ Observation: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
+class ToolCall:
+    """A call of a tool that the policy requests."""
+
+    name: str
+    arguments: str
+    """Arguments as JSON text."""
+
+
+@dataclass(frozen=True)
 class Response:
     """One turn of the policy.
 
@@ -23,12 +32,18 @@ class Response:
         token_ids: sampled tokens, including the end token; the policy trains on them.
         turn: index of the turn, from 0.
         truncated: whether the turn ended at `max_new_tokens` instead of an end token.
+        content: `text` without reasoning and tool calls, if there is a response template; otherwise `text`.
+        tool_calls: calls of tools, if there is a response template.
+        reasoning: reasoning, if there is a response template and the turn has any.
     """
 
     text: str
     token_ids: tuple[int, ...]
     turn: int
     truncated: bool
+    content: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    reasoning: str | None = None
 
 
 class Environment(Protocol):
@@ -36,7 +51,8 @@ class Environment(Protocol):
 
     Methods may also be plain functions, which run in threads. Use plain functions for blocking code, since the
     coroutines of all environments share one event loop. If there is a method `close()`, the runtime calls it once at
-    the end of the episode, also after a failure.
+    the end of the episode, also after a failure. If there is a class method `check(**arguments)`, the runtime calls it
+    once with the arguments of the class before the run starts, and any error ends the run.
     """
 
     async def reset(self, row: Mapping[str, Any], *, seed: int) -> tuple[Observation, Mapping[str, Any]]:
@@ -63,4 +79,4 @@ class Environment(Protocol):
         ...
 
 
-__all__ = ["Environment", "Observation", "Response"]
+__all__ = ["Environment", "Observation", "Response", "ToolCall"]

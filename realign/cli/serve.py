@@ -36,6 +36,8 @@ class Serve(Settings):
     """Sampling settings of requests that set none. `max_new_tokens` is also the maximum that a request can set."""
     template_options: dict[str, Any] = field(default_factory=dict)
     """Variables of the chat template."""
+    response_template: str = ""
+    """Format of tool calls and reasoning in responses, as in `AgentInterface`; empty: the tokenizer's own one."""
     name: str = ""
     """Name of the model in responses; empty: the last part of its path."""
     host: str = "127.0.0.1"
@@ -91,7 +93,7 @@ class Serve(Settings):
         open_sampler(self.model, model)
         sampler: Sampler = model.external_sampler or StreamingEngine("serve", model.machine)
         with closing(sampler):
-            renderer = Renderer(model.tokenizer, self.template_options)
+            renderer = Renderer(model.tokenizer, self.template_options, self.response_template)
             backend = Backend(sampler, renderer, self.generation, model.machine.positions)
             sessions = Sessions(backend, key, seed=self.seed)
             with closing(

@@ -41,7 +41,6 @@ PANELS = (
         "truncated responses (share)", {"truncated_fraction": "training batch", "eval/truncated_fraction": "held out"}
     ),
     Panel("gradient norm", {"grad_norm": "before clipping"}),
-    Panel("seconds per step", {"step_s": "whole step"}),
 )
 
 

@@ -55,7 +55,7 @@ def build_tokenizer(words: Iterable[str], *, split: Any, decoder: Any = None) ->
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS)
 
 
-def build_model(family: str, vocabulary: int, *, seed: int) -> Any:
+def build_model(family: str, vocabulary: int, *, seed: int, positions: int = 64) -> Any:
     """Return a randomly initialized model with 300,000 parameters, excluding embeddings.
 
     Args:
@@ -63,6 +63,7 @@ def build_model(family: str, vocabulary: int, *, seed: int) -> Any:
             the folder. The class of qwen2 treats any vocabulary as byte pairs, so it supports single characters only.
         vocabulary: Number of tokens.
         seed: Seed of the weights.
+        positions: Length of the context window in tokens.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -75,7 +76,7 @@ def build_model(family: str, vocabulary: int, *, seed: int) -> Any:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=64,
+        max_position_embeddings=positions,
         initializer_range=0.06,
         rope_parameters={"rope_type": "default", "rope_theta": 20.0},
         tie_word_embeddings=True,

@@ -51,9 +51,9 @@ def application(sessions: Sessions, caller: Caller, limits: EndpointLimits, mode
         return JSONResponse({"status": "ok"})
 
     async def models(request: Request) -> Response:
-        _session(sessions, request)
-        entry = {"id": model, "object": "model", "created": created, "owned_by": "realign"}
-        return JSONResponse({"object": "list", "data": [entry]})
+        names = _session(sessions, request).roles or (model,)
+        entries = [{"id": name, "object": "model", "created": created, "owned_by": "realign"} for name in names]
+        return JSONResponse({"object": "list", "data": entries})
 
     routes = [Route("/health", health)]
     for prefix in _PREFIXES:

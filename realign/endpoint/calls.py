@@ -12,7 +12,7 @@ import torch
 
 from realign.api.requests import Completion, Handle, Tokens
 from realign.endpoint.answers import Choice
-from realign.endpoint.capture import Prompt
+from realign.endpoint.capture import Capture, Prompt
 from realign.endpoint.errors import ApiError, invalid
 from realign.endpoint.messages import read_messages, read_tools
 from realign.endpoint.parameters import CHAT, COMPLETIONS, Parameters, read_parameters
@@ -28,11 +28,19 @@ class Call:
     """A request that the sampler is processing."""
 
     session: Session
+    capture: Capture
     parameters: Parameters
     prompts: list[Prompt]
     handles: list[list[Handle]]
     """Handles of the responses to each prompt."""
+    chat: bool
+    """Whether responses are parsed. The text of a completion is its content."""
     tools: list[dict[str, Any]] | None = None
+
+    @property
+    def parses(self) -> bool:
+        """Whether responses may have other parts than content."""
+        return self.chat and can_parse(self.session.backend.renderer.tokenizer)
 
     @property
     def flat(self) -> list[tuple[Prompt, Handle]]:
@@ -42,8 +50,7 @@ class Call:
     @property
     def partial(self) -> bool:
         """Whether the text of unfinished responses can be sent."""
-        backend = self.session.backend
-        return backend.sampler.capabilities().abort and not can_parse(backend.renderer.tokenizer)
+        return self.session.backend.sampler.capabilities().abort and not self.parses
 
 
 class Caller:
@@ -76,10 +83,12 @@ class Caller:
         if not renderer.has_template:
             raise ApiError(400, "The model has no chat template. Use /v1/completions.", code="no_chat_template")
 
-        def prompts() -> list[Prompt]:
-            return [session.capture.prompt(renderer, renderer.render(messages, tools, options))]
+        capture = session.capture_of(body.get("model"))
 
-        return await self._start(session, parameters, prompts, tools)
+        def prompts() -> list[Prompt]:
+            return [capture.prompt(renderer, renderer.render(messages, tools, options))]
+
+        return await self._start(session, capture, parameters, prompts, chat=True, tools=tools)
 
     async def complete(self, session: Session, body: Mapping[str, Any]) -> Call:
         """Start the responses of a completion request.
@@ -89,30 +98,33 @@ class Caller:
         """
         parameters = read_parameters(body, COMPLETIONS)
         given = _prompts(body.get("prompt"))
-        renderer = session.backend.renderer
+        renderer, capture = session.backend.renderer, session.capture_of(body.get("model"))
 
         def prompt(one: str | list[int]) -> Prompt:
             if isinstance(one, str):
-                return session.capture.prompt(renderer, one, start=renderer.start_tokens())
+                return capture.prompt(renderer, one, start=renderer.start_tokens())
             if any(not 0 <= i < len(renderer.tokenizer) for i in one):
                 raise ValueError(f"the prompt has token ids outside 0 to {len(renderer.tokenizer) - 1}")
-            return session.capture.prompt_of_ids(one)
+            return capture.prompt_of_ids(one)
 
-        return await self._start(session, parameters, lambda: list(map(prompt, given)), None)
+        return await self._start(session, capture, parameters, lambda: list(map(prompt, given)), chat=False)
 
     async def _start(
         self,
         session: Session,
+        capture: Capture,
         parameters: Parameters,
         prompts: Callable[[], list[Prompt]],
-        tools: list[dict[str, Any]] | None,
+        *,
+        chat: bool,
+        tools: list[dict[str, Any]] | None = None,
     ) -> Call:
         def start() -> Call:
             try:
                 found = prompts()
             except ValueError as error:
                 raise ApiError(400, f"The prompt is invalid: {error}.", code="invalid_prompt") from error
-            call = Call(session, parameters, found, [], tools)
+            call = Call(session, capture, parameters, found, [], chat, tools)
             try:
                 for prompt in found:
                     call.handles.append(session.submit(prompt, parameters))
@@ -167,7 +179,7 @@ class Caller:
         def finished() -> list[Choice]:
             rest = list(completions)
             for prompt, handles in zip(call.prompts, call.handles, strict=True):
-                call.session.keep(prompt, rest[: len(handles)])
+                call.session.keep(call.capture, prompt, rest[: len(handles)])
                 rest = rest[len(handles) :]
             return [choice(call, index, one) for index, one in enumerate(completions)]
 
@@ -190,7 +202,11 @@ def choice(call: Call, index: int, completion: Completion) -> Choice:
     """Parse a response."""
     prompt = call.flat[index][0]
     renderer = call.session.backend.renderer
-    parsed = renderer.parse(completion.ids.tolist(), before=prompt.ids, tools=call.tools)
+    ids = completion.ids.tolist()
+    if call.parses:
+        parsed = renderer.parse(ids, before=prompt.ids, tools=call.tools)
+    else:
+        parsed = ParsedResponse(renderer.decode(ids, special=False))
     content, stopped = cut(parsed.content, call.parameters.stop)
     return Choice(index, prompt, completion, ParsedResponse(content, parsed.tool_calls, parsed.reasoning), stopped)
 

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import copy
+import logging
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from realign.chat_template import Bounds, ChatTemplate
-from realign.endpoint.response_parsing import ParsedResponse, parse_response
-from realign.errors import DataError
+from realign.endpoint.response_parsing import ParsedResponse, can_parse, parse_response
+from realign.endpoint.response_templates import fits
+from realign.endpoint.response_templates import response_template as found_response_template
+from realign.errors import ConfigError, DataError
+
+logger = logging.getLogger(__name__)
 
 _CONTEXT = 8
 """Number of preceding tokens that are decoded with a response, since the first token of a text may differ."""
+_TOOL = {
+    "type": "function",
+    "function": {"name": "x", "description": "x", "parameters": {"type": "object", "properties": {}}},
+}
 _BOUNDS = Bounds(mean_s=20.0)  # an endpoint serves any number of calls, so only the limit of each one applies
 
 
@@ -22,13 +32,21 @@ class Renderer:
     Args:
         tokenizer: tokenizer of transformers.
         options: variables of the chat template.
+        response_template: see `response_templates.response_template`.
+
+    Raises:
+        ConfigError: the response template cannot be found or is invalid, or does not fit the chat template.
     """
 
-    def __init__(self, tokenizer: Any, options: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, tokenizer: Any, options: Mapping[str, Any] | None = None, response_template: str = "") -> None:
         self.tokenizer = copy.deepcopy(tokenizer)
         self.options = dict(options or {})
+        self.tokenizer.response_template = found_response_template(self.tokenizer, response_template)
         self._template = ChatTemplate(self.tokenizer, _BOUNDS)
         self._lock = threading.Lock()  # tokenizers are not documented to be thread-safe
+        self._warned = False
+        if response_template:
+            self._check_anchor(response_template)
 
     @property
     def has_template(self) -> bool:
@@ -51,6 +69,12 @@ class Renderer:
         Raises:
             ValueError: the chat template failed, or exceeded a limit.
         """
+        if tools and not self._warned and not can_parse(self.tokenizer):
+            self._warned = True
+            logger.warning(
+                "The tokenizer has no response template, so tool calls are not parsed: they remain text. "
+                "Set response_template=auto, which needs pip install 'realign-rl[tools]'. Logged once."
+            )
         given = {**self.options, **(options or {}), **({"tools": list(tools)} if tools else {})}
         template = self._template
         try:
@@ -101,6 +125,18 @@ class Renderer:
         """See `parse_response`."""
         with self._lock:
             return parse_response(self.tokenizer, ids, before=before, tools=tools)
+
+    def _check_anchor(self, given: str) -> None:
+        """Check that the response template belongs to the chat template."""
+        prompts = []
+        for tools in (None, [_TOOL]):  # some templates require tools
+            with suppress(ValueError):
+                prompts.append(self.render([{"role": "user", "content": "x"}], tools) if self.has_template else "")
+        if prompts and not any(fits(self.tokenizer.response_template, prompt) for prompt in prompts):
+            raise ConfigError(
+                f"response_template={given}: its start anchor does not occur in a prompt of the chat template. Set the "
+                "response template of the model's family."
+            )
 
     def _decoded(self, ids: list[int], special: bool) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False))

@@ -7,14 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from realign.api.environment import ToolCall
 
-@dataclass(frozen=True)
-class ToolCall:
-    """A call of a tool that the policy requests."""
-
-    name: str
-    arguments: str
-    """Arguments as JSON text."""
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names of the reasoning in response templates, as in transformers."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +51,10 @@ def parse_response(
         message = tokenizer.parse_response(list(ids), prefix=list(before), tools=list(tools) if tools else None)
         content = message.get("content") or ""
         calls = tuple(map(_tool_call, message.get("tool_calls") or ()))
-        reasoning = message.get("reasoning_content") or message.get("thinking")
+        reasoning = next((found for name in _REASONING if (found := message.get(name))), None)
     except Exception:  # a policy can write anything, and the parsers raise many types of errors
+        return ParsedResponse(text)
+    if not (content or calls or reasoning):  # the response matches no field of the template
         return ParsedResponse(text)
     return ParsedResponse(str(content), calls, None if reasoning is None else str(reasoning))
 

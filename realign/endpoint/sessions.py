@@ -10,6 +10,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -52,7 +53,10 @@ class Session:
     """Maximum number of calls; None: no limit."""
     id: str = field(default_factory=lambda: secrets.token_urlsafe(12))
     key: str = field(default_factory=lambda: secrets.token_urlsafe(24), repr=False)
+    roles: tuple[str, ...] = ()
+    """Names of the roles of the episode, one of which each request names as its model; empty: no roles."""
     capture: Capture = field(default_factory=Capture)
+    """Calls of a session without roles."""
     logs_errors: bool = False
     """Whether to log the first error of the sampler. A run reads `error` instead."""
     error: BaseException | None = None
@@ -61,9 +65,27 @@ class Session:
     """Parameters of the first request with sampling parameters that have no effect."""
     started: int = 0
     """Number of calls that were sent to the sampler, including canceled ones."""
+    captures: dict[str, Capture] = field(init=False)
+    """Calls of each role."""
     _closed: bool = False
     _handles: set[Handle] = field(default_factory=set)
     _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self.captures = {role: Capture() for role in self.roles}
+
+    def capture_of(self, model: Any) -> Capture:
+        """Return the capture of calls with this model.
+
+        Raises:
+            ApiError: the session has roles, and the model is none of them.
+        """
+        if not self.roles:
+            return self.capture
+        if model not in self.roles:
+            known = ", ".join(self.roles)
+            raise ApiError(404, f"The model must be a role: {known}.", param="model", code="model_not_found")
+        return self.captures[model]
 
     def submit(self, prompt: Prompt, parameters: Parameters) -> list[Handle]:
         """Request the responses of one call.
@@ -118,8 +140,8 @@ class Session:
             with self._lock:
                 self._handles.discard(handle)
 
-    def keep(self, prompt: Prompt, completions: Sequence[Completion]) -> list[CapturedCall]:
-        """Capture the responses of one call.
+    def keep(self, capture: Capture, prompt: Prompt, completions: Sequence[Completion]) -> list[CapturedCall]:
+        """Add the responses of one call to a capture of the session.
 
         Raises:
             ApiError: the session is closed.
@@ -127,7 +149,7 @@ class Session:
         with self._lock:
             if self._closed:
                 raise closed()
-            return [self.capture.add(self.backend.renderer, prompt, one) for one in completions]
+            return [capture.add(self.backend.renderer, prompt, one) for one in completions]
 
     def close(self) -> None:
         """End the session: cancel unfinished calls, and capture no further ones. Idempotent."""

@@ -6,6 +6,7 @@ from realign.environments.concurrency import Slots
 from realign.environments.episode import Episode
 from realign.environments.failures import EnvironmentFailure, Failures
 from realign.environments.loading import load_environment
+from realign.environments.tools import Tool, Toolbox, function_tool
 from realign.environments.turns import TurnWriter
 
 __all__ = [
@@ -15,7 +16,10 @@ __all__ = [
     "Failures",
     "Limits",
     "Slots",
+    "Tool",
+    "Toolbox",
     "TurnWriter",
     "Worlds",
+    "function_tool",
     "load_environment",
 ]

@@ -14,11 +14,14 @@ import signal
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import IO, Any
 
 from realign.api.environment import Environment, Response
 from realign.environments.loading import takes_seed
+from realign.environments.results import Step, finite_reward, five_values
+from realign.environments.tools import ToolSources
 from realign.environments.turns import shortened
 from realign.errors import ConfigError
 from realign.rewards.pool.functions import is_async, load_object
@@ -28,6 +31,8 @@ START = Response("", (), 0, False)
 """The response that starts an agent."""
 BASE_URL, API_KEY = "OPENAI_BASE_URL", "OPENAI_API_KEY"
 """Environment variables of a command, which OpenAI clients read."""
+_REWARDS = "rewards"
+"""Key of the rewards of roles, in the result of an agent and in the info of its step."""
 _OUTPUT = 1 << 16
 """Number of bytes at the end of a command's output that are read."""
 _FORMS = "'package.module:function' or 'path/to/file.py:function'"
@@ -40,24 +45,34 @@ def task(base_url: str, api_key: str, row: Mapping[str, Any]) -> dict[str, Any]:
     return {"base_url": base_url, "api_key": api_key, "row": row}
 
 
-def load_agent(name: str, arguments: Mapping[str, Any]) -> Callable[[], Environment]:
+def load_agent(name: str, arguments: Mapping[str, Any], tools: ToolSources | None = None) -> Callable[[], Environment]:
     """Return a factory of environments that run the function `name` with these keyword arguments.
 
+    Args:
+        name: name of the function.
+        arguments: its keyword arguments.
+        tools: tools that every episode opens, and passes as the parameter `tools` (`Toolbox`).
+
     Raises:
-        ConfigError: the function does not exist, or does not accept the arguments.
+        ConfigError: the function does not exist, or does not accept the arguments, or `tools` are given and it is no
+            `async def`.
     """
     found = load_object(name, "agent", _FORMS)
     if isinstance(found, type) or not callable(found):
         raise ConfigError(f"agent {name!r} is a {type(found).__name__}; expected a function.")
     try:
         seeded = {"seed": 0} if takes_seed(found) and "seed" not in arguments else {}
-        inspect.signature(found).bind("", "", {}, **arguments, **seeded)
+        opened = {} if tools is None else {"tools": None}
+        inspect.signature(found).bind("", "", {}, **arguments, **seeded, **opened)
     except TypeError as error:
-        shown = ", ".join(["base_url", "api_key", "row", *(f"{key}=" for key in arguments)])
+        given = [*arguments, *([] if tools is None else ["tools"])]
+        shown = ", ".join(["base_url", "api_key", "row", *(f"{key}=" for key in given)])
         raise ConfigError(f"agent {name!r} cannot be called as {name.rpartition(':')[2]}({shown}): {error}") from None
     function = partial(found, **arguments)
     kept = bool(seeded)
-    made: Any = _AsyncAgent if is_async(found) else _PlainAgent
+    if tools is not None and not is_async(found):
+        raise ConfigError(f"agent {name!r}: tools and mcp require an `async def`, since calls of tools are awaited.")
+    made: Any = partial(_AsyncAgent, tools=tools) if is_async(found) else _PlainAgent
     return partial(made, function, kept)
 
 
@@ -88,9 +103,16 @@ class _Agent:
 
 
 class _AsyncAgent(_Agent):
+    def __init__(self, function: Callable[..., Any], seeded: bool, tools: ToolSources | None = None) -> None:
+        super().__init__(function, seeded)
+        self._tools = tools
+
     async def step(self, response: Response) -> Outcome:
         """Run the agent on the event loop."""
-        return outcome(await self._call())
+        if self._tools is None:
+            return outcome(await self._call())
+        async with self._tools.open() as tools:
+            return outcome(await self._call(tools=tools))
 
 
 class _PlainAgent(_Agent):
@@ -102,16 +124,40 @@ class _PlainAgent(_Agent):
 def outcome(returned: Any) -> Outcome:
     """Return the result of `step` for the return value of an agent: a reward, or a mapping with the key `reward`.
 
+    With roles, the mapping has the key `rewards`, a mapping of roles to rewards.
+
     Raises:
-        ValueError: a mapping has other keys than `reward` and `truncated`.
+        ValueError: a mapping has other keys than `reward` or `rewards`, and `truncated`.
     """
     if not isinstance(returned, Mapping):
         return "", returned, True, False, {}
-    if "reward" not in returned or (unknown := set(returned) - {"reward", "truncated"}):
-        wrong = "has no key 'reward'" if "reward" not in returned else f"has the unknown key {min(unknown, key=str)!r}"
+    key = _REWARDS if _REWARDS in returned else "reward"
+    if key not in returned or (unknown := set(returned) - {key, "truncated"}):
+        wrong = "has no key 'reward'" if key not in returned else f"has the unknown key {min(unknown, key=str)!r}"
         raise ValueError(f"the agent returned {shortened(returned)}, which {wrong}")
     truncated = returned.get("truncated", False)
+    if key == _REWARDS:
+        return "", 0.0, truncated is False, truncated, {_REWARDS: returned[_REWARDS]}
     return "", returned["reward"], truncated is False, truncated, {}
+
+
+def read_outcome(roles: Sequence[str], found: Any, tokens: Callable[[Any], Sequence[int]]) -> Step:
+    """Check the result of an agent's step.
+
+    Args:
+        roles: names of the roles of the episode; empty: it has none.
+        found: result of the step.
+        tokens: encodes observations.
+
+    Raises:
+        ValueError: a reward is invalid, or the agent returned the rewards of other roles.
+    """
+    step = five_values(found, tokens)
+    rewards = found[4].get(_REWARDS, {})
+    if not isinstance(rewards, Mapping) or set(rewards) != set(roles):
+        expected = f"the key 'rewards' with a reward for each of {', '.join(roles)}" if roles else "one reward"
+        raise ValueError(f"the agent returned the rewards {shortened(rewards)}, expected {expected}")
+    return replace(step, role_rewards={role: finite_reward(reward) for role, reward in rewards.items()})
 
 
 async def _run_command(

@@ -38,10 +38,18 @@ class Worlds:
         make: constructs one environment.
         writer: encodes observations as tokens.
         limits: limits of the calls.
+        read: checks the return value of `step`, given a function that encodes observations.
     """
 
-    def __init__(self, name: str, make: Callable[[], Environment], writer: TurnWriter, limits: Limits) -> None:
-        self.make = make
+    def __init__(
+        self,
+        name: str,
+        make: Callable[[], Environment],
+        writer: TurnWriter,
+        limits: Limits,
+        read: Callable[[Any, Callable[[Any], Sequence[int]]], Step] = five_values,
+    ) -> None:
+        self.make, self._read = make, read
         self.writer = writer
         self._name, self._limits = name, limits
         self._made: dict[int, Any] = {}
@@ -136,7 +144,7 @@ class Worlds:
         # a truncated turn has no end token, even if its last token id equals one
         tokens = partial(self.writer.between, sampled=() if response.truncated else response.token_ids)
         step = partial(self._made[episode].step, response)
-        return await self._asker.ask(step, partial(five_values, tokens=tokens), keep)
+        return await self._asker.ask(step, lambda found: self._read(found, tokens), keep)
 
     async def _close_all(self) -> None:
         await asyncio.gather(*map(self._close, list(self._made)))

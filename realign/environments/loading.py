@@ -15,10 +15,12 @@ from realign.rewards.pool.functions import load_object
 def load_environment(name: str, arguments: Mapping[str, Any]) -> Callable[[], Environment]:
     """Return a factory that constructs the class `name` with these keyword arguments, once per episode.
 
-    A file is imported like the file of a reward function (`realign.rewards.pool.functions.load_function`).
+    A file is imported like the file of a reward function (`realign.rewards.pool.functions.load_function`). If the class
+    has a class method `check`, it is called with the arguments.
 
     Raises:
         ConfigError: the class does not exist, does not accept the arguments, or lacks the methods of an environment.
+            Errors of `check` propagate.
     """
     found = load_object(name, "environment", "'package.module:Class' or 'path/to/file.py:Class'")
     if not isinstance(found, type):
@@ -28,6 +30,8 @@ def load_environment(name: str, arguments: Mapping[str, Any]) -> Callable[[], En
         if not callable(getattr(found, method, None)):
             raise ConfigError(f"environment {name!r} has no method {method}({', '.join(given)}).")
         _takes(getattr(found, method), f"{name}.{method}", "self", *given)
+    if callable(check := getattr(found, "check", None)):
+        check(**arguments)
     return functools.partial(found, **arguments)
 
 

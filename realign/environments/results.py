@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,6 +22,8 @@ class Step:
     reward: float = 0.0
     terminated: bool = False
     truncated: bool = False
+    role_rewards: Mapping[str, float] = field(default_factory=dict)
+    """Reward of each role, at the end of an agent's episode with roles."""
 
     @property
     def over(self) -> bool:
@@ -64,11 +66,20 @@ def five_values(found: Any, tokens: Callable[[Any], Sequence[int]]) -> Step:
         if not isinstance(value, bool):
             raise ValueError(f"{name} is {shortened(value)}, expected True or False")
         ends.append(value)
+    number, over = finite_reward(reward), any(ends)
+    return Step(() if over else tokens(observation), number, ends[0], ends[1] and not ends[0])
+
+
+def finite_reward(reward: Any) -> float:
+    """Return a reward as a number.
+
+    Raises:
+        ValueError: it is no number, or not finite in float32.
+    """
     number = _plain(reward)
     if not isinstance(number, int | float) or not abs(number) <= LARGEST:
         raise ValueError(f"the reward is {shortened(reward)}, expected a number that is finite in float32")
-    over = any(ends)
-    return Step(() if over else tokens(observation), float(number), ends[0], ends[1] and not ends[0])
+    return float(number)
 
 
 def _plain(value: Any) -> Any:

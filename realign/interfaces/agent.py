@@ -6,8 +6,9 @@ the keys of sampling, `rewards` [S] and `turns` [S].
 
 An agent is any program that uses an OpenAI client. `generate` serves the policy on a local port, and runs an agent for
 each episode. Every episode has its own base URL and key, by which its calls are captured as tokens. Calls that continue
-each other become one sequence, and an episode has one or more sequences, all with its reward. If the agent of an
-episode fails, the reward is NaN, and the sequences are excluded from the loss and from their group's statistics.
+each other become one sequence, and an episode has one or more sequences, all with its reward. With `role_names`, each
+role of an episode has its own sequences and its own reward, as in self-play. If the agent of an episode fails, the
+reward is NaN, and the sequences are excluded from the loss and from their group's statistics.
 """
 
 from __future__ import annotations
@@ -33,13 +34,15 @@ from realign.api import (
     derive_seed,
 )
 from realign.api.environment import Environment
+from realign.api.rewards import NAMED
 from realign.endpoint.capture import CapturedSequence
 from realign.endpoint.limits import EndpointLimits
 from realign.endpoint.renderer import Renderer
 from realign.endpoint.server import Endpoint, check_installed
 from realign.endpoint.sessions import Backend, Session, Sessions
 from realign.environments import Answer, Failures, Limits, Slots, TurnWriter, Worlds
-from realign.environments.agents import START, load_agent, load_command, task
+from realign.environments.agents import START, load_agent, load_command, read_outcome, task
+from realign.environments.tools import load_tools
 from realign.errors import SettingsError
 from realign.interfaces.environment import written
 from realign.settings import Count, Fraction, Positive
@@ -59,8 +62,16 @@ class AgentInterface(ModelInterface):
     command: list[str] = field(default_factory=list)
     """Program and arguments that run one episode. The program reads the row as JSON from stdin, and prints the reward
     as its last line."""
+    tools: list[str] = field(default_factory=list)
+    """Python functions with type hints and docstrings, `package.module:function` or `path/to/file.py:function`. The
+    agent gets them as its parameter `tools` (`realign.environments.Toolbox`)."""
+    mcp: list[str] = field(default_factory=list)
+    """MCP servers whose tools are added to `tools`: URLs, or commands, which every episode starts for itself."""
     keep_environment: list[str] = field(default_factory=list)
     """Environment variables that look like secrets but are passed to `command`."""
+    role_names: list[str] = field(default_factory=list)
+    """Names of roles that the policy has in one episode, such as the players of a game. A request names its role as
+    `model`, and the agent returns `{"rewards": {role: reward}}`."""
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     """Sampling settings of a call (`${interfaces.actor.generation}`): `n` is the number of episodes per prompt,
     `max_new_tokens` the limit of one response in tokens. Requests cannot change `temperature`, `top_p` and `seed`."""
@@ -70,6 +81,9 @@ class AgentInterface(ModelInterface):
     """Maximum number of tokens of a prompt and its response; the endpoint rejects longer prompts."""
     template_options: dict[str, Any] = field(default_factory=dict)
     """Variables of the chat template."""
+    response_template: str = ""
+    """Format of tool calls and reasoning in responses: `auto`, which finds it by the chat template, a family such as
+    `qwen3`, or a JSON file with a response template of transformers. Empty: the tokenizer's own one."""
     same_seed: bool = False
     """Pass one seed to the agents of all episodes of a prompt; false: one seed per episode. Only for functions with a
     parameter `seed`."""
@@ -86,8 +100,9 @@ class AgentInterface(ModelInterface):
         super().__post_init__()
         if bool(self.agent) == bool(self.command):
             raise SettingsError("agent: set either agent, a function, or command, a program")
-        if self.command and self.arguments:
-            raise SettingsError(f"arguments={self.arguments}: has no effect with command. Add them to command")
+        for name in ("arguments", "tools", "mcp"):
+            if self.command and (value := getattr(self, name)):
+                raise SettingsError(f"{name}={value}: has no effect with command")
         if self.agent and self.keep_environment:
             raise SettingsError(f"keep_environment={self.keep_environment}: has no effect without command")
         if self.max_sequence_tokens <= self.generation.max_new_tokens:
@@ -95,6 +110,8 @@ class AgentInterface(ModelInterface):
                 f"max_sequence_tokens={self.max_sequence_tokens}: must be greater than generation.max_new_tokens="
                 f"{self.generation.max_new_tokens}, the length of one response"
             )
+        if len(set(self.role_names)) < len(self.role_names) or not all(self.role_names):
+            raise SettingsError(f"role_names={self.role_names}: must be different names")
         self._make: Callable[[], Environment] | None = None
         self._limits = Limits(self.timeout_s, Slots(self.concurrency))  # shared by concurrent batches
         self._failures = Failures(self.name, self.max_failed_fraction)
@@ -112,7 +129,7 @@ class AgentInterface(ModelInterface):
         """Load the agent, and check that the packages of the endpoint are installed.
 
         Raises:
-            ConfigError: the function does not exist, or the extra `serve` is missing.
+            ConfigError: the function or a tool does not exist, or an extra is missing.
         """
         check_installed()
         self._opened()
@@ -126,15 +143,19 @@ class AgentInterface(ModelInterface):
 
     def _opened(self) -> Callable[[], Environment]:
         if self._make is None:
-            made = partial(load_agent, self.agent, self.arguments)
-            self._make = load_command(self.command, self.keep_environment) if self.command else made()
+            if self.command:
+                self._make = load_command(self.command, self.keep_environment)
+            else:
+                tools = load_tools(self.tools, self.mcp) if self.tools or self.mcp else None
+                self._make = load_agent(self.agent, self.arguments, tools)
         return self._make
 
     def keys(self, method: str) -> Keys:
         """See `ModelInterface.keys`."""
         if method != "generate":
             return Keys()
-        return Keys(needs={"prompt_ids": "", "row": ""}, writes=frozenset(written(dense=False)))
+        reports = frozenset(f"{NAMED}{role}" for role in self.role_names)
+        return Keys(needs={"prompt_ids": "", "row": ""}, writes=frozenset(written(dense=False)), reports=reports)
 
     def outputs(self) -> frozenset[str]:
         """See `ModelInterface.outputs`."""
@@ -170,7 +191,7 @@ class AgentInterface(ModelInterface):
         backend = Backend(model.sampler, renderer, self.generation, self.max_sequence_tokens, fixed_sampling=True)
         seed = model.call_seed("generate")
         names = [f"{i}/{j}" for i in data.ids for j in range(n)]
-        sessions = [Session(backend, name, seed, self.max_calls) for name in names]
+        sessions = [Session(backend, name, seed, self.max_calls, roles=tuple(self.role_names)) for name in names]
         for session in sessions:
             endpoint.sessions.open(session)
         try:
@@ -183,25 +204,31 @@ class AgentInterface(ModelInterface):
         if (error := next((s.error for s in sessions if s.error is not None), None)) is not None:
             raise error
         played = [self._played(*each) for each in zip(sessions, answers, strict=True)]
-        self._failures.check([one.failure for one in played if one.failure], len(played))
-        return packed(data, [played[k : k + n] for k in range(0, len(played), n)])
+        self._failures.check([one[0].failure for one in played if one[0].failure], len(played))
+        groups = [[one for episode in played[k : k + n] for one in episode] for k in range(0, len(played), n)]
+        return packed(data, groups, self.role_names)
 
     def _run(self, model: Model, starts: Sequence[tuple[Mapping[str, Any], int]]) -> list[Answer]:
         """Run the agents of all episodes, and return their rewards or failures."""
         writer = TurnWriter(model.tokenizer)  # an agent has no observations
-        with Worlds(self.name, self._opened(), writer, self._limits) as worlds:
+        with Worlds(self.name, self._opened(), writer, self._limits, partial(read_outcome, self.role_names)) as worlds:
             begun = worlds.reset(starts)
             able = {k: START for k, answer in enumerate(begun) if answer.step is not None}
             ended = dict(zip(able, worlds.step(able), strict=True))
         return [ended.get(k, answer) for k, answer in enumerate(begun)]
 
-    def _played(self, session: Session, answer: Answer) -> Played:
+    def _played(self, session: Session, answer: Answer) -> list[Played]:
+        """Return the episode of a session, once for each role that made a call."""
         self._warn(session)
-        sequences, failure = session.capture.sequences(), answer.failure
-        if answer.step is not None and not sequences:
+        captures, failure, step = session.captures or {"": session.capture}, answer.failure, answer.step
+        found = {role: sequences for role, capture in captures.items() if (sequences := capture.sequences())}
+        if step is not None and not found:
             failure = "the agent made no call of the endpoint. Pass base_url and api_key to its OpenAI client"
-        reward = float("nan") if answer.step is None or failure else answer.step.reward
-        return Played(sequences, reward, answer.step is not None and answer.step.truncated, failure)
+        played = []
+        for role, sequences in (found or {"": []}).items():
+            reward = float("nan") if step is None or failure else step.role_rewards.get(role, step.reward)
+            played.append(Played(sequences, reward, step is not None and step.truncated, failure, role))
+        return played
 
     def _warn(self, session: Session) -> None:
         """Log the first request with parameters that have no effect."""
@@ -223,7 +250,7 @@ class AgentInterface(ModelInterface):
         """Return the endpoint, which the first call starts."""
         with self._lock:
             if self._endpoint is None or self._renderer is None:
-                self._renderer = Renderer(model.tokenizer, self.template_options)
+                self._renderer = Renderer(model.tokenizer, self.template_options, self.response_template)
                 self._endpoint = Endpoint(Sessions(), self.limits, model=model.name)
                 self._endpoint.start()
             return self._endpoint, self._renderer
@@ -231,7 +258,7 @@ class AgentInterface(ModelInterface):
 
 @dataclass(frozen=True)
 class Played:
-    """An episode that has ended."""
+    """An episode that has ended, or one role of it."""
 
     sequences: Sequence[CapturedSequence]
     reward: float
@@ -239,14 +266,16 @@ class Played:
     truncated: bool
     failure: str
     """Reason why the episode has no reward; empty if it has one."""
+    role: str = ""
 
 
-def packed(data: SequenceSample, episodes: Sequence[Sequence[Played]]) -> SequenceSample:
+def packed(data: SequenceSample, episodes: Sequence[Sequence[Played]], roles: Sequence[str] = ()) -> SequenceSample:
     """Pack episodes as sequences of their prompts. An episode without a call becomes its prompt, without a response.
 
     Args:
         data: the prompts; the result is on the same device.
         episodes: the episodes of each prompt.
+        roles: roles whose rewards are also written as named rewards, NaN in the sequences of other roles.
     """
     groups = []
     for prompt, group in zip(data.sequences("prompt_ids"), episodes, strict=True):
@@ -263,6 +292,10 @@ def packed(data: SequenceSample, episodes: Sequence[Sequence[Played]]) -> Sequen
         rewards=torch.tensor([one.reward for _, one in flat]),
         truncated=torch.tensor([s.truncated or one.truncated for s, one in flat]),
         turns=torch.tensor([s.calls for s, _ in flat]),
+        **{
+            f"{NAMED}{role}": torch.tensor([one.reward if one.role == role else float("nan") for _, one in flat])
+            for role in roles
+        },
     )
     return out.to(data["prompt_ids"].device)
 

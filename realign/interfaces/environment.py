@@ -36,6 +36,8 @@ from realign.api import (
 )
 from realign.api.environment import Environment, Response
 from realign.api.rewards import NAMED, total_rewards
+from realign.endpoint.renderer import Renderer
+from realign.endpoint.response_parsing import ParsedResponse, can_parse
 from realign.environments import Answer, Episode, Failures, Limits, Slots, TurnWriter, Worlds, load_environment
 from realign.errors import GraphError, SettingsError
 from realign.settings import Count, Fraction, Positive
@@ -69,6 +71,9 @@ class EnvironmentInterface(ModelInterface):
     """Role of the chat message for a plain-text observation, with `chat=true`."""
     template_options: dict[str, Any] = field(default_factory=dict)
     """Variables of the chat template, as in the data settings."""
+    response_template: str = ""
+    """Format of tool calls and reasoning in a turn, from which `Response.tool_calls` follows: `auto`, a family such as
+    `qwen3`, or a JSON file, as in `AgentInterface`. Empty: the tokenizer's own one."""
     same_seed: bool = False
     """Use one seed for all episodes of a prompt, so that a group is compared from the same initial state; false: one
     seed per episode."""
@@ -98,6 +103,7 @@ class EnvironmentInterface(ModelInterface):
         self._make: Callable[[], Environment] | None = None
         self._limits = Limits(self.timeout_s, Slots(self.concurrency))  # shared by concurrent batches
         self._failures = Failures(self.environment, self.max_failed_fraction)
+        self._renderer: Renderer | None = None
 
     def open(self) -> None:
         """Load the environment class and the reward functions.
@@ -162,7 +168,7 @@ class EnvironmentInterface(ModelInterface):
                 live = {place: episode for place, episode in enumerate(episodes) if not episode.over}
                 if not live:
                     break
-                said = self._speak(model, live, turn, derive_seed(seed, "turn", turn))
+                said = self._speak(model, live, turn, derive_seed(seed, "turn", turn), [row for row, _ in starts])
                 self._take(live.values(), model.lead(partial(worlds.step, said)))
         self._failures.check([e.failure for e in episodes if e.failure], len(episodes))
         if not any(e.turn_ends or e.failure for e in episodes):
@@ -193,7 +199,9 @@ class EnvironmentInterface(ModelInterface):
         seed = model.call_seed("environments")
         return derive_seed(seed, prompt) if self.same_seed else derive_seed(seed, prompt, episode)
 
-    def _speak(self, model: Model, episodes: Mapping[int, Episode], turn: int, seed: int) -> dict[int, Response]:
+    def _speak(
+        self, model: Model, episodes: Mapping[int, Episode], turn: int, seed: int, rows: Sequence[Mapping[str, Any]]
+    ) -> dict[int, Response]:
         """Sample one turn of each episode, in one call of the sampler."""
         contexts = SequenceSample.from_sequences(
             [f"{e.name}/turn{turn}" for e in episodes.values()], {"prompt_ids": [[e.ids] for e in episodes.values()]}
@@ -202,11 +210,22 @@ class EnvironmentInterface(ModelInterface):
         columns = zip(*(out.sequences(key) for key in ("input_ids", "logprobs", "versions")), strict=True)
         said = {}
         for (place, episode), column, cut in zip(episodes.items(), columns, out["truncated"].tolist(), strict=True):
-            ids, logprobs, versions = (x[len(episode.ids) :] for x in column)
+            before, (ids, logprobs, versions) = episode.ids.tolist(), (x[len(episode.ids) :] for x in column)
             episode.say(ids, logprobs, versions)
             text = model.tokenizer.decode(ids, skip_special_tokens=True)
-            said[place] = Response(text, tuple(ids.tolist()), turn, cut)
+            parts = self._parts(model, text, ids.tolist(), before, rows[place].get("tools"))
+            said[place] = Response(
+                text, tuple(ids.tolist()), turn, cut, parts.content, parts.tool_calls, parts.reasoning
+            )
         return said
+
+    def _parts(self, model: Model, text: str, ids: Sequence[int], before: Sequence[int], tools: Any) -> ParsedResponse:
+        """Parse a turn. The tools of the row determine the types of arguments."""
+        if self._renderer is None:
+            self._renderer = Renderer(model.tokenizer, self.template_options, self.response_template)
+        if not can_parse(self._renderer.tokenizer):
+            return ParsedResponse(text)
+        return self._renderer.parse(ids, before=before, tools=tools if isinstance(tools, list) else None)
 
     def _take(self, episodes: Iterable[Episode], answers: Sequence[Answer]) -> None:
         """Add the environments' answers to the episodes, and end episodes in which no turn can follow."""

@@ -123,14 +123,16 @@ def test_stated_rows_are_in_the_launch_table_of_their_command(page, arguments, s
 
 
 def flags() -> list[str]:
-    """Return the code in the first column of the README's table of flags, except sweeps and extras."""
-    rows = re.findall(r"^\| (`.+?`.*?) \| ", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    """Return the code in the first column of the table of common flags, except sweeps and extras."""
+    page = (ROOT / "docs/guides/command-line.md").read_text(encoding="utf-8")
+    table = page.split("## Common flags")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| (`.+?`.*?) \| ", table, re.MULTILINE)
     found = [code for row in rows for code in re.findall(r"`([^`]+=[^`]+)`", row)]
     return [code for code in found if not code.startswith(("trackers.", "-m "))]
 
 
 @pytest.mark.parametrize("flag", flags())
-def test_flags_of_the_readme_go_with_its_experiment(flag):
+def test_common_flags_go_with_their_experiment(flag):
     build_experiment(compose(["experiment=grpo_arithmetic", *shlex.split(flag)]))
 
 

@@ -98,6 +98,9 @@ def wait_until(condition, seconds: float = 60.0) -> None:
 def test_health_needs_no_key_and_models_lists_the_model(endpoint, client):
     assert httpx2.get(f"{endpoint.url}/health").json() == {"status": "ok"}
     assert [model.id for model in client.models.list()] == ["tiny"]
+    session = opened(endpoint, roles=("white", "black"))
+    with client_of(endpoint, session) as player:
+        assert [model.id for model in player.models.list()] == ["white", "black"]
 
 
 def test_a_chat_completion_has_text_log_probs_and_usage(client):

@@ -71,3 +71,15 @@ async def careless(base_url, api_key, row):
 
 
 __all__ = ["APIError", "bad", "careless", "plain", "rewriting", "scripted", "seeded"]
+
+
+async def two_roles(base_url, api_key, row):
+    """Let the roles take turns; the reward of `second` is the negative of that of `first`."""
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        if row.get("stranger"):
+            await client.completions.create(model="third", prompt=row["prompt"])
+        texts = {"first": row["prompt"], "second": row["prompt"]}
+        for role in row["turns"]:
+            out = await client.completions.create(model=role, prompt=texts[role])
+            texts[role] += out.choices[0].text + "<eos>" * (out.choices[0].finish_reason == "stop") + "x"
+    return row.get("returned", {"rewards": {"first": row["reward"], "second": -row["reward"]}})

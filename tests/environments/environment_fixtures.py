@@ -8,6 +8,8 @@ import threading
 import time
 from typing import ClassVar
 
+from realign.errors import ConfigError
+
 
 class Tool:
     """Environment that returns the items of the row's `script` from `step`, one per turn."""
@@ -227,3 +229,11 @@ async def swallow():
 
 async def leave():
     sys.exit(3)
+
+
+class Checked(Tool):
+    """Environment whose check fails."""
+
+    @classmethod
+    def check(cls, **arguments):
+        raise ConfigError(", ".join(f"{name}={value}" for name, value in arguments.items()))

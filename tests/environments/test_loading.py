@@ -43,6 +43,11 @@ def test_what_is_no_environment_is_refused_before_anything_is_loaded(name, argum
         load_environment(name, arguments)
 
 
+def test_the_check_of_a_class_gets_its_arguments_before_the_run():
+    with pytest.raises(ConfigError, match="tag=a"):
+        load_environment(f"{MODULE}:Checked", {"tag": "a"})
+
+
 def test_a_seed_is_given_to_those_who_take_one():
     assert takes_seed(fixtures.Tool().reset)
     assert takes_seed(lambda row, **more: None)

@@ -144,6 +144,54 @@ def test_a_call_that_is_unfinished_when_the_agent_ends_is_not_captured():
     assert difference_T.abs().max() < 1e-4
 
 
+# --- roles ---
+
+ROLES = ["first", "second"]
+
+
+def test_each_role_of_an_episode_has_its_own_sequences_and_its_own_reward():
+    rows = [
+        {"prompt": "ab", "turns": ["first", "second", "first"], "reward": 1.0},
+        {"prompt": "cd", "turns": ["second"], "reward": 0.5},
+    ]
+    agent = settings("two_roles", role_names=ROLES, generation=GenerationConfig(n=2, max_new_tokens=3))
+    out = play(agent, batch(rows))
+    assert out.keys == agent.keys("generate").writes | {"rewards/first", "rewards/second"}
+    assert out.lengths["input_ids"].counts.tolist() == [4, 2]  # a role without a call has no sequence
+    assert out["rewards"].tolist() == [1.0, -1.0] * 2 + [-0.5] * 2
+    assert out["turns"].tolist() == [2, 1] * 2 + [1] * 2
+    first, second = (out[f"rewards/{role}"].tolist() for role in ROLES)
+    assert [x for x in first if x == x] == [1.0] * 2
+    assert [x for x in second if x == x] == [-1.0] * 2 + [-0.5] * 2
+    assert all((x == x) != (y == y) for x, y in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"stranger": True}, "The model must be a role: first, second"),
+        ({"returned": 1.0}, "expected the key 'rewards' with a reward for each of first, second"),
+        ({"returned": {"rewards": {"first": 1.0}}}, "expected the key 'rewards' with a reward for each"),
+        ({"returned": {"rewards": {"first": 1.0, "second": float("nan")}}}, "the reward is nan"),
+        ({"returned": {"rewards": 1.0}}, "the agent returned the rewards 1.0"),
+        ({"returned": {"reward": 1.0, "rewards": {}}}, "unknown key 'reward'"),
+    ],
+)
+def test_an_episode_without_valid_rewards_of_its_roles_fails(changes, text, caplog):
+    row = {"prompt": "ab", "turns": ["first", "second"], "reward": 1.0}
+    with caplog.at_level(logging.WARNING):
+        out = play(settings("two_roles", role_names=ROLES, max_failed_fraction=1.0), batch([row | changes]))
+    assert out["rewards"].isnan().all()
+    assert text in caplog.text
+
+
+def test_rewards_of_roles_without_roles_are_a_failure(caplog):
+    row = {"prompt": "ab", "turns": ["first"], "reward": 1.0}
+    with caplog.at_level(logging.WARNING):
+        play(settings("two_roles", max_failed_fraction=1.0), batch([row]))
+    assert "expected one reward" in caplog.text
+
+
 # --- failures ---
 
 
@@ -256,6 +304,7 @@ def test_a_command_gets_no_secrets_except_those_it_should_keep(monkeypatch, capl
         ({"agent": "plain", "command": ["x"]}, "set either agent, a function, or command"),
         ({"agent": "", "command": ["x"], "arguments": {"a": 1}}, "has no effect with command"),
         ({"agent": "plain", "keep_environment": ["X"]}, "has no effect without command"),
+        ({"agent": "plain", "role_names": ["a", "a"]}, "role_names=.*must be different names"),
         ({"agent": "plain", "max_sequence_tokens": 6}, "must be greater than generation.max_new_tokens=6"),
     ],
 )

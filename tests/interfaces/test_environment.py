@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from realign.api import GenerationConfig, Keys, MicroBatchSpec, Model, SequenceSample, Sync, total_rewards
+from realign.api.environment import Response, ToolCall
 from realign.environments import EnvironmentFailure
 from realign.environments import event_loops as loops
 from realign.errors import ConfigError
@@ -25,6 +26,18 @@ from realign.interfaces.rule_reward import RuleRewardInterface
 from realign.rewards.pool.failure_count import Tally
 from realign.rewards.terms import FunctionTerm
 from realign.testing import BigramEngine
+from tests.endpoint.chat_families import (
+    FAMILIES,
+    SAID,
+    THEN,
+    TOOLS,
+    WHY,
+    family_renderer,
+    histories,
+    rendered,
+    sampled,
+)
+from tests.endpoint.scripted import ScriptedSampler
 from tests.environments.environment_fixtures import Bad, Blocking, Busy, Plain, Tool
 from tests.tiny import TEXT, tiny_tokenizer
 
@@ -112,6 +125,38 @@ def test_the_environment_hears_text_and_the_very_tokens():
     heard = [(r.text, list(r.token_ids), r.turn, r.truncated) for r in world.heard]
     assert heard == [("hi", ids("hi."), 0, False), ("so", ids("so"), 1, True)]
     assert world.closed == 1
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5_think"])
+def test_tool_calls_content_and_reasoning_of_a_turn_reach_the_environment(name):
+    family = next(family for family in FAMILIES if family.name == name)
+    renderer = family_renderer(family)
+    seen: list[Response] = []
+    prompt = renderer.encode(rendered(family, histories(family)[0]))
+    data = SequenceSample.from_sequences(["p"], {"prompt_ids": [[torch.tensor(prompt)]]})
+    sampler = ScriptedSampler(renderer, sampled(family))
+    model = Model("agent", None, renderer.tokenizer, external_sampler=sampler)
+    interface = EnvironmentInterface(
+        "tests.environments.tool_fixtures:Calling",
+        generation=GenerationConfig(max_new_tokens=200),
+        chat=True,
+    )
+    out = interface.generate(model, data.with_metadata(row=[{"seen": seen, "tools": TOOLS}]), MicroBatchSpec())
+    assert out["rewards"].tolist() == [1.0]
+    assert out["turns"].tolist() == [2]
+    called, answered = seen
+    assert (called.content, called.reasoning) == ("", WHY)
+    assert called.tool_calls == (ToolCall("multiply", '{"a": 3, "b": 4}'),)
+    assert (answered.content, answered.reasoning, answered.tool_calls) == (SAID, THEN, ())
+    assert "<tool_response>\n12\n</tool_response>" in sampler.prompts[1]
+
+
+def test_without_a_response_template_the_content_of_a_turn_is_its_text():
+    said: list[Response] = []
+    data = batch({"q": {"seen": said}})
+    hold(settings("tests.environments.tool_fixtures:Calling"), Scripted({"q/0/turn0": "hi."}), data)
+    (response,) = said
+    assert (response.content, response.tool_calls, response.reasoning) == (response.text, (), None)
 
 
 def test_trap_a12_sampled_tokens_are_never_encoded_again():

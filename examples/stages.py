@@ -1,0 +1,40 @@
+"""What the examples `adapters.py` and `self_play.py` share: imitation as the first stage, and the command line."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from realign.data import SupervisedData
+from realign.engines import TransformersModel
+from realign.engines.training.optimizer import OptimizerSpec
+from realign.interfaces import sft
+from realign.runtime import Experiment
+
+
+def imitation(name: str, folder: Path, seed: int, steps: int) -> Experiment:
+    """Define SFT of `task/model` on `task/demonstrations.jsonl`; `sft` contains the result."""
+    return Experiment(
+        name=f"{name}_sft",
+        steps=steps,
+        batch_prompts=64,
+        seed=seed,
+        graph=sft.dataflow(),
+        interfaces={"actor": sft.SFTInterface()},
+        models={"actor": TransformersModel(str(folder / "task" / "model"), optimizer=OptimizerSpec(lr=2e-3))},
+        data=SupervisedData(str(folder / "task" / "demonstrations.jsonl")),
+        output_dir=folder / "sft",
+        overwrite=True,
+    )
+
+
+def parsed(
+    parser: argparse.ArgumentParser, arguments: Sequence[str] | None, *, folder: Path, steps: int
+) -> argparse.Namespace:
+    """Return the arguments of the command line, with the settings of both stages."""
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output-dir", type=Path, default=folder)
+    parser.add_argument("--sft-steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=steps)
+    return parser.parse_args(arguments)

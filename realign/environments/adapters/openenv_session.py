@@ -1,0 +1,73 @@
+"""Environments of OpenEnv servers, over their WebSocket protocol (needs the extra `openenv`).
+
+The package `openenv` runs the server, in a separate Python environment: its dependencies exclude current releases of
+other packages. This client needs `websockets` only, and works with servers of openenv and of its predecessor
+openenv-core.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+from realign.api.environment import Response
+from realign.environments.adapters.packages import imported
+
+
+class OpenEnvSession:
+    """A session of an OpenEnv server. Its methods are coroutines.
+
+    Args:
+        base_url: address of the server, such as `http://127.0.0.1:8000`. It must allow `concurrency` sessions at a
+            time (`max_concurrent_envs`).
+        action: field of the action that contains the text of the policy.
+        observation: field of an observation that the policy reads.
+        columns: columns of the row that `reset` of the server gets, besides the seed.
+    """
+
+    def __init__(
+        self, base_url: str, action: str = "message", observation: str = "text", columns: Sequence[str] = ()
+    ) -> None:
+        self._client = imported("websockets", extra="openenv", user=type(self).__name__)
+        self._url = base_url.replace("http", "ws", 1).rstrip("/") + "/ws"
+        self._action, self._observation, self._columns = action, observation, columns
+        self._socket: Any = None
+
+    @classmethod
+    def check(cls, **arguments: Any) -> None:
+        """Check before the run that the package is installed."""
+        cls(**arguments)
+
+    async def reset(self, row: Mapping[str, Any], *, seed: int) -> tuple[str, dict[str, Any]]:
+        """Open a session, and start its episode."""
+        local = urlsplit(self._url).hostname in ("localhost", "127.0.0.1", "::1")
+        self._socket = await self._client.connect(self._url, max_size=None, proxy=None if local else True)
+        found = await self._call("reset", {"seed": seed % 2**31} | {name: row[name] for name in self._columns})
+        return self._text(found), {}
+
+    async def step(self, response: Response) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Send the text of the policy as an action."""
+        found = await self._call("step", {self._action: response.text})
+        return self._text(found), float(found.get("reward") or 0.0), bool(found.get("done")), False, {}
+
+    async def close(self) -> None:
+        """End the session."""
+        if self._socket is not None:
+            await self._socket.close()
+
+    async def _call(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
+        """Send a message, and return the data of the answer.
+
+        Raises:
+            ValueError: the server answers with an error.
+        """
+        await self._socket.send(json.dumps({"type": kind, "data": data}))
+        answer = json.loads(await self._socket.recv())
+        if answer.get("type") == "error":
+            raise ValueError(f"the OpenEnv server answered {answer.get('data')}")
+        return dict(answer["data"])
+
+    def _text(self, found: Mapping[str, Any]) -> str:
+        return str(found["observation"][self._observation])

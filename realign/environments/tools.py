@@ -1,0 +1,155 @@
+"""Tools for policies: Python functions and MCP servers, described by JSON schemas in the format of OpenAI."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from realign.environments.calls import result_of
+from realign.environments.mcp_servers import McpServer
+from realign.errors import ConfigError
+from realign.rewards.pool.functions import load_object
+
+_FORMS = "'package.module:function' or 'path/to/file.py:function'"
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A tool that a policy can call."""
+
+    schema: Mapping[str, Any]
+    """`{"type": "function", "function": {"name": ..., "description": ..., "parameters": ...}}`."""
+    run: Callable[[dict[str, Any]], Awaitable[Any]]
+    """Calls the tool with the arguments of the policy."""
+
+    @property
+    def name(self) -> str:
+        """Name of the tool."""
+        return str(self.schema["function"]["name"])
+
+
+def function_tool(function: Callable[..., Any]) -> Tool:
+    """Return a Python function as a tool.
+
+    The function needs type hints, and a docstring in Google style with a line for each argument, from which
+    `transformers.utils.get_json_schema` derives the schema. It may be `async def` or `def`; a `def` runs in a thread.
+
+    Raises:
+        ConfigError: the schema cannot be derived.
+    """
+    from transformers.utils import get_json_schema
+
+    name = getattr(function, "__name__", repr(function))
+    try:
+        schema = get_json_schema(function)
+    except Exception as error:  # several exceptions of transformers, and those of evaluating type hints
+        raise ConfigError(
+            f"tool {name!r}: its schema cannot be derived ({error}). Add type hints to all arguments, and a docstring "
+            "that describes the function, and each argument in a section 'Args:'."
+        ) from error
+    schema["function"].pop("return", None)  # not in the format of OpenAI
+
+    async def run(arguments: dict[str, Any]) -> Any:
+        inspect.signature(function).bind(**arguments)  # an error here is the policy's
+        return await result_of(partial(function, **arguments))
+
+    return Tool(schema, run)
+
+
+class Toolbox:
+    """The tools of one episode.
+
+    Attributes:
+        schemas: the tools in the format of OpenAI, for `tools` of a chat request.
+
+    Raises:
+        ConfigError: two tools have the same name.
+    """
+
+    def __init__(self, tools: Sequence[Tool | Callable[..., Any]]) -> None:
+        self._tools: dict[str, Tool] = {}
+        for given in tools:
+            tool = given if isinstance(given, Tool) else function_tool(given)
+            if tool.name in self._tools:
+                raise ConfigError(f"tools: two tools have the name {tool.name!r}. Rename one of them.")
+            self._tools[tool.name] = tool
+        self.schemas: list[dict[str, Any]] = [dict(tool.schema) for tool in self._tools.values()]
+
+    async def call(self, name: str, arguments: str | Mapping[str, Any]) -> str:
+        """Call a tool, and return the text for the policy.
+
+        A policy can request anything. An unknown tool, invalid arguments and an exception of the tool therefore become
+        a text that begins with `error:`.
+
+        Args:
+            name: name of the tool.
+            arguments: a JSON object, as text or parsed.
+
+        Raises:
+            ConnectionError, TimeoutError: raised by the tool, which is not the policy's error.
+        """
+        tool = self._tools.get(name)
+        if tool is None:
+            return f"error: there is no tool {name!r}; the tools are {', '.join(self._tools) or 'none'}"
+        try:
+            parsed = json.loads(arguments) if isinstance(arguments, str) else dict(arguments)
+            if not isinstance(parsed, dict):
+                raise ValueError("the arguments must be a JSON object")
+            found = await tool.run(parsed)
+            return _encodable(found if isinstance(found, str) else json.dumps(found, default=str, ensure_ascii=False))
+        except (ConnectionError, TimeoutError):
+            raise
+        except Exception as error:
+            return _encodable(f"error: {type(error).__name__}: {error}")
+
+
+def _encodable(text: str) -> str:
+    """Replace lone surrogates, which JSON of a policy may contain, and which no tokenizer encodes."""
+    return text.encode(errors="replace").decode()
+
+
+@dataclass(frozen=True)
+class ToolSources:
+    """The tools that a config names, which every episode opens for itself."""
+
+    functions: tuple[Tool, ...]
+    servers: tuple[McpServer, ...]
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[Toolbox]:
+        """Connect to the MCP servers, and yield all tools. Closes the connections at the end.
+
+        Raises:
+            ConfigError: two tools have the same name.
+        """
+        async with AsyncExitStack() as stack:
+            tools = list(self.functions)
+            for server in self.servers:
+                client = await stack.enter_async_context(server.connect())
+                tools += [Tool(schema, run) for schema, run in await client.tools()]
+            yield Toolbox(tools)
+
+
+def load_tools(functions: Sequence[str], servers: Sequence[str]) -> ToolSources:
+    """Load the tools that a config names.
+
+    Args:
+        functions: names of Python functions.
+        servers: MCP servers: URLs, or commands that speak MCP over stdin and stdout.
+
+    Raises:
+        ConfigError: a function does not exist or has no schema, or the extra `mcp` is missing.
+    """
+    tools = []
+    for name in functions:
+        found = load_object(name, "tool", _FORMS)
+        if isinstance(found, type) or not callable(found):
+            raise ConfigError(f"tool {name!r} is a {type(found).__name__}; expected a function.")
+        tools.append(function_tool(found))
+    Toolbox(tools)  # checks the names
+    return ToolSources(tuple(tools), tuple(map(McpServer.of, servers)))

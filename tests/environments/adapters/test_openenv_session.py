@@ -1,0 +1,77 @@
+"""The client of OpenEnv servers, with a stand-in for a connection. `tests/examples/test_adapters.py` uses a server."""
+
+from __future__ import annotations
+
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from realign.environments.adapters.openenv_session import OpenEnvSession
+from tests.environments.adapters.conversations import talk
+
+
+class Connection:
+    """A connection with given answers."""
+
+    def __init__(self, *answers):
+        self.answers, self.sent, self.closed = list(answers), [], False
+
+    async def send(self, text):
+        self.sent.append(json.loads(text))
+
+    async def recv(self):
+        return json.dumps(self.answers.pop(0))
+
+    async def close(self):
+        self.closed = True
+
+
+def observation(text: str, **more) -> dict:
+    return {"type": "observation", "data": {"observation": {"text": text}, **more}}
+
+
+@pytest.fixture
+def connect(monkeypatch):
+    """Install a module `websockets` that returns this connection; returns the addresses."""
+
+    def install(connection: Connection) -> list[str]:
+        addresses = []
+
+        async def connect(url, **options):
+            addresses.append(url)
+            return connection
+
+        monkeypatch.setitem(sys.modules, "websockets", SimpleNamespace(connect=connect))
+        return addresses
+
+    return install
+
+
+def test_a_session_is_the_messages_of_one_connection(connect):
+    connection = Connection(
+        observation("hello", reward=None, done=False),
+        observation("more", reward=0.25, done=False),
+        observation("", reward=1.0, done=True),
+    )
+    addresses = connect(connection)
+    session = OpenEnvSession("https://127.0.0.1:8000/", action="code", columns=["level"])
+    assert talk(session, "a", "b", row={"level": 3, "answer": 5}, seed=2**31 + 7) == [
+        "hello",
+        ("more", 0.25, False, False),
+        ("", 1.0, True, False),
+    ]
+    assert addresses == ["wss://127.0.0.1:8000/ws"]
+    assert connection.sent == [
+        {"type": "reset", "data": {"seed": 7, "level": 3}},
+        {"type": "step", "data": {"code": "a"}},
+        {"type": "step", "data": {"code": "b"}},
+    ]
+    assert connection.closed
+
+
+def test_an_error_of_the_server_fails_the_episode(connect):
+    connect(Connection({"type": "error", "data": {"message": "full", "code": "CAPACITY_REACHED"}}))
+    with pytest.raises(ValueError, match=r"the OpenEnv server answered .*CAPACITY_REACHED"):
+        talk(OpenEnvSession("http://127.0.0.1:8000"))

@@ -1,0 +1,85 @@
+"""The process that runs episodes of verifiers, with a stand-in for its program."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+import pytest
+
+from realign.environments.adapters import verifiers_agent
+from realign.environments.adapters.verifiers_agent import episode
+from realign.errors import ConfigError
+
+PROGRAM = """
+import json, os, sys
+config, waiting = json.loads(sys.argv[1]), {}
+def answer(**found):
+    print(json.dumps(found), flush=True)
+for line in sys.stdin:
+    asked = json.loads(line)
+    if asked.get("cancel"):
+        with open(config["log"], "a") as log:
+            print("canceled", waiting.pop(asked["number"]), file=log)
+    elif asked["idx"] == "late":
+        waiting[asked["number"]] = asked["base_url"]
+    elif asked["idx"] == "end":
+        sys.exit(3)
+    elif asked["idx"] == "fail":
+        answer(number=asked["number"], error="TaskError: no answer")
+    else:
+        answer(number=asked["number"], reward=asked["idx"] * config["scale"])
+"""
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    program = tmp_path / "worker.py"
+    program.write_text(PROGRAM)
+    monkeypatch.setattr(verifiers_agent, "WORKER", program)
+    config = {"scale": 0.5, "log": str(tmp_path / "log")}
+
+    def start(idx, base_url="http://x/v1"):
+        return episode(base_url, "key", {"idx": idx}, python=sys.executable, config=config)
+
+    yield start
+    verifiers_agent._worker.cache_clear()
+
+
+def test_one_process_runs_concurrent_episodes_and_each_gets_its_own_reward(run):
+    async def several():
+        return await asyncio.gather(*(run(idx) for idx in (4, 2, 3)))
+
+    assert asyncio.run(several()) == [2.0, 1.0, 1.5]
+    assert asyncio.run(several()) == [2.0, 1.0, 1.5]  # on another event loop
+    assert verifiers_agent._worker.cache_info().misses == 1
+
+
+def test_an_episode_that_fails_costs_itself_only(run):
+    async def two():
+        return await asyncio.gather(run("fail"), run(2), return_exceptions=True)
+
+    failed, fine = asyncio.run(two())
+    assert (str(failed), fine) == ("TaskError: no answer", 1.0)
+
+
+def test_a_late_episode_is_canceled_in_the_process(run, tmp_path):
+    async def late():
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(run("late", "http://late/v1"), 0.2)
+        return await run(2)  # the process has read the cancellation before
+
+    assert asyncio.run(late()) == 1.0
+    assert (tmp_path / "log").read_text() == "canceled http://late/v1\n"
+
+
+def test_the_end_of_the_process_fails_its_episodes(run):
+    async def both():
+        return await asyncio.gather(run("late"), run("end"), return_exceptions=True)
+
+    assert [str(error) for error in asyncio.run(both())] == ["the worker of verifiers ended with exit code 3"] * 2
+
+
+def test_an_interpreter_that_does_not_exist_is_a_configuration_error():
+    with pytest.raises(ConfigError, match=r"python=no-such-python: cannot start this interpreter"):
+        asyncio.run(episode("", "", {"idx": 0}, python="no-such-python", config={}))

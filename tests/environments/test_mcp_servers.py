@@ -1,0 +1,104 @@
+"""Tools of MCP servers; needs the extra mcp."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from realign.environments.mcp_servers import McpServer
+from realign.environments.tools import load_tools
+from realign.errors import ConfigError
+
+SPEC = importlib.util.find_spec("mcp")
+PACKAGES = str(Path(SPEC.origin).parents[1]) if SPEC and SPEC.origin else ""  # a server gets few environment variables
+COMMAND = shlex.join(["env", f"PYTHONPATH={PACKAGES}", sys.executable, str(Path(__file__).parent / "mcp_server.py")])
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def _package():
+    pytest.importorskip("mcp", reason="needs the extra mcp")
+
+
+def test_the_tools_of_a_server_on_stdin_and_stdout_are_listed_and_called():
+    async def episode():
+        async with load_tools(["tests.environments.tool_fixtures:lookup"], [COMMAND]).open() as tools:
+            names = [schema["function"]["name"] for schema in tools.schemas]
+            schema = tools.schemas[names.index("multiply")]["function"]
+            answers = [
+                await tools.call("multiply", '{"a": 3, "b": 4}'),
+                await tools.call("lookup", '{"word": "un"}'),
+                await tools.call("multiply", '{"a": "x"}'),
+                await tools.call("fail", "{}"),
+                await tools.call("draw", "{}"),
+            ]
+            return names, schema, answers
+
+    names, schema, (product, word, invalid, failed, drawn) = asyncio.run(episode())
+    assert names == ["lookup", "multiply", "fail", "draw", "end"]
+    assert schema["description"] == "Multiply two integers."
+    assert schema["parameters"]["required"] == ["a", "b"]
+    assert schema["parameters"]["properties"]["a"]["type"] == "integer"
+    assert product == "12"
+    assert word == '{"word": "un", "language": "en"}'
+    assert all(text.startswith("error: ValueError") for text in (invalid, failed, drawn))
+    assert "only text" in drawn
+
+
+def test_episodes_have_separate_connections_at_the_same_time():
+    sources = load_tools([], [COMMAND])
+
+    async def episode(k: int) -> str:
+        async with sources.open() as tools:
+            return await tools.call("multiply", {"a": k, "b": 10})
+
+    async def episodes():
+        return await asyncio.gather(*map(episode, range(3)))
+
+    assert asyncio.run(episodes()) == ["0", "10", "20"]
+
+
+def test_a_server_that_ends_fails_the_episode():
+    async def episode():
+        async with load_tools([], [COMMAND]).open() as tools:
+            with pytest.raises(ConnectionError, match="MCP server ended in a call of the tool 'end'"):
+                await tools.call("end", "{}")
+            with pytest.raises(ConnectionError, match="MCP server ended"):
+                await tools.call("multiply", '{"a": 3, "b": 4}')
+
+    asyncio.run(episode())
+
+
+def test_equal_names_of_two_sources_are_a_configuration_error():
+    async def episode():
+        async with load_tools(["tests.environments.tool_fixtures:multiply"], [COMMAND]).open():
+            raise AssertionError("opened")
+
+    with pytest.raises((ConfigError, ExceptionGroup)) as raised:
+        asyncio.run(episode())
+    assert "two tools have the name 'multiply'" in repr(raised.value)
+
+
+@pytest.mark.parametrize("given", ["", "'", "   "])
+def test_a_setting_that_is_neither_a_url_nor_a_command_is_a_configuration_error(given):
+    with pytest.raises(ConfigError, match="mcp="):
+        McpServer.of(given)
+
+
+@pytest.mark.parametrize("given", ["false", "/no/such/program", "http://127.0.0.1:9/mcp"])
+def test_a_server_that_cannot_be_reached_is_an_error_that_names_it(given):
+    async def connect():
+        async with McpServer.of(given).connect():
+            raise AssertionError("connected")
+
+    with pytest.raises(ConnectionError, match=f"cannot connect to the MCP server '{given}'"):
+        asyncio.run(connect())
+
+
+def test_a_url_is_reached_over_http():
+    assert McpServer.of("http://127.0.0.1:9/mcp") == McpServer(url="http://127.0.0.1:9/mcp")
