@@ -46,7 +46,8 @@ The probe selects one of these modes:
 `tests/engines/network/test_families.py` builds a tiny random model of each verified family, with transformers 5.23 on
 CPU. It compares greedy tokens with `generate` of transformers, and log-probs of rollouts with scoring. For `moshi` and
 `xlstm`, it compares only log-probs. Families that are not verified have no tiny config in the tests. The probe decides
-when such a model is loaded. Families with images or audio train on text only.
+when such a model is loaded. `qwen2_vl` and `qwen2_5_vl` also read [images](guides/images.md). Other families with
+images or audio train on text only.
 
 `python docs/supported_models.py` writes this page from `docs/supported-models.yaml`.
 

@@ -14,7 +14,8 @@ from typing import TypeAlias
 
 from benchmarks.torture.faulty_code import CODE
 from benchmarks.torture.runs import GATES, Launch, Run, are_equal, differences
-from realign.demo.arithmetic import Task, prepare
+from realign.demo.arithmetic import prepare
+from realign.demo.tiny import Task
 from realign.errors import ExitCode
 
 STEPS, PROMPTS, RESPONSES = 6, 8, 4

@@ -221,6 +221,11 @@ class PipelinableEngine(Protocol):
         """Context window in tokens; None if it is unlimited or unknown."""
         return None
 
+    @property
+    def reads_images(self) -> bool:
+        """Whether the network reads the images of prompts (`realign.api.image_keys`)."""
+        return False
+
     def describe(self) -> str:
         """Return size and device of the model, such as `135M parameters on cuda:0`; empty if they are unknown."""
         return ""

@@ -18,12 +18,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from realign.api.image_keys import IMAGE_KEYS
 from realign.api.lengths import IntArray, Lengths, Rows
 from realign.api.microbatch import MicroBatches, MicroBatchSpec, plan_microbatches
 from realign.api.packing import Nested, concatenate, describe, pack, pick, some
 from realign.api.validation import check_packed, checked_ids, checked_indices, checked_objects
 
 TOKENS = "input_ids"
+_WITH_IMAGES = frozenset({TOKENS, "prompt_ids"})
+"""Keys with image tokens, whose meaning depends on the images of the prompt."""
 
 
 class MissingKeyError(ValueError):
@@ -223,8 +226,10 @@ class SequenceSample:
         return "\n".join([head, *lines])
 
     def select(self, keys: Iterable[str]) -> SequenceSample:
-        """Return a sample with only these keys."""
+        """Return a sample with only these keys; tokens keep the images of their prompts (`IMAGE_KEYS`)."""
         wanted = set(keys)
+        if wanted & _WITH_IMAGES:
+            wanted |= self.data.keys() & set(IMAGE_KEYS)
         for key in sorted(wanted - self.metadata.keys()):
             self._known(key)
         return replace(

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from realign.api.generation import GenerationConfig
+from realign.api.image_keys import PIXELS
 from realign.api.lengths import Lengths
 from realign.api.requests import Completion, Handle, Request
 from realign.api.sample import SequenceSample
@@ -94,7 +95,8 @@ class Sampler(Protocol):
         Equivalent to one `submit` per response with response indices 0 to n - 1.
 
         Args:
-            data: key `prompt_ids`, one non-empty sequence per id.
+            data: key `prompt_ids`, one non-empty sequence per id. The images of prompts are the keys `IMAGE_KEYS` of
+                `realign.api.image_keys`.
             config: sampling parameters.
             seed: seed of this call.
 
@@ -159,8 +161,10 @@ def requests_of(data: SequenceSample, config: GenerationConfig, seed: int) -> li
     """Return the requests of a `generate` call: `config.n` for each prompt, in prompt order.
 
     Raises:
-        ValueError: an id does not have exactly one prompt, or its prompt is empty.
+        ValueError: an id does not have exactly one prompt, its prompt is empty, or prompts have images.
     """
+    if PIXELS in data and len(data[PIXELS]):
+        raise ValueError("requests contain token ids only, but the prompts have images. Sample them with `generate`.")
     for i, count in zip(data.ids, data.lengths[PROMPTS].counts.tolist(), strict=True):
         if count != 1:
             raise ValueError(f"id {i!r} has {count} sequences of {PROMPTS!r}. Give it exactly one.")

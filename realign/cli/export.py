@@ -141,14 +141,16 @@ def _write_tokenizer(new: Path, source: str) -> None:
 def _write_merged(new: Path, adapter: AdapterFolder) -> None:
     """Write the base model with the adapter merged into it, in fp32."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import AutoConfig, AutoModelForSequenceClassification
 
+    from realign.engines.network.heads import language_model_class
     from realign.engines.network.lora import merge_adapter
 
     scalar = bool(adapter.head_names())
-    kind: Any = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
     labels = {"num_labels": 1} if scalar else {}
     with readable(f"export: cannot merge {str(adapter.path)!r} into {adapter.base!r}"), quiet_transformers():
+        family = AutoConfig.from_pretrained(adapter.base).model_type
+        kind: Any = AutoModelForSequenceClassification if scalar else language_model_class(family)
         module = kind.from_pretrained(adapter.base, dtype=torch.float32, use_safetensors=True, **labels)
         merge_adapter(module, adapter.path).save_pretrained(new)
     for file in adapter.path.iterdir():

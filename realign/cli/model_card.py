@@ -149,8 +149,10 @@ def _usage(name: str, exported: Path) -> str:
     """Return the section with the code that loads the model."""
     architecture = ((read_object(exported / "config.json") or {}).get("architectures") or [""])[0]
     package, loader = "transformers", "AutoModelForCausalLM"
-    for kind in ("SequenceClassification", "TokenClassification"):
-        if architecture.endswith(kind):
+    kinds = {"ConditionalGeneration": "ImageTextToText"}
+    kinds |= {kind: kind for kind in ("SequenceClassification", "TokenClassification")}
+    for ending, kind in kinds.items():
+        if architecture.endswith(ending):
             loader = f"AutoModelFor{kind}"
     if (exported / "adapter_config.json").is_file():
         package, loader = "peft", "AutoPeftModelForCausalLM"

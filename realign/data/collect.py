@@ -14,6 +14,7 @@ import numpy.typing as npt
 from realign.api.lengths import IntArray, Lengths
 from realign.data.columns import Row
 from realign.data.dataset import LoadReport, PackedTokens
+from realign.data.image_files import RowImages
 from realign.data.mixture import Mixture
 from realign.data.rows import Dropped, Encoded, RowEncoder
 from realign.data.table import Table
@@ -37,6 +38,7 @@ class Collected:
         truncated: Number of rows truncated on the left.
         kept: Indices of the rows among all rows that were encoded.
         mixture: Sources of the rows; None if there is one source.
+        images: Images of each row; empty without images.
     """
 
     tokens: PackedTokens
@@ -49,6 +51,7 @@ class Collected:
     truncated: int
     kept: IntArray
     mixture: Mixture | None = None
+    images: tuple[RowImages, ...] = ()
 
 
 @dataclass
@@ -65,6 +68,7 @@ class _Collector:
     dropped: Counter[str] = field(default_factory=Counter)
     truncated: int = 0
     kept: array[int] = field(default_factory=lambda: array("q"))
+    images: list[RowImages] = field(default_factory=list)
 
     def read(self, encoded: Iterable[Encoded]) -> Iterator[list[int]]:
         """Store each row, and yield the token ids of the kept ones."""
@@ -82,6 +86,8 @@ class _Collector:
             self.truncated += row.truncated
             if self.keep_rows:
                 self.rows.append(row.row)
+            if row.images is not None:
+                self.images.append(row.images)
             yield [token for sequence in row.sequences for token in sequence.ids]
 
 
@@ -104,6 +110,7 @@ def collect(encoded: Iterable[Encoded], *, keep_rows: bool = False) -> Collected
         dict(found.dropped),
         found.truncated,
         np.array(found.kept, dtype=np.int64),
+        images=tuple(found.images),
     )
 
 

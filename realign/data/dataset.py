@@ -18,6 +18,7 @@ from torch import Tensor
 
 from realign.api.lengths import IntArray, Lengths
 from realign.api.sample import SequenceSample
+from realign.data.image_files import RowImages
 from realign.data.mixture import Mixture
 from realign.data.order import EpochOrder, RowOrder
 from realign.settings import Settings
@@ -82,6 +83,11 @@ class DataSpec(Settings, ABC):
     def describe_source(self) -> str:
         """Return where the rows come from, for the launch table; empty if unknown."""
         return ""
+
+    @property
+    def has_images(self) -> bool:
+        """Whether the rows have images."""
+        return False
 
     @abstractmethod
     def load(self, tokenizer: Any) -> Dataset:
@@ -167,11 +173,13 @@ class PackedDataset(Dataset):
         tokens: Token ids of each row.
         report: Counts of the rows that were read and dropped.
         mixture: Sources of the rows; None if there is one source.
+        images: Images of each row, which samples contain in the keys `IMAGE_KEYS`; empty without images.
     """
 
     tokens: PackedTokens
     report: LoadReport
     mixture: Mixture | None = dataclasses.field(default=None, kw_only=True)
+    images: tuple[RowImages, ...] = dataclasses.field(default=(), kw_only=True)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -187,7 +195,7 @@ class PackedDataset(Dataset):
 
     def with_ids(self, ids: Sequence[Hashable]) -> SequenceSample:
         """Return all rows, with these ids."""
-        return self._sample(np.arange(len(self)), tuple(ids))
+        return self._drawn(np.arange(len(self)), tuple(ids))
 
     @property
     def longest_sequence(self) -> int:
@@ -213,7 +221,14 @@ class PackedDataset(Dataset):
         chosen = np.array([row for _, row in rows], dtype=np.int64)
         if len(outside := chosen[(chosen < 0) | (chosen >= len(self))]):
             raise ValueError(f"row {outside[0]} is outside the dataset of {len(self)} rows.")
-        return self._sample(chosen, tuple(f"{row}@{epoch}" for epoch, row in rows))
+        return self._drawn(chosen, tuple(f"{row}@{epoch}" for epoch, row in rows))
+
+    def _drawn(self, rows: IntArray, ids: tuple[Hashable, ...]) -> SequenceSample:
+        sample = self._sample(rows, ids)
+        if not self.images or not len(rows):
+            return sample
+        found = [self.images[row].patches() for row in rows.tolist()]
+        return sample.merge(SequenceSample.from_sequences(ids, {key: [[x[key]] for x in found] for key in found[0]}))
 
     @abstractmethod
     def _sample(self, rows: IntArray, ids: tuple[Hashable, ...]) -> SequenceSample: ...
@@ -285,11 +300,14 @@ def _contents(value: Any) -> Iterator[bytes | memoryview]:
     elif dataclasses.is_dataclass(value):
         for field in dataclasses.fields(value):
             found = getattr(value, field.name)
-            # A report contains paths, which are not content. Without a mixture, hashes equal those of earlier versions.
-            if field.name != "report" and not (field.name == "mixture" and found is None):
+            # A report contains paths, which are not content. Without a mixture and images, hashes equal those of
+            # earlier versions.
+            if field.name != "report" and not (field.name in ("mixture", "images") and not found):
                 yield from _contents(found)
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _contents(item)
+    elif isinstance(value, bytes):
+        yield value
     elif isinstance(value, Mapping | str | int | float | None):
         yield json.dumps(value, default=str, sort_keys=True).encode()

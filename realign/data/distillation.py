@@ -36,6 +36,8 @@ class PromptsWithResponses(DataSpec):
         super().__post_init__()
         if self.responses.streams:
             raise SettingsError("responses.streaming=true: prompts with responses must be in memory. Set false.")
+        if self.responses.has_images:
+            raise SettingsError("responses.images_column: prompts with given responses have no images. Remove it.")
 
     def describe_source(self) -> str:
         """See `DataSpec`."""

@@ -127,7 +127,8 @@ def _marker(message: Message, index: int) -> tuple[Message, dict[str, str]]:
     if any(text.strip() for text in texts_of(message)):
         parts["content"] = f"{mark}content"
         listed = isinstance(message["content"], list)
-        replaced["content"] = [{"type": "text", "text": parts["content"]}] if listed else parts["content"]
+        images = [part for part in message["content"] if part["type"] == "image"] if listed else []
+        replaced["content"] = [*images, {"type": "text", "text": parts["content"]}] if listed else parts["content"]
     if "tool_calls" in message:
         parts |= {"name of a tool call": f"{mark}name", "arguments of a tool call": f"{mark}value"}
         call = message["tool_calls"][0]

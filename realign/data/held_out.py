@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from realign.data.dataset import DataSpec
+from realign.data.image_source import ImageSource
 from realign.data.pretraining import WithPretraining
 from realign.data.prompts import PromptData
 from realign.data.source import DataSource
@@ -19,7 +20,8 @@ def prompt_source(training: DataSpec) -> DataSpec:
     if isinstance(training, WithPretraining):
         return prompt_source(training.prompts)
     if isinstance(training, DataSource) and not isinstance(training, PromptData):
-        shared = {field.name: getattr(training, field.name) for field in dataclasses.fields(DataSource)}
+        kind = ImageSource if isinstance(training, ImageSource) else DataSource
+        shared = {field.name: getattr(training, field.name) for field in dataclasses.fields(kind)}
         return PromptData(**shared)
     return training
 

@@ -28,6 +28,9 @@ _SHAREGPT = {
 }
 """Roles of ShareGPT messages (`from` and `value`), and the roles of chat templates."""
 
+_IMAGE = {"type": "image"}
+"""An image part, whose image is in another column of the row."""
+
 
 @dataclass(frozen=True)
 class Conversation:
@@ -66,12 +69,13 @@ class Conversation:
         )
 
 
-def read_conversation(value: Any, tools: Any = None) -> Conversation:
+def read_conversation(value: Any, tools: Any = None, *, images: bool = False) -> Conversation:
     """Return a list of messages as a conversation.
 
     Args:
         value: Messages with `role` and `content`, or in the ShareGPT format with `from` and `value`.
         tools: JSON schemas of the tools: a list of objects, its JSON text, or None.
+        images: Whether messages may have image parts.
 
     Raises:
         DataError: a message or a tool is malformed; the message says what is wrong.
@@ -80,7 +84,7 @@ def read_conversation(value: Any, tools: Any = None) -> Conversation:
         raise DataError(f"found {short(value)}; expected a list of chat messages with 'role' and 'content'.")
     messages, untrained = [], set()
     for index, found in enumerate(value):
-        message = _message(found)
+        message = _message(found, images)
         weight = message.pop("weight", 1)
         if weight not in (0, 1):
             raise DataError(f"message {index}: weight={weight!r} must be 0 (not in the loss) or 1.")
@@ -90,7 +94,7 @@ def read_conversation(value: Any, tools: Any = None) -> Conversation:
     return Conversation(tuple(messages), read_tools(tools), frozenset(untrained))
 
 
-def _message(found: Any) -> Message:
+def _message(found: Any, images: bool) -> Message:
     """Return one message with `role` and `content`, without keys whose value is null."""
     if not isinstance(found, Mapping):
         raise DataError(f"the chat message {short(found)} lacks 'role' or 'content'.")
@@ -108,7 +112,7 @@ def _message(found: Any) -> Message:
         message.setdefault("content", "")
     if "content" not in message:
         raise DataError(f"the chat message {short(found)} lacks 'role' or 'content'.")
-    _check_content(message["content"])
+    message["content"] = _content(message["content"], images)
     return message
 
 
@@ -122,22 +126,32 @@ def _from_sharegpt(message: Message) -> Message:
     return {"role": _SHAREGPT[role], **({} if value is None else {"content": value}), **others}
 
 
-def _check_content(content: Any) -> None:
+def _content(content: Any, images: bool) -> Any:
+    """Return the content of a message: a string, or a list of text parts and, with `images`, image parts."""
     if isinstance(content, str):
-        return
+        return content
     if not isinstance(content, list):
         raise DataError(f"the content of a message is {short(content)}; expected a string.")
-    for part in content:
-        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise DataError(
-                f"a message contains {short(part)}. Only text is supported: {{'type': 'text', 'text': ...}}."
-            )
+    return [_part(part, images) for part in content]
+
+
+def _part(part: Any, images: bool) -> dict[str, Any]:
+    found = _without_nulls(part) if isinstance(part, Mapping) else {}
+    if found.get("type") == "text" and isinstance(found.get("text"), str):
+        return found
+    if images and found == _IMAGE:
+        return found
+    text = "{'type': 'text', 'text': ...}"
+    if images:
+        raise DataError(f"a message contains {short(part)}. Only text and images are supported: {text}, {_IMAGE}.")
+    hint = " For images, set images_column." if found.get("type") == "image" else ""
+    raise DataError(f"a message contains {short(part)}. Only text is supported: {text}.{hint}")
 
 
 def texts_of(message: Message) -> list[str]:
-    """Return the texts of the content of a message: one, or one for each part."""
+    """Return the texts of the content of a message: one, or one for each text part."""
     content = message["content"]
-    return [content] if isinstance(content, str) else [part["text"] for part in content]
+    return [content] if isinstance(content, str) else [part["text"] for part in content if part["type"] == "text"]
 
 
 def _tool_calls(calls: Any) -> list[dict[str, Any]]:

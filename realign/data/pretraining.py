@@ -51,6 +51,8 @@ class WithPretraining(DataSpec):
                 raise SettingsError(
                     f"{name}.streaming=true: a combination of two datasets needs both in memory. Set false."
                 )
+            if getattr(self, name).has_images:
+                raise SettingsError(f"{name}.images_column: a combination with pretraining text has no images.")
 
     def describe_source(self) -> str:
         """See `DataSpec`."""

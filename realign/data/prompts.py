@@ -11,9 +11,9 @@ from realign.api.sample import SequenceSample
 from realign.data.collect import Collected
 from realign.data.columns import CONVERSATIONS, Row, only_one, read_column
 from realign.data.dataset import LoadReport, PackedDataset
+from realign.data.image_source import ImageSource
 from realign.data.messages import read_conversation
 from realign.data.rows import LengthLimit, RowText
-from realign.data.source import DataSource
 from realign.data.writer import Writer
 from realign.errors import DataError, SettingsError
 from realign.settings import Count
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class PromptData(DataSource):
+class PromptData(ImageSource):
     """A file of prompts (config node). Samples also contain the whole row, for the reward function.
 
     Without column settings, the prompt is the column `prompt`. If a row has none, it is the column `messages` (or
@@ -73,7 +73,7 @@ class PromptData(DataSource):
         """
         if not isinstance(value, list) or not value:
             return value
-        messages = read_conversation(value).messages
+        messages = read_conversation(value, images=self.has_images).messages
         end = next((i for i in range(len(messages), 0, -1) if messages[i - 1]["role"] != "assistant"), 0)
         if end < len(messages) and not self.drop_final_answer:
             raise DataError(
@@ -88,7 +88,7 @@ class PromptData(DataSource):
 
     def pack(self, found: Collected, report: LoadReport) -> PromptDataset:
         """See `DataSource`."""
-        return PromptDataset(found.tokens, report, found.rows, mixture=found.mixture)
+        return PromptDataset(found.tokens, report, found.rows, mixture=found.mixture, images=found.images)
 
 
 @dataclass(frozen=True, eq=False)

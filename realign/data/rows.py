@@ -12,6 +12,7 @@ from itertools import compress, islice
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
 
 from realign.data.columns import Row
+from realign.data.image_files import RowImages
 from realign.data.templates import Ending, encode, start_tokens, started
 from realign.data.writer import Written
 from realign.errors import DataError
@@ -50,6 +51,7 @@ class RowText:
         labels: One label per sequence; empty without labels.
         margins: One preference margin per sequence; empty without margins.
         pairs: Whether consecutive sequences are pairs. Pairs with equal tokens are dropped.
+        images: The images of the row; None without images.
     """
 
     row: Row
@@ -57,6 +59,7 @@ class RowText:
     labels: Sequence[float] = ()
     margins: Sequence[float] = ()
     pairs: bool = False
+    images: RowImages | None = None
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,7 @@ class EncodedRow:
         labels: One label per sequence; empty without labels.
         margins: One preference margin per sequence; empty without margins.
         truncated: Whether the prompt was truncated on the left.
+        images: The images of the row; None without images.
     """
 
     row: Row
@@ -100,6 +104,7 @@ class EncodedRow:
     labels: Sequence[float] = ()
     margins: Sequence[float] = ()
     truncated: bool = False
+    images: RowImages | None = None
 
 
 Encoded: TypeAlias = EncodedRow | Dropped
@@ -205,7 +210,8 @@ class RowEncoder:
             if not any(kept):
                 return Dropped(EQUAL_PAIR)
         labels, margins = (tuple(compress(values, kept)) for values in (text.labels, text.margins))
-        return self.limit.fit(EncodedRow(text.row, tuple(compress(sequences, kept)), labels, margins))
+        row = EncodedRow(text.row, tuple(compress(sequences, kept)), labels, margins, images=text.images)
+        return self.limit.fit(row)
 
     def _sequence(self, written: Written, parts: list[list[int]]) -> TokenSequence:
         start = [] if written.chat else self._start

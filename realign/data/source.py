@@ -206,7 +206,14 @@ class DataSource(FileSource):
             ConfigError: the tokenizer does not support a setting.
         """
         writer = Writer(
-            tokenizer, self.template, self.prefix, self.suffix, self.system, self.template_options, self.masks()
+            tokenizer,
+            self.template,
+            self.prefix,
+            self.suffix,
+            self.system,
+            self.template_options,
+            self.masks(),
+            self.has_images,
         )
 
         def write(row: Row) -> RowText | Dropped:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, ClassVar
 from realign.data.collect import Collected
 from realign.data.columns import CONVERSATIONS, RESPONSES, Row, only_one, overlap, read_column
 from realign.data.dataset import LoadReport, SequenceDataset
+from realign.data.image_source import ImageSource
 from realign.data.rendering import AssistantMasks
 from realign.data.rows import LengthLimit, RowText
-from realign.data.source import DataSource
 from realign.data.templates import Ending
 from realign.data.writer import Turns, Writer
 from realign.errors import DataError, SettingsError
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class SupervisedData(DataSource):
+class SupervisedData(ImageSource):
     """A file of conversations, or of prompts and responses (config node).
 
     Without column settings, the columns of a row decide: `messages` (or `conversations`, `conversation`) is a whole
@@ -113,6 +113,7 @@ class SupervisedData(DataSource):
             found.trained,
             train_on_prompt=self.train_on_prompt,
             mixture=found.mixture,
+            images=found.images,
         )
 
 

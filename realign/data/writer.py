@@ -52,7 +52,7 @@ class Writer:
 
     Chat messages are formatted by `tokenizer.apply_chat_template`; only the template decides about BOS. With
     template=chat, a string becomes one user message (between `prefix` and `suffix`). The text `system`, if set, becomes
-    a system message before the others.
+    a system message before the others. With `images`, chat messages may have image parts.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -62,6 +62,7 @@ class Writer:
     system: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
     masks: AssistantMasks = AssistantMasks.auto
+    images: bool = False
 
     def __post_init__(self) -> None:
         if self.template is Template.chat and not self.tokenizer.chat_template:
@@ -112,7 +113,7 @@ class Writer:
             response = [{"role": "assistant", "content": response}]
         elif not isinstance(response, list):
             raise DataError(f"the response is {short(response)}; expected a string or a list of chat messages.")
-        answer = read_conversation(response)
+        answer = read_conversation(response, images=self.images)
         if answer.messages[0]["role"] != "assistant":
             raise DataError(
                 f"the response begins with a message by {answer.messages[0]['role']!r}; expected 'assistant'. For "
@@ -247,7 +248,7 @@ class Writer:
     def _messages(self, value: Any, tools: Any) -> Conversation:
         if self.prefix or self.suffix:
             raise DataError("prefix and suffix need a prompt that is a string, but it is a list of chat messages.")
-        return self._with_system(read_conversation(value, tools))
+        return self._with_system(read_conversation(value, tools, images=self.images))
 
     def _with_system(self, conversation: Conversation) -> Conversation:
         if not self.system:

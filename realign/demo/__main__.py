@@ -15,8 +15,9 @@ from rich.table import Table
 
 from realign.api import Panel
 from realign.config import ConfigError, build_experiment, compose
-from realign.demo.arithmetic import Task, prepare
+from realign.demo.arithmetic import prepare
 from realign.demo.launch import Demo, launch, median, remove_earlier
+from realign.demo.tiny import Task
 from realign.runtime import Experiment, RunResult, run
 from realign.runtime.metrics.curves import draw_curves
 

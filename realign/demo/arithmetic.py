@@ -13,33 +13,13 @@ from __future__ import annotations
 
 import random
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from realign.demo import tiny
+from realign.demo.tiny import Task
 
 CHARACTERS = "0123456789+="
-
-
-@dataclass(frozen=True)
-class Task:
-    """Paths of the model and data files of the task."""
-
-    model: Path
-    demonstrations: Path
-    """JSONL of `prompt`, `response`: the demonstrations for SFT."""
-    prompts: Path
-    """JSONL of `prompt`, `answer`: the training problems of reinforcement learning."""
-    held_out: Path
-    """JSONL of `prompt`, `answer`: held-out problems, in either order of the summands."""
-
-    @classmethod
-    def of(cls, folder: Path) -> Task:
-        """Return the paths of the files that `prepare` writes to `folder`."""
-        return cls(
-            folder / "model", folder / "demonstrations.jsonl", folder / "prompts.jsonl", folder / "held_out.jsonl"
-        )
 
 
 def prepare(
@@ -48,7 +28,8 @@ def prepare(
     """Write model, tokenizer and data of the task.
 
     Args:
-        folder: Output folder for `model/`, `demonstrations.jsonl`, `prompts.jsonl` and `held_out.jsonl`.
+        folder: Output folder for `model/`, `demonstrations.jsonl` (`prompt`, `response`), `prompts.jsonl` and
+            `held_out.jsonl` (`prompt`, `answer`). Held-out problems have either order of the summands.
         seed: Seed of the split and of the weights.
         demonstrations: Number of demonstrations for SFT.
         mistakes: Fraction of the demonstrations that omit the carry.

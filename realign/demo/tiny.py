@@ -4,10 +4,31 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 PAD, EOS = "<pad>", "<|endoftext|>"  # transformers expects this EOS token of a Qwen2 tokenizer
+
+
+@dataclass(frozen=True)
+class Task:
+    """Paths of the model and data files of a task."""
+
+    model: Path
+    demonstrations: Path
+    """JSONL of the demonstrations for SFT."""
+    prompts: Path
+    """JSONL of the training problems of reinforcement learning, with answers."""
+    held_out: Path
+    """JSONL of held-out problems, with answers."""
+
+    @classmethod
+    def of(cls, folder: Path) -> Task:
+        """Return the paths of the files in a folder."""
+        return cls(
+            folder / "model", folder / "demonstrations.jsonl", folder / "prompts.jsonl", folder / "held_out.jsonl"
+        )
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:

@@ -104,7 +104,8 @@ def shape_of(
 ) -> ModelShape:
     """Return the sizes of the model with this transformers config; see `read_shape`."""
     with torch.random.fork_rng(devices=[]), torch.device("meta"), quiet_transformers():
-        module = head.auto_class().from_config(config, trust_remote_code=trust_remote_code, dtype=torch.float32)
+        kind = head.auto_class(config.model_type)
+        module = kind.from_config(config, trust_remote_code=trust_remote_code, dtype=torch.float32)
         loaded = sum(p.numel() for p in module.parameters())
         layers = _layers(module)
         in_layers = sum(p.numel() for p in layers.parameters())

@@ -58,7 +58,7 @@ class ModuleReader:
             family = AutoConfig.from_pretrained(path, trust_remote_code=self.trust_remote_code).model_type
         what = f"models.{self.role}: model family {family!r} cannot be loaded from {path!r} with head={self.head}"
         with readable(what):
-            module, info = self._loaded(path)
+            module, info = self._loaded(path, family)
         supplied = frozenset() if self.adapter is None else self.adapter.head_names()
         missing = sorted(set(info["missing_keys"]) - supplied)
         self._check_complete(module.base_model_prefix, missing)
@@ -67,7 +67,7 @@ class ModuleReader:
                 module = merge_adapter(module, self.adapter.path)
         return module
 
-    def _loaded(self, path: str) -> tuple[Any, dict[str, Any]]:
+    def _loaded(self, path: str, family: str) -> tuple[Any, dict[str, Any]]:
         from realign.engines.network.attention import ATTENTION
 
         labels = {"num_labels": 1} if self.head.is_scalar else {}
@@ -75,7 +75,7 @@ class ModuleReader:
         def load(attention: str | None = ATTENTION, **more: Any) -> tuple[Any, dict[str, Any]]:
             with torch.random.fork_rng(), quiet_transformers():
                 torch.manual_seed(self.seed)
-                return self.head.auto_class().from_pretrained(
+                return self.head.auto_class(family).from_pretrained(
                     path,
                     dtype=torch.float32,
                     attn_implementation=attention,

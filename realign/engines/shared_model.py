@@ -162,6 +162,11 @@ class SharedEngine(PipelinableEngine):
         """See `PipelinableEngine.positions`."""
         return self.engine.positions
 
+    @property
+    def reads_images(self) -> bool:
+        """See `PipelinableEngine.reads_images`."""
+        return self.engine.reads_images
+
     def measure(self, data: SequenceSample, mb_spec: MicroBatchSpec, loss_fn: LossFn) -> Stats:
         """See `PipelinableEngine.measure`."""
         return self.engine.measure(data, mb_spec, loss_fn)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -87,6 +87,8 @@ from realign.settings import Count, NonNegative, NonNegativeInt
 @dataclass
 class PPOActorInterface(ModelInterface):
     """The policy of PPO, and the base of every actor that samples responses and learns from their rewards."""
+
+    reads_images: ClassVar[bool] = True
 
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     """Sampling settings; `generation.temperature` applies to all log-probs of the policy."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import numpy as np
 import torch
@@ -47,6 +47,8 @@ SAMPLED = ("input_ids", "prompt_mask", "loss_mask", "truncated")
 @dataclass
 class RAFTActorInterface(SFTInterface):
     """The policy of RAFT: likelihood of the best responses of a batch."""
+
+    reads_images: ClassVar[bool] = False
 
     generation: GenerationConfig = field(default_factory=lambda: GenerationConfig(n=8))
     """Sampling settings, without restrictions; `generation.n` is the K of best-of-K."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from realign.api import Keys, MicroBatchSpec, Model, ModelInterface, Plan, SequenceSample, Weights
 from realign.interfaces.components.scoring import score_distributions, score_logprobs, scoring_keys
@@ -14,6 +14,8 @@ from realign.settings import Range
 @dataclass
 class ReferenceInterface(ModelInterface):
     """A frozen policy that computes `logprobs` of sampled tokens at the sampler's temperature."""
+
+    reads_images: ClassVar[bool] = True
 
     temperature: Annotated[float, Range(ge=0.01, lt=math.inf)] = 1.0
     """Sampling temperature, which divides the logits. Must equal the sampler's; this is checked at launch."""

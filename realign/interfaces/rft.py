@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 import torch
@@ -54,6 +54,8 @@ __all__ = ["RFTActorInterface", "dataflow"]
 @dataclass
 class RFTActorInterface(SFTInterface):
     """The policy of RFT: likelihood of pooled responses above a percentile of their prompt's rewards."""
+
+    reads_images: ClassVar[bool] = False
 
     generation: GenerationConfig = field(default_factory=lambda: GenerationConfig(n=32))
     """Sampling settings, without restrictions; a step adds at most `generation.n` responses per prompt to the pool."""

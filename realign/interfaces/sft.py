@@ -7,6 +7,7 @@ negative log-likelihood of those tokens over the whole batch, independent of the
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 from torch import Tensor
@@ -34,6 +35,8 @@ from realign.settings import Count
 @dataclass
 class SFTInterface(ModelInterface):
     """Supervised fine-tuning on packed sequences."""
+
+    reads_images: ClassVar[bool] = True
 
     n_minibatches: Count = 1
     """Optimizer steps per batch of prompts."""

@@ -10,6 +10,7 @@ from realign.engines import All, DType, InProcessSampling, Lora, TopLayers, Tran
 from realign.engines.files.adapters import find_adapter
 from realign.engines.files.folders import check_path
 from realign.engines.files.pretrained import quiet_transformers, readable
+from realign.engines.network.heads import IMAGE_FAMILIES, language_model_class
 from realign.errors import ConfigError
 from realign.planning.options import PlanOptions
 from realign.planning.plans import Tail, Work
@@ -181,15 +182,18 @@ def _role(experiment: Experiment, role: str) -> RoleLoad:
 def _network(role: str, spec: TransformersModel) -> Network:
     """Return the sizes of a model from its `config.json`. Counts the weights of a model without storage."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     key = f"models.{role}.path"
     adapter = find_adapter(f"{key}={spec.path!r}", spec.path)
     path = check_path(key, spec.path if adapter is None else adapter.base)
     with readable(f"{key}={path!r}"), quiet_transformers():
-        config = AutoConfig.from_pretrained(path, trust_remote_code=spec.trust_remote_code).get_text_config()
+        whole = AutoConfig.from_pretrained(path, trust_remote_code=spec.trust_remote_code)
+        config = whole.get_text_config()
         with torch.device("meta"):
-            module = AutoModelForCausalLM.from_config(config, trust_remote_code=spec.trust_remote_code)
+            module = language_model_class(whole.model_type).from_config(
+                whole if whole.model_type in IMAGE_FAMILIES else config, trust_remote_code=spec.trust_remote_code
+            )
     heads = int(config.num_attention_heads)
     return Network(
         weights=float(sum(weight.numel() for weight in module.parameters())),

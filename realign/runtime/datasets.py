@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from realign.api import Model
 from realign.data import Dataset
 from realign.runtime.checks.dataset import check_budget, check_dataset
+from realign.runtime.checks.images import check_image_models
 from realign.runtime.checks.positions import check_positions
 from realign.runtime.experiment import Experiment
 from realign.runtime.models import lead_role
@@ -35,6 +36,7 @@ def load_datasets(experiment: Experiment, models: Mapping[str, Model]) -> Datase
     Raises:
         RealignError: a dataset cannot be read, or does not fit the graph, the token budget or a model.
     """
+    check_image_models(experiment, models)
     training = experiment.data.load(models[lead_role(experiment)].tokenizer)
     check_dataset(training, experiment)
     readers = [rpc.model for rpc in experiment.graph.rpcs]

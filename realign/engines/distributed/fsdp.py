@@ -99,6 +99,7 @@ class ShardedNetwork(Network):
                 f"models.{name}.sharding: torch {torch.__version__} is too old. Install torch 2.13 or later."
             )
         super().__init__(name, module, dtype=dtype, **settings)
+        self.images = None  # its vision layers would run outside the FSDP root
         if self.unpacked is not None:
             raise ConfigError(
                 f"models.{name}.sharding: requires a model that can run packed. {self.unpacked.reason.rstrip('.')}. "

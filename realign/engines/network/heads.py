@@ -16,6 +16,9 @@ from realign.errors import ConfigError
 from realign.functional.logprobs import LMHead
 from realign.settings import Count, NonNegativeInt, Settings
 
+IMAGE_FAMILIES = frozenset({"qwen2_vl", "qwen2_5_vl"})
+"""Values of `model_type` of language models that read images, see `realign.engines.network.images`."""
+
 
 class HeadInit(StrEnum):
     """Initialization of the last layer of a new scalar head."""
@@ -71,8 +74,8 @@ class Head(Settings, ABC):
         return False
 
     @abstractmethod
-    def auto_class(self) -> Any:
-        """Return the class of transformers that loads models with this head."""
+    def auto_class(self, family: str) -> Any:
+        """Return the class of transformers that loads models of a family (`model_type`) with this head."""
 
     def start(self, module: Any, *, seed: int) -> None:
         """Replace the head of a transformers model in place, if `replaces` is true."""
@@ -99,11 +102,9 @@ class Causal(Head):
         """See `Head.is_scalar`."""
         return False
 
-    def auto_class(self) -> Any:
+    def auto_class(self, family: str) -> Any:
         """See `Head.auto_class`."""
-        from transformers import AutoModelForCausalLM
-
-        return AutoModelForCausalLM
+        return language_model_class(family)
 
 
 @dataclass
@@ -140,7 +141,7 @@ class _ScalarHead(Head):
 class Score(_ScalarHead):
     """A reward model: one number per sequence."""
 
-    def auto_class(self) -> Any:
+    def auto_class(self, family: str) -> Any:
         """See `Head.auto_class`."""
         from transformers import AutoModelForSequenceClassification
 
@@ -151,11 +152,18 @@ class Score(_ScalarHead):
 class Value(_ScalarHead):
     """A critic: one number per token."""
 
-    def auto_class(self) -> Any:
+    def auto_class(self, family: str) -> Any:
         """See `Head.auto_class`."""
         from transformers import AutoModelForTokenClassification
 
         return AutoModelForTokenClassification
+
+
+def language_model_class(family: str) -> Any:
+    """Return the class of transformers that loads language models of a family."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if family in IMAGE_FAMILIES else AutoModelForCausalLM
 
 
 _SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")

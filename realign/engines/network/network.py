@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from realign.api.generation import GenerationConfig
+from realign.api.image_keys import PIXELS
 from realign.api.microbatch import MicroBatchSpec
 from realign.api.router_experts import ROUTER_EXPERTS
 from realign.api.sample import TOKENS, SequenceSample
@@ -21,6 +22,7 @@ from realign.engines.network.branches import Heard, ReferenceBranch, check_layer
 from realign.engines.network.compiled_layers import TorchCompile
 from realign.engines.network.cpu_lanes import ParallelPasses, rewrites_rope
 from realign.engines.network.heads import read_body, read_head
+from realign.engines.network.images import NO_IMAGES, ImageReader, image_reader
 from realign.engines.network.output import PackedOutput, ScalarBranch, ScalarHead
 from realign.engines.network.passed_context import pass_context_on
 from realign.engines.network.probe import Autocast, compile_probed, probe, probe_branch, probe_head, probe_shared
@@ -28,7 +30,7 @@ from realign.engines.network.recurrence import segment_recurrent_layers
 from realign.engines.network.router_replay import RouterReplay
 from realign.engines.network.routers import Routers
 from realign.engines.network.shared_prefix import Layout, Passes, SharedPrompts
-from realign.engines.network.trains import Trained
+from realign.engines.network.trains import All, Trained
 from realign.engines.network.unpacked import UnpackedModel, cost
 from realign.engines.network.value_head import ValueNetwork
 from realign.engines.sampling.compiled_library import CompiledDecode
@@ -51,6 +53,7 @@ class Network(nn.Module):
         unpacked: runs a model whose family cannot run packed; None if it runs packed.
         own_cache: samples from such a model; None if it runs packed, or has a scalar head.
         replay: replays choices of experts; None if the model cannot.
+        images: reads the images of prompts; None if the network does not support images.
     """
 
     def __init__(
@@ -116,6 +119,9 @@ class Network(nn.Module):
             raise ConfigError(f"models.{name}: {error}") from error
         if self._shares and self.device.type != "cpu":
             self._shares = self._can_share(half)
+        # after the probe, which changes the attention of all layers
+        plain = self.unpacked is None and value_head is None and trains == All()
+        self.images: ImageReader | None = image_reader(module) if plain else None
         if torch_compile.compiles:
             self._compile(torch_compile)
 
@@ -142,6 +148,8 @@ class Network(nn.Module):
         if self.unpacked is not None:
             reason = self.unpacked.reason.rstrip(".")
             raise ConfigError(f"{what}: requires a model that can run packed. {reason}. Set torch_compile=off.")
+        if self.images is not None:
+            raise ConfigError(f"{what}: not supported by models that read images. Set torch_compile=off.")
         try:
             compile_probed(self.module, backend)
         except ConfigError as error:
@@ -314,10 +322,19 @@ class Network(nn.Module):
             weight = head.weight_VH if isinstance(head, LMHead) else head.weight_1H
             return weight.new_zeros(0, weight.shape[1])
         with self.autocast():
+            images = self._image_rows(moved, layout)
             if self.unpacked is not None:
                 return self.unpacked.hidden(moved[TOKENS], layout.pieces)
-            hidden: Tensor = self(**layout_inputs(moved[TOKENS], layout, self._attention))
+            hidden: Tensor = self(**layout_inputs(moved[TOKENS], layout, self._attention) | images)
         return hidden[0]
+
+    def _image_rows(self, moved: SequenceSample, layout: Layout) -> dict[str, Any]:
+        """Return the inputs of a pass that depend on images; none for text."""
+        if PIXELS not in moved or not len(moved[PIXELS]):
+            return {}
+        if self.images is None:
+            raise ConfigError(f"models.{self.name}: {NO_IMAGES}")
+        return {"input_ids": None, **self.images.rows(moved, layout)}
 
     def outer_ids(self) -> set[int]:
         """Return the ids of the weights outside of the layers: embeddings, heads and the value head."""

@@ -120,7 +120,8 @@ class StreamingEngine(SharedEngine):
 
     def _add(self, data: SequenceSample, keys_S: Tensor, config: GenerationConfig) -> Call:
         """Validate the prompts and queue a call for the loop."""
-        prompts = [p.to(self.engine.device) for p in checked_prompts(self.engine.module, data, config)]
+        found = checked_prompts(self.engine.module, data, config, self.engine.network.images)
+        prompts = [p.to(self.engine.device) for p in found]
         call = Call(prompts, keys_S, replace(config, n=1))
         self.loop.add(call)
         return call

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from realign.api.generation import GenerationConfig
+from realign.engines.network.images import PromptInput
 from realign.engines.sampling.continuous import Stream, Taken
 
 
@@ -22,8 +23,8 @@ class Call:
     `config.n` is 1, so that calls with different numbers of responses can share a rollout.
     """
 
-    prompts: list[Tensor]
-    """Token ids of each prompt, on the device of the weights."""
+    prompts: list[PromptInput]
+    """Token ids of each prompt, with its images, on the device of the weights."""
     keys_S: Tensor
     """Keys of the random numbers, in prompt order; see `counter_rng.response_keys`."""
     config: GenerationConfig

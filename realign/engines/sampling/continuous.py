@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from realign.api.generation import GenerationConfig
+from realign.engines.network.images import PromptInput, followed_by
 from realign.engines.sampling.decoder import Decoder
 from realign.engines.sampling.kept_memory import KeptMemory
 from realign.engines.sampling.responses import Responses
@@ -78,10 +79,10 @@ class Stream(Rollout):
         self.versions = torch.zeros(0, config.max_new_tokens, dtype=torch.int32, device=self.device)
         """[rows of `responses`, N] int32: policy version of each sampled token; other entries are undefined."""
         self._free: list[int] = []
-        self._texts: dict[int, Tensor] = {}
+        self._texts: dict[int, PromptInput] = {}
         self._freed = (0, 0)  # slots and length of the freed cache
 
-    def add(self, prompts: Sequence[Tensor], keys_S: Tensor) -> Tensor:
+    def add(self, prompts: Sequence[PromptInput], keys_S: Tensor) -> Tensor:
         """See `Rollout.add`."""
         sequences_S = super().add(prompts, keys_S)
         for i, sequence in enumerate(sequences_S.tolist()):
@@ -187,7 +188,7 @@ class Stream(Rollout):
         """
         sequences, counts = self.rows[0, : self.active].tolist(), self.rows[3, : self.active].tolist()
         texts = [
-            torch.cat([self._texts[sequence], self.responses.tokens[sequence, : count - 1]])
+            followed_by(self._texts[sequence], self.responses.tokens[sequence, : count - 1])
             for sequence, count in zip(sequences, counts, strict=True)
         ]
         first = 0

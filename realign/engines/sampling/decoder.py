@@ -9,9 +9,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from realign.engines.network.attention import AttentionContext
+from realign.engines.network.images import ImagePrompt, ImageReader, PromptInput, ids_of
 from realign.engines.network.recurrence import States
 from realign.engines.network.routers import Routed, Routers
 from realign.engines.sampling.expert_record import DTYPE
@@ -71,7 +73,7 @@ class Decoder(Protocol):
         """Experts chosen for the N tokens of the last prefill or step, int16 [N, `record_width`]."""
         ...
 
-    def prefill(self, texts: Sequence[Tensor]) -> tuple[Tensor, list[Any]]:
+    def prefill(self, texts: Sequence[PromptInput]) -> tuple[Tensor, list[Any]]:
         """Return the hidden state [len(texts), H] of the last token of each text, and the state of each text."""
         ...
 
@@ -102,6 +104,8 @@ class Text(NamedTuple):
     """Keys and values of attention layers."""
     states: Mapping[int, States]
     """States [1, ...] of recurrent layers."""
+    shift: int = 0
+    """Rotary position of the next token minus the number of tokens; not 0 after images."""
 
 
 class PackedCache:
@@ -110,6 +114,7 @@ class PackedCache:
     Attributes:
         kv: the KV cache.
         states: for each recurrent layer, its states [slots, ...] by name.
+        shifts: [slots] int64, `Text.shift`; None if no text has images.
     """
 
     def __init__(self, like: Text, slots: int, length: int, memory: KeptMemory | None = None) -> None:
@@ -118,6 +123,7 @@ class PackedCache:
             layer: {name: x.new_zeros(slots, *x.shape[1:]) for name, x in states.items()}
             for layer, states in like.states.items()
         }
+        self.shifts: Tensor | None = None
 
     @property
     def slots(self) -> int:
@@ -139,6 +145,10 @@ class PackedCache:
         for layer, states in prompt.states.items():
             for name, x in states.items():
                 self.states[layer][name][first:last] = x
+        if self.shifts is None and prompt.shift:
+            self.shifts = torch.zeros(self.slots, dtype=torch.int64, device=next(iter(prompt.kv.values()))[0].device)
+        if self.shifts is not None:
+            self.shifts[first:last] = prompt.shift
 
     def resize(self, slots: int, length: int) -> None:
         """See `SlotCache.resize`."""
@@ -146,6 +156,8 @@ class PackedCache:
         for states in self.states.values():
             for name, x in states.items():
                 states[name] = torch.cat([x, x.new_zeros(slots - len(x), *x.shape[1:])])
+        if self.shifts is not None:
+            self.shifts = F.pad(self.shifts, (0, slots - len(self.shifts)))
 
     def move(self, source_M: Tensor, target_M: Tensor, length: int) -> None:
         """See `SlotCache.move`."""
@@ -153,6 +165,8 @@ class PackedCache:
         for states in self.states.values():
             for x in states.values():
                 x[target_M] = x[source_M]
+        if self.shifts is not None:
+            self.shifts[target_M] = self.shifts[source_M]
 
     def release(self) -> None:
         """See `SlotCache.release`."""
@@ -161,13 +175,19 @@ class PackedCache:
 
 
 class PackedDecoder:
-    """Decoder of models that run packed. Implements `Decoder`."""
+    """Decoder of models that run packed. Implements `Decoder`.
+
+    Attributes:
+        trunk: the layers.
+        images: reads the images of prompts; None if the model does not support images.
+    """
 
     reads_rows = False
 
-    def __init__(self, trunk: Trunk, routers: Routers | None = None) -> None:
+    def __init__(self, trunk: Trunk, routers: Routers | None = None, images: ImageReader | None = None) -> None:
         """Run `trunk`, and record the choices of its `routers`, if any."""
         self.trunk = trunk
+        self.images = images
         self._routers = routers
         self.chosen_NW = torch.empty(0, self.record_width, dtype=DTYPE)
 
@@ -191,14 +211,21 @@ class PackedDecoder:
         self.chosen_NW = torch.cat([chosen[router] for router in range(len(self._routers.modules))], 1)
         return hidden_NH
 
-    def prefill(self, texts: Sequence[Tensor]) -> tuple[Tensor, list[Any]]:
+    def prefill(self, texts: Sequence[PromptInput]) -> tuple[Tensor, list[Any]]:
         """See `Decoder.prefill`. One packed pass reads all texts."""
-        lengths = [len(ids) for ids in texts]
-        cu_seqlens = cu_seqlens_of(lengths).to(texts[0].device)
+        lengths = [len(text) for text in texts]
+        cu_seqlens = cu_seqlens_of(lengths).to(ids_of(texts[0]).device)
         context = PrefillContext(cu_seqlens, lengths=lengths)
-        hidden_TH = self._run(torch.cat(list(texts)), position_ids(cu_seqlens), context)
-        texts_kv = enumerate(context.per_sequence(lengths))
-        states = [Text(kv, {layer: found[i] for layer, found in context.states.items()}) for i, kv in texts_kv]
+        following = lengths
+        if self.images is not None and any(isinstance(text, ImagePrompt) for text in texts):
+            hidden_TH, following = self.images.prefill(texts, context)
+        else:
+            hidden_TH = self._run(torch.cat([ids_of(text) for text in texts]), position_ids(cu_seqlens), context)
+        kvs = zip(context.per_sequence(lengths), following, lengths, strict=True)
+        states = [
+            Text(kv, {layer: found[i] for layer, found in context.states.items()}, after - length)
+            for i, (kv, after, length) in enumerate(kvs)
+        ]
         return hidden_TH[cu_seqlens[1:].long() - 1], states
 
     def bytes_per_slot(self, like: Text, length: int) -> int:
@@ -212,4 +239,6 @@ class PackedDecoder:
 
     def step(self, cache: PackedCache, tokens_B: Tensor, positions_B: Tensor, longest: int) -> Tensor:
         """See `Decoder.step`."""
-        return self._run(tokens_B, positions_B, DecodeContext(cache.kv, positions_B, longest, cache.states))
+        context = DecodeContext(cache.kv, positions_B, longest, cache.states)
+        rotary_B = positions_B if cache.shifts is None else positions_B + cache.shifts[: len(positions_B)]
+        return self._run(tokens_B, rotary_B, context)

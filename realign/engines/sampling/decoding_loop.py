@@ -290,4 +290,5 @@ class DecodingLoop:
                 routers=network.recorded_routers(config, self._engine.module),
                 memory=self._engine.kept_memory,
                 captured=self._engine.captured_steps,
+                images=network.images,
             )

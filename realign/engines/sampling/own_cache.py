@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from realign.engines.network.heads import read_body
+from realign.engines.network.images import PromptInput, ids_of
 from realign.engines.network.unpacked import TOLERANCE
 from realign.engines.precision import full_fp32
 from realign.engines.sampling.kept_memory import KeptMemory
@@ -158,10 +159,10 @@ class OwnCache:
         """See `Decoder.chosen_NW`."""
         raise ValueError("a model that runs unpacked does not record experts")
 
-    def prefill(self, texts: Sequence[Tensor]) -> tuple[Tensor, list[_Group]]:
-        """See `Decoder.prefill`. A pass for each text."""
+    def prefill(self, texts: Sequence[PromptInput]) -> tuple[Tensor, list[_Group]]:
+        """See `Decoder.prefill`. A pass for each text; texts of unpacked models have no images."""
         hidden, states = [], []
-        for ids in texts:
+        for ids in map(ids_of, texts):
             out = self._body(input_ids=ids[None], use_cache=self.cached)
             hidden.append(out.last_hidden_state[0, -1])
             states.append(_Group(ids[None], _cache_of(out) if self.cached else {}))

@@ -17,9 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from realign.api.generation import GenerationConfig
+from realign.api.image_keys import PIXELS
 from realign.api.lengths import Lengths
 from realign.api.router_experts import with_experts
 from realign.api.sample import SequenceSample
+from realign.engines.network.images import CURE, NO_IMAGES, ImagePrompt, ImageReader, PromptInput, prompts_with_images
 from realign.engines.network.routers import Routers
 from realign.engines.sampling.captured_steps import CapturedDecoder, CapturedSteps
 from realign.engines.sampling.counter_rng import response_keys
@@ -32,7 +34,7 @@ from realign.engines.sampling.slots import CACHE_FRACTION, Rollout
 from realign.engines.sampling.stopping import Stopping
 from realign.engines.sampling.trunk import Cores, ModuleTrunk, one_core_for_small_products, positions_of
 from realign.engines.sampling.weight_fusion import Fusion
-from realign.errors import DataError, RunError
+from realign.errors import ConfigError, DataError, RunError
 from realign.functional.logprobs import LMHead
 from realign.functional.packed import cu_seqlens_of, position_ids, sequence_index
 
@@ -51,6 +53,7 @@ def generate(
     tokenizer: Any,
     fusion: Fusion | None = None,
     own_cache: OwnCache | None = None,
+    images: ImageReader | None = None,
     max_slots: int | None = None,
     cache_fraction: float = CACHE_FRACTION,
     routers: Routers | None = None,
@@ -67,13 +70,14 @@ def generate(
     Args:
         model: a transformers causal LM loaded with the attention `realign.engines.network.attention.ATTENTION`.
         head: its last layer.
-        data: batch with the key `prompt_ids`, one non-empty sequence per id.
+        data: batch with the key `prompt_ids`, one non-empty sequence per id, and the images of the prompts, if any.
         config: sampling settings; the model's own generation settings are ignored.
         seed: seed of this call.
         eos_token_ids: the model's end tokens, used if `config.stop_token_ids` is None.
         tokenizer: decodes responses for `config.stop_strings`; otherwise unused.
         fusion: runs the layers with fewer operators where possible; None runs the modules.
         own_cache: decodes with a model that cannot run packed; None runs packed.
+        images: reads the images of prompts; None if the model does not support images.
         max_slots: maximum number of sequences decoded concurrently.
         cache_fraction: fraction of the free memory of a GPU for the KV cache, if `max_slots` is None.
         routers: routers of the model whose choices are recorded; None records nothing.
@@ -92,12 +96,12 @@ def generate(
 
     Raises:
         ValueError: an id does not have exactly one prompt.
-        DataError: a prompt is empty or has tokens outside the vocabulary, or prompt and response exceed the model's
-            positions.
-        ConfigError: stop settings are invalid.
+        DataError: a prompt is empty, has tokens outside the vocabulary, or does not fit its images, or prompt and
+            response exceed the model's positions.
+        ConfigError: stop settings are invalid, or the model does not read images.
         RunError: a log-prob is not finite.
     """
-    prompts = checked_prompts(model, data, config)
+    prompts = checked_prompts(model, data, config, images)
     length = int(data.lengths[PROMPTS].flat.max(initial=0)) + config.max_new_tokens
     with ExitStack() as stack:
         stack.enter_context(_evaluating(model))
@@ -109,6 +113,7 @@ def generate(
             length,
             cores=cores,
             own_cache=own_cache,
+            images=images,
             routers=routers,
             memory=memory,
             captured=captured,
@@ -142,6 +147,7 @@ def prepared(
     *,
     cores: Cores,
     own_cache: OwnCache | None = None,
+    images: ImageReader | None = None,
     routers: Routers | None = None,
     memory: KeptMemory | None = None,
     captured: CapturedSteps | None = None,
@@ -155,6 +161,7 @@ def prepared(
         length: number of positions to support.
         cores: limits small products to one core.
         own_cache: see `generate`.
+        images: see `generate`.
         routers: see `generate`.
         memory: see `generate`.
         captured: see `generate`.
@@ -167,22 +174,25 @@ def prepared(
     if own_cache is not None:
         return own_cache, head
     if fusion is None:
-        return PackedDecoder(cores.saved_by(ModuleTrunk(model)), routers), head
+        return PackedDecoder(cores.saved_by(ModuleTrunk(model)), routers, images), head
     trunk, weight_VH = fusion.trunk(length, dtype, memory), for_few_rows(head.weight_VH.detach())
     if memory is not None:
         weight_VH = memory.copied("head", weight_VH)
     head = dataclasses.replace(head, weight_VH=weight_VH)
-    if captured is not None and routers is None and isinstance(trunk, FusedTrunk):
+    if captured is not None and routers is None and images is None and isinstance(trunk, FusedTrunk):
         return CapturedDecoder(trunk, captured), head
-    return PackedDecoder(cores.saved_by(trunk), routers), head
+    return PackedDecoder(cores.saved_by(trunk), routers, images), head
 
 
-def checked_prompts(model: Any, data: SequenceSample, config: GenerationConfig) -> list[Tensor]:
+def checked_prompts(
+    model: Any, data: SequenceSample, config: GenerationConfig, images: ImageReader | None
+) -> list[PromptInput]:
     """Return the prompts, one per id.
 
     Raises:
         ValueError: an id does not have exactly one prompt.
         DataError: `generate` does not support a prompt.
+        ConfigError: a prompt has images, but `images` is None.
     """
     ids_T, lengths = data[PROMPTS], data.lengths[PROMPTS]
     for i, count in zip(data.ids, lengths.counts.tolist(), strict=True):
@@ -206,7 +216,20 @@ def checked_prompts(model: Any, data: SequenceSample, config: GenerationConfig) 
                 f"id {i!r}: the prompt has token ids from {int(prompt.min())} to {int(prompt.max())}, but the model "
                 f"has 0 to {words - 1}. Use the tokenizer of the model."
             )
-    return list(data.sequences(PROMPTS))
+    return _with_images(data, images)
+
+
+def _with_images(data: SequenceSample, images: ImageReader | None) -> list[PromptInput]:
+    if images is None and PIXELS in data and len(data[PIXELS]):
+        raise ConfigError(NO_IMAGES)
+    prompts = prompts_with_images(data, PROMPTS)
+    for i, prompt in zip(data.ids, prompts, strict=True):
+        if images is not None and isinstance(prompt, ImagePrompt):
+            try:
+                images.check(prompt)
+            except ValueError as error:
+                raise DataError(f"id {i!r}: {error}. {CURE}") from error
+    return prompts
 
 
 @contextmanager

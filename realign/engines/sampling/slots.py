@@ -17,6 +17,7 @@ from torch import Tensor
 
 from realign.api.generation import GenerationConfig
 from realign.engines.device_memory import free_bytes
+from realign.engines.network.images import PromptInput
 from realign.engines.sampling.counter_rng import uniforms
 from realign.engines.sampling.decoder import Decoder, SlotCache
 from realign.engines.sampling.draw import sample
@@ -76,7 +77,7 @@ class _Prefilled(NamedTuple):
 class _Prompt:
     """A prompt with responses that have not started."""
 
-    ids: Tensor
+    text: PromptInput
     sequences: Tensor
     """[n] rows of `Rollout.responses` for the responses that have not started."""
     keys: Tensor
@@ -143,11 +144,11 @@ class Rollout:
         self.rows = torch.zeros(_NUMBERS + AT_ONCE, 0, dtype=torch.int64, device=self.device)
         self.numbers_used = AT_ONCE
 
-    def add(self, prompts: Sequence[Tensor], keys_S: Tensor) -> Tensor:
+    def add(self, prompts: Sequence[PromptInput], keys_S: Tensor) -> Tensor:
         """Queue the same number of responses for each prompt.
 
         Args:
-            prompts: token ids of each prompt, on the device of the head.
+            prompts: token ids of each prompt, with its images, on the device of the head.
             keys_S: keys from `counter_rng.response_keys`, in prompt order.
 
         Returns:
@@ -155,9 +156,9 @@ class Rollout:
         """
         n, keys_S = len(keys_S) // max(1, len(prompts)), keys_S.to(self.device)
         sequences_S = self._new_rows(len(keys_S))
-        for i, ids in enumerate(prompts):
+        for i, text in enumerate(prompts):
             part = slice(i * n, (i + 1) * n)
-            self.waiting.append(_Prompt(ids, sequences_S[part], keys_S[part]))
+            self.waiting.append(_Prompt(text, sequences_S[part], keys_S[part]))
         self.n_waiting += len(keys_S)
         self.longest_prompt = max(self.longest_prompt, *map(len, prompts), 0)
         self.slots = max(self.slots, min(self.active + self.n_waiting, self.most_slots or self.active + self.n_waiting))
@@ -212,7 +213,7 @@ class Rollout:
         start, hidden, sequences, keys = self.active, [], [], []
         while self.active < self.slots and self.waiting and (read := self.waiting[0].read) is not None:
             prompt = self.waiting[0]
-            count, length = min(self.slots - self.active, len(prompt.keys)), len(prompt.ids)
+            count, length = min(self.slots - self.active, len(prompt.keys)), len(prompt.text)
             cache.fill(self.active, self.active + count, read.state)
             if self.experts is not None and read.chosen_PW is not None:
                 self.experts.begin(prompt.sequences[:count].tolist(), read.chosen_PW)
@@ -249,16 +250,16 @@ class Rollout:
             wanted -= len(prompt.keys)
             if prompt.read is not None:
                 continue
-            total += len(prompt.ids)
+            total += len(prompt.text)
             if new and total > PREFILL_TOKENS:
                 break
             new.append(prompt)
         if not new:
             return
-        last_hidden, states = self.decoder.prefill([prompt.ids for prompt in new])
+        last_hidden, states = self.decoder.prefill([prompt.text for prompt in new])
         chosen: Sequence[Tensor | None] = [None] * len(new)
         if self.experts is not None:
-            chosen = self.decoder.chosen_NW.split([len(prompt.ids) for prompt in new])
+            chosen = self.decoder.chosen_NW.split([len(prompt.text) for prompt in new])
         for prompt, *read in zip(new, states, last_hidden, chosen, strict=True):
             prompt.read = _Prefilled(*read)
 

@@ -22,6 +22,7 @@ from realign.api.seeds import derive_seed
 from realign.api.stats import Stats, merge_stats
 from realign.api.trace import keep_traces, with_responses
 from realign.engines.files.folders import AVERAGED, save_folder
+from realign.engines.files.image_processor import copy_image_processor
 from realign.engines.files.tokenizers import save_tokenizer
 from realign.engines.network.compiled_layers import TorchCompile
 from realign.engines.network.cpu_lanes import ParallelPasses, side_by_side
@@ -352,6 +353,8 @@ class TransformersEngine(InferenceEngine):
         def fill(folder: Path) -> None:
             write_network(folder, self.module, self.value_head if with_value_head else None, write)
             save_tokenizer(self.tokenizer, folder, path)
+            if self.reads_images:
+                copy_image_processor(self.tokenizer, folder)
 
         save_folder(path, fill)
 

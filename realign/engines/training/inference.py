@@ -111,6 +111,11 @@ class InferenceEngine(PipelinableEngine):
         return positions_of(self.module)
 
     @property
+    def reads_images(self) -> bool:
+        """See `PipelinableEngine.reads_images`."""
+        return self.network.images is not None
+
+    @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """End tokens of the tokenizer and of the model's `generation_config`, whose other settings are ignored."""
         found: set[int] = set()
@@ -174,6 +179,7 @@ class InferenceEngine(PipelinableEngine):
                 tokenizer=self.tokenizer,
                 fusion=fusion,
                 own_cache=self.network.own_cache,
+                images=self.network.images,
                 max_slots=self.max_slots,
                 cache_fraction=self.cache_fraction,
                 routers=self.network.recorded_routers(config, module),

@@ -15,6 +15,7 @@ from pathlib import Path
 from realign.api import ModelInterface
 from realign.engines.distributed.ranks import current
 from realign.errors import ConfigError
+from realign.runtime.checks.images import check_images
 from realign.runtime.checks.located import located
 from realign.runtime.checks.roles import check_responses, check_roles
 from realign.runtime.checks.rollout import check_rollout, check_whole_batches
@@ -41,6 +42,7 @@ def check_ready(experiment: Experiment) -> None:
     check_responses(experiment)
     check_rollout(experiment)
     check_replay(experiment)
+    check_images(experiment)
     _check_budget(experiment)
     _check_metrics(experiment)
     experiment.resume_folder()

@@ -56,6 +56,8 @@ class Evaluator(Settings, ABC):
 
     reads_prompts: ClassVar[bool] = True
     """Whether the rows are prompts; False: they have the format of the training data."""
+    reads_images: ClassVar[bool] = False
+    """Whether the rows may have images."""
 
     data: DataSpec
     """Held-out rows: a data node such as `realign.data.PromptData`."""

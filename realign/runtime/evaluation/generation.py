@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ from realign.settings import Finite
 @dataclass
 class Evaluation(SamplingEvaluator):
     """Evaluation of sampled responses: prompts, sampling settings and reward functions."""
+
+    reads_images: ClassVar[bool] = True
 
     reward: ModelInterface | None = None
     """Interface that scores each response; its `inference` must write `rewards`. null: the RPCs of the graph that lead

@@ -36,6 +36,7 @@ class LossEvaluation(Evaluator):
     """Loss and training metrics of `role` on held-out rows of the same format as its training data (config node)."""
 
     reads_prompts: ClassVar[bool] = False
+    reads_images: ClassVar[bool] = True
 
     def check(self, graph: DataflowGraph, models: Iterable[str]) -> None:
         """See `Evaluator`; also checks that the graph trains `role` with exactly one RPC."""

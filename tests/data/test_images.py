@@ -1,0 +1,184 @@
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+import torch
+from PIL import Image
+
+from realign.data import PromptData, SupervisedData, Turns
+from realign.data.dataset import content_hash
+from realign.errors import ConfigError, DataError, SettingsError
+from tests.image_files import IMAGE_TEXT, image_processor, image_tokenizer, picture
+
+RED, WIDE = (16, 16), (24, 8)
+"""Width and height of two pictures, of 4 and 3 tokens."""
+
+
+@pytest.fixture
+def tokenizer(tmp_path):
+    folder = tmp_path / "model"
+    image_tokenizer().save_pretrained(folder)
+    image_processor().save_pretrained(folder)
+    found = image_tokenizer()
+    found.name_or_path = str(folder)
+    return found
+
+
+def question(*texts):
+    parts = [{"type": "image"} if text is None else {"type": "text", "text": text} for text in texts]
+    return {"role": "user", "content": parts}
+
+
+def answer(text):
+    return {"role": "assistant", "content": text}
+
+
+def written(folder, rows):
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def pictures(folder):
+    """Write two pictures, and return their names."""
+    picture("red", RED).save(folder / "red.png")
+    picture("blue", WIDE).save(folder / "wide.png")
+    return ["red.png", "wide.png"]
+
+
+def loaded(kind, tmp_path, rows, tokenizer, **settings):
+    path = written(tmp_path, rows)
+    return kind(path=path, images_column="images", image_folder=str(tmp_path), **settings).load(tokenizer)
+
+
+def image_tokens(tokenizer, ids):
+    return int((torch.as_tensor(ids) == tokenizer.convert_tokens_to_ids(IMAGE_TEXT)).sum())
+
+
+def test_prompts_contain_the_tokens_and_the_patches_of_their_images(tmp_path, tokenizer):
+    red, wide = pictures(tmp_path)
+    rows = [
+        {"images": [red], "messages": [question(None, "color?")]},
+        {"images": [], "messages": [question("no picture")]},
+        {"images": [wide, red], "messages": [question("one", None, "two", None)]},
+    ]
+    data = loaded(PromptData, tmp_path, rows, tokenizer)
+    sample = data.sample([(0, 2), (0, 1), (0, 0)])
+    counts = [image_tokens(tokenizer, ids) for ids in sample.sequences("prompt_ids")]
+    assert counts == [7, 0, 4]
+    grids = [[1, 2, 6], [1, 4, 4], [1, 4, 4]]
+    assert sample["image_grid_thw"].tolist() == grids
+    assert sample.lengths["image_grid_thw"].nested() == ((2,), (0,), (1,))
+    assert sample.lengths["pixel_values"].nested() == ((28,), (0,), (16,))
+    both = [picture("blue", WIDE), picture("red", RED), picture("red", RED)]
+    wanted = image_processor()(both, return_tensors="pt")
+    torch.testing.assert_close(sample["pixel_values"], wanted["pixel_values"])
+
+
+def test_the_image_processor_can_be_in_another_folder_than_the_tokenizer(tmp_path, tokenizer):
+    red, _ = pictures(tmp_path)
+    other = tmp_path / "other"
+    image_processor(merge=1).save_pretrained(other)
+    rows = [{"images": [red], "messages": [question(None)]}]
+    sample = loaded(PromptData, tmp_path, rows, tokenizer, image_processor=str(other)).sample([(0, 0)])
+    assert image_tokens(tokenizer, sample["prompt_ids"]) == 16
+
+
+def test_a_batch_without_images_has_empty_keys(tmp_path, tokenizer):
+    red, _ = pictures(tmp_path)
+    rows = [{"images": [red], "messages": [question(None)]}, {"images": [], "messages": [question("none")]}]
+    sample = loaded(PromptData, tmp_path, rows, tokenizer).sample([(0, 1)])
+    assert sample["pixel_values"].shape == (0, 48)
+    assert sample["image_grid_thw"].shape == (0, 3)
+
+
+@pytest.mark.parametrize("turns", [Turns.all, Turns.each])
+def test_conversations_are_trained_on_the_answers_only(tmp_path, tokenizer, turns):
+    red, wide = pictures(tmp_path)
+    messages = [question(None, "first?"), answer("red"), question(None, "second?"), answer("blue")]
+    data = loaded(
+        SupervisedData, tmp_path, [{"images": [red, wide], "messages": messages}], tokenizer, train_on_turns=turns
+    )
+    sample = data.sample([(0, 0)])
+    found = [image_tokens(tokenizer, ids) for ids in sample.sequences()]
+    assert found == ([7] if turns is Turns.all else [4, 7])
+    trained = sample["input_ids"][sample["loss_mask"]]
+    assert image_tokens(tokenizer, trained) == 0
+    assert tokenizer.decode(trained, skip_special_tokens=True).replace(" ", "") == "redblue"
+    assert len(sample["image_grid_thw"]) == 2
+
+
+def test_images_are_paths_pictures_or_bytes(tmp_path, tokenizer):
+    buffer = io.BytesIO()
+    picture("red", RED).save(buffer, "PNG")
+    picture("red", RED).save(tmp_path / "red.png")
+    forms = ["red.png", picture("red", RED), buffer.getvalue(), {"bytes": buffer.getvalue(), "path": None}]
+    forms += [{"bytes": None, "path": "red.png"}, str(tmp_path / "red.png")]
+    source = PromptData(path="unused.jsonl", images_column="images", image_folder=str(tmp_path))
+    encoder = source.encoder(tokenizer)
+    found = [encoder({"images": form, "messages": [question(None, "color?")]}) for form in forms]
+    first = found[0].images.patches()["pixel_values"]
+    for row in found:
+        assert image_tokens(tokenizer, row.sequences[0].ids) == 4
+        assert torch.equal(row.images.patches()["pixel_values"], first)
+
+
+def test_other_images_give_another_content_hash(tmp_path, tokenizer):
+    pictures(tmp_path)
+    Image.new("RGB", RED, "green").save(tmp_path / "green.png")
+    one, other = (
+        loaded(SupervisedData, tmp_path, [{"images": [name], "messages": [question(None), answer("x")]}], tokenizer)
+        for name in ("red.png", "green.png")
+    )
+    assert content_hash(one) != content_hash(other)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"images": [], "messages": [question(None)]}, "0 images in column 'images', but its text has 1 image tokens"),
+        ({"images": ["red.png"], "messages": [question("no part")]}, "1 images in column 'images', but its text has 0"),
+        ({"images": ["none.png"], "messages": [question(None)]}, "cannot read the image 'none.png'"),
+        ({"images": ["rows.jsonl"], "messages": [question(None)]}, "cannot read the image 'rows.jsonl'"),
+        ({"images": [3], "messages": [question(None)]}, "the image is 3; expected a path"),
+        ({"messages": [question(None)]}, "no column 'images'"),
+        (
+            {"images": ["red.png"], "messages": [{"role": "user", "content": [{"type": "image", "image": "red.png"}]}]},
+            "Only text and images are supported",
+        ),
+    ],
+)
+def test_rows_whose_images_do_not_fit_are_an_error(tmp_path, tokenizer, row, message):
+    pictures(tmp_path)
+    with pytest.raises(DataError, match=message):
+        loaded(PromptData, tmp_path, [row], tokenizer)
+
+
+def test_image_parts_without_a_column_of_images_are_an_error(tmp_path, tokenizer):
+    path = written(tmp_path, [{"messages": [question(None, "color?")]}])
+    with pytest.raises(DataError, match="For images, set images_column"):
+        PromptData(path=path).load(tokenizer)
+
+
+def test_a_folder_without_an_image_processor_is_an_error(tmp_path):
+    path = written(tmp_path, [{"images": ["red.png"], "messages": [question(None)]}])
+    image_tokenizer().save_pretrained(tmp_path)
+    source = PromptData(path=path, images_column="images", image_processor=str(tmp_path))
+    with pytest.raises(ConfigError, match="cannot load an image processor of the Qwen-VL families"):
+        source.load(image_tokenizer())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"streaming": True, "max_prompt_tokens": 9}, "streaming=True: incompatible with images_column"),
+        ({"too_long": "truncate_left"}, "too_long=truncate_left: incompatible with images_column"),
+        ({"template": "plain"}, "template=plain: incompatible with images_column"),
+        ({"images_column": None, "image_folder": "x"}, "image_folder='x': it is ignored without images_column"),
+    ],
+)
+def test_settings_that_do_not_fit_images_are_an_error(settings, message):
+    with pytest.raises(SettingsError, match=message):
+        PromptData(**{"path": "x.jsonl", "images_column": "images", **settings})
