@@ -29,7 +29,6 @@ from realign.engines.files.inspection import check_head, check_hub, pick_device,
 from realign.engines.files.pretrained import readable
 from realign.engines.files.tokenizers import check_tokenizer, check_vocabulary, has_tokenizer, read_tokenizer
 from realign.engines.module_reader import ModuleReader
-from realign.engines.network.compiled_layers import TorchCompile
 from realign.engines.network.cpu_lanes import ParallelPasses
 from realign.engines.network.heads import Causal, Head, read_head
 from realign.engines.network.kernels import Backend, missing_package, preferred_kernel
@@ -37,6 +36,7 @@ from realign.engines.network.lora import load_adapters, require_peft_for
 from realign.engines.network.passed_context import pass_context_on
 from realign.engines.network.recurrence import segment_recurrent_layers
 from realign.engines.network.shared_prefix import SharedPrompts
+from realign.engines.network.torch_compile import TorchCompile
 from realign.engines.network.trains import All, Lora, Trained
 from realign.engines.network.value_head import ValueNetwork
 from realign.engines.precision import DType, enable_tf32, products_dtype, use_deterministic_algorithms

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from realign.engines.network.kernels import (
+    CONTEXT,
     AttentionArgs,
     Backend,
     Packing,
@@ -37,7 +38,6 @@ from realign.functional.packed import cu_seqlens_of, position_ids
 
 __all__ = [
     "ATTENTION",
-    "CONTEXT",
     "AttentionArgs",
     "AttentionContext",
     "Backend",
@@ -48,7 +48,6 @@ __all__ = [
 ]
 
 ATTENTION = "realign"
-CONTEXT = "realign_context"
 
 # Keywords of a model call that reach the attention function and do not change its result.
 _HARMLESS = frozenset({"position_ids", "cache_position", "use_cache", "is_causal", "logits_to_keep", "return_dict"})

@@ -8,34 +8,17 @@ compiled for any number of tokens. All layers of a class share the compiled code
 from __future__ import annotations
 
 from collections.abc import Callable
-from enum import StrEnum
 from functools import partial
 from typing import Any
 
 import torch
 
-from realign.engines.network.attention import CONTEXT, PackedContext, exclude_attention_from_compilation
+from realign.engines.network.attention import PackedContext, exclude_attention_from_compilation
 from realign.engines.network.branches import read_stack
+from realign.engines.network.kernels import CONTEXT
 from realign.engines.network.recurrence import has_recurrent_layers
+from realign.engines.network.torch_compile import TorchCompile
 from realign.errors import ConfigError
-
-
-class TorchCompile(StrEnum):
-    """Backend of `torch.compile` for the decoder layers in training and scoring."""
-
-    off = "off"
-    """Layers are not compiled."""
-    inductor = "inductor"
-    """Generates kernels: Triton on CUDA, C++ on CPU."""
-    aot_eager = "aot_eager"
-    """Captures forward and backward graphs and runs the operators of torch, for debugging."""
-    eager = "eager"
-    """Captures forward graphs and runs the operators of torch, for debugging."""
-
-    @property
-    def compiles(self) -> bool:
-        """Whether layers are compiled."""
-        return self is not TorchCompile.off
 
 
 class CompiledForward:

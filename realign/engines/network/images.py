@@ -21,8 +21,9 @@ from torch import Tensor
 from realign.api.image_keys import GRIDS, PIXELS
 from realign.api.lengths import IntArray
 from realign.api.sample import TOKENS, SequenceSample
-from realign.engines.network.attention import CONTEXT, AttentionContext, use_attention
+from realign.engines.network.attention import AttentionContext, use_attention
 from realign.engines.network.heads import IMAGE_FAMILIES, read_body
+from realign.engines.network.kernels import CONTEXT
 from realign.engines.network.shared_prefix import Layout
 from realign.errors import DataError
 

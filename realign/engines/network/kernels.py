@@ -51,6 +51,9 @@ class AttentionArgs(NamedTuple):
     """[Hq] attention sinks (gpt_oss): one extra score per head in the softmax, without a value; None for no sinks."""
 
 
+CONTEXT = "realign_context"
+"""Keyword of a model call that gives the attention function the boundaries of the packed sequences."""
+
 HUB_KERNEL = "kernels-community/flash-attn2"
 """Repository of the kernel of `Backend.hub`."""
 

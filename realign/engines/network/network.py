@@ -19,7 +19,6 @@ from realign.api.router_experts import ROUTER_EXPERTS
 from realign.api.sample import TOKENS, SequenceSample
 from realign.engines.network.attention import Backend, NotPackableError, layout_inputs
 from realign.engines.network.branches import Heard, ReferenceBranch, check_layers, layers_that_train, read_stack
-from realign.engines.network.compiled_layers import TorchCompile
 from realign.engines.network.cpu_lanes import ParallelPasses, rewrites_rope
 from realign.engines.network.heads import read_body, read_head
 from realign.engines.network.images import NO_IMAGES, ImageReader, image_reader
@@ -30,6 +29,7 @@ from realign.engines.network.recurrence import segment_recurrent_layers
 from realign.engines.network.router_replay import RouterReplay
 from realign.engines.network.routers import Routers
 from realign.engines.network.shared_prefix import Layout, Passes, SharedPrompts
+from realign.engines.network.torch_compile import TorchCompile
 from realign.engines.network.trains import All, Trained
 from realign.engines.network.unpacked import UnpackedModel, cost
 from realign.engines.network.value_head import ValueNetwork

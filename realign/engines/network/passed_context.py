@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from realign.engines.network.attention import CONTEXT
 from realign.engines.network.branches import read_stack
+from realign.engines.network.kernels import CONTEXT
 
 FAMILIES = frozenset({"nemotron", "stablelm"})
 """Values of `model_type` whose attention accepts the keyword, but does not receive it."""

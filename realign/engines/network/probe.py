@@ -18,10 +18,11 @@ from torch import Tensor
 from realign.api.lengths import Lengths
 from realign.engines.network.attention import ATTENTION, Backend, NotPackableError, layout_inputs, use_attention
 from realign.engines.network.branches import Branch
-from realign.engines.network.compiled_layers import TorchCompile, compile_layers
+from realign.engines.network.compiled_layers import compile_layers
 from realign.engines.network.heads import read_body
 from realign.engines.network.output import ScalarHead
 from realign.engines.network.shared_prefix import Layout
+from realign.engines.network.torch_compile import TorchCompile
 from realign.engines.network.unpacked import describe
 from realign.engines.precision import full_fp32
 from realign.engines.sampling.decoder import PackedDecoder

@@ -31,8 +31,8 @@ UNPACKED_FAMILIES = frozenset(
     {
         "axk2", "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "bloom", "codegen", "deepseek_v32",
         "deepseek_v4", "diffllama", "doge", "falcon", "glm_moe_dsa", "gpt_neo", "gpt_neox_japanese", "gptj", "hrm_text",
-        "hy_v4", "inkling2_text", "llama4_text", "marian", "mbart", "minimax", "mpt", "mvp", "nemotron", "openai-gpt",
-        "pegasus", "plbart", "recurrent_gemma", "rwkv", "stablelm", "trocr", "xglm", "xlstm", "zamba", "zamba2", "zaya",
+        "hy_v4", "inkling2_text", "llama4_text", "marian", "mbart", "minimax", "mpt", "mvp", "openai-gpt",
+        "pegasus", "plbart", "recurrent_gemma", "rwkv", "trocr", "xglm", "xlstm", "zamba", "zamba2", "zaya",
     }
 )  # fmt: skip
 """Families of transformers 5.23 that run unpacked (docs/supported-models.yaml). Only the memory estimate reads this

@@ -9,8 +9,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from realign.engines.network.attention import CONTEXT, AttentionContext
+from realign.engines.network.attention import AttentionContext
 from realign.engines.network.heads import read_body
+from realign.engines.network.kernels import CONTEXT
 
 SMALL_PRODUCT = 2**23
 """Multiply-adds up to which one core computes a matrix product as fast as two (measured on 2 cores with MKL)."""

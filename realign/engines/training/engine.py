@@ -24,12 +24,12 @@ from realign.api.trace import keep_traces, with_responses
 from realign.engines.files.folders import AVERAGED, save_folder
 from realign.engines.files.image_processor import copy_image_processor
 from realign.engines.files.tokenizers import save_tokenizer
-from realign.engines.network.compiled_layers import TorchCompile
 from realign.engines.network.cpu_lanes import ParallelPasses, side_by_side
 from realign.engines.network.kernels import Backend
 from realign.engines.network.lora import save_adapters, save_base
 from realign.engines.network.network import Network, check_finite, write_network
 from realign.engines.network.shared_prefix import Layout, Passes, SharedPrompts
+from realign.engines.network.torch_compile import TorchCompile
 from realign.engines.network.trains import All, Trained
 from realign.engines.network.value_head import ValueNetwork
 from realign.engines.sampling.compiled_library import CompiledDecode

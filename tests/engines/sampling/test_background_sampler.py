@@ -63,7 +63,7 @@ def test_a_call_alone_is_the_engines_own_bit_by_bit(open_engine, config):
 def test_calls_of_many_threads_share_the_slots(open_engine, monkeypatch):
     rows = []
     step = Stream._step
-    monkeypatch.setattr(Stream, "_step", lambda self: (rows.append(self.active), step(self))[1])
+    monkeypatch.setattr(Stream, "_step", lambda self, **how: (rows.append(self.active), step(self, **how))[1])
     engine = open_engine()
     want = {i: tiny_engine().generate(prompts([i]), CONFIG, seed=1) for i in range(12)}
     short = GenerationConfig(n=1, max_new_tokens=4)
@@ -193,7 +193,7 @@ def test_a_bad_call_fails_alone(open_engine):
 
 @pytest.mark.parametrize(("where", "name"), [(Rollout, "_step"), (Stream, "take")])
 def test_an_error_in_the_loop_reaches_every_caller(open_engine, monkeypatch, where, name):
-    def broken(*arguments):
+    def broken(*arguments, **settings):
         raise FloatingPointError("the sky fell")
 
     monkeypatch.setattr(where, name, broken)
@@ -280,7 +280,7 @@ def test_a_submitted_response_that_is_alone_is_that_of_generate_bit_by_bit(open_
 def test_responses_of_any_group_size_share_a_rollout(open_engine, monkeypatch):
     rows = []
     step = Stream._step
-    monkeypatch.setattr(Stream, "_step", lambda self: (rows.append(self.active), step(self))[1])
+    monkeypatch.setattr(Stream, "_step", lambda self, **how: (rows.append(self.active), step(self, **how))[1])
     engine = open_engine()
     engine.pause()
     handles = [engine.submit(r) for r in requests_of(prompts([0]), LONG, 1)]

@@ -204,9 +204,10 @@ def test_fewer_operators():
 
 
 def test_cache_memory_is_read_only_where_it_was_written(monkeypatch):
-    monkeypatch.setattr(
-        kv_cache, "_empty", lambda x, slots, length: x.new_full((slots, x.shape[0], length, x.shape[2]), torch.nan)
-    )
+    def empty(cache, layer, part, like):
+        return like.new_full((cache.slots, like.shape[0], cache.length, like.shape[2]), torch.nan)
+
+    monkeypatch.setattr(kv_cache.KVCache, "_empty", empty)
     model = tiny_model("qwen2")
     assert same(rollout(model, None, max_new_tokens=70), rollout(model, None, max_new_tokens=70))
     assert responses(rollout(model, Fusion(model, CompiledDecode.off), max_new_tokens=70, max_slots=None))

@@ -130,7 +130,7 @@ def test_concurrent_rollouts_of_one_engine_have_separate_caches() -> None:
                 calls.append(sampler._add(data, response_keys(1, data.ids, config.n), config))
             sampler.resume()
             for call, found in zip(calls, want, strict=True):
-                responses, _ = call.result.result()
+                responses, *_ = call.result.result()
                 lengths = responses.lengths.tolist()
                 tokens = [x[:n].tolist() for x, n in zip(responses.tokens, lengths, strict=True)]
                 masks = zip(found.sequences(), found.sequences("loss_mask"), strict=True)

@@ -658,11 +658,13 @@ def test_generate_passes_on_the_engines_tokens_and_precision(monkeypatch):
         max_slots,
         cache_fraction,
         own_cache,
+        images,
+        routers,
         sync_every,
         memory,
         captured,
     ):
-        seen.update(sync_every=sync_every, memory=memory, captured=captured)
+        seen.update(images=images, routers=routers, sync_every=sync_every, memory=memory, captured=captured)
         seen.update(seed=seed, max_slots=max_slots, cache_fraction=cache_fraction, eos=eos_token_ids)
         seen.update(grad=torch.is_grad_enabled(), training=model.training)
         seen.update(autocast=torch.is_autocast_enabled("cpu"), head=head.weight_VH)
@@ -675,11 +677,13 @@ def test_generate_passes_on_the_engines_tokens_and_precision(monkeypatch):
     engine.module.generation_config.eos_token_id = [7, 5]
     engine.module.generation_config.repetition_penalty = 1.3
     data = SequenceSample(("a",))
-    assert engine.generate(data, None, seed=3) is data
+    assert engine.generate(data, GenerationConfig(), seed=3) is data
     assert seen == {
         "seed": 3,
         "max_slots": 5,
         "cache_fraction": 0.25,
+        "images": None,
+        "routers": None,
         "sync_every": 3,
         "memory": engine.kept_memory,
         "captured": None,
