@@ -108,7 +108,7 @@
       const range = zoomable && zoomed ? [zoomed.min, zoomed.max] : null;
       const chart = new uPlot({
         width, height: height || 190, legend: { show: false }, series, bands,
-        padding: [8, 10, 0, 0],
+        padding: [8, 18, 0, 0],
         cursor: { sync: zoomable ? { key: "report" } : undefined, drag: { x: !!zoomable, y: false, setScale: false },
           points: { size: 6 } },
         scales: { x: { time: false, ...(range ? { min: range[0], max: range[1] } : {}) },
