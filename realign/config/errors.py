@@ -13,7 +13,7 @@ MANY = 24
 NEAR = 0.7
 """Minimum similarity of a suggested name. Unrelated names have up to 0.67, most misspelled ones more than 0.73."""
 PREFIX = 4
-"""Minimum length of a word that counts as the beginning of a name."""
+"""Minimum length of a word that counts as a shortened name."""
 EXAMPLES: Mapping[str, str] = MappingProxyType(
     {
         "models": "models.actor.path=MODEL",
@@ -45,12 +45,21 @@ def suggest(word: str, known: Iterable[object]) -> str:
 
 
 def nearest(word: str, names: Iterable[str]) -> str | None:
-    """Return the name that a word most likely means: a similar one, or one that begins with it; None if none does."""
+    """Return the name that a word most likely means; None if there is none.
+
+    It is a similar name, or one that the word shortens: its beginning, or its first letter and others in their order.
+    """
     known = sorted(names)
     if near := difflib.get_close_matches(word, known, n=1, cutoff=NEAR):
         return near[0]
-    longer = [name for name in known if len(word) >= PREFIX and name.startswith(word)]
+    longer = [name for name in known if len(word) >= PREFIX and (name.startswith(word) or _abbreviates(word, name))]
     return min(longer, key=len, default=None)
+
+
+def _abbreviates(word: str, name: str) -> bool:
+    """Return whether `name` has the first letter of `word`, then its other letters in order, and few others."""
+    letters = iter(name)
+    return name[:1] == word[:1] and len(name) <= 2 * len(word) and all(letter in letters for letter in word)
 
 
 def unknown_key(key: str, known: Iterable[object]) -> str:

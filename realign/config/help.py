@@ -43,6 +43,21 @@ MIRRORED: Mapping[str, str] = MappingProxyType(
     }
 )
 """Class of the run that a class of the schema mirrors."""
+NUMBERS: Mapping[str, Any] = MappingProxyType(
+    {
+        "int": int,
+        "float": float,
+        "bool": bool,
+        "str": str,
+        "Count": settings.Count,
+        "NonNegativeInt": settings.NonNegativeInt,
+        "NonNegative": settings.NonNegative,
+        "Positive": settings.Positive,
+        "Finite": settings.Finite,
+        "Fraction": settings.Fraction,
+    }
+)
+"""Names in the annotations of fields with ranges."""
 DEPTH = 5
 """Levels of keys in which a single name is searched."""
 
@@ -226,13 +241,34 @@ def _ranged(cls: type) -> dict[str, Any]:
     """
     source = class_at(MIRRORED[cls.__name__])
     assert source is not None
-    known = {**vars(settings), "Annotated": Annotated}
     found = {}
     for name, field in fields_of(source).items():
         if field.annotation is not None:
-            with suppress(NameError):  # a class of the run, which has no range
-                found[name] = eval(ast.unparse(field.annotation), known)
+            with suppress(KeyError):  # a class of the run, which has no range
+                found[name] = _annotation(field.annotation)
     return found
+
+
+def _annotation(node: ast.expr) -> Any:
+    """Return an annotation of numbers and ranges from its source.
+
+    Raises:
+        KeyError: it contains something else.
+    """
+    match node:
+        case ast.Name(id=name):
+            return NUMBERS[name]
+        case ast.Constant(value=None):
+            return None
+        case ast.BinOp(left=left, op=ast.BitOr(), right=right):
+            return _annotation(left) | _annotation(right)
+        case ast.Subscript(
+            value=ast.Name(id="Annotated"),
+            slice=ast.Tuple(elts=[kind, ast.Call(func=ast.Name(id="Range"), keywords=bounds)]),
+        ):
+            limits = {bound.arg: ast.literal_eval(bound.value) for bound in bounds if bound.arg is not None}
+            return Annotated[_annotation(kind), settings.Range(**limits)]
+    raise KeyError(ast.unparse(node))
 
 
 def _root_fields() -> list[str]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from realign.api import RPC, DataflowGraph, MicroBatchSpec, Model, ModelInterface, SequenceSample
 from realign.engines import SharedModel
+from realign.engines.shared_model import Share
 from realign.errors import ConfigError
 from realign.runtime.checks.launch import check_held_out, open_interfaces, used_interfaces
 from realign.runtime.datasets import load_held_out
@@ -109,7 +110,8 @@ def _without_training(experiment: Experiment, evaluations: Mapping[str, Evaluato
     roles = {rpc.model for rpc in called.values()} | {one.role for one in evaluations.values()}
     specs = dict(experiment.models)
     roles |= {spec.of for role in roles if isinstance(spec := specs.get(role), SharedModel)}
-    if hidden := [f"models.{role}" for role in roles if getattr(specs.get(role), "branch", None) == "reference"]:
+    shared = {role: spec for role, spec in specs.items() if role in roles and isinstance(spec, SharedModel)}
+    if hidden := [f"models.{role}" for role, spec in shared.items() if spec.branch is Share.reference]:
         raise ConfigError(
             f"{hidden[0]}.branch=reference: a saved model has no initial weights. Set "
             f"{hidden[0]}._target_=realign.engines.TransformersModel and {hidden[0]}.path."
