@@ -43,7 +43,7 @@ def test_an_unrelated_name_is_not_suggested(word, names):
 def test_a_shortened_name_is_recognized():
     assert nearest("bf16", ["auto", "bfloat16", "float32"]) == "bfloat16"
     assert nearest("eval", ["evaluation", "evaluations"]) == "evaluation"
-    assert nearest("abc", ["axbxc"]) is None  # too short
+    assert nearest("abc", ["axxbxc"]) is None  # too short
 
 
 def test_a_suggestion_is_followed_by_all_names_if_they_are_few():
