@@ -36,8 +36,8 @@ class InProcessSampling(SamplerSpec):
     and are not allocated again. Training then has less memory. Ignored by models that cannot run packed."""
     cuda_graphs: bool = False
     """Capture decode steps as CUDA graphs. Requires a CUDA device and keep_memory=true. Steps of models that are not
-    fused, for example with adapters, of models that read images, and with router_replay are not captured. Tested with a
-    stand-in for graphs, never on a GPU."""
+    fused, for example with adapters, of models that read images, and with router_replay are not captured. Tested with
+    fake graphs on a CPU, never on a GPU."""
     compiled_decode: CompiledDecode = CompiledDecode.auto
     """Whether decode steps on a CPU run in a library that the first rollout compiles and caches: auto | on | off. auto
     uses torch if no C++ compiler is installed; on raises an error then."""

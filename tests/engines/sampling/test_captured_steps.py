@@ -1,4 +1,4 @@
-"""Test captured decode steps with a stand-in for CUDA graphs, which runs on a CPU."""
+"""Test captured decode steps with fake CUDA graphs, which run on a CPU."""
 
 from __future__ import annotations
 

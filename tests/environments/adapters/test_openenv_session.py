@@ -1,4 +1,4 @@
-"""The client of OpenEnv servers, with a stand-in for a connection. `tests/examples/test_adapters.py` uses a server."""
+"""The client of OpenEnv servers, with a fake connection. `tests/examples/test_adapters.py` uses a server."""
 
 from __future__ import annotations
 

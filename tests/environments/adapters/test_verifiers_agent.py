@@ -1,4 +1,4 @@
-"""The process that runs episodes of verifiers, with a stand-in for its program."""
+"""The process that runs episodes of verifiers, with a fake program."""
 
 from __future__ import annotations
 
