@@ -179,7 +179,8 @@ class Delivery:
     async def _call(self, what: str, call: Coroutine[Any, Any, None]) -> None:
         """Make a call within the time limit."""
         try:
-            await asyncio.wait_for(call, self._timeout_s)
+            async with asyncio.timeout(self._timeout_s):
+                await call
         except (Unavailable, Refused, TimeoutError) as error:
             raise Unavailable(f"{what} failed: {reason_of(error)}") from error
 

@@ -161,7 +161,8 @@ class ServerPool:
             if not self._asleep:
                 await self._each_up(self._delivery.stop)
             try:
-                await asyncio.wait_for(self._idle.wait(), _DRAIN_S)
+                async with asyncio.timeout(_DRAIN_S):
+                    await self._idle.wait()
             except TimeoutError:  # requests that reached the server after it was stopped wait until it continues
                 for server in self._servers:
                     server.interrupt()
@@ -285,7 +286,8 @@ class ServerPool:
         server.start(self._delivery.start_folder, self._delivery.rank)
         server.connect()
         try:
-            await asyncio.wait_for(self._protocol.check_health(server.http), _LONGEST_PAUSE_S)
+            async with asyncio.timeout(_LONGEST_PAUSE_S):
+                await self._protocol.check_health(server.http)
             async with self._weights_lock:
                 if server.asleep:
                     await self._delivery.wake(server)
@@ -314,10 +316,12 @@ class ServerPool:
         failed = 0
         while server.up:
             with suppress(TimeoutError):
-                await asyncio.wait_for(server.failed.wait(), _HEALTH_S)
+                async with asyncio.timeout(_HEALTH_S):
+                    await server.failed.wait()
                 return
             try:
-                await asyncio.wait_for(self._protocol.check_health(server.http), _LONGEST_PAUSE_S)
+                async with asyncio.timeout(_LONGEST_PAUSE_S):
+                    await self._protocol.check_health(server.http)
                 failed = 0
             except (Unavailable, Refused, TimeoutError) as error:
                 failed += 1

@@ -1,13 +1,16 @@
 """Sampling with servers: the contract of samplers, failures of servers, and weights that cannot be mixed up."""
 
+import asyncio
 import threading
 import time
 from collections import Counter
+from concurrent.futures import Future
 
 import pytest
 import torch
 
 from realign.api import GenerationConfig, Request, SequenceSample
+from realign.engines.servers import pool
 from realign.engines.servers.sampler import ServerSampler
 from realign.engines.servers.sglang import Sglang
 from realign.engines.servers.vllm import Vllm
@@ -488,6 +491,23 @@ def test_weight_folders_are_removed(servers, connect, tmp_path):
     assert [folder.name for folder in root.glob("update_*")] == ["update_3"]
     sampler.close()
     assert not root.exists()
+
+
+def test_a_sampler_can_be_closed_while_a_server_answers_a_health_check(servers, connect, monkeypatch):
+    monkeypatch.setattr(pool, "_HEALTH_S", 0.001)
+    sampler = connect(servers())
+    answer, cancelled = type(sampler._pool._protocol).check_health, Future()
+
+    async def cancel_while_it_answers(self, http):
+        await answer(self, http)
+        if not cancelled.done():
+            (watching,) = (t for t in asyncio.all_tasks() if t.get_coro().__qualname__ == "ServerPool._keep")
+            watching.cancel()
+            cancelled.set_result(watching)
+
+    monkeypatch.setattr(type(sampler._pool._protocol), "check_health", cancel_while_it_answers)
+    watching = cancelled.result(5)
+    until(watching.done)
 
 
 def test_threads_end_when_a_sampler_is_closed(servers, connect):

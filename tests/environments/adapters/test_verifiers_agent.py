@@ -66,7 +66,8 @@ def test_an_episode_that_fails_costs_itself_only(run):
 def test_a_late_episode_is_canceled_in_the_process(run, tmp_path):
     async def late():
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(run("late", "http://late/v1"), 0.2)
+            async with asyncio.timeout(0.2):
+                await run("late", "http://late/v1")
         return await run(2)  # the process has read the cancellation before
 
     assert asyncio.run(late()) == 1.0
