@@ -48,6 +48,7 @@ from benchmarks.report import arguments, facts, table
 from realign.api import GenerationConfig, Lengths, SequenceSample
 from realign.engines.network.compiled_layers import TorchCompile
 from realign.engines.network.kernels import AttentionArgs, Backend, choose_backend
+from realign.engines.sampling.in_process import InProcessSampling
 
 GIB = 2**30
 PARTS = ("peak", "training", "rollout", "sampler", "trl")
@@ -258,7 +259,7 @@ def _actor(plan: Plan, given: list[Tensor], **settings: Any) -> tuple[Any, Seque
         device=plan.device,
         dtype=plan.dtype,
         config={"tie_word_embeddings": True, "max_position_embeddings": positions(scenario)},
-        **settings,
+        sampling=InProcessSampling(**settings),
     ).machine
     cut = Lengths.of([[len(p)] for p in given])
     data = SequenceSample(tuple(range(len(given)))).with_data({"prompt_ids": torch.cat(given)}, lengths=cut)

@@ -33,6 +33,7 @@ from realign.engines.network.output import PackedOutput
 from realign.engines.network.shared_prefix import SharedPrompts
 from realign.engines.sampling import trunk
 from realign.engines.sampling.compiled_library import CompiledDecode
+from realign.engines.sampling.in_process import InProcessSampling
 
 BUDGET = 8192
 
@@ -75,12 +76,16 @@ def _loop_optimizer() -> Any:
 
 LEVERS = {
     "fused_rollout": Lever("decode layers in fused operators", "rollout", engine={"fused_rollout": False}),
-    "compiled_decode": Lever("compiled decode steps", "rollout", engine={"compiled_decode": CompiledDecode.off}),
+    "compiled_decode": Lever(
+        "compiled decode steps", "rollout", engine={"sampling": InProcessSampling(compiled_decode=CompiledDecode.off)}
+    ),
     "one_core": Lever(
         "one core for small products", "rollout", patches=partial(patch.object, trunk, "SMALL_PRODUCT", 0)
     ),
     "group_prefill": Lever("prefill of a group's prompt computed once", "rollout", repeated_prompts=True),
-    "slots": Lever("as many slots as fit instead of 16", "rollout", engine={"max_slots": 16}),
+    "slots": Lever(
+        "as many slots as fit instead of 16", "rollout", engine={"sampling": InProcessSampling(max_slots=16)}
+    ),
     "shared_prompts": Lever(
         "prompt of a group computed once", "training", engine={"shared_prompts": SharedPrompts.off}
     ),

@@ -20,6 +20,8 @@ from transformers import (
 
 from realign.api import SequenceSample
 from realign.engines.network.attention import ATTENTION
+from realign.engines.sampling.in_process import InProcessSampling
+from realign.engines.sampling.resources import RolloutResources
 from realign.engines.training.engine import TransformersEngine
 from realign.engines.training.optimizer import OptimizerSpec
 
@@ -114,6 +116,11 @@ def tiny_engine(
     """Return an engine over a tiny model. `model` is passed to `tiny_model`, and `engine` to `TransformersEngine`."""
     module = tiny_model(family, **(model or {}))
     return TransformersEngine("actor", module, tiny_tokenizer(), seed=0, optimizer=optimizer, **engine)
+
+
+def resources(**settings: Any) -> RolloutResources:
+    """Return the resources of rollouts with settings of `InProcessSampling`, which keep no memory."""
+    return RolloutResources(InProcessSampling(**settings))
 
 
 def random_sample(lengths: Sequence[Sequence[int]], *, seed: int = 0, prompt: int = 2) -> SequenceSample:

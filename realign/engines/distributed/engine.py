@@ -37,7 +37,6 @@ from realign.engines.network.lora import save_adapters
 from realign.engines.network.network import Network, check_finite, write_network
 from realign.engines.network.shared_prefix import Layout, Passes
 from realign.engines.sampling.rollout import PROMPTS
-from realign.engines.sampling.weight_fusion import Fusion
 from realign.engines.training.callbacks import added, check_loss
 from realign.engines.training.engine import TransformersEngine
 from realign.engines.training.expert_load import StepLoad, counting, listening
@@ -268,15 +267,15 @@ class ShardedEngine(TransformersEngine):
         """
         try:
             if not len(part):
-                self._sampler()
+                self._rollout_module()
                 return SequenceSample(())
             return super().generate(part, config, seed=seed)
         finally:
             if not self.sharding.keep_rollout:
                 self.network.gathered.empty()
 
-    def _sampler(self) -> tuple[Any, Fusion | None]:
-        return self.network.sampler(), self.network.fusion
+    def _rollout_module(self) -> Any:
+        return self.network.sampler()
 
     def _cut(self, method: str, data: SequenceSample, key: str) -> Shards:
         """Split the batch into the parts of the ranks; see `check_same_batch` for errors."""

@@ -14,9 +14,9 @@ from torch import Tensor
 from realign.api.generation import GenerationConfig
 from realign.engines.network.images import PromptInput, followed_by
 from realign.engines.sampling.decoder import Decoder
-from realign.engines.sampling.kept_memory import KeptMemory
+from realign.engines.sampling.resources import RolloutResources
 from realign.engines.sampling.responses import Responses
-from realign.engines.sampling.slots import CACHE_FRACTION, PREFILL_TOKENS, Rollout
+from realign.engines.sampling.slots import PREFILL_TOKENS, Rollout
 from realign.engines.sampling.stopping import Stopping
 from realign.functional.logprobs import LMHead
 
@@ -40,13 +40,10 @@ class Stream(Rollout):
         head: LMHead,
         config: GenerationConfig,
         stopping: Stopping,
+        resources: RolloutResources,
         *,
         reach: int,
         version: int,
-        max_slots: int | None = None,
-        cache_fraction: float = CACHE_FRACTION,
-        sync_every: int | None = None,
-        memory: KeptMemory | None = None,
     ) -> None:
         """Start without sequences.
 
@@ -55,23 +52,11 @@ class Stream(Rollout):
             head: last layer of the model.
             config: sampling settings.
             stopping: stop conditions.
+            resources: settings of the sampler, and the memory for the KV cache, see `Rollout`.
             reach: positions that the decoder supports.
             version: policy version of the weights.
-            max_slots: maximum number of sequences decoded concurrently; None: see `Rollout`.
-            cache_fraction: see `Rollout`.
-            sync_every: see `Rollout`.
-            memory: see `Rollout`.
         """
-        super().__init__(
-            decoder,
-            head,
-            config,
-            stopping,
-            max_slots=max_slots,
-            cache_fraction=cache_fraction,
-            sync_every=sync_every,
-            memory=memory,
-        )
+        super().__init__(decoder, head, config, stopping, resources)
         self.reach = reach
         """Positions that the decoder supports."""
         self.version = version
@@ -200,6 +185,6 @@ class Stream(Rollout):
             _, states = self.decoder.prefill(texts[first:last])
             for row, state in enumerate(states, first):
                 if self.cache is None:
-                    self.cache = self.decoder.new_cache(state, *self._freed, self.memory)
+                    self.cache = self.decoder.new_cache(state, *self._freed, self.resources.memory)
                 self.cache.fill(row, row + 1, state)
             first = last

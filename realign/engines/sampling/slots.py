@@ -22,16 +22,13 @@ from realign.engines.sampling.counter_rng import uniforms
 from realign.engines.sampling.decoder import Decoder, SlotCache
 from realign.engines.sampling.draw import sample
 from realign.engines.sampling.expert_record import ExpertRecord
-from realign.engines.sampling.kept_memory import KeptMemory
+from realign.engines.sampling.resources import RolloutResources
 from realign.engines.sampling.responses import Responses, empty_responses
 from realign.engines.sampling.stopping import Stopping
 from realign.functional.logprobs import LMHead
 
 CACHE_BYTES = 2**30
 """Memory for the KV cache on a CPU, in bytes, if the number of slots is not given."""
-
-CACHE_FRACTION = 0.5
-"""Fraction of the free memory of a GPU for the KV cache, if the number of slots is not given."""
 
 PREFILL_TOKENS = 2**13
 """Maximum number of prompt tokens in one prefill pass; a longer prompt is prefilled alone."""
@@ -40,7 +37,7 @@ LOGIT_ELEMENTS = 2**26
 """Maximum number of logits computed at a time; 256 MiB in fp32."""
 
 SYNC_EVERY = 8
-"""Decode steps between two host synchronizations on an accelerator, if the setting is null."""
+"""Decode steps between two host synchronizations on an accelerator, if `sync_every` is null. It is 1 on a CPU."""
 
 AT_ONCE = 16
 """Random numbers generated at a time for each row."""
@@ -97,11 +94,7 @@ class Rollout:
         head: LMHead,
         config: GenerationConfig,
         stopping: Stopping,
-        *,
-        max_slots: int | None = None,
-        cache_fraction: float = CACHE_FRACTION,
-        sync_every: int | None = None,
-        memory: KeptMemory | None = None,
+        resources: RolloutResources,
     ) -> None:
         """Start without sequences.
 
@@ -110,11 +103,8 @@ class Rollout:
             head: last layer of the model.
             config: sampling settings.
             stopping: stop conditions.
-            max_slots: maximum number of sequences decoded concurrently; None: as many as fit `cache_bytes`.
-            cache_fraction: fraction of the free memory of a GPU for the KV cache, if `max_slots` is None.
-            sync_every: decode steps between two host synchronizations; None: `SYNC_EVERY` on an accelerator, and 1 on
-                a CPU. It is 1 with stop strings, with recorded experts, and for decoders that read rows on the host.
-            memory: kept memory for the KV cache; None allocates it.
+            resources: settings of the sampler, and the memory for the KV cache. `sync_every` is 1 with stop strings,
+                with recorded experts, and for decoders that read rows on the host.
         """
         self.decoder = decoder
         self.head = head
@@ -128,12 +118,11 @@ class Rollout:
         self.n_waiting = 0
         self.active = 0
         self.slots = 0
-        self.max_slots = max_slots
-        self.cache_fraction = cache_fraction
-        self.memory = memory
+        self.resources = resources
         default = 1 if self.device.type == "cpu" else SYNC_EVERY
-        self.sync_every = 1 if stopping.strings or decoder.reads_rows or width else sync_every or default
-        self.most_slots = max_slots
+        settings = resources.settings
+        self.sync_every = 1 if stopping.strings or decoder.reads_rows or width else settings.sync_every or default
+        self.most_slots = settings.max_slots
         self.longest_prompt = 0
         self.finished: list[Tensor] = []
         """Finished sequences, as rows of `responses`."""
@@ -271,11 +260,11 @@ class Rollout:
         length = self.longest_prompt + self.config.max_new_tokens
         if self.cache is None:
             like = next(prompt.read.state for prompt in self.waiting if prompt.read is not None)
-            if self.max_slots is None:
+            if self.resources.settings.max_slots is None:
                 limit = self._cache_bytes()
                 self.most_slots = max(1, limit // self.decoder.bytes_per_slot(like, length))
                 self.slots = min(self.slots, self.most_slots)
-            self.cache = self.decoder.new_cache(like, self.slots, length, self.memory)
+            self.cache = self.decoder.new_cache(like, self.slots, length, self.resources.memory)
         elif length > self.cache.length or self.slots > self.cache.slots:
             self.cache.resize(max(self.slots, self.cache.slots), max(length, self.cache.length))
         if self.slots > self.rows.shape[1]:
@@ -284,9 +273,10 @@ class Rollout:
 
     def _cache_bytes(self) -> int:
         """Return the memory for the KV cache; kept blocks that it replaces count as free."""
-        if self.memory is None or self.device.type != "cuda":
-            return cache_bytes(self.device, self.cache_fraction)
-        return cache_bytes(self.device, self.cache_fraction, free_bytes(self.device) + self.memory.cache_bytes)
+        fraction, memory = self.resources.settings.cache_fraction, self.resources.memory
+        if memory is None or self.device.type != "cuda":
+            return cache_bytes(self.device, fraction)
+        return cache_bytes(self.device, fraction, free_bytes(self.device) + memory.cache_bytes)
 
     def _step(self, *, some_ended: bool) -> None:
         """Run one decode step: feed the newest token of every row, and sample the next one.

@@ -32,8 +32,7 @@ from realign.engines.network.shared_prefix import Layout, Passes, SharedPrompts
 from realign.engines.network.torch_compile import TorchCompile
 from realign.engines.network.trains import All, Trained
 from realign.engines.network.value_head import ValueNetwork
-from realign.engines.sampling.compiled_library import CompiledDecode
-from realign.engines.sampling.slots import CACHE_FRACTION
+from realign.engines.sampling.in_process import InProcessSampling
 from realign.engines.training.callbacks import check_loss
 from realign.engines.training.ema import WeightAverage
 from realign.engines.training.expert_load import LoadBalancer, StepLoad, counting, listening
@@ -69,13 +68,8 @@ class TransformersEngine(InferenceEngine):
         vocabulary: int | None = None,
         shared_prompts: SharedPrompts = SharedPrompts.auto,
         fused_rollout: bool = True,
-        compiled_decode: CompiledDecode = CompiledDecode.auto,
         parallel_passes: ParallelPasses = ParallelPasses.auto,
-        max_slots: int | None = None,
-        cache_fraction: float = CACHE_FRACTION,
-        sync_every: int | None = None,
-        keep_memory: bool = False,
-        cuda_graphs: bool = False,
+        sampling: InProcessSampling | None = None,
         load_balancing: LoadBalancing | None = None,
         torch_compile: TorchCompile = TorchCompile.off,
     ) -> None:
@@ -96,19 +90,15 @@ class TransformersEngine(InferenceEngine):
             vocabulary: number of tokens that can be sampled, counted from id 0; None means all tokens.
             shared_prompts: whether to compute the prompt of a group once.
             fused_rollout: run rollouts with fewer operators if the model family supports it.
-            compiled_decode: whether decode steps of such a rollout run in a compiled library.
             parallel_passes: whether to compute micro-batches concurrently on a CPU.
-            max_slots: sequences that a rollout decodes concurrently; None uses as many as fit `slots.cache_bytes`.
-            cache_fraction: fraction of the free memory of a GPU for the KV cache, if `max_slots` is None.
-            sync_every: decode steps between two host synchronizations, see `slots.Rollout`.
-            keep_memory: keep the memory of weights and KV cache between rollouts.
-            cuda_graphs: capture decode steps as CUDA graphs.
+            sampling: settings of rollouts; None means the defaults.
             load_balancing: balances the experts in training; None if not.
             torch_compile: backend that compiles the decoder layers for training and scoring.
 
         Raises:
             ConfigError: the model family is not supported.
         """
+        sampling = sampling or InProcessSampling()
         self._balancer = LoadBalancer(name, module, load_balancing)  # before a sharded network divides the routers
         network = self._network(
             name,
@@ -121,22 +111,12 @@ class TransformersEngine(InferenceEngine):
             vocabulary=vocabulary,
             shared_prompts=shared_prompts,
             fused_rollout=fused_rollout,
-            compiled_decode=compiled_decode,
+            compiled_decode=sampling.compiled_decode,
             # routers cannot tell concurrent passes apart, and compilation is not safe in several threads
             parallel_passes=ParallelPasses.off if load_balancing or torch_compile.compiles else parallel_passes,
             torch_compile=torch_compile,
         )
-        super().__init__(
-            name,
-            network,
-            tokenizer,
-            seed=seed,
-            max_slots=max_slots,
-            cache_fraction=cache_fraction,
-            sync_every=sync_every,
-            keep_memory=keep_memory,
-            cuda_graphs=cuda_graphs,
-        )
+        super().__init__(name, network, tokenizer, sampling, seed=seed)
         self._balancer.check(network.unpacked)
         if optimizer is None:
             network.requires_grad_(False)
