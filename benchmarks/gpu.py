@@ -48,6 +48,7 @@ from benchmarks.report import arguments, facts, table
 from realign.api import GenerationConfig, Lengths, SequenceSample
 from realign.engines.network.compiled_layers import TorchCompile
 from realign.engines.network.kernels import AttentionArgs, Backend, choose_backend
+from realign.engines.network.settings import NetworkSettings
 from realign.engines.sampling.in_process import InProcessSampling
 
 GIB = 2**30
@@ -170,7 +171,9 @@ def training(plan: Plan, scenario: Scenario, peak: float) -> dict[str, Any]:
             budget //= 2
         release(plan.device)
     release(plan.device)
-    compiled = attempt(lambda: _train(plan, scenario, budget, peak, torch_compile=plan.compiler))
+    compiled = attempt(
+        lambda: _train(plan, scenario, budget, peak, network=NetworkSettings(torch_compile=plan.compiler))
+    )
     keys = ("step_s", "tokens_per_s", "utilisation", "peak_gib", "error")
     return found | {"compiled": {key: compiled[key] for key in keys if key in compiled}}
 

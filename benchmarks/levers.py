@@ -30,6 +30,7 @@ from benchmarks.report import alternate, arguments, facts, table
 from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample
 from realign.engines.network.cpu_lanes import ParallelPasses
 from realign.engines.network.output import PackedOutput
+from realign.engines.network.settings import NetworkSettings
 from realign.engines.network.shared_prefix import SharedPrompts
 from realign.engines.sampling import trunk
 from realign.engines.sampling.compiled_library import CompiledDecode
@@ -75,7 +76,9 @@ def _loop_optimizer() -> Any:
 
 
 LEVERS = {
-    "fused_rollout": Lever("decode layers in fused operators", "rollout", engine={"fused_rollout": False}),
+    "fused_rollout": Lever(
+        "decode layers in fused operators", "rollout", engine={"network": NetworkSettings(fused_rollout=False)}
+    ),
     "compiled_decode": Lever(
         "compiled decode steps", "rollout", engine={"sampling": InProcessSampling(compiled_decode=CompiledDecode.off)}
     ),
@@ -87,9 +90,13 @@ LEVERS = {
         "as many slots as fit instead of 16", "rollout", engine={"sampling": InProcessSampling(max_slots=16)}
     ),
     "shared_prompts": Lever(
-        "prompt of a group computed once", "training", engine={"shared_prompts": SharedPrompts.off}
+        "prompt of a group computed once",
+        "training",
+        engine={"network": NetworkSettings(shared_prompts=SharedPrompts.off)},
     ),
-    "parallel_passes": Lever("concurrent passes", "training", engine={"parallel_passes": ParallelPasses.off}),
+    "parallel_passes": Lever(
+        "concurrent passes", "training", engine={"network": NetworkSettings(parallel_passes=ParallelPasses.off)}
+    ),
     "where": Lever("log-probs only where the loss needs them", "training", patches=_everywhere),
     "old_logprobs": Lever("log-probs of the rollout used without another pass", "training", scores_first=True),
     "fused_optimizer": Lever("optimizer in one kernel", "training", patches=_loop_optimizer),

@@ -35,6 +35,7 @@ from realign.engines.network.kernels import Backend, missing_package, preferred_
 from realign.engines.network.lora import load_adapters, require_peft_for
 from realign.engines.network.passed_context import pass_context_on
 from realign.engines.network.recurrence import segment_recurrent_layers
+from realign.engines.network.settings import NetworkSettings
 from realign.engines.network.shared_prefix import SharedPrompts
 from realign.engines.network.torch_compile import TorchCompile
 from realign.engines.network.trains import All, Lora, Trained
@@ -174,12 +175,12 @@ class TransformersModel(Settings, ModelSpec):
                 trainable=self.optimizer is not None,
             )
         value_head = self.head.value_head if isinstance(self.head, Causal) else None
-        together = self.parallel_passes is ParallelPasses.auto and device.type == "cpu" and work.ranks == 1
-        together = together and self.load_balancing is None and not self.torch_compile.compiles
+        settings = self._settings(device).allowed(load_balancing=self.load_balancing is not None)
+        together = settings.parallel_passes is ParallelPasses.auto and device.type == "cpu" and work.ranks == 1
         model = MemoryModel(
             shape,
             device,
-            products_dtype(self.dtype, device),
+            settings.dtype,
             optimizer=self.optimizer,
             value_head=value_head,
             gradient_checkpointing=self.gradient_checkpointing,
@@ -191,6 +192,20 @@ class TransformersModel(Settings, ModelSpec):
             reshard=self.sharding.reshard,
         )
         return model.estimate(work)
+
+    def _settings(self, device: torch.device) -> NetworkSettings:
+        """Return the settings of the network on this device."""
+        return NetworkSettings(
+            dtype=products_dtype(self.dtype, device),
+            attention=self.attention,
+            dropout=self.dropout,
+            trains=self.trains,
+            vocabulary=self.head.vocabulary if isinstance(self.head, Causal) else None,
+            shared_prompts=self.shared_prompts,
+            fused_rollout=self.fused_rollout and not self.load_in_4bit,
+            parallel_passes=self.parallel_passes,
+            torch_compile=self.torch_compile,
+        )
 
     @property
     def _sampling(self) -> InProcessSampling:
@@ -310,7 +325,7 @@ class TransformersModel(Settings, ModelSpec):
             build = partial(ShardedEngine, sharding=self.sharding)
         self.check(name)
         adapter, device = self._adapter(name), pick_device(self.device)
-        dtype = products_dtype(self.dtype, device)
+        settings = self._settings(device)
         enable_tf32(device)
         if self.deterministic:
             use_deterministic_algorithms()
@@ -322,15 +337,14 @@ class TransformersModel(Settings, ModelSpec):
             self.optimizer is not None,
             self.trust_remote_code,
             derive_seed(seed, name, "init"),
-            settings_4bit(device, dtype) if self.load_in_4bit else {},
+            settings_4bit(device, settings.dtype) if self.load_in_4bit else {},
         )
         module = reader.read(merge=not self._continues)
         self.head.start(module, seed=derive_seed(seed, name, "head"))
         words = module.get_input_embeddings().weight.shape[0]
         tokenizer = self._read_tokenizer(name, words)
-        vocabulary = self.head.vocabulary if isinstance(self.head, Causal) else None
-        if vocabulary is not None and vocabulary > words:
-            raise ConfigError(f"models.{name}.head.vocabulary={vocabulary}: must be at most {words}")
+        if settings.vocabulary is not None and settings.vocabulary > words:
+            raise ConfigError(f"models.{name}.head.vocabulary={settings.vocabulary}: must be at most {words}")
         keep_layout(module)
         module = (module if self.load_in_4bit else module.to(device)).eval()
         value_head = self._read_value_head(name, module, seed)
@@ -344,21 +358,13 @@ class TransformersModel(Settings, ModelSpec):
             name,
             module,
             tokenizer,
-            dtype=dtype,
-            attention=self.attention,
-            optimizer=self.optimizer,
-            gradient_checkpointing=self.gradient_checkpointing,
-            dropout=self.dropout,
+            settings,
             seed=seed,
             value_head=value_head,
-            trains=self.trains,
-            vocabulary=vocabulary,
-            shared_prompts=self.shared_prompts,
-            fused_rollout=self.fused_rollout and not self.load_in_4bit,
-            parallel_passes=self.parallel_passes,
             sampling=self._sampling,
+            optimizer=self.optimizer,
+            gradient_checkpointing=self.gradient_checkpointing,
             load_balancing=self.load_balancing,
-            torch_compile=self.torch_compile,
         )
         saved, saved_views = read_states(self.path)
         return Model(name, engine, tokenizer, seed, saved=saved, saved_views=saved_views)

@@ -42,6 +42,11 @@ class InferenceEngine(PipelinableEngine):
         self.resources = RolloutResources.of(name, sampling, self.device)
         self._seed = seed
 
+    def describe(self) -> str:
+        """Return the number of parameters, without those of a value head, the device, and whether it runs unpacked."""
+        size = _magnitude(sum(p.numel() for p in self.network.module.parameters()))
+        return f"{size} parameters on {self.device}" + (", unpacked" if self.network.unpacked is not None else "")
+
     @property
     def head(self) -> LMHead | ScalarHead:
         """Last layer of the model."""
@@ -183,3 +188,11 @@ class InferenceEngine(PipelinableEngine):
         own = self.weights()
         check_weights(self.name, shapes_of(own), shapes_of(weights), mix)
         mix_into(own, weights, mix)
+
+
+def _magnitude(count: int) -> str:
+    """Return a number such as `135M`."""
+    for unit, size in {"B": 10**9, "M": 10**6, "k": 10**3}.items():
+        if count >= size:
+            return f"{count / size:.3g}{unit}"
+    return str(count)
