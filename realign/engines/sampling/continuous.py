@@ -16,8 +16,9 @@ from realign.engines.network.images import PromptInput, followed_by
 from realign.engines.sampling.decoder import Decoder
 from realign.engines.sampling.resources import RolloutResources
 from realign.engines.sampling.responses import Responses
-from realign.engines.sampling.slots import PREFILL_TOKENS, Rollout
+from realign.engines.sampling.slots import Rollout
 from realign.engines.sampling.stopping import Stopping
+from realign.engines.sampling.waiting import PREFILL_TOKENS
 from realign.functional.logprobs import LMHead
 
 
@@ -116,16 +117,8 @@ class Stream(Rollout):
         if row is not None:
             self._retire(torch.tensor([row], device=self.device))
         else:
-            self._remove_waiting(sequence)
+            self.waiting.remove(sequence)
         self._forget([sequence])
-
-    def _remove_waiting(self, sequence: int) -> None:
-        prompt = next(p for p in self.waiting if sequence in p.sequences.tolist())
-        stays = prompt.sequences != sequence
-        prompt.sequences, prompt.keys = prompt.sequences[stays], prompt.keys[stays]
-        self.n_waiting -= 1
-        if not len(prompt.keys):
-            self.waiting.remove(prompt)
 
     def _row(self, sequence: int) -> int | None:
         """Return the slot of a sequence that is being decoded; None if it waits."""
@@ -134,8 +127,7 @@ class Stream(Rollout):
 
     def free_cache(self) -> None:
         """Free the KV cache of all sequences. Decoding is not allowed until `fill_cache`."""
-        for prompt in self.waiting:
-            prompt.read = None
+        self.waiting.forget_prefills()
         if self.cache is not None:
             self._freed = (self.cache.slots, self.cache.length)
             self.release()
@@ -156,8 +148,7 @@ class Stream(Rollout):
                 kept. Ignored while the cache is freed, since `fill_cache` recomputes everything.
         """
         self.decoder, self.head, self.version = decoder, head, version
-        for prompt in self.waiting:
-            prompt.read = None
+        self.waiting.forget_prefills()
         if not self.active:
             return
         sequences_B, counts_B = self.rows[0, : self.active], self.rows[3, : self.active]

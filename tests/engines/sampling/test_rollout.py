@@ -8,7 +8,7 @@ from transformers import GenerationConfig as TransformersGenerationConfig
 from realign.api import GenerationConfig, Lengths, SequenceSample
 from realign.engines.network.attention import ATTENTION
 from realign.engines.network.heads import read_head
-from realign.engines.sampling import decoder
+from realign.engines.sampling import decoder, waiting
 from realign.engines.sampling import slots as decoding
 from realign.engines.sampling.in_process import InProcessSampling
 from realign.engines.sampling.kv_cache import KVCache
@@ -101,7 +101,7 @@ def test_slots_and_prefill_do_not_change_greedy_results(family, monkeypatch):
         got = rollout(model, max_slots=slots, **config)
         assert responses(got) == responses(want)
         assert torch.allclose(got["logprobs"], want["logprobs"], atol=1e-5)
-    monkeypatch.setattr(decoding, "PREFILL_TOKENS", 8)
+    monkeypatch.setattr(waiting, "PREFILL_TOKENS", 8)
     assert responses(rollout(model, **config)) == responses(want)
     monkeypatch.setattr(decoding, "CACHE_BYTES", 1)
     assert responses(rollout(model, **config)) == responses(want)
