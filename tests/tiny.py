@@ -120,7 +120,7 @@ def tiny_engine(
 
 
 def engine_over(module: Any, **engine: Any) -> TransformersEngine:
-    """Return an engine over a model; `engine` are fields of `NetworkSettings` and arguments of the engine."""
+    """Return an engine over a model; `engine` contains fields of `NetworkSettings` and arguments of the engine."""
     names = {field.name for field in fields(NetworkSettings)} & engine.keys()
     settings = NetworkSettings(**{name: engine.pop(name) for name in names})
     return TransformersEngine("actor", module, tiny_tokenizer(), settings, seed=0, **engine)

@@ -180,7 +180,7 @@ class TransformersModel(Settings, ModelSpec):
             load_in_4bit=self.load_in_4bit,
             lanes=torch.get_num_threads() if together and not (value_head and value_head.layers) else 1,
             fused_rollout=self.fused_rollout,
-            sampling=self._sampling,
+            sampling=settings.sampling,
             offload=self.sharding.offload,
             reshard=self.sharding.reshard,
         )
@@ -203,6 +203,7 @@ class TransformersModel(Settings, ModelSpec):
             fused_rollout=self.fused_rollout and not self.load_in_4bit,
             parallel_passes=self.parallel_passes,
             torch_compile=self.torch_compile,
+            sampling=self._sampling,
         )
 
     @property
@@ -354,7 +355,6 @@ class TransformersModel(Settings, ModelSpec):
             settings,
             seed=seed,
             value_head=value_head,
-            sampling=self._sampling,
             optimizer=self.optimizer,
             gradient_checkpointing=self.gradient_checkpointing,
             load_balancing=self.load_balancing,

@@ -36,7 +36,6 @@ from realign.engines.network.network import Network
 from realign.engines.network.settings import NetworkSettings
 from realign.engines.network.shared_prefix import Layout, Passes
 from realign.engines.network.value_head import ValueNetwork
-from realign.engines.sampling.in_process import InProcessSampling
 from realign.engines.sampling.rollout import PROMPTS
 from realign.engines.training.callbacks import added, check_loss
 from realign.engines.training.engine import TransformersEngine
@@ -90,15 +89,8 @@ class ShardedEngine(TransformersEngine):
         super().__init__(name, module, tokenizer, settings, value_head=value_head, **further)
         self._sharded_state = ShardedState(self.network, self._stepper, self._average)
 
-    def _network(
-        self,
-        name: str,
-        module: Any,
-        settings: NetworkSettings,
-        sampling: InProcessSampling,
-        value_head: ValueNetwork | None,
-    ) -> Network:
-        return ShardedNetwork(name, module, settings, sampling, value_head, self.sharding)
+    def _network(self, name: str, module: Any, settings: NetworkSettings, value_head: ValueNetwork | None) -> Network:
+        return ShardedNetwork(name, module, settings, value_head, self.sharding)
 
     def _make_stepper(self, spec: OptimizerSpec) -> Stepper:
         return ShardedStepper(self.name, spec, self.network)

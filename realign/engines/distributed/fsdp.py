@@ -27,7 +27,6 @@ from realign.engines.network.network import Network
 from realign.engines.network.settings import NetworkSettings
 from realign.engines.network.shared_prefix import Layout
 from realign.engines.network.value_head import ValueNetwork
-from realign.engines.sampling.in_process import InProcessSampling
 from realign.engines.sampling.weight_fusion import Fusion
 from realign.errors import ConfigError
 
@@ -95,7 +94,6 @@ class ShardedNetwork(Network):
         name: str,
         module: Any,
         settings: NetworkSettings,
-        sampling: InProcessSampling,
         value_head: ValueNetwork | None,
         sharding: Sharding,
     ) -> None:
@@ -109,7 +107,7 @@ class ShardedNetwork(Network):
             raise ConfigError(
                 f"models.{name}.sharding: torch {torch.__version__} is too old. Install torch 2.13 or later."
             )
-        super().__init__(name, module, settings, sampling, value_head)
+        super().__init__(name, module, settings, value_head)
         self.images = None  # its vision layers would run outside the FSDP root
         if self.unpacked is not None:
             raise ConfigError(

@@ -33,7 +33,6 @@ from realign.engines.network.torch_compile import TorchCompile
 from realign.engines.network.trains import All
 from realign.engines.network.unpacked import UnpackedModel, cost
 from realign.engines.network.value_head import ValueNetwork
-from realign.engines.sampling.in_process import InProcessSampling
 from realign.engines.sampling.own_cache import OwnCache
 from realign.engines.sampling.weight_fusion import Fusion
 from realign.errors import ConfigError
@@ -57,12 +56,7 @@ class Network(nn.Module):
     """
 
     def __init__(
-        self,
-        name: str,
-        module: Any,
-        settings: NetworkSettings,
-        sampling: InProcessSampling,
-        value_head: ValueNetwork | None,
+        self, name: str, module: Any, settings: NetworkSettings, value_head: ValueNetwork | None = None
     ) -> None:
         """Probe the model; see `TransformersEngine` for the arguments.
 
@@ -96,7 +90,7 @@ class Network(nn.Module):
         wanted = settings.parallel_passes is ParallelPasses.auto
         self._parallel = wanted and self.device.type == "cpu" and not alone
         fused = settings.fused_rollout and isinstance(self.head, LMHead)
-        self.fusion = Fusion(module, sampling.compiled_decode) if fused else None
+        self.fusion = Fusion(module, settings.sampling.compiled_decode) if fused else None
         half_precision = settings.dtype == torch.bfloat16
         self.autocast: Callable[[], AbstractContextManager[Any]] = partial(
             torch.autocast, self.device.type, dtype=torch.bfloat16, enabled=half_precision

@@ -1,4 +1,4 @@
-"""`NetworkSettings`: how a network computes its passes."""
+"""`NetworkSettings`: how a network computes its passes and rollouts."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from realign.engines.network.kernels import Backend
 from realign.engines.network.shared_prefix import SharedPrompts
 from realign.engines.network.torch_compile import TorchCompile
 from realign.engines.network.trains import All, Trained
+from realign.engines.sampling.in_process import InProcessSampling
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,8 @@ class NetworkSettings:
     """Whether to compute micro-batches concurrently on a CPU."""
     torch_compile: TorchCompile = TorchCompile.off
     """Backend that compiles the decoder layers for training and scoring."""
+    sampling: InProcessSampling = field(default_factory=InProcessSampling)
+    """Settings of rollouts."""
 
     def allowed(self, *, load_balancing: bool) -> NetworkSettings:
         """Return the settings, without parallel passes if load balancing or `torch_compile` rules them out."""

@@ -26,7 +26,6 @@ from realign.engines.network.network import Network
 from realign.engines.network.settings import NetworkSettings
 from realign.engines.network.shared_prefix import Layout, Passes
 from realign.engines.network.value_head import ValueNetwork
-from realign.engines.sampling.in_process import InProcessSampling
 from realign.engines.training.callbacks import check_loss
 from realign.engines.training.ema import WeightAverage
 from realign.engines.training.expert_load import LoadBalancer, StepLoad, counting, differentiate_with_hidden, listening
@@ -55,7 +54,6 @@ class TransformersEngine(InferenceEngine):
         *,
         seed: int,
         value_head: ValueNetwork | None = None,
-        sampling: InProcessSampling | None = None,
         optimizer: OptimizerSpec | None = None,
         gradient_checkpointing: bool = False,
         load_balancing: LoadBalancing | None = None,
@@ -66,10 +64,9 @@ class TransformersEngine(InferenceEngine):
             name: role of the model, used in messages and seeds.
             module: the model, on its device.
             tokenizer: saved with the model; its end token ends responses.
-            settings: how the network computes its passes; None means the defaults.
+            settings: how the network computes its passes and rollouts; None means the defaults.
             seed: root seed of the run.
             value_head: value network of this model, on its device.
-            sampling: settings of rollouts; None means the defaults.
             optimizer: trains the parameters that require a gradient; None freezes the model.
             gradient_checkpointing: recompute layers in the backward pass.
             load_balancing: balances the experts in training; None if not.
@@ -78,10 +75,9 @@ class TransformersEngine(InferenceEngine):
             ConfigError: the model family is not supported.
         """
         settings = (settings or NetworkSettings()).allowed(load_balancing=load_balancing is not None)
-        sampling = sampling or InProcessSampling()
         self._balancer = LoadBalancer(name, module, load_balancing)  # before a sharded network divides the routers
-        network = self._network(name, module, settings, sampling, value_head)
-        super().__init__(name, network, tokenizer, sampling, seed=seed)
+        network = self._network(name, module, settings, value_head)
+        super().__init__(name, network, tokenizer, settings.sampling, seed=seed)
         self._balancer.check(network.unpacked)
         if optimizer is None:
             network.requires_grad_(False)
@@ -94,15 +90,8 @@ class TransformersEngine(InferenceEngine):
         self._accumulated: Accumulated | None = None
         self._load: StepLoad | None = None
 
-    def _network(
-        self,
-        name: str,
-        module: Any,
-        settings: NetworkSettings,
-        sampling: InProcessSampling,
-        value_head: ValueNetwork | None,
-    ) -> Network:
-        return Network(name, module, settings, sampling, value_head)
+    def _network(self, name: str, module: Any, settings: NetworkSettings, value_head: ValueNetwork | None) -> Network:
+        return Network(name, module, settings, value_head)
 
     def _make_stepper(self, spec: OptimizerSpec) -> Stepper:
         return Stepper(self.name, spec, self.network.owned(), self.network.outer_ids())

@@ -7,9 +7,8 @@ from realign.api import GenerationConfig, MicroBatchSpec, SequenceSample
 from realign.engines import OptimizerSpec
 from realign.engines.network.recurrence import segment_recurrent_layers
 from realign.engines.sampling.in_process import InProcessSampling
-from realign.engines.training.engine import TransformersEngine
 from tests.families import family_model
-from tests.tiny import VOCAB, random_sample, tiny_model, tiny_tokenizer
+from tests.tiny import VOCAB, engine_over, random_sample, tiny_model
 
 FAMILIES = ("qwen3_next", "lfm2", "falcon_h1", "mamba")
 """Gated delta rule, short convolution, attention and recurrence in one layer, and no attention at all."""
@@ -17,7 +16,7 @@ GROUPS = [[13, 11, 13], [1, 4], [9]]
 
 
 def engine_of(family, **settings):
-    return TransformersEngine("actor", family_model(family), tiny_tokenizer(), seed=0, **settings)
+    return engine_over(family_model(family), **settings)
 
 
 def alone(family):

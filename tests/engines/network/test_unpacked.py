@@ -15,7 +15,7 @@ from realign.engines.sampling.own_cache import OwnCache
 from realign.engines.training.engine import TransformersEngine
 from realign.errors import ConfigError
 from tests.families import family_model
-from tests.tiny import VOCAB, random_sample, tiny_model, tiny_tokenizer
+from tests.tiny import VOCAB, engine_over, random_sample, tiny_model, tiny_tokenizer
 
 FAMILIES = ("bloom", "falcon", "rwkv", "diffllama")
 """alibi; attention classes that cannot be replaced; a recurrence; several attention calls per layer."""
@@ -23,7 +23,7 @@ LENGTHS = (7, 1, 12, 0, 11, 12)
 
 
 def engine_of(family, **settings):
-    return TransformersEngine("actor", family_model(family), tiny_tokenizer(), seed=0, **settings)
+    return engine_over(family_model(family), **settings)
 
 
 def alone(family):
