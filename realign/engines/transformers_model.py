@@ -30,6 +30,7 @@ from realign.engines.files.pretrained import readable
 from realign.engines.files.tokenizers import check_tokenizer, check_vocabulary, has_tokenizer, read_tokenizer
 from realign.engines.module_reader import ModuleReader
 from realign.engines.network.cpu_lanes import ParallelPasses
+from realign.engines.network.encoder_decoder import check_settings
 from realign.engines.network.heads import Causal, Head, read_head
 from realign.engines.network.kernels import Backend, missing_package, preferred_kernel
 from realign.engines.network.lora import load_adapters, require_peft_for
@@ -327,6 +328,16 @@ class TransformersModel(Settings, ModelSpec):
             settings_4bit(device, dtype) if self.load_in_4bit else {},
         )
         module = reader.read(merge=not self._continues)
+        value_layers = self.head.value_head.layers if isinstance(self.head, Causal) and self.head.value_head else 0
+        check_settings(
+            f"models.{name}",
+            module,
+            trains=self.trains,
+            branch_layers=value_layers,
+            load_in_4bit=self.load_in_4bit,
+            own_sampler=isinstance(self.sampler, InProcessSampling),
+            compiled=self._sampling.compiled_decode is CompiledDecode.on,
+        )
         self.head.start(module, seed=derive_seed(seed, name, "head"))
         words = module.get_input_embeddings().weight.shape[0]
         tokenizer = self._read_tokenizer(name, words)

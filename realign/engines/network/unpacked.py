@@ -84,14 +84,14 @@ class UnpackedModel:
         want, error = self._run(ids), torch.inf
         with suppress(Exception):  # families without it fail when it is chosen, or when they run
             use_attention(self.module, "sdpa")
-            error = _error(self._run(ids), want)
+            error = relative_error(self._run(ids), want)
         if not error <= TOLERANCE:
             use_attention(self.module, "eager")
 
     def _later_tokens(self) -> float:
         """Return the largest relative change of hidden states by tokens that follow."""
         ids = self._text()
-        return _error(self._run(ids)[:, :9], self._run(ids[:, :9]))
+        return relative_error(self._run(ids)[:, :9], self._run(ids[:, :9]))
 
     def _text(self) -> Tensor:
         """Return 14 random tokens, [1, 14]."""
@@ -115,7 +115,7 @@ class UnpackedModel:
         return hidden
 
 
-def _error(got: Tensor, want: Tensor) -> float:
+def relative_error(got: Tensor, want: Tensor) -> float:
     """Return the largest difference, relative to the largest absolute value."""
     return float((got - want).abs().max() / want.abs().max().clamp(min=1e-30))
 
@@ -126,9 +126,15 @@ def describe(cause: Exception) -> str:
     return f"{type(cause).__name__}: {lines[0]}" if lines else type(cause).__name__
 
 
-def cost(role: str, unpacked: UnpackedModel, decoding: str | None) -> str:
-    """Return the warning about what running unpacked costs; `decoding` describes the rollouts of a language model."""
-    reason = unpacked.reason.rstrip(".")
+def cost(role: str, reason: str, decoding: str | None) -> str:
+    """Return the warning about what running unpacked costs.
+
+    Args:
+        role: role of the model.
+        reason: why it cannot run packed.
+        decoding: description of the rollouts of a language model; None for other models.
+    """
+    reason = reason.rstrip(".")
     rollouts = "" if decoding is None else f" Rollouts {decoding}."
     return (
         f"models.{role}: {reason}. It runs unpacked: results are equally exact, but slower. Training and scoring run a "
