@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,7 +128,7 @@ def shape_of(
         matrices=matrices,
         trained=trained,
         adapters=sum(p.numel() for p in module.parameters()) - loaded,
-        layers=len(layers) if pair else text.num_hidden_layers,  # type: ignore[arg-type]
+        layers=len(layers) if pair else text.num_hidden_layers,
         hidden=text.hidden_size,
         queries=queries * size,
         keys=(getattr(text, "num_key_value_heads", None) or queries) * size,
@@ -147,13 +147,15 @@ def shape_of(
     )
 
 
-def _layers(module: Any) -> nn.Module:
-    """Return the list of layers, with those of an encoder; a model without one is treated as a single layer."""
-    if is_encoder_decoder(module.config):
-        stacks = (list(_layers(stack).children()) for stack in (module.get_encoder(), module.get_decoder()))
-        return nn.ModuleList(itertools.chain.from_iterable(stacks))
-    lists = [part for part in module.modules() if isinstance(part, nn.ModuleList)]
-    return max(lists, key=lambda part: sum(p.numel() for p in part.parameters()), default=module.base_model)
+def _layers(module: Any) -> nn.ModuleList:
+    """Return the layers, with those of an encoder; a model without a list of layers is treated as a single layer."""
+    stacks = [module.get_encoder(), module.get_decoder()] if is_encoder_decoder(module.config) else [module]
+    return nn.ModuleList(itertools.chain.from_iterable(map(_largest_list, stacks)))
+
+
+def _largest_list(stack: Any) -> Iterable[nn.Module]:
+    lists = [part for part in stack.modules() if isinstance(part, nn.ModuleList)]
+    return max(lists, key=lambda part: sum(p.numel() for p in part.parameters()), default=[stack.base_model])
 
 
 def _mlp(config: Any) -> int:

@@ -43,15 +43,15 @@ class EncoderDecoder:
         start: the token before the first token of a response.
     """
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: Any, reason: str) -> None:
         """Compare padded batches with the model's own forward pass of each sequence.
 
         Raises:
             ConfigError: the model family is not supported, or its config has no decoder_start_token_id.
         """
         self.module = module
+        self.reason = reason
         family = f"model family {module.config.model_type!r}"
-        self.reason = f"{family} is an encoder-decoder model, which cannot run packed."
         sources = (module.config, getattr(module, "generation_config", None))
         found = (getattr(source, "decoder_start_token_id", None) for source in sources)
         start = next((token for token in found if token is not None), None)
@@ -83,8 +83,9 @@ class EncoderDecoder:
         ids_T = torch.randint(1, words, (int(lengths.sum()),), generator=drawn).to(self._device)
         hidden_TH, head = self.whole(ids_T, lengths, prompts), read_head(self.module)
         assert isinstance(head, LMHead)
+        texts, states = (x.split(lengths.tolist()) for x in (ids_T, hidden_TH))
         errors = []
-        for ids, hidden, prompt in zip(ids_T.split(lengths.tolist()), hidden_TH.split(lengths.tolist()), PROMPTS):
+        for ids, hidden, prompt in zip(texts, states, PROMPTS, strict=True):
             given, written = ids[None, :prompt], self._shifted([ids[prompt:]])
             own = self.module(input_ids=given, decoder_input_ids=written, use_cache=False).logits[0]
             errors.append(relative_error(head.logits(hidden[prompt - 1 :]), own))

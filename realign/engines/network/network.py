@@ -116,7 +116,8 @@ class Network(nn.Module):
         self.own_cache: OwnCache | None = None
         try:
             if pair:
-                raise NotPackableError(f"model family {module.config.model_type!r} is an encoder-decoder model.")
+                family = f"model family {module.config.model_type!r}"
+                raise NotPackableError(f"{family} is an encoder-decoder model, which cannot run packed.")
             share = self._shares and self.device.type == "cpu"
             probe(module, self.head, attention=attention, autocast=half, share=share)
         except NotPackableError as error:
@@ -137,7 +138,7 @@ class Network(nn.Module):
             if self.value_head is not None and self.value_head.branch is not None:
                 raise ConfigError(f"{reason} Set head.value_head.layers=0.")
             if is_encoder_decoder(self.module.config):
-                self.unpacked = EncoderDecoder(self.module)
+                self.unpacked = EncoderDecoder(self.module, reason)
             else:
                 self.unpacked = UnpackedModel(self.module, reason)
                 probe_head(self.module, self.head)
@@ -264,9 +265,8 @@ class Network(nn.Module):
         limited = self.limited(head) if isinstance(head, LMHead) else head
         row_T = layout.rows_on(self.device)
         cu_seqlens = part.cu_seqlens()
-        predicted_T = (
-            self.unpacked.predicted(moved, layout.pieces) if isinstance(self.unpacked, EncoderDecoder) else None
-        )
+        pair = self.unpacked if isinstance(self.unpacked, EncoderDecoder) else None
+        predicted_T = None if pair is None else pair.predicted(moved, layout.pieces)
         return PackedOutput(
             hidden_RH, limited, moved[TOKENS], cu_seqlens, self.autocast, branch, row_T, self.heads, predicted_T
         )
