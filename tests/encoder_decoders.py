@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, PreTrainedModel
 
 from realign.api import SequenceSample
+from tests.families import family_config
 from tests.tiny import VOCAB, tiny_tokenizer
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -40,6 +41,15 @@ def tiny_pair(family: str, *, seed: int = 0, **overrides: Any) -> PreTrainedMode
             if name.endswith("bias") and "relative" not in name:  # biases start at 0, which would hide errors
                 torch.nn.init.normal_(x, std=0.1)
     return model.eval()
+
+
+def family_pair(family: str) -> PreTrainedModel:
+    """Return a tiny model of another family, in eval mode."""
+    config = family_config(family)
+    config.decoder_start_token_id = 0
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return AutoModelForSeq2SeqLM.from_config(config).eval()
 
 
 def save_pair(family: str, folder: Path) -> Path:

@@ -15,11 +15,13 @@ from realign.engines.network.value_head import ValueNetwork
 from realign.engines.sampling.background_sampler import StreamingEngine
 from realign.engines.training.engine import TransformersEngine
 from realign.errors import ConfigError, DataError
-from tests.encoder_decoders import FAMILIES, own_logprobs, sample_of, save_pair, tiny_pair
+from tests.encoder_decoders import FAMILIES, family_pair, own_logprobs, sample_of, save_pair, tiny_pair
 from tests.tiny import VOCAB, tiny_tokenizer
 
 SHAPE = [[(5, 4), (5, 1), (5, 9)], [(1, 6), (12, 0)], [(8, 3), (2, 11)]]
 """Lengths of prompts and responses; one sequence has no response."""
+VERIFIED = ("blenderbot", "blenderbot-small", "led", "longt5", "m2m_100", "marian", "mbart", "mt5", "mvp", "pegasus")
+VERIFIED += ("plbart",)
 
 
 def engine_of(family, model=None, **settings):
@@ -48,6 +50,13 @@ def negative_likelihood(out, part):
 
 def responses(part):
     return part["loss_mask"].sum().float()
+
+
+def greedy_response(model, prompt, tokens):
+    """Return the response that transformers generates."""
+    names = ("eos_token_id", "forced_eos_token_id", "forced_bos_token_id")
+    settings = {"do_sample": False, "num_beams": 1, "max_new_tokens": tokens, **dict.fromkeys(names)}
+    return model.generate(prompt[None], attention_mask=torch.ones_like(prompt[None]), **settings)[0, 1:].tolist()
 
 
 def prompts_of(*lengths):
@@ -94,10 +103,7 @@ def test_greedy_tokens_equal_those_of_generate(family):
     data, prompts = prompts_of(5, 9, 1)
     out = engine.generate(data, GenerationConfig(n=2, max_new_tokens=9, greedy=True, stop_token_ids=[]), seed=0)
     for s, ids in enumerate(out.sequences()):
-        prompt = prompts[s // 2]
-        settings = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None, "forced_eos_token_id": None}
-        want = model.generate(prompt[None], attention_mask=torch.ones_like(prompt[None]), num_beams=1, **settings)[0]
-        assert ids.tolist() == [*prompt.tolist(), *want[1:].tolist()]
+        assert ids.tolist() == [*prompts[s // 2].tolist(), *greedy_response(model, prompts[s // 2], 9)]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -305,3 +311,22 @@ def test_a_decoder_half_still_runs_as_a_causal_model():
 
     engine = TransformersEngine("actor", family_model("bart"), tiny_tokenizer(), seed=0)
     assert not engine.encoder_decoder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", VERIFIED)
+def test_a_verified_family_samples_as_transformers_does_and_scores_as_it_samples(family):
+    module = family_pair(family)
+    engine = TransformersEngine("actor", module, tiny_tokenizer(), seed=0)
+    assert engine.network.own_cache.cached == (family != "m2m_100")
+    data, prompts = prompts_of(5, 9, 2)
+    out = engine.generate(data, GenerationConfig(n=2, max_new_tokens=8, greedy=True, stop_token_ids=[]), seed=0)
+    torch.testing.assert_close(scored(engine, out), out["logprobs"], atol=1e-5, rtol=1e-5)
+    for s, ids in enumerate(out.sequences()):
+        assert ids.tolist() == [*prompts[s // 2].tolist(), *greedy_response(module, prompts[s // 2], 8)]
+
+
+@pytest.mark.slow
+def test_a_family_that_scales_its_outputs_in_an_unknown_way_is_an_error():
+    with pytest.raises(ConfigError, match="model family 'umt5' is not supported: logits of padded batches differ"):
+        TransformersEngine("actor", family_pair("umt5"), tiny_tokenizer(), seed=0)
