@@ -17,6 +17,7 @@ from realign.api.sampler_spec import SamplerSpec
 from realign.api.seeds import derive_seed
 from realign.engines.distributed.ranks import current
 from realign.engines.distributed.spec import Sharding
+from realign.engines.encoder_decoder_settings import check_settings
 from realign.engines.files.adapters import (
     AdapterFolder,
     AdapterStart,
@@ -30,7 +31,6 @@ from realign.engines.files.pretrained import readable
 from realign.engines.files.tokenizers import check_tokenizer, check_vocabulary, has_tokenizer, read_tokenizer
 from realign.engines.module_reader import ModuleReader
 from realign.engines.network.cpu_lanes import ParallelPasses
-from realign.engines.network.encoder_decoder import check_settings
 from realign.engines.network.heads import Causal, Head, read_head
 from realign.engines.network.kernels import Backend, missing_package, preferred_kernel
 from realign.engines.network.lora import load_adapters, require_peft_for
