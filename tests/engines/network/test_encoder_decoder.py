@@ -13,10 +13,10 @@ from realign.engines import Causal, OptimizerSpec, TransformersModel, ValueHead
 from realign.engines.network.trains import Lora, TopLayers
 from realign.engines.network.value_head import ValueNetwork
 from realign.engines.sampling.background_sampler import StreamingEngine
-from realign.engines.training.engine import TransformersEngine
+from realign.engines.sampling.in_process import InProcessSampling
 from realign.errors import ConfigError, DataError
 from tests.encoder_decoders import FAMILIES, family_pair, own_logprobs, sample_of, save_pair, tiny_pair
-from tests.tiny import VOCAB, tiny_tokenizer
+from tests.tiny import VOCAB, engine_over
 
 SHAPE = [[(5, 4), (5, 1), (5, 9)], [(1, 6), (12, 0)], [(8, 3), (2, 11)]]
 """Lengths of prompts and responses; one sequence has no response."""
@@ -25,7 +25,7 @@ VERIFIED += ("plbart",)
 
 
 def engine_of(family, model=None, **settings):
-    return TransformersEngine("actor", tiny_pair(family, **(model or {})), tiny_tokenizer(), seed=0, **settings)
+    return engine_over(tiny_pair(family, **(model or {})), **settings)
 
 
 def scored(engine, data, **spec):
@@ -99,7 +99,7 @@ def test_results_do_not_depend_on_micro_batches_or_the_other_sequences(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_equal_those_of_generate(family):
-    engine, model = engine_of(family, max_slots=4), tiny_pair(family)
+    engine, model = engine_of(family, sampling=InProcessSampling(max_slots=4)), tiny_pair(family)
     data, prompts = prompts_of(5, 9, 1)
     out = engine.generate(data, GenerationConfig(n=2, max_new_tokens=9, greedy=True, stop_token_ids=[]), seed=0)
     for s, ids in enumerate(out.sequences()):
@@ -109,7 +109,7 @@ def test_greedy_tokens_equal_those_of_generate(family):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("cached", [True, False])
 def test_sampled_log_probs_equal_those_of_scoring_when_responses_end_at_different_times(family, cached):
-    engine = engine_of(family, max_slots=5)
+    engine = engine_of(family, sampling=InProcessSampling(max_slots=5))
     assert engine.network.own_cache.cached
     engine.network.own_cache.cached = cached
     data, prompts = prompts_of(4, 8, 2)
@@ -180,7 +180,7 @@ def test_gradient_checkpointing_changes_no_gradient(family):
 def test_a_value_head_reads_the_hidden_state_before_each_token_of_the_response():
     module = tiny_pair("t5")
     value = ValueNetwork(ValueHead(init="normal"), module, 64, seed=0)
-    engine = TransformersEngine("actor", module, tiny_tokenizer(), seed=0, value_head=value)
+    engine = engine_over(module, value_head=value)
     data = sample_of(SHAPE)
 
     def hook(out, part):
@@ -259,7 +259,6 @@ def test_a_setting_that_encoder_decoder_models_do_not_support_is_an_error(settin
     from realign.engines import Score, Value
     from realign.engines.network.torch_compile import TorchCompile
     from realign.engines.sampling.compiled_library import CompiledDecode
-    from realign.engines.sampling.in_process import InProcessSampling
     from realign.engines.servers.vllm import Vllm
 
     heads = {"score": Score(), "value": Value(), "branch": Causal(value_head=ValueHead(layers=1))}
@@ -286,7 +285,7 @@ def test_a_model_without_a_start_token_is_an_error():
     module = tiny_pair("t5")
     module.config.decoder_start_token_id = module.generation_config.decoder_start_token_id = None
     with pytest.raises(ConfigError, match="has no decoder_start_token_id"):
-        TransformersEngine("actor", module, tiny_tokenizer(), seed=0)
+        engine_over(module)
 
 
 def test_a_model_whose_outputs_differ_from_its_last_layer_is_an_error():
@@ -295,7 +294,7 @@ def test_a_model_whose_outputs_differ_from_its_last_layer_is_an_error():
     module.model_dim = 4
     module.lm_head.register_forward_hook(lambda layer, given, out: out * 2)
     with pytest.raises(ConfigError, match="is not supported: logits of padded batches differ"):
-        TransformersEngine("actor", module, tiny_tokenizer(), seed=0)
+        engine_over(module)
 
 
 def test_loading_warns_what_running_unpacked_costs(caplog):
@@ -309,7 +308,7 @@ def test_loading_warns_what_running_unpacked_costs(caplog):
 def test_a_decoder_half_still_runs_as_a_causal_model():
     from tests.families import family_model
 
-    engine = TransformersEngine("actor", family_model("bart"), tiny_tokenizer(), seed=0)
+    engine = engine_over(family_model("bart"))
     assert not engine.encoder_decoder
 
 
@@ -317,7 +316,7 @@ def test_a_decoder_half_still_runs_as_a_causal_model():
 @pytest.mark.parametrize("family", VERIFIED)
 def test_a_verified_family_samples_as_transformers_does_and_scores_as_it_samples(family):
     module = family_pair(family)
-    engine = TransformersEngine("actor", module, tiny_tokenizer(), seed=0)
+    engine = engine_over(module)
     assert engine.network.own_cache.cached == (family != "m2m_100")
     data, prompts = prompts_of(5, 9, 2)
     out = engine.generate(data, GenerationConfig(n=2, max_new_tokens=8, greedy=True, stop_token_ids=[]), seed=0)
@@ -329,4 +328,4 @@ def test_a_verified_family_samples_as_transformers_does_and_scores_as_it_samples
 @pytest.mark.slow
 def test_a_family_that_scales_its_outputs_in_an_unknown_way_is_an_error():
     with pytest.raises(ConfigError, match="model family 'umt5' is not supported: logits of padded batches differ"):
-        TransformersEngine("actor", family_pair("umt5"), tiny_tokenizer(), seed=0)
+        engine_over(family_pair("umt5"))

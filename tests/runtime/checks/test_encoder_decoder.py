@@ -15,7 +15,7 @@ from realign.runtime.checks.encoder_decoder import check_encoder_decoders, check
 from realign.runtime.ray.engine import RayEngine
 from realign.runtime.ray.host import Loaded
 from tests.encoder_decoders import tiny_pair
-from tests.tiny import tiny_engine, tiny_tokenizer
+from tests.tiny import engine_over, tiny_engine, tiny_tokenizer
 
 GRPO = ["experiment=grpo", "interfaces.reward.function=realign.rewards.arithmetic:exact_answer"]
 COMMON = ["models.actor.path=model", "data.path=prompts.jsonl"]
@@ -27,9 +27,7 @@ def models_of(engine):
 
 @pytest.fixture(scope="module")
 def pair():
-    from realign.engines.training.engine import TransformersEngine
-
-    return models_of(TransformersEngine("actor", tiny_pair("t5"), tiny_tokenizer(), seed=0))
+    return models_of(engine_over(tiny_pair("t5")))
 
 
 def test_the_ray_runtime_is_an_error(pair):
