@@ -21,8 +21,7 @@ from realign.api.lengths import IntArray
 from realign.api.sample import TOKENS, SequenceSample
 from realign.engines.network.heads import read_head
 from realign.engines.network.padding import similar_lengths
-from realign.engines.network.unpacked import TOLERANCE, describe, relative_error
-from realign.engines.precision import full_fp32
+from realign.engines.network.unpacked import TOLERANCE, probing, relative_error
 from realign.errors import ConfigError, DataError
 from realign.functional.logprobs import LMHead
 
@@ -57,13 +56,8 @@ class EncoderDecoder:
         if start is None:
             raise ConfigError(f"{family}: config.json has no decoder_start_token_id. Add it.")
         self.start = int(start)
-        try:
-            with torch.no_grad(), full_fp32(self._device):
-                error = self._difference()
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as cause:  # transformers has no common class for what a family does not support
-            raise ConfigError(f"{family} is not supported: {describe(cause)}") from cause
+        with probing(module):
+            error = self._difference()
         if not error <= TOLERANCE:
             raise ConfigError(
                 f"{family} is not supported: logits of padded batches differ by {error:.1e} (relative) from its own."

@@ -9,7 +9,8 @@ Shapes: T packed tokens, S sequences, H hidden size.
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -58,14 +59,9 @@ class UnpackedModel:
         self.reason = reason
         self.similar = not rewrites_rope(module)
         family = f"model family {module.config.model_type!r}"
-        try:
-            with torch.no_grad(), full_fp32(next(module.parameters()).device):
-                self._choose_attention()
-                error = self._later_tokens()
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as cause:  # transformers has no common class for what a family does not support
-            raise ConfigError(f"{family} is not supported: {describe(cause)}") from cause
+        with probing(module):
+            self._choose_attention()
+            error = self._later_tokens()
         if not error <= TOLERANCE:
             raise ConfigError(
                 f"{family} is not supported: it is not causal. Hidden states differ by {error:.1e} (relative) if later "
@@ -113,6 +109,19 @@ class UnpackedModel:
     def _run(self, ids_BL: Tensor) -> Tensor:
         hidden: Tensor = read_body(self.module)(input_ids=ids_BL, use_cache=False).last_hidden_state
         return hidden
+
+
+@contextmanager
+def probing(module: Any) -> Iterator[None]:
+    """Run a model without gradients in full precision; an error becomes a ConfigError that names the model family."""
+    try:
+        with torch.no_grad(), full_fp32(next(module.parameters()).device):
+            yield
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as cause:  # transformers has no common class for what a family does not support
+        family = f"model family {module.config.model_type!r}"
+        raise ConfigError(f"{family} is not supported: {describe(cause)}") from cause
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
