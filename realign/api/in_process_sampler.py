@@ -60,11 +60,12 @@ class _Batch:
     prompts: dict[Hashable, Tensor] = field(default_factory=dict)
     handles: list[_Deferred] = field(default_factory=list)
 
-    def takes(self, request: Request) -> bool:
-        """Return whether the request fits this batch."""
-        known = self.prompts.get(request.id, request.prompt_ids)
-        same = known.shape == request.prompt_ids.shape and torch.equal(known, request.prompt_ids)
-        return same and self.config == replace(request.config, n=1) and self.seed == request.seed
+    def takes(self, request: Request, config: GenerationConfig) -> bool:
+        """Return whether the request fits this batch. `config` is its config with `n=1`."""
+        if self.seed != request.seed or self.config != config:
+            return False
+        known = self.prompts.get(request.id)
+        return known is None or torch.equal(known, request.prompt_ids)
 
     def add(self, handle: _Deferred) -> None:
         """Add a request to this batch."""
@@ -228,9 +229,11 @@ def _batches(handles: list[_Deferred]) -> list[_Batch]:
     """Group requests into engine calls, in order of submission."""
     batches: list[_Batch] = []
     for handle in handles:
-        batch = next((b for b in batches if b.takes(handle.request)), None)
+        config = handle.request.config
+        config = config if config.n == 1 else replace(config, n=1)
+        batch = next((b for b in batches if b.takes(handle.request, config)), None)
         if batch is None:
-            batch = _Batch(replace(handle.request.config, n=1), handle.request.seed)
+            batch = _Batch(config, handle.request.seed)
             batches.append(batch)
         batch.add(handle)
     return batches
