@@ -6,6 +6,7 @@ regions of a text while the text grows: reasoning, content, and tool calls.
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -67,12 +68,20 @@ def parse_response(
 def loaded_template(tokenizer: Any) -> ResponseTemplate:
     """Return the response template of a tokenizer for `ResponseReader`.
 
+    Removes the end of the text from the ends of regions. All regions end there in any case, but the pattern `$` also
+    matches the end of an unfinished text, so that the parser would take the beginning of a mark as content.
+
     Raises:
         ValueError: the template is invalid.
     """
     from transformers.utils.chat_parsing.response_templates import load_response_template
 
-    return load_response_template(tokenizer.response_template)
+    spec: dict[str, Any] = copy.deepcopy(tokenizer.response_template)
+    if isinstance(spec, dict) and isinstance(spec.get("fields"), dict):
+        for field in spec["fields"].values():
+            if isinstance(field, dict) and isinstance(field.get("close_pattern"), str):
+                field["close_pattern"] = field["close_pattern"].removesuffix("|$")
+    return load_response_template(spec)
 
 
 def text_of(tokenizer: Any, ids: Sequence[int], *, special: bool = True) -> str:
