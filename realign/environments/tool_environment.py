@@ -95,7 +95,8 @@ class _OpenTools:
         """
         opened: asyncio.Future[Toolbox] = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._hold(opened))
-        await asyncio.wait({opened, self._task}, return_when=asyncio.FIRST_COMPLETED)
+        either: set[asyncio.Future[Any]] = {opened, self._task}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if not opened.done():
             task, self._task = self._task, None
             await task  # raises
