@@ -7,7 +7,7 @@ import logging
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from realign.chat_template import Bounds, ChatTemplate
 from realign.endpoint.response_parsing import (
@@ -21,9 +21,6 @@ from realign.endpoint.response_parsing import (
 from realign.endpoint.response_templates import fits
 from realign.endpoint.response_templates import response_template as found_response_template
 from realign.errors import ConfigError, DataError
-
-if TYPE_CHECKING:
-    from transformers.utils.chat_parsing.response_templates import ResponseTemplate
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +49,7 @@ class Renderer:
         self.tokenizer = copy.deepcopy(tokenizer)
         self.options = dict(options or {})
         self.tokenizer.response_template = found_response_template(self.tokenizer, response_template)
-        self._response_template = _loaded(self.tokenizer)
+        self._response_template = loaded_template(self.tokenizer)
         self._special = special_tokens(self.tokenizer)
         self._template = ChatTemplate(self.tokenizer, _BOUNDS)
         self._lock = threading.Lock()  # tokenizers are not documented to be thread-safe
@@ -167,13 +164,3 @@ class Renderer:
 
     def _decoded(self, ids: list[int], special: bool) -> str:
         return text_of(self.tokenizer, ids, special=special)
-
-
-def _loaded(tokenizer: Any) -> ResponseTemplate | None:
-    """Return the response template of a tokenizer, if it has one."""
-    try:
-        return loaded_template(tokenizer) if can_parse(tokenizer) else None
-    except ValueError as error:
-        raise ConfigError(
-            f"response_template: the response template of the tokenizer is invalid ({error}). Set another one."
-        ) from error

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from realign.api.environment import ToolCall
+from realign.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers.utils.chat_parsing import ResponseParser
@@ -57,31 +58,40 @@ def parse_response(
         ids: token ids of the response.
         before: token ids of the prompt.
         tools: tools of the request, which determine the types of arguments.
+
+    Raises:
+        ConfigError: the response template is invalid.
     """
-    plain = text_of(tokenizer, ids, special=False)
-    if not can_parse(tokenizer):
+    plain, template = text_of(tokenizer, ids, special=False), loaded_template(tokenizer)
+    if template is None:
         return ParsedResponse(plain)
-    reader = ResponseReader(loaded_template(tokenizer), text_of(tokenizer, before), tools, special_tokens(tokenizer))
+    reader = ResponseReader(template, text_of(tokenizer, before), tools, special_tokens(tokenizer))
     return reader.whole(text_of(tokenizer, ids), plain)
 
 
-def loaded_template(tokenizer: Any) -> ResponseTemplate:
-    """Return the response template of a tokenizer for `ResponseReader`.
+def loaded_template(tokenizer: Any) -> ResponseTemplate | None:
+    """Return the response template of a tokenizer for `ResponseReader`; None if it has none.
 
-    Removes the end of the text from the ends of regions. All regions end there in any case, but the pattern `$` also
-    matches the end of an unfinished text, so that the parser would take the beginning of a mark as content.
+    Removes the alternative `$` from the ends of regions. A region always ends at the end of the text. However, `$` also
+    matches the end of an unfinished text, and the parser then takes the beginning of a mark as content.
 
     Raises:
-        ValueError: the template is invalid.
+        ConfigError: the template is invalid.
     """
     from transformers.utils.chat_parsing.response_templates import load_response_template
 
-    spec: dict[str, Any] = copy.deepcopy(tokenizer.response_template)
-    if isinstance(spec, dict) and isinstance(spec.get("fields"), dict):
+    if not can_parse(tokenizer):
+        return None
+    spec: Any = copy.deepcopy(tokenizer.response_template)
+    try:
         for field in spec["fields"].values():
-            if isinstance(field, dict) and isinstance(field.get("close_pattern"), str):
+            if "close_pattern" in field:
                 field["close_pattern"] = field["close_pattern"].removesuffix("|$")
-    return load_response_template(spec)
+        return load_response_template(spec)
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        raise ConfigError(
+            f"response_template: the response template of the tokenizer is invalid ({error}). Set another one."
+        ) from error
 
 
 def text_of(tokenizer: Any, ids: Sequence[int], *, special: bool = True) -> str:
@@ -132,7 +142,7 @@ class ResponseReader:
         special: Iterable[str] = (),
     ) -> None:
         self._template, self._prompt, self._special = template, prompt, tuple(special)
-        self._tools = [dict(tool) for tool in tools or ()] or None
+        self._tools: list[Any] | None = list(tools) if tools else None
         self._text = ""
         self._failed = False
         self._parser, self._regions = self._started()
@@ -170,7 +180,10 @@ class ResponseReader:
     def _started(self) -> tuple[ResponseParser, list[_Region]]:
         from transformers.utils.chat_parsing import ResponseParser
 
-        parser = ResponseParser(self._template, prefix=self._prompt, tools=self._tools)
+        try:
+            parser = ResponseParser(self._template, prefix=self._prompt, tools=self._tools)
+        except Exception:  # the prompt contains text that the parser rejects, such as an invalid tool call
+            parser = ResponseParser(self._template, prefix="", tools=self._tools)
         regions = _collect(parser.initial_events, [])
         for region in regions:
             region.prefilled = len(region.text)

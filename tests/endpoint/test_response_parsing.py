@@ -73,6 +73,12 @@ def test_the_text_from_an_invalid_tool_call_on_is_content():
     assert found == ParsedResponse("yes call (=", (), "hm")
 
 
+def test_an_invalid_tool_call_in_the_prompt_does_not_matter():
+    fields = {**TEMPLATE["fields"], "tool_calls": {"open": "call ", "close": "=", "content": "json"}}
+    found = parse_response(tokenizer({**TEMPLATE, "fields": fields}), ids("<bos>hm!yes<eos>"), before=ids("call (= no"))
+    assert found == ParsedResponse("yes", (), "hm")
+
+
 def test_content_before_and_after_a_tool_call_is_joined():
     found = parse_response(tokenizer(TEMPLATE), ids("one call 5=two<eos>"), before=ids("what?"))
     assert found.content == "one\ntwo"
