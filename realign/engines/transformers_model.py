@@ -444,9 +444,9 @@ class TransformersModel(Settings, ModelSpec):
         head: Any = read_head(module)
         segment_recurrent_layers(module)  # before the branch copies layers
         pass_context_on(module)
-        network = ValueNetwork(
-            spec, module, head.weight_VH.shape[1], seed=derive_seed(seed, name, "value_head"), what=what
-        )
+        rows, hidden_size = head.weight_VH.shape
+        words = self.head.vocabulary if isinstance(self.head, Causal) and self.head.vocabulary else rows
+        network = ValueNetwork(spec, module, hidden_size, words, seed=derive_seed(seed, name, "value_head"), what=what)
         network.to(module.device).eval()
         if network.branch is not None:
             probe_branch(module, network.branch)

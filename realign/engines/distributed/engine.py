@@ -36,6 +36,7 @@ from realign.engines.network.cpu_lanes import ParallelPasses
 from realign.engines.network.lora import save_adapters
 from realign.engines.network.network import Network, check_finite, write_network
 from realign.engines.network.shared_prefix import Layout, Passes
+from realign.engines.network.value_head import ValueNetwork
 from realign.engines.sampling.rollout import PROMPTS
 from realign.engines.sampling.weight_fusion import Fusion
 from realign.engines.training.callbacks import added, check_loss
@@ -277,6 +278,10 @@ class ShardedEngine(TransformersEngine):
 
     def _sampler(self) -> tuple[Any, Fusion | None]:
         return self.network.sampler(), self.network.fusion
+
+    @property
+    def _sampler_value_head(self) -> ValueNetwork | None:
+        return self.network.gathered.value_head
 
     def _cut(self, method: str, data: SequenceSample, key: str) -> Shards:
         """Split the batch into the parts of the ranks; see `check_same_batch` for errors."""

@@ -282,7 +282,7 @@ class DecodingLoop:
         with network.autocast():
             return prepared(
                 self._engine.module,
-                network.limited(head),
+                network.sampling_head(head, config, network.value_head),
                 network.fusion,
                 length,
                 cores=self._cores,

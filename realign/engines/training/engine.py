@@ -28,6 +28,7 @@ from realign.engines.network.cpu_lanes import ParallelPasses, side_by_side
 from realign.engines.network.kernels import Backend
 from realign.engines.network.lora import save_adapters, save_base
 from realign.engines.network.network import Network, check_finite, write_network
+from realign.engines.network.q_heads import TargetUpdate
 from realign.engines.network.shared_prefix import Layout, Passes, SharedPrompts
 from realign.engines.network.torch_compile import TorchCompile
 from realign.engines.network.trains import All, Trained
@@ -144,6 +145,7 @@ class TransformersEngine(InferenceEngine):
         self._stepper = self._make_stepper(optimizer) if optimizer else None
         decay = optimizer.ema_decay if optimizer else None
         self._average = None if decay is None else WeightAverage(network.owned(), decay)
+        self._targets = self._target_update()
         self._state = EngineState(name, network, self._stepper, self._average)
         self._accumulated: Accumulated | None = None
         self._load: StepLoad | None = None
@@ -153,6 +155,13 @@ class TransformersEngine(InferenceEngine):
 
     def _make_stepper(self, spec: OptimizerSpec) -> Stepper:
         return Stepper(self.name, spec, self.network.owned(), self.network.outer_ids())
+
+    def _target_update(self) -> TargetUpdate | None:
+        """Return the update of target Q heads after optimizer steps; None without Q heads."""
+        if self.value_head is None or self.value_head.spec.q_heads is None:
+            return None
+        names = [name for name, _ in self.network.named_parameters()]
+        return TargetUpdate(names, self.network.owned(), self.value_head.spec.q_heads.target_rate)
 
     def describe(self) -> str:
         """Return the number of parameters, without those of a value head, the device, and whether it runs unpacked."""
@@ -291,6 +300,8 @@ class TransformersEngine(InferenceEngine):
         if stepper.optimizer_steps > steps:
             if self._average is not None:
                 self._average.update()
+            if self._targets is not None:
+                self._targets.update()
             if self._load is not None:
                 self._balancer.finish(self._load)
         return stats

@@ -16,10 +16,11 @@ from realign.api.microbatch import MicroBatchSpec
 from realign.api.sample import TOKENS, SequenceSample
 from realign.engines.files.weights import check_weights, mix_into, named_weights, shapes_of
 from realign.engines.network.cpu_lanes import side_by_side
-from realign.engines.network.heads import read_head
+from realign.engines.network.heads import read_head, value_outputs
 from realign.engines.network.network import Network, Run
 from realign.engines.network.output import ScalarHead
 from realign.engines.network.shared_prefix import Layout, Passes
+from realign.engines.network.value_head import ValueNetwork
 from realign.engines.sampling.captured_steps import CapturedSteps, CudaGraphs
 from realign.engines.sampling.kept_memory import KeptMemory
 from realign.engines.sampling.trunk import positions_of
@@ -102,8 +103,8 @@ class InferenceEngine(PipelinableEngine):
     def outputs(self) -> frozenset[str]:
         """See `PipelinableEngine.outputs`."""
         language = {"logprobs"} if isinstance(self.head, LMHead) else set()
-        scalar = {"values", "scores"} if self.value_head is not None or not language else set()
-        return frozenset(language | scalar)
+        scalar = set() if language else {"values", "scores"}
+        return frozenset(language | scalar | value_outputs(self.value_head.spec if self.value_head else None))
 
     @property
     def positions(self) -> int | None:
@@ -171,7 +172,7 @@ class InferenceEngine(PipelinableEngine):
         with torch.no_grad(), self.network.autocast():
             return generate(
                 module,
-                self.network.limited(head),
+                self.network.sampling_head(head, config, self._sampler_value_head),
                 data,
                 config,
                 seed=seed,
@@ -202,6 +203,11 @@ class InferenceEngine(PipelinableEngine):
     def _sampler(self) -> tuple[Any, Fusion | None]:
         """Return the model that rollouts run, and its `Fusion`, if any."""
         return self.module, self.network.fusion
+
+    @property
+    def _sampler_value_head(self) -> ValueNetwork | None:
+        """Value head of the model that rollouts run."""
+        return self.value_head
 
     def reduce(self, x: Tensor) -> Tensor:
         """Return the sum over data-parallel ranks; in one process this is `x`."""
