@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,15 +33,13 @@ class QNetwork(nn.Module):
         """Return the values of one token per hidden state: [K, N] and [N], without storing those of all tokens."""
         with torch.autocast(hidden_NH.device.type, enabled=False):
             hidden_NH = hidden_NH.float()
-            online = [_at(head, hidden_NH, tokens_N) for head in self.online]
+            inputs = [_inner(head, hidden_NH) for head in self.online]
+            heads = list(zip(self.online, inputs, strict=True))
+            logprobs = [token_logprobs(inner_NH, _last(head), tokens_N)[0] for head, inner_NH in heads]
+            values = [_chosen(head, inner_NH, tokens_N) for head, inner_NH in heads]
             with torch.no_grad():
-                target = [_at(head, hidden_NH, tokens_N)[0] for head in self.target]
-            logprobs = [
-                token_logprobs(inner_NH, _vocabulary(head), tokens_N)[0]
-                for head, (_, inner_NH) in zip(self.online, online, strict=True)
-            ]
-        values_KN = torch.stack([values_N for values_N, _ in online])
-        return QValues(values_KN, torch.stack(target).amin(0), torch.stack(logprobs))
+                targets = [_chosen(head, _inner(head, hidden_NH), tokens_N) for head in self.target]
+        return QValues(torch.stack(values), torch.stack(targets).amin(0), torch.stack(logprobs))
 
     def smallest_target(self, hidden_NH: Tensor) -> Tensor:
         """Return the smallest value of the target heads for each token of the vocabulary: [N, V] fp32."""
@@ -85,16 +84,18 @@ class TargetUpdate:
             target.lerp_(online, self.rate)
 
 
-def _at(head: nn.Module, hidden_NH: Tensor, tokens_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the value [N] of the tokens, and the input [N, H'] of the last layer."""
-    assert isinstance(head, nn.Sequential)
-    inner_NH, last = head[:-1](hidden_NH), _vocabulary(head)
-    assert last.bias_V is not None
-    return (inner_NH * last.weight_VH[tokens_N]).sum(-1) + last.bias_V[tokens_N], inner_NH
+def _inner(head: Any, hidden_NH: Tensor) -> Tensor:
+    """Return the input [N, H'] of the last layer of a Q head."""
+    inner_NH: Tensor = head[:-1](hidden_NH)
+    return inner_NH
 
 
-def _vocabulary(head: nn.Module) -> LMHead:
-    """Return the last layer of a Q head, whose logits are its values."""
-    assert isinstance(head, nn.Sequential)
-    last = head[-1]
-    return LMHead(last.weight, last.bias)
+def _last(head: Any) -> LMHead:
+    """Return the last layer of a Q head, whose logits are the values of all tokens."""
+    return LMHead(head[-1].weight, head[-1].bias)
+
+
+def _chosen(head: Any, inner_NH: Tensor, tokens_N: Tensor) -> Tensor:
+    """Return the values [N] of the given tokens."""
+    values_N: Tensor = (inner_NH * head[-1].weight[tokens_N]).sum(-1) + head[-1].bias[tokens_N]
+    return values_N
