@@ -142,7 +142,7 @@ def test_places_can_be_requested_in_any_order(files, places, buffer, weighted):
         (PromptData, {"max_prompt_tokens": 40}),
         (PreferenceData, {"max_tokens": 40}),
         (UnpairedData, {"max_tokens": 40, "response_column": "completion"}),
-        (RewardedData, {"label_column": "label", "response_column": "completion"}),
+        (RewardedData, {"max_tokens": 40, "label_column": "label", "response_column": "completion"}),
     ],
 )
 def test_streamed_samples_equal_those_of_rows_in_memory(files, kind, settings):
