@@ -42,6 +42,8 @@ from realign.functional import broadcast_to_tokens, expectile_loss, gae, nll_los
 from realign.interfaces.components.aggregation import Aggregation, TokenMean
 from realign.settings import Count, Fraction, NonNegative, Positive, Range
 
+TRAINED = ("input_ids", "loss_mask", "rewards")
+
 
 @dataclass
 class ILQLInterface(ModelInterface):
@@ -133,9 +135,6 @@ class ILQLInterface(ModelInterface):
         return {"loss": f"{terms}, {self.aggregation.describe()}"}
 
 
-TRAINED = ("input_ids", "loss_mask", "rewards")
-
-
 def rewarded(data: SequenceSample) -> Tensor:
     """Return [T] bool: the tokens of responses that have a reward."""
     return data["loss_mask"] & broadcast_to_tokens(data["rewards"].isfinite(), data.cu_seqlens())
@@ -144,7 +143,7 @@ def rewarded(data: SequenceSample) -> Tensor:
 def dataflow() -> DataflowGraph:
     """Build the graph: one call that trains on the dataset."""
     train = RPC("actor_train", "actor", "train_step", inputs=TRAINED)
-    return DataflowGraph((train,), dataset_keys=("input_ids", "prompt_mask", "loss_mask", "rewards"))
+    return DataflowGraph((train,), dataset_keys=(*TRAINED, "prompt_mask"))
 
 
 __all__ = ["ILQLInterface", "dataflow"]
