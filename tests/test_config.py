@@ -508,6 +508,7 @@ MUST_BE_GIVEN = {
         "interfaces.reward.function=realign.rewards.arithmetic:exact_answer",
     ],
     "dpo": ["models.actor.path=m", "data.path=d.jsonl"],
+    "ilql": ["models.actor.path=m", "data.path=d.jsonl"],
     "kto": ["models.actor.path=m", "data.path=d.jsonl"],
     "online_dpo": [
         "models.actor.path=m",

@@ -31,6 +31,7 @@ from realign.api.interface import (
 from realign.api.lengths import Lengths
 from realign.api.microbatch import MicroBatches, MicroBatchSpec, plan_microbatches
 from realign.api.model import Compute, Model, ModelFacts, ModelSpec, TokenizerSource
+from realign.api.q_values import QValues
 from realign.api.requests import Completion, Handle, Request, Tokens
 from realign.api.rewards import total_rewards
 from realign.api.rl_dataflow import SAMPLED, rl_graph
@@ -91,6 +92,7 @@ __all__ = [
     "Panel",
     "PipelinableEngine",
     "Plan",
+    "QValues",
     "Request",
     "Role",
     "RoleModel",

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from realign.api.generation import GenerationConfig
 from realign.api.microbatch import MicroBatchSpec
+from realign.api.q_values import QValues
 from realign.api.sample import SequenceSample
 from realign.api.stats import LossStats, Stats, Sum, merge_stats
 from realign.api.target_heads import head_in, one_token, with_head
@@ -82,6 +83,10 @@ class ModelOutput(Protocol):
         """Return the output of a scalar head at the last token of each sequence: [S] fp32; 0 if it is empty."""
         ...
 
+    def q_values(self, *, where_T: Tensor | None = None) -> QValues:
+        """Return the action values of the tokens, from Q heads; 0 at first tokens and where `where_T` is False."""
+        ...
+
 
 PostHook: TypeAlias = Callable[[ModelOutput, SequenceSample], SequenceSample]
 LossFn: TypeAlias = Callable[[ModelOutput, SequenceSample], tuple[Tensor, LossStats]]
@@ -104,7 +109,10 @@ class PipelinableEngine(Protocol):
 
     @property
     def outputs(self) -> frozenset[str]:
-        """Outputs of its `ModelOutput`: "logprobs" of a language model, "values" and "scores" of a scalar head."""
+        """Outputs of its `ModelOutput`: "logprobs" of a language model, "values" and "scores" of a scalar head.
+
+        A model with Q heads also has "q_values".
+        """
         ...
 
     def forward(self, data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:

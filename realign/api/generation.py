@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from realign.errors import SettingsError
-from realign.settings import Count, NonNegativeInt, Range, Settings
+from realign.settings import Count, NonNegative, NonNegativeInt, Range, Settings
 
 
 @dataclass
@@ -28,6 +28,8 @@ class GenerationConfig(Settings):
         stop_strings: texts that end a response as soon as its decoded text contains one.
         router_replay: record the experts that the routers of a mixture-of-experts model choose for each token, and
             use them again in training and in recomputed log-probs.
+        advantage_scale: add this multiple of the advantage, min target Q - V, to the log-probs before `temperature`
+            (beta of ILQL; changes the distribution). Requires a model with `head.value_head.q_heads`.
     """
 
     n: Count = 1
@@ -41,6 +43,7 @@ class GenerationConfig(Settings):
     stop_token_ids: list[int] | None = None
     stop_strings: list[str] = field(default_factory=list)
     router_replay: bool = False
+    advantage_scale: NonNegative = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -58,7 +61,8 @@ class GenerationConfig(Settings):
 
         Each of them makes importance ratios against log-probs of the full softmax wrong.
         """
-        found = [("greedy", self.greedy), ("top_k", self.top_k > 0), ("top_p", self.top_p < 1)]
+        found = [("advantage_scale", self.advantage_scale > 0)]
+        found += [("greedy", self.greedy), ("top_k", self.top_k > 0), ("top_p", self.top_p < 1)]
         found.append(("min_new_tokens", self.min_new_tokens > 0 and not self.fixed_length))
         return [f"{name}={getattr(self, name)}" for name, on in found if on]
 

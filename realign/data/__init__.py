@@ -8,6 +8,7 @@ from realign.data.preferences import LabelKind, PreferenceData, PreferenceDatase
 from realign.data.pretraining import PromptsWithPretraining, WithPretraining
 from realign.data.prompts import PromptData, PromptDataset
 from realign.data.rendering import AssistantMasks
+from realign.data.rewarded import RewardedData, RewardedDataset
 from realign.data.row_sources import RowSource, read_rows
 from realign.data.rows import Dropped, EncodedRow, RowEncoder, TooLong
 from realign.data.source import DataSource
@@ -41,6 +42,8 @@ __all__ = [
     "PromptsWithResponses",
     "PromptsWithResponsesDataset",
     "RatedPairs",
+    "RewardedData",
+    "RewardedDataset",
     "RowEncoder",
     "RowSource",
     "SequenceDataset",

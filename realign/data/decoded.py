@@ -17,7 +17,7 @@ class DecodedSequence:
 
     Attributes:
         segments: Runs of tokens that are trained, or not, as text with special tokens.
-        label: Label of the sequence; None without labels.
+        label: Label or reward of the sequence; None without labels.
     """
 
     segments: list[Segment]
@@ -36,7 +36,7 @@ def decoded_row(sample: SequenceSample, decode: Callable[..., str]) -> list[Deco
         return [DecodedSequence([Segment(_text(ids, decode))]) for ids in row.sequences("prompt_ids")]
     if not {"input_ids", "loss_mask"} <= row.keys:
         return []
-    labels = row["labels"].tolist() if "labels" in row else []
+    labels = next((row[key].tolist() for key in ("labels", "rewards") if key in row), [])
     found = []
     for index, (ids, loss) in enumerate(zip(row.sequences("input_ids"), row.sequences("loss_mask"), strict=True)):
         changes = (loss[1:] != loss[:-1]).nonzero()[:, 0] + 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -64,10 +64,18 @@ class UnpairedData(DataSource):
     def text_of(self, row: Row, writer: Writer) -> RowText:
         """See `DataSource`."""
         prompt, response, label = (read_column(row, column) for column in self.columns(row).values())
+        return RowText(row, writer.response(prompt, response, self.tools(row)), [self.read_label(label)])
+
+    def read_label(self, label: Any) -> float:
+        """Return the number of a label.
+
+        Raises:
+            DataError: the label is neither true nor false.
+        """
         found = _TEXT_LABELS.get(label.strip().lower(), label) if isinstance(label, str) else label
         if found not in (0, 1):
             raise DataError(f"the label is {short(label)}; expected true or false.")
-        return RowText(row, writer.response(prompt, response, self.tools(row)), [float(found)])
+        return float(found)
 
     def length_limit(self) -> LengthLimit:
         """See `DataSource`."""

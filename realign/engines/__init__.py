@@ -17,7 +17,7 @@ The transformers package is imported when a model is loaded.
 
 from realign.engines.distributed.spec import Sharding
 from realign.engines.files.adapters import AdapterStart
-from realign.engines.network.heads import Causal, Head, HeadInit, Score, Value, ValueHead, ValueHidden
+from realign.engines.network.heads import Causal, Head, HeadInit, QHeads, Score, Value, ValueHead, ValueHidden
 from realign.engines.network.kernels import Backend
 from realign.engines.network.trains import All, Lora, TopLayers, Trained
 from realign.engines.precision import DType
@@ -42,6 +42,7 @@ __all__ = [
     "LoadBalancing",
     "Lora",
     "OptimizerSpec",
+    "QHeads",
     "Schedule",
     "ScheduleKind",
     "ScheduleUnit",

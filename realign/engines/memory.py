@@ -86,16 +86,29 @@ class MemoryModel:
 
     @property
     def _value_weights(self) -> int:
-        spec, hidden = self.value_head, self.shape.hidden
+        spec = self.value_head
         if spec is None:
             return 0
-        inner = 2 * hidden * (hidden + 1) if spec.hidden is ValueHidden.mlp else 0
-        return spec.layers * self.shape.layer + inner + hidden + 1
+        return spec.layers * self.shape.layer + self._head_weights(spec, 1) + self._q_weights
+
+    @property
+    def _q_weights(self) -> int:
+        """Return the number of weights of the Q heads; their target heads have as many, which do not train."""
+        spec = self.value_head
+        if spec is None or spec.q_heads is None:
+            return 0
+        return spec.q_heads.n * self._head_weights(spec, self.shape.words)
+
+    def _head_weights(self, spec: ValueHead, outputs: int) -> int:
+        hidden = self.shape.hidden
+        if spec.hidden is ValueHidden.mlp:
+            return 2 * hidden * (hidden + 1) + outputs * (2 * hidden + 1)
+        return outputs * (hidden + 1)
 
     @property
     def _weights(self) -> int:
         shape = self.shape
-        extra = FP32 * (shape.adapters + self._value_weights)
+        extra = FP32 * (shape.adapters + self._value_weights + self._q_weights)
         if self.load_in_4bit:
             return round(NF4 * shape.matrices) + FP32 * (shape.parameters - shape.matrices) + extra
         return FP32 * shape.parameters + extra

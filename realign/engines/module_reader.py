@@ -118,7 +118,9 @@ class ModuleReader:
             raise no_trained_head(f"models.{self.role}", self.path, self.head, heads[0])
 
 
-def read_value_head(name: str, module: Any, spec: ValueHead, path: str, seed: int) -> ValueNetwork:
+def read_value_head(
+    name: str, module: Any, spec: ValueHead, path: str, seed: int, vocabulary: int | None
+) -> ValueNetwork:
     """Return the value head in a model folder, or a new one.
 
     Args:
@@ -127,6 +129,7 @@ def read_value_head(name: str, module: Any, spec: ValueHead, path: str, seed: in
         spec: the value head.
         path: the model folder.
         seed: root seed of the run.
+        vocabulary: number of tokens that Q heads have a value for; None means all.
 
     Raises:
         ConfigError: the model has fewer layers than the value head, or the saved head has another shape.
@@ -138,7 +141,9 @@ def read_value_head(name: str, module: Any, spec: ValueHead, path: str, seed: in
     head: Any = read_head(module)
     segment_recurrent_layers(module)  # before the branch copies layers
     pass_context_on(module)
-    network = ValueNetwork(spec, module, head.weight_VH.shape[1], seed=derive_seed(seed, name, "value_head"), what=what)
+    rows, hidden_size = head.weight_VH.shape
+    words = vocabulary or rows
+    network = ValueNetwork(spec, module, hidden_size, words, seed=derive_seed(seed, name, "value_head"), what=what)
     network.to(module.device).eval()
     if network.branch is not None:
         probe_branch(module, network.branch)

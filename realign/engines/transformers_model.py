@@ -350,7 +350,9 @@ class TransformersModel(Settings, ModelSpec):
         keep_layout(module)
         module = (module if self.load_in_4bit else module.to(device)).eval()
         spec = self.head.value_head if isinstance(self.head, Causal) else None
-        value_head = None if spec is None else read_value_head(name, module, spec, self.path, seed)
+        value_head = None
+        if spec is not None:
+            value_head = read_value_head(name, module, spec, self.path, seed, settings.vocabulary)
         with readable(f"models.{name}.trains", ConfigError):
             base = self.path if adapter is None else adapter.base
             self.trains.prepare(module, path=base, seed=derive_seed(seed, name, "lora"))

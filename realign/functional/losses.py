@@ -23,6 +23,7 @@ __all__ = [
     "PolicyLoss",
     "ValueLoss",
     "behavior_weights",
+    "expectile_loss",
     "nll_loss",
     "policy_loss",
     "value_loss",
@@ -225,6 +226,27 @@ def value_loss(
     # Clamp the value, not its change: inside the range, both branches are then bitwise equal.
     held_T = _value_error(new_T.clamp(old_T - clip, old_T + clip) - target_T, ValueLoss(kind), huber_delta)
     return torch.maximum(loss_T, held_T), (held_T > loss_T).detach()
+
+
+def expectile_loss(values_T: Tensor, returns_T: Tensor, mask_T: Tensor, *, tau: float) -> Tensor:
+    """Compute |tau - 1(return < value)| * (return - value)^2, minimal at the `tau` expectile of the returns: [T].
+
+    Source: implicit Q-learning, arXiv:2110.06169 (eq. 5).
+
+    Args:
+        values_T: [T] values, differentiable.
+        returns_T: [T] regression targets.
+        mask_T: [T] bool.
+        tau: the expectile, in (0, 1): 0.5 is the mean, and values tend to the maximum as tau tends to 1.
+
+    Raises:
+        ValueError: a shape differs from the mask's, or `tau` is out of range.
+    """
+    check_shapes(mask_T, values_T=values_T, returns_T=returns_T, mask_T=mask_T)
+    if not 0 < tau < 1:
+        raise ValueError(f"tau must be in (0, 1), found {tau}")
+    error_T = torch.where(mask_T, at_least_fp32(returns_T.detach()) - at_least_fp32(values_T), 0)
+    return torch.where(error_T < 0, 1 - tau, tau) * error_T.square()
 
 
 def nll_loss(logprobs_T: Tensor, mask_T: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from realign.api import (
     merge_stats,
 )
 from realign.api.engine import LossFn, LossWeightFn, PipelinableEngine, PostHook, StepIf
+from realign.api.q_values import QValues
 from realign.api.sampler import requests_of, sample_of
 from realign.api.trace import keep_traces, with_responses
 from realign.functional import LMHead, last_true, previous
@@ -102,12 +103,24 @@ class BigramOutput:
         last_S = last_true(torch.ones_like(self.ids_T, dtype=torch.bool), self.cu_seqlens)
         return torch.where(last_S >= 0, self.values_V[self.ids_T[last_S.clamp(min=0)]], 0)
 
+    def q_values(self, *, where_T: Tensor | None = None) -> QValues:
+        """Return the action values of the tokens, of two Q heads that are functions of the two tables.
+
+        Q_1 is the logits, and Q_2 the logits plus the next token's value. The targets are 0.9 times these.
+        """
+        before_T, known_T = self._before(where_T)
+        q_KTV = torch.stack([self.logits_VV, self.logits_VV + self.values_V])[:, before_T.clamp(min=0)]
+        chosen_KT1 = self.ids_T[None, :, None].expand(2, -1, 1)
+        online_KT, logprobs_KT = (x.gather(-1, chosen_KT1)[..., 0] for x in (q_KTV, q_KTV.log_softmax(-1)))
+        found = QValues(online_KT, 0.9 * online_KT.detach().amin(0), logprobs_KT)
+        return QValues(*(torch.where(known_T, x, 0) for x in found))
+
 
 class BigramEngine(PipelinableEngine):
     """`PipelinableEngine` for a bigram table in float64, trained with SGD; small enough to verify by hand."""
 
     trainable = True
-    outputs = frozenset({"logprobs", "values", "scores"})
+    outputs = frozenset({"logprobs", "values", "scores", "q_values"})
 
     def __init__(self, *, vocabulary: int = 11, seed: int = 0, lr: float = 0.5) -> None:
         generator = torch.Generator().manual_seed(seed)

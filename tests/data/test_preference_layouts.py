@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from realign.data import PreferenceData, RatedPairs, SupervisedData, Template, UnpairedData
+from realign.data import PreferenceData, RatedPairs, RewardedData, SupervisedData, Template, UnpairedData
 from realign.data.decoded import decoded_row
 from realign.errors import DataError, SettingsError
 from tests.data.chat_templates import CHATML, REASONING, assistant, chat_tokenizer, system, tool, user
@@ -248,6 +248,23 @@ def test_unpaired_responses_have_one_label_each(load, write, prompt, answer, res
     supervised = SupervisedData(write(*rows)).load(chat_tokenizer(CHATML)).sample([(0, 3), (0, 0)])
     for key in supervised.keys:
         assert torch.equal(sample[key], supervised[key])
+
+
+def test_rewarded_responses_have_one_number_each(load):
+    rows = [{"prompt": "a", "response": "b", "reward": reward} for reward in (0.5, -2, "1e1", True)]
+    dataset = load(rows, kind=RewardedData)
+    sample = dataset.sample([(0, 1), (0, 0), (0, 2), (0, 3)])
+    assert dataset.keys == ("input_ids", "prompt_mask", "loss_mask", "rewards")
+    assert sample.keys == set(dataset.keys)
+    assert sample["rewards"].tolist() == [-2, 0.5, 10, 1]
+    assert sample["rewards"].dtype == torch.float32
+    assert load([{"prompt": "a", "response": "b", "score": 3}], kind=RewardedData, label_column="score").labels == [3]
+
+
+@pytest.mark.parametrize("reward", [None, "good", "nan", float("inf"), [1]])
+def test_rewards_that_are_not_finite_numbers_are_an_error(load, reward):
+    with pytest.raises(DataError, match=r"line 1: .*the reward is .*; expected a finite number"):
+        load([{"prompt": "a", "completion": "b", "reward": reward}], kind=RewardedData)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realign.data import PreferenceData, PromptData, RowSource, Split, SupervisedData, UnpairedData
+from realign.data import PreferenceData, PromptData, RewardedData, RowSource, Split, SupervisedData, UnpairedData
 from realign.data.dataset import content_hash
 from realign.data.text_files import JsonLines
 from realign.errors import CheckpointError, DataError, SettingsError
@@ -142,6 +142,7 @@ def test_places_can_be_requested_in_any_order(files, places, buffer, weighted):
         (PromptData, {"max_prompt_tokens": 40}),
         (PreferenceData, {"max_tokens": 40}),
         (UnpairedData, {"max_tokens": 40, "response_column": "completion"}),
+        (RewardedData, {"max_tokens": 40, "label_column": "label", "response_column": "completion"}),
     ],
 )
 def test_streamed_samples_equal_those_of_rows_in_memory(files, kind, settings):

@@ -39,5 +39,5 @@ def test_an_example_is_read_as_the_page_shows(example, following, tmp_path):
 
 def test_the_page_has_examples_of_every_data_class_with_responses_or_prompts():
     kinds = {example.language.split()[1] for example, _ in EXAMPLES}
-    assert kinds == {"SupervisedData", "PreferenceData", "UnpairedData", "PromptData"}
+    assert kinds == {"SupervisedData", "PreferenceData", "UnpairedData", "RewardedData", "PromptData"}
     assert sum(following is not None and following.language == "text" for _, following in EXAMPLES) >= 8

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from realign.config.words import snake_case
+from realign.engines import QHeads
 from realign.functional import cispo_loss, gmpo_loss, gspo_loss, sapo_loss
 from realign.interfaces.components import (
     GAE,
@@ -35,6 +36,7 @@ from realign.interfaces.components import (
 from realign.interfaces.critic import PPOCriticInterface, ValueNormalization
 from realign.interfaces.dpo import DPOInterface
 from realign.interfaces.grpo import GRPOActorInterface
+from realign.interfaces.ilql import ILQLInterface
 from realign.interfaces.kto import KTOInterface
 from realign.interfaces.online_dpo import OnlineDPOInterface
 from realign.interfaces.ppo import PPOActorInterface
@@ -55,6 +57,7 @@ TABLES: dict[str, list[Any]] = {
     "grpo": [GRPOActorInterface()],
     "decoupled_ppo": [ImportanceCorrection()],
     "dpo": [DPOInterface()],
+    "ilql": [ILQLInterface(), QHeads()],
     "kto": [KTOInterface()],
     "online_dpo": [OnlineDPOInterface()],
     "raft": [RAFTActorInterface(), RFTActorInterface()],

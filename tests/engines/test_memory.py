@@ -15,6 +15,7 @@ from realign.engines import (
     InProcessSampling,
     Lora,
     OptimizerSpec,
+    QHeads,
     TopLayers,
     TorchOptimizer,
     TransformersModel,
@@ -50,7 +51,7 @@ def test_the_state_of_an_optimizer_is_measured(optimizer, size):
     assert moment_bytes(optimizer) == size
 
 
-@pytest.mark.parametrize("head", [None, ValueHead(), ValueHead(layers=1)])
+@pytest.mark.parametrize("head", [None, ValueHead(), ValueHead(layers=1), ValueHead(hidden="mlp", q_heads=QHeads())])
 def test_memory_between_calls_is_that_of_a_trained_engine(tmp_path, head):
     path = save_tiny(tmp_path / "model")
     spec = TransformersModel(str(path), head=Causal(head), optimizer=OptimizerSpec(lr=1e-3, ema_decay=0.9))
@@ -59,6 +60,8 @@ def test_memory_between_calls_is_that_of_a_trained_engine(tmp_path, head):
 
     def loss(out, data):
         values = 0.0 if head is None else out.values().sum()
+        if head is not None and head.q_heads is not None:
+            values = values + out.q_values().online_KT.sum()
         return out.logprobs().sum() + values, {}
 
     engine.train_batch(random_sample([[6, 5]]), MicroBatchSpec(), loss, lambda data: torch.tensor(1.0))

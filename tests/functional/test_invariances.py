@@ -70,6 +70,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "low": (None, 0.2),
     "high": (0.3,),
     "dual": (None, 1.5),
+    "tau": (0.7,),
     "tau_pos": (1.0,),
     "tau_neg": (1.05,),
 }

@@ -14,6 +14,7 @@ from realign.interfaces.dpo import DPOInterface
 from realign.interfaces.environment import EnvironmentInterface
 from realign.interfaces.greedy import GreedyInterface
 from realign.interfaces.grpo import GRPOActorInterface
+from realign.interfaces.ilql import ILQLInterface
 from realign.interfaces.kto import KTOInterface, KTOReferenceInterface
 from realign.interfaces.online_dpo import OnlineDPOInterface
 from realign.interfaces.ppo import PPOActorInterface
@@ -60,6 +61,7 @@ TRAINING = [
     DPOInterface(n_minibatches=2),
     DPOInterface(kind=DPOLoss.ipo, n_minibatches=2),
     DPOInterface(reference_free=True, n_minibatches=2),
+    ILQLInterface(**STEPS),
     KTOInterface(n_minibatches=2),
     OnlineDPOInterface(n_minibatches=2),
     *(RewardModelInterface(kind, n_minibatches=2) for kind in RewardLoss),
@@ -151,6 +153,7 @@ def test_a_method_fails_without_any_key_that_it_needs(interface, method):
     [
         SFTInterface(),
         DPOInterface(),
+        ILQLInterface(),
         KTOInterface(),
         KTOReferenceInterface(),
         OnlineDPOInterface(),

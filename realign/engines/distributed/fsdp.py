@@ -154,6 +154,11 @@ class ShardedNetwork(Network):
         # the losses of some ranks may not reach a head, but all ranks must reduce the same tensors
         root.set_reduce_scatter_unused_params(True)
 
+    @property
+    def rollout_value_head(self) -> ValueNetwork | None:
+        """See `Network.rollout_value_head`."""
+        return self.gathered.value_head
+
     def owned(self) -> list[nn.Parameter]:
         """Return this rank's slices as plain tensors, for optimizers that work element by element."""
         return self._owned

@@ -6,15 +6,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
 
 from realign.engines.network.output import ScalarHead
-from realign.errors import ConfigError
+from realign.errors import ConfigError, SettingsError
 from realign.functional.logprobs import LMHead
-from realign.settings import Count, NonNegativeInt, Settings
+from realign.settings import Count, NonNegativeInt, Range, Settings
 
 IMAGE_FAMILIES = frozenset({"qwen2_vl", "qwen2_5_vl"})
 """Values of `model_type` of language models that read images, see `realign.engines.network.images`."""
@@ -39,6 +39,16 @@ class ValueHidden(StrEnum):
 
 
 @dataclass
+class QHeads(Settings):
+    """Heads for the value of each token of the vocabulary after a state, with a target head each, as in ILQL."""
+
+    n: Count = 2
+    """Number of Q heads. The smallest value of the target heads counts."""
+    target_rate: Annotated[float, Range(gt=0, le=1)] = 0.005
+    """Fraction of a Q head's weights that its target head receives after each optimizer step (Polyak averaging)."""
+
+
+@dataclass
 class ValueHead(Settings):
     """Head for the value of the state before each token, on the trunk of a language model or a branch of its top."""
 
@@ -49,6 +59,14 @@ class ValueHead(Settings):
     """Architecture of the head: linear | mlp."""
     init: HeadInit = HeadInit.zero
     """Initialization of the last layer if the model folder has no `value_head.safetensors`: zero | normal."""
+    q_heads: QHeads | None = None
+    """Q heads of the same architecture, saved with the value head. New ones are initialized as torch initializes linear
+    layers. They require layers=0. null means none."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.q_heads is not None and self.layers:
+            raise SettingsError(f"layers={self.layers}: q_heads read the trunk's last hidden states. Set layers=0")
 
 
 class Head(Settings, ABC):
@@ -99,7 +117,7 @@ class Causal(Head):
     @property
     def outputs(self) -> frozenset[str]:
         """See `Head.outputs`."""
-        return frozenset({"logprobs"} | ({"values", "scores"} if self.value_head is not None else set()))
+        return frozenset({"logprobs"} | value_outputs(self.value_head))
 
     @property
     def is_scalar(self) -> bool:
@@ -178,6 +196,13 @@ def is_encoder_decoder(config: Any) -> bool:
     return bool(getattr(config, "is_encoder_decoder", False))
 
 
+def value_outputs(spec: ValueHead | None) -> set[str]:
+    """Return the outputs of an engine that a value head adds."""
+    if spec is None:
+        return set()
+    return {"values", "scores"} | ({"q_values"} if spec.q_heads is not None else set())
+
+
 def language_model_class(config: Any) -> Any:
     """Return the class of transformers that loads the language model with this config."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM
@@ -245,6 +270,14 @@ def head_mapping(missing: Collection[str], unexpected: Collection[str]) -> dict[
         if f"{ours}.weight" in missing and f"{theirs}.weight" in unexpected:
             return {rf"^{theirs}\.": f"{ours}."}
     return None
+
+
+def head_layers(hidden: ValueHidden, hidden_size: int, outputs: int, *, seed: int) -> nn.Sequential:
+    """Return the layers of a head on hidden states, initialized as torch initializes linear layers."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        inner = [nn.Linear(hidden_size, 2 * hidden_size), nn.ReLU()] if hidden is ValueHidden.mlp else []
+        return nn.Sequential(*inner, nn.Linear(2 * hidden_size if inner else hidden_size, outputs))
 
 
 @torch.no_grad()

@@ -25,6 +25,7 @@ from realign.engines.network.images import NO_IMAGES, ImageReader, image_reader
 from realign.engines.network.output import PackedOutput, ScalarBranch, ScalarHead
 from realign.engines.network.passed_context import pass_context_on
 from realign.engines.network.probe import Autocast, compile_probed, probe, probe_branch, probe_head, probe_shared
+from realign.engines.network.q_heads import GuidedHead
 from realign.engines.network.recurrence import segment_recurrent_layers
 from realign.engines.network.router_replay import RouterReplay
 from realign.engines.network.routers import Routers
@@ -247,7 +248,8 @@ class Network(nn.Module):
             hidden_RH = self._hidden(moved, layout)
         branch = None
         if value is not None:
-            branch = ScalarBranch(partial(value.hidden, hidden_RH, heard) if heard else lambda: hidden_RH, value)
+            read = partial(value.hidden, hidden_RH, heard) if heard else lambda: hidden_RH
+            branch = ScalarBranch(read, value, None if value.q_heads is None else value.q_heads.at)
         head = read_head(self.module, dropout=training and self._dropout)
         limited = self.limited(head) if isinstance(head, LMHead) else head
         row_T = layout.rows_on(self.device)
@@ -317,6 +319,32 @@ class Network(nn.Module):
     def limited(self, head: LMHead) -> LMHead:
         """Return the head restricted to the tokens of `head.vocabulary`."""
         return head if self._vocabulary is None else head.first(self._vocabulary)
+
+    @property
+    def rollout_value_head(self) -> ValueNetwork | None:
+        """The value head that rollouts run, which is complete on every rank."""
+        return self.value_head
+
+    def sampling_head(self, head: LMHead, config: GenerationConfig) -> LMHead:
+        """Return the head whose logits are sampled, see `GenerationConfig.advantage_scale`.
+
+        Args:
+            head: the language-model head of this model or of a copy.
+            config: the sampling settings.
+
+        Raises:
+            ConfigError: `config.advantage_scale` is not 0, but the model has no Q heads.
+        """
+        limited = self.limited(head)
+        if not config.advantage_scale:
+            return limited
+        value_head = self.rollout_value_head
+        if value_head is None or value_head.q_heads is None:
+            raise ConfigError(
+                f"generation.advantage_scale={config.advantage_scale:g}: models.{self.name} has no Q heads. Set "
+                f"models.{self.name}.head.value_head.q_heads, or advantage_scale=0."
+            )
+        return GuidedHead(**vars(limited), q_heads=value_head.q_heads, advantage_scale=config.advantage_scale)
 
     def _hidden(self, moved: SequenceSample, layout: Layout) -> Tensor:
         """Return the last hidden states [R, H]; skip the model if the layout has no tokens."""

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from realign.api.q_values import QValues
 from realign.functional.divergence import vocabulary_divergence
 from realign.functional.logprobs import LMHead, token_logprobs
 from realign.functional.packed import position_ids
@@ -46,6 +47,8 @@ class ScalarBranch:
     """Returns the input [R, H] of the head; called at most once, when values or scores are needed."""
     head: Callable[[Tensor], Tensor]
     """Maps hidden states [N, H] to numbers [N] fp32."""
+    q_values: Callable[[Tensor, Tensor], QValues] | None = None
+    """Maps hidden states [N, H] and the tokens [N] after them to action values; None without Q heads."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,6 +153,15 @@ class PackedOutput:
             return read_RH.new_zeros(len(empty_S), dtype=torch.float32)
         last_S = self._here((self.cu_seqlens[1:].long() - 1).clamp(min=0))
         return head(read_RH[self._rows(last_S)]).masked_fill(empty_S, 0.0)
+
+    def q_values(self, *, where_T: Tensor | None = None) -> QValues:
+        """See `ModelOutput.q_values`. The heads are computed only for the tokens in `where_T`."""
+        if self.branch is None or self.branch.q_values is None:
+            raise ValueError("q_values requires Q heads (head.value_head.q_heads), but this model has none")
+        tokens_N = self._tokens(where_T)
+        found = self.branch.q_values(self._branch_RH[self._rows(tokens_N - 1)], self.input_ids_T[tokens_N])
+        zeros_T = torch.zeros(len(self.input_ids_T), device=tokens_N.device)
+        return QValues(*(zeros_T.expand(*x.shape[:-1], -1).index_copy(-1, tokens_N, x) for x in found))
 
     def _here(self, x: Tensor) -> Tensor:
         return x.to(self.hidden_RH.device, non_blocking=True)

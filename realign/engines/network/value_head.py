@@ -1,4 +1,7 @@
-"""A value head on a language model, so that one forward pass of a shared trunk computes policy and values."""
+"""A value head on a language model, so that one forward pass of a shared trunk computes policy and values.
+
+It may include Q heads.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,8 @@ from torch import Tensor, nn
 
 from realign.api.seeds import derive_seed
 from realign.engines.network.branches import Branch, Heard, check_layers, read_stack
-from realign.engines.network.heads import ValueHead, ValueHidden, init_linear
+from realign.engines.network.heads import ValueHead, head_layers, init_linear
+from realign.engines.network.q_heads import QNetwork
 from realign.errors import ConfigError, DataError
 
 FILE = "value_head.safetensors"
@@ -27,8 +31,10 @@ METADATA = "value_head"
 class ValueNetwork(nn.Module):
     """The parameters of a value head. It computes in fp32 from the hidden states."""
 
-    def __init__(self, spec: ValueHead, module: Any, hidden_size: int, *, seed: int, what: str = "value_head") -> None:
-        """Build the value head for the transformers model `module`.
+    def __init__(
+        self, spec: ValueHead, module: Any, hidden_size: int, words: int, *, seed: int, what: str = "value_head"
+    ) -> None:
+        """Build the value head, and the Q heads for `words` tokens, of the transformers model `module`.
 
         Raises:
             ConfigError: the model has fewer than `spec.layers` layers, or its layers are not found.
@@ -38,12 +44,12 @@ class ValueNetwork(nn.Module):
             check_layers(f"{what}.layers", spec.layers, read_stack(module))
         self.spec = spec
         self.branch = Branch(module, spec.layers).requires_grad_(True) if spec.layers else None
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            inner = [nn.Linear(hidden_size, 2 * hidden_size), nn.ReLU()] if spec.hidden is ValueHidden.mlp else []
-            last = nn.Linear(2 * hidden_size if inner else hidden_size, 1)
+        self.head = head_layers(spec.hidden, hidden_size, 1, seed=seed)
+        last: Any = self.head[-1]
         init_linear(last.weight, last.bias, spec.init, seed=derive_seed(seed, "last"))
-        self.head = nn.Sequential(*inner, last)
+        self.q_heads = (
+            None if spec.q_heads is None else QNetwork(spec.q_heads, spec.hidden, hidden_size, words, seed=seed)
+        )
 
     @contextmanager
     def listening(self) -> Iterator[Heard]:
@@ -94,4 +100,5 @@ class ValueNetwork(nn.Module):
 
     @property
     def _shape(self) -> dict[str, str]:
-        return {"layers": str(self.spec.layers), "hidden": self.spec.hidden.value}
+        q_heads = {} if self.spec.q_heads is None else {"q_heads.n": str(self.spec.q_heads.n)}
+        return {"layers": str(self.spec.layers), "hidden": self.spec.hidden.value} | q_heads

@@ -50,13 +50,14 @@ class RolloutModel:
 
         Raises:
             ValueError: the model has a scalar head.
-            ConfigError: the config asks for choices of experts that the model cannot replay.
+            ConfigError: the config asks for choices of experts that the model cannot replay, or for Q heads that it
+                does not have.
         """
         if not isinstance(head := read_head(module), LMHead):
             raise ValueError(f"models.{network.name}: a model with a scalar head cannot generate. Set head=causal.")
         return cls(
             module,
-            network.limited(head),
+            network.sampling_head(head, config),
             fusion=network.fusion,
             own_cache=network.own_cache,
             images=network.images,

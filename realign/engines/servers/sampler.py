@@ -309,6 +309,11 @@ def check_config(config: GenerationConfig) -> None:
             f"generation.temperature={config.temperature:g}: with greedy=true, servers report log-probs at temperature "
             "1. Set temperature=1."
         )
+    if config.advantage_scale:
+        raise ConfigError(
+            f"generation.advantage_scale={config.advantage_scale:g}: servers have no Q heads. Sample with the role's "
+            "own engine, or set advantage_scale=0."
+        )
     if config.stop_strings and config.fixed_length:
         raise ConfigError(
             f"generation.stop_strings={config.stop_strings}: incompatible with fixed_length. Remove one of the two."

@@ -23,6 +23,7 @@ from realign.api.stats import Stats, merge_stats
 from realign.api.trace import keep_traces, with_responses
 from realign.engines.network.cpu_lanes import side_by_side
 from realign.engines.network.network import Network
+from realign.engines.network.q_heads import TargetUpdate
 from realign.engines.network.settings import NetworkSettings
 from realign.engines.network.shared_prefix import Layout, Passes
 from realign.engines.network.value_head import ValueNetwork
@@ -85,6 +86,7 @@ class TransformersEngine(InferenceEngine):
         self._stepper = self._make_stepper(optimizer) if optimizer else None
         decay = optimizer.ema_decay if optimizer else None
         self._average = None if decay is None else WeightAverage(network.owned(), decay)
+        self._targets = self._target_update()
         self._state = EngineState(name, network, self._stepper, self._average)
         self._saver = self._make_saver()
         self._accumulated: Accumulated | None = None
@@ -95,6 +97,13 @@ class TransformersEngine(InferenceEngine):
 
     def _make_stepper(self, spec: OptimizerSpec) -> Stepper:
         return Stepper(self.name, spec, self.network.owned(), self.network.outer_ids())
+
+    def _target_update(self) -> TargetUpdate | None:
+        """Return the update of target Q heads after optimizer steps; None without Q heads."""
+        if self.value_head is None or self.value_head.spec.q_heads is None:
+            return None
+        names = [name for name, _ in self.network.named_parameters()]
+        return TargetUpdate(names, self.network.owned(), self.value_head.spec.q_heads.target_rate)
 
     def _make_saver(self) -> ModelSaver:
         return ModelSaver(self.name, self.network, self.tokenizer, self._average)
@@ -231,6 +240,8 @@ class TransformersEngine(InferenceEngine):
         if stepper.optimizer_steps > steps:
             if self._average is not None:
                 self._average.update()
+            if self._targets is not None:
+                self._targets.update()
             if self._load is not None:
                 self._balancer.finish(self._load)
         return stats

@@ -17,6 +17,7 @@ from realign.api.sample import TOKENS, SequenceSample
 from realign.engines.files.weights import check_weights, mix_into, named_weights, shapes_of
 from realign.engines.network.cpu_lanes import side_by_side
 from realign.engines.network.encoder_decoder import EncoderDecoder
+from realign.engines.network.heads import value_outputs
 from realign.engines.network.network import Network, Run
 from realign.engines.network.output import ScalarHead
 from realign.engines.network.shared_prefix import Layout, Passes
@@ -89,8 +90,8 @@ class InferenceEngine(PipelinableEngine):
     def outputs(self) -> frozenset[str]:
         """See `PipelinableEngine.outputs`."""
         language = {"logprobs"} if isinstance(self.head, LMHead) else set()
-        scalar = {"values", "scores"} if self.value_head is not None or not language else set()
-        return frozenset(language | scalar)
+        scalar = set() if language else {"values", "scores"}
+        return frozenset(language | scalar | value_outputs(self.value_head.spec if self.value_head else None))
 
     @property
     def positions(self) -> int | None:

@@ -17,6 +17,7 @@ from realign.engines import (
     LoadBalancing,
     Lora,
     OptimizerSpec,
+    QHeads,
     Schedule,
     Sharding,
     TopLayers,
@@ -172,6 +173,14 @@ def plain_loss(output: Any, data: SequenceSample) -> tuple[Tensor, dict[str, Any
     return -logprobs_T.sum(), {"nll": (-logprobs_T.sum(), data["loss_mask"].sum())}
 
 
+def q_loss(output: Any, data: SequenceSample) -> tuple[Tensor, dict[str, Any]]:
+    """Move all Q heads toward 1, and the values toward the smallest target value."""
+    mask_T = data["loss_mask"]
+    q = output.q_values(where_T=mask_T)
+    errors_T = torch.where(mask_T, (q.online_KT - 1).square().sum(0) + (output.values() - q.target_T).square(), 0)
+    return errors_T.sum() - q.logprobs_KT.sum(), {"target": (q.target_T.sum(), mask_T.sum())}
+
+
 def weight(data: SequenceSample) -> Tensor:
     return data["loss_mask"].sum()
 
@@ -188,6 +197,7 @@ KINDS: dict[str, tuple[dict[str, Any], Any]] = {
     "value head": ({"head": Causal(ValueHead(hidden="mlp", init="normal"))}, joint_loss),
     "value branch": ({"head": Causal(ValueHead(layers=1, init="normal"))}, joint_loss),
     "unused head": ({"head": Causal(ValueHead(init="normal"))}, plain_loss),
+    "q heads": ({"head": Causal(ValueHead(hidden="mlp", q_heads=QHeads(target_rate=0.3)))}, q_loss),
     "lora": ({"trains": Lora(rank=4)}, plain_loss),
     "trained layers": ({"trains": TopLayers(1)}, plain_loss),
     "checkpointing": ({"gradient_checkpointing": True}, plain_loss),
