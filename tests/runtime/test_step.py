@@ -242,6 +242,25 @@ def test_two_runs_of_one_seed_are_equal_and_of_two_seeds_are_not(tmp_path):
     assert rewards("c", 2) != rewards("a2", 1)
 
 
+def test_every_call_of_a_step_gets_the_micro_batch_limit_of_the_run(tmp_path):
+    seen: list[tuple[str, MicroBatchSpec]] = []
+
+    class Reward(CountToken):
+        def inference(self, model, data, mb_spec):
+            seen.append(("inference", mb_spec))
+            return super().inference(model, data, mb_spec)
+
+    class Actor(GRPOActorInterface):
+        def train_step(self, model, data, mb_spec):
+            seen.append(("train_step", mb_spec))
+            return super().train_step(model, data, mb_spec)
+
+    interfaces = {"actor": Actor(generation=GENERATION), "reward": Reward()}
+    limit = MicroBatchSpec(max_tokens_per_microbatch=77)
+    LocalRuntime(experiment(tmp_path, interfaces=interfaces, microbatch=limit)).step(1)
+    assert seen == [("inference", limit), ("train_step", limit)]
+
+
 def test_the_version_counts_training_calls(tmp_path):
     runtime = LocalRuntime(experiment(tmp_path))
     for step in (1, 2):
