@@ -225,6 +225,14 @@ class Checks:
         self.rows, self.roots, self.results = rows, roots, results
         self.counts: Counter[str] = Counter()
 
+    def run(self) -> Counter[str]:
+        """Collect the tests of the rows, check the options, and return the number of options by what was found."""
+        tests = sorted({str(ROOT / "tests" / test) for _, _, tests in self.rows for test in tests})
+        arguments = ["-q", "-m", "", "-p", "no:cacheprovider", "--continue-on-collection-errors", *tests]
+        if pytest.main(arguments, plugins=[self]) == pytest.ExitCode.USAGE_ERROR:
+            raise SystemExit("A test of the rows does not exist. Run tests/docs/test_coverage.py to find its row.")
+        return self.counts
+
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         """Check every option, and print what was found."""
         for item in session.items:
@@ -259,11 +267,12 @@ def main() -> int:
     given = parser.parse_args()
     data = yaml.safe_load((ROOT / "docs" / "coverage.yaml").read_text(encoding="utf-8"))
     sys.path.insert(0, str(ROOT))
-    checks = Checks(selected(data, given.rows), data["roots"], Results(given.results, given.timeout, given.longest))
-    tests = sorted({str(ROOT / "tests" / test) for _, _, tests in checks.rows for test in tests})
-    pytest.main(["-q", "-m", "", "-p", "no:cacheprovider", "--continue-on-collection-errors", *tests], plugins=[checks])
-    print(", ".join(f"{name}: {count}" for name, count in sorted(checks.counts.items())))
-    return int("not held" in checks.counts)
+    rows = selected(data, given.rows)
+    if not rows:
+        parser.error(f"no options in {', '.join(given.rows)}. Name rows of docs/coverage.yaml, such as A24")
+    counts = Checks(rows, data["roots"], Results(given.results, given.timeout, given.longest)).run()
+    print(", ".join(f"{name}: {count}" for name, count in sorted(counts.items())))
+    return int("not held" in counts)
 
 
 if __name__ == "__main__":

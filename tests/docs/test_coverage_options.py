@@ -16,7 +16,7 @@ from realign.interfaces.ppo import PPOActorInterface
 
 ROOT = Path(__file__).parents[2]
 spec = importlib.util.spec_from_file_location("coverage_options", ROOT / "scripts" / "coverage_options.py")
-script = importlib.util.module_from_spec(spec)
+script = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # `inspect` looks for it there
 spec.loader.exec_module(script)
 ROOTS = {"actor": "realign.interfaces.ppo.PPOActorInterface"}
 
@@ -127,12 +127,39 @@ def test_results_are_read_from_the_file_instead_of_running_a_test_again(tmp_path
         results = script.Results(tmp_path / "results.jsonl", 60)
         assert results.of("a", (Base, "width")) == results.of("a", None) == "passed"
         assert (results.cost("a"), results.cost("b")) == (1.5, 0)
-    assert runs == [("a", (Base, "width"), 60), ("a", None, 60)]
+    assert runs == [([], (Base, "width"), 60), ([], None, 60)]
+
+
+def test_a_test_that_was_slow_before_and_one_that_was_not_collected_do_not_run(tmp_path):
+    (tmp_path / "results.jsonl").write_text('["a", "", "passed", 2.5]\n')
+    results = script.Results(tmp_path / "results.jsonl", 60, longest=2.0)
+    assert [results.of("a", None), results.of("a", (Base, "width")), results.of("b", None)] == [
+        "passed",
+        "too long",
+        "not found",
+    ]
+
+
+def test_rows_and_options_of_rows_are_selected_by_name():
+    data = {
+        "rows": {"A1": {"options": ["x.a", "x.b"], "tests": ["t"]}, "A2": {"does": "."}, "B1": {"options": ["x.c"]}}
+    }
+    a, b, c = ("A1", "x.a", ["t"]), ("A1", "x.b", ["t"]), ("B1", "x.c", [])
+    assert script.selected(data, []) == [a, b, c]
+    assert script.selected(data, ["A1:x.b", "B1"]) == [b, c]
+    assert script.selected(data, ["A2"]) == []
 
 
 @pytest.mark.slow
 def test_a_test_that_needs_the_option_fails_without_it_and_another_does_not():
     needs = "interfaces/test_ppo.py::test_a_dual_clip_bounds_what_a_negative_advantage_can_cost"
-    found = [script.outcome(needs, place, 120)[0] for place in ((Clip, "dual"), (Clip, "low"), None)]
-    assert found == ["failed", "passed", "passed"]
-    assert script.outcome("interfaces/test_ppo.py::test_nothing", None, 120)[0] == "error 4"
+    code = f"""
+import sys
+sys.path.insert(0, {str(ROOT / "scripts")!r})
+from coverage_options import Checks, Results
+rows = [("X1", "clip.dual", [{needs!r}]), ("X1", "clip.low", [{needs!r}])]
+print(Checks(rows, {{"clip": "realign.interfaces.components.Clip"}}, Results(None, 120)).run())
+"""
+    lines = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout.splitlines()
+    found = [line.split(maxsplit=2) for line in lines if line.startswith("X")]
+    assert found == [["X1", "clip.dual", f"held      {needs}"], ["X1", "clip.low", "not held"]]
