@@ -10,6 +10,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from realign.engines.distributed import fsdp
 from realign.engines.distributed.spec import Sharding
+from realign.errors import ConfigError
 
 
 class Root(nn.Module):
@@ -39,3 +40,12 @@ def test_layers_are_freed_after_their_forward_pass_and_slices_wait_on_the_cpu_as
     root: Any = Root()
     fsdp.ShardedNetwork._shard(root, root.layers, Sharding(reshard=reshard, offload=offload), torch.float32)
     assert found == [*((layer, reshard, policy) for layer in root.layers), (root, False, policy)]
+
+
+def test_the_mesh_has_a_dimension_for_the_ranks_that_split_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fsdp.dist, "get_world_size", lambda: 6)
+    monkeypatch.setattr(fsdp, "init_device_mesh", lambda *mesh, mesh_dim_names: (*mesh, mesh_dim_names))
+    mesh: Any = fsdp.Grid.of(Sharding(tensor_parallel=3), torch.device("cpu")).mesh
+    assert mesh == ("cpu", (2, 3), ("dp", "tp"))
+    with pytest.raises(ConfigError, match=r"tensor_parallel=4: must divide the number of ranks \(6\)"):
+        fsdp.Grid.of(Sharding(tensor_parallel=4), torch.device("cpu"))
