@@ -152,18 +152,26 @@ def outcome(items: list[pytest.Item], place: Place | None, timeout: float) -> tu
             with suppress(BaseException):
                 code = run_items(items, place, folder)
             os._exit(code)
-        end = time.monotonic() + timeout
-        while time.monotonic() < end:
-            found, status, used = os.wait4(child, os.WNOHANG)
-            if found:
-                code = os.waitstatus_to_exitcode(status)
-                name = {PASSED: "passed", FAILED: "failed", SKIPPED: "skipped"}.get(code, f"error {code}")
-                return name, round(used.ru_utime + used.ru_stime, 2)
-            time.sleep(0.05)
-        with suppress(ProcessLookupError):
-            os.killpg(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        return "slow", timeout
+        try:
+            return wait_for(child, timeout)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(child, signal.SIGKILL)  # also the processes that the test started
+
+
+def wait_for(child: int, timeout: float) -> tuple[str, float]:
+    """Return the outcome of a process of `run_items` and its CPU seconds, or `slow` and the timeout."""
+    end = time.monotonic() + timeout
+    while time.monotonic() < end:
+        found, status, used = os.wait4(child, os.WNOHANG)
+        if found:
+            code = os.waitstatus_to_exitcode(status)
+            name = {PASSED: "passed", FAILED: "failed", SKIPPED: "skipped"}.get(code, f"error {code}")
+            return name, round(used.ru_utime + used.ru_stime, 2)
+        time.sleep(0.05)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return "slow", timeout
 
 
 class Results:
