@@ -2,6 +2,7 @@
 
     make curves
     python -m benchmarks.curves parts=match seeds=2 steps=10 folder=runs/curves_small
+    python -m benchmarks.curves parts=match rewards=descriptiveness seeds=10 first_seed=11
 
 match        Both implementations on two reward functions: agreement of the curves, and the ten metrics.
 adam         TensorFlow's Adam and PyTorch's: the ten metrics of the first update, and curves.
@@ -31,6 +32,7 @@ Seeds = list[list[Record]]
 DEFAULTS = {
     "parts": "match,adam,temperature,size",
     "seeds": "5",
+    "first_seed": "1",
     "steps": str(Run.steps),
     "rewards": "sentiment,descriptiveness",
     "widths": "32,64,128",
@@ -47,7 +49,7 @@ class Study:
     folder: Path
     images: Path
     run: Run
-    seeds: int
+    seeds: range
     rewards: tuple[str, ...]
     """Reward functions of `match`."""
     widths: tuple[int, ...]
@@ -89,10 +91,10 @@ def match(study: Study) -> dict[str, Any]:
     rows = []
     for reward in study.rewards:
         sets = {label: study.records(implementation=name, reward=reward) for name, label in NAMES.items()}
-        print(f"{reward}: both implementations, {study.seeds} seeds, {study.run.steps} steps")
+        print(f"{reward}: both implementations, {len(study.seeds)} seeds, {study.run.steps} steps")
         found[reward] = {"agreement": agreement(*sets.values()), "all updates": metrics(sets)}
         rows.append((reward, panels(sets)))
-    title = f"Score, KL and KL coefficient: mean and standard deviation over {study.seeds} seeds"
+    title = f"Score, KL and KL coefficient: mean and standard deviation over {len(study.seeds)} seeds"
     picture.draw(rows, study.images / "curves_match.png", title=title)
     return found
 
@@ -114,7 +116,7 @@ def adam(study: Study) -> dict[str, Any]:
     found: dict[str, Any] = {"first update": metrics({**once, **firsts})}
     print("realign: TensorFlow's Adam against PyTorch's")
     found["curves"] = agreement(*shown.values())
-    title = f"realign with both variants of Adam: mean and standard deviation over {study.seeds} seeds"
+    title = f"realign with both variants of Adam: mean and standard deviation over {len(study.seeds)} seeds"
     others = panels(shown, {name: name for name in ("approxkl", "clipfrac", "entropy")})
     picture.draw([("", panels(shown)), ("", others)], study.images / "curves_adam.png", title=title)
     return found
@@ -128,7 +130,7 @@ def temperature(study: Study) -> dict[str, Any]:
     }
     print("log-probs of the independent implementation with and without temperature")
     found = {"curves": agreement(*sets.values()), "all updates": metrics(sets, ("score", "kl", "sampler_kl", *TABLE))}
-    title = f"Temperature in log-probs (independent): mean and standard deviation over {study.seeds} seeds"
+    title = f"Temperature in log-probs (independent): mean and standard deviation over {len(study.seeds)} seeds"
     titles = {"score": "score", "kl": "KL of these log-probs (nats)", "sampler_kl": "KL of the sampler (nats)"}
     picture.draw([("", panels(sets, titles))], study.images / "curves_temperature.png", title=title)
     return found
@@ -160,7 +162,7 @@ def main(given: Sequence[str] | None = None) -> None:
         folder=Path(words["folder"]),
         images=Path(words["images"]),
         run=Run(steps=int(words["steps"])),
-        seeds=int(words["seeds"]),
+        seeds=range(first := int(words["first_seed"]), first + int(words["seeds"])),
         rewards=tuple(words["rewards"].split(",")),
         widths=tuple(int(width) for width in words["widths"].split(",")),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -158,9 +158,9 @@ def records_of(run: Run, folder: Path) -> list[Record]:
     return found
 
 
-def seeds_of(run: Run, folder: Path, seeds: int) -> list[list[Record]]:
-    """Return the records of a run for seeds from 1 to `seeds`."""
-    return [records_of(replace(run, seed=seed), folder) for seed in range(1, seeds + 1)]
+def seeds_of(run: Run, folder: Path, seeds: Iterable[int]) -> list[list[Record]]:
+    """Return the records of a run for several seeds."""
+    return [records_of(replace(run, seed=seed), folder) for seed in seeds]
 
 
 def series(runs: Sequence[Sequence[Record]], name: str) -> Any:

@@ -12,6 +12,7 @@ from benchmarks import data, loops
 from realign.api import Lengths, MicroBatchSpec, plan_microbatches
 
 
+@pytest.mark.slow
 def test_the_benchmark_checks_every_operation_and_ends_with_json(capsys, monkeypatch):
     monkeypatch.setattr(data, "BUDGET", 2048)  # so that few sequences already form several micro-batches
     data.main(["sizes=64", "repeats=1"])

@@ -11,6 +11,7 @@ from benchmarks import gpu
 from realign.engines.sampling.slots import Rollout
 
 
+@pytest.mark.slow
 def test_on_a_cpu_every_part_runs_and_the_last_line_is_json(capsys, monkeypatch):
     monkeypatch.setattr(gpu, "find_spec", lambda name: None)
     draw = Rollout._draw

@@ -214,6 +214,7 @@ def test_an_interval_contains_the_score():
     assert mutation.interval(0, 0) == [0.0, 1.0]
 
 
+@pytest.mark.slow
 def test_a_run_kills_what_tests_notice_and_lists_what_survives(tmp_path, capsys, monkeypatch):
     files = {
         "toy/__init__.py": "from toy.code.numbers import scale\n",
@@ -250,6 +251,7 @@ def test_a_run_kills_what_tests_notice_and_lists_what_survives(tmp_path, capsys,
     assert len(started) == len(target.mutants([])["toy/code/numbers.py"]) - 2  # two results are already recorded
 
 
+@pytest.mark.slow
 def test_an_endless_loop_and_a_dying_process_are_killed_mutants(tmp_path):
     test = "from toy.code import f\n\ndef test_f():\n    f()\n"
     files = {"toy/__init__.py": "", "toy/code.py": "def f(): ...\n", "tests/test_code.py": test}

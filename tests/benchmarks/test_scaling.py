@@ -14,6 +14,7 @@ from benchmarks.peer.work import SCENARIOS
 TINY = replace(SCENARIOS["tiny"], prompts=4)
 
 
+@pytest.mark.slow
 def test_all_tables_and_json(capsys, monkeypatch):
     monkeypatch.setattr(scaling, "BASE", TINY)
     monkeypatch.setattr(scaling, "COPIES", (1, 8))

@@ -86,7 +86,12 @@ def line_of(text: str) -> int:
 @pytest.mark.parametrize(
     ("override", "place", "error"),
     [
-        ("interfaces.actor.objective._target_=own.WrongShape", "a bug in the loss", "RuntimeError: The size of tensor"),
+        pytest.param(
+            "interfaces.actor.objective._target_=own.WrongShape",
+            "a bug in the loss",
+            "RuntimeError: The size of tensor",
+            marks=pytest.mark.slow,
+        ),
         ("interfaces.actor.advantage._target_=own.Failing", "a bug in the estimator", "ValueError: a bug in the est"),
         ("interfaces.actor.objective._target_=own.Constructor", "a bug in the constructor", "ValueError: a bug in the"),
     ],

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import yaml
 
 from realign.config.folders import experiments_dir
@@ -24,6 +25,7 @@ def sweep(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_the_runs_of_a_sweep_are_jobs_with_folders_of_their_own(tmp_path):
     write_experiment(tmp_path / "conf")
     done = sweep(tmp_path, "interfaces.actor.epochs=1,2")

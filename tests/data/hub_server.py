@@ -51,6 +51,7 @@ def hub(files: dict[str, bytes]) -> Iterator[HubServer]:
 class _Handler(BaseHTTPRequestHandler):
     server: HubServer
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # otherwise the body waits 40 ms for the client to confirm the header
 
     def do_GET(self) -> None:
         """Answer a request."""

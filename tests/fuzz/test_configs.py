@@ -111,7 +111,7 @@ def check(plain: Mapping[str, Any]) -> Any:
     return taken
 
 
-@settings(BOUNDED, max_examples=150)
+@settings(BOUNDED, max_examples=60)
 @given(st.sampled_from(EXPERIMENTS), st.data())
 def test_a_value_that_is_odd(name, data):
     plain = copy.deepcopy(whole(name))

@@ -62,6 +62,7 @@ def test_mounts_of_the_section_are_its_own(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_large_run_reports_what_it_needs_and_how_far_it_came(tmp_path, capsys):
     found = sizes.sizes(tmp_path, {**sizes.DEFAULTS, "sizes": "prompts", "prompts": "300"})["sizes"]["prompts"]
     assert found["last_step"] == 2

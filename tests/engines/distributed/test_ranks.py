@@ -128,6 +128,7 @@ def scenario(folder: Path, ports: list[int]) -> dict[str, object]:
     return found
 
 
+@pytest.mark.slow
 def test_three_processes_agree(tmp_path) -> None:
     found = run_ranks(3, scenario, tmp_path, [free_port() for _ in range(3)])
     by_name = {name: [each[name] for each in found] for name in found[0]}

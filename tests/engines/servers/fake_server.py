@@ -148,6 +148,7 @@ class FakeServer:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True  # otherwise the body waits 40 ms for the client to confirm the header
 
             def log_message(self, *args):
                 pass

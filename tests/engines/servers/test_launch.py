@@ -57,6 +57,7 @@ def test_servers_are_started_sampled_from_and_ended(tmp_path):
     assert not folder.exists()
 
 
+@pytest.mark.slow
 def test_a_server_that_was_killed_is_started_again_with_the_current_weights(tmp_path):
     sampler = Vllm(launch=FAKE, weights_dir=str(tmp_path)).open("actor", START, None)
     try:
@@ -75,6 +76,7 @@ def test_a_server_that_was_killed_is_started_again_with_the_current_weights(tmp_
         sampler.close()
 
 
+@pytest.mark.slow
 def test_servers_end_when_the_run_is_killed(tmp_path):
     code = f"""
         from realign.engines.servers.vllm import Vllm

@@ -52,6 +52,7 @@ def test_a_kill_at_any_system_call_of_a_write_costs_at_most_that_checkpoint(tmp_
         assert len(record["next"]) <= record["keep"]
 
 
+@pytest.mark.slow
 def test_writers_killed_at_random_moments_lose_nothing_that_was_complete(tmp_path):
     seen = killed("random", tmp_path / "checkpoints", 40)
     before = 0

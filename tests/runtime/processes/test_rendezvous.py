@@ -152,6 +152,7 @@ def test_a_rank_out_of_memory_ends_both_with_one_line_and_the_record_of_that_ran
     assert (failure.exit_code, failure.message, failure.count) == (2, message, 1)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_ends_the_other_and_both_can_be_started_again(here):
     words = (*FAULTS, "interfaces.actor.fault=kill", "checkpoint.every_steps=1", "resume=auto")
     done, left = torchrun(here, *words, options=["--max-restarts=1"])
