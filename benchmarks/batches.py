@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from benchmarks.peer.work import CHARACTERS, EOS, Scenario
 from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample
 from realign.engines import OptimizerSpec
 from realign.engines.network.attention import ATTENTION
+from realign.engines.network.settings import NetworkSettings
 from realign.engines.training.engine import TransformersEngine
 from realign.interfaces.grpo import GRPOActorInterface
 
@@ -28,6 +30,7 @@ def make_actor(
     dtype: torch.dtype = torch.float32,
     config: Mapping[str, Any] | None = None,
     model: Any = None,
+    network: NetworkSettings | None = None,
     **engine: Any,
 ) -> Model:
     """Build an engine that trains a randomly initialized model with the scenario's shape.
@@ -38,6 +41,7 @@ def make_actor(
         dtype: Data type of matrix products.
         config: Values that override the config of the shape.
         model: Config of a model to use instead of the shape.
+        network: Settings of the network other than `dtype`.
         engine: Further settings of the engine.
     """
     from transformers import AutoModelForCausalLM
@@ -51,8 +55,8 @@ def make_actor(
         "actor",
         module.eval(),
         scenario.tokenizer(),
+        replace(network or NetworkSettings(), dtype=dtype),
         seed=0,
-        dtype=dtype,
         optimizer=OptimizerSpec(lr=1e-6),
         **engine,
     )

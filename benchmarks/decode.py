@@ -30,8 +30,10 @@ from benchmarks.peer.process import missing
 from benchmarks.peer.work import SCENARIOS, Scenario
 from benchmarks.report import alternate, arguments, facts, table
 from realign.api import GenerationConfig, Model, SequenceSample
+from realign.engines.network.settings import NetworkSettings
 from realign.engines.sampling.compiled_library import CompiledDecode
 from realign.engines.sampling.compiled_trunk import CompiledTrunk
+from realign.engines.sampling.in_process import InProcessSampling
 from realign.engines.sampling.kv_cache import DecodeContext, KVCache
 
 PROMPT = 40
@@ -51,7 +53,7 @@ def prompts_for(rows: int) -> list[list[int]]:
 
 def our_side(scenario: Scenario, setting: CompiledDecode) -> tuple[Model, Side]:
     """Return an actor and its rollouts."""
-    actor = make_actor(scenario, compiled_decode=setting)
+    actor = make_actor(scenario, network=NetworkSettings(sampling=InProcessSampling(compiled_decode=setting)))
 
     def sample(rows: int, tokens: int) -> object:
         ids = [[torch.tensor(prompt)] for prompt in prompts_for(rows)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -37,7 +38,7 @@ def check_sampler(engine: TransformersEngine, data: SequenceSample, config: Gene
     """Run rollouts with and without synchronization at every step, in kept memory, and compare them.
 
     Args:
-        engine: an engine with `keep_memory=True`.
+        engine: an engine whose sampler has `keep_memory=True`.
         data: prompts.
         config: sampling settings; responses need different lengths.
 
@@ -48,7 +49,8 @@ def check_sampler(engine: TransformersEngine, data: SequenceSample, config: Gene
     """
     device, samples, rows = engine.device.type, [], []
     for every in (1, 8):
-        engine.sync_every = every
+        settings = replace(engine.resources.settings, sync_every=every)
+        engine.resources = replace(engine.resources, settings=settings)
         with watched_steps(device) as found:
             samples.append(engine.generate(data, config, seed=0))
         rows.append(sum(found))

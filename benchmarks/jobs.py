@@ -68,7 +68,8 @@ class Launch:
         self.job, self.started = job, time.time()
         number = len(list(job.folder.parent.glob(f"{job.folder.name}_*.log"))) + 1
         self.log = job.folder.parent / f"{job.folder.name}_{number:02d}.log"
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
+        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        environment = {**os.environ, "PYTHONPATH": path, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
         with self.log.open("wb") as out:
             command = [*job.program, *job.words, f"output_dir={job.folder}", *more]
             self.process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)

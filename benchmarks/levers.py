@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -30,9 +30,11 @@ from benchmarks.report import alternate, arguments, facts, table
 from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample
 from realign.engines.network.cpu_lanes import ParallelPasses
 from realign.engines.network.output import PackedOutput
+from realign.engines.network.settings import NetworkSettings
 from realign.engines.network.shared_prefix import SharedPrompts
 from realign.engines.sampling import trunk
 from realign.engines.sampling.compiled_library import CompiledDecode
+from realign.engines.sampling.in_process import InProcessSampling
 
 BUDGET = 8192
 
@@ -44,8 +46,8 @@ class Lever:
     what: str
     part: str
     """Part of a step that it speeds up: rollout or training."""
-    engine: Mapping[str, Any] = field(default_factory=dict)
-    """Engine settings that turn the optimization off."""
+    network: NetworkSettings | None = None
+    """Settings that turn the optimization off."""
     patches: Callable[[], Any] | None = None
     """Function that returns a context in which the code lacks the optimization."""
     repeated_prompts: bool = False
@@ -74,17 +76,29 @@ def _loop_optimizer() -> Any:
 
 
 LEVERS = {
-    "fused_rollout": Lever("decode layers in fused operators", "rollout", engine={"fused_rollout": False}),
-    "compiled_decode": Lever("compiled decode steps", "rollout", engine={"compiled_decode": CompiledDecode.off}),
+    "fused_rollout": Lever("decode layers in fused operators", "rollout", network=NetworkSettings(fused_rollout=False)),
+    "compiled_decode": Lever(
+        "compiled decode steps",
+        "rollout",
+        network=NetworkSettings(sampling=InProcessSampling(compiled_decode=CompiledDecode.off)),
+    ),
     "one_core": Lever(
         "one core for small products", "rollout", patches=partial(patch.object, trunk, "SMALL_PRODUCT", 0)
     ),
     "group_prefill": Lever("prefill of a group's prompt computed once", "rollout", repeated_prompts=True),
-    "slots": Lever("as many slots as fit instead of 16", "rollout", engine={"max_slots": 16}),
-    "shared_prompts": Lever(
-        "prompt of a group computed once", "training", engine={"shared_prompts": SharedPrompts.off}
+    "slots": Lever(
+        "as many slots as fit instead of 16",
+        "rollout",
+        network=NetworkSettings(sampling=InProcessSampling(max_slots=16)),
     ),
-    "parallel_passes": Lever("concurrent passes", "training", engine={"parallel_passes": ParallelPasses.off}),
+    "shared_prompts": Lever(
+        "prompt of a group computed once",
+        "training",
+        network=NetworkSettings(shared_prompts=SharedPrompts.off),
+    ),
+    "parallel_passes": Lever(
+        "concurrent passes", "training", network=NetworkSettings(parallel_passes=ParallelPasses.off)
+    ),
     "where": Lever("log-probs only where the loss needs them", "training", patches=_everywhere),
     "old_logprobs": Lever("log-probs of the rollout used without another pass", "training", scores_first=True),
     "fused_optimizer": Lever("optimizer in one kernel", "training", patches=_loop_optimizer),
@@ -102,7 +116,7 @@ def without(lever: Lever | None) -> Iterator[None]:
 
 def rollout(scenario: Scenario, lever: Lever | None) -> Callable[[], object]:
     """Return a call that samples the scenario's responses."""
-    actor = make_actor(scenario, **(lever.engine if lever else {}))
+    actor = make_actor(scenario, network=lever.network if lever else None)
     given, n = prompts(scenario), scenario.group
     if lever is not None and lever.repeated_prompts:
         given, n = [prompt for prompt in given for _ in range(n)], 1
@@ -120,7 +134,7 @@ def rollout(scenario: Scenario, lever: Lever | None) -> Callable[[], object]:
 def training(scenario: Scenario, lever: Lever | None) -> Callable[[], object]:
     """Return a call that executes a GRPO training step on a rollout batch of the scenario."""
     with without(lever):
-        step = TrainStep(make_actor(scenario, **(lever.engine if lever else {})), scenario)
+        step = TrainStep(make_actor(scenario, network=lever.network if lever else None), scenario)
     batch = make_rollout(scenario)
 
     def call() -> object:

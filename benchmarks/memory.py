@@ -35,6 +35,7 @@ from realign.api.memory import MemoryWork, RoleMemory
 from realign.engines import Causal, OptimizerSpec
 from realign.engines.memory import MemoryModel
 from realign.engines.model_shape import shape_of
+from realign.engines.network.settings import NetworkSettings
 from realign.engines.network.shared_prefix import SharedPrompts
 
 MIB = 2**20
@@ -190,7 +191,7 @@ def measured(configuration: Configuration) -> dict[str, int]:
         scenario,
         model=configuration.config(),
         gradient_checkpointing=configuration.checkpointing,
-        shared_prompts=SharedPrompts.off,
+        network=NetworkSettings(shared_prompts=SharedPrompts.off),
     )
     step, batch = TrainStep(actor, scenario), make_rollout(configuration.trained)
     for _ in range(2):  # the first step creates the moments

@@ -38,6 +38,7 @@ from benchmarks.peer.work import SCENARIOS, Scenario
 from benchmarks.report import Seconds, alternate, arguments, facts, table
 from realign.api import MicroBatchSpec
 from realign.engines.network.cpu_lanes import ParallelPasses
+from realign.engines.network.settings import NetworkSettings
 
 ROOT = Path(__file__).parents[1]
 BASE = replace(SCENARIOS["long_tail"], name="scaling", prompts=2)
@@ -87,7 +88,7 @@ def step_memory(scenario: Scenario, copies: int, budget: int, step: TrainStep) -
 
 def memory(scenario: Scenario, copies: Sequence[int], budget: int, others: Sequence[int]) -> list[dict[str, Any]]:
     """Measure the peak memory of a step by batch size at one budget, and by budget with the largest batch."""
-    step = TrainStep(make_actor(scenario, parallel_passes=ParallelPasses.off), scenario)
+    step = TrainStep(make_actor(scenario, network=NetworkSettings(parallel_passes=ParallelPasses.off)), scenario)
     step(make_rollout(scenario), budget)  # creates the optimizer state
     sizes = [(n, budget) for n in copies] + [(copies[-1], other) for other in others]
     return [step_memory(scenario, n, limit, step) for n, limit in sizes]
@@ -99,7 +100,7 @@ def vocabulary(scenario: Scenario, copies: int, budget: int) -> dict[str, Any]:
     Raises:
         AssertionError: A tensor has as many elements as the logits of all sampled tokens of a micro-batch.
     """
-    step = TrainStep(make_actor(scenario, parallel_passes=ParallelPasses.off), scenario)
+    step = TrainStep(make_actor(scenario, network=NetworkSettings(parallel_passes=ParallelPasses.off)), scenario)
     step(make_rollout(scenario), budget)
     found = step_memory(scenario, copies, budget, step)
     logits = found["sampled_tokens"] * scenario.vocabulary

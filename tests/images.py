@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from realign.api import SequenceSample
 from realign.engines.network.attention import ATTENTION
 from realign.engines.training.engine import TransformersEngine
-from tests.tiny import VOCAB, tiny_tokenizer
+from tests.tiny import VOCAB, engine_over
 
 IMAGE, VIDEO, START, END = VOCAB - 4, VOCAB - 3, VOCAB - 2, VOCAB - 1
 PATCH, MERGE = 4, 2
@@ -69,7 +69,7 @@ def tiny_image_model(family: str = "qwen2_5_vl", *, attention: str = ATTENTION, 
 
 def tiny_image_engine(family: str = "qwen2_5_vl", **settings: Any) -> TransformersEngine:
     """Return an engine over a tiny model that reads images."""
-    return TransformersEngine("actor", tiny_image_model(family), tiny_tokenizer(), seed=0, **settings)
+    return engine_over(tiny_image_model(family), **settings)
 
 
 def random_images(sizes: Sequence[tuple[int, int]], seed: int) -> tuple[Tensor, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ from transformers import (
 
 from realign.api import SequenceSample
 from realign.engines.network.attention import ATTENTION
+from realign.engines.network.settings import NetworkSettings
+from realign.engines.sampling.in_process import InProcessSampling
+from realign.engines.sampling.resources import RolloutResources
 from realign.engines.training.engine import TransformersEngine
 from realign.engines.training.optimizer import OptimizerSpec
 
@@ -111,9 +115,20 @@ def tiny_model(
 def tiny_engine(
     family: str = "qwen2", *, optimizer: OptimizerSpec | None = None, model: dict[str, Any] | None = None, **engine: Any
 ) -> TransformersEngine:
-    """Return an engine over a tiny model. `model` is passed to `tiny_model`, and `engine` to `TransformersEngine`."""
-    module = tiny_model(family, **(model or {}))
-    return TransformersEngine("actor", module, tiny_tokenizer(), seed=0, optimizer=optimizer, **engine)
+    """Return an engine over a tiny model. `model` is passed to `tiny_model`, and `engine` to `engine_over`."""
+    return engine_over(tiny_model(family, **(model or {})), optimizer=optimizer, **engine)
+
+
+def engine_over(module: Any, **engine: Any) -> TransformersEngine:
+    """Return an engine over a model; `engine` contains fields of `NetworkSettings` and arguments of the engine."""
+    names = {field.name for field in fields(NetworkSettings)} & engine.keys()
+    settings = NetworkSettings(**{name: engine.pop(name) for name in names})
+    return TransformersEngine("actor", module, tiny_tokenizer(), settings, seed=0, **engine)
+
+
+def resources(**settings: Any) -> RolloutResources:
+    """Return the resources of rollouts with settings of `InProcessSampling`, which keep no memory."""
+    return RolloutResources(InProcessSampling(**settings))
 
 
 def random_sample(lengths: Sequence[Sequence[int]], *, seed: int = 0, prompt: int = 2) -> SequenceSample:

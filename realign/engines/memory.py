@@ -6,7 +6,7 @@ size is in bytes. `docs/guides/sizing.md` explains the formula.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -15,7 +15,9 @@ from realign.api.memory import MemoryWork, RoleMemory
 from realign.engines.model_shape import ModelShape
 from realign.engines.network.cpu_lanes import MIN_ROWS
 from realign.engines.network.heads import ValueHead, ValueHidden
-from realign.engines.sampling.slots import CACHE_FRACTION, LOGIT_ELEMENTS, PREFILL_TOKENS, cache_bytes
+from realign.engines.sampling.in_process import InProcessSampling
+from realign.engines.sampling.slots import LOGIT_ELEMENTS, cache_bytes
+from realign.engines.sampling.waiting import PREFILL_TOKENS
 from realign.engines.sampling.weight_fusion import CPU_BYTES, FAMILIES
 from realign.engines.training.optimizer import OptimizerSpec
 from realign.functional.logprobs import chunk_tokens
@@ -41,9 +43,7 @@ class MemoryModel:
     lanes: int = 1
     """Maximum number of concurrent micro-batches."""
     fused_rollout: bool = True
-    max_slots: int | None = None
-    cache_fraction: float = CACHE_FRACTION
-    keep_memory: bool = False
+    sampling: InProcessSampling = field(default_factory=InProcessSampling)
     offload: bool = False
     reshard: bool = True
 
@@ -205,8 +205,8 @@ class MemoryModel:
         row = self._bytes * shape.cache_token * length
         copies = self._rollout_weights(work)
         free = None if work.free is None else max(0, work.free - found.kept - copies)
-        limit = cache_bytes(self.device, self.cache_fraction, free or 0)
-        slots = max(1, min(work.sequences, self.max_slots or limit // max(1, row)))
+        limit = cache_bytes(self.device, self.sampling.cache_fraction, free or 0)
+        slots = max(1, min(work.sequences, self.sampling.max_slots or limit // max(1, row)))
         prefill = min(work.prompts * work.prompt, max(PREFILL_TOKENS, work.prompt))
         if shape.unpacked:  # prompts run one after another
             prefill = work.prompt
@@ -219,7 +219,7 @@ class MemoryModel:
             cache=slots * row,
             rollout_weights=copies,
             rollout_work=max(passing, logits + scores),
-            keeps_rollout=self.keep_memory,
+            keeps_rollout=self.sampling.keep_memory,
         )
 
     def _rollout_weights(self, work: MemoryWork) -> int:

@@ -1,4 +1,4 @@
-"""Read the module of a model from a folder or the hub, with transformers; merge an adapter into it."""
+"""Read the module of a model from a folder or the hub, with transformers; merge an adapter; read a value head."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ from typing import Any
 
 import torch
 
+from realign.api.seeds import derive_seed
 from realign.engines.files.adapters import AdapterFolder
 from realign.engines.files.folders import check_path
 from realign.engines.files.inspection import no_trained_head
 from realign.engines.files.pretrained import quiet_transformers, readable
-from realign.engines.network.heads import Head, head_mapping
+from realign.engines.network.heads import Head, ValueHead, head_mapping, read_head
 from realign.engines.network.lora import merge_adapter
+from realign.engines.network.passed_context import pass_context_on
+from realign.engines.network.recurrence import segment_recurrent_layers
+from realign.engines.network.value_head import ValueNetwork
 from realign.errors import DataError
 
 
@@ -110,3 +114,31 @@ class ModuleReader:
             )
         if heads and not self.trains and not self.head.replaces:
             raise no_trained_head(f"models.{self.role}", self.path, self.head, heads[0])
+
+
+def read_value_head(name: str, module: Any, spec: ValueHead, path: str, seed: int) -> ValueNetwork:
+    """Return the value head in a model folder, or a new one.
+
+    Args:
+        name: the role, for messages and seeds.
+        module: the model, on its device.
+        spec: the value head.
+        path: the model folder.
+        seed: root seed of the run.
+
+    Raises:
+        ConfigError: the model has fewer layers than the value head, or the saved head has another shape.
+        DataError: the saved weights do not fit the model.
+    """
+    from realign.engines.network.probe import probe_branch
+
+    what = f"models.{name}.head.value_head"
+    head: Any = read_head(module)
+    segment_recurrent_layers(module)  # before the branch copies layers
+    pass_context_on(module)
+    network = ValueNetwork(spec, module, head.weight_VH.shape[1], seed=derive_seed(seed, name, "value_head"), what=what)
+    network.to(module.device).eval()
+    if network.branch is not None:
+        probe_branch(module, network.branch)
+    network.load(path, what)
+    return network

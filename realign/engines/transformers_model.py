@@ -17,36 +17,30 @@ from realign.api.sampler_spec import SamplerSpec
 from realign.api.seeds import derive_seed
 from realign.engines.distributed.ranks import current
 from realign.engines.distributed.spec import Sharding
-from realign.engines.files.adapters import (
-    AdapterFolder,
-    AdapterStart,
-    check_continues,
-    find_adapter,
-    is_adapter,
-)
+from realign.engines.files.adapters import AdapterStart, find_adapter
 from realign.engines.files.folders import check_path, read_states
 from realign.engines.files.inspection import check_head, check_hub, pick_device, weight_names
 from realign.engines.files.pretrained import readable
-from realign.engines.files.tokenizers import check_tokenizer, check_vocabulary, has_tokenizer, read_tokenizer
-from realign.engines.module_reader import ModuleReader
+from realign.engines.files.role_tokenizer import check_inherited, check_source, read_source
+from realign.engines.files.tokenizers import has_tokenizer
+from realign.engines.module_reader import ModuleReader, read_value_head
 from realign.engines.network.cpu_lanes import ParallelPasses
-from realign.engines.network.heads import Causal, Head, read_head
+from realign.engines.network.heads import Causal, Head
 from realign.engines.network.kernels import Backend, missing_package, preferred_kernel
-from realign.engines.network.lora import load_adapters, require_peft_for
-from realign.engines.network.passed_context import pass_context_on
-from realign.engines.network.recurrence import segment_recurrent_layers
+from realign.engines.network.lora import load_adapters
+from realign.engines.network.settings import NetworkSettings
 from realign.engines.network.shared_prefix import SharedPrompts
 from realign.engines.network.torch_compile import TorchCompile
-from realign.engines.network.trains import All, Lora, Trained
-from realign.engines.network.value_head import ValueNetwork
+from realign.engines.network.trains import All, Trained
 from realign.engines.precision import DType, enable_tf32, products_dtype, use_deterministic_algorithms
 from realign.engines.quantization import check_4bit, keep_layout, settings_4bit
+from realign.engines.role_adapter import RoleAdapter
 from realign.engines.sampling.compiled_library import CompiledDecode
 from realign.engines.sampling.in_process import InProcessSampling
 from realign.engines.shared_model import Share, SharedModel
 from realign.engines.training.load_balancing import LoadBalancing
 from realign.engines.training.optimizer import OptimizerSpec, ScheduleKind
-from realign.errors import ConfigError, DataError, SettingsError
+from realign.errors import ConfigError, SettingsError
 from realign.settings import Settings
 
 
@@ -150,7 +144,7 @@ class TransformersModel(Settings, ModelSpec):
             device=self.device,
             outputs=self.head.outputs,
             trainable=self.optimizer is not None,
-            branches=self.trains.keeps_start and not self._continues,
+            branches=self.trains.keeps_start and not self._adapter.continues,
             compute=self._compute,
         )
         schedule = None if self.optimizer is None else self.optimizer.schedule
@@ -163,7 +157,7 @@ class TransformersModel(Settings, ModelSpec):
         from realign.engines.memory import MemoryModel
         from realign.engines.model_shape import read_shape
 
-        adapter, device = self._adapter(name), pick_device(self.device)
+        adapter, device = self._adapter.find(name), pick_device(self.device)
         path = self.path if adapter is None else adapter.base
         with readable(f"models.{name}: cannot read the config in {path!r}"):
             shape = read_shape(
@@ -174,25 +168,43 @@ class TransformersModel(Settings, ModelSpec):
                 trainable=self.optimizer is not None,
             )
         value_head = self.head.value_head if isinstance(self.head, Causal) else None
-        together = self.parallel_passes is ParallelPasses.auto and device.type == "cpu" and work.ranks == 1
-        together = together and self.load_balancing is None and not self.torch_compile.compiles
+        settings = self._settings(device).allowed(load_balancing=self.load_balancing is not None)
+        together = settings.parallel_passes is ParallelPasses.auto and device.type == "cpu" and work.ranks == 1
         model = MemoryModel(
             shape,
             device,
-            products_dtype(self.dtype, device),
+            settings.dtype,
             optimizer=self.optimizer,
             value_head=value_head,
             gradient_checkpointing=self.gradient_checkpointing,
             load_in_4bit=self.load_in_4bit,
             lanes=torch.get_num_threads() if together and not (value_head and value_head.layers) else 1,
             fused_rollout=self.fused_rollout,
-            max_slots=self._sampling.max_slots,
-            cache_fraction=self._sampling.cache_fraction,
-            keep_memory=self._sampling.keep_memory,
+            sampling=settings.sampling,
             offload=self.sharding.offload,
             reshard=self.sharding.reshard,
         )
         return model.estimate(work)
+
+    @property
+    def _adapter(self) -> RoleAdapter:
+        """The adapter in `path`, if any."""
+        return RoleAdapter(self.path, self.adapter, self.trains)
+
+    def _settings(self, device: torch.device) -> NetworkSettings:
+        """Return the settings of the network on this device."""
+        return NetworkSettings(
+            dtype=products_dtype(self.dtype, device),
+            attention=self.attention,
+            dropout=self.dropout,
+            trains=self.trains,
+            vocabulary=self.head.vocabulary if isinstance(self.head, Causal) else None,
+            shared_prompts=self.shared_prompts,
+            fused_rollout=self.fused_rollout and not self.load_in_4bit,
+            parallel_passes=self.parallel_passes,
+            torch_compile=self.torch_compile,
+            sampling=self._sampling,
+        )
 
     @property
     def _sampling(self) -> InProcessSampling:
@@ -211,7 +223,7 @@ class TransformersModel(Settings, ModelSpec):
 
     def frozen_start(self, role: str) -> ModelSpec:
         """See `ModelSpec.frozen_start`; with LoRA or `TopLayers` it shares the weights of the trained model."""
-        if self.optimizer is not None and self.trains.keeps_start and not self._continues:
+        if self.optimizer is not None and self.trains.keeps_start and not self._adapter.continues:
             return SharedModel(role, Share.reference)
         if self.load_in_4bit:
             raise ConfigError(
@@ -276,21 +288,15 @@ class TransformersModel(Settings, ModelSpec):
             pick_device(self.device)
         except ConfigError as error:
             raise ConfigError(f"{what}.{error}") from error
-        adapter = self._adapter(name)
+        adapter = self._adapter.find(name)
         path = check_path(f"{what}.path", self.path if adapter is None else adapter.base)
-        self._check_tokenizer(name)
+        check_source(self.tokenizer_source(name), self.path)
         if not Path(path).is_dir():
             check_hub(f"{what}.path", path)
         elif names := weight_names(Path(path)):
             names |= adapter.head_names() if adapter is not None else frozenset()
             random_head = self.optimizer is not None or self.head.replaces
             check_head(what, self.path, names, self.head, random_head=random_head)
-
-    def _check_tokenizer(self, name: str) -> None:
-        source = self.tokenizer_source(name)
-        path = check_tokenizer(source.key, source.path, _no_tokenizer(source))
-        if not Path(path).is_dir() and source.path != self.path:
-            check_hub(source.key, path, "tokenizer_config.json")
 
     def load(self, name: str, *, seed: int) -> Model:
         """Read weights and tokenizer, probe the model, and build its engine.
@@ -311,8 +317,8 @@ class TransformersModel(Settings, ModelSpec):
 
             build = partial(ShardedEngine, sharding=self.sharding)
         self.check(name)
-        adapter, device = self._adapter(name), pick_device(self.device)
-        dtype = products_dtype(self.dtype, device)
+        adapter, device = self._adapter.find(name), pick_device(self.device)
+        settings = self._settings(device)
         enable_tf32(device)
         if self.deterministic:
             use_deterministic_algorithms()
@@ -324,48 +330,34 @@ class TransformersModel(Settings, ModelSpec):
             self.optimizer is not None,
             self.trust_remote_code,
             derive_seed(seed, name, "init"),
-            settings_4bit(device, dtype) if self.load_in_4bit else {},
+            settings_4bit(device, settings.dtype) if self.load_in_4bit else {},
         )
-        module = reader.read(merge=not self._continues)
+        module = reader.read(merge=not self._adapter.continues)
         self.head.start(module, seed=derive_seed(seed, name, "head"))
         words = module.get_input_embeddings().weight.shape[0]
         tokenizer = self._read_tokenizer(name, words)
-        vocabulary = self.head.vocabulary if isinstance(self.head, Causal) else None
-        if vocabulary is not None and vocabulary > words:
-            raise ConfigError(f"models.{name}.head.vocabulary={vocabulary}: must be at most {words}")
+        if settings.vocabulary is not None and settings.vocabulary > words:
+            raise ConfigError(f"models.{name}.head.vocabulary={settings.vocabulary}: must be at most {words}")
         keep_layout(module)
         module = (module if self.load_in_4bit else module.to(device)).eval()
-        value_head = self._read_value_head(name, module, seed)
+        spec = self.head.value_head if isinstance(self.head, Causal) else None
+        value_head = None if spec is None else read_value_head(name, module, spec, self.path, seed)
         with readable(f"models.{name}.trains", ConfigError):
             base = self.path if adapter is None else adapter.base
             self.trains.prepare(module, path=base, seed=derive_seed(seed, name, "lora"))
-        if adapter is not None and self._continues:
+        if adapter is not None and self._adapter.continues:
             with readable(f"models.{name}.path={self.path!r}"):
                 load_adapters(module, adapter.path)
         engine = build(
             name,
             module,
             tokenizer,
-            dtype=dtype,
-            attention=self.attention,
-            optimizer=self.optimizer,
-            gradient_checkpointing=self.gradient_checkpointing,
-            dropout=self.dropout,
+            settings,
             seed=seed,
             value_head=value_head,
-            trains=self.trains,
-            vocabulary=vocabulary,
-            shared_prompts=self.shared_prompts,
-            fused_rollout=self.fused_rollout and not self.load_in_4bit,
-            compiled_decode=self._sampling.compiled_decode,
-            parallel_passes=self.parallel_passes,
-            max_slots=self._sampling.max_slots,
-            cache_fraction=self._sampling.cache_fraction,
-            sync_every=self._sampling.sync_every,
-            keep_memory=self._sampling.keep_memory,
-            cuda_graphs=self._sampling.cuda_graphs,
+            optimizer=self.optimizer,
+            gradient_checkpointing=self.gradient_checkpointing,
             load_balancing=self.load_balancing,
-            torch_compile=self.torch_compile,
         )
         saved, saved_views = read_states(self.path)
         return Model(name, engine, tokenizer, seed, saved=saved, saved_views=saved_views)
@@ -373,18 +365,10 @@ class TransformersModel(Settings, ModelSpec):
     def _read_tokenizer(self, name: str, words: int) -> Any:
         """Read the tokenizer, and check that it fits a model of `words` tokens and the tokenizer in `path`."""
         source = self.tokenizer_source(name)
-        tokenizer = read_tokenizer(
-            source.key, source.path, trust_remote_code=source.trust_remote_code, cure=_no_tokenizer(source)
-        )
-        if len(tokenizer) > words:
-            raise DataError(
-                f"models.{name}: the tokenizer of {source.key}={source.path!r} has {len(tokenizer)} tokens, but the "
-                f"model only {words}. Set models.{name}.tokenizer to the tokenizer of the model."
-            )
-        path = self._own_tokenizer(name)
-        if self.inherited is source and source.path != path and has_tokenizer(path):
-            own = read_tokenizer(f"models.{name}.path", path, trust_remote_code=self.trust_remote_code)
-            check_vocabulary(name, own, source.role, tokenizer)
+        tokenizer = read_source(name, source, words)
+        if self.inherited is source:
+            own = self._own_tokenizer(name)
+            check_inherited(name, source, tokenizer, own, trust_remote_code=self.trust_remote_code)
         return tokenizer
 
     def background_sampler(self, name: str, *, seed: int, recompute: bool) -> Sampler:
@@ -393,67 +377,3 @@ class TransformersModel(Settings, ModelSpec):
 
         engine = self.for_sampling().load(name, seed=seed).machine
         return StreamingEngine(name, engine, recompute=recompute)
-
-    @property
-    def _adapter_only(self) -> bool:
-        """Whether a saved folder contains only adapters."""
-        return isinstance(self.trains, Lora) and not self.trains.merge_on_save
-
-    @property
-    def _continues(self) -> bool:
-        """Whether the adapter in `path` is trained further, so that the start of the run is not the base model."""
-        if self.adapter is AdapterStart.auto:
-            return self._adapter_only and is_adapter(self.path)
-        return self.adapter is AdapterStart.continue_
-
-    def _adapter(self, name: str) -> AdapterFolder | None:
-        """Return the adapter in `path`, if any, after a check of its files and of the settings that concern it."""
-        what = f"models.{name}.path={self.path!r}"
-        found = find_adapter(what, self.path)
-        if found is None and self.adapter is not AdapterStart.auto:
-            raise ConfigError(
-                f"models.{name}.adapter={self.adapter.value}: models.{name}.path={self.path!r} is not an adapter "
-                "folder (it has no adapter_config.json). Remove this key."
-            )
-        if found is None:
-            return None
-        require_peft_for(found.path)
-        found.check(what)
-        if self._continues:
-            if not isinstance(self.trains, Lora):
-                raise ConfigError(f"models.{name}.adapter=continue: requires models.{name}.trains=lora.")
-            try:
-                check_continues(found, rank=self.trains.rank, alpha=self.trains.alpha)
-            except ConfigError as error:
-                raise ConfigError(f"{what}: {error}") from error
-        elif self._adapter_only:
-            raise ConfigError(
-                f"models.{name}.adapter=merge: with trains.merge_on_save=false, the saved adapter would need the "
-                f"merged model, which is not saved. Set models.{name}.adapter=continue, or merge_on_save=true."
-            )
-        return found
-
-    def _read_value_head(self, name: str, module: Any, seed: int) -> ValueNetwork | None:
-        """Return the value head in the model folder, or a new one; None if the config has no value head."""
-        from realign.engines.network.probe import probe_branch
-
-        spec = self.head.value_head if isinstance(self.head, Causal) else None
-        if spec is None:
-            return None
-        what = f"models.{name}.head.value_head"
-        head: Any = read_head(module)
-        segment_recurrent_layers(module)  # before the branch copies layers
-        pass_context_on(module)
-        network = ValueNetwork(
-            spec, module, head.weight_VH.shape[1], seed=derive_seed(seed, name, "value_head"), what=what
-        )
-        network.to(module.device).eval()
-        if network.branch is not None:
-            probe_branch(module, network.branch)
-        network.load(self.path, what)
-        return network
-
-
-def _no_tokenizer(source: TokenizerSource) -> str:
-    """Return the end of the message about a folder without a tokenizer."""
-    return "" if source.key.endswith(".tokenizer") else f" Set models.{source.role}.tokenizer to a tokenizer."

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks import gpu
+from benchmarks import gpu, gpu_plan
 from realign.engines.sampling.slots import Rollout
 
 
@@ -71,12 +71,12 @@ def test_the_budget_is_halved_until_the_step_fits(monkeypatch):
     monkeypatch.setattr(gpu, "_train", train)
     plan = replace(gpu.CUDA, device="cpu")
     fits = 16_384
-    assert gpu.training(plan, gpu.LARGE, 1.0) == {"microbatch_tokens": 16_384, "compiled": {}}
+    assert gpu.training(plan, gpu_plan.LARGE, 1.0) == {"microbatch_tokens": 16_384, "compiled": {}}
     assert tried == [32_768, 16_384, 16_384]  # the last one with compiled layers
     fits = 0
     with pytest.raises(torch.cuda.OutOfMemoryError):
-        gpu.training(plan, gpu.LARGE, 1.0)
-    assert tried[-1] >= gpu.positions(gpu.LARGE)  # a longer sequence would exceed the budget
+        gpu.training(plan, gpu_plan.LARGE, 1.0)
+    assert tried[-1] >= gpu.positions(gpu_plan.LARGE)  # a longer sequence would exceed the budget
 
 
 def test_a_part_that_fails_is_reported_and_the_others_run(capsys, monkeypatch):

@@ -137,12 +137,12 @@ def test_the_cache_is_the_one_of_a_rollout(monkeypatch, family, most):
             super().__init__(like, rows, length, memory)
             allocated.append(sum(x.numel() * x.element_size() for kv in self._layers.values() for x in kv))
 
-    engine = tiny_engine(family, max_slots=most)
+    engine = tiny_engine(family, sampling=InProcessSampling(max_slots=most))
     monkeypatch.setattr(decoder, "KVCache", Counted)
     data = SequenceSample(("a", "b")).with_data({"prompt_ids": torch.arange(3, 13)}, lengths=Lengths.of([[6], [4]]))
     engine.generate(data, GenerationConfig(n=3, max_new_tokens=7), seed=0)
     work = MemoryWork(False, False, True, 13, 13, prompts=2, sequences=6, prompt=6, response=7)
-    assert model(family, max_slots=most).estimate(work).cache == allocated[0]
+    assert model(family, sampling=InProcessSampling(max_slots=most)).estimate(work).cache == allocated[0]
 
 
 def test_frozen_roles_need_no_gradients_and_scalar_heads_no_logits(tmp_path):
@@ -205,7 +205,7 @@ def test_slots_of_the_config_limit_the_cache(tmp_path):
 
 def test_the_cache_of_a_gpu_is_a_fraction_of_what_the_weights_leave(monkeypatch):
     shape = shape_of(tiny_config("llama"), Causal(), trainable=False)
-    on_gpu = MemoryModel(shape, torch.device("cuda"), torch.bfloat16, cache_fraction=0.25)
+    on_gpu = MemoryModel(shape, torch.device("cuda"), torch.bfloat16, sampling=InProcessSampling(cache_fraction=0.25))
     work = MemoryWork(False, False, True, 64, 64, prompts=10**4, sequences=10**6, prompt=16, response=16, free=2**27)
     found = on_gpu.estimate(work)
     left = 2**27 - found.kept - found.rollout_weights

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from realign.engines.sampling.slots import CACHE_BYTES, CACHE_FRACTION
+from realign.engines.sampling.in_process import InProcessSampling
+from realign.engines.sampling.slots import CACHE_BYTES
 from realign.planning.devices import CPU_CORE, DEVICES, Accelerator, Assumed, Device
 from realign.planning.memory import ACTIVATION_NUMBERS, WEIGHT_BYTES, fits, in_process_slots, memory_of
 from realign.planning.placements import Placement, RoleGroup, Sampling
@@ -85,7 +86,7 @@ def test_slots_are_limited_by_the_cache_the_setting_and_the_batch():
     many = replace(LOAD, work=replace(LOAD.work, batch_prompts=10**6))
     assert in_process_slots(NETWORK, many, core) == int(CACHE_BYTES / slot)
     free = 0.9 * h100.accelerator.memory - WEIGHT_BYTES * NETWORK.weights
-    assert in_process_slots(NETWORK, many, h100) == int(CACHE_FRACTION * free / slot)
+    assert in_process_slots(NETWORK, many, h100) == int(InProcessSampling.cache_fraction * free / slot)
     assert in_process_slots(NETWORK, replace(many, max_slots=3), core) == 3
 
 

@@ -6,8 +6,8 @@ single-process result. `accumulate` and the methods whose names end in `_part` r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,24 +25,24 @@ from realign.api.trace import keep_traces, with_responses
 from realign.engines.distributed.consistency import check_same_batch, check_same_weights
 from realign.engines.distributed.fsdp import ShardedNetwork
 from realign.engines.distributed.ranks import current
+from realign.engines.distributed.saving import ShardedSaver
 from realign.engines.distributed.shards import is_part, part_of, whole
 from realign.engines.distributed.spec import Sharding
 from realign.engines.distributed.state import ShardedState
 from realign.engines.distributed.stepper import ShardedStepper
-from realign.engines.files.folders import AVERAGED, save_folder
-from realign.engines.files.tokenizers import save_tokenizer
 from realign.engines.files.weights import check_weights, mix_into, named_weights, shapes_of
 from realign.engines.network.cpu_lanes import ParallelPasses
-from realign.engines.network.lora import save_adapters
-from realign.engines.network.network import Network, check_finite, write_network
+from realign.engines.network.network import Network
+from realign.engines.network.settings import NetworkSettings
 from realign.engines.network.shared_prefix import Layout, Passes
+from realign.engines.network.value_head import ValueNetwork
 from realign.engines.sampling.rollout import PROMPTS
-from realign.engines.sampling.weight_fusion import Fusion
 from realign.engines.training.callbacks import added, check_loss
 from realign.engines.training.engine import TransformersEngine
 from realign.engines.training.expert_load import StepLoad, counting, listening
 from realign.engines.training.nonfinite import Accumulated
 from realign.engines.training.optimizer import OptimizerSpec
+from realign.engines.training.saving import ModelSaver
 from realign.engines.training.stepper import Stepper, step_weight
 from realign.errors import ConfigError
 from realign.functional import LMHead
@@ -61,7 +61,17 @@ class ShardedEngine(TransformersEngine):
 
     network: ShardedNetwork
 
-    def __init__(self, name: str, module: Any, tokenizer: Any, *, sharding: Sharding, **settings: Any) -> None:
+    def __init__(
+        self,
+        name: str,
+        module: Any,
+        tokenizer: Any,
+        settings: NetworkSettings | None = None,
+        *,
+        sharding: Sharding,
+        value_head: ValueNetwork | None = None,
+        **further: Any,
+    ) -> None:
         """Shard a model that every rank has loaded identically; other arguments as in `TransformersEngine`.
 
         Raises:
@@ -73,16 +83,20 @@ class ShardedEngine(TransformersEngine):
         device = next(module.parameters()).device
         if sharding.offload and device.type == "cpu":
             raise ConfigError(f"models.{name}.sharding.offload=true: the model is already on the CPU. Remove this key.")
-        check_same_weights(name, self._ranks, named_weights(module, settings.get("value_head")))
-        settings["parallel_passes"] = ParallelPasses.off  # every pass is a collective: passes cannot run concurrently
-        super().__init__(name, module, tokenizer, **settings)
+        check_same_weights(name, self._ranks, named_weights(module, value_head))
+        # every pass is a collective: passes cannot run concurrently
+        settings = replace(settings or NetworkSettings(), parallel_passes=ParallelPasses.off)
+        super().__init__(name, module, tokenizer, settings, value_head=value_head, **further)
         self._sharded_state = ShardedState(self.network, self._stepper, self._average)
 
-    def _network(self, name: str, module: Any, **settings: Any) -> Network:
-        return ShardedNetwork(name, module, sharding=self.sharding, **settings)
+    def _network(self, name: str, module: Any, settings: NetworkSettings, value_head: ValueNetwork | None) -> Network:
+        return ShardedNetwork(name, module, settings, value_head, self.sharding)
 
     def _make_stepper(self, spec: OptimizerSpec) -> Stepper:
         return ShardedStepper(self.name, spec, self.network)
+
+    def _make_saver(self) -> ModelSaver:
+        return ShardedSaver(self.name, self.network, self.tokenizer, self._average, self._ranks)
 
     @property
     def data_ranks(self) -> int:
@@ -268,15 +282,15 @@ class ShardedEngine(TransformersEngine):
         """
         try:
             if not len(part):
-                self._sampler()
+                self._rollout_module()
                 return SequenceSample(())
             return super().generate(part, config, seed=seed)
         finally:
             if not self.sharding.keep_rollout:
                 self.network.gathered.empty()
 
-    def _sampler(self) -> tuple[Any, Fusion | None]:
-        return self.network.sampler(), self.network.fusion
+    def _rollout_module(self) -> Any:
+        return self.network.sampler()
 
     def _cut(self, method: str, data: SequenceSample, key: str) -> Shards:
         """Split the batch into the parts of the ranks; see `check_same_batch` for errors."""
@@ -285,39 +299,6 @@ class ShardedEngine(TransformersEngine):
 
     def _restored(self, parts: Shards, own: SequenceSample) -> SequenceSample:
         return parts.restore(self.network.grid.gather(own))
-
-    def save(self, path: Path) -> None:
-        """See `TransformersEngine.save`. Rank 0 gathers the weights on the host and writes them.
-
-        Raises:
-            RunError: a weight is not finite.
-            OSError: rank 0 could not write.
-        """
-        path = Path(path)
-        self._save(path)
-        if self._average is not None:
-            with self._average.in_place():
-                self._save(path.with_name(f"{path.name}{AVERAGED}"))
-
-    def save_adapter(self, path: Path) -> None:
-        """See `TransformersEngine.save_adapter`; all ranks call it, and rank 0 writes."""
-        self._save_as(path, save_adapters, with_value_head=False)
-
-    def _save_as(self, path: Path, write: Callable[[Any, Path], None], *, with_value_head: bool) -> None:
-        gathered = self.network.gather(torch.device("cpu") if self._ranks.leader else None)
-
-        def fill(folder: Path) -> None:
-            write_network(folder, gathered.module, gathered.value_head if with_value_head else None, write)
-            save_tokenizer(self.tokenizer, folder, path)
-
-        def save() -> None:
-            check_finite(self.name, gathered.module, gathered.value_head)
-            save_folder(path, fill)
-
-        try:
-            self._ranks.lead(save)
-        finally:
-            self.network.gathered.empty()
 
     def state_dict(self) -> dict[str, Any]:
         """See `TransformersEngine.state_dict`. Tensors are this rank's shards (`DTensor`), never full tensors."""

@@ -24,7 +24,9 @@ from realign.engines.distributed.tensor_parallel import split_layers
 from realign.engines.network.branches import read_stack
 from realign.engines.network.heads import read_body
 from realign.engines.network.network import Network
+from realign.engines.network.settings import NetworkSettings
 from realign.engines.network.shared_prefix import Layout
+from realign.engines.network.value_head import ValueNetwork
 from realign.engines.sampling.weight_fusion import Fusion
 from realign.errors import ConfigError
 
@@ -87,7 +89,14 @@ class ShardedNetwork(Network):
     use them after the pass, so they stay gathered until `rest` or the end of the backward pass.
     """
 
-    def __init__(self, name: str, module: Any, *, sharding: Sharding, dtype: torch.dtype, **settings: Any) -> None:
+    def __init__(
+        self,
+        name: str,
+        module: Any,
+        settings: NetworkSettings,
+        value_head: ValueNetwork | None,
+        sharding: Sharding,
+    ) -> None:
         """Probe the model, which is complete on every rank, and keep a slice; other arguments as in `Network`.
 
         Raises:
@@ -98,7 +107,7 @@ class ShardedNetwork(Network):
             raise ConfigError(
                 f"models.{name}.sharding: torch {torch.__version__} is too old. Install torch 2.13 or later."
             )
-        super().__init__(name, module, dtype=dtype, **settings)
+        super().__init__(name, module, settings, value_head)
         self.images = None  # its vision layers would run outside the FSDP root
         if self.unpacked is not None:
             raise ConfigError(
@@ -114,7 +123,7 @@ class ShardedNetwork(Network):
             copied = split_layers(name, module, layers, self.grid.mesh["tp"])
             above = next(path for path, part in self.named_modules() if part is layers)
             summed = {f"{above}.{path}" for path in copied}
-        self._shard(layers, sharding, dtype)
+        self._shard(layers, sharding, settings.dtype)
         self.sharded: dict[str, Any] = dict(self.named_parameters())
         """The slices by name, as `DTensor`s."""
         trunk = {id(p) for p in read_body(module).parameters()}

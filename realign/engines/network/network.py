@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -17,7 +16,7 @@ from realign.api.image_keys import PIXELS
 from realign.api.microbatch import MicroBatchSpec
 from realign.api.router_experts import ROUTER_EXPERTS
 from realign.api.sample import TOKENS, SequenceSample
-from realign.engines.network.attention import Backend, NotPackableError, layout_inputs
+from realign.engines.network.attention import NotPackableError, layout_inputs
 from realign.engines.network.branches import Heard, ReferenceBranch, check_layers, layers_that_train, read_stack
 from realign.engines.network.cpu_lanes import ParallelPasses, rewrites_rope
 from realign.engines.network.heads import read_body, read_head
@@ -28,15 +27,15 @@ from realign.engines.network.probe import Autocast, compile_probed, probe, probe
 from realign.engines.network.recurrence import segment_recurrent_layers
 from realign.engines.network.router_replay import RouterReplay
 from realign.engines.network.routers import Routers
+from realign.engines.network.settings import NetworkSettings
 from realign.engines.network.shared_prefix import Layout, Passes, SharedPrompts
 from realign.engines.network.torch_compile import TorchCompile
-from realign.engines.network.trains import All, Trained
+from realign.engines.network.trains import All
 from realign.engines.network.unpacked import UnpackedModel, cost
 from realign.engines.network.value_head import ValueNetwork
-from realign.engines.sampling.compiled_library import CompiledDecode
 from realign.engines.sampling.own_cache import OwnCache
 from realign.engines.sampling.weight_fusion import Fusion
-from realign.errors import ConfigError, RunError
+from realign.errors import ConfigError
 from realign.functional.logprobs import LMHead
 
 logger = logging.getLogger(__name__)
@@ -57,21 +56,7 @@ class Network(nn.Module):
     """
 
     def __init__(
-        self,
-        name: str,
-        module: Any,
-        *,
-        dtype: torch.dtype,
-        attention: Backend,
-        dropout: bool,
-        value_head: ValueNetwork | None,
-        trains: Trained,
-        vocabulary: int | None,
-        shared_prompts: SharedPrompts,
-        fused_rollout: bool,
-        compiled_decode: CompiledDecode,
-        parallel_passes: ParallelPasses,
-        torch_compile: TorchCompile = TorchCompile.off,
+        self, name: str, module: Any, settings: NetworkSettings, value_head: ValueNetwork | None = None
     ) -> None:
         """Probe the model; see `TransformersEngine` for the arguments.
 
@@ -83,7 +68,7 @@ class Network(nn.Module):
         self.module = module
         self.value_head = value_head
         self.eval()
-        self.trains = trains
+        self.trains = settings.trains
         self.heads: Mapping[str, LMHead] = {}
         """Language-model heads of other roles, for losses over the whole vocabulary."""
         self.device: torch.device = next(module.parameters()).device
@@ -95,24 +80,27 @@ class Network(nn.Module):
             self.replay = RouterReplay(module)
         except ConfigError as error:
             self._no_replay = str(error)
-        self._attention = attention
-        self._vocabulary = vocabulary
-        self._dropout = dropout
-        self._draws = dropout or bool(trains.dropouts(module))
-        self._shares = shared_prompts is SharedPrompts.auto
+        self._attention = settings.attention
+        self._vocabulary = settings.vocabulary
+        self._dropout = settings.dropout
+        self._draws = settings.dropout or bool(self.trains.dropouts(module))
+        self._shares = settings.shared_prompts is SharedPrompts.auto
         # A branch records the inputs of the trunk's layers with hooks, which cannot tell concurrent passes apart.
         alone = (value_head is not None and value_head.branch is not None) or rewrites_rope(module) or hooked
-        self._parallel = parallel_passes is ParallelPasses.auto and self.device.type == "cpu" and not alone
-        self.fusion = Fusion(module, compiled_decode) if fused_rollout and isinstance(self.head, LMHead) else None
+        wanted = settings.parallel_passes is ParallelPasses.auto
+        self._parallel = wanted and self.device.type == "cpu" and not alone
+        fused = settings.fused_rollout and isinstance(self.head, LMHead)
+        self.fusion = Fusion(module, settings.sampling.compiled_decode) if fused else None
+        half_precision = settings.dtype == torch.bfloat16
         self.autocast: Callable[[], AbstractContextManager[Any]] = partial(
-            torch.autocast, self.device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16
+            torch.autocast, self.device.type, dtype=torch.bfloat16, enabled=half_precision
         )
-        half = self.autocast if dtype == torch.bfloat16 else None
+        half = self.autocast if half_precision else None
         self.unpacked: UnpackedModel | None = None
         self.own_cache: OwnCache | None = None
         try:
             share = self._shares and self.device.type == "cpu"
-            probe(module, self.head, attention=attention, autocast=half, share=share)
+            probe(module, self.head, attention=settings.attention, autocast=half, share=share)
         except NotPackableError as error:
             self._unpack(str(error))
         except ConfigError as error:
@@ -120,10 +108,10 @@ class Network(nn.Module):
         if self._shares and self.device.type != "cpu":
             self._shares = self._can_share(half)
         # after the probe, which changes the attention of all layers
-        plain = self.unpacked is None and value_head is None and trains == All()
+        plain = self.unpacked is None and value_head is None and self.trains == All()
         self.images: ImageReader | None = image_reader(module) if plain else None
-        if torch_compile.compiles:
-            self._compile(torch_compile)
+        if settings.torch_compile.compiles:
+            self._compile(settings.torch_compile)
 
     def _unpack(self, reason: str) -> None:
         """Run the model without packing, and log what that costs."""
@@ -381,18 +369,3 @@ def nonfinite_weight(module: nn.Module, value_head: nn.Module | None) -> str | N
             if x.is_floating_point() and not bool(x.isfinite().all()):
                 return str(name)
     return None
-
-
-def check_finite(role: str, module: nn.Module, value_head: nn.Module | None) -> None:
-    """Raise RunError with the name of a non-finite weight, if the model of `role` has one."""
-    if (name := nonfinite_weight(module, value_head)) is not None:
-        raise RunError(f"models.{role} was not saved: weight {name!r} is not finite")
-
-
-def write_network(
-    folder: Path, module: Any, value_head: ValueNetwork | None, write: Callable[[Any, Path], None]
-) -> None:
-    """Write a model folder, including the value head; `write` writes the module, see `Trained.save`."""
-    write(module, folder)
-    if value_head is not None:
-        value_head.save(folder)

@@ -14,10 +14,11 @@ from torch import Tensor
 from realign.api.generation import GenerationConfig
 from realign.engines.network.images import PromptInput, followed_by
 from realign.engines.sampling.decoder import Decoder
-from realign.engines.sampling.kept_memory import KeptMemory
+from realign.engines.sampling.resources import RolloutResources
 from realign.engines.sampling.responses import Responses
-from realign.engines.sampling.slots import CACHE_FRACTION, PREFILL_TOKENS, Rollout
+from realign.engines.sampling.slots import Rollout
 from realign.engines.sampling.stopping import Stopping
+from realign.engines.sampling.waiting import PREFILL_TOKENS
 from realign.functional.logprobs import LMHead
 
 
@@ -40,13 +41,10 @@ class Stream(Rollout):
         head: LMHead,
         config: GenerationConfig,
         stopping: Stopping,
+        resources: RolloutResources,
         *,
         reach: int,
         version: int,
-        max_slots: int | None = None,
-        cache_fraction: float = CACHE_FRACTION,
-        sync_every: int | None = None,
-        memory: KeptMemory | None = None,
     ) -> None:
         """Start without sequences.
 
@@ -55,23 +53,11 @@ class Stream(Rollout):
             head: last layer of the model.
             config: sampling settings.
             stopping: stop conditions.
+            resources: settings of the sampler, and the memory for the KV cache, see `Rollout`.
             reach: positions that the decoder supports.
             version: policy version of the weights.
-            max_slots: maximum number of sequences decoded concurrently; None: see `Rollout`.
-            cache_fraction: see `Rollout`.
-            sync_every: see `Rollout`.
-            memory: see `Rollout`.
         """
-        super().__init__(
-            decoder,
-            head,
-            config,
-            stopping,
-            max_slots=max_slots,
-            cache_fraction=cache_fraction,
-            sync_every=sync_every,
-            memory=memory,
-        )
+        super().__init__(decoder, head, config, stopping, resources)
         self.reach = reach
         """Positions that the decoder supports."""
         self.version = version
@@ -131,16 +117,8 @@ class Stream(Rollout):
         if row is not None:
             self._retire(torch.tensor([row], device=self.device))
         else:
-            self._remove_waiting(sequence)
+            self.waiting.remove(sequence)
         self._forget([sequence])
-
-    def _remove_waiting(self, sequence: int) -> None:
-        prompt = next(p for p in self.waiting if sequence in p.sequences.tolist())
-        stays = prompt.sequences != sequence
-        prompt.sequences, prompt.keys = prompt.sequences[stays], prompt.keys[stays]
-        self.n_waiting -= 1
-        if not len(prompt.keys):
-            self.waiting.remove(prompt)
 
     def _row(self, sequence: int) -> int | None:
         """Return the slot of a sequence that is being decoded; None if it waits."""
@@ -149,8 +127,7 @@ class Stream(Rollout):
 
     def free_cache(self) -> None:
         """Free the KV cache of all sequences. Decoding is not allowed until `fill_cache`."""
-        for prompt in self.waiting:
-            prompt.read = None
+        self.waiting.forget_prefills()
         if self.cache is not None:
             self._freed = (self.cache.slots, self.cache.length)
             self.release()
@@ -171,8 +148,7 @@ class Stream(Rollout):
                 kept. Ignored while the cache is freed, since `fill_cache` recomputes everything.
         """
         self.decoder, self.head, self.version = decoder, head, version
-        for prompt in self.waiting:
-            prompt.read = None
+        self.waiting.forget_prefills()
         if not self.active:
             return
         sequences_B, counts_B = self.rows[0, : self.active], self.rows[3, : self.active]
@@ -200,6 +176,6 @@ class Stream(Rollout):
             _, states = self.decoder.prefill(texts[first:last])
             for row, state in enumerate(states, first):
                 if self.cache is None:
-                    self.cache = self.decoder.new_cache(state, *self._freed, self.memory)
+                    self.cache = self.decoder.new_cache(state, *self._freed, self.resources.memory)
                 self.cache.fill(row, row + 1, state)
             first = last

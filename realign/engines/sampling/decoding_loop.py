@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from realign.api.generation import GenerationConfig
-from realign.engines.network.heads import read_head
 from realign.engines.sampling.calls import Call, SharedRollout
 from realign.engines.sampling.continuous import Stream
 from realign.engines.sampling.decoder import Decoder
-from realign.engines.sampling.rollout import prepared
+from realign.engines.sampling.rollout_model import RolloutModel
 from realign.engines.sampling.samplable import Samplable
 from realign.engines.sampling.stopping import Stopping
 from realign.engines.sampling.trunk import Cores
@@ -262,33 +261,10 @@ class DecodingLoop:
         decoder, head = self._prepared(config, reach)
         weight, engine = head.weight_VH, self._engine
         stopping = Stopping(config, engine.eos_token_ids, engine.tokenizer, len(weight), weight.device)
-        return Stream(
-            decoder,
-            head,
-            config,
-            stopping,
-            reach=reach,
-            version=self.version,
-            max_slots=engine.max_slots,
-            cache_fraction=engine.cache_fraction,
-            sync_every=engine.sync_every,
-            memory=engine.kept_memory,
-        )
+        return Stream(decoder, head, config, stopping, engine.resources, reach=reach, version=self.version)
 
     def _prepared(self, config: GenerationConfig, length: int) -> tuple[Decoder, LMHead]:
-        network = self._engine.network
-        head = read_head(self._engine.module)
-        assert isinstance(head, LMHead)
-        with network.autocast():
-            return prepared(
-                self._engine.module,
-                network.limited(head),
-                network.fusion,
-                length,
-                cores=self._cores,
-                own_cache=network.own_cache,
-                routers=network.recorded_routers(config, self._engine.module),
-                memory=self._engine.kept_memory,
-                captured=self._engine.captured_steps,
-                images=network.images,
-            )
+        engine = self._engine
+        with engine.network.autocast():
+            model = RolloutModel.of(engine.network, engine.module, config)
+            return model.prepared(length, self._cores, engine.resources)

@@ -8,7 +8,6 @@ Shapes: S sequences (responses), N tokens of the longest response, T packed toke
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -22,20 +21,14 @@ from realign.api.lengths import Lengths
 from realign.api.router_experts import with_experts
 from realign.api.sample import SequenceSample
 from realign.engines.network.images import CURE, NO_IMAGES, ImagePrompt, ImageReader, PromptInput, prompts_with_images
-from realign.engines.network.routers import Routers
-from realign.engines.sampling.captured_steps import CapturedDecoder, CapturedSteps
 from realign.engines.sampling.counter_rng import response_keys
-from realign.engines.sampling.decoder import Decoder, PackedDecoder
-from realign.engines.sampling.fused_layers import FusedTrunk, for_few_rows
-from realign.engines.sampling.kept_memory import KeptMemory
-from realign.engines.sampling.own_cache import OwnCache
+from realign.engines.sampling.resources import RolloutResources
 from realign.engines.sampling.responses import Responses
-from realign.engines.sampling.slots import CACHE_FRACTION, Rollout
+from realign.engines.sampling.rollout_model import RolloutModel
+from realign.engines.sampling.slots import Rollout
 from realign.engines.sampling.stopping import Stopping
-from realign.engines.sampling.trunk import Cores, ModuleTrunk, one_core_for_small_products, positions_of
-from realign.engines.sampling.weight_fusion import Fusion
+from realign.engines.sampling.trunk import one_core_for_small_products, positions_of
 from realign.errors import ConfigError, DataError, RunError
-from realign.functional.logprobs import LMHead
 from realign.functional.packed import cu_seqlens_of, position_ids, sequence_index
 
 PROMPTS = "prompt_ids"
@@ -43,47 +36,29 @@ PROMPTS = "prompt_ids"
 
 @torch.no_grad()
 def generate(
-    model: Any,
-    head: LMHead,
+    model: RolloutModel,
     data: SequenceSample,
     config: GenerationConfig,
+    resources: RolloutResources,
     *,
     seed: int,
     eos_token_ids: Sequence[int],
     tokenizer: Any,
-    fusion: Fusion | None = None,
-    own_cache: OwnCache | None = None,
-    images: ImageReader | None = None,
-    max_slots: int | None = None,
-    cache_fraction: float = CACHE_FRACTION,
-    routers: Routers | None = None,
-    sync_every: int | None = None,
-    memory: KeptMemory | None = None,
-    captured: CapturedSteps | None = None,
 ) -> SequenceSample:
     """Sample `config.n` responses for each prompt; implements `PipelinableEngine.generate`.
 
     The same arguments and weights give bitwise identical results. Batching affects only the rounding of logits, since
-    the random number of a token depends only on seed, id, response and position. If `max_slots` is None, the number
-    of concurrent sequences is limited by `slots.cache_bytes`. A slot holds the longest prompt and `max_new_tokens`.
+    the random number of a token depends only on seed, id, response and position. A slot holds the longest prompt and
+    `max_new_tokens`.
 
     Args:
-        model: a transformers causal LM loaded with the attention `realign.engines.network.attention.ATTENTION`.
-        head: its last layer.
+        model: the model.
         data: batch with the key `prompt_ids`, one non-empty sequence per id, and the images of the prompts, if any.
         config: sampling settings; the model's own generation settings are ignored.
+        resources: settings of the sampler, and the memory that rollouts share.
         seed: seed of this call.
         eos_token_ids: the model's end tokens, used if `config.stop_token_ids` is None.
         tokenizer: decodes responses for `config.stop_strings`; otherwise unused.
-        fusion: runs the layers with fewer operators where possible; None runs the modules.
-        own_cache: decodes with a model that cannot run packed; None runs packed.
-        images: reads the images of prompts; None if the model does not support images.
-        max_slots: maximum number of sequences decoded concurrently.
-        cache_fraction: fraction of the free memory of a GPU for the KV cache, if `max_slots` is None.
-        routers: routers of the model whose choices are recorded; None records nothing.
-        sync_every: see `slots.Rollout`.
-        memory: kept memory for weights and KV cache; None allocates them.
-        captured: captured decode steps, which require `memory`; None launches each operator.
 
     Returns:
         The same ids, each with its `n` sequences:
@@ -92,7 +67,7 @@ def generate(
         - `prompt_mask` and `loss_mask` (the response);
         - `logprobs`: fp32, 0 on the prompt;
         - `truncated`: [S] bool, True if the length limit ended the response (always False with `fixed_length`);
-        - `router_experts`: the experts that `routers` chose, if given; see `realign.api.router_experts`.
+        - `router_experts`: the experts that `model.routers` chose, if given; see `realign.api.router_experts`.
 
     Raises:
         ValueError: an id does not have exactly one prompt.
@@ -101,35 +76,15 @@ def generate(
         ConfigError: stop settings are invalid, or the model does not read images.
         RunError: a log-prob is not finite.
     """
-    prompts = checked_prompts(model, data, config, images)
+    prompts = checked_prompts(model.module, data, config, model.images)
     length = int(data.lengths[PROMPTS].flat.max(initial=0)) + config.max_new_tokens
     with ExitStack() as stack:
-        stack.enter_context(_evaluating(model))
-        cores = stack.enter_context(one_core_for_small_products(model))
-        decoder, head = prepared(
-            model,
-            head,
-            fusion,
-            length,
-            cores=cores,
-            own_cache=own_cache,
-            images=images,
-            routers=routers,
-            memory=memory,
-            captured=captured,
-        )
+        stack.enter_context(_evaluating(model.module))
+        cores = stack.enter_context(one_core_for_small_products(model.module))
+        decoder, head = model.prepared(length, cores, resources)
         device = head.weight_VH.device
         stopping = Stopping(config, eos_token_ids, tokenizer, len(head.weight_VH), device)
-        rollout = Rollout(
-            decoder,
-            head,
-            config,
-            stopping,
-            max_slots=max_slots,
-            cache_fraction=cache_fraction,
-            sync_every=sync_every,
-            memory=memory,
-        )
+        rollout = Rollout(decoder, head, config, stopping, resources)
         stack.callback(rollout.release)
         sequences_S = rollout.add([p.to(device) for p in prompts], response_keys(seed, data.ids, config.n))
         responses = rollout.run()
@@ -137,51 +92,6 @@ def generate(
     if rollout.experts is None:
         return out
     return with_experts(out, rollout.experts.of(sequences_S.tolist(), responses.lengths.tolist()))
-
-
-def prepared(
-    model: Any,
-    head: LMHead,
-    fusion: Fusion | None,
-    length: int,
-    *,
-    cores: Cores,
-    own_cache: OwnCache | None = None,
-    images: ImageReader | None = None,
-    routers: Routers | None = None,
-    memory: KeptMemory | None = None,
-    captured: CapturedSteps | None = None,
-) -> tuple[Decoder, LMHead]:
-    """Build the decoder and head of a rollout from the current weights, which are cast and joined once for all steps.
-
-    Args:
-        model: see `generate`.
-        head: its last layer.
-        fusion: runs the layers with fewer operators where possible; None runs the modules.
-        length: number of positions to support.
-        cores: limits small products to one core.
-        own_cache: see `generate`.
-        images: see `generate`.
-        routers: see `generate`.
-        memory: see `generate`.
-        captured: see `generate`.
-    """
-    device = next(model.parameters()).device
-    dtype = torch.float32
-    if torch.is_autocast_enabled(device.type):
-        dtype = torch.get_autocast_dtype(device.type)
-        head = dataclasses.replace(head, weight_VH=head.weight_VH.to(dtype))
-    if own_cache is not None:
-        return own_cache, head
-    if fusion is None:
-        return PackedDecoder(cores.saved_by(ModuleTrunk(model)), routers, images), head
-    trunk, weight_VH = fusion.trunk(length, dtype, memory), for_few_rows(head.weight_VH.detach())
-    if memory is not None:
-        weight_VH = memory.copied("head", weight_VH)
-    head = dataclasses.replace(head, weight_VH=weight_VH)
-    if captured is not None and routers is None and images is None and isinstance(trunk, FusedTrunk):
-        return CapturedDecoder(trunk, captured), head
-    return PackedDecoder(cores.saved_by(trunk), routers, images), head
 
 
 def checked_prompts(

@@ -8,8 +8,7 @@ import torch
 
 from realign.api.engine import PipelinableEngine
 from realign.engines.network.network import Network
-from realign.engines.sampling.captured_steps import CapturedSteps
-from realign.engines.sampling.kept_memory import KeptMemory
+from realign.engines.sampling.resources import RolloutResources
 
 
 @runtime_checkable
@@ -42,28 +41,8 @@ class Samplable(PipelinableEngine, Protocol):
         ...
 
     @property
-    def max_slots(self) -> int | None:
-        """Maximum number of sequences decoded concurrently; None: as many as fit."""
-        ...
-
-    @property
-    def cache_fraction(self) -> float:
-        """Fraction of the free memory of a GPU for the KV cache, if `max_slots` is None."""
-        ...
-
-    @property
-    def sync_every(self) -> int | None:
-        """Decode steps between two host synchronizations; None: see `Rollout`."""
-        ...
-
-    @property
-    def kept_memory(self) -> KeptMemory | None:
-        """Memory that is kept between rollouts; None if it is freed."""
-        ...
-
-    @property
-    def captured_steps(self) -> CapturedSteps | None:
-        """Captured decode steps; None if they are not captured."""
+    def resources(self) -> RolloutResources:
+        """Settings of the sampler, and the memory that rollouts share."""
         ...
 
     def free_kept_memory(self) -> None:

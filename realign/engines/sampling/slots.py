@@ -6,10 +6,7 @@ prompt tokens, H hidden size.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,25 +19,20 @@ from realign.engines.sampling.counter_rng import uniforms
 from realign.engines.sampling.decoder import Decoder, SlotCache
 from realign.engines.sampling.draw import sample
 from realign.engines.sampling.expert_record import ExpertRecord
-from realign.engines.sampling.kept_memory import KeptMemory
+from realign.engines.sampling.resources import RolloutResources
 from realign.engines.sampling.responses import Responses, empty_responses
 from realign.engines.sampling.stopping import Stopping
+from realign.engines.sampling.waiting import WaitingQueue
 from realign.functional.logprobs import LMHead
 
 CACHE_BYTES = 2**30
 """Memory for the KV cache on a CPU, in bytes, if the number of slots is not given."""
 
-CACHE_FRACTION = 0.5
-"""Fraction of the free memory of a GPU for the KV cache, if the number of slots is not given."""
-
-PREFILL_TOKENS = 2**13
-"""Maximum number of prompt tokens in one prefill pass; a longer prompt is prefilled alone."""
-
 LOGIT_ELEMENTS = 2**26
 """Maximum number of logits computed at a time; 256 MiB in fp32."""
 
 SYNC_EVERY = 8
-"""Decode steps between two host synchronizations on an accelerator, if the setting is null."""
+"""Decode steps between two host synchronizations on an accelerator, if `sync_every` is null. It is 1 on a CPU."""
 
 AT_ONCE = 16
 """Random numbers generated at a time for each row."""
@@ -62,29 +54,6 @@ def cache_bytes(device: torch.device, fraction: float, free: int | None = None) 
     return int(fraction * (free_bytes(device) if free is None else free))
 
 
-class _Prefilled(NamedTuple):
-    """Prefill result of a prompt."""
-
-    state: Any
-    """State of the prompt, see `Decoder.prefill`."""
-    hidden_H: Tensor
-    """Hidden state of the last prompt token, from which the first response tokens are sampled."""
-    chosen_PW: Tensor | None
-    """Experts chosen for the prompt tokens; None if they are not recorded."""
-
-
-@dataclass(eq=False)
-class _Prompt:
-    """A prompt with responses that have not started."""
-
-    text: PromptInput
-    sequences: Tensor
-    """[n] rows of `Rollout.responses` for the responses that have not started."""
-    keys: Tensor
-    """[n] keys of their random numbers."""
-    read: _Prefilled | None = None
-
-
 class Rollout:
     """Sequences in slots, all sampled with one config. Rows 0 to `active` - 1 are being decoded, row b in slot b.
 
@@ -97,11 +66,7 @@ class Rollout:
         head: LMHead,
         config: GenerationConfig,
         stopping: Stopping,
-        *,
-        max_slots: int | None = None,
-        cache_fraction: float = CACHE_FRACTION,
-        sync_every: int | None = None,
-        memory: KeptMemory | None = None,
+        resources: RolloutResources,
     ) -> None:
         """Start without sequences.
 
@@ -110,11 +75,8 @@ class Rollout:
             head: last layer of the model.
             config: sampling settings.
             stopping: stop conditions.
-            max_slots: maximum number of sequences decoded concurrently; None: as many as fit `cache_bytes`.
-            cache_fraction: fraction of the free memory of a GPU for the KV cache, if `max_slots` is None.
-            sync_every: decode steps between two host synchronizations; None: `SYNC_EVERY` on an accelerator, and 1 on
-                a CPU. It is 1 with stop strings, with recorded experts, and for decoders that read rows on the host.
-            memory: kept memory for the KV cache; None allocates it.
+            resources: settings of the sampler, and the memory for the KV cache. `sync_every` is 1 with stop strings,
+                with recorded experts, and for decoders that read rows on the host.
         """
         self.decoder = decoder
         self.head = head
@@ -124,16 +86,14 @@ class Rollout:
         self.responses = empty_responses(0, config.max_new_tokens, self.device)
         width = decoder.record_width
         self.experts = ExpertRecord(width, config.max_new_tokens, self.device) if width else None
-        self.waiting: deque[_Prompt] = deque()
-        self.n_waiting = 0
+        self.waiting = WaitingQueue()
         self.active = 0
         self.slots = 0
-        self.max_slots = max_slots
-        self.cache_fraction = cache_fraction
-        self.memory = memory
+        self.resources = resources
         default = 1 if self.device.type == "cpu" else SYNC_EVERY
-        self.sync_every = 1 if stopping.strings or decoder.reads_rows or width else sync_every or default
-        self.most_slots = max_slots
+        settings = resources.settings
+        self.sync_every = 1 if stopping.strings or decoder.reads_rows or width else settings.sync_every or default
+        self.most_slots = settings.max_slots
         self.longest_prompt = 0
         self.finished: list[Tensor] = []
         """Finished sequences, as rows of `responses`."""
@@ -158,10 +118,10 @@ class Rollout:
         sequences_S = self._new_rows(len(keys_S))
         for i, text in enumerate(prompts):
             part = slice(i * n, (i + 1) * n)
-            self.waiting.append(_Prompt(text, sequences_S[part], keys_S[part]))
-        self.n_waiting += len(keys_S)
+            self.waiting.add(text, sequences_S[part], keys_S[part])
         self.longest_prompt = max(self.longest_prompt, *map(len, prompts), 0)
-        self.slots = max(self.slots, min(self.active + self.n_waiting, self.most_slots or self.active + self.n_waiting))
+        unfinished = self.active + len(self.waiting)
+        self.slots = max(self.slots, min(unfinished, self.most_slots or unfinished))
         return sequences_S
 
     def _new_rows(self, count: int) -> Tensor:
@@ -176,7 +136,7 @@ class Rollout:
     @property
     def busy(self) -> bool:
         """Whether a sequence waits or is being decoded."""
-        return self.n_waiting > 0 or self.active > 0
+        return len(self.waiting) > 0 or self.active > 0
 
     def run(self) -> Responses:
         """Decode until no sequence waits and none is active."""
@@ -204,29 +164,25 @@ class Rollout:
 
         Several sequences start together, since one prefill costs about as much as one decode step of all rows.
         """
-        return self.slots - self.active >= min(self.n_waiting, max(1, self.slots // 8)) and self.n_waiting > 0
+        waiting = len(self.waiting)
+        return self.slots - self.active >= min(waiting, max(1, self.slots // 8)) and waiting > 0
 
     def _admit(self) -> None:
         """Assign free slots to waiting sequences, copy their prompts' KV cache, and sample their first tokens."""
-        self._prefill(self.slots - self.active)
+        self.waiting.prefill(self.decoder, self.slots - self.active)
         cache = self._cache()
         start, hidden, sequences, keys = self.active, [], [], []
-        while self.active < self.slots and self.waiting and (read := self.waiting[0].read) is not None:
-            prompt = self.waiting[0]
-            count, length = min(self.slots - self.active, len(prompt.keys)), len(prompt.text)
+        while self.active < self.slots and (begun := self.waiting.begin(self.slots - self.active)) is not None:
+            count, read = len(begun.keys), begun.read
             cache.fill(self.active, self.active + count, read.state)
             if self.experts is not None and read.chosen_PW is not None:
-                self.experts.begin(prompt.sequences[:count].tolist(), read.chosen_PW)
-            self.rows[2, self.active : self.active + count] = length - 1
-            self.longest = max(self.longest, length)
+                self.experts.begin(begun.sequences.tolist(), read.chosen_PW)
+            self.rows[2, self.active : self.active + count] = begun.length - 1
+            self.longest = max(self.longest, begun.length)
             hidden.append(read.hidden_H.expand(count, -1))
-            sequences.append(prompt.sequences[:count])
-            keys.append(prompt.keys[:count])
-            prompt.sequences, prompt.keys = prompt.sequences[count:], prompt.keys[count:]
-            if not len(prompt.keys):
-                self.waiting.popleft()
+            sequences.append(begun.sequences)
+            keys.append(begun.keys)
             self.active += count
-        self.n_waiting -= self.active - start
         rows = self.rows[:, start : self.active]
         rows[0] = torch.cat(sequences)
         rows[3] = 0
@@ -240,29 +196,6 @@ class Rollout:
     def _begun(self, sequences: Tensor) -> None:
         """Process the rows of sequences that just got slots; a hook for subclasses."""
 
-    def _prefill(self, wanted: int) -> None:
-        """Prefill the prompts of the next `wanted` sequences, or as many of them as fit one pass."""
-        new: list[_Prompt] = []
-        total = 0
-        for prompt in self.waiting:
-            if wanted <= 0:
-                break
-            wanted -= len(prompt.keys)
-            if prompt.read is not None:
-                continue
-            total += len(prompt.text)
-            if new and total > PREFILL_TOKENS:
-                break
-            new.append(prompt)
-        if not new:
-            return
-        last_hidden, states = self.decoder.prefill([prompt.text for prompt in new])
-        chosen: Sequence[Tensor | None] = [None] * len(new)
-        if self.experts is not None:
-            chosen = self.decoder.chosen_NW.split([len(prompt.text) for prompt in new])
-        for prompt, *read in zip(new, states, last_hidden, chosen, strict=True):
-            prompt.read = _Prefilled(*read)
-
     def _cache(self) -> SlotCache:
         """Return the KV cache; allocate it after the first prefill, and grow it when needed.
 
@@ -270,12 +203,12 @@ class Rollout:
         """
         length = self.longest_prompt + self.config.max_new_tokens
         if self.cache is None:
-            like = next(prompt.read.state for prompt in self.waiting if prompt.read is not None)
-            if self.max_slots is None:
+            like = self.waiting.prefilled_state()
+            if self.resources.settings.max_slots is None:
                 limit = self._cache_bytes()
                 self.most_slots = max(1, limit // self.decoder.bytes_per_slot(like, length))
                 self.slots = min(self.slots, self.most_slots)
-            self.cache = self.decoder.new_cache(like, self.slots, length, self.memory)
+            self.cache = self.decoder.new_cache(like, self.slots, length, self.resources.memory)
         elif length > self.cache.length or self.slots > self.cache.slots:
             self.cache.resize(max(self.slots, self.cache.slots), max(length, self.cache.length))
         if self.slots > self.rows.shape[1]:
@@ -284,9 +217,10 @@ class Rollout:
 
     def _cache_bytes(self) -> int:
         """Return the memory for the KV cache; kept blocks that it replaces count as free."""
-        if self.memory is None or self.device.type != "cuda":
-            return cache_bytes(self.device, self.cache_fraction)
-        return cache_bytes(self.device, self.cache_fraction, free_bytes(self.device) + self.memory.cache_bytes)
+        fraction, memory = self.resources.settings.cache_fraction, self.resources.memory
+        if memory is None or self.device.type != "cuda":
+            return cache_bytes(self.device, fraction)
+        return cache_bytes(self.device, fraction, free_bytes(self.device) + memory.cache_bytes)
 
     def _step(self, *, some_ended: bool) -> None:
         """Run one decode step: feed the newest token of every row, and sample the next one.
@@ -296,7 +230,7 @@ class Rollout:
         """
         assert self.cache is not None
         tokens_B, positions_B = self.rows[1, : self.active], self.rows[2, : self.active]
-        self.cache.reach(self.longest + 1, None if self.n_waiting else self.active)
+        self.cache.reach(self.longest + 1, None if self.waiting else self.active)
         hidden_BH = self.decoder.step(self.cache, tokens_B, positions_B, self.longest)
         self.longest = min(self.longest + 1, self.cache.length - 1)  # the longest row may have ended
         if self.experts is not None:

@@ -6,7 +6,7 @@ returns sums, and the accumulated gradient is divided once, by the weight of the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -21,27 +21,20 @@ from realign.api.sample import TOKENS, SequenceSample
 from realign.api.seeds import derive_seed
 from realign.api.stats import Stats, merge_stats
 from realign.api.trace import keep_traces, with_responses
-from realign.engines.files.folders import AVERAGED, save_folder
-from realign.engines.files.image_processor import copy_image_processor
-from realign.engines.files.tokenizers import save_tokenizer
-from realign.engines.network.cpu_lanes import ParallelPasses, side_by_side
-from realign.engines.network.kernels import Backend
-from realign.engines.network.lora import save_adapters, save_base
-from realign.engines.network.network import Network, check_finite, write_network
-from realign.engines.network.shared_prefix import Layout, Passes, SharedPrompts
-from realign.engines.network.torch_compile import TorchCompile
-from realign.engines.network.trains import All, Trained
+from realign.engines.network.cpu_lanes import side_by_side
+from realign.engines.network.network import Network
+from realign.engines.network.settings import NetworkSettings
+from realign.engines.network.shared_prefix import Layout, Passes
 from realign.engines.network.value_head import ValueNetwork
-from realign.engines.sampling.compiled_library import CompiledDecode
-from realign.engines.sampling.slots import CACHE_FRACTION
 from realign.engines.training.callbacks import check_loss
 from realign.engines.training.ema import WeightAverage
-from realign.engines.training.expert_load import LoadBalancer, StepLoad, counting, listening
+from realign.engines.training.expert_load import LoadBalancer, StepLoad, counting, differentiate_with_hidden, listening
 from realign.engines.training.inference import InferenceEngine
 from realign.engines.training.load_balancing import LoadBalancing
 from realign.engines.training.modes import TrainingModes
 from realign.engines.training.nonfinite import Accumulated, origin_in
 from realign.engines.training.optimizer import OptimizerSpec
+from realign.engines.training.saving import ModelSaver
 from realign.engines.training.state import EngineState
 from realign.engines.training.stepper import Stepper, counted, single, step_weight
 
@@ -57,27 +50,13 @@ class TransformersEngine(InferenceEngine):
         name: str,
         module: Any,
         tokenizer: Any,
+        settings: NetworkSettings | None = None,
         *,
         seed: int,
-        optimizer: OptimizerSpec | None = None,
-        dtype: torch.dtype = torch.float32,
-        attention: Backend = Backend.auto,
-        gradient_checkpointing: bool = False,
-        dropout: bool = False,
         value_head: ValueNetwork | None = None,
-        trains: Trained | None = None,
-        vocabulary: int | None = None,
-        shared_prompts: SharedPrompts = SharedPrompts.auto,
-        fused_rollout: bool = True,
-        compiled_decode: CompiledDecode = CompiledDecode.auto,
-        parallel_passes: ParallelPasses = ParallelPasses.auto,
-        max_slots: int | None = None,
-        cache_fraction: float = CACHE_FRACTION,
-        sync_every: int | None = None,
-        keep_memory: bool = False,
-        cuda_graphs: bool = False,
+        optimizer: OptimizerSpec | None = None,
+        gradient_checkpointing: bool = False,
         load_balancing: LoadBalancing | None = None,
-        torch_compile: TorchCompile = TorchCompile.off,
     ) -> None:
         """Wrap and probe a transformers model that was loaded in fp32 with `attn_implementation=ATTENTION`.
 
@@ -85,79 +64,40 @@ class TransformersEngine(InferenceEngine):
             name: role of the model, used in messages and seeds.
             module: the model, on its device.
             tokenizer: saved with the model; its end token ends responses.
+            settings: how the network computes its passes and rollouts; None means the defaults.
             seed: root seed of the run.
-            optimizer: trains the parameters that require a gradient; None freezes the model.
-            dtype: dtype of matrix products; bfloat16 uses autocast.
-            attention: kernel of packed attention.
-            gradient_checkpointing: recompute layers in the backward pass.
-            dropout: apply the model's dropout in `train_batch`.
             value_head: value network of this model, on its device.
-            trains: the weights for which `module` was prepared, see `Trained.prepare`; None means all weights.
-            vocabulary: number of tokens that can be sampled, counted from id 0; None means all tokens.
-            shared_prompts: whether to compute the prompt of a group once.
-            fused_rollout: run rollouts with fewer operators if the model family supports it.
-            compiled_decode: whether decode steps of such a rollout run in a compiled library.
-            parallel_passes: whether to compute micro-batches concurrently on a CPU.
-            max_slots: sequences that a rollout decodes concurrently; None uses as many as fit `slots.cache_bytes`.
-            cache_fraction: fraction of the free memory of a GPU for the KV cache, if `max_slots` is None.
-            sync_every: decode steps between two host synchronizations, see `slots.Rollout`.
-            keep_memory: keep the memory of weights and KV cache between rollouts.
-            cuda_graphs: capture decode steps as CUDA graphs.
+            optimizer: trains the parameters that require a gradient; None freezes the model.
+            gradient_checkpointing: recompute layers in the backward pass.
             load_balancing: balances the experts in training; None if not.
-            torch_compile: backend that compiles the decoder layers for training and scoring.
 
         Raises:
             ConfigError: the model family is not supported.
         """
+        settings = (settings or NetworkSettings()).allowed(load_balancing=load_balancing is not None)
         self._balancer = LoadBalancer(name, module, load_balancing)  # before a sharded network divides the routers
-        network = self._network(
-            name,
-            module,
-            dtype=dtype,
-            attention=attention,
-            dropout=dropout,
-            value_head=value_head,
-            trains=trains or All(),
-            vocabulary=vocabulary,
-            shared_prompts=shared_prompts,
-            fused_rollout=fused_rollout,
-            compiled_decode=compiled_decode,
-            # routers cannot tell concurrent passes apart, and compilation is not safe in several threads
-            parallel_passes=ParallelPasses.off if load_balancing or torch_compile.compiles else parallel_passes,
-            torch_compile=torch_compile,
-        )
-        super().__init__(
-            name,
-            network,
-            tokenizer,
-            seed=seed,
-            max_slots=max_slots,
-            cache_fraction=cache_fraction,
-            sync_every=sync_every,
-            keep_memory=keep_memory,
-            cuda_graphs=cuda_graphs,
-        )
+        network = self._network(name, module, settings, value_head)
+        super().__init__(name, network, tokenizer, settings.sampling, seed=seed)
         self._balancer.check(network.unpacked)
         if optimizer is None:
             network.requires_grad_(False)
-        self._modes = TrainingModes(network, dropout=dropout, gradient_checkpointing=gradient_checkpointing)
+        self._modes = TrainingModes(network, dropout=settings.dropout, gradient_checkpointing=gradient_checkpointing)
         self._stepper = self._make_stepper(optimizer) if optimizer else None
         decay = optimizer.ema_decay if optimizer else None
         self._average = None if decay is None else WeightAverage(network.owned(), decay)
         self._state = EngineState(name, network, self._stepper, self._average)
+        self._saver = self._make_saver()
         self._accumulated: Accumulated | None = None
         self._load: StepLoad | None = None
 
-    def _network(self, name: str, module: Any, **settings: Any) -> Network:
-        return Network(name, module, **settings)
+    def _network(self, name: str, module: Any, settings: NetworkSettings, value_head: ValueNetwork | None) -> Network:
+        return Network(name, module, settings, value_head)
 
     def _make_stepper(self, spec: OptimizerSpec) -> Stepper:
         return Stepper(self.name, spec, self.network.owned(), self.network.outer_ids())
 
-    def describe(self) -> str:
-        """Return the number of parameters, without those of a value head, the device, and whether it runs unpacked."""
-        size = _magnitude(sum(p.numel() for p in self.network.module.parameters()))
-        return f"{size} parameters on {self.device}" + (", unpacked" if self.network.unpacked is not None else "")
+    def _make_saver(self) -> ModelSaver:
+        return ModelSaver(self.name, self.network, self.tokenizer, self._average)
 
     @property
     def trainable(self) -> bool:
@@ -323,15 +263,7 @@ class TransformersEngine(InferenceEngine):
             ConfigError: `path` is a symbolic link.
             OSError: the folder cannot be written.
         """
-        check_finite(self.name, self.module, self.value_head)
-        path = Path(path)
-        self._save(path)
-        if self._average is not None:
-            with self._average.in_place():
-                self._save(path.with_name(f"{path.name}{AVERAGED}"))
-
-    def _save(self, path: Path) -> None:
-        self._save_as(path, self.network.trains.save, with_value_head=True)
+        self._saver.save(path)
 
     @property
     def adapter_rank(self) -> int | None:
@@ -340,23 +272,11 @@ class TransformersEngine(InferenceEngine):
 
     def save_adapter(self, path: Path) -> None:
         """Write the LoRA adapters alone, as a folder of peft; see `save` for the errors."""
-        check_finite(self.name, self.module, self.value_head)
-        self._save_as(path, save_adapters, with_value_head=False)
+        self._saver.save_adapter(path)
 
     def save_base(self, path: Path) -> None:
         """Write the model without its LoRA adapters; see `save` for the errors."""
-        self._save_as(path, save_base, with_value_head=False)
-
-    def _save_as(self, path: Path, write: Callable[[Any, Path], None], *, with_value_head: bool) -> None:
-        """Write a folder atomically; `write` writes the module, and the tokenizer is added."""
-
-        def fill(folder: Path) -> None:
-            write_network(folder, self.module, self.value_head if with_value_head else None, write)
-            save_tokenizer(self.tokenizer, folder, path)
-            if self.reads_images:
-                copy_image_processor(self.tokenizer, folder)
-
-        save_folder(path, fill)
+        self._saver.save_base(path)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that training changes: weights, optimizer moments and step counts.
@@ -391,18 +311,3 @@ class TransformersEngine(InferenceEngine):
         """Enter the context of training passes, see `TrainingModes`."""
         with self._modes.entered(self.dropout_seed), self.network.replaying():
             yield
-
-
-def differentiate_with_hidden(hidden_RH: Tensor, loss: Tensor) -> None:
-    """Accumulate the gradient of `loss`, and pass through all layers even if the loss does not reach them."""
-    roots = [(hidden_RH, torch.zeros_like(hidden_RH)), (loss, torch.ones_like(loss))]
-    if found := [(root, seed) for root, seed in roots if root.requires_grad]:
-        torch.autograd.backward([root for root, _ in found], [seed for _, seed in found])
-
-
-def _magnitude(count: int) -> str:
-    """Return a number such as `135M`."""
-    for unit, size in {"B": 10**9, "M": 10**6, "k": 10**3}.items():
-        if count >= size:
-            return f"{count / size:.3g}{unit}"
-    return str(count)

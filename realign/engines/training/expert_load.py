@@ -203,3 +203,10 @@ class _WithLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
         return gradients[0], gradients[0].new_ones((), dtype=torch.float32)
+
+
+def differentiate_with_hidden(hidden_RH: Tensor, loss: Tensor) -> None:
+    """Accumulate the gradient of `loss`, and pass through all layers even if the loss does not reach them."""
+    roots = [(hidden_RH, torch.zeros_like(hidden_RH)), (loss, torch.ones_like(loss))]
+    if found := [(root, seed) for root, seed in roots if root.requires_grad]:
+        torch.autograd.backward([root for root, _ in found], [seed for _, seed in found])

@@ -16,14 +16,13 @@ from realign.api.microbatch import MicroBatchSpec
 from realign.api.sample import TOKENS, SequenceSample
 from realign.engines.files.weights import check_weights, mix_into, named_weights, shapes_of
 from realign.engines.network.cpu_lanes import side_by_side
-from realign.engines.network.heads import read_head
 from realign.engines.network.network import Network, Run
 from realign.engines.network.output import ScalarHead
 from realign.engines.network.shared_prefix import Layout, Passes
-from realign.engines.sampling.captured_steps import CapturedSteps, CudaGraphs
-from realign.engines.sampling.kept_memory import KeptMemory
+from realign.engines.sampling.in_process import InProcessSampling
+from realign.engines.sampling.resources import RolloutResources
+from realign.engines.sampling.rollout_model import RolloutModel
 from realign.engines.sampling.trunk import positions_of
-from realign.engines.sampling.weight_fusion import Fusion
 from realign.engines.training.callbacks import added
 from realign.errors import ConfigError
 from realign.functional.logprobs import LMHead
@@ -32,19 +31,7 @@ from realign.functional.logprobs import LMHead
 class InferenceEngine(PipelinableEngine):
     """The part of an engine that does not train. `TransformersEngine` adds training, saving and checkpoints."""
 
-    def __init__(
-        self,
-        name: str,
-        network: Network,
-        tokenizer: Any,
-        *,
-        seed: int,
-        max_slots: int | None,
-        cache_fraction: float,
-        sync_every: int | None,
-        keep_memory: bool,
-        cuda_graphs: bool,
-    ) -> None:
+    def __init__(self, name: str, network: Network, tokenizer: Any, sampling: InProcessSampling, *, seed: int) -> None:
         """Wrap a network; see `TransformersEngine` for the arguments."""
         self.name = name
         self.network = network
@@ -52,14 +39,13 @@ class InferenceEngine(PipelinableEngine):
         self.value_head = network.value_head
         self.device = network.device
         self.tokenizer = tokenizer
-        self.max_slots = max_slots
-        self.cache_fraction = cache_fraction
-        self.sync_every = sync_every
-        self.kept_memory = KeptMemory() if keep_memory else None
-        if cuda_graphs and (self.device.type != "cuda" or not keep_memory):
-            raise ConfigError(f"models.{name}.sampler.cuda_graphs=true: requires device=cuda and keep_memory=true.")
-        self.captured_steps = CapturedSteps(CudaGraphs()) if cuda_graphs else None
+        self.resources = RolloutResources.of(name, sampling, self.device)
         self._seed = seed
+
+    def describe(self) -> str:
+        """Return the number of parameters, without those of a value head, the device, and whether it runs unpacked."""
+        size = _magnitude(sum(p.numel() for p in self.network.module.parameters()))
+        return f"{size} parameters on {self.device}" + (", unpacked" if self.network.unpacked is not None else "")
 
     @property
     def head(self) -> LMHead | ScalarHead:
@@ -165,27 +151,16 @@ class InferenceEngine(PipelinableEngine):
         """
         from realign.engines.sampling.rollout import generate
 
-        module, fusion = self._sampler()
-        if not isinstance(head := read_head(module), LMHead):
-            raise ValueError(f"models.{self.name}: a model with a scalar head cannot generate. Set head=causal.")
+        model = RolloutModel.of(self.network, self._rollout_module(), config)
         with torch.no_grad(), self.network.autocast():
             return generate(
-                module,
-                self.network.limited(head),
+                model,
                 data,
                 config,
+                self.resources,
                 seed=seed,
                 eos_token_ids=self.eos_token_ids,
                 tokenizer=self.tokenizer,
-                fusion=fusion,
-                own_cache=self.network.own_cache,
-                images=self.network.images,
-                max_slots=self.max_slots,
-                cache_fraction=self.cache_fraction,
-                routers=self.network.recorded_routers(config, module),
-                sync_every=self.sync_every,
-                memory=self.kept_memory,
-                captured=self.captured_steps,
             )
 
     def check_router_replay(self) -> None:
@@ -194,14 +169,11 @@ class InferenceEngine(PipelinableEngine):
 
     def free_kept_memory(self) -> None:
         """Free the memory that is kept between rollouts, if any, and the captured steps that use it."""
-        if self.captured_steps is not None:
-            self.captured_steps.clear()
-        if self.kept_memory is not None:
-            self.kept_memory.free()
+        self.resources.free()
 
-    def _sampler(self) -> tuple[Any, Fusion | None]:
-        """Return the model that rollouts run, and its `Fusion`, if any."""
-        return self.module, self.network.fusion
+    def _rollout_module(self) -> Any:
+        """Return the transformers model that rollouts run."""
+        return self.module
 
     def reduce(self, x: Tensor) -> Tensor:
         """Return the sum over data-parallel ranks; in one process this is `x`."""
@@ -216,3 +188,11 @@ class InferenceEngine(PipelinableEngine):
         own = self.weights()
         check_weights(self.name, shapes_of(own), shapes_of(weights), mix)
         mix_into(own, weights, mix)
+
+
+def _magnitude(count: int) -> str:
+    """Return a number such as `135M`."""
+    for unit, size in {"B": 10**9, "M": 10**6, "k": 10**3}.items():
+        if count >= size:
+            return f"{count / size:.3g}{unit}"
+    return str(count)

@@ -18,7 +18,7 @@ from tests.engines.distributed.run_ranks import run_ranks
 from tests.engines.sampling.test_rollout import prompts, responses, sample_of
 from tests.engines.training.test_engine import STEP, train, weights
 from tests.families import family_model
-from tests.tiny import random_sample, save_tiny, tiny_engine, tiny_model, tiny_tokenizer
+from tests.tiny import engine_over, random_sample, save_tiny, tiny_engine, tiny_model
 
 BATCHES = [((9 + i, 4, 6), (12,), (3, 5 + i), (8, 2, 2, 1)) for i in range(3)]
 """Lengths of batches that differ in the number of tokens."""
@@ -167,11 +167,9 @@ def test_ranks_train_compiled_layers_as_original_ones(tmp_path, checkpointing, d
     ],
 )
 def test_models_whose_layers_cannot_be_compiled_are_rejected(family, message):
-    from realign.engines.training.engine import TransformersEngine
-
     model = tiny_model(family) if family == "bloom" else family_model(family)
     with pytest.raises(ConfigError, match=message):
-        TransformersEngine("actor", model, tiny_tokenizer(), seed=0, torch_compile=TorchCompile.eager)
+        engine_over(model, torch_compile=TorchCompile.eager)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from realign.api import GenerationConfig, Lengths, MicroBatchSpec
 from realign.engines import OptimizerSpec
 from realign.engines.network.images import place
 from realign.engines.sampling.background_sampler import StreamingEngine
+from realign.engines.sampling.in_process import InProcessSampling
 from realign.errors import ConfigError, DataError
 from tests.images import (
     END,
@@ -156,7 +157,7 @@ def test_packed_gradients_equal_those_of_each_sequence_alone(family, budget):
 
 @pytest.mark.parametrize("slots", [None, 2])
 def test_sampled_log_probs_equal_rescored_ones(slots):
-    engine, prompts = tiny_image_engine(max_slots=slots), image_prompts(SIZES)
+    engine, prompts = tiny_image_engine(sampling=InProcessSampling(max_slots=slots)), image_prompts(SIZES)
     out = engine.generate(prompts, GenerationConfig(n=3, max_new_tokens=12, temperature=1.0), seed=0)
     whole = out.merge(prompts.select(["pixel_values", "image_grid_thw"]))
     assert (out["input_ids"][out["loss_mask"]] == IMAGE).any()  # sampled image tokens are text

@@ -6,9 +6,9 @@ import torch
 from realign.api import GenerationConfig, MicroBatchSpec, SequenceSample
 from realign.engines import OptimizerSpec
 from realign.engines.network.recurrence import segment_recurrent_layers
-from realign.engines.training.engine import TransformersEngine
+from realign.engines.sampling.in_process import InProcessSampling
 from tests.families import family_model
-from tests.tiny import VOCAB, random_sample, tiny_model, tiny_tokenizer
+from tests.tiny import VOCAB, engine_over, random_sample, tiny_model
 
 FAMILIES = ("qwen3_next", "lfm2", "falcon_h1", "mamba")
 """Gated delta rule, short convolution, attention and recurrence in one layer, and no attention at all."""
@@ -16,7 +16,7 @@ GROUPS = [[13, 11, 13], [1, 4], [9]]
 
 
 def engine_of(family, **settings):
-    return TransformersEngine("actor", family_model(family), tiny_tokenizer(), seed=0, **settings)
+    return engine_over(family_model(family), **settings)
 
 
 def alone(family):
@@ -79,7 +79,8 @@ def test_gradients_equal_those_of_each_sequence_alone(family, checkpointing):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_equal_those_of_transformers(family):
-    engine, model, data = engine_of(family, max_slots=4), alone(family), random_prompts(5, 9, 2)
+    engine = engine_of(family, sampling=InProcessSampling(max_slots=4))
+    model, data = alone(family), random_prompts(5, 9, 2)
     out = engine.generate(data, GenerationConfig(n=2, max_new_tokens=6, greedy=True, stop_token_ids=[]), seed=0)
     for s, ids in enumerate(out.sequences()):
         prompt = data.sequences("prompt_ids")[s // 2][None]
@@ -90,7 +91,7 @@ def test_greedy_tokens_equal_those_of_transformers(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_log_probs_of_rollouts_equal_those_of_scoring(family):
-    engine = engine_of(family, max_slots=5)
+    engine = engine_of(family, sampling=InProcessSampling(max_slots=5))
     config = GenerationConfig(n=4, max_new_tokens=12, stop_token_ids=list(range(3, 20)))
     out = engine.generate(random_prompts(4, 8, 2), config, seed=3)
     assert len(set(out.lengths["input_ids"].flat.tolist())) > 3

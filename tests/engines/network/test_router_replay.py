@@ -9,6 +9,7 @@ from realign.engines import LoadBalancing, OptimizerSpec
 from realign.engines.network.attention import ATTENTION, use_attention
 from realign.engines.network.router_replay import RouterReplay
 from realign.engines.network.shared_prefix import SharedPrompts
+from realign.engines.sampling.in_process import InProcessSampling
 from realign.engines.training.engine import TransformersEngine
 from realign.errors import ConfigError
 from realign.functional import nll_loss
@@ -23,7 +24,7 @@ METRICS = ("router_changes", "router_changed_tokens")
 
 def moe_engine(family="qwen3_moe", **settings):
     model = {"tie_word_embeddings": False} | settings.pop("model", {})
-    return tiny_engine(family, optimizer=STEP, max_slots=5, model=model, **settings)
+    return tiny_engine(family, optimizer=STEP, sampling=InProcessSampling(max_slots=5), model=model, **settings)
 
 
 def prompts(lengths=(7, 1, 12, 4)):

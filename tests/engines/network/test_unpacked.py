@@ -10,11 +10,12 @@ from realign.api import GenerationConfig, MicroBatchSpec, SequenceSample
 from realign.engines import OptimizerSpec
 from realign.engines.network.padding import similar_lengths
 from realign.engines.network.unpacked import UnpackedModel
+from realign.engines.sampling.in_process import InProcessSampling
 from realign.engines.sampling.own_cache import OwnCache
 from realign.engines.training.engine import TransformersEngine
 from realign.errors import ConfigError
 from tests.families import family_model
-from tests.tiny import VOCAB, random_sample, tiny_model, tiny_tokenizer
+from tests.tiny import VOCAB, engine_over, random_sample, tiny_model, tiny_tokenizer
 
 FAMILIES = ("bloom", "falcon", "rwkv", "diffllama")
 """alibi; attention classes that cannot be replaced; a recurrence; several attention calls per layer."""
@@ -22,7 +23,7 @@ LENGTHS = (7, 1, 12, 0, 11, 12)
 
 
 def engine_of(family, **settings):
-    return TransformersEngine("actor", family_model(family), tiny_tokenizer(), seed=0, **settings)
+    return engine_over(family_model(family), **settings)
 
 
 def alone(family):
@@ -89,7 +90,7 @@ def test_results_do_not_depend_on_micro_batches(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_equal_those_of_transformers_and_log_probs_those_of_scoring(family):
-    engine, model = engine_of(family, max_slots=4), alone(family)
+    engine, model = engine_of(family, sampling=InProcessSampling(max_slots=4)), alone(family)
     prompts = [random_ids(n, seed=n) for n in (5, 9, 1)]
     data = SequenceSample.from_sequences(["a", "b", "c"], {"prompt_ids": [[p] for p in prompts]})
     config = GenerationConfig(n=3, max_new_tokens=6, greedy=True, stop_token_ids=[])
@@ -111,7 +112,7 @@ def test_greedy_tokens_equal_those_of_transformers_and_log_probs_those_of_scorin
 
 @pytest.mark.parametrize("family", ["bloom", "rwkv"])
 def test_sampled_log_probs_equal_those_of_scoring_when_responses_end_at_different_times(family):
-    engine = engine_of(family, max_slots=5)
+    engine = engine_of(family, sampling=InProcessSampling(max_slots=5))
     data = SequenceSample.from_sequences(["a", "b", "c"], {"prompt_ids": [[random_ids(n, seed=n)] for n in (4, 8, 2)]})
     config = GenerationConfig(n=4, max_new_tokens=12, stop_token_ids=list(range(3, 20)))
     out = engine.generate(data, config, seed=3)

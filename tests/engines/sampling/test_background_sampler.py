@@ -12,6 +12,7 @@ from realign.api.sampler import requests_of
 from realign.engines.sampling.background_sampler import StreamingEngine
 from realign.engines.sampling.continuous import Stream
 from realign.engines.sampling.decoder import PackedDecoder
+from realign.engines.sampling.in_process import InProcessSampling
 from realign.engines.sampling.slots import Rollout
 from realign.errors import ConfigError, DataError
 from realign.testing import SAMPLER_CHECKS, BigramEngine, check_sampler
@@ -235,7 +236,7 @@ LONG = GenerationConfig(n=2, max_new_tokens=100, fixed_length=True)
 @pytest.mark.parametrize("max_slots", [None, 3])
 def test_the_streaming_engine_meets_the_contract_of_samplers(name, max_slots):
     def make():
-        return StreamingEngine("actor", tiny_engine(max_slots=max_slots))
+        return StreamingEngine("actor", tiny_engine(sampling=InProcessSampling(max_slots=max_slots)))
 
     check_sampler(make, prompts(range(3)), GenerationConfig(n=3, max_new_tokens=12), other_engine(), only=name)
 
@@ -356,7 +357,7 @@ def test_a_cancelled_response_frees_its_slot_and_leaves_the_others_as_they_are(o
 
 
 def test_responses_can_be_cancelled_before_they_have_slots(monkeypatch):
-    engine = StreamingEngine("actor", tiny_engine(max_slots=2))
+    engine = StreamingEngine("actor", tiny_engine(sampling=InProcessSampling(max_slots=2)))
     engine.pause()
     handles = [engine.submit(r) for r in requests_of(prompts(range(3)), LONG, 1)]
     assert handles[0].cancel()  # canceled before the loop has seen it

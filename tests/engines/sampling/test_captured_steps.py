@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from realign.api import GenerationConfig
-from realign.engines import InProcessSampling, TransformersModel
+from realign.engines import InProcessSampling, OptimizerSpec, TransformersModel
 from realign.engines.sampling.background_sampler import StreamingEngine
 from realign.engines.sampling.captured_steps import MOST_CACHES, SHORTEST, CapturedDecoder, CapturedSteps
 from realign.engines.sampling.compiled_library import CompiledDecode
@@ -67,10 +68,11 @@ class StandIn:
         return replay
 
 
-def captured_engine(**settings: Any) -> tuple[Any, StandIn]:
-    engine = tiny_engine(model=UNTIED, keep_memory=True, compiled_decode=CompiledDecode.off, **settings)
+def captured_engine(optimizer: OptimizerSpec | None = None, **settings: Any) -> tuple[Any, StandIn]:
+    sampling = InProcessSampling(keep_memory=True, compiled_decode=CompiledDecode.off, **settings)
+    engine = tiny_engine(model=UNTIED, optimizer=optimizer, sampling=sampling)
     stand_in = StandIn()
-    engine.captured_steps = CapturedSteps(stand_in)
+    engine.resources = replace(engine.resources, captured=CapturedSteps(stand_in))
     return engine, stand_in
 
 
@@ -80,7 +82,8 @@ CONFIG = GenerationConfig(n=3, max_new_tokens=12, temperature=0.8, stop_token_id
 @pytest.mark.parametrize("settings", [{}, {"sync_every": 4}, {"max_slots": 5}], ids=str)
 def test_captured_steps_sample_the_same_over_weight_updates_and_capture_nothing_again(settings: dict[str, Any]) -> None:
     engine, stand_in = captured_engine(optimizer=STEP, **settings)
-    plain = tiny_engine(model=UNTIED, compiled_decode=CompiledDecode.off, optimizer=STEP, **settings)
+    sampling = InProcessSampling(compiled_decode=CompiledDecode.off, **settings)
+    plain = tiny_engine(model=UNTIED, sampling=sampling, optimizer=STEP)
     found = []
     for seed in range(3):
         got, want = (x.generate(sample_of(prompts()), CONFIG, seed=0) for x in (engine, plain))
@@ -133,7 +136,7 @@ def _filled(cache: Any, states: list[Any]) -> Any:
 def test_freed_memory_drops_the_captured_steps() -> None:
     engine, stand_in = captured_engine()
     engine.generate(sample_of(prompts()), CONFIG, seed=0)
-    steps = engine.captured_steps
+    steps = engine.resources.captured
     assert len(steps) == stand_in.captured > 0
     engine.free_kept_memory()
     assert len(steps) == 0
@@ -149,7 +152,8 @@ def test_asynchronous_rollouts_replay_captured_steps() -> None:
         got = sampler.generate(sample_of(prompts()), CONFIG, seed=3)
     finally:
         sampler.close()
-    want = tiny_engine(model=UNTIED, compiled_decode=CompiledDecode.off).generate(sample_of(prompts()), CONFIG, seed=3)
+    plain = tiny_engine(model=UNTIED, sampling=InProcessSampling(compiled_decode=CompiledDecode.off))
+    want = plain.generate(sample_of(prompts()), CONFIG, seed=3)
     assert responses(got) == responses(want)
     assert stand_in.replayed > 0
 
@@ -166,4 +170,4 @@ def test_graphs_without_a_cuda_device_or_kept_memory_are_rejected(
     with pytest.raises(ConfigError, match=r"Set models\.actor\.sampler\.keep_memory=true\."):
         TransformersModel(folder, device="cpu", sampler=InProcessSampling(cuda_graphs=True)).check("actor")
     with pytest.raises(ConfigError, match=r"models\.actor\.sampler\.cuda_graphs=true: requires device=cuda"):
-        tiny_engine(cuda_graphs=True, keep_memory=True)
+        tiny_engine(sampling=InProcessSampling(cuda_graphs=True, keep_memory=True))

@@ -19,12 +19,13 @@ from realign.engines.sampling.decode_path import DecodePath
 from realign.engines.sampling.in_process import InProcessSampling
 from realign.engines.sampling.kv_cache import DecodeContext, KVCache
 from realign.engines.sampling.rollout import generate
+from realign.engines.sampling.rollout_model import RolloutModel
 from realign.engines.sampling.weight_fusion import Fusion
 from realign.errors import ConfigError, SettingsError
 from tests.engines.sampling.native import requires_compiler
 from tests.engines.sampling.test_fused_layers import KNOWN, rollout
 from tests.engines.sampling.test_rollout import prompts, responses, same, sample_of
-from tests.tiny import VOCAB, save_tiny, tiny_engine, tiny_model
+from tests.tiny import VOCAB, resources, save_tiny, tiny_engine, tiny_model
 
 LENGTH = 48
 
@@ -134,7 +135,7 @@ def test_weights_that_are_not_finite_give_hidden_states_that_are_not_finite():
 
 @requires_compiler
 def test_log_probs_of_a_rollout_equal_those_of_a_scoring_pass():
-    engine = tiny_engine("qwen3", compiled_decode=CompiledDecode.on)
+    engine = tiny_engine("qwen3", sampling=InProcessSampling(compiled_decode=CompiledDecode.on))
     out = engine.generate(sample_of(prompts()), GenerationConfig(max_new_tokens=20, n=3, temperature=0.7), seed=0)
     spec = MicroBatchSpec(max_tokens_per_microbatch=512)
     scored = engine.forward(
@@ -213,14 +214,14 @@ def test_a_library_that_computes_something_else_is_not_used(monkeypatch):
 
 @requires_compiler
 def test_a_resumed_run_warns_if_decode_steps_run_elsewhere():
-    first = tiny_engine("qwen2", compiled_decode=CompiledDecode.on)
+    first = tiny_engine("qwen2", sampling=InProcessSampling(compiled_decode=CompiledDecode.on))
     data, config = sample_of(prompts()), GenerationConfig(max_new_tokens=3)
     first.generate(data, config, seed=0)
     state = first.state_dict()
     assert state["decode"] == "compiled"
 
     def resumed(setting):
-        engine = tiny_engine("qwen2", compiled_decode=setting)
+        engine = tiny_engine("qwen2", sampling=InProcessSampling(compiled_decode=setting))
         engine.load_state_dict(state)
         assert engine.state_dict()["decode"] == "compiled"
         return engine
@@ -258,16 +259,14 @@ def test_a_rollout_works_on_several_threads():
     torch.set_num_threads(2)
     try:
         model = tiny_model("llama", hidden_size=128, intermediate_size=1024)
-        head = read_head(model)
         got = generate(
-            model,
-            head,
+            RolloutModel(model, read_head(model), fusion=Fusion(model, CompiledDecode.on)),
             sample_of(prompts()),
             GenerationConfig(max_new_tokens=5, n=8),
+            resources(),
             seed=0,
             eos_token_ids=[],
             tokenizer=None,
-            fusion=Fusion(model, CompiledDecode.on),
         )
         assert got["logprobs"].isfinite().all()
     finally:

@@ -10,7 +10,7 @@ from realign.engines.sampling.counter_rng import response_keys
 from realign.engines.sampling.decoder import PackedDecoder
 from realign.engines.sampling.stopping import Stopping
 from realign.engines.sampling.trunk import ModuleTrunk
-from tests.tiny import tiny_engine, tiny_model
+from tests.tiny import resources, tiny_engine, tiny_model
 
 CONFIG = GenerationConfig(n=2, max_new_tokens=24)
 EOS = 1
@@ -23,9 +23,8 @@ def prompt(i, length=3):
 def stream_of(model, config=CONFIG, version=0, max_slots=None):
     head = read_head(model)
     stopping = Stopping(config, [EOS], None, len(head.weight_VH), torch.device("cpu"))
-    return Stream(
-        PackedDecoder(ModuleTrunk(model)), head, config, stopping, reach=128, version=version, max_slots=max_slots
-    )
+    decoder, settings = PackedDecoder(ModuleTrunk(model)), resources(max_slots=max_slots)
+    return Stream(decoder, head, config, stopping, settings, reach=128, version=version)
 
 
 def added(stream, ids, length=3):

@@ -8,7 +8,8 @@ from realign.api import GenerationConfig, SequenceSample
 from realign.engines.network.heads import read_head
 from realign.engines.sampling.counter_rng import GAMMA, response_keys, uniforms
 from realign.engines.sampling.rollout import generate
-from tests.tiny import tiny_model
+from realign.engines.sampling.rollout_model import RolloutModel
+from tests.tiny import resources, tiny_model
 
 MASK = 2**64 - 1
 
@@ -65,9 +66,8 @@ def sampled(model, ids, max_slots=None, **config):
     prompts = {i: [2 + i % 5, 3, 2 + (7 * i) % 11][: 1 + i % 3] for i in range(12)}
     data = SequenceSample.from_sequences(ids, {"prompt_ids": [[prompts[i]] for i in ids]})
     settings = GenerationConfig(n=3, max_new_tokens=20, **config)
-    out = generate(
-        model, read_head(model), data, settings, seed=5, eos_token_ids=[1], tokenizer=None, max_slots=max_slots
-    )
+    whole = RolloutModel(model, read_head(model))
+    out = generate(whole, data, settings, resources(max_slots=max_slots), seed=5, eos_token_ids=[1], tokenizer=None)
     return {i: [x.tolist() for x in one.sequences()] for i, one in zip(ids, out.unpack(), strict=True)}
 
 

@@ -13,7 +13,7 @@ from realign.engines.sampling.counter_rng import response_keys
 from realign.engines.sampling.decoder import PackedDecoder
 from realign.engines.sampling.stopping import Stopping
 from realign.engines.sampling.trunk import ModuleTrunk
-from tests.tiny import tiny_engine
+from tests.tiny import resources, tiny_engine
 
 CONFIG = GenerationConfig(n=2, max_new_tokens=12, fixed_length=True, router_replay=True)
 
@@ -43,7 +43,7 @@ def test_tokens_keep_the_choices_of_the_weights_that_read_them_first(recompute, 
     old, new, ids = moe_engine(), moe_engine(seed=7), range(4)
     head = read_head(old.module)
     stopping = Stopping(CONFIG, [1], None, len(head.weight_VH), torch.device("cpu"))
-    stream = Stream(decoder_of(old), head, CONFIG, stopping, reach=32, version=0, max_slots=slots)
+    stream = Stream(decoder_of(old), head, CONFIG, stopping, resources(max_slots=slots), reach=32, version=0)
     given = list(prompts(ids).sequences("prompt_ids"))
     sequences_S = stream.add(given, response_keys(0, ids, 2))
     for _ in range(6):

@@ -13,12 +13,13 @@ from realign.engines.sampling import weight_fusion as fusion
 from realign.engines.sampling.compiled_library import CompiledDecode
 from realign.engines.sampling.fused_layers import FusedTrunk, RMSNorm, for_few_rows
 from realign.engines.sampling.rollout import generate
+from realign.engines.sampling.rollout_model import RolloutModel
 from realign.engines.sampling.trunk import ModuleTrunk
 from realign.engines.sampling.weight_fusion import Fusion
 from realign.engines.training.optimizer import OptimizerSpec
 from realign.functional.packed import cu_seqlens_of, position_ids
 from tests.engines.sampling.test_rollout import prompts, responses, same, sample_of
-from tests.tiny import FAMILIES, OTHERS, VOCAB, random_sample, save_tiny, tiny_engine, tiny_model
+from tests.tiny import FAMILIES, OTHERS, VOCAB, random_sample, resources, save_tiny, tiny_engine, tiny_model
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 32}
@@ -38,15 +39,13 @@ KNOWN = {
 def rollout(model, fused, max_slots=5, **config):
     config = GenerationConfig(**{"max_new_tokens": 24, "n": 3, "temperature": 0.8} | config)
     return generate(
-        model,
-        read_head(model),
+        RolloutModel(model, read_head(model), fusion=fused),
         sample_of(prompts()),
         config,
+        resources(max_slots=max_slots),
         seed=0,
         eos_token_ids=range(2, 8),
         tokenizer=None,
-        fusion=fused,
-        max_slots=max_slots,
     )
 
 

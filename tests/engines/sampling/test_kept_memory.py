@@ -13,6 +13,7 @@ from realign.engines.sampling import weight_fusion as fusion
 from realign.engines.sampling.background_sampler import StreamingEngine
 from realign.engines.sampling.counter_rng import response_keys
 from realign.engines.sampling.fused_layers import FusedTrunk
+from realign.engines.sampling.in_process import InProcessSampling
 from realign.engines.sampling.kept_memory import KeptMemory
 from realign.engines.sampling.kv_cache import KVCache
 from realign.engines.training.engine import TransformersEngine
@@ -54,7 +55,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 
 
 def _trained(dtype: torch.dtype, keep: bool) -> TransformersEngine:
-    return tiny_engine(optimizer=OptimizerSpec(lr=1e-2), dtype=dtype, keep_memory=keep)
+    return tiny_engine(optimizer=OptimizerSpec(lr=1e-2), dtype=dtype, sampling=InProcessSampling(keep_memory=keep))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -76,8 +77,8 @@ def test_weights_and_cache_keep_their_addresses_over_updates_and_smaller_rollout
 
 
 def test_a_larger_rollout_replaces_the_memory_and_the_next_one_uses_it_again(seen: list[list[int]]) -> None:
-    engine = tiny_engine(keep_memory=True)
-    memory = engine.kept_memory
+    engine = tiny_engine(sampling=InProcessSampling(keep_memory=True))
+    memory = engine.resources.memory
     assert memory is not None
     sizes = []
     for tokens in (6, 40, 6, 40):
@@ -88,8 +89,8 @@ def test_a_larger_rollout_replaces_the_memory_and_the_next_one_uses_it_again(see
 
 
 def test_memory_is_freed_on_request_and_when_the_model_is_offloaded() -> None:
-    engine = tiny_engine(keep_memory=True)
-    memory = engine.kept_memory
+    engine = tiny_engine(sampling=InProcessSampling(keep_memory=True))
+    memory = engine.resources.memory
     assert memory is not None
     for free in (engine.free_kept_memory, Offload(engine.resident, engine.free_kept_memory).leave):
         engine.generate(sample_of(prompts()), CONFIG, seed=0)
@@ -100,16 +101,16 @@ def test_memory_is_freed_on_request_and_when_the_model_is_offloaded() -> None:
 
 
 def test_a_sleeping_sampler_frees_its_memory_and_wakes_with_the_same_samples() -> None:
-    engine = tiny_engine("llama", keep_memory=True)
+    engine = tiny_engine("llama", sampling=InProcessSampling(keep_memory=True))
     sampler = StreamingEngine("actor", engine)
     try:
         want = sampler.generate(sample_of(prompts()), CONFIG, seed=3)
-        assert engine.kept_memory is not None
+        assert engine.resources.memory is not None
         sampler.pause()  # the cache is released after the result is set
-        assert engine.kept_memory.cache_bytes > 0
+        assert engine.resources.memory.cache_bytes > 0
         sampler.sleep()
         sampler.resume()
-        assert engine.kept_memory.cache_bytes == 0 == engine.kept_memory.weight_bytes
+        assert engine.resources.memory.cache_bytes == 0 == engine.resources.memory.weight_bytes
         sampler.wake()
         assert same(sampler.generate(sample_of(prompts()), CONFIG, seed=3), want)
     finally:
@@ -120,7 +121,7 @@ def test_concurrent_rollouts_of_one_engine_have_separate_caches() -> None:
     """Calls with different settings have separate rollouts, which run in alternation."""
     other = GenerationConfig(n=1, max_new_tokens=20, temperature=0.5)
     want = [tiny_engine("llama").generate(sample_of(prompts()), config, seed=1) for config in (CONFIG, other)]
-    sampler = StreamingEngine("actor", tiny_engine("llama", keep_memory=True))
+    sampler = StreamingEngine("actor", tiny_engine("llama", sampling=InProcessSampling(keep_memory=True)))
     try:
         for _ in range(2):
             calls = []
@@ -166,9 +167,9 @@ def test_a_cache_that_grows_keeps_its_contents_in_kept_memory() -> None:
 
 
 def test_kept_memory_counts_as_free_for_the_number_of_slots_and_for_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = tiny_engine(keep_memory=True)
+    engine = tiny_engine(sampling=InProcessSampling(keep_memory=True))
     engine.generate(sample_of(prompts()), CONFIG, seed=0)
-    memory = engine.kept_memory
+    memory = engine.resources.memory
     assert memory is not None
     layers = engine.module.model.layers
     needed = sum(p.numel() for p in layers.parameters()) * 4
@@ -178,5 +179,5 @@ def test_kept_memory_counts_as_free_for_the_number_of_slots_and_for_the_copies(m
     fusion._check_memory(layers, torch.float32, memory.weight_bytes)
     monkeypatch.setattr(slots, "free_bytes", lambda device: 1000)
     run = object.__new__(slots.Rollout)
-    run.memory, run.device, run.cache_fraction = memory, torch.device("cuda"), 0.5
+    run.resources, run.device = engine.resources, torch.device("cuda")
     assert run._cache_bytes() == int(0.5 * (1000 + memory.cache_bytes))

@@ -8,13 +8,15 @@ from transformers import GenerationConfig as TransformersGenerationConfig
 from realign.api import GenerationConfig, Lengths, SequenceSample
 from realign.engines.network.attention import ATTENTION
 from realign.engines.network.heads import read_head
-from realign.engines.sampling import decoder
+from realign.engines.sampling import decoder, waiting
 from realign.engines.sampling import slots as decoding
+from realign.engines.sampling.in_process import InProcessSampling
 from realign.engines.sampling.kv_cache import KVCache
 from realign.engines.sampling.rollout import generate
+from realign.engines.sampling.rollout_model import RolloutModel
 from realign.errors import ConfigError, DataError, RunError
 from realign.functional.logprobs import LMHead
-from tests.tiny import FAMILIES, OTHERS, VOCAB, tiny_engine, tiny_model, tiny_tokenizer
+from tests.tiny import FAMILIES, OTHERS, VOCAB, resources, tiny_engine, tiny_model, tiny_tokenizer
 
 LENGTHS = (7, 1, 12, 4)
 EOS = 2
@@ -36,14 +38,13 @@ def rollout(model, prompt_list=None, *, seed=0, eos=(EOS,), tokenizer=None, max_
     data = sample_of(prompts() if prompt_list is None else prompt_list)
     config = GenerationConfig(**{"max_new_tokens": 24, **config})
     return generate(
-        model,
-        read_head(model),
+        RolloutModel(model, read_head(model)),
         data,
         config,
+        resources(max_slots=max_slots),
         seed=seed,
         eos_token_ids=eos,
         tokenizer=tokenizer,
-        max_slots=max_slots,
     )
 
 
@@ -100,7 +101,7 @@ def test_slots_and_prefill_do_not_change_greedy_results(family, monkeypatch):
         got = rollout(model, max_slots=slots, **config)
         assert responses(got) == responses(want)
         assert torch.allclose(got["logprobs"], want["logprobs"], atol=1e-5)
-    monkeypatch.setattr(decoding, "PREFILL_TOKENS", 8)
+    monkeypatch.setattr(waiting, "PREFILL_TOKENS", 8)
     assert responses(rollout(model, **config)) == responses(want)
     monkeypatch.setattr(decoding, "CACHE_BYTES", 1)
     assert responses(rollout(model, **config)) == responses(want)
@@ -131,7 +132,8 @@ def test_the_fraction_of_the_free_memory_reaches_the_cache(monkeypatch):
     seen = []
     monkeypatch.setattr(decoding, "cache_bytes", lambda device, fraction: seen.append(fraction) or 1)
     data = SequenceSample(("a",)).with_data({"prompt_ids": torch.tensor([4, 5])}, lengths=Lengths.of([[2]]))
-    tiny_engine(cache_fraction=0.25).generate(data, GenerationConfig(n=2, max_new_tokens=2), seed=0)
+    engine = tiny_engine(sampling=InProcessSampling(cache_fraction=0.25))
+    engine.generate(data, GenerationConfig(n=2, max_new_tokens=2), seed=0)
     assert seen == [0.25]
 
 
@@ -173,8 +175,8 @@ def test_layout_of_the_result():
 def test_only_the_prompts_of_the_data_are_used():
     data = sample_of(prompts()).with_metadata(row=[1, 2, 3, 4])
     model = tiny_model()
-    head = LMHead(model.lm_head.weight)
-    out = generate(model, head, data, GenerationConfig(max_new_tokens=2), seed=0, eos_token_ids=[], tokenizer=None)
+    whole, config = RolloutModel(model, LMHead(model.lm_head.weight)), GenerationConfig(max_new_tokens=2)
+    out = generate(whole, data, config, resources(), seed=0, eos_token_ids=[], tokenizer=None)
     assert "row" not in out
     assert "prompt_ids" not in out
 
@@ -376,11 +378,11 @@ def test_bad_prompts_are_named():
         rollout(model, unknown)
     two = SequenceSample.from_sequences(["x"], {"prompt_ids": [[[3, 4], [5]]]})
     common = {"seed": 0, "eos_token_ids": [], "tokenizer": None}
-    head = LMHead(model.lm_head.weight)
+    whole = RolloutModel(model, LMHead(model.lm_head.weight))
     with pytest.raises(ValueError, match="'x' has 2 sequences of 'prompt_ids'"):
-        generate(model, head, two, GenerationConfig(), **common)
+        generate(whole, two, GenerationConfig(), resources(), **common)
     with pytest.raises(ValueError, match="no packed key 'prompt_ids'"):
-        generate(model, head, two.rename({"prompt_ids": "x"}), GenerationConfig(), **common)
+        generate(whole, two.rename({"prompt_ids": "x"}), GenerationConfig(), resources(), **common)
 
 
 def test_too_many_positions_are_refused_with_both_numbers():

@@ -13,29 +13,28 @@ from realign.engines.network.heads import read_head
 from realign.engines.sampling.background_sampler import StreamingEngine
 from realign.engines.sampling.compiled_library import CompiledDecode
 from realign.engines.sampling.decoder import PackedDecoder
+from realign.engines.sampling.in_process import InProcessSampling
 from realign.engines.sampling.rollout import generate
+from realign.engines.sampling.rollout_model import RolloutModel
 from realign.engines.sampling.slots import Rollout
 from realign.engines.sampling.stopping import Stopping
 from realign.engines.sampling.trunk import ModuleTrunk
 from realign.engines.sampling.weight_fusion import Fusion
 from tests.engines.sampling.test_rollout import UNTIED, prompts, responses, sample_of
-from tests.tiny import VOCAB, tiny_engine, tiny_model, tiny_tokenizer
+from tests.tiny import VOCAB, resources, tiny_engine, tiny_model, tiny_tokenizer
 
 STOPS = tuple(range(2, 8))
 
 
 def rollout(model: Any, sync_every: int, *, fused: bool = True, max_slots: int | None = 5, **config: Any) -> Any:
     return generate(
-        model,
-        read_head(model),
+        RolloutModel(model, read_head(model), fusion=Fusion(model, CompiledDecode.off) if fused else None),
         sample_of(prompts()),
         GenerationConfig(**{"max_new_tokens": 24, "n": 3, "temperature": 0.8} | config),
+        resources(max_slots=max_slots, sync_every=sync_every),
         seed=0,
         eos_token_ids=STOPS,
         tokenizer=tiny_tokenizer(),
-        fusion=Fusion(model, CompiledDecode.off) if fused else None,
-        max_slots=max_slots,
-        sync_every=sync_every,
     )
 
 
@@ -79,7 +78,8 @@ def test_versions_and_samples_of_asynchronous_rollouts_do_not_depend_on_it(recom
     """New weights arrive when all responses have the same number of tokens, whatever the number of steps."""
     found = []
     for k in (1, 2, 4):
-        engine = tiny_engine("llama", model=UNTIED, sync_every=k, compiled_decode=CompiledDecode.off)
+        sampling = InProcessSampling(sync_every=k, compiled_decode=CompiledDecode.off)
+        engine = tiny_engine("llama", model=UNTIED, sampling=sampling)
         sampler = StreamingEngine("actor", engine, recompute=recompute)
         try:
             weights = {
@@ -143,7 +143,7 @@ def test_decode_steps_do_not_wait_for_the_device_and_the_end_of_a_block_does(set
     decoder = Fusion(model, CompiledDecode.off).trunk(60, torch.float32)
     config = GenerationConfig(n=1, max_new_tokens=40, **settings)
     stopping = Stopping(config, STOPS, None, VOCAB, torch.device("cpu"))
-    run = Rollout(PackedDecoder(decoder), read_head(model), config, stopping, sync_every=20)
+    run = Rollout(PackedDecoder(decoder), read_head(model), config, stopping, resources(sync_every=20))
     run.add(prompts(), torch.arange(4))
     run.advance()
     with Synchronizations() as steps:
@@ -161,10 +161,12 @@ def test_stop_strings_and_models_that_run_unpacked_synchronize_at_every_step() -
     decoder = tiny_engine("bloom").network.own_cache
     for chosen, decode in ((config, tiny_packed(model)), (GenerationConfig(), decoder)):
         stopping = Stopping(chosen, STOPS, tiny_tokenizer(), VOCAB, device)
-        assert Rollout(decode, read_head(model), chosen, stopping, sync_every=7).sync_every == 1
-    stopping = Stopping(GenerationConfig(), STOPS, None, VOCAB, device)
-    assert Rollout(tiny_packed(model), read_head(model), GenerationConfig(), stopping, sync_every=7).sync_every == 7
-    assert Rollout(tiny_packed(model), read_head(model), GenerationConfig(), stopping).sync_every == 1
+        assert Rollout(decode, read_head(model), chosen, stopping, resources(sync_every=7)).sync_every == 1
+    config = GenerationConfig()
+    stopping = Stopping(config, STOPS, None, VOCAB, device)
+    for every, want in ((7, 7), (None, 1)):
+        found = Rollout(tiny_packed(model), read_head(model), config, stopping, resources(sync_every=every))
+        assert found.sync_every == want
 
 
 def tiny_packed(model: Any) -> Any:

@@ -20,6 +20,8 @@ from realign.api import (
 )
 from realign.engines import OptimizerSpec, Schedule
 from realign.engines.sampling import weight_fusion as fusion
+from realign.engines.sampling.in_process import InProcessSampling
+from realign.engines.sampling.resources import RolloutResources
 from realign.engines.training.engine import TransformersEngine
 from realign.errors import RunError
 from realign.functional import AggregationMode, aggregate, aggregation_weight, nll_loss
@@ -645,53 +647,30 @@ def test_metrics_of_several_steps_merge():
 def test_generate_passes_on_the_engines_tokens_and_precision(monkeypatch):
     seen = {}
 
-    def fake(
-        model,
-        head,
-        data,
-        config,
-        *,
-        seed,
-        eos_token_ids,
-        tokenizer,
-        fusion,
-        max_slots,
-        cache_fraction,
-        own_cache,
-        images,
-        routers,
-        sync_every,
-        memory,
-        captured,
-    ):
-        seen.update(images=images, routers=routers, sync_every=sync_every, memory=memory, captured=captured)
-        seen.update(seed=seed, max_slots=max_slots, cache_fraction=cache_fraction, eos=eos_token_ids)
-        seen.update(grad=torch.is_grad_enabled(), training=model.training)
-        seen.update(autocast=torch.is_autocast_enabled("cpu"), head=head.weight_VH)
+    def fake(model, data, config, resources, *, seed, eos_token_ids, tokenizer):
+        seen.update(images=model.images, routers=model.routers, resources=resources, seed=seed, eos=eos_token_ids)
+        seen.update(grad=torch.is_grad_enabled(), training=model.module.training)
+        seen.update(autocast=torch.is_autocast_enabled("cpu"), head=model.head.weight_VH)
         return data
 
     monkeypatch.setattr("realign.engines.sampling.rollout.generate", fake)
-    engine = tiny_engine(
-        optimizer=STEP, dtype=torch.bfloat16, max_slots=5, cache_fraction=0.25, sync_every=3, keep_memory=True
-    )
+    sampling = InProcessSampling(max_slots=5, cache_fraction=0.25, sync_every=3, keep_memory=True)
+    engine = tiny_engine(optimizer=STEP, dtype=torch.bfloat16, sampling=sampling)
     engine.module.generation_config.eos_token_id = [7, 5]
     engine.module.generation_config.repetition_penalty = 1.3
     data = SequenceSample(("a",))
     assert engine.generate(data, GenerationConfig(), seed=3) is data
     assert seen == {
         "seed": 3,
-        "max_slots": 5,
-        "cache_fraction": 0.25,
         "images": None,
         "routers": None,
-        "sync_every": 3,
-        "memory": engine.kept_memory,
-        "captured": None,
+        "resources": RolloutResources(sampling, engine.resources.memory),
         "eos": (2, 5, 7),
         "grad": False,
         "training": False,
         "autocast": True,
         "head": engine.head.weight_VH,
     }
+    assert engine.resources.memory is not None
     with pytest.raises(ValueError, match="a model with a scalar head cannot generate"):
         tiny_engine("llama", model={"head": "score"}).generate(data, None, seed=0)

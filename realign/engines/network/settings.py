@@ -1,0 +1,47 @@
+"""`NetworkSettings`: how a network computes its passes and rollouts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from realign.engines.network.cpu_lanes import ParallelPasses
+from realign.engines.network.kernels import Backend
+from realign.engines.network.shared_prefix import SharedPrompts
+from realign.engines.network.torch_compile import TorchCompile
+from realign.engines.network.trains import All, Trained
+from realign.engines.sampling.in_process import InProcessSampling
+
+
+@dataclass(frozen=True)
+class NetworkSettings:
+    """Settings of a `Network`; see `TransformersModel` for the keys from which they come."""
+
+    dtype: torch.dtype = torch.float32
+    """Dtype of matrix products; bfloat16 uses autocast."""
+    attention: Backend = Backend.auto
+    """Kernel of packed attention."""
+    dropout: bool = False
+    """Apply the model's dropout in training passes."""
+    trains: Trained = field(default_factory=All)
+    """Weights for which the module was prepared, see `Trained.prepare`."""
+    vocabulary: int | None = None
+    """Number of tokens that can be sampled, counted from id 0; None means all tokens."""
+    shared_prompts: SharedPrompts = SharedPrompts.auto
+    """Whether to compute the prompt of a group once."""
+    fused_rollout: bool = True
+    """Run rollouts with fewer operators if the model family supports it."""
+    parallel_passes: ParallelPasses = ParallelPasses.auto
+    """Whether to compute micro-batches concurrently on a CPU."""
+    torch_compile: TorchCompile = TorchCompile.off
+    """Backend that compiles the decoder layers for training and scoring."""
+    sampling: InProcessSampling = field(default_factory=InProcessSampling)
+    """Settings of rollouts."""
+
+    def allowed(self, *, load_balancing: bool) -> NetworkSettings:
+        """Return the settings, without parallel passes if load balancing or `torch_compile` rules them out."""
+        # routers cannot tell concurrent passes apart, and compilation is not safe in several threads
+        if load_balancing or self.torch_compile.compiles:
+            return replace(self, parallel_passes=ParallelPasses.off)
+        return self
