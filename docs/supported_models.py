@@ -49,6 +49,9 @@ CPU. It compares greedy tokens with `generate` of transformers, and log-probs of
 when such a model is loaded. `qwen2_vl` and `qwen2_5_vl` also read [images](guides/images.md). Other families with
 images or audio train on text only.
 
+[Encoder-decoder models](guides/encoder-decoder.md) such as T5 and BART run unpacked, and their page lists the verified
+families. The rows of `bart`, `mbart` and other families below are about their decoders, loaded as causal models.
+
 `python docs/supported_models.py` writes this page from `docs/supported-models.yaml`.
 
 | family | mode | note |

@@ -20,6 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
+from functools import cache
 from typing import Annotated, Any, ClassVar, Protocol, Union, get_args, get_origin, get_type_hints
 
 from realign.errors import SettingsError
@@ -68,12 +69,18 @@ class Settings:
     def __post_init__(self) -> None:
         if not is_dataclass(self):
             return
-        hints = get_type_hints(type(self), include_extras=True)
+        hints = _hints(type(self))
         for field in fields(self):
             given = getattr(self, field.name)
             value = checked(field.name, given, hints[field.name])
             if value is not given:
                 object.__setattr__(self, field.name, value)
+
+
+@cache
+def _hints(kind: type) -> Mapping[str, Any]:
+    """Return the annotations of a class. Evaluating them takes longer than checking all values."""
+    return get_type_hints(kind, include_extras=True)
 
 
 class AcceptsForeign(ABC):

@@ -226,6 +226,11 @@ class PipelinableEngine(Protocol):
         """Whether the network reads the images of prompts (`realign.api.image_keys`)."""
         return False
 
+    @property
+    def encoder_decoder(self) -> bool:
+        """Whether an encoder reads the prompt, so that the network predicts only tokens of one response."""
+        return False
+
     def describe(self) -> str:
         """Return size and device of the model, such as `135M parameters on cuda:0`; empty if they are unknown."""
         return ""

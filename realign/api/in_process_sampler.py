@@ -25,6 +25,12 @@ IN_PROCESS = Capabilities(
 """Guarantees of an engine that samples in process."""
 
 
+GATHER_S = 0.01
+"""Seconds without a further request after which the waiting ones are sampled."""
+GATHER_MOST_S = 1.0
+"""Maximum seconds that a request waits for further ones."""
+
+
 class GeneratingEngine(Protocol):
     """The methods of `PipelinableEngine` that sampling needs."""
 
@@ -60,11 +66,12 @@ class _Batch:
     prompts: dict[Hashable, Tensor] = field(default_factory=dict)
     handles: list[_Deferred] = field(default_factory=list)
 
-    def takes(self, request: Request) -> bool:
-        """Return whether the request fits this batch."""
-        known = self.prompts.get(request.id, request.prompt_ids)
-        same = known.shape == request.prompt_ids.shape and torch.equal(known, request.prompt_ids)
-        return same and self.config == replace(request.config, n=1) and self.seed == request.seed
+    def takes(self, request: Request, config: GenerationConfig) -> bool:
+        """Return whether the request fits this batch. `config` is its config with `n=1`."""
+        if self.seed != request.seed or self.config != config:
+            return False
+        known = self.prompts.get(request.id)
+        return known is None or torch.equal(known, request.prompt_ids)
 
     def add(self, handle: _Deferred) -> None:
         """Add a request to this batch."""
@@ -76,8 +83,8 @@ class InProcessSampler:
     """Samples with a role's own engine, using the current training weights. Implements `Sampler`.
 
     `generate` is one call of the engine. `submit` collects requests: the first thread that waits for a result samples
-    all of them in one call of the engine. Since an engine samples whole groups, that call samples responses 0 to the
-    highest requested index for each prompt.
+    all of them in one call of the engine, when no further request has arrived for `GATHER_S`. Since an engine samples
+    whole groups, that call samples responses 0 to the highest requested index for each prompt.
 
     All methods are thread-safe, and serialize calls of the engine. The sampler does not track other calls of the
     engine (`train_batch`, `forward`), so callers must not run them concurrently. The engine keeps no KV cache between
@@ -144,6 +151,7 @@ class InProcessSampler:
             if handle.done:
                 return
             self._wait_for_turn(None if timeout_s is None else timeout_s - (time.monotonic() - started))
+            self._gather()
             with self._guard:
                 waiting, self._waiting = self._waiting, []
             for batch in _batches([h for h in waiting if h.future.set_running_or_notify_cancel()]):
@@ -194,6 +202,13 @@ class InProcessSampler:
         with self._turn:
             self._turn.notify_all()
 
+    def _gather(self) -> None:
+        """Wait while further requests arrive, since all of them cost about as much as one."""
+        known, end = -1, time.monotonic() + GATHER_MOST_S
+        while len(self._waiting) != known and time.monotonic() < end:
+            known = len(self._waiting)
+            time.sleep(GATHER_S)
+
     def _check_open(self) -> None:
         if self._closed:
             raise _closed()
@@ -228,9 +243,11 @@ def _batches(handles: list[_Deferred]) -> list[_Batch]:
     """Group requests into engine calls, in order of submission."""
     batches: list[_Batch] = []
     for handle in handles:
-        batch = next((b for b in batches if b.takes(handle.request)), None)
+        config = handle.request.config
+        config = config if config.n == 1 else replace(config, n=1)
+        batch = next((b for b in batches if b.takes(handle.request, config)), None)
         if batch is None:
-            batch = _Batch(replace(handle.request.config, n=1), handle.request.seed)
+            batch = _Batch(config, handle.request.seed)
             batches.append(batch)
         batch.add(handle)
     return batches

@@ -149,8 +149,8 @@ def _write_merged(new: Path, adapter: AdapterFolder) -> None:
     scalar = bool(adapter.head_names())
     labels = {"num_labels": 1} if scalar else {}
     with readable(f"export: cannot merge {str(adapter.path)!r} into {adapter.base!r}"), quiet_transformers():
-        family = AutoConfig.from_pretrained(adapter.base).model_type
-        kind: Any = AutoModelForSequenceClassification if scalar else language_model_class(family)
+        config = AutoConfig.from_pretrained(adapter.base)
+        kind: Any = AutoModelForSequenceClassification if scalar else language_model_class(config)
         module = kind.from_pretrained(adapter.base, dtype=torch.float32, use_safetensors=True, **labels)
         merge_adapter(module, adapter.path).save_pretrained(new)
     for file in adapter.path.iterdir():

@@ -147,15 +147,17 @@ def _steps(config: Mapping[str, Any], run: Path | None) -> str | None:
 
 def _usage(name: str, exported: Path) -> str:
     """Return the section with the code that loads the model."""
-    architecture = ((read_object(exported / "config.json") or {}).get("architectures") or [""])[0]
+    config = read_object(exported / "config.json") or {}
+    architecture = (config.get("architectures") or [""])[0]
     package, loader = "transformers", "AutoModelForCausalLM"
-    kinds = {"ConditionalGeneration": "ImageTextToText"}
+    kinds = {"ConditionalGeneration": "Seq2SeqLM" if config.get("is_encoder_decoder") else "ImageTextToText"}
     kinds |= {kind: kind for kind in ("SequenceClassification", "TokenClassification")}
     for ending, kind in kinds.items():
         if architecture.endswith(ending):
             loader = f"AutoModelFor{kind}"
-    if (exported / "adapter_config.json").is_file():
-        package, loader = "peft", "AutoPeftModelForCausalLM"
+    if (adapter := read_object(exported / "adapter_config.json")) is not None:
+        pair = adapter.get("task_type") == "SEQ_2_SEQ_LM"
+        package, loader = "peft", "AutoPeftModelForSeq2SeqLM" if pair else "AutoPeftModelForCausalLM"
     lines = [
         f"from {package} import {loader}",
         "from transformers import AutoTokenizer",

@@ -36,7 +36,7 @@ PANELS = (
     Panel("gold score: VADER, held-out openings", {"eval/reward": "mean of sampled responses"}),
     Panel(
         "rewards of PPO's batches (deviations at step 1)",
-        {"learned": "learned, which PPO maximises", "gold": "gold"},
+        {"learned": "learned, which PPO maximizes", "gold": "gold"},
     ),
     Panel(
         "accuracy of the reward model",

@@ -9,12 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from realign.api.environment import ToolCall
 from realign.api.requests import Completion
 from realign.endpoint.capture import Prompt
 from realign.endpoint.parameters import Parameters
 from realign.endpoint.renderer import Renderer
 from realign.endpoint.response_parsing import ParsedResponse
 from realign.endpoint.scoring import TokenScores
+from realign.endpoint.streaming import Delta
 
 
 @dataclass(frozen=True)
@@ -60,20 +62,21 @@ class Answer:
             return self._chunk(index, {"role": "assistant", "content": ""})
         return self._chunk(index, self._echoed(prompt)) if self.parameters.echo else None
 
-    def delta(self, index: int, text: str) -> dict[str, Any]:
-        """Return a chunk with further text."""
-        return self._chunk(index, {"content": text} if self.chat else text)
+    def delta(self, index: int, prompt: Prompt, part: Delta) -> dict[str, Any]:
+        """Return a chunk with a further part of a response."""
+        if not self.chat:
+            return self._chunk(index, part.content)
+        if part.reasoning:
+            return self._chunk(index, {"reasoning_content": part.reasoning})
+        if part.call is not None:
+            number, call = part.call
+            return self._chunk(index, {"tool_calls": [{"index": number, **tool_call(prompt, index, number, call)}]})
+        return self._chunk(index, {"content": part.content})
 
     def closing(self, choice: Choice) -> dict[str, Any]:
-        """Return the last chunk of a streamed choice, with everything except its text."""
-        whole = self._choice(choice)
-        calls = [{"index": i, **call} for i, call in enumerate(whole.get("message", {}).get("tool_calls", ()))]
-        delta: Any = {"tool_calls": calls} if calls else {}
-        if reasoning := choice.parsed.reasoning:
-            delta["reasoning_content"] = reasoning
-        chunk = self._chunk(choice.index, delta if self.chat else "")
-        kept = {name: value for name, value in whole.items() if name not in ("message", "text")}
-        chunk["choices"][0] |= kept
+        """Return the last chunk of a streamed choice, with everything except the message or the text."""
+        chunk = self._chunk(choice.index, {} if self.chat else "")
+        chunk["choices"][0] |= {k: v for k, v in self._choice(choice).items() if k not in ("message", "text")}
         return chunk
 
     def used(self, choices: Sequence[Choice]) -> dict[str, Any]:
@@ -177,21 +180,25 @@ def message(choice: Choice) -> dict[str, Any]:
         out["reasoning_content"] = parsed.reasoning
     if parsed.tool_calls:
         out["content"] = parsed.content or None
-        out["tool_calls"] = [
-            {
-                "id": _call_id(choice, number),
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
-            for number, call in enumerate(parsed.tool_calls)
-        ]
+        calls = enumerate(parsed.tool_calls)
+        out["tool_calls"] = [tool_call(choice.prompt, choice.index, number, call) for number, call in calls]
     return out
 
 
-def _call_id(choice: Choice, number: int) -> str:
-    """Return the id of a tool call: 9 characters, as some templates require, and equal in a repeated run."""
-    tokens = (*choice.prompt.ids, *choice.completion.ids.tolist(), choice.index, number)
-    return hashlib.sha256(repr(tokens).encode()).hexdigest()[:9]
+def tool_call(prompt: Prompt, index: int, number: int, call: ToolCall) -> dict[str, Any]:
+    """Return a tool call of a message.
+
+    Its id has 9 characters, as some templates require. It is equal in a repeated run and in a stream, and no other
+    call of the conversation has it, since their prompts differ.
+
+    Args:
+        prompt: prompt of the response.
+        index: index of the choice.
+        number: index of the call in the response.
+        call: the call.
+    """
+    id = hashlib.sha256(repr((prompt.ids, index, number, call.name, call.arguments)).encode()).hexdigest()[:9]
+    return {"id": id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def usage(choices: Sequence[Choice]) -> dict[str, int]:

@@ -14,7 +14,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from realign.api.requests import Completion
 from realign.endpoint.answers import Answer
 from realign.endpoint.calls import Call, Caller
 from realign.endpoint.errors import ApiError
@@ -29,7 +28,7 @@ from realign.endpoint.limits import (
     until_disconnected,
 )
 from realign.endpoint.sessions import Session, Sessions
-from realign.endpoint.streaming import TextStream
+from realign.endpoint.streaming import Delta, ResponseStream
 
 POLL_S = 0.05
 """Seconds between two chunks of a streamed response."""
@@ -95,14 +94,9 @@ class Calls:
             if call.parameters.stream:
                 await self._stream(call, answer, send)
             else:
-                completions = await self._all(call)
-                choices = await self._caller.finish(call, completions)
-                await send_json(send, 200, answer.whole(choices))
+                await send_json(send, 200, answer.whole(await self._caller.finish(call)))
         finally:
-            self._caller.cancel(call)  # has no effect on finished responses
-
-    async def _all(self, call: Call) -> list[Completion]:
-        return list(await asyncio.gather(*(self._caller.wait(call, i) for i in range(len(call.flat)))))
+            self._caller.end(call)
 
     async def _stream(self, call: Call, answer: Answer, send: Send) -> None:
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
@@ -114,24 +108,28 @@ class Calls:
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
     async def _chunks(self, call: Call, answer: Answer, send: Send) -> None:
-        texts = [TextStream(call.parameters.stop) for _ in call.flat]
-        for index in range(len(texts)):
-            if (chunk := answer.opening(index, call.flat[index][0])) is not None:
+        prompts = [prompt for prompt, _ in call.flat]
+        streams = [ResponseStream(call.parameters.stop) for _ in prompts]
+        for index, prompt in enumerate(prompts):
+            if (chunk := answer.opening(index, prompt)) is not None:
                 await _event(send, chunk)
-        waiting = asyncio.ensure_future(self._all(call))
+
+        async def send_parts(index: int, parts: list[Delta]) -> None:
+            for part in parts:
+                await _event(send, answer.delta(index, prompts[index], part))
+
+        finished = asyncio.ensure_future(self._caller.finish(call))
         try:
-            while not (await asyncio.wait({waiting}, timeout=POLL_S if call.partial else None))[0]:
-                for index, text in enumerate(texts):
-                    tokens = await self._caller.so_far(call, index)
-                    so_far = answer.renderer.decode(tokens.ids.tolist(), special=False)
-                    if part := text.part(so_far):
-                        await _event(send, answer.delta(index, part))
-            choices = await self._caller.finish(call, await waiting)
+            readers = [call.reader(index) for index in range(len(streams))] if call.partial else []
+            while not (await asyncio.wait({finished}, timeout=POLL_S if call.partial else None))[0]:
+                for index, stream in enumerate(streams):
+                    so_far = await self._caller.so_far(call, index, readers[index])
+                    await send_parts(index, stream.part(so_far))
+            choices = await finished
         finally:
-            waiting.cancel()
-        for choice, text in zip(choices, texts, strict=True):
-            if part := text.rest(choice.parsed.content):
-                await _event(send, answer.delta(choice.index, part))
+            finished.cancel()
+        for choice, stream in zip(choices, streams, strict=True):
+            await send_parts(choice.index, stream.rest(choice.parsed))
             await _event(send, answer.closing(choice))
         if call.parameters.include_usage:
             await _event(send, answer.used(choices))

@@ -10,14 +10,14 @@ from typing import Any, TypeVar
 
 import torch
 
-from realign.api.requests import Completion, Handle, Tokens
+from realign.api.requests import Completion, Handle
 from realign.endpoint.answers import Choice
 from realign.endpoint.capture import Capture, Prompt
 from realign.endpoint.errors import ApiError, invalid
 from realign.endpoint.messages import forced_tools, read_messages, read_tools
 from realign.endpoint.parameters import CHAT, COMPLETIONS, Parameters, read_parameters
-from realign.endpoint.response_parsing import ParsedResponse, can_parse
-from realign.endpoint.sessions import Session
+from realign.endpoint.response_parsing import ParsedResponse, ResponseReader
+from realign.endpoint.sessions import Session, closed
 from realign.endpoint.tool_choice import call_beginning, with_beginning
 from realign.environments.event_loops import DaemonThreads
 
@@ -37,11 +37,8 @@ class Call:
     chat: bool
     """Whether responses are parsed. The text of a completion is its content."""
     tools: list[dict[str, Any]] | None = None
-
-    @property
-    def parses(self) -> bool:
-        """Whether responses may have other parts than content."""
-        return self.chat and can_parse(self.session.backend.renderer.tokenizer)
+    ended: bool = False
+    """Whether the request has ended. Its responses are then not captured."""
 
     @property
     def flat(self) -> list[tuple[Prompt, Handle]]:
@@ -51,11 +48,22 @@ class Call:
     @property
     def partial(self) -> bool:
         """Whether the text of unfinished responses can be sent."""
-        return self.session.backend.sampler.capabilities().abort and not self.parses
+        return self.session.backend.sampler.capabilities().abort
+
+    def reader(self, index: int) -> ResponseReader | None:
+        """Return a parser of a response; None if its content is its whole text."""
+        prompt = self.flat[index][0]
+        given = prompt.text if prompt.text is not None and not prompt.begun else prompt.ids[: _given(prompt)]
+        return self.session.backend.renderer.reader(given, self.tools) if self.chat else None
+
+    def text(self, index: int, ids: Sequence[int], *, special: bool = True) -> str:
+        """Return the text of a response, including a beginning that the prompt contains."""
+        begun = self.flat[index][0].ids[_given(self.flat[index][0]) :] if self.chat else ()
+        return self.session.backend.renderer.decode([*begun, *ids], special=special)
 
 
 class Caller:
-    """Threads of an endpoint: one for each response that is awaited, and one that prepares prompts in order.
+    """Threads of an endpoint: one for each request that is awaited, and one that prepares prompts in order.
 
     A sampler in this process samples in the threads that wait.
     """
@@ -150,39 +158,18 @@ class Caller:
         if not started.cancelled() and started.exception() is None:
             self._threads.submit(_cancel, started.result())
 
-    async def wait(self, call: Call, index: int) -> Completion:
-        """Wait for one response.
+    async def finish(self, call: Call) -> list[Choice]:
+        """Wait for the responses, capture them, and parse them, in one thread.
 
         Raises:
-            ApiError: the response was canceled, or the sampler failed.
-        """
-
-        def result() -> Completion:
-            torch.set_num_threads(self._torch_threads)
-            return call.session.result(call.flat[index][1])
-
-        return await self._aside(result)
-
-    async def so_far(self, call: Call, index: int) -> Tokens:
-        """Return the current tokens of an unfinished response.
-
-        Raises:
-            ApiError: the sampler failed.
-        """
-        try:
-            return await self._aside(call.flat[index][1].tokens)
-        except RuntimeError as error:
-            raise call.session.failed(error) from error
-
-    async def finish(self, call: Call, completions: Sequence[Completion]) -> list[Choice]:
-        """Capture the responses, and parse them.
-
-        Raises:
-            ApiError: the session has ended.
+            ApiError: a response was canceled, the sampler failed, or the request or the session has ended.
         """
 
         def finished() -> list[Choice]:
             torch.set_num_threads(self._torch_threads)
+            completions = [call.session.result(handle) for _, handle in call.flat]
+            if call.ended:
+                raise closed()
             rest = list(completions)
             for prompt, handles in zip(call.prompts, call.handles, strict=True):
                 call.session.keep(call.capture, prompt, rest[: len(handles)])
@@ -191,12 +178,37 @@ class Caller:
 
         return await self._aside(finished)
 
+    async def so_far(self, call: Call, index: int, reader: ResponseReader | None) -> ParsedResponse:
+        """Return the parts of an unfinished response.
+
+        Args:
+            call: the request.
+            index: index of the response.
+            reader: see `Call.reader`.
+
+        Raises:
+            ApiError: the sampler failed.
+        """
+
+        def read() -> ParsedResponse:
+            ids = call.flat[index][1].tokens().ids.tolist()
+            if reader is None:
+                return ParsedResponse(call.text(index, ids, special=False))
+            return reader.part(call.text(index, ids))
+
+        try:
+            return await self._aside(read)
+        except RuntimeError as error:
+            raise call.session.failed(error) from error
+
     async def _aside(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
-    def cancel(self, call: Call) -> None:
-        """Cancel all responses of a call, without waiting."""
-        self._threads.submit(_cancel, call)
+    def end(self, call: Call) -> None:
+        """End a request: cancel its unfinished responses, without waiting."""
+        call.ended = True
+        if not all(handle.done for _, handle in call.flat):
+            self._threads.submit(_cancel, call)
 
 
 def _cancel(call: Call) -> None:
@@ -210,17 +222,18 @@ def choice(call: Call, index: int, completion: Completion) -> Choice:
     Raises:
         ApiError: the scorer failed.
     """
-    prompt, sampled = call.flat[index][0], completion.ids.tolist()
-    renderer = call.session.backend.renderer
-    if call.parses:
-        given = len(prompt.ids) - prompt.begun
-        parsed = renderer.parse([*prompt.ids[given:], *sampled], before=prompt.ids[:given], tools=call.tools)
-    else:
-        parsed = ParsedResponse(renderer.decode(sampled, special=False))
+    prompt, sampled, reader = call.flat[index][0], completion.ids.tolist(), call.reader(index)
+    plain = call.text(index, sampled, special=False)
+    parsed = ParsedResponse(plain) if reader is None else reader.whole(call.text(index, sampled), plain)
     content, stopped = cut(parsed.content, call.parameters.stop)
     parsed = ParsedResponse(content, parsed.tool_calls, parsed.reasoning)
     scores = call.session.score([*prompt.ids, *sampled], call.parameters) if call.parameters.scores else None
     return Choice(index, prompt, completion, parsed, stopped, scores)
+
+
+def _given(prompt: Prompt) -> int:
+    """Return the number of tokens of a prompt before the beginning of its response."""
+    return len(prompt.ids) - prompt.begun
 
 
 def cut(text: str, stops: Sequence[str]) -> tuple[str, bool]:

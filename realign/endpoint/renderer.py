@@ -10,7 +10,14 @@ from contextlib import suppress
 from typing import Any
 
 from realign.chat_template import Bounds, ChatTemplate
-from realign.endpoint.response_parsing import ParsedResponse, can_parse, parse_response
+from realign.endpoint.response_parsing import (
+    ParsedResponse,
+    ResponseReader,
+    can_parse,
+    loaded_template,
+    special_tokens,
+    text_of,
+)
 from realign.endpoint.response_templates import fits
 from realign.endpoint.response_templates import response_template as found_response_template
 from realign.errors import ConfigError, DataError
@@ -42,6 +49,8 @@ class Renderer:
         self.tokenizer = copy.deepcopy(tokenizer)
         self.options = dict(options or {})
         self.tokenizer.response_template = found_response_template(self.tokenizer, response_template)
+        self._response_template = loaded_template(self.tokenizer)
+        self._special = special_tokens(self.tokenizer)
         self._template = ChatTemplate(self.tokenizer, _BOUNDS)
         self._lock = threading.Lock()  # tokenizers are not documented to be thread-safe
         self._warned = False
@@ -122,12 +131,24 @@ class Renderer:
             whole, head = self._decoded([*context, *ids], special), self._decoded(context, special)
             return whole[len(head) :] if whole.startswith(head) else self._decoded(list(ids), special)
 
+    def reader(self, prompt: str | Sequence[int], tools: Sequence[Mapping[str, Any]] | None) -> ResponseReader | None:
+        """Return a parser of a response; None if the tokenizer has no response template.
+
+        Args:
+            prompt: text or token ids of the prompt.
+            tools: tools of the request, which determine the types of arguments.
+        """
+        if self._response_template is None:
+            return None
+        text = prompt if isinstance(prompt, str) else self.decode(prompt)
+        return ResponseReader(self._response_template, text, tools, self._special)
+
     def parse(
-        self, ids: Sequence[int], *, before: Sequence[int], tools: Sequence[Mapping[str, Any]] | None
+        self, ids: Sequence[int], *, before: str | Sequence[int], tools: Sequence[Mapping[str, Any]] | None
     ) -> ParsedResponse:
-        """See `parse_response`."""
-        with self._lock:
-            return parse_response(self.tokenizer, ids, before=before, tools=tools)
+        """See `parse_response`. The prompt `before` is text or token ids."""
+        plain, reader = self.decode(ids, special=False), self.reader(before, tools)
+        return ParsedResponse(plain) if reader is None else reader.whole(self.decode(ids), plain)
 
     def _check_anchor(self, given: str) -> None:
         """Check that the response template belongs to the chat template."""
@@ -142,4 +163,4 @@ class Renderer:
             )
 
     def _decoded(self, ids: list[int], special: bool) -> str:
-        return str(self.tokenizer.decode(ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False))
+        return text_of(self.tokenizer, ids, special=special)

@@ -1,16 +1,30 @@
-"""`parse_response`: content, reasoning and tool calls of a sampled response."""
+"""`parse_response` and `ResponseReader`: content, reasoning and tool calls of a sampled response.
+
+The parser is `ResponseParser` of transformers, which interprets the response template of a tokenizer. It reports the
+regions of a text while the text grows: reasoning, content, and tool calls.
+"""
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from realign.api.environment import ToolCall
+from realign.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers.utils.chat_parsing import ResponseParser
+    from transformers.utils.chat_parsing.response_templates import ResponseTemplate
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of the reasoning in response templates, as in transformers."""
+_CALLS = "tool_calls"
+_INCOMPLETE = "\ufffd"
+"""End of a text whose last character has further bytes."""
 
 
 @dataclass(frozen=True)
@@ -34,29 +48,253 @@ def parse_response(
     before: Sequence[int] = (),
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> ParsedResponse:
-    """Parse a response with the tokenizer's response template, see `tokenizer.parse_response` of transformers.
+    """Parse a response with the tokenizer's response template.
 
-    Without a response template, or if the response does not match it, the content is the whole text.
+    Without a response template, or if the response matches no part of it, the content is the whole text. The text of
+    an invalid tool call, and all text after it, is content.
 
     Args:
         tokenizer: tokenizer of transformers.
         ids: token ids of the response.
         before: token ids of the prompt.
         tools: tools of the request, which determine the types of arguments.
+
+    Raises:
+        ConfigError: the response template is invalid.
     """
-    text = str(tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    plain, template = text_of(tokenizer, ids, special=False), loaded_template(tokenizer)
+    if template is None:
+        return ParsedResponse(plain)
+    reader = ResponseReader(template, text_of(tokenizer, before), tools, special_tokens(tokenizer))
+    return reader.whole(text_of(tokenizer, ids), plain)
+
+
+def loaded_template(tokenizer: Any) -> ResponseTemplate | None:
+    """Return the response template of a tokenizer for `ResponseReader`; None if it has none.
+
+    Removes the alternative `$` from the ends of regions. A region always ends at the end of the text. However, `$` also
+    matches the end of an unfinished text, and the parser then takes the beginning of a mark as content.
+
+    Raises:
+        ConfigError: the template is invalid.
+    """
+    from transformers.utils.chat_parsing.response_templates import load_response_template
+
     if not can_parse(tokenizer):
-        return ParsedResponse(text)
+        return None
+    spec: Any = copy.deepcopy(tokenizer.response_template)
     try:
-        message = tokenizer.parse_response(list(ids), prefix=list(before), tools=list(tools) if tools else None)
-        content = message.get("content") or ""
-        calls = tuple(map(_tool_call, message.get("tool_calls") or ()))
-        reasoning = next((found for name in _REASONING if (found := message.get(name))), None)
-    except Exception:  # a policy can write anything, and the parsers raise many types of errors
-        return ParsedResponse(text)
-    if not (content or calls or reasoning):  # the response matches no field of the template
-        return ParsedResponse(text)
-    return ParsedResponse(str(content), calls, None if reasoning is None else str(reasoning))
+        for field in spec["fields"].values():
+            if "close_pattern" in field:
+                field["close_pattern"] = field["close_pattern"].removesuffix("|$")
+        return load_response_template(spec)
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        raise ConfigError(
+            f"response_template: the response template of the tokenizer is invalid ({error}). Set another one."
+        ) from error
+
+
+def text_of(tokenizer: Any, ids: Sequence[int], *, special: bool = True) -> str:
+    """Return the text of token ids.
+
+    Args:
+        tokenizer: tokenizer of transformers.
+        ids: the token ids.
+        special: whether to include special tokens.
+    """
+    return str(tokenizer.decode(list(ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False))
+
+
+def special_tokens(tokenizer: Any) -> list[str]:
+    """Return the texts of the tokens that are not part of content."""
+    return [str(token.content) for token in tokenizer.added_tokens_decoder.values() if token.special]
+
+
+@dataclass
+class _Region:
+    """A part of a response."""
+
+    field: str
+    """Name of its field in the response template."""
+    text: str = ""
+    prefilled: int = 0
+    """Number of characters at the beginning of `text` that belong to the prompt."""
+    value: Any = None
+    """Parsed text of a region that has ended."""
+    ended: bool = False
+
+
+class ResponseReader:
+    """Parses a response while it grows.
+
+    Args:
+        template: the response template.
+        prompt: text of the prompt, which may contain the beginning of a region, such as of the reasoning.
+        tools: tools of the request.
+        special: texts of special tokens, which content never contains.
+    """
+
+    def __init__(
+        self,
+        template: ResponseTemplate,
+        prompt: str,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        special: Iterable[str] = (),
+    ) -> None:
+        self._template, self._prompt, self._special = template, prompt, tuple(special)
+        self._tools: list[Any] | None = list(tools) if tools else None
+        self._text = ""
+        self._failed = False
+        self._parser, self._regions = self._started()
+
+    def part(self, text: str) -> ParsedResponse:
+        """Return the parts of an unfinished response that further text does not change.
+
+        Args:
+            text: the text so far, including special tokens.
+        """
+        stable = text.rstrip(_INCOMPLETE)
+        if stable.startswith(self._text):
+            self._read(stable)
+        return self._parsed()
+
+    def whole(self, text: str, plain: str) -> ParsedResponse:
+        """Return the parts of the finished response.
+
+        Args:
+            text: the whole text, including special tokens.
+            plain: the whole text without special tokens.
+        """
+        if not text.startswith(self._text):  # the decoded text changed before its end
+            self._text, self._failed = "", False
+            self._parser, self._regions = self._started()
+        self._read(text)
+        if not self._failed:
+            try:
+                _collect(self._parser.finalize()[1], self._regions)
+            except Exception:  # see `_read`
+                self._failed = True
+        found = self._parsed()
+        return found if found.content or found.tool_calls or found.reasoning else ParsedResponse(plain)
+
+    def _started(self) -> tuple[ResponseParser, list[_Region]]:
+        from transformers.utils.chat_parsing import ResponseParser
+
+        try:
+            parser = ResponseParser(self._template, prefix=self._prompt, tools=self._tools)
+        except Exception:  # the prompt contains text that the parser rejects, such as an invalid tool call
+            parser = ResponseParser(self._template, prefix="", tools=self._tools)
+        regions = _collect(parser.initial_events, [])
+        for region in regions:
+            region.prefilled = len(region.text)
+        return parser, regions
+
+    def _read(self, text: str) -> None:
+        """Parse a text that begins with the text so far. After a failure, nothing is parsed."""
+        known, self._text = len(self._text), text
+        if self._failed:
+            return
+        try:
+            events = self._parser.feed(text[known:])
+        except Exception:  # a policy can write anything, and the parsers raise many types of errors
+            self._failed = True
+            self._regions = self._regions_before_failure(known)
+        else:
+            _collect(events, self._regions)
+
+    def _regions_before_failure(self, known: int) -> list[_Region]:
+        """Return the regions of the longest beginning of the text that can be parsed; the next character ends one.
+
+        Args:
+            known: length of a beginning that can be parsed.
+        """
+        fails, found = len(self._text), self._regions_of(known) or []
+        while fails - known > 1:
+            middle = (known + fails) // 2
+            regions = self._regions_of(middle)
+            if regions is None:
+                fails = middle
+            else:
+                known, found = middle, regions
+        return found
+
+    def _regions_of(self, length: int) -> list[_Region] | None:
+        """Return the regions of a beginning of the text; None if the parser fails."""
+        parser, regions = self._started()
+        try:
+            return _collect(parser.feed(self._text[:length]), regions)
+        except Exception:  # see `_read`
+            return None
+
+    def _parsed(self) -> ParsedResponse:
+        contents: list[str] = []
+        reasoning: list[str] = []
+        calls: list[ToolCall] = []
+        for number, region in enumerate(self._regions):
+            found = self._calls_of(region)
+            if found is None:  # an invalid region
+                if number and self._regions[number - 1].field == "content":  # keeps the white space in between
+                    contents.pop()
+                    number -= 1
+                contents.append(self._plain_from(number).strip())
+                break
+            calls += found
+            if region.field in _REASONING:
+                reasoning.append(self._text_of(region))
+            elif region.field == "content":
+                contents.append(self._text_of(region))
+        return ParsedResponse(_joined(contents), tuple(calls), _joined(reasoning) or None)
+
+    def _calls_of(self, region: _Region) -> list[ToolCall] | None:
+        """Return the tool calls of a region; None if the region is invalid, so that its text is content."""
+        if not region.ended:
+            return None if self._failed else []
+        if region.field != _CALLS:
+            return []
+        try:
+            return list(map(_tool_call, region.value if isinstance(region.value, list) else [region.value]))
+        except Exception:  # the value has any type
+            return None
+
+    def _text_of(self, region: _Region) -> str:
+        """Return the text of a region, without white space at its end that may not be part of it."""
+        if region.ended:
+            return str(region.value)
+        strips = self._template.fields[region.field].content_args.get("strip", True)
+        return region.text.strip() if strips else region.text
+
+    def _plain_from(self, number: int) -> str:
+        """Return the text from the beginning of a region on, without special tokens."""
+        place = 0
+        for region in self._regions[:number]:
+            body = region.text[region.prefilled :]
+            if (found := self._text.find(body, place)) >= 0:
+                place = found + len(body)
+        region = self._regions[number]
+        opening = self._template.fields[region.field].open_re
+        if opening is None:
+            place = max(place, self._text.find(region.text[region.prefilled :], place))
+        elif (match := opening.search(self._text, place)) is not None:
+            place = match.start()
+        plain = self._text[place:]
+        return re.sub("|".join(map(re.escape, self._special)), "", plain) if self._special else plain
+
+
+def _collect(events: Iterable[Mapping[str, Any]], regions: list[_Region]) -> list[_Region]:
+    """Add the events of a parser to its regions."""
+    for event in events:
+        if event["type"] == "region_open":
+            regions.append(_Region(event["field"]))
+        elif event["type"] == "region_chunk":
+            regions[-1].text += event["text"]
+        else:
+            regions[-1].value, regions[-1].ended = event["value"], True
+    return regions
+
+
+def _joined(parts: Sequence[str]) -> str:
+    """Return the parts that are not empty, in separate lines."""
+    return "\n".join(filter(None, parts))
 
 
 def _tool_call(found: Mapping[str, Any]) -> ToolCall:

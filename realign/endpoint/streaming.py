@@ -1,8 +1,12 @@
-"""`TextStream`: the text of an unfinished response that can be sent already."""
+"""`TextStream` and `ResponseStream`: the parts of an unfinished response that can be sent already."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from realign.api.environment import ToolCall
+from realign.endpoint.response_parsing import ParsedResponse
 
 
 class TextStream:
@@ -31,6 +35,49 @@ class TextStream:
     def _next(self, text: str) -> str:
         part, self._sent = text[len(self._sent) :], text
         return part
+
+
+@dataclass(frozen=True)
+class Delta:
+    """A further part of a response, of one kind."""
+
+    content: str = ""
+    reasoning: str = ""
+    call: tuple[int, ToolCall] | None = None
+    """Index of a tool call in the response, and the call."""
+
+
+class ResponseStream:
+    """Yields the parts of a growing response. A tool call is one part, which is sent when the call is complete.
+
+    Args:
+        stops: stop strings, which must not be sent.
+    """
+
+    def __init__(self, stops: Sequence[str] = ()) -> None:
+        self._content, self._reasoning = TextStream(stops), TextStream()
+        self._calls = 0
+
+    def part(self, parsed: ParsedResponse) -> list[Delta]:
+        """Return the further parts of an unfinished response."""
+        return list(
+            self._deltas(self._reasoning.part(parsed.reasoning or ""), self._content.part(parsed.content), parsed)
+        )
+
+    def rest(self, parsed: ParsedResponse) -> list[Delta]:
+        """Return the last parts, given the whole response."""
+        return list(
+            self._deltas(self._reasoning.rest(parsed.reasoning or ""), self._content.rest(parsed.content), parsed)
+        )
+
+    def _deltas(self, reasoning: str, content: str, parsed: ParsedResponse) -> Iterator[Delta]:
+        if reasoning:
+            yield Delta(reasoning=reasoning)
+        if content:
+            yield Delta(content)
+        known, self._calls = self._calls, max(self._calls, len(parsed.tool_calls))
+        for number in range(known, len(parsed.tool_calls)):
+            yield Delta(call=(number, parsed.tool_calls[number]))
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import itertools
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from realign.engines.files.pretrained import quiet_transformers
-from realign.engines.network.heads import Head
+from realign.engines.network.heads import Head, is_encoder_decoder
 from realign.engines.network.trains import All, Trained
 from realign.engines.network.unpacked import UNPACKED_FAMILIES
 
@@ -104,7 +105,7 @@ def shape_of(
 ) -> ModelShape:
     """Return the sizes of the model with this transformers config; see `read_shape`."""
     with torch.random.fork_rng(devices=[]), torch.device("meta"), quiet_transformers():
-        kind = head.auto_class(config.model_type)
+        kind = head.auto_class(config)
         module = kind.from_config(config, trust_remote_code=trust_remote_code, dtype=torch.float32)
         loaded = sum(p.numel() for p in module.parameters())
         layers = _layers(module)
@@ -118,7 +119,8 @@ def shape_of(
     size = getattr(text, "head_dim", None) or text.hidden_size // queries
     last: Any = None if head.is_scalar else module.get_output_embeddings()
     given = module.get_input_embeddings().weight
-    unpacked = config.model_type in UNPACKED_FAMILIES
+    pair = is_encoder_decoder(config)
+    unpacked = pair or config.model_type in UNPACKED_FAMILIES
     return ModelShape(
         family=config.model_type,
         parameters=loaded,
@@ -126,7 +128,7 @@ def shape_of(
         matrices=matrices,
         trained=trained,
         adapters=sum(p.numel() for p in module.parameters()) - loaded,
-        layers=text.num_hidden_layers,
+        layers=len(layers) if pair else text.num_hidden_layers,
         hidden=text.hidden_size,
         queries=queries * size,
         keys=(getattr(text, "num_key_value_heads", None) or queries) * size,
@@ -145,15 +147,20 @@ def shape_of(
     )
 
 
-def _layers(module: Any) -> nn.Module:
-    """Return the list of layers; a model without one is treated as a single layer."""
-    lists = [part for part in module.modules() if isinstance(part, nn.ModuleList)]
-    return max(lists, key=lambda part: sum(p.numel() for p in part.parameters()), default=module.base_model)
+def _layers(module: Any) -> nn.ModuleList:
+    """Return the layers, with those of an encoder; a model without a list of layers is treated as a single layer."""
+    stacks = [module.get_encoder(), module.get_decoder()] if is_encoder_decoder(module.config) else [module]
+    return nn.ModuleList(itertools.chain.from_iterable(map(_largest_list, stacks)))
+
+
+def _largest_list(stack: Any) -> Iterable[nn.Module]:
+    lists = [part for part in stack.modules() if isinstance(part, nn.ModuleList)]
+    return max(lists, key=lambda part: sum(p.numel() for p in part.parameters()), default=[stack.base_model])
 
 
 def _mlp(config: Any) -> int:
     """Return the inner size of the feed-forward layer, for all experts that compute a token."""
-    for name in ("moe_intermediate_size", "intermediate_size", "ffn_dim", "n_inner"):
+    for name in ("moe_intermediate_size", "intermediate_size", "ffn_dim", "n_inner", "d_ff"):
         if (found := getattr(config, name, None)) is not None:
             return int(found) * int(getattr(config, "num_experts_per_tok", None) or 1)
     return 4 * int(config.hidden_size)

@@ -14,7 +14,7 @@ from realign.engines.files.adapters import AdapterFolder
 from realign.engines.files.folders import check_path
 from realign.engines.files.inspection import no_trained_head
 from realign.engines.files.pretrained import quiet_transformers, readable
-from realign.engines.network.heads import Head, ValueHead, head_mapping, read_head
+from realign.engines.network.heads import Head, ValueHead, head_mapping, is_encoder_decoder, read_head
 from realign.engines.network.lora import merge_adapter
 from realign.engines.network.passed_context import pass_context_on
 from realign.engines.network.recurrence import segment_recurrent_layers
@@ -59,10 +59,11 @@ class ModuleReader:
         path = check_path(f"models.{self.role}.path", path)
         hub = "" if Path(path).is_dir() else " from the hub (if offline, set HF_HUB_OFFLINE=1)"
         with readable(f"models.{self.role}: cannot load {path!r}{hub}"):
-            family = AutoConfig.from_pretrained(path, trust_remote_code=self.trust_remote_code).model_type
+            config = AutoConfig.from_pretrained(path, trust_remote_code=self.trust_remote_code)
+        family = config.model_type
         what = f"models.{self.role}: model family {family!r} cannot be loaded from {path!r} with head={self.head}"
         with readable(what):
-            module, info = self._loaded(path, family)
+            module, info = self._loaded(path, config)
         supplied = frozenset() if self.adapter is None else self.adapter.head_names()
         missing = sorted(set(info["missing_keys"]) - supplied)
         self._check_complete(module.base_model_prefix, missing)
@@ -71,15 +72,16 @@ class ModuleReader:
                 module = merge_adapter(module, self.adapter.path)
         return module
 
-    def _loaded(self, path: str, family: str) -> tuple[Any, dict[str, Any]]:
+    def _loaded(self, path: str, config: Any) -> tuple[Any, dict[str, Any]]:
         from realign.engines.network.attention import ATTENTION
 
+        kind = self.head.auto_class(config)
         labels = {"num_labels": 1} if self.head.is_scalar else {}
 
-        def load(attention: str | None = ATTENTION, **more: Any) -> tuple[Any, dict[str, Any]]:
+        def load(attention: str | None, **more: Any) -> tuple[Any, dict[str, Any]]:
             with torch.random.fork_rng(), quiet_transformers():
                 torch.manual_seed(self.seed)
-                return self.head.auto_class(family).from_pretrained(
+                return kind.from_pretrained(
                     path,
                     dtype=torch.float32,
                     attn_implementation=attention,
@@ -91,9 +93,9 @@ class ModuleReader:
                     **more,
                 )
 
-        attention: str | None = ATTENTION
+        attention = None if is_encoder_decoder(config) else ATTENTION
         try:
-            module, info = load()
+            module, info = load(attention)
         except KeyError as error:
             if error.args != (ATTENTION,):
                 raise

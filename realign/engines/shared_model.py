@@ -167,6 +167,11 @@ class SharedEngine(PipelinableEngine):
         """See `PipelinableEngine.reads_images`."""
         return self.engine.reads_images
 
+    @property
+    def encoder_decoder(self) -> bool:
+        """See `PipelinableEngine.encoder_decoder`."""
+        return self.engine.encoder_decoder
+
     def measure(self, data: SequenceSample, mb_spec: MicroBatchSpec, loss_fn: LossFn) -> Stats:
         """See `PipelinableEngine.measure`."""
         return self.engine.measure(data, mb_spec, loss_fn)

@@ -17,6 +17,7 @@ from realign.api.sampler_spec import SamplerSpec
 from realign.api.seeds import derive_seed
 from realign.engines.distributed.ranks import current
 from realign.engines.distributed.spec import Sharding
+from realign.engines.encoder_decoder_settings import check_settings
 from realign.engines.files.adapters import AdapterStart, find_adapter
 from realign.engines.files.folders import check_path, read_states
 from realign.engines.files.inspection import check_head, check_hub, pick_device, weight_names
@@ -333,6 +334,14 @@ class TransformersModel(Settings, ModelSpec):
             settings_4bit(device, settings.dtype) if self.load_in_4bit else {},
         )
         module = reader.read(merge=not self._adapter.continues)
+        check_settings(
+            f"models.{name}",
+            module,
+            head=self.head,
+            trains=self.trains,
+            sampler=self.sampler,
+            load_in_4bit=self.load_in_4bit,
+        )
         self.head.start(module, seed=derive_seed(seed, name, "head"))
         words = module.get_input_embeddings().weight.shape[0]
         tokenizer = self._read_tokenizer(name, words)

@@ -13,7 +13,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from itertools import dropwhile
 from pathlib import Path
-from typing import Any, TypeVar
+from queue import Empty, SimpleQueue
+from typing import Any, TypeAlias, TypeVar
 
 from realign.environments.failures import EnvironmentFailure
 from realign.rewards.text import log_file, visible
@@ -21,7 +22,10 @@ from realign.rewards.text import log_file, visible
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+_Calls: TypeAlias = "SimpleQueue[Callable[[], None] | None]"
 
+IDLE_S = 5.0
+"""Seconds after which an idle thread of `DaemonThreads` ends."""
 LOOK_S = 0.5
 """Seconds between two checks that a loop runs callbacks."""
 SHUT_S = 1.0
@@ -210,10 +214,20 @@ class BlockedLoops:
 
 
 class DaemonThreads(ThreadPoolExecutor):
-    """Executor of an environment's `asyncio.to_thread` calls. Neither a batch nor the process waits for late calls."""
+    """Executor whose threads neither a batch nor the process waits for. Any number of calls run at a time.
+
+    A call reuses an idle thread if there is one. Starting a thread blocks the caller, which is an event loop, until the
+    new thread runs. On a busy machine this takes milliseconds.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._guard = threading.Lock()  # guards the attributes below
+        self._idle: list[_Calls] = []
+        self._ended = False
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
-        """Start a daemon thread for this call."""
+        """Run a call in a daemon thread."""
         found: Future[T] = Future()
 
         def work() -> None:
@@ -223,8 +237,40 @@ class DaemonThreads(ThreadPoolExecutor):
                 except BaseException as error:
                     found.set_exception(error)
 
-        threading.Thread(target=work, daemon=True).start()
+        with self._guard:
+            calls = self._idle.pop() if self._idle else None
+        if calls is None:
+            calls = SimpleQueue()
+            threading.Thread(target=self._serve, args=(calls,), daemon=True).start()
+        calls.put(work)
         return found
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """End the idle threads. Other threads end after their calls."""
+        with self._guard:
+            self._ended, idle, self._idle = True, self._idle, []
+        for calls in idle:
+            calls.put(None)
+
+    def _serve(self, calls: _Calls) -> None:
+        """Run the calls of a thread."""
+        while (work := self._next(calls)) is not None:
+            work()
+            del work  # an idle thread must not keep results alive
+            with self._guard:
+                if self._ended:
+                    return
+                self._idle.append(calls)
+
+    def _next(self, calls: _Calls) -> Callable[[], None] | None:
+        """Wait for the next call. Returns None if the thread ends."""
+        with suppress(Empty):
+            return calls.get(timeout=IDLE_S)
+        with self._guard:
+            if calls in self._idle:
+                self._idle.remove(calls)
+                return None
+        return calls.get()  # another thread has just chosen this one
 
 
 def _places(filename: str) -> set[Path]:

@@ -12,11 +12,16 @@ from realign.errors import ConfigError
 from realign.rewards.pool.functions import load_object
 
 
-def load_environment(name: str, arguments: Mapping[str, Any]) -> Callable[[], Environment]:
+def load_environment(name: str, arguments: Mapping[str, Any], *, tools: bool = False) -> Callable[[], Environment]:
     """Return a factory that constructs the class `name` with these keyword arguments, once per episode.
 
     A file is imported like the file of a reward function (`realign.rewards.pool.functions.load_function`). If the class
     has a class method `check`, it is called with the arguments.
+
+    Args:
+        name: name of the class.
+        arguments: its keyword arguments.
+        tools: whether `reset` gets the parameter `tools`.
 
     Raises:
         ConfigError: the class does not exist, does not accept the arguments, or lacks the methods of an environment.
@@ -26,10 +31,11 @@ def load_environment(name: str, arguments: Mapping[str, Any]) -> Callable[[], En
     if not isinstance(found, type):
         raise ConfigError(f"environment {name!r} is a {type(found).__name__}; expected a class.")
     _takes(found, name, **arguments)
-    for method, given in (("reset", ("row",)), ("step", ("response",))):
+    opened: dict[str, Any] = {"tools": None} if tools else {}
+    for method, given, named in (("reset", "row", opened), ("step", "response", {})):
         if not callable(getattr(found, method, None)):
-            raise ConfigError(f"environment {name!r} has no method {method}({', '.join(given)}).")
-        _takes(getattr(found, method), f"{name}.{method}", "self", *given)
+            raise ConfigError(f"environment {name!r} has no method {method}({given}).")
+        _takes(getattr(found, method), f"{name}.{method}", "self", given, **named)
     if callable(check := getattr(found, "check", None)):
         check(**arguments)
     return functools.partial(found, **arguments)

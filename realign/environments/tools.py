@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -133,6 +134,20 @@ class ToolSources:
                 client = await stack.enter_async_context(server.connect())
                 tools += [Tool(schema, run) for schema, run in await client.tools()]
             yield Toolbox(tools)
+
+    def schemas(self) -> list[dict[str, Any]]:
+        """Return the schemas of all tools, for the column `tools` of a dataset.
+
+        Raises:
+            ConfigError: two tools have the same name.
+            ConnectionError: a server cannot be reached.
+        """
+
+        async def listed() -> list[dict[str, Any]]:
+            async with self.open() as tools:
+                return tools.schemas
+
+        return asyncio.run(listed())
 
 
 def load_tools(functions: Sequence[str], servers: Sequence[str]) -> ToolSources:

@@ -40,6 +40,8 @@ from realign.api.router_experts import ROUTER_EXPERTS, with_experts
 from realign.endpoint.renderer import Renderer
 from realign.endpoint.response_parsing import ParsedResponse, can_parse
 from realign.environments import Answer, Episode, Failures, Limits, Slots, TurnWriter, Worlds, load_environment
+from realign.environments.tool_environment import load_with_tools
+from realign.environments.tools import load_tools
 from realign.errors import GraphError, SettingsError
 from realign.settings import Count, Fraction, Positive
 
@@ -56,6 +58,11 @@ class EnvironmentInterface(ModelInterface):
     instance is created per episode."""
     arguments: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the environment class."""
+    tools: list[str] = field(default_factory=list)
+    """Python functions with type hints and docstrings, `package.module:function` or `path/to/file.py:function`. The
+    environment gets them as the parameter `tools` of `reset` (`realign.environments.Toolbox`)."""
+    mcp: list[str] = field(default_factory=list)
+    """MCP servers whose tools are added to `tools`: URLs, or commands, which every episode starts for itself."""
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     """Sampling settings of a turn (`${interfaces.actor.generation}`): `n` is the number of episodes per prompt,
     `max_new_tokens` the limit of one turn in tokens."""
@@ -110,7 +117,8 @@ class EnvironmentInterface(ModelInterface):
         """Load the environment class and the reward functions.
 
         Raises:
-            ConfigError: the class does not exist, or is not an environment, or a function does not exist.
+            ConfigError: the class does not exist, is no environment, or cannot call tools, a function does not exist,
+                or an extra is missing.
         """
         self._opened()
         if self.reward is not None:
@@ -123,7 +131,11 @@ class EnvironmentInterface(ModelInterface):
 
     def _opened(self) -> Callable[[], Environment]:
         if self._make is None:
-            self._make = load_environment(self.environment, self.arguments)
+            if self.tools or self.mcp:
+                sources = load_tools(self.tools, self.mcp)
+                self._make = load_with_tools(self.environment, self.arguments, sources)
+            else:
+                self._make = load_environment(self.environment, self.arguments)
         return self._make
 
     def keys(self, method: str) -> Keys:

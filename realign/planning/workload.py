@@ -10,7 +10,7 @@ from realign.engines import All, DType, InProcessSampling, Lora, TopLayers, Tran
 from realign.engines.files.adapters import find_adapter
 from realign.engines.files.folders import check_path
 from realign.engines.files.pretrained import quiet_transformers, readable
-from realign.engines.network.heads import IMAGE_FAMILIES, language_model_class
+from realign.engines.network.heads import IMAGE_FAMILIES, is_encoder_decoder, language_model_class
 from realign.errors import ConfigError
 from realign.planning.options import PlanOptions
 from realign.planning.plans import Tail, Work
@@ -189,9 +189,11 @@ def _network(role: str, spec: TransformersModel) -> Network:
     path = check_path(key, spec.path if adapter is None else adapter.base)
     with readable(f"{key}={path!r}"), quiet_transformers():
         whole = AutoConfig.from_pretrained(path, trust_remote_code=spec.trust_remote_code)
+        if is_encoder_decoder(whole):
+            raise ConfigError(f"{key}: plans do not support encoder-decoder models. Use a decoder model.")
         config = whole.get_text_config()
         with torch.device("meta"):
-            module = language_model_class(whole.model_type).from_config(
+            module = language_model_class(whole).from_config(
                 whole if whole.model_type in IMAGE_FAMILIES else config, trust_remote_code=spec.trust_remote_code
             )
     heads = int(config.num_attention_heads)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from realign.api import Model
 from realign.data import Dataset
 from realign.runtime.checks.dataset import check_budget, check_dataset
+from realign.runtime.checks.encoder_decoder import check_encoder_decoders, check_predicted
 from realign.runtime.checks.images import check_image_models
 from realign.runtime.checks.positions import check_positions
 from realign.runtime.experiment import Experiment
@@ -37,8 +38,10 @@ def load_datasets(experiment: Experiment, models: Mapping[str, Model]) -> Datase
         RealignError: a dataset cannot be read, or does not fit the graph, the token budget or a model.
     """
     check_image_models(experiment, models)
+    check_encoder_decoders(experiment, models)
     training = experiment.data.load(models[lead_role(experiment)].tokenizer)
     check_dataset(training, experiment)
+    check_predicted(training, "data", models)
     readers = [rpc.model for rpc in experiment.graph.rpcs]
     length, setting = experiment.longest_response, experiment.length_setting
     check_positions(training, length, models, readers, "data", setting=setting)
@@ -55,6 +58,7 @@ def load_held_out(experiment: Experiment, models: Mapping[str, Model]) -> dict[s
     found = {}
     for where, evaluation in experiment.all_evaluations.items():
         found[where] = evaluation.data.load(models[evaluation.role].tokenizer)
+        check_predicted(found[where], f"{where}.data", {evaluation.role: models[evaluation.role]})
         check_positions(found[where], evaluation.longest_response, models, [evaluation.role], f"{where}.data")
     return found
 

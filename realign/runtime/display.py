@@ -103,7 +103,8 @@ def panels(
 def with_held_out(charts: Sequence[Panel], reported: Iterable[str]) -> tuple[Panel, ...]:
     """Return the charts with the reported held-out values added.
 
-    A held-out value is added to the chart of its training metric. The remaining ones share one extra chart.
+    A held-out value is added to the chart of its training metric. The remaining ones share one extra chart, except
+    `mean@n`, which repeats the mean reward.
     """
     names = [name for name in dict.fromkeys(reported) if name.startswith(EVALUATION)]
     shown = {name for panel in charts for name in panel.metrics}
@@ -118,7 +119,11 @@ def with_held_out(charts: Sequence[Panel], reported: Iterable[str]) -> tuple[Pan
                     metrics[held_out] = where if len(panel.metrics) == 1 else f"{label}, {where}"
         found.append(Panel(panel.title, metrics))
     shown |= {name for panel in found for name in panel.metrics}
-    others = {name: name.removeprefix(EVALUATION) for name in names if name not in shown}
+    others = {
+        name: name.removeprefix(EVALUATION)
+        for name in names
+        if name not in shown and not name.rpartition("/")[2].startswith("mean@")
+    }
     return (*found, Panel("other held-out metrics", others)) if others else tuple(found)
 
 

@@ -64,6 +64,21 @@ def test_requests_that_wait_are_one_call_of_the_engine():
     assert all(handle.done for handle in handles)
 
 
+def test_requests_that_arrive_while_the_first_one_is_awaited_are_sampled_with_it(monkeypatch):
+    engine = Counting()
+    sampler = InProcessSampler(engine)
+    first, *others = requests_of(prompts(), CONFIG, 1)
+    late = iter(others)
+
+    def arrives(seconds: float) -> None:  # one further request arrives in each wait
+        if (request := next(late, None)) is not None:
+            sampler.submit(request)
+
+    monkeypatch.setattr("realign.api.in_process_sampler.time.sleep", arrives)
+    sampler.submit(first).result()
+    assert engine.calls == [(("a", "b", "c", "d"), 3)]
+
+
 def test_requests_of_other_seeds_settings_or_prompts_are_calls_of_their_own():
     engine = Counting()
     sampler = InProcessSampler(engine)

@@ -2,35 +2,64 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
 import torch
 
 from realign.api import Capabilities, GenerationConfig, Request, SequenceSample
-from realign.api.requests import Completion, FutureHandle
+from realign.api.requests import Completion, FutureHandle, Tokens
 from realign.api.sampler import generate_by_requests
 from realign.endpoint import Backend, Endpoint, EndpointLimits, Renderer, Session, Sessions
 
 
+class GrowingHandle(FutureHandle):
+    """A response that grows by some tokens each time that its tokens are read, and ends when all were read."""
+
+    def __init__(self, request: Request, whole: Completion, step: int) -> None:
+        super().__init__(request)
+        self._whole, self._step = whole, step
+        self._read, self._lock = 0, threading.Lock()
+
+    def tokens(self) -> Tokens:
+        with self._lock:
+            self._read += self._step
+            if self._read >= len(self._whole.ids) and not self.future.done():
+                self.future.set_result(self._whole)
+        ids, logprobs, versions = (
+            x[: self._read] for x in (self._whole.ids, self._whole.logprobs, self._whole.versions)
+        )
+        return Tokens(ids, logprobs, versions)
+
+
 class ScriptedSampler:
-    """Answers the requests in order. The log-probs of the n-th answer are -n for all its tokens."""
+    """Answers the requests in order. The log-probs of the n-th answer are -n for all its tokens.
+
+    Args:
+        renderer: encodes the texts.
+        texts: the answers.
+        step: tokens by which an answer grows each time that its tokens are read; 0: it is complete at once.
+    """
 
     version = 0
 
-    def __init__(self, renderer: Renderer, texts: list[str]) -> None:
+    def __init__(self, renderer: Renderer, texts: list[str], step: int = 0) -> None:
         self.prompts: list[str] = []
-        self._renderer, self._texts = renderer, list(texts)
+        self._renderer, self._texts, self._step = renderer, list(texts), step
 
     def capabilities(self) -> Capabilities:
-        return Capabilities(False, logprobs_at_temperature=True, stop_strings=False, lora=False, abort=True)
+        return Capabilities(False, logprobs_at_temperature=True, stop_strings=True, lora=False, abort=True)
 
     def submit(self, request: Request) -> FutureHandle:
-        handle = FutureHandle(request)
         ids = torch.tensor(self._renderer.encode(self._texts[len(self.prompts)]))
         self.prompts.append(self._renderer.decode(request.prompt_ids.tolist()))
         logprobs = torch.full((len(ids),), -float(len(self.prompts)))
-        handle.future.set_result(Completion(ids, logprobs, torch.zeros(len(ids), dtype=torch.int32), False))
+        whole = Completion(ids, logprobs, torch.zeros(len(ids), dtype=torch.int32), False)
+        if self._step:
+            return GrowingHandle(request, whole, self._step)
+        handle = FutureHandle(request)
+        handle.future.set_result(whole)
         return handle
 
     def generate(self, data: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
@@ -38,9 +67,11 @@ class ScriptedSampler:
 
 
 @contextmanager
-def scripted(renderer: Renderer, texts: list[str]) -> Iterator[tuple[Endpoint, Session, ScriptedSampler]]:
+def scripted(
+    renderer: Renderer, texts: list[str], step: int = 0
+) -> Iterator[tuple[Endpoint, Session, ScriptedSampler]]:
     """Serve a session in which the policy samples these texts."""
-    sampler = ScriptedSampler(renderer, texts)
+    sampler = ScriptedSampler(renderer, texts, step)
     backend = Backend(sampler, renderer, GenerationConfig(max_new_tokens=500))  # type: ignore[arg-type]
     session = Session(backend, "p/0")
     with closing(Endpoint(Sessions(), EndpointLimits(), model="policy")) as endpoint:

@@ -89,18 +89,6 @@ def test_a_history_without_the_reasoning_of_the_current_question_is_a_further_se
     assert [sequence.calls for sequence in session.capture.sequences()] == [1, 1]
 
 
-def test_a_stream_ends_with_the_reasoning_and_the_tool_calls():
-    with (
-        scripted(family_renderer(QWEN3), sampled(QWEN3)) as (endpoint, session, _),
-        OpenAI(base_url=endpoint.base_url(session), api_key=session.key, max_retries=0) as client,
-    ):
-        stream = client.chat.completions.create(model="policy", messages=[SYSTEM, QUESTION], tools=TOOLS, stream=True)
-        *_, last = (chunk.choices[0] for chunk in stream)
-    assert last.finish_reason == "tool_calls"
-    assert last.delta.reasoning_content == WHY
-    assert [call.function.name for call in last.delta.tool_calls] == ["multiply"]
-
-
 def test_the_text_of_a_completion_is_not_parsed():
     with (
         scripted(family_renderer(QWEN3), sampled(QWEN3)) as (endpoint, session, _),

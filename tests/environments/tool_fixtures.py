@@ -73,3 +73,41 @@ class Calling:
         if results:
             return [{"role": "tool", "content": text} for text in results], 0.0, False, False, {}
         return "", float(response.content == "It is 12." and response.reasoning is not None), True, False, {}
+
+
+class Given:
+    """Environment that gets its tools from the config. Its reward is 1 if the last answer is a result of a tool."""
+
+    closed = 0
+
+    async def reset(self, row, *, tools, seed):
+        self.tools, self.results = tools, []
+        return "", {"seed": seed}
+
+    async def step(self, response):
+        results = [await self.tools.call(call.name, call.arguments) for call in response.tool_calls]
+        self.results += results
+        if results:
+            return "\n".join(results), 0.0, False, False, {}
+        return "", float(response.content in self.results), True, False, {}
+
+    async def close(self):
+        type(self).closed += 1
+
+
+class PlainReset(Given):
+    """Environment whose `reset` and `close` are plain functions, which run in threads."""
+
+    def reset(self, row, *, tools):
+        self.tools, self.results = tools, []
+        return row["start"], {}
+
+    def close(self):
+        type(self).closed += 1
+
+
+class PlainStep(Given):
+    """Environment that cannot await tools."""
+
+    def step(self, response):
+        return "", 0.0, True, False, {}

@@ -152,6 +152,30 @@ def test_tool_calls_content_and_reasoning_of_a_turn_reach_the_environment(name):
     assert "<tool_response>\n12\n</tool_response>" in sampler.prompts[1]
 
 
+def test_an_environment_calls_the_tools_that_the_settings_name():
+    family = next(family for family in FAMILIES if family.name == "qwen3")
+    renderer = family_renderer(family)
+    data = SequenceSample.from_sequences(["p"], {"prompt_ids": [[torch.tensor(renderer.encode("3 times 4?"))]]})
+    model = Model(
+        "agent", None, renderer.tokenizer, external_sampler=ScriptedSampler(renderer, [family.call, "12<|im_end|>"])
+    )
+    interface = EnvironmentInterface(
+        "tests.environments.tool_fixtures:Given",
+        tools=["tests.environments.tool_fixtures:multiply"],
+        generation=GenerationConfig(max_new_tokens=200),
+        chat=True,
+    )
+    interface.open()
+    out = interface.generate(model, data.with_metadata(row=[{"tools": TOOLS}]), MicroBatchSpec())
+    assert (out["rewards"].tolist(), out["turns"].tolist()) == ([1.0], [2])
+
+
+def test_tools_for_an_environment_that_takes_none_are_a_configuration_error_before_the_run():
+    interface = EnvironmentInterface(TOOL, tools=["tests.environments.tool_fixtures:multiply"])
+    with pytest.raises(ConfigError, match=r"Tool\.reset\(self, row, tools=\)"):
+        interface.open()
+
+
 def test_without_a_response_template_the_content_of_a_turn_is_its_text():
     said: list[Response] = []
     data = batch({"q": {"seen": said}})

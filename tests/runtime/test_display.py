@@ -93,7 +93,7 @@ def test_the_progress_line_shows_the_headline_or_the_first_metrics():
 
 def test_held_out_values_stand_beside_their_metric_or_in_a_chart_of_their_own():
     charts = (Panel("both", {"a": "first", "b": "second"}), Panel("one", {"c": "training batch", "eval/c": "mine"}))
-    found = with_held_out(charts, ["a", "eval/a", "eval/c", "eval/d", "step"])
+    found = with_held_out(charts, ["a", "eval/a", "eval/c", "eval/d", "eval/mean@4", "eval/hard/mean@4", "step"])
     assert [(chart.title, dict(chart.metrics)) for chart in found] == [
         ("both", {"a": "first", "b": "second", "eval/a": "first, held out"}),
         ("one", {"c": "training batch", "eval/c": "mine"}),

@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from realign.engines.network.output import ScalarHead
 from realign.errors import ConfigError
@@ -74,8 +74,12 @@ class Head(Settings, ABC):
         return False
 
     @abstractmethod
-    def auto_class(self, family: str) -> Any:
-        """Return the class of transformers that loads models of a family (`model_type`) with this head."""
+    def auto_class(self, config: Any) -> Any:
+        """Return the class of transformers that loads a model with this config (of transformers) and this head.
+
+        Raises:
+            ConfigError: models with this config have no such head.
+        """
 
     def start(self, module: Any, *, seed: int) -> None:
         """Replace the head of a transformers model in place, if `replaces` is true."""
@@ -102,9 +106,9 @@ class Causal(Head):
         """See `Head.is_scalar`."""
         return False
 
-    def auto_class(self, family: str) -> Any:
+    def auto_class(self, config: Any) -> Any:
         """See `Head.auto_class`."""
-        return language_model_class(family)
+        return language_model_class(config)
 
 
 @dataclass
@@ -131,6 +135,14 @@ class _ScalarHead(Head):
         """See `Head.replaces`."""
         return self.init is not None
 
+    def _check_decoder(self, config: Any) -> None:
+        """Raise ConfigError for an encoder-decoder model."""
+        if is_encoder_decoder(config):
+            raise ConfigError(
+                f"head={self}: not supported by encoder-decoder models such as {config.model_type!r}. Use a decoder "
+                "model. For a critic, set head.value_head of the actor, and share its model."
+            )
+
     def start(self, module: Any, *, seed: int) -> None:
         """See `Head.start`."""
         if self.init is not None:
@@ -141,8 +153,9 @@ class _ScalarHead(Head):
 class Score(_ScalarHead):
     """A reward model: one number per sequence."""
 
-    def auto_class(self, family: str) -> Any:
+    def auto_class(self, config: Any) -> Any:
         """See `Head.auto_class`."""
+        self._check_decoder(config)
         from transformers import AutoModelForSequenceClassification
 
         return AutoModelForSequenceClassification
@@ -152,18 +165,26 @@ class Score(_ScalarHead):
 class Value(_ScalarHead):
     """A critic: one number per token."""
 
-    def auto_class(self, family: str) -> Any:
+    def auto_class(self, config: Any) -> Any:
         """See `Head.auto_class`."""
+        self._check_decoder(config)
         from transformers import AutoModelForTokenClassification
 
         return AutoModelForTokenClassification
 
 
-def language_model_class(family: str) -> Any:
-    """Return the class of transformers that loads language models of a family."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+def is_encoder_decoder(config: Any) -> bool:
+    """Return whether a transformers config is that of an encoder-decoder model, such as T5 or BART."""
+    return bool(getattr(config, "is_encoder_decoder", False))
 
-    return AutoModelForImageTextToText if family in IMAGE_FAMILIES else AutoModelForCausalLM
+
+def language_model_class(config: Any) -> Any:
+    """Return the class of transformers that loads the language model with this config."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM
+
+    if is_encoder_decoder(config):
+        return AutoModelForSeq2SeqLM
+    return AutoModelForImageTextToText if config.model_type in IMAGE_FAMILIES else AutoModelForCausalLM
 
 
 _SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
@@ -197,12 +218,17 @@ def read_head(module: Any, *, dropout: bool = False) -> LMHead | ScalarHead:
         rate = before.p if dropout and isinstance(before, nn.Dropout) else 0.0
         return ScalarHead(scalar.weight, scalar.bias, rate)
     last: Any = module.get_output_embeddings()
-    if not isinstance(last, nn.Linear) or read_body(module) is module:
+    pair = is_encoder_decoder(module.config)
+    if not isinstance(last, nn.Linear) or (read_body(module) is module and not pair):
         raise ConfigError(f"model family {config.model_type!r} is not supported: it has no linear last layer")
     scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
     scale *= float(getattr(config, "lm_head_multiplier", None) or 1.0)  # Falcon-H1
     caps = (getattr(config, name, None) for name in _SOFT_CAPS)
-    return LMHead(last.weight, last.bias, scale, next((cap for cap in caps if cap), None))
+    if pair and getattr(config, "scale_decoder_outputs", False):  # T5
+        scale *= float(config.d_model) ** -0.5
+    bias_1V: Tensor | None = getattr(module, "final_logits_bias", None) if pair else None  # BART
+    bias_V = last.bias if bias_1V is None else bias_1V[0]
+    return LMHead(last.weight, bias_V, scale, next((cap for cap in caps if cap), None))
 
 
 def head_mapping(missing: Collection[str], unexpected: Collection[str]) -> dict[str, str] | None:

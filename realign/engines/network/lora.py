@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from realign.engines.files.adapters import PREFIX, WEIGHTS, absolute
-from realign.engines.network.heads import read_head
+from realign.engines.network.heads import is_encoder_decoder, read_head
 from realign.engines.network.output import ScalarHead
 from realign.errors import ConfigError, DataError
 
@@ -128,7 +128,7 @@ def save_adapters(module: Any, folder: Path) -> None:
 
     state = get_peft_model_state_dict(module, adapter_name=ADAPTER)
     config = copy.copy(module.peft_config[ADAPTER])
-    config.task_type = "CAUSAL_LM"  # for the Auto classes of peft
+    config.task_type = "SEQ_2_SEQ_LM" if is_encoder_decoder(module.config) else "CAUSAL_LM"  # for Auto classes of peft
     if heads := _scalar_heads(module):
         config.task_type, config.modules_to_save = None, heads
         state |= {k: x for k, x in module.state_dict().items() if k.startswith(tuple(f"{name}." for name in heads))}

@@ -19,7 +19,8 @@ from realign.api.sample import TOKENS, SequenceSample
 from realign.engines.network.attention import NotPackableError, layout_inputs
 from realign.engines.network.branches import Heard, ReferenceBranch, check_layers, layers_that_train, read_stack
 from realign.engines.network.cpu_lanes import ParallelPasses, rewrites_rope
-from realign.engines.network.heads import read_body, read_head
+from realign.engines.network.encoder_decoder import EncoderDecoder
+from realign.engines.network.heads import is_encoder_decoder, read_body, read_head
 from realign.engines.network.images import NO_IMAGES, ImageReader, image_reader
 from realign.engines.network.output import PackedOutput, ScalarBranch, ScalarHead
 from realign.engines.network.passed_context import pass_context_on
@@ -33,6 +34,7 @@ from realign.engines.network.torch_compile import TorchCompile
 from realign.engines.network.trains import All
 from realign.engines.network.unpacked import UnpackedModel, cost
 from realign.engines.network.value_head import ValueNetwork
+from realign.engines.sampling.encoder_decoder_cache import EncoderDecoderCache
 from realign.engines.sampling.own_cache import OwnCache
 from realign.engines.sampling.weight_fusion import Fusion
 from realign.errors import ConfigError
@@ -49,7 +51,7 @@ class Network(nn.Module):
     """A transformers model in eval mode, with an optional value head.
 
     Attributes:
-        unpacked: runs a model whose family cannot run packed; None if it runs packed.
+        unpacked: runs a model that cannot run packed; None if it runs packed.
         own_cache: samples from such a model; None if it runs packed, or has a scalar head.
         replay: replays choices of experts; None if the model cannot.
         images: reads the images of prompts; None if the network does not support images.
@@ -89,16 +91,20 @@ class Network(nn.Module):
         alone = (value_head is not None and value_head.branch is not None) or rewrites_rope(module) or hooked
         wanted = settings.parallel_passes is ParallelPasses.auto
         self._parallel = wanted and self.device.type == "cpu" and not alone
-        fused = settings.fused_rollout and isinstance(self.head, LMHead)
+        pair = is_encoder_decoder(module.config)
+        fused = settings.fused_rollout and not pair and isinstance(self.head, LMHead)
         self.fusion = Fusion(module, settings.sampling.compiled_decode) if fused else None
         half_precision = settings.dtype == torch.bfloat16
         self.autocast: Callable[[], AbstractContextManager[Any]] = partial(
             torch.autocast, self.device.type, dtype=torch.bfloat16, enabled=half_precision
         )
         half = self.autocast if half_precision else None
-        self.unpacked: UnpackedModel | None = None
+        self.unpacked: UnpackedModel | EncoderDecoder | None = None
         self.own_cache: OwnCache | None = None
         try:
+            if pair:
+                family = f"model family {module.config.model_type!r}"
+                raise NotPackableError(f"{family} is an encoder-decoder model, which cannot run packed.")
             share = self._shares and self.device.type == "cpu"
             probe(module, self.head, attention=settings.attention, autocast=half, share=share)
         except NotPackableError as error:
@@ -118,17 +124,22 @@ class Network(nn.Module):
         try:
             if self.value_head is not None and self.value_head.branch is not None:
                 raise ConfigError(f"{reason} Set head.value_head.layers=0.")
-            self.unpacked = UnpackedModel(self.module, reason)
-            probe_head(self.module, self.head)
+            if is_encoder_decoder(self.module.config):
+                self.unpacked = EncoderDecoder(self.module, reason)
+            else:
+                self.unpacked = UnpackedModel(self.module, reason)
+                probe_head(self.module, self.head)
         except ConfigError as error:
             raise ConfigError(f"models.{self.name}: {error}") from error
-        if isinstance(self.head, LMHead):
+        if isinstance(self.unpacked, EncoderDecoder):
+            self.own_cache = EncoderDecoderCache(self.unpacked)
+        elif isinstance(self.head, LMHead):
             self.own_cache = OwnCache(self.module)
         self._shares = self._parallel = False
         self.fusion = self.replay = None
         self._no_replay = f"{reason} Replay requires a model that can run packed."
         decoding = None if self.own_cache is None else self.own_cache.describe()
-        logger.warning(cost(self.name, self.unpacked, decoding))
+        logger.warning(cost(self.name, self.unpacked.reason, decoding))
 
     def _compile(self, backend: TorchCompile) -> None:
         """Compile the decoder layers, see `compile_layers`."""
@@ -241,7 +252,11 @@ class Network(nn.Module):
         limited = self.limited(head) if isinstance(head, LMHead) else head
         row_T = layout.rows_on(self.device)
         cu_seqlens = part.cu_seqlens()
-        return PackedOutput(hidden_RH, limited, moved[TOKENS], cu_seqlens, self.autocast, branch, row_T, self.heads)
+        pair = self.unpacked if isinstance(self.unpacked, EncoderDecoder) else None
+        predicted_T = None if pair is None else pair.predicted(moved, layout.pieces)
+        return PackedOutput(
+            hidden_RH, limited, moved[TOKENS], cu_seqlens, self.autocast, branch, row_T, self.heads, predicted_T
+        )
 
     def reference(self, layers: int | None = None) -> Run:
         """Return a `run` of the current policy that later training does not change. It computes no values.
@@ -311,6 +326,8 @@ class Network(nn.Module):
             return weight.new_zeros(0, weight.shape[1])
         with self.autocast():
             images = self._image_rows(moved, layout)
+            if isinstance(self.unpacked, EncoderDecoder):
+                return self.unpacked.hidden(moved, layout.pieces)
             if self.unpacked is not None:
                 return self.unpacked.hidden(moved[TOKENS], layout.pieces)
             hidden: Tensor = self(**layout_inputs(moved[TOKENS], layout, self._attention) | images)

@@ -61,6 +61,8 @@ class PackedOutput:
         branch: computes the values and scores of a language model with a value head.
         row_T: the row of each token, if tokens share rows; None means that token t has row t.
         heads: the language-model heads of other roles, for `divergence`.
+        predicted_T: the tokens that the model predicts, on the host; None means all but first tokens. Results are 0
+            for other tokens.
     """
 
     hidden_RH: Tensor
@@ -71,6 +73,7 @@ class PackedOutput:
     branch: ScalarBranch | None = None
     row_T: Tensor | None = None
     heads: Mapping[str, LMHead] = field(default_factory=dict)
+    predicted_T: Tensor | None = None
 
     @property
     def hidden_TH(self) -> Tensor:
@@ -137,7 +140,7 @@ class PackedOutput:
         if not len(read_RH):
             return read_RH.new_zeros(0, dtype=torch.float32)
         after_T = self._spread(head(read_RH))
-        return after_T.roll(1).masked_fill(self._here(self._first_T), 0.0)
+        return after_T.roll(1).masked_fill(self._here(~self._asked_T), 0.0)
 
     def scores(self) -> Tensor:
         """See `ModelOutput.scores`. The last token is determined by sequence lengths, not by token ids."""
@@ -160,8 +163,10 @@ class PackedOutput:
         return x_R if self.row_T is None else x_R[self.row_T]
 
     @cached_property
-    def _first_T(self) -> Tensor:
-        return position_ids(self.cu_seqlens) == 0
+    def _asked_T(self) -> Tensor:
+        """The tokens that have a prediction."""
+        follows_T = position_ids(self.cu_seqlens) > 0
+        return follows_T if self.predicted_T is None else follows_T & self.predicted_T.to(follows_T.device)
 
     def _token_values(
         self, temperature: float, where_T: Tensor | None, *, with_entropy: bool
@@ -184,8 +189,8 @@ class PackedOutput:
         return logprobs_T, entropy_T
 
     def _tokens(self, where_T: Tensor | None) -> Tensor:
-        """Return the indices of the tokens in `where_T` that have a token before them."""
-        asked_T = ~self._first_T
+        """Return the indices of the tokens in `where_T` that have a prediction."""
+        asked_T = self._asked_T
         if where_T is not None:
             if where_T.shape != asked_T.shape or where_T.dtype != torch.bool:
                 raise ValueError(

@@ -9,7 +9,8 @@ Shapes: T packed tokens, S sequences, H hidden size.
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -58,14 +59,9 @@ class UnpackedModel:
         self.reason = reason
         self.similar = not rewrites_rope(module)
         family = f"model family {module.config.model_type!r}"
-        try:
-            with torch.no_grad(), full_fp32(next(module.parameters()).device):
-                self._choose_attention()
-                error = self._later_tokens()
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as cause:  # transformers has no common class for what a family does not support
-            raise ConfigError(f"{family} is not supported: {describe(cause)}") from cause
+        with probing(module):
+            self._choose_attention()
+            error = self._later_tokens()
         if not error <= TOLERANCE:
             raise ConfigError(
                 f"{family} is not supported: it is not causal. Hidden states differ by {error:.1e} (relative) if later "
@@ -84,14 +80,14 @@ class UnpackedModel:
         want, error = self._run(ids), torch.inf
         with suppress(Exception):  # families without it fail when it is chosen, or when they run
             use_attention(self.module, "sdpa")
-            error = _error(self._run(ids), want)
+            error = relative_error(self._run(ids), want)
         if not error <= TOLERANCE:
             use_attention(self.module, "eager")
 
     def _later_tokens(self) -> float:
         """Return the largest relative change of hidden states by tokens that follow."""
         ids = self._text()
-        return _error(self._run(ids)[:, :9], self._run(ids[:, :9]))
+        return relative_error(self._run(ids)[:, :9], self._run(ids[:, :9]))
 
     def _text(self) -> Tensor:
         """Return 14 random tokens, [1, 14]."""
@@ -115,7 +111,20 @@ class UnpackedModel:
         return hidden
 
 
-def _error(got: Tensor, want: Tensor) -> float:
+@contextmanager
+def probing(module: Any) -> Iterator[None]:
+    """Run a model without gradients in full precision; an error becomes a ConfigError that names the model family."""
+    try:
+        with torch.no_grad(), full_fp32(next(module.parameters()).device):
+            yield
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as cause:  # transformers has no common class for what a family does not support
+        family = f"model family {module.config.model_type!r}"
+        raise ConfigError(f"{family} is not supported: {describe(cause)}") from cause
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
     """Return the largest difference, relative to the largest absolute value."""
     return float((got - want).abs().max() / want.abs().max().clamp(min=1e-30))
 
@@ -126,9 +135,15 @@ def describe(cause: Exception) -> str:
     return f"{type(cause).__name__}: {lines[0]}" if lines else type(cause).__name__
 
 
-def cost(role: str, unpacked: UnpackedModel, decoding: str | None) -> str:
-    """Return the warning about what running unpacked costs; `decoding` describes the rollouts of a language model."""
-    reason = unpacked.reason.rstrip(".")
+def cost(role: str, reason: str, decoding: str | None) -> str:
+    """Return the warning about what running unpacked costs.
+
+    Args:
+        role: role of the model.
+        reason: why it cannot run packed.
+        decoding: description of the rollouts of a language model; None for other models.
+    """
+    reason = reason.rstrip(".")
     rollouts = "" if decoding is None else f" Rollouts {decoding}."
     return (
         f"models.{role}: {reason}. It runs unpacked: results are equally exact, but slower. Training and scoring run a "

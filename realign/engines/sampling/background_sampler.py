@@ -100,6 +100,8 @@ class StreamingEngine(SharedEngine):
     def __init__(self, name: str, engine: PipelinableEngine, *, version: int = 0, recompute: bool = True) -> None:
         if not isinstance(engine, Samplable) or "logprobs" not in engine.outputs:
             raise ConfigError(f"models.{name}: {type(engine).__name__} cannot sample asynchronously. Set rollout=sync.")
+        if engine.encoder_decoder:
+            raise ConfigError(f"models.{name}: encoder-decoder models cannot sample asynchronously. Set rollout=sync.")
         super().__init__(name, name, engine)
         self.loop = DecodingLoop(name, engine, version=version, recompute=recompute)
 

@@ -31,7 +31,7 @@ PROMPT, STEPS = 9, 4
 
 
 @dataclass(eq=False)
-class _Group:
+class Group:
     """Responses of equal length that run as a batch: all of one prompt that started together."""
 
     ids_ML: Tensor
@@ -39,10 +39,10 @@ class _Group:
     past: dict[str, Any]
     """The cache of transformers, by the name of the model's keyword; without it, each step recomputes the text."""
 
-    def members(self, rows: Sequence[int]) -> _Group:
+    def members(self, rows: Sequence[int]) -> Group:
         """Return a copy with the given members, in this order."""
         index = torch.tensor(rows, device=self.ids_ML.device)
-        return _Group(self.ids_ML[index], _select(self.past, index, len(self.ids_ML)))
+        return Group(self.ids_ML[index], _select(self.past, index, len(self.ids_ML)))
 
 
 class GroupedCache:
@@ -51,13 +51,13 @@ class GroupedCache:
     def __init__(self, slots: int, length: int) -> None:
         self.slots = slots
         self.length = length
-        self._at: list[tuple[_Group, int] | None] = [None] * slots
+        self._at: list[tuple[Group, int] | None] = [None] * slots
 
     def reach(self, length: int, slots: int | None = None) -> int:
         """See `SlotCache.reach`; there is nothing to prepare."""
         return length
 
-    def fill(self, first: int, last: int, prompt: _Group) -> None:
+    def fill(self, first: int, last: int, prompt: Group) -> None:
         """See `SlotCache.fill`."""
         group = prompt.members([0] * (last - first))
         for member, slot in enumerate(range(first, last)):
@@ -77,13 +77,13 @@ class GroupedCache:
         """See `SlotCache.release`."""
         self._at.clear()
 
-    def groups(self, rows: int) -> Iterator[tuple[_Group, list[int]]]:
+    def groups(self, rows: int) -> Iterator[tuple[Group, list[int]]]:
         """Yield each group of the first `rows` slots, and the slots of its members in order.
 
         Members that no slot uses any longer are dropped.
         """
         found: dict[int, list[tuple[int, int]]] = {}
-        groups: dict[int, _Group] = {}
+        groups: dict[int, Group] = {}
         for slot, place in enumerate(self._at[:rows]):
             assert place is not None
             groups[id(place[0])] = place[0]
@@ -131,7 +131,7 @@ class OwnCache:
         ids_ML = torch.randint(1, words, (3, PROMPT + STEPS), generator=torch.Generator().manual_seed(0)).to(device)
         ids_ML[:, :PROMPT] = ids_ML[0, :PROMPT]
         with full_fp32(device):
-            want_MLH = self._body(input_ids=ids_ML, use_cache=False).last_hidden_state
+            want_MLH = self._whole(ids_ML)
             hidden, states = self.prefill([ids_ML[0, :PROMPT]])
             cache = self.new_cache(states[0], 3, PROMPT + STEPS)
             cache.fill(0, 3, states[0])
@@ -144,6 +144,11 @@ class OwnCache:
                 hidden = self.step(cache, ids_ML[slots, at], torch.full_like(slots, at), at)
                 errors.append((hidden - want_MLH[slots, at]).flatten())
         return float(torch.cat(errors).abs().max() / want_MLH.abs().max().clamp(min=1e-30))
+
+    def _whole(self, ids_ML: Tensor) -> Tensor:
+        """Return the hidden states [M, L, H] of whole texts."""
+        hidden: Tensor = self._body(input_ids=ids_ML, use_cache=False).last_hidden_state
+        return hidden
 
     @property
     def _body(self) -> Any:
@@ -159,22 +164,22 @@ class OwnCache:
         """See `Decoder.chosen_NW`."""
         raise ValueError("a model that runs unpacked does not record experts")
 
-    def prefill(self, texts: Sequence[PromptInput]) -> tuple[Tensor, list[_Group]]:
+    def prefill(self, texts: Sequence[PromptInput]) -> tuple[Tensor, list[Group]]:
         """See `Decoder.prefill`. A pass for each text; texts of unpacked models have no images."""
         hidden, states = [], []
         for ids in map(ids_of, texts):
             out = self._body(input_ids=ids[None], use_cache=self.cached)
             hidden.append(out.last_hidden_state[0, -1])
-            states.append(_Group(ids[None], _cache_of(out) if self.cached else {}))
+            states.append(Group(ids[None], _cache_of(out) if self.cached else {}))
         return torch.stack(hidden), states
 
-    def bytes_per_slot(self, like: _Group, length: int) -> int:
+    def bytes_per_slot(self, like: Group, length: int) -> int:
         """See `Decoder.bytes_per_slot`. Tensors with an axis for the tokens grow with the length."""
         tokens = like.ids_ML.shape[1]
         parts = _tensors(like.past)
         return 8 * length + sum(x.nbytes * (length if tokens in x.shape[1:] else tokens) // tokens for x in parts)
 
-    def new_cache(self, like: _Group, slots: int, length: int, memory: KeptMemory | None = None) -> GroupedCache:
+    def new_cache(self, like: Group, slots: int, length: int, memory: KeptMemory | None = None) -> GroupedCache:
         """See `Decoder.new_cache`. Groups do not use kept memory."""
         return GroupedCache(slots, length)
 
@@ -190,7 +195,7 @@ class OwnCache:
         assert hidden_BH is not None
         return hidden_BH
 
-    def _append(self, group: _Group, tokens_M1: Tensor, positions_M1: Tensor) -> Tensor:
+    def _append(self, group: Group, tokens_M1: Tensor, positions_M1: Tensor) -> Tensor:
         """Append a token to each member of a group, and return its hidden states [M, H]."""
         group.ids_ML = torch.cat([group.ids_ML, tokens_M1], 1)
         if group.past:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from realign.api.stats import Stats
+from realign.engines.network.encoder_decoder import EncoderDecoder
 from realign.engines.network.routers import Routed, Routers
 from realign.engines.network.shared_prefix import Layout
 from realign.engines.network.unpacked import UnpackedModel
@@ -65,7 +66,7 @@ class LoadBalancer:
                 f"{self._key}.bias_rate={self.bias_rate:g}: {family} has no routing biases. Remove bias_rate."
             )
 
-    def check(self, unpacked: UnpackedModel | None) -> None:
+    def check(self, unpacked: UnpackedModel | EncoderDecoder | None) -> None:
         """Raise ConfigError if the model balances and runs unpacked."""
         if self.routers is not None and unpacked is not None:
             raise ConfigError(f"{self._key}: requires a model that can run packed. {unpacked.reason}")

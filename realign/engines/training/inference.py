@@ -16,6 +16,7 @@ from realign.api.microbatch import MicroBatchSpec
 from realign.api.sample import TOKENS, SequenceSample
 from realign.engines.files.weights import check_weights, mix_into, named_weights, shapes_of
 from realign.engines.network.cpu_lanes import side_by_side
+from realign.engines.network.encoder_decoder import EncoderDecoder
 from realign.engines.network.network import Network, Run
 from realign.engines.network.output import ScalarHead
 from realign.engines.network.shared_prefix import Layout, Passes
@@ -100,6 +101,11 @@ class InferenceEngine(PipelinableEngine):
     def reads_images(self) -> bool:
         """See `PipelinableEngine.reads_images`."""
         return self.network.images is not None
+
+    @property
+    def encoder_decoder(self) -> bool:
+        """See `PipelinableEngine.encoder_decoder`."""
+        return isinstance(self.network.unpacked, EncoderDecoder)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:

@@ -6,7 +6,8 @@ tasks as rows of a dataset instead:
 
     PYTHON verifiers_worker.py '{"taskset": {"id": "my_taskset"}}' 200 > rows.jsonl
 
-By default, a role answers each message of its task without tools. Set the harness of the role for anything else.
+By default, a role answers the messages of its task, and calls the tools of the task. Set the harness of the role for
+anything else.
 """
 
 from __future__ import annotations
@@ -16,11 +17,14 @@ import json
 import os
 import sys
 import types
+from contextlib import AsyncExitStack
 from typing import Any
 
 HARNESS = "realign_chat"
 END_S = 5.0
 """Seconds that canceled episodes have to end, after the run has ended."""
+TOOL_S = 600.0
+"""Seconds that a call of a tool may take."""
 
 
 def chat_module() -> types.ModuleType:
@@ -28,11 +32,12 @@ def chat_module() -> types.ModuleType:
     import verifiers.v1 as vf
     from openai import AsyncOpenAI, DefaultAsyncHttpxClient
     from verifiers.v1.dialects.chat import message_to_wire
+    from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 
     class Chat(vf.Harness[vf.HarnessConfig]):
-        """Sends the conversation, and ends with the response."""
+        """Sends the conversation until a response calls no tool, and ends with this response."""
 
-        APPENDS_SYSTEM_PROMPT = SUPPORTS_RESUME = True
+        APPENDS_SYSTEM_PROMPT = SUPPORTS_RESUME = SUPPORTS_MCP = True
         EXECUTES_CODE = NEEDS_CONTAINER = False
 
         async def launch(
@@ -44,10 +49,35 @@ def chat_module() -> types.ModuleType:
                 messages.append({"role": "user", "content": prompt})
             else:
                 messages += map(message_to_wire, prompt or [])
+            config = {"mcpServers": {name: {"url": url, "timeout": TOOL_S} for name, url in mcp_urls.items()}}
             http = DefaultAsyncHttpxClient(verify=False)  # loads no certificates: the address is on this machine
-            async with AsyncOpenAI(base_url=endpoint, api_key=secret, http_client=http, max_retries=0) as client:
-                answer = await client.chat.completions.create(model=ctx.model, messages=messages)
-            return vf.ProgramResult(0, answer.choices[0].message.content or "", "")
+            async with (
+                AsyncExitStack() as stack,
+                AsyncOpenAI(base_url=endpoint, api_key=secret, http_client=http, max_retries=0) as client,
+            ):
+                schemas, places, servers = await connect_mcp(config, stack)
+                tools = {"tools": schemas} if schemas else {}
+                while True:
+                    answer = await client.chat.completions.create(model=ctx.model, messages=messages, **tools)
+                    said = answer.choices[0].message
+                    if not said.tool_calls:
+                        return vf.ProgramResult(0, said.content or "", "")
+                    messages.append(said.model_dump(exclude_none=True))
+                    for call in said.tool_calls:
+                        text = await result(call.function, places, servers)
+                        messages.append({"role": "tool", "tool_call_id": call.id, "content": text})
+
+    async def result(function: Any, places: Any, servers: Any) -> Any:
+        """Call a tool. A call that the policy made wrongly becomes a text for it."""
+        if function.name not in places:
+            return f"error: there is no tool {function.name!r}; the tools are {', '.join(places) or 'none'}"
+        try:
+            arguments = json.loads(function.arguments)
+        except ValueError as error:
+            return f"error: {error}"
+        if not isinstance(arguments, dict):
+            return "error: the arguments must be a JSON object"
+        return await call_mcp(servers, places, function.name, arguments)
 
     module = types.ModuleType(HARNESS)
     module.Chat, module.__all__ = Chat, ["Chat"]  # type: ignore[attr-defined]
@@ -59,6 +89,7 @@ class Worker:
 
     def __init__(self, raw: dict[str, Any]) -> None:
         sys.path[0] = raw.pop("path", "")  # instead of the folder of this file
+        os.environ["PYTHONPATH"] = sys.path[0]  # of the processes of tools
         sys.modules[HARNESS] = chat_module()
         from verifiers.v1.configs.agent import agent_config_fields
         from verifiers.v1.utils.loaders import env_config_type, load_environment, resolve_env_config

@@ -51,6 +51,11 @@ class RayEngine(PipelinableEngine):
         return self._loaded.positions
 
     @property
+    def encoder_decoder(self) -> bool:
+        """See `PipelinableEngine.encoder_decoder`."""
+        return self._loaded.encoder_decoder
+
+    @property
     def data_ranks(self) -> int:
         """See `PipelinableEngine.data_ranks`; counts the workers' data-parallel ranks."""
         return self._loaded.data_ranks

@@ -64,6 +64,7 @@ class Loaded:
     tokenizer: Any
     saved: Mapping[str, Any]
     saved_views: Mapping[str, Mapping[str, Any]]
+    encoder_decoder: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,6 +115,7 @@ class Host:
                 model.tokenizer,
                 model.saved,
                 model.saved_views,
+                engine.encoder_decoder,
             )
         return found
 

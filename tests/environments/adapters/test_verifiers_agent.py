@@ -1,15 +1,19 @@
-"""The process that runs episodes of verifiers, with a fake program."""
+"""The process that runs episodes of verifiers, with a fake program, and with verifiers itself (slow)."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
+from pathlib import Path
 
 import pytest
 
 from realign.environments.adapters import verifiers_agent
 from realign.environments.adapters.verifiers_agent import episode
 from realign.errors import ConfigError
+from tests.endpoint.chat_families import FAMILIES, SAID, family_renderer
+from tests.endpoint.scripted import scripted
 
 PROGRAM = """
 import json, os, sys
@@ -84,3 +88,34 @@ def test_the_end_of_the_process_fails_its_episodes(run):
 def test_an_interpreter_that_does_not_exist_is_a_configuration_error():
     with pytest.raises(ConfigError, match=r"python=no-such-python: cannot start this interpreter"):
         asyncio.run(episode("", "", {"idx": 0}, python="no-such-python", config={}))
+
+
+@pytest.mark.slow
+def test_the_policy_calls_the_tools_of_a_task():
+    if "VERIFIERS_PYTHON" not in os.environ:
+        pytest.skip("VERIFIERS_PYTHON is not set: needs the interpreter of a Python environment with verifiers")
+    config = {"taskset": {"id": "verifiers_products"}, "path": str(Path(__file__).parent)}
+    family = next(family for family in FAMILIES if family.name == "qwen3")
+    requests = [
+        '{"name": "calc_multiply", "arguments": {"a": 3, "b": 4}}',
+        '{"name": "divide", "arguments": {}}',
+        '{"name": "calc_multiply", "arguments": {"a": "x"}}',
+    ]
+    texts = [f"<tool_call>\n{request}\n</tool_call><|im_end|>" for request in requests]
+    try:
+        with scripted(family_renderer(family), [*texts, f"{SAID}<|im_end|>"]) as (endpoint, session, sampler):
+            run = episode(
+                endpoint.base_url(session),
+                session.key,
+                {"idx": 0},
+                python=os.environ["VERIFIERS_PYTHON"],
+                config=config,
+            )
+            assert asyncio.run(run) == 1.0
+    finally:
+        verifiers_agent._worker.cache_clear()
+    assert '"name": "calc_multiply"' in sampler.prompts[0]
+    assert "<tool_response>\n12\n</tool_response>" in sampler.prompts[1]
+    assert "error: there is no tool 'divide'" in sampler.prompts[2]
+    assert "validation error" in sampler.prompts[3]
+    assert len(sampler.prompts) == 4
