@@ -22,8 +22,8 @@ INTRODUCTION = """\
 # Feature coverage of five RL systems
 
 This page lists the features of five RL systems, and their implementation in this project. Each row has the options that
-enable the feature, an experiment or command that uses it, and its tests. The last column has one of these states, and
-the differences from the original system:
+enable the feature, experiments or commands that use at least one of them, and its tests. The last column has one of
+these states, and the differences from the original system:
 
 - works: implemented and tested as described.
 - partial: some of the feature is missing, as described.

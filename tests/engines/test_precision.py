@@ -109,6 +109,15 @@ def test_every_preset_reaches_flash_where_it_is_installed(monkeypatch, hopper, n
     assert {(c.precision, c.attention) for c in (spec.facts().compute for spec in specs)} == {("bfloat16", expected)}
 
 
+@pytest.mark.parametrize(
+    ("settings", "precision"), [({"attention": Backend.sdpa}, "bfloat16"), ({"dtype": DType.float32}, "float32")]
+)
+def test_another_kernel_or_precision_can_be_set_on_a_gpu_with_flash(monkeypatch, hopper, settings, precision):
+    install_flash(monkeypatch, "flash_attn")
+    compute = TransformersModel("x", **settings).facts().compute
+    assert (compute.precision, compute.attention) == (precision, "sdpa")  # flash-attn has no kernels for float32
+
+
 def test_a_deterministic_model_sets_the_flags_of_torch(tmp_path, monkeypatch, tf32):
     monkeypatch.delenv(CUBLAS, raising=False)
     TransformersModel(str(save_tiny(tmp_path / "model")), deterministic=True).load("actor", seed=0)

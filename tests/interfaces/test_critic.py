@@ -9,7 +9,7 @@ import torch
 from realign.api import MicroBatchSpec, Model, SequenceSample, stat_values
 from realign.errors import ConfigError
 from realign.functional import ValueLoss
-from realign.interfaces.components import ValueObjective
+from realign.interfaces.components import SeqMeanTokenMean, TokenMean, ValueObjective
 from realign.interfaces.critic import PPOCriticInterface, ValueNormalization, ValueScale
 from realign.testing import BigramEngine, random_batch
 
@@ -24,12 +24,19 @@ def step(interface: PPOCriticInterface, data: SequenceSample, *, seed: int = 5) 
     return (before - engine.values_V).numpy(), stat_values(stats)
 
 
-def reference(data: SequenceSample, table: np.ndarray, objective: ValueObjective) -> np.ndarray:
-    """Compute the gradient of the mean value loss from its definition, token by token."""
-    gradient, n = np.zeros_like(table), 0
+def reference(
+    data: SequenceSample, table: np.ndarray, objective: ValueObjective, by_sequence: bool = False
+) -> np.ndarray:
+    """Compute the gradient of the mean value loss from its definition, token by token.
+
+    With `by_sequence`, it is the mean of the means of the sequences, and each sequence has the same weight.
+    """
+    gradient, total = np.zeros_like(table), 0.0
     for ids, mask, old, target in zip(*(data.sequences(k) for k in KEYS), strict=True):
-        for t in np.flatnonzero(mask.numpy()):
-            n += 1
+        tokens = np.flatnonzero(mask.numpy())
+        weight = 1 / len(tokens) if by_sequence and len(tokens) else 1.0
+        total += weight * len(tokens)
+        for t in tokens:
             v, old_v, r = float(table[ids[t - 1]]), float(old[t]), float(target[t])
             held = v if objective.clip is None else min(max(v, old_v - objective.clip), old_v + objective.clip)
 
@@ -43,8 +50,8 @@ def reference(data: SequenceSample, table: np.ndarray, objective: ValueObjective
             slope = v - r
             if objective.kind is ValueLoss.huber:
                 slope = float(np.clip(slope, -objective.huber_delta, objective.huber_delta))
-            gradient[ids[t - 1]] += slope
-    return gradient / n
+            gradient[ids[t - 1]] += weight * slope
+    return gradient / total
 
 
 @pytest.mark.parametrize(
@@ -60,6 +67,16 @@ def test_the_step_equals_a_plain_reference(objective):
     data = random_batch(3).select(KEYS)
     got, _ = step(PPOCriticInterface(objective=objective), data)
     want = reference(data, BigramEngine(seed=5).values_V.numpy(), objective)
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("aggregation", [TokenMean(), SeqMeanTokenMean()], ids=str)
+def test_the_step_weights_the_tokens_as_the_aggregation_says(aggregation):
+    data, objective, table = random_batch(3).select(KEYS), ValueObjective(), BigramEngine(seed=5).values_V.numpy()
+    got, _ = step(PPOCriticInterface(objective=objective, aggregation=aggregation), data)
+    by_token, by_sequence = (reference(data, table, objective, choice) for choice in (False, True))
+    assert np.abs(by_token - by_sequence).max() > 1e-3
+    want = by_token if aggregation == TokenMean() else by_sequence
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-9)
 
 

@@ -278,6 +278,19 @@ def toy(seed: int, n: int = 96) -> SequenceSample:
     return data.with_sequences(labels=torch.from_numpy(labels.reshape(-1)), margins=torch.zeros(2 * len(pairs)))
 
 
+def test_every_mini_batch_is_one_step_and_together_they_are_the_batch():
+    data, steps = toy(0, n=10), []
+
+    class Watching(BigramEngine):
+        def train_batch(self, data, *rest):
+            steps.append(data.ids)
+            return super().train_batch(data, *rest)
+
+    RewardModelInterface(n_minibatches=3).train_step(Model("reward", Watching()), data, ONE)
+    assert sorted(map(len, steps)) == [3, 3, 4]
+    assert sorted(id for ids in steps for id in ids) == sorted(data.ids)
+
+
 def held_out_accuracy(train: SequenceSample) -> float:
     model, interface = Model("reward", BigramEngine()), RewardModelInterface(n_minibatches=4)
     for _ in range(20):

@@ -108,12 +108,13 @@ def test_thresholds_by_hand():
     assert above_percentile(best, 0.95)[1].tolist() == [False, True, True, True]
 
 
+@pytest.mark.parametrize("percentiles", [(0.2, 0.55, 0.9), (0.2, 0.3, 0.4)], ids=str)
 @pytest.mark.parametrize("aggregation", [TokenMean(), SeqMeanTokenMean(), SeqMeanTokenSum()], ids=str)
-def test_every_improvement_is_the_likelihood_of_what_reaches_its_threshold(aggregation):
+def test_every_improvement_is_the_likelihood_of_what_reaches_its_threshold(aggregation, percentiles):
     engine = BigramEngine(lr=0.5)
     table = engine.logits_VV.clone()
     interface = RFTActorInterface(
-        aggregation=aggregation, n_improve_steps=3, start_percentile=0.2, end_percentile=0.9, epochs=2
+        aggregation=aggregation, n_improve_steps=3, start_percentile=0.2, end_percentile=percentiles[-1], epochs=2
     )
     model, pool = Model("actor", engine), {}
     for data in (FIRST, SECOND):
@@ -124,7 +125,7 @@ def test_every_improvement_is_the_likelihood_of_what_reaches_its_threshold(aggre
             present.add(prompt)
             if not math.isnan(reward):
                 pool.setdefault(prompt, {})[tuple(ids.tolist())] = reward
-        for percentile in (0.2, 0.55, 0.9):
+        for percentile in percentiles:
             selected = []
             for prompt in present & pool.keys():
                 rewards = list(pool[prompt].values())

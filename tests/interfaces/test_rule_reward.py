@@ -108,6 +108,27 @@ def test_closing_stops_the_workers_and_can_be_repeated(function):
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_run_has_as_many_processes_as_workers(function, workers):
+    interface = RuleRewardInterface(function, workers=workers)
+    try:
+        assert rewards(interface, batch([[3]])) == [1]
+        assert len(multiprocessing.active_children()) == workers
+    finally:
+        interface.close()
+
+
+def test_a_call_that_exceeds_the_time_limit_has_no_reward(tmp_path):
+    (tmp_path / "slow.py").write_text(
+        "import time\ndef score(prompt, response, row):\n    return time.sleep(5) or 1.0\n"
+    )
+    interface = RuleRewardInterface(f"{tmp_path / 'slow.py'}:score", timeout_s=0.2, max_failed_fraction=1.0)
+    try:
+        assert rewards(interface, batch([[3]])) == [None]
+    finally:
+        interface.close()
+
+
 def test_a_cut_response_is_judged_up_to_its_mark_and_one_without_is_not_judged_at_all(function):
     data = batch([[3, 7, 4, 5], [3, 4]], [[7, 7], [8]])  # the responses are "cgde", "cd", "gg" and "h"; the mark is "g"
     assert rewards(RuleRewardInterface(function, workers=0, cut=ResponseCut([7])), data) == [2, 2, 10.5, None]

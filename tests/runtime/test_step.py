@@ -183,14 +183,15 @@ def test_trap_g9_with_a_critic_reward_rises_values_explain_returns_and_neither_d
 
 
 def test_a_run_leaves_metrics_samples_curves_and_the_model(tmp_path):
-    result = run(experiment(tmp_path, save_every_steps=2))
+    result = run(experiment(tmp_path, save_every_steps=2, sample_prompts=2))
     out = result.output_dir
+    assert out == tmp_path / "run"
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [r["step"] for r in records] == [0, 1, 2, 3]
     assert {"reward", "loss", "response_tokens", "step_s", "rollout_tokens_per_s"} <= records[1].keys()
     assert [r["step"] for r in records if "eval/reward" in r] == [0, 2, 3]
     samples = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
-    assert len(samples) == 3 * 8
+    assert len(samples) == 3 * 2 * 8
     assert {"step", "id", "prompt", "response", "reward"} == samples[0].keys()
     held_out = [json.loads(line) for line in (out / "eval_samples.jsonl").read_text().splitlines()]
     assert {r["step"] for r in held_out} == {0, 2, 3}
@@ -240,6 +241,25 @@ def test_two_runs_of_one_seed_are_equal_and_of_two_seeds_are_not(tmp_path):
 
     assert rewards("a", 1) == rewards("b", 1)
     assert rewards("c", 2) != rewards("a2", 1)
+
+
+def test_every_call_of_a_step_gets_the_micro_batch_limit_of_the_run(tmp_path):
+    seen: list[tuple[str, MicroBatchSpec]] = []
+
+    class Reward(CountToken):
+        def inference(self, model, data, mb_spec):
+            seen.append(("inference", mb_spec))
+            return super().inference(model, data, mb_spec)
+
+    class Actor(GRPOActorInterface):
+        def train_step(self, model, data, mb_spec):
+            seen.append(("train_step", mb_spec))
+            return super().train_step(model, data, mb_spec)
+
+    interfaces = {"actor": Actor(generation=GENERATION), "reward": Reward()}
+    limit = MicroBatchSpec(max_tokens_per_microbatch=77)
+    LocalRuntime(experiment(tmp_path, interfaces=interfaces, microbatch=limit)).step(1)
+    assert seen == [("inference", limit), ("train_step", limit)]
 
 
 def test_the_version_counts_training_calls(tmp_path):
@@ -588,6 +608,15 @@ def test_evaluation_answers_every_prompt_once(tmp_path):
     assert values["eval/truncated_fraction"] == 0
     assert 0 < len(samples) <= 8 * 8
     assert runtime.models["actor"].version == 0
+
+
+def test_rollouts_and_evaluations_have_separate_sampling_settings(tmp_path):
+    generation = GenerationConfig(n=4, max_new_tokens=3, fixed_length=True)
+    interfaces = {"actor": GRPOActorInterface(generation=generation), "reward": CountToken()}
+    runtime = LocalRuntime(experiment(tmp_path, interfaces=interfaces))
+    _, batch = runtime.step(1)
+    assert [int(mask.sum()) for mask in batch.sequences("loss_mask")] == [3] * (8 * 4)
+    assert runtime.evaluate()[0]["eval/response_tokens"] == 6
 
 
 def test_samples_of_an_evaluation_are_its_first_prompts(tmp_path):

@@ -179,7 +179,7 @@ def test_gradient_checkpointing_changes_no_gradient(family):
 
 def test_a_value_head_reads_the_hidden_state_before_each_token_of_the_response():
     module = tiny_pair("t5")
-    value = ValueNetwork(ValueHead(init="normal"), module, 64, seed=0)
+    value = ValueNetwork(ValueHead(init="normal"), module, 64, module.config.vocab_size, seed=0)
     engine = engine_over(module, value_head=value)
     data = sample_of(SHAPE)
 
