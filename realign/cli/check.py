@@ -93,6 +93,8 @@ def preflight(experiment: Experiment, console: Console) -> None:
         kept = f", {held_out:,} held out for evaluation" if held_out else ""
         say(f"\nData\n  {runtime.dataset.describe()}{kept}\n")
         show_row(console, runtime.first_row())
+        if runtime.known_answers:
+            say("\nKnown answers" + "".join(f"\n  {line}" for line in runtime.known_answers))
         batch = run_calls(runtime)
         say(f"\nTwo prompts through every call except training\n{batch!r}")
         shown: Counter[str] = Counter()

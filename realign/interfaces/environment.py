@@ -37,6 +37,7 @@ from realign.api import (
 from realign.api.environment import Environment, Response
 from realign.api.rewards import NAMED, total_rewards
 from realign.api.router_experts import ROUTER_EXPERTS, with_experts
+from realign.api.verifier import Verifier
 from realign.endpoint.renderer import Renderer
 from realign.endpoint.response_parsing import ParsedResponse, can_parse
 from realign.environments import Answer, Episode, Failures, Limits, Slots, TurnWriter, Worlds, load_environment
@@ -108,6 +109,10 @@ class EnvironmentInterface(ModelInterface):
             raise SettingsError(f"{name}={value}: has no effect with chat=false. Set chat=true")
         if self.reward is not None and self.reward.needs_engine:
             raise SettingsError(f"reward: {type(self.reward).__name__} needs a model, so it cannot score episodes here")
+        if isinstance(self.reward, Verifier) and self.reward.known_answer is not None:
+            raise SettingsError(
+                f"reward.known_answer={self.reward.known_answer}: cannot be checked on episodes. Remove it"
+            )
         self._make: Callable[[], Environment] | None = None
         self._limits = Limits(self.timeout_s, Slots(self.concurrency))  # shared by concurrent batches
         self._failures = Failures(self.environment, self.max_failed_fraction)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from torch import Tensor
 
 from realign.api import Keys, MicroBatchSpec, Model, ModelInterface, Plan, SequenceSample, derive_seed
 from realign.api.rewards import NAMED
+from realign.api.verifier import ANSWER
 from realign.errors import SettingsError
 from realign.interfaces.components.response_cut import Cut, ResponseCut, cut_responses, reward_keys
 from realign.rewards.pool.limits import Limits, OpenFiles
@@ -75,6 +76,11 @@ class RuleRewardInterface(ModelInterface):
     """Randomly permute the rewards within a batch. This is a negative control: the policy should not improve."""
     cut: ResponseCut | None = None
     """Settings to score a response only up to its first end mark; null: score the whole response."""
+    known_answer: str | None = None
+    """Column of the data with the right answer, such as `answer`. `realign check` and the launch then score the right
+    answers of a few rows and wrong ones, and stop unless right answers score higher. null: no check."""
+    known_answer_template: str = ANSWER
+    """Response that `known_answer` scores, with the answer at `{answer}`, such as `<answer>{answer}</answer>`."""
     dense: bool = False
     """Pass the text of each response token to the function, and expect a list with one reward per token. The texts
     include special tokens. A character that spans several tokens appears as replacement characters."""
@@ -86,6 +92,12 @@ class RuleRewardInterface(ModelInterface):
         if self.shuffle and self.dense:
             raise SettingsError(
                 "shuffle=true: permutes one reward per response, but dense=true rewards tokens. Set one to false"
+            )
+        if self.known_answer is not None and self.dense:
+            raise SettingsError("known_answer: needs one reward per response. Set it to null, or dense=false")
+        if ANSWER not in self.known_answer_template:
+            raise SettingsError(
+                f"known_answer_template={self.known_answer_template!r}: must contain {ANSWER}, the place of the answer"
             )
         Limits(self.memory_mb, self.cpu_s, self.open_files, self.keep_environment)  # validates the settings
         self._terms = self._checked_terms()
@@ -177,18 +189,41 @@ class RuleRewardInterface(ModelInterface):
         owners = data.group_index().tolist()
         groups = [owners[i] for i in asked]
         rows = [data.metadata["row"][owner] for owner in groups]
-        decoded = {
-            special: texts(model, cut.data, special) for special in {t.special_tokens for t in self._terms.values()}
-        }
-        calls = {}
-        for name, term in self._terms.items():
-            prompts, responses = ([column[i] for i in asked] for column in decoded[term.special_tokens])
-            calls[name] = partial(self._opened(name).score, prompts, responses, rows, groups)
-        found = {}
-        for name, result in self._concurrently(calls).items():
-            found[name] = torch.full((len(owners),), math.nan, dtype=torch.float64)
-            found[name][asked] = _tensor(result.values)
+        decoded = {}
+        for special in {term.special_tokens for term in self._terms.values()}:
+            prompts, responses = texts(model, cut.data, special)
+            decoded[special] = [prompts[i] for i in asked], [responses[i] for i in asked]
+        found = {name: torch.full((len(owners),), math.nan, dtype=torch.float64) for name in self._terms}
+        for name, values in self._term_rewards(decoded, rows, groups).items():
+            found[name][asked] = values
         return found
+
+    def _term_rewards(
+        self, decoded: Mapping[bool, tuple[list[str], list[str]]], rows: list[Any], groups: list[int]
+    ) -> dict[str, Tensor]:
+        """Return the rewards [N] fp64 of N responses by the name of the function, NaN where it gives none.
+
+        Args:
+            decoded: prompts and responses, by whether they contain special tokens.
+            rows: row of the data for each response.
+            groups: index of the prompt of each response.
+        """
+        calls = {
+            name: partial(self._opened(name).score, *decoded[term.special_tokens], rows, groups)
+            for name, term in self._terms.items()
+        }
+        return {name: _tensor(result.values) for name, result in self._concurrently(calls).items()}
+
+    def score_texts(self, model: Model, data: SequenceSample, responses: Sequence[Sequence[str]]) -> Tensor:
+        """Compute the rewards [S] fp32 of texts as responses, without `cut` and `shuffle`; see `Verifier`."""
+        groups = [i for i, texts_ in enumerate(responses) for _ in texts_]
+        given = [text for texts_ in responses for text in texts_]
+        decoded = {}
+        for special in {term.special_tokens for term in self._terms.values()}:
+            ids = [prompt.tolist() for prompt in data.sequences("prompt_ids")]
+            prompts = model.tokenizer.batch_decode(ids, skip_special_tokens=not special)
+            decoded[special] = [prompts[i] for i in groups], given
+        return self._total(self._term_rewards(decoded, [data.metadata["row"][i] for i in groups], groups))
 
     def _concurrently(self, calls: Mapping[str, Callable[[], RewardResults[float]]]) -> dict[str, RewardResults[float]]:
         """Return the result of each call, by name. Functions in worker processes run concurrently."""

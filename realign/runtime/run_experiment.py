@@ -22,7 +22,7 @@ from realign.runtime.checks.launch import used_interfaces
 from realign.runtime.checks.ranks import check_same_data, check_same_settings
 from realign.runtime.experiment import Experiment
 from realign.runtime.loop import RunResult, Training
-from realign.runtime.metrics.data_row import show_row
+from realign.runtime.metrics.data_row import show_lines, show_row
 from realign.runtime.metrics.report import RunReport
 from realign.runtime.metrics.tracker import Tracker
 from realign.runtime.output_folder import check_output_folder
@@ -155,6 +155,7 @@ def _opened(
     check_same_data(runtime.datasets.by_key(), ranks)
     if console is not None:
         show_row(console, runtime.first_row(), runtime.dataset.describe())
+        show_lines(console, [f"Known answers: {line}" for line in runtime.known_answers])
     ranks.lead(partial(experiment.output_dir.mkdir, parents=True, exist_ok=True))
     if not is_there:
         ranks.lead(hold)

@@ -118,6 +118,7 @@ def test_a_run_of_another_model_shows_answers_of_both_ends(package, tmp_path, ca
             "evaluation.batch_prompts=8",
             "interfaces.reward.workers=0",
             f"interfaces.reward.function={reward}:score",
+            "interfaces.reward.known_answer=null",
             "models.actor.optimizer.lr=1e-3",
         ]
     )

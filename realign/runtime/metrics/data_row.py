@@ -55,4 +55,13 @@ def show_row(console: Console, sequences: Sequence[DecodedSequence], described: 
         warnings.warn(f"The first row of the data could not be printed ({error}). The run continues.", stacklevel=2)
 
 
-__all__ = ["row_text", "show_row"]
+def show_lines(console: Console, lines: Sequence[str]) -> None:
+    """Print lines about the data. Warn if printing fails."""
+    try:
+        for line in lines:
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+    except OSError as error:  # standard output may be a file on a full disk
+        warnings.warn(f"Lines about the data could not be printed ({error}). The run continues.", stacklevel=2)
+
+
+__all__ = ["row_text", "show_lines", "show_row"]
