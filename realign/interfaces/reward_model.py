@@ -1,7 +1,7 @@
 """Reward models: a score of a whole response, learned from preference data.
 
 Training reads `input_ids`, `loss_mask` (the responses), `labels` and `margins`. Inference reads `input_ids` and writes
-`rewards` [S]: `gain * score + bias`, with the score at the last token of the sequence. With `dense` it also writes
+`rewards` [S]: `gain * score + bias`, with the score at the token that `score_at` selects. With `dense` it also writes
 `dense_rewards` [T], the score after each response token, and `rewards` is 0. With `dense` or `cut` it also reads
 `prompt_mask`.
 
@@ -37,7 +37,7 @@ from realign.api import (
     correlation,
     masked_mean,
 )
-from realign.errors import RunError, SettingsError
+from realign.errors import ConfigError, RunError, SettingsError
 from realign.functional import (
     Reduce,
     best_of_n_loss,
@@ -49,6 +49,7 @@ from realign.functional import (
     pairwise_loss,
     rating_loss,
     score_moments,
+    sequence_lengths,
 )
 from realign.interfaces.components.pairs import answered, check_pairs, pairs_of, train_on_groups
 from realign.interfaces.components.response_cut import ResponseCut, cut_responses, reward_keys
@@ -66,6 +67,21 @@ class RewardLoss(StrEnum):
     """A label is the target score of the response."""
     scalar_compare = "scalar_compare"
     """Consecutive responses are pairs; the difference of their labels is the target difference of their scores."""
+
+
+class ScoreAt(StrEnum):
+    """Token at which the score of a sequence is read."""
+
+    last = "last"
+    """The last token of the sequence."""
+    before_end = "before_end"
+    """The token before the end token, as in summarize-from-feedback. A sequence that does not end with the tokenizer's
+    end token (a truncated response) is read at its last token. A response of the end token alone is read at the last
+    token of its prompt. An end token without any token before it is read itself."""
+
+
+ENDS = "score_before_end"
+"""Key [S] bool: whether the score is read at the token before the last one."""
 
 
 @dataclass
@@ -87,6 +103,9 @@ class RewardModelInterface(ModelInterface):
     center_coef: NonNegative = 0.0
     """Weight of (chosen score + rejected score)^2 in the loss, which keeps scores around 0 (kind=pairwise;
     arXiv:2312.09244)."""
+    score_at: ScoreAt = ScoreAt.last
+    """Token at which the score is read: last, or before_end, the token before the tokenizer's end token. Use the same
+    value for the training of a reward model and for the rewards that it computes."""
     clip: Positive | None = None
     """Bound on the absolute value of rewards, after gain and bias (inference only); null: off."""
     cut: ResponseCut | None = None
@@ -105,6 +124,9 @@ class RewardModelInterface(ModelInterface):
                 "per_prompt_weighting=true: has no effect with kind=best_of_n, which has one choice per prompt. Set "
                 "it to false"
             )
+        if self.score_at is ScoreAt.before_end and (self.dense or self.from_divergence):
+            other = "dense" if self.dense else "from_divergence"
+            raise SettingsError(f"score_at=before_end: {other}=true uses the scores of all tokens. Set {other}=false")
         self.gain, self.bias = 1.0, 0.0
 
     def keys(self, method: str) -> Keys:
@@ -162,25 +184,49 @@ class RewardModelInterface(ModelInterface):
         """Return [S] normalized scores, and with `dense` the [T] scores after each token."""
 
         def post_hook(output: ModelOutput, mb: SequenceSample) -> SequenceSample:
-            scored = mb.with_sequences(scores=self._scaled(output.scores()))
+            scored = mb.with_sequences(scores=self._scores(output, mb))
             return scored.with_tokens(after=self._scaled(scores_after(output, mb))) if self.dense else scored
 
-        scored = model.machine.forward(data.select(["input_ids"]), mb_spec, post_hook)
+        scored = model.machine.forward(self._marked(model, data.select(["input_ids"])), mb_spec, post_hook)
         return scored["scores"], scored.get("after")
+
+    def _marked(self, model: Model, data: SequenceSample) -> SequenceSample:
+        """Return the batch with the key `ENDS` if `score_at` is before_end."""
+        if self.score_at is ScoreAt.last:
+            return data
+        if (end := model.tokenizer.eos_token_id) is None:
+            raise ConfigError("score_at=before_end: the tokenizer has no end token. Set score_at=last")
+        lengths_S = sequence_lengths(data.cu_seqlens())
+        last_S = data.cu_seqlens()[1:].long() - 1
+        ends_S = torch.zeros_like(lengths_S, dtype=torch.bool)
+        two_S = lengths_S > 1
+        ends_S[two_S] = data["input_ids"][last_S[two_S]] == end
+        return data.with_sequences(**{ENDS: ends_S})
+
+    def _scores(self, output: ModelOutput, data: SequenceSample) -> Tensor:
+        """Return [S] normalized scores at the tokens that `score_at` selects."""
+        scores_S = output.scores()
+        if ENDS in data:
+            last_S = (data.cu_seqlens()[1:].long() - 1).clamp(min=0)
+            before_S = output.values()[last_S]  # values precede their tokens
+            scores_S = torch.where(data[ENDS], before_S, scores_S)
+        return self._scaled(scores_S)
 
     def train_step(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> Stats:
         """Take `n_minibatches` optimizer steps over the batch, in a new random order; groups stay together.
 
         Raises:
             DataError: a prompt has an odd number of responses, and the loss is on pairs.
+            ConfigError: score_at=before_end, and the tokenizer has no end token.
         """
         if self._on_pairs:
             check_pairs(data)
+        data = self._marked(model, data)
         return train_on_groups(model, data, mb_spec, self.n_minibatches, self.loss, self.loss_weight)
 
     def loss(self, output: ModelOutput, minibatch: SequenceSample) -> tuple[Tensor, Stats]:
         """Return the weighted sum of the losses of pairs, groups or responses, and metrics."""
-        scores_S = self._scaled(output.scores())
+        scores_S = self._scores(output, minibatch)
         weight_N = self._weights(minibatch)
         loss_N, stats = self._losses(output, minibatch, scores_S)
         return torch.where(weight_N > 0, loss_N * weight_N.to(loss_N.dtype), 0).sum(), stats
@@ -259,6 +305,7 @@ class RewardModelInterface(ModelInterface):
         """See `ModelInterface.describe`."""
         options = ("use_margin", "per_prompt_weighting", "from_divergence")
         chosen = [name for name in options if getattr(self, name)]
+        chosen += ["score before the end token"] if self.score_at is ScoreAt.before_end else []
         chosen += [f"center_coef {self.center_coef:g}"] if self.center_coef else []
         return {
             "loss": ", ".join([self.kind.value, *chosen]),

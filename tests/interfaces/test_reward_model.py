@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,12 +11,12 @@ from transformers import AutoModelForSequenceClassification
 
 from realign.api import MicroBatchSpec, Model, SequenceSample, stat_values
 from realign.config import build_experiment, compose
-from realign.engines import Score, TransformersModel
-from realign.errors import DataError, RunError
+from realign.engines import HeadInit, Score, TransformersModel
+from realign.errors import ConfigError, DataError, RunError, SettingsError
 from realign.interfaces.components.response_cut import ResponseCut
 from realign.interfaces.critic import PPOCriticInterface, ValueNormalization, ValueScale
 from realign.interfaces.ppo import PPOActorInterface
-from realign.interfaces.reward_model import RewardLoss, RewardModelInterface, dataflow
+from realign.interfaces.reward_model import RewardLoss, RewardModelInterface, ScoreAt, dataflow
 from realign.runtime import run
 from realign.testing import BigramEngine, random_preferences
 from tests.tiny import random_sample, save_tiny
@@ -257,6 +258,63 @@ def test_the_last_token_is_found_by_lengths_not_by_an_end_token():
     assert rewards.tolist() == [1.0, 3.0]
 
 
+def ending(*scores: float) -> Model:
+    """Return a reward model with these scores of tokens; token 0 is the end token."""
+    return Model("reward", scoring(*scores), SimpleNamespace(eos_token_id=0))
+
+
+def packed_ends() -> SequenceSample:
+    """Return sequences with prompt 3: ended, truncated, the end token alone, two end tokens, and only one token."""
+    ids = [[[3, 1, 2, 0], [3, 1, 2], [3, 0]], [[3, 2, 0, 0], [0]]]
+    return SequenceSample.from_sequences(["a", "b"], {"input_ids": ids})
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_the_score_before_the_end_token_by_hand(parts):
+    model, spec = ending(7.0, 2.0, 1.0, 5.0), MicroBatchSpec(n_microbatches=parts)
+    last = RewardModelInterface().inference(model, packed_ends(), spec)["rewards"]
+    assert last.tolist() == [7.0, 1.0, 7.0, 7.0, 7.0]
+    interface = RewardModelInterface(score_at=ScoreAt.before_end)
+    found = interface.inference(model, packed_ends(), spec)
+    assert found.keys == {"rewards"}
+    # an ended response, a truncated one, the last prompt token, the first of two end tokens, and the only token
+    assert found["rewards"].tolist() == [1.0, 1.0, 5.0, 7.0, 7.0]
+    assert interface.scores(model, packed_ends(), spec).tolist() == found["rewards"].tolist()
+
+
+def test_training_compares_the_scores_before_the_end_tokens():
+    data = SequenceSample.from_sequences(["a"], {"input_ids": [[[3, 1, 0], [3, 2, 0]]]})
+    data = data.with_tokens(loss_mask=torch.tensor([False, True, True] * 2)).with_sequences(labels=torch.tensor([1, 0]))
+    stats = {}
+    for score_at in ScoreAt:
+        model = ending(7.0, 2.0, 1.0, 5.0)
+        stats[score_at] = stat_values(RewardModelInterface(score_at=score_at).train_step(model, data, ONE))
+        moved = (model.engine.values_V[:4] - torch.tensor([7.0, 2.0, 1.0, 5.0])).tolist()
+        assert (moved[1] > 0, moved[2] < 0, moved[0]) == (score_at is ScoreAt.before_end,) * 2 + (0,)
+    assert (stats[ScoreAt.last]["margin"], stats[ScoreAt.before_end]["margin"]) == (0, 1)
+    assert stats[ScoreAt.before_end]["loss"] == pytest.approx(math.log(1 + math.exp(-1)))
+
+
+def test_the_score_before_the_end_token_of_a_transformer_is_that_of_the_shorter_sequence(tmp_path):
+    save_tiny(tmp_path / "policy")
+    model = TransformersModel(str(tmp_path / "policy"), head=Score(init=HeadInit.normal)).load("reward", seed=0)
+    end = model.tokenizer.eos_token_id
+    bodies = [[5, 6, 7], [8, 9], [4]]
+    whole = SequenceSample.from_sequences(["a"], {"input_ids": [[[*body, end] for body in bodies]]})
+    short = SequenceSample.from_sequences(["a"], {"input_ids": [bodies]})
+    found = RewardModelInterface(score_at=ScoreAt.before_end).inference(model, whole, ONE)["rewards"]
+    torch.testing.assert_close(found, RewardModelInterface().inference(model, short, ONE)["rewards"])
+
+
+def test_a_score_before_the_end_token_needs_an_end_token_and_one_score():
+    interface = RewardModelInterface(score_at=ScoreAt.before_end)
+    with pytest.raises(ConfigError, match="score_at=before_end: the tokenizer has no end token"):
+        interface.inference(Model("reward", scoring(1.0), SimpleNamespace(eos_token_id=None)), packed_ends(), ONE)
+    for other in ("dense", "from_divergence"):
+        with pytest.raises(SettingsError, match=f"score_at=before_end: {other}=true uses the scores of all tokens"):
+            RewardModelInterface(score_at=ScoreAt.before_end, **{other: True})
+
+
 def test_ratings_report_how_well_scores_and_labels_agree():
     data = pairs_by_hand().with_sequences(labels=torch.tensor([1.0, 2.0, 3.0, 5.0]))
     interface = RewardModelInterface(kind=RewardLoss.scalar_rating)
@@ -374,7 +432,7 @@ def own_scores(folder, data: SequenceSample) -> torch.Tensor:
 @pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3", "gpt_neox"])
 def test_any_model_with_one_label_loads_as_a_reward_model(tmp_path, family):
     folder, data = save_tiny(tmp_path / "public", family, head="score"), random_sample([[7, 4], [9]])
-    model = TransformersModel(str(folder), head=Score()).load("reward", seed=0)
+    model = TransformersModel(str(folder), head=Score(init=HeadInit.normal)).load("reward", seed=0)
     rewards = RewardModelInterface().inference(model, data, ONE)["rewards"]
     torch.testing.assert_close(rewards, own_scores(folder, data), atol=1e-5, rtol=1e-5)
 
