@@ -103,3 +103,16 @@ def test_the_launch_shows_the_same_row(here, capsys):
     words = ["experiment=sft", "models.actor.path=model", "data.path=messages.jsonl", "batch_prompts=4", "steps=1"]
     assert cli.main([*words, "save_every_steps=null"]) == 0
     assert f"{START}  | [[hi<|im_end|>]]\n" in capsys.readouterr().out
+
+
+def test_check_shows_the_rewards_of_known_answers(here, capsys):
+    rows = [{"messages": [user(f"1+{n}=")], "answer": str(1 + n)} for n in range(4)]
+    (here / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["experiment=grpo", "models.actor.path=model", "data.path=sums.jsonl", "batch_prompts=4"]
+    words += ["interfaces.reward.function=realign.rewards.arithmetic:exact_answer", "interfaces.reward.workers=0"]
+    words += ["interfaces.actor.generation.max_new_tokens=2", "interfaces.reward.known_answer=answer"]
+    assert cli.main(["check", *words]) == 0
+    shown = "\nKnown answers\n  interfaces.reward: mean reward 1 of right answers, 0 of wrong answers (4 rows)\n"
+    assert shown in capsys.readouterr().out
+    assert cli.main(["check", *words, "interfaces.reward.known_answer_template='<{answer}>'"]) == 2
+    assert "right answers have a mean reward of 0 and wrong answers 0 (4 rows). Row " in capsys.readouterr().err

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -29,7 +29,7 @@ LONGEST = 200
 class Known(NamedTuple):
     """A row with its right answer and a wrong one, as responses."""
 
-    index: int
+    row: int
     right: str
     wrong: str
 
@@ -93,8 +93,8 @@ def check_known_answers(where: str, verifier: Verifier, model: Model, data: Sequ
             stacklevel=2,
         )
         return f"{where}: not checked, because all rows have the same answer"
-    texts = [(row.right, row.wrong) for row in known]
-    rows = data.take([row.index for row in known])
+    texts = [(one.right, one.wrong) for one in known]
+    rows = data.take([one.row for one in known])
 
     def scored() -> Tensor:
         with located(where):
@@ -134,7 +134,7 @@ def _known(setting: str, verifier: Verifier, data: SequenceSample) -> list[Known
     return found
 
 
-def _answers(setting: str, column: str, rows: list[Mapping[str, Any]]) -> list[tuple[int, str]]:
+def _answers(setting: str, column: str, rows: Sequence[Mapping[str, Any]]) -> list[tuple[int, str]]:
     """Return the index and the answer of each row that has an answer."""
     columns = sorted({name for row in rows for name in row})
     if column not in columns:
@@ -154,11 +154,11 @@ def _answers(setting: str, column: str, rows: list[Mapping[str, Any]]) -> list[t
     return found
 
 
-def _example(data: SequenceSample, row: Known, rewards_2: Tensor) -> str:
-    right, wrong = (visible(shortened(text, LONGEST)) for text in (row.right, row.wrong))
+def _example(data: SequenceSample, known: Known, rewards_2: Tensor) -> str:
+    right, wrong = (visible(shortened(text, LONGEST)) for text in (known.right, known.wrong))
     scores = [_number(reward) for reward in rewards_2.tolist()]
     return (
-        f"Row {data.ids[row.index]!r}: the right answer {right!r} has reward {scores[0]}, and the wrong answer "
+        f"Row {data.ids[known.row]!r}: the right answer {right!r} has reward {scores[0]}, and the wrong answer "
         f"{wrong!r} has reward {scores[1]}."
     )
 
