@@ -432,7 +432,7 @@ def own_scores(folder, data: SequenceSample) -> torch.Tensor:
 @pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3", "gpt_neox"])
 def test_any_model_with_one_label_loads_as_a_reward_model(tmp_path, family):
     folder, data = save_tiny(tmp_path / "public", family, head="score"), random_sample([[7, 4], [9]])
-    model = TransformersModel(str(folder), head=Score(init=HeadInit.normal)).load("reward", seed=0)
+    model = TransformersModel(str(folder), head=Score()).load("reward", seed=0)
     rewards = RewardModelInterface().inference(model, data, ONE)["rewards"]
     torch.testing.assert_close(rewards, own_scores(folder, data), atol=1e-5, rtol=1e-5)
 
