@@ -21,7 +21,7 @@ ENVIRONMENT = {
     "KMP_BLOCKTIME": "0",
     "HF_HUB_OFFLINE": "1",
 }
-# vLLM 0.32 fails on a CPU if it reads a prompt of a request with a seed in several parts. 64 prompts fit into one batch.
+# vLLM 0.32 fails on a CPU if it reads the prompt of a seeded request in several parts. 64 prompts fit into one batch.
 ARGUMENTS = "--dtype float32 --enforce-eager --max-num-seqs 64 --max-num-batched-tokens 16384"
 
 
