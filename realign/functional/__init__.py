@@ -22,6 +22,7 @@ from __future__ import annotations
 from .advantages import (
     discounted_returns,
     gae,
+    n_step,
     token_rewards,
 )
 from .aggregation import (
@@ -36,6 +37,7 @@ from .kl import (
     FixedKLController,
     KLController,
     KLEstimator,
+    ThresholdKLController,
     importance_weighted_kl,
     kl_estimate,
     log_ratio,
@@ -66,7 +68,15 @@ from .normalization import (
     normalize,
     whiten,
 )
-from .objectives import cispo_loss, gmpo_loss, gspo_loss, reinforce_loss, sapo_loss, sequence_mean
+from .objectives import (
+    cispo_loss,
+    gmpo_loss,
+    gspo_loss,
+    proximal_kl_loss,
+    reinforce_loss,
+    sapo_loss,
+    sequence_mean,
+)
 from .packed import (
     broadcast_to_tokens,
     cu_seqlens_of,
@@ -111,6 +121,7 @@ __all__ = [
     "Reduce",
     "RunningMoments",
     "Scope",
+    "ThresholdKLController",
     "ValueLoss",
     "aggregate",
     "aggregation_weight",
@@ -138,6 +149,7 @@ __all__ = [
     "kto_loss",
     "last_true",
     "log_ratio",
+    "n_step",
     "nll_loss",
     "normalize",
     "overlong_penalty",
@@ -146,6 +158,7 @@ __all__ = [
     "policy_loss",
     "position_ids",
     "previous",
+    "proximal_kl_loss",
     "rating_loss",
     "reinforce_loss",
     "sapo_loss",

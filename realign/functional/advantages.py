@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .packed import at_least_fp32, check_shapes, last_true, sequence_index
 
-__all__ = ["discounted_returns", "gae", "token_rewards"]
+__all__ = ["discounted_returns", "gae", "n_step", "token_rewards"]
 
 
 @torch.no_grad()
@@ -116,6 +116,46 @@ def gae(
     return _scatter(advantages_M, chain, mask_T), _scatter(advantages_M + values_M, chain, mask_T)
 
 
+@torch.no_grad()
+def n_step(
+    rewards_T: Tensor,
+    values_T: Tensor,
+    mask_T: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    gamma: float,
+    n: int,
+    bootstrap_S: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute n-step returns along the tokens in the mask of each sequence, and advantages (returns - values).
+
+    R_t = r_t + gamma r_{t+1} + ... + gamma^(n-1) r_{t+n-1} + gamma^n V_{t+n}. The sum ends with the sequence. With n=1,
+    advantages equal `gae` with lam=0; with n at least the number of tokens in the mask, they equal `gae` with lam=1.
+
+    Args:
+        rewards_T: [T].
+        values_T: [T] value of the state before token t.
+        mask_T: [T] bool.
+        cu_seqlens: int32 [S+1].
+        gamma: discount per token in the mask, in [0, 1].
+        n: number of rewards in a return, at least 1, counted in tokens in the mask.
+        bootstrap_S: [S] value after the last token in the mask, as in `gae`; None means 0 for all.
+
+    Returns:
+        Advantages and returns, each [T] fp32 (fp64 for fp64 input), 0 outside the mask.
+    """
+    check_shapes(mask_T, rewards_T=rewards_T, values_T=values_T, mask_T=mask_T)
+    _check_unit_interval(gamma=gamma)
+    if n < 1:
+        raise ValueError(f"n must be at least 1, found {n}")
+    chain = _chain(mask_T, cu_seqlens)
+    values_M, rewards_M = at_least_fp32(values_T)[chain.slot_M], at_least_fp32(rewards_T)[chain.slot_M]
+    rewards_M[chain.last_M] += gamma * _bootstrap(chain, values_M, bootstrap_S, cu_seqlens)
+    returns_M = _window_sum(rewards_M, chain.remaining_M, gamma, n)
+    returns_M += gamma**n * _later(values_M, chain.remaining_M, n)
+    return _scatter(returns_M - values_M, chain, mask_T), _scatter(returns_M, chain, mask_T)
+
+
 class _Chain(NamedTuple):
     """The M tokens in the mask, in sequence order."""
 
@@ -160,6 +200,30 @@ def _reverse_scan(x_M: Tensor, remaining_M: Tensor, decay: float) -> Tensor:
         y_M[:-step] += torch.where(inside, y_M[step:] * factor, 0)
         step, factor = step * 2, factor * factor
     return y_M
+
+
+def _window_sum(x_M: Tensor, remaining_M: Tensor, decay: float, width: int) -> Tensor:
+    """Compute y_i = x_i + decay x_{i+1} + ... + decay^(width-1) x_{i+width-1} within each sequence.
+
+    Uses doubling, as `_reverse_scan`: y_i is put together from windows of 1, 2, 4, ... tokens, the bits of `width`.
+    The order of additions depends on `width` alone, so packing is invisible.
+    """
+    y_M, block_M = torch.zeros_like(x_M), x_M
+    covered, size = 0, 1
+    while covered < width:
+        if width & size:
+            y_M = y_M + decay**covered * _later(block_M, remaining_M, covered)
+            covered += size
+        block_M = block_M + decay**size * _later(block_M, remaining_M, size)
+        size *= 2
+    return y_M
+
+
+def _later(x_M: Tensor, remaining_M: Tensor, distance: int) -> Tensor:
+    """Return `x_M` of the token `distance` tokens later in the same sequence, 0 where there is none."""
+    shifted_M, kept = torch.zeros_like(x_M), max(len(x_M) - distance, 0)
+    shifted_M[:kept] = torch.where(remaining_M[:kept] >= distance, x_M[distance:], 0)
+    return shifted_M
 
 
 def _scatter(x_M: Tensor, chain: _Chain, mask_T: Tensor) -> Tensor:

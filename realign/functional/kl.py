@@ -26,6 +26,7 @@ __all__ = [
     "FixedKLController",
     "KLController",
     "KLEstimator",
+    "ThresholdKLController",
     "importance_weighted_kl",
     "kl_estimate",
     "log_ratio",
@@ -178,6 +179,52 @@ class AdaptiveKLController:
             )
         error = min(max(kl / self.target - 1, -self.clip), self.clip)
         self.value *= 1 + error * n_steps / self.horizon
+
+    def state_dict(self) -> dict[str, float]:
+        """Return the current coefficient."""
+        return {"value": self.value}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Restore a saved coefficient."""
+        self.value = float(state["value"])
+
+
+@dataclass
+class ThresholdKLController:
+    """A coefficient that doubles or halves when the KL leaves a range around its target (PPO, arXiv:1707.06347, 4)."""
+
+    init: float
+    """Initial coefficient, per nat."""
+    target: float
+    """Target KL in nats (0.003 to 0.03 in the source)."""
+    tolerance: float = 1.5
+    """Factor by which the KL may be above or below the target without a change (1.5 in the source)."""
+    bound: float = 2.0**20
+    """Factor by which the coefficient stays within its initial value. The source has no bound."""
+    value: float = field(init=False)
+    """The current coefficient."""
+
+    def __post_init__(self) -> None:
+        for name in ("init", "target"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive, found {getattr(self, name)}")
+        self.value = self.init
+
+    def update(self, kl: float) -> None:
+        """Double the coefficient if `kl` is above the range, and halve it if `kl` is below.
+
+        Args:
+            kl: KL after the update, in nats.
+
+        Raises:
+            ValueError: `kl` is not finite.
+        """
+        if not math.isfinite(kl):
+            raise ValueError(f"kl must be finite, found {kl}")
+        if kl > self.target * self.tolerance:
+            self.value = min(self.value * 2, self.init * self.bound)
+        elif kl < self.target / self.tolerance:
+            self.value = max(self.value / 2, self.init / self.bound)
 
     def state_dict(self) -> dict[str, float]:
         """Return the current coefficient."""

@@ -30,7 +30,15 @@ from .kl import log_ratio
 from .losses import PolicyLoss, policy_loss
 from .packed import at_least_fp32, broadcast_to_tokens, check_shapes, segment_sum
 
-__all__ = ["cispo_loss", "gmpo_loss", "gspo_loss", "reinforce_loss", "sapo_loss", "sequence_mean"]
+__all__ = [
+    "cispo_loss",
+    "gmpo_loss",
+    "gspo_loss",
+    "proximal_kl_loss",
+    "reinforce_loss",
+    "sapo_loss",
+    "sequence_mean",
+]
 
 
 def reinforce_loss(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, mask_T: Tensor) -> PolicyLoss:
@@ -142,6 +150,21 @@ def gmpo_loss(
     held_T = torch.where(clipped_T, log_ratio_T.clamp(lowest, high), log_ratio_T)
     loss_T = -advantages_T * sequence_mean(held_T, mask_T, cu_seqlens).exp()
     return _unclipped(loss_T, log_ratio_T.exp(), clamped_T)._replace(clipped_T=clipped_T.detach())
+
+
+def proximal_kl_loss(
+    logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, mask_T: Tensor, *, beta: float = 1.0
+) -> PolicyLoss:
+    """Compute -(r A - beta k) with k = r - 1 - l: PPO with a KL penalty to the old policy instead of the clip.
+
+    Source: arXiv:1707.06347, eq. 8. k is the k3 estimate of KL(old || current) from the sampled token. The paper sums
+    over all actions. For tokens of the old policy, the expected value and gradient of k are those of the sum.
+    """
+    if not beta >= 0:
+        raise ValueError(f"beta must be at least 0, found {beta}")
+    log_ratio_T, clamped_T = log_ratio(logprobs_T, old_logprobs_T, mask_T)
+    ratio_T, kl_T = log_ratio_T.exp(), torch.expm1(log_ratio_T) - log_ratio_T
+    return _unclipped(beta * kl_T - _advantages(advantages_T, mask_T) * ratio_T, ratio_T, clamped_T)
 
 
 def sequence_mean(x_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor) -> Tensor:

@@ -105,13 +105,13 @@ class PPOActorInterface(ModelInterface):
     keep_best: Count | None = None
     """Number of responses per prompt that train, those with the highest scores (realhf's best-of-k); null: all."""
     advantage: AdvantageEstimator = field(default_factory=GAE)
-    """Advantage estimator: gae, group_relative, or your own."""
+    """Advantage estimator: gae, n_step, group_relative, or your own."""
     adv_norm: Normalization = field(default_factory=Normalization)
     """Normalization of advantages: scopes of the mean that is subtracted and of the standard deviation that divides."""
     credit_per_minibatch: bool = False
     """Estimate and normalize advantages separately in every mini-batch (openai/lm-human-preferences)."""
     objective: Objective = field(default_factory=Clip)
-    """Policy objective: clip, gspo, cispo, sapo, gmpo, reinforce, or your own."""
+    """Policy objective: clip, proximal_kl, gspo, cispo, sapo, gmpo, reinforce, or your own."""
     correction: Correction | None = None
     """Importance correction for the behavior policy: importance_correction, or your own; null: none."""
     recompute: bool = False
@@ -144,6 +144,7 @@ class PPOActorInterface(ModelInterface):
         self.advantage.check(responses=self.generation.n, adv_norm=self.adv_norm, baseline=self.reward.has_baseline)
         self._check_critic()
         self.kl_control = KLControl(self.kl)
+        self.objective_control = self.objective.control()
         self.reward_moments = self.reward.moments()
 
     def _check_critic(self) -> None:
@@ -283,7 +284,10 @@ class PPOActorInterface(ModelInterface):
             return stats
         steps, further = self._optimize(model, data, mb_spec)
         merged = merge_stats([stats, *steps, *further])
-        return merged | self.kl_control.update(merged, model.machine.reduce)
+        merged |= self.kl_control.update(merged, model.machine.reduce)
+        if self.objective_control is None:
+            return merged
+        return merged | self.objective_control.update(model, data, mb_spec, self.generation.temperature)
 
     def score(self, model: Model, data: SequenceSample) -> SequenceSample:
         """Shape `rewards`, and remove excluded responses from `loss_mask`. Called once per rollout batch.
@@ -357,7 +361,8 @@ class PPOActorInterface(ModelInterface):
             minibatch = minibatch.with_tokens(loss_mask=mask_T)
         mask_T, old_T, temperature = minibatch["loss_mask"], old_logprobs(minibatch), self.generation.temperature
         logprobs_T, entropy_T = output.logprobs_and_entropy(temperature=temperature, where_T=mask_T)
-        tokens = PolicyTokens.of(logprobs_T, old_T, minibatch)
+        control = self.objective_control
+        tokens = PolicyTokens.of(logprobs_T, old_T, minibatch, None if control is None else control.coef)
         policy = policy_loss_of(self.objective, tokens, weight_T)
         loss_T, stats = policy.loss_T, policy_stats(policy, tokens, entropy_T) | self.objective.stats(policy, mask_T)
         trace = {"ratio": policy.ratio_T, "entropy": entropy_T, "advantage": tokens.advantages_T, "mask": mask_T}
@@ -405,13 +410,17 @@ class PPOActorInterface(ModelInterface):
         return merge_stats(stats)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the KL coefficient and the running moments of the scores."""
-        return {"kl_controller": self.kl_control.state_dict(), "reward": self.reward.state_of(self.reward_moments)}
+        """Return the KL coefficients and the running moments of the scores."""
+        control = {} if self.objective_control is None else {"objective": self.objective_control.state_dict()}
+        kl_state, moments = self.kl_control.state_dict(), self.reward.state_of(self.reward_moments)
+        return {"kl_controller": kl_state, "reward": moments, **control}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
         self.kl_control.load_state_dict(state["kl_controller"])
         self.reward.restore(self.reward_moments, state["reward"])
+        if self.objective_control is not None:
+            self.objective_control.load_state_dict(state["objective"])
 
 
 CREDITED = ("advantages", "returns", "loss_mask")

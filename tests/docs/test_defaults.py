@@ -27,6 +27,8 @@ from realign.interfaces.components import (
     ImportanceCorrection,
     KLPenalty,
     Normalization,
+    NStep,
+    ProximalKL,
     RatioRange,
     RewardShaping,
     Sapo,
@@ -48,7 +50,7 @@ from realign.interfaces.sft import SFTInterface
 
 DOCS = Path(__file__).parents[2] / "docs"
 VARIANTS = {"clip": Clip, "gspo": Gspo, "cispo": Cispo, "sapo": Sapo, "gmpo": Gmpo}
-VARIANTS |= {"gae": GAE, "group_relative": GroupRelative}
+VARIANTS |= {"gae": GAE, "n_step": NStep, "group_relative": GroupRelative, "proximal_kl": ProximalKL}
 WITH_VALUE = PPOActorInterface(critic="shared")
 NESTED = (EarlyStop, KLPenalty, Normalization, RewardShaping, Truncation, ValueNormalization, ValueObjective)
 # The settings of each table with a column of defaults, in the order of the page.

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realign.functional.advantages import discounted_returns, gae, token_rewards
+from realign.functional.advantages import discounted_returns, gae, n_step, token_rewards
 from realign.functional.packed import cu_seqlens_of
 
 NAN = math.nan
@@ -136,6 +136,80 @@ def test_packed_credit_equals_a_loop_over_sequences(lengths, gamma, lam, seed):
         without_critic = reference_gae(rewards, [0.0] * len(kept), gamma, 1.0, bootstrap)
         assert discounted_T[kept].tolist() == pytest.approx(without_critic, abs=1e-10)
         start += length
+
+
+def reference_n_step(rewards, values, gamma, n, bootstrap):
+    """Compute the n-step return of every token of one sequence in plain Python."""
+    returns = []
+    for t in range(len(rewards)):
+        end = min(t + n, len(rewards))
+        after = values[end] if end < len(rewards) else bootstrap
+        found = sum(gamma ** (k - t) * rewards[k] for k in range(t, end))
+        returns.append(found + gamma ** (end - t) * after)
+    return returns
+
+
+def test_n_step_returns_by_hand():
+    advantages_T, returns_T = n_step(REWARDS, VALUES, ALL, CU, gamma=0.5, n=2)
+    # 0.25 * 0.3; 0.5 * 1; 1; 0.5 * -1; -1
+    assert returns_T.tolist() == pytest.approx([0.075, 0.5, 1.0, -0.5, -1.0], abs=1e-6)
+    assert advantages_T.tolist() == pytest.approx([-0.025, 0.3, 0.7, -0.9, -1.5], abs=1e-6)
+    bootstrap_S = torch.tensor([0.6, 0.0])
+    _, truncated_T = n_step(REWARDS, VALUES, ALL, CU, gamma=0.5, n=2, bootstrap_S=bootstrap_S)
+    assert truncated_T.tolist() == pytest.approx([0.075, 0.65, 1.3, -0.5, -1.0], abs=1e-6)
+
+
+@settings(deadline=None)  # the machine may be busy
+@given(
+    st.lists(st.integers(0, 9), min_size=1, max_size=6),
+    st.sampled_from([0.0, 0.5, 0.97, 1.0]),
+    st.integers(1, 12),
+    st.integers(0, 2**31),
+)
+def test_packed_n_step_returns_equal_a_loop_over_sequences(lengths, gamma, n, seed):
+    generator = torch.Generator().manual_seed(seed)
+    cu_seqlens, total = cu_seqlens_of(lengths), sum(lengths)
+    rewards_T, values_T = torch.randn(2, total, generator=generator, dtype=torch.float64)
+    bootstrap_S = torch.randn(len(lengths), generator=generator, dtype=torch.float64)
+    mask_T = torch.rand(total, generator=generator) < 0.7
+    args = (rewards_T, values_T.masked_fill(~mask_T, NAN), mask_T, cu_seqlens)
+    advantages_T, returns_T = n_step(*args, gamma=gamma, n=n, bootstrap_S=bootstrap_S)
+    assert not advantages_T[~mask_T].any()
+    start = 0
+    for length, bootstrap in zip(lengths, bootstrap_S.tolist(), strict=True):
+        kept = [t for t in range(start, start + length) if mask_T[t]]
+        want = reference_n_step(rewards_T[kept].tolist(), values_T[kept].tolist(), gamma, n, bootstrap)
+        assert returns_T[kept].tolist() == pytest.approx(want, abs=1e-10)
+        assert advantages_T[kept].tolist() == pytest.approx((torch.tensor(want) - values_T[kept]).tolist(), abs=1e-6)
+        start += length
+
+
+@pytest.mark.parametrize("bootstrap_S", [None, torch.tensor([0.6, -0.3])], ids=["finished", "truncated"])
+def test_one_step_is_lambda_0_and_steps_to_the_end_are_lambda_1(bootstrap_S):
+    generator = torch.Generator().manual_seed(3)
+    rewards_T, values_T = torch.randn(2, 12, generator=generator, dtype=torch.float64)
+    args = (rewards_T, values_T, torch.rand(12, generator=generator) < 0.8, cu_seqlens_of([5, 7]))
+    for n, lam in ((1, 0.0), (7, 1.0), (10**9, 1.0)):
+        found = n_step(*args, gamma=0.9, n=n, bootstrap_S=bootstrap_S)
+        want = gae(*args, gamma=0.9, lam=lam, bootstrap_S=bootstrap_S)
+        for x_T, y_T in zip(found, want, strict=True):
+            torch.testing.assert_close(x_T, y_T, rtol=1e-12, atol=1e-14)
+
+
+def test_n_step_returns_are_the_same_packed_and_alone():
+    generator, lengths = torch.Generator().manual_seed(4), [3, 40, 17]
+    rewards_T, values_T = torch.randn(2, sum(lengths), generator=generator)
+    mask_T = torch.rand(sum(lengths), generator=generator) < 0.8
+    parts = [x.split(lengths) for x in (rewards_T, values_T, mask_T)]
+    for n in (1, 5, 31, 100):
+        packed_T = n_step(rewards_T, values_T, mask_T, cu_seqlens_of(lengths), gamma=0.9, n=n)[1]
+        alone = [n_step(*x, cu_seqlens_of([len(x[0])]), gamma=0.9, n=n)[1] for x in zip(*parts, strict=True)]
+        assert torch.equal(packed_T, torch.cat(alone))
+
+
+def test_n_step_returns_need_at_least_one_step():
+    with pytest.raises(ValueError, match="n must be at least 1, found 0"):
+        n_step(REWARDS, VALUES, ALL, CU, gamma=0.9, n=0)
 
 
 def test_a_long_sequence_matches_the_loop():

@@ -65,6 +65,8 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "huber_delta": (0.5,),
     "gamma": (0.9,),
     "lam": (0.8,),
+    "n": (1, 3),
+    "beta": (0.5,),
     "kl_coef": (0.0, 0.1),
     "constant": (None, 7.0),
     "low": (None, 0.2),
@@ -320,7 +322,15 @@ def test_trap_d13_every_public_function_is_in_the_tests():
 
 def test_trap_d13_every_policy_loss_is_in_the_tests():
     returning = {case.function.__name__ for case in LOSS_CASES if isinstance(run(case, Batch.make()), Outcome)}
-    assert returning >= {"policy_loss", "gspo_loss", "cispo_loss", "sapo_loss", "gmpo_loss", "reinforce_loss"}
+    assert returning >= {
+        "policy_loss",
+        "gspo_loss",
+        "cispo_loss",
+        "sapo_loss",
+        "gmpo_loss",
+        "reinforce_loss",
+        "proximal_kl_loss",
+    }
     assert "sequence_mean" in returning
 
 

@@ -12,6 +12,7 @@ from realign.functional.kl import (
     AdaptiveKLController,
     FixedKLController,
     KLEstimator,
+    ThresholdKLController,
     importance_weighted_kl,
     kl_estimate,
     log_ratio,
@@ -183,7 +184,33 @@ def test_trap_c9_controller_survives_a_resume():
     assert fixed.value == 0.05
 
 
+@pytest.mark.parametrize(
+    ("kl", "expected"), [(0.0, 0.5), (0.0066, 0.5), (0.0067, 1.0), (0.015, 1.0), (0.0151, 2.0), (9.0, 2.0)]
+)
+def test_the_threshold_controller_doubles_above_and_halves_below_its_range(kl, expected):
+    controller = ThresholdKLController(init=1.0, target=0.01)
+    controller.update(kl)
+    assert controller.value == expected
+    resumed = ThresholdKLController(init=1.0, target=0.01)
+    resumed.load_state_dict(controller.state_dict())
+    assert resumed.value == controller.value
+
+
+def test_the_threshold_controller_recovers_after_many_updates_on_one_side():
+    controller = ThresholdKLController(init=0.3, target=0.01)
+    for kl, bound in ((0.0, 0.3 / 2**20), (1.0, 0.3 * 2**20)):
+        for _ in range(2000):
+            controller.update(kl)
+        assert controller.value == bound
+
+
 def test_controllers_refuse_nonsense():
+    with pytest.raises(ValueError, match="target must be positive"):
+        ThresholdKLController(init=0.1, target=0.0)
+    with pytest.raises(ValueError, match="init must be positive"):
+        ThresholdKLController(init=0.0, target=0.1)
+    with pytest.raises(ValueError, match="kl must be finite"):
+        ThresholdKLController(init=0.1, target=1.0).update(math.nan)
     with pytest.raises(ValueError, match="target"):
         AdaptiveKLController(init=0.1, target=0.0, horizon=10)
     with pytest.raises(ValueError, match="horizon"):

@@ -14,11 +14,18 @@ from hypothesis import strategies as st
 from realign.functional.aggregation import AggregationMode, aggregate, aggregation_weight
 from realign.functional.kl import LOG_RATIO_LIMIT
 from realign.functional.losses import policy_loss
-from realign.functional.objectives import cispo_loss, gmpo_loss, gspo_loss, reinforce_loss, sapo_loss
+from realign.functional.objectives import (
+    cispo_loss,
+    gmpo_loss,
+    gspo_loss,
+    proximal_kl_loss,
+    reinforce_loss,
+    sapo_loss,
+)
 from realign.functional.packed import broadcast_to_tokens, cu_seqlens_of
 
 LENGTHS = [4, 0, 1, 7, 3, 12, 2]
-OBJECTIVES = ("clip", "gspo", "cispo", "sapo", "gmpo", "reinforce")
+OBJECTIVES = ("clip", "gspo", "cispo", "sapo", "gmpo", "reinforce", "proximal_kl")
 CLIPPED = ("clip", "gspo", "cispo", "gmpo")
 DUAL = ("clip", "gspo")
 EVERY = pytest.mark.parametrize("objective", OBJECTIVES)
@@ -49,6 +56,7 @@ def loss_of(
         "gmpo": lambda: gmpo_loss(*args, cu_seqlens, low=low, high=top),
         "sapo": lambda: sapo_loss(*args, tau_pos=tau_pos, tau_neg=tau_neg),
         "reinforce": lambda: reinforce_loss(*args),
+        "proximal_kl": lambda: proximal_kl_loss(*args),
     }
     return calls[objective]()
 
@@ -95,6 +103,9 @@ def reference(logp, old, adv, mask, weight, objective, low, high, dual, tau_pos,
         elif objective == "reinforce":
             value = -a * logp[t]
             rows[t][t] = -a * w
+        elif objective == "proximal_kl":  # beta is 1
+            value = -a * r + (r - 1 - math.log(r))
+            rows[t][t] = w * (-a * r + r - 1)
         elif objective == "cispo":
             value = -a * within(r, low, high) * logp[t]
             rows[t][t] = -a * w * within(r, low, high)
@@ -214,6 +225,11 @@ GOLDEN = {
         (1.5, -2, 2.6 * math.log(1.5), 2.6, True),
         (0.5, -2, 1.6 * math.log(0.5), 1.6, True),
         (0.5, 2, -1.6 * math.log(0.5), -1.6, True),
+    ],
+    "proximal_kl": [  # -A r + (r - 1 - log r), and its derivative -A r + (r - 1)
+        (1, 2, -2, -2, False),
+        (1.5, 2, -2.5 - math.log(1.5), -2.5, False),
+        (0.5, -2, 0.5 + math.log(2), 0.5, False),
     ],
     "sapo": [  # at r = 1: half of 4 / tau, and the plain policy gradient
         (1, 2, -4, -2, False),
@@ -353,7 +369,7 @@ def test_on_policy_every_objective_has_the_plain_policy_gradient(sequences, rand
 
 
 @settings(deadline=None, max_examples=30)  # the machine may be busy
-@given(st.integers(0, 2**31), st.floats(0.1, 10), st.sampled_from(OBJECTIVES))
+@given(st.integers(0, 2**31), st.floats(0.1, 10), st.sampled_from([x for x in OBJECTIVES if x != "proximal_kl"]))
 def test_scaling_advantages_scales_the_loss(seed, factor, objective):
     logprobs_T, old_T, advantages_T, mask_T, _ = packed(batch(seed))
     options = {"objective": objective, "low": 0.1, "high": 0.2}
@@ -444,8 +460,23 @@ def test_bad_input_is_named():
         call(low=math.nan, objective="gmpo")
     with pytest.raises(ValueError, match=r"tau_pos and tau_neg must be positive, found 0 and 1\.05"):
         call(objective="sapo", tau_pos=0)
+    with pytest.raises(ValueError, match="beta must be at least 0, found -1"):
+        proximal_kl_loss(*torch.zeros(3, 2), ones(2), beta=-1)
     with pytest.raises(ValueError, match="dual_clip must be above 1"):
         call(dual=1.0)
     for objective in OBJECTIVES:
         with pytest.raises(ValueError, match="advantages_T has shape"):
             call(torch.zeros(1), objective=objective)
+
+
+def test_the_expected_kl_penalty_and_its_gradient_are_those_of_the_kl_over_all_actions():
+    generator = torch.Generator().manual_seed(0)
+    old_V, new_V = torch.randn(2, 6, generator=generator, dtype=torch.float64)
+    old_V, new_V = old_V.log_softmax(-1), new_V.requires_grad_()
+    logprobs_V = new_V.log_softmax(-1)
+    penalty_V = proximal_kl_loss(logprobs_V, old_V, torch.zeros(6), ones(6), beta=0.3).loss_T
+    expected = (old_V.exp() * penalty_V).sum()
+    exact = 0.3 * (old_V.exp() * (old_V - logprobs_V)).sum()
+    torch.testing.assert_close(expected, exact, rtol=1e-12, atol=0)
+    (found_V,), (want_V,) = (torch.autograd.grad(x, new_V, retain_graph=True) for x in (expected, exact))
+    torch.testing.assert_close(found_V, want_V, rtol=1e-12, atol=1e-15)

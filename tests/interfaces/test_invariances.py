@@ -41,7 +41,9 @@ COMPONENTS: dict[type, list] = {
     c.Sapo: [c.Sapo(), c.Sapo(0.5, 2.0)],
     c.Gmpo: [c.Gmpo(), c.Gmpo(None, 0.1)],
     c.Reinforce: [c.Reinforce()],
-    c.GAE: [c.GAE(), c.GAE(0.9, 0.5, CENTERED, whiten_rewards=True, bootstrap=True)],
+    c.ProximalKL: [c.ProximalKL(0.5), c.ProximalKL(target=0.01)],
+    c.GAE: [c.GAE(), c.GAE(0.9, 0.5, reward_norm=CENTERED, whiten_rewards=True, bootstrap=True)],
+    c.NStep: [c.NStep(0.9, 2, reward_norm=CENTERED, whiten_rewards=True, bootstrap=True)],
     c.GroupRelative: [c.GroupRelative(), c.GroupRelative(1, length_weighted=True, rescale_degenerate=True)],
     c.TeacherKL: [c.TeacherKL(), c.TeacherKL(0.5, 0.9)],
     c.ForwardKL: [c.ForwardKL()],
@@ -105,6 +107,7 @@ PPO_SETTINGS = [
 ]
 GAE_ONLY = [
     {"reward": c.RewardShaping(baseline="greedy")},
+    {"objective": c.ProximalKL(target=0.01), "epochs": 2, "n_minibatches": 2, "ptx_coef": 0.5},
     {"critic": "own"},
     {"critic": "shared", "value": c.ValueObjective(coef=0.1), "epochs": 2},
     {

@@ -214,6 +214,6 @@ def test_an_optimizer_that_no_call_uses_is_refused(tmp_path, critic, role, cure)
 
 
 def test_a_value_head_gives_values_beside_log_probs():
-    assert BigramEngine.outputs == {"logprobs", "values", "scores"}
+    assert BigramEngine.outputs == {"logprobs", "values", "scores", "q_values"}
     assert tiny_engine().outputs == {"logprobs"}
     assert tiny_engine(model={"head": "value"}).outputs == {"values", "scores"}

@@ -5,7 +5,7 @@ import json
 import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 import pytest
 import torch
@@ -43,6 +43,8 @@ from realign.testing import BigramEngine
 
 class Digits:
     """Tokenizer whose tokens are numbers."""
+
+    added_tokens_decoder = MappingProxyType({})
 
     def decode(self, ids, skip_special_tokens=True) -> str:
         return " ".join(str(int(i)) for i in ids)

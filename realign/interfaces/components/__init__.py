@@ -10,6 +10,7 @@ from realign.interfaces.components.advantages import (
     AdvantageEstimator,
     Estimate,
     GroupRelative,
+    NStep,
     Rewards,
     TeacherKL,
     advantage_stats,
@@ -41,12 +42,14 @@ from realign.interfaces.components.objectives import (
     Gspo,
     Objective,
     PolicyTokens,
+    ProximalKL,
     Reinforce,
     Sapo,
     policy_loss_of,
     policy_stats,
 )
 from realign.interfaces.components.pretraining import mix_pretraining, pretraining_loss
+from realign.interfaces.components.proximal_kl import ProximalKLControl
 from realign.interfaces.components.reward_shaping import RewardBaseline, RewardScale, RewardShaping
 from realign.interfaces.components.scoring import (
     first_logprob_diff,
@@ -82,9 +85,12 @@ __all__ = [
     "KLControl",
     "KLPenalty",
     "KLPlace",
+    "NStep",
     "Normalization",
     "Objective",
     "PolicyTokens",
+    "ProximalKL",
+    "ProximalKLControl",
     "RatioRange",
     "Reinforce",
     "ReverseKL",

@@ -32,6 +32,7 @@ from realign.functional import (
     discounted_returns,
     gae,
     kl_estimate,
+    n_step,
     segment_sum,
     sequence_index,
     token_rewards,
@@ -191,27 +192,23 @@ class AdvantageEstimator(Settings, ABC):
 
 
 @dataclass
-class GAE(AdvantageEstimator):
-    """Generalized advantage estimation (arXiv:1506.02438); without a critic all values are 0.
-
-    With lam=1 and no critic the advantage of a token is the discounted sum of the rewards from it on, as in REINFORCE++
-    (arXiv:2501.03262).
-    """
+class _ValueBased(AdvantageEstimator):
+    """Base class of estimators of token advantages from rewards and values; without a critic all values are 0."""
 
     uses: ClassVar[frozenset[str]] = frozenset({"values", "bootstrap_values", "truncated"})
     gives_returns: ClassVar[bool] = True
 
     gamma: Fraction = 1.0
     """Discount per trained token."""
-    lam: Fraction = 0.95
-    """Lambda of the exponential average."""
-    reward_norm: Normalization = field(default_factory=lambda: Normalization(mean=Scope.none, std=Scope.none))
+    reward_norm: Normalization = field(
+        default_factory=lambda: Normalization(mean=Scope.none, std=Scope.none), kw_only=True
+    )
     """Normalization of scores, one per response, before KL penalty and dense rewards are added. With a mean over the
     group and whitening by `adv_norm` this is REINFORCE++-baseline."""
-    whiten_rewards: bool = False
+    whiten_rewards: bool = field(default=False, kw_only=True)
     """Divide the rewards of tokens, KL penalty and dense rewards included, by their population standard deviation over
     the batch; the mean stays (openai/lm-human-preferences)."""
-    bootstrap: bool = False
+    bootstrap: bool = field(default=False, kw_only=True)
     """Use the critic's value, instead of 0, for the state after the last token of a truncated response."""
 
     def estimate(self, rewards: Rewards, data: SequenceSample, reduce: Reduce) -> Estimate:
@@ -225,10 +222,18 @@ class GAE(AdvantageEstimator):
             rewards_T = whiten(rewards_T, mask_T, shift_mean=False, reduce=reduce)
         values_T = data["values"] if "values" in data else torch.zeros_like(rewards_T)
         bootstrap_S = torch.where(data["truncated"], data["bootstrap_values"], 0) if self.bootstrap else None
-        advantages_T, returns_T = gae(
-            rewards_T, values_T, mask_T, cu_seqlens, gamma=self.gamma, lam=self.lam, bootstrap_S=bootstrap_S
-        )
+        advantages_T, returns_T = self._from_values(rewards_T, values_T, mask_T, cu_seqlens, bootstrap_S)
         return Estimate(advantages_T=advantages_T, returns_T=returns_T)
+
+    @abstractmethod
+    def _from_values(
+        self, rewards_T: Tensor, values_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor, bootstrap_S: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return advantages and returns [T]; `bootstrap_S` [S] are values after the last token."""
+
+    @abstractmethod
+    def _name(self) -> str:
+        """Return the estimator for the launch table."""
 
     def check(self, *, responses: int, adv_norm: Normalization, baseline: bool) -> None:
         """See `AdvantageEstimator`."""
@@ -240,11 +245,51 @@ class GAE(AdvantageEstimator):
 
     def describe(self) -> str:
         """See `AdvantageEstimator`."""
-        steps = [f"GAE, gamma {self.gamma:g}, lambda {self.lam:g}"]
+        steps = [self._name()]
         steps += [f"scores normalized: {self.reward_norm.describe('R')}"] if self.reward_norm.active else []
         steps += ["rewards of tokens divided by their std"] if self.whiten_rewards else []
         steps += ["truncated responses end with the critic's value"] if self.bootstrap else []
         return "; ".join(steps)
+
+
+@dataclass
+class GAE(_ValueBased):
+    """Generalized advantage estimation (arXiv:1506.02438); without a critic all values are 0.
+
+    With lam=1 and no critic the advantage of a token is the discounted sum of the rewards from it on, as in REINFORCE++
+    (arXiv:2501.03262).
+    """
+
+    lam: Fraction = 0.95
+    """Lambda of the exponential average."""
+
+    def _from_values(
+        self, rewards_T: Tensor, values_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor, bootstrap_S: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        rates = {"gamma": self.gamma, "lam": self.lam}
+        return gae(rewards_T, values_T, mask_T, cu_seqlens, **rates, bootstrap_S=bootstrap_S)
+
+    def _name(self) -> str:
+        return f"GAE, gamma {self.gamma:g}, lambda {self.lam:g}"
+
+
+@dataclass
+class NStep(_ValueBased):
+    """n-step returns: the next n rewards plus the critic's value after them, minus the value; without a critic 0.
+
+    n=1 is GAE with lam=0, and n of at least the length of a response is GAE with lam=1 (Monte Carlo returns).
+    """
+
+    n: Count = 8
+    """Number of rewards in a return, counted in trained tokens."""
+
+    def _from_values(
+        self, rewards_T: Tensor, values_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor, bootstrap_S: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        return n_step(rewards_T, values_T, mask_T, cu_seqlens, gamma=self.gamma, n=self.n, bootstrap_S=bootstrap_S)
+
+    def _name(self) -> str:
+        return f"{self.n}-step returns, gamma {self.gamma:g}"
 
 
 @dataclass
@@ -384,6 +429,7 @@ __all__ = [
     "AdvantageEstimator",
     "Estimate",
     "GroupRelative",
+    "NStep",
     "Rewards",
     "TeacherKL",
     "advantage_stats",

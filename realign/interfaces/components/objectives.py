@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from realign.api import Min, Panel, SequenceSample, Stats, masked_max, masked_mean, masked_variance
+from realign.errors import SettingsError
 from realign.functional import (
     KLEstimator,
     PolicyLoss,
@@ -30,11 +31,13 @@ from realign.functional import (
     kl_estimate,
     log_ratio,
     policy_loss,
+    proximal_kl_loss,
     reinforce_loss,
     sapo_loss,
     sequence_mean,
 )
 from realign.functional.packed import at_least_fp32
+from realign.interfaces.components.proximal_kl import ProximalKLControl
 from realign.settings import Fraction, NonNegative, Positive, Range, Settings
 
 
@@ -54,9 +57,13 @@ class PolicyTokens:
     """int32 [S+1]."""
     data: SequenceSample
     """The micro-batch, with every key that the RPC reads and those that `Objective.prepare` added."""
+    kl_coef: float | None = None
+    """Current coefficient of an objective with a `control`; None: the objective has none."""
 
     @classmethod
-    def of(cls, logprobs_T: Tensor, old_logprobs_T: Tensor, data: SequenceSample) -> PolicyTokens:
+    def of(
+        cls, logprobs_T: Tensor, old_logprobs_T: Tensor, data: SequenceSample, kl_coef: float | None = None
+    ) -> PolicyTokens:
         """Return the tokens of `data` (with `advantages` and `loss_mask`) under these log-probs [T]."""
         mask_T = data["loss_mask"]
 
@@ -64,7 +71,7 @@ class PolicyTokens:
             return torch.where(mask_T, at_least_fp32(x_T), 0)
 
         old_T, advantages_T = masked(old_logprobs_T.detach()), masked(data["advantages"].detach())
-        return cls(masked(logprobs_T), old_T, advantages_T, mask_T, data.cu_seqlens(), data)
+        return cls(masked(logprobs_T), old_T, advantages_T, mask_T, data.cu_seqlens(), data, kl_coef)
 
     @property
     def log_ratio_T(self) -> Tensor:
@@ -106,6 +113,13 @@ class Objective(Settings, ABC):
             reduce: sum over ranks.
         """
         return minibatch
+
+    def control(self) -> ProximalKLControl | None:
+        """Return a new controller of the coefficient that `tokens.kl_coef` contains; None: there is none.
+
+        The actor adapts the coefficient after each rollout batch, and saves it in checkpoints.
+        """
+        return None
 
     def needs(self) -> dict[str, str]:
         """Return keys that must be in the batch, with the setting that asks for each."""
@@ -250,6 +264,38 @@ class Gmpo(Objective):
 
 
 @dataclass
+class ProximalKL(Objective):
+    """-(r A - beta KL(old, current)): a KL penalty instead of the clip (PPO, arXiv:1707.06347, section 4).
+
+    The KL is estimated from the sampled tokens by k3.
+    """
+
+    beta: NonNegative = 1.0
+    """Coefficient of the KL, in advantage per nat; the initial value if `target` is set."""
+    target: Positive | None = None
+    """Target KL in nats per token (the paper: 0.003 to 0.03), measured after the optimizer steps of a rollout batch:
+    above 1.5 times the target beta doubles, below the target divided by 1.5 it halves; null: beta is constant."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.target is not None and self.beta == 0:
+            raise SettingsError("beta=0: target multiplies beta, which would stay 0. Set beta above 0")
+
+    def loss(self, tokens: PolicyTokens) -> PolicyLoss:
+        """See `realign.functional.proximal_kl_loss`."""
+        return proximal_kl_loss(*_basic(tokens), beta=self.beta if tokens.kl_coef is None else tokens.kl_coef)
+
+    def control(self) -> ProximalKLControl | None:
+        """See `Objective`."""
+        return None if self.target is None else ProximalKLControl(self.beta, self.target)
+
+    def describe(self) -> str:
+        """See `Objective`."""
+        adapted = "" if self.target is None else f" at first, adapted to {self.target:g} nats per token"
+        return f"ratio without clip, KL to the old policy, coefficient {self.beta:g}{adapted}"
+
+
+@dataclass
 class Reinforce(Objective):
     """-A logprobs: the policy gradient itself; right for one optimizer step per rollout batch, or with a correction."""
 
@@ -338,6 +384,7 @@ __all__ = [
     "Gspo",
     "Objective",
     "PolicyTokens",
+    "ProximalKL",
     "Reinforce",
     "Sapo",
     "policy_loss_of",

@@ -13,6 +13,7 @@ from realign.interfaces.components import (
     Estimate,
     GroupRelative,
     Normalization,
+    NStep,
     Rewards,
     advantage_stats,
     normalized_advantages,
@@ -129,6 +130,7 @@ def test_settings_under_which_every_advantage_would_be_wrong_raise(advantage, se
     [
         (GAE, {"gamma": 1.1}, r"gamma=1\.1: must be at least 0 and at most 1"),
         (GAE, {"lam": math.nan}, "lam=nan: must be at least 0 and at most 1"),
+        (NStep, {"n": 0}, "n=0: must be at least 1"),
         (GroupRelative, {"min_group_size": 0}, "min_group_size=0: must be at least 1"),
     ],
 )
@@ -140,6 +142,7 @@ def test_wrong_settings_raise(kind, settings, text):
 def test_bootstrapping_needs_the_values_of_the_critic():
     why = "advantage.bootstrap=true"
     assert GAE(bootstrap=True).needs() == {"bootstrap_values": why, "truncated": why}
+    assert NStep(bootstrap=True).needs() == {"bootstrap_values": why, "truncated": why}
     assert GAE().needs() == GroupRelative().needs() == {}
 
 
@@ -151,6 +154,19 @@ def test_without_a_critic_all_values_are_0():
     mask_T = data["loss_mask"] & found.advantages_T.isfinite()  # the last response has no reward
     assert mask_T.any()
     assert torch.equal(found.advantages_T[mask_T], want.advantages_T[mask_T])
+
+
+@pytest.mark.parametrize(("n", "lam"), [(1, 0.0), (10_000, 1.0)])
+def test_n_step_returns_are_gae_at_both_ends(n, lam):
+    data = random_batch(1)
+    options = {"reward_norm": GROUP, "whiten_rewards": True, "bootstrap": True}
+    found, want = (
+        x.estimate(rewards_of(data), data, identity) for x in (NStep(0.9, n, **options), GAE(0.9, lam, **options))
+    )
+    known_T = data["loss_mask"] & want.advantages_T.isfinite()  # the last response has no reward
+    assert known_T.any()
+    torch.testing.assert_close(found.advantages_T[known_T], want.advantages_T[known_T], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found.returns_T[known_T], want.returns_T[known_T], rtol=1e-5, atol=1e-6)
 
 
 def test_metrics_are_over_trained_tokens():
@@ -170,6 +186,7 @@ def test_the_fraction_of_groups_with_equal_rewards_is_reported():
 
 def test_the_launch_table_lists_the_estimator():
     assert GAE(0.9, 0.5).describe() == "GAE, gamma 0.9, lambda 0.5"
+    assert NStep(0.9, 3).describe() == "3-step returns, gamma 0.9"
     assert GroupRelative().describe() == "reward of the response, at each of its tokens"
     rich = GAE(reward_norm=Normalization(Scope.group, Scope.none), whiten_rewards=True, bootstrap=True).describe()
     assert rich.count(";") == 3

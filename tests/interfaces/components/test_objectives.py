@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from realign.interfaces.components import (
     Gspo,
     Objective,
     PolicyTokens,
+    ProximalKL,
     Reinforce,
     Sapo,
     policy_loss_of,
@@ -25,6 +27,7 @@ from realign.testing import random_batch
 from tests.functional.test_objectives import LENGTHS, SETTINGS, batch, loss_of, of_formula, packed
 
 OBJECTIVES = {"clip": Clip, "gspo": Gspo, "cispo": Cispo, "sapo": Sapo, "gmpo": Gmpo, "reinforce": Reinforce}
+OBJECTIVES |= {"proximal_kl": ProximalKL}
 READS = {
     "clip": ("low", "high", "dual"),
     "gspo": ("low", "high", "dual"),
@@ -32,8 +35,9 @@ READS = {
     "gmpo": ("low", "high"),
     "sapo": ("tau_pos", "tau_neg"),
     "reinforce": (),
+    "proximal_kl": (),
 }
-OWN = [Clip(), Gspo(), Cispo(), Sapo(), Gmpo(), Reinforce()]
+OWN = [Clip(), Gspo(), Cispo(), Sapo(), Gmpo(), Reinforce(), ProximalKL()]
 
 
 def tokens_of(rows, requires_grad: bool = False) -> tuple[PolicyTokens, torch.Tensor]:
@@ -160,6 +164,9 @@ def test_the_fraction_of_dual_clipped_tokens_is_reported_where_there_is_a_dual_c
         (Gmpo, {"low": -0.1}, r"low=-0\.1: must be at least 0"),
         (Sapo, {"tau_pos": 0.0}, r"tau_pos=0\.0: must be above 0"),
         (Sapo, {"tau_neg": math.nan}, "tau_neg=nan: must be above 0"),
+        (ProximalKL, {"beta": -1.0}, r"beta=-1\.0: must be at least 0"),
+        (ProximalKL, {"target": 0.0}, r"target=0\.0: must be above 0"),
+        (ProximalKL, {"beta": 0.0, "target": 0.01}, "beta=0: target multiplies beta"),
     ],
 )
 def test_wrong_settings_raise(kind, setting, text):
@@ -173,6 +180,11 @@ def test_wrong_settings_raise(kind, setting, text):
         (Clip(high=0.28), "clip, ratio in [0.8, 1.28]"),
         (Clip(dual=3.0), "clip, ratio in [0.8, 1.2], dual clip 3"),
         (Reinforce(), "reinforce, no ratio"),
+        (ProximalKL(3.0), "ratio without clip, KL to the old policy, coefficient 3"),
+        (
+            ProximalKL(target=0.01),
+            "ratio without clip, KL to the old policy, coefficient 1 at first, adapted to 0.01 nats per token",
+        ),
         (Cispo(), "cispo, ratio in [0, 5]"),
         (Gspo(), "gspo, sequence ratio in [0.9997, 1.0004]"),
         (Sapo(), "sapo, temperatures 1 and 1.05"),
@@ -182,3 +194,17 @@ def test_wrong_settings_raise(kind, setting, text):
 )
 def test_the_launch_table_lists_the_objective_with_its_bounds(objective, row):
     assert objective.describe() == row
+
+
+def test_the_kl_penalty_uses_the_coefficient_of_the_tokens_or_else_its_own():
+    tokens, _ = tokens_of(batch(seed=4))
+    own, given = ProximalKL(0.5), replace(tokens, kl_coef=2.0)
+    assert torch.equal(own.loss(given).loss_T, ProximalKL(2.0).loss(tokens).loss_T)
+    assert not torch.equal(own.loss(given).loss_T, own.loss(tokens).loss_T)
+
+
+def test_only_a_target_makes_the_coefficient_adaptive():
+    assert all(objective.control() is None for objective in OWN)
+    control = ProximalKL(0.5, target=0.01).control()
+    assert control is not None
+    assert control.coef == 0.5
