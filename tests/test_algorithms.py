@@ -125,7 +125,14 @@ def test_the_grid_has_all_experiments_that_presets_are_for_and_few_exclude_each_
     assert len(without_agents) - len(INHERENT.keys() & {*without_agents}) >= 200
 
 
-@pytest.mark.parametrize(("experiment", "preset"), [pair for pair in PAIRS if pair not in INHERENT])
+QUICK = ("grpo", "ppo", "lm_human_preferences")
+"""Experiments that are composed with every preset in the quick tests."""
+
+
+@pytest.mark.parametrize(
+    ("experiment", "preset"),
+    [pytest.param(*pair, marks=() if pair[0] in QUICK else pytest.mark.slow) for pair in PAIRS if pair not in INHERENT],
+)
 def test_a_preset_and_an_experiment_compose_and_each_keeps_its_values(experiment, preset):
     made, values = resolved(overrides_of(experiment, preset))
     chosen = template("algorithm", preset)

@@ -92,7 +92,12 @@ def line_of(text: str) -> int:
             "RuntimeError: The size of tensor",
             marks=pytest.mark.slow,
         ),
-        ("interfaces.actor.advantage._target_=own.Failing", "a bug in the estimator", "ValueError: a bug in the est"),
+        pytest.param(
+            "interfaces.actor.advantage._target_=own.Failing",
+            "a bug in the estimator",
+            "ValueError: a bug in the est",
+            marks=pytest.mark.slow,
+        ),
         ("interfaces.actor.objective._target_=own.Constructor", "a bug in the constructor", "ValueError: a bug in the"),
     ],
     ids=["objective", "advantage", "constructor"],

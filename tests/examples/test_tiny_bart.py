@@ -65,6 +65,7 @@ def test_grpo_raises_the_reward_and_rescored_log_probs_equal_those_of_sampling(t
     assert result.history[1]["first_logprob_diff_max"] < 1e-5
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_bitwise_equal_to_an_uninterrupted_one(task, tmp_path):
     grpo(task, tmp_path / "whole", 4)
     half = ["checkpoint.every_steps=2"]
@@ -77,6 +78,7 @@ def test_a_resumed_run_is_bitwise_equal_to_an_uninterrupted_one(task, tmp_path):
     assert all(torch.equal(x, resumed[name]) for name, x in whole.items())
 
 
+@pytest.mark.slow
 def test_ppo_trains_a_critic_that_shares_the_decoder_with_a_penalty_to_a_reference(task, tmp_path):
     reference = f"models.ref={{_target_: realign.engines.TransformersModel, path: {task.model.parent / 'bart'}}}"
     words = [*SHARED_CRITIC, "interfaces.actor.kl={place: reward, coef: 0.01}", reference]
