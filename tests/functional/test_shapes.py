@@ -29,7 +29,7 @@ SIZES = {"T": 4, "N": 4, "S": 2, "P": 1}
 WHOLE = aggregation.AggregationMode.seq_mean_token_mean  # reads the sequences
 UNSHAPED = ("at_least_fp32", "check_shapes", "cu_seqlens_of", "identity", "overlong_penalty")
 """Functions whose arguments determine no shape."""
-OPTIONS = {"gamma": 0.9, "lam": 0.9, "k": 1, "beta": 0.1, "n_groups": 2, "fill": 0.0, "mode": WHOLE, "tau": 0.7}
+OPTIONS = {"gamma": 0.9, "lam": 0.9, "k": 1, "n": 2, "beta": 0.1, "n_groups": 2, "fill": 0.0, "mode": WHOLE, "tau": 0.7}
 
 
 def tensor(name: str) -> Tensor:
