@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import numpy as np
 from torch import Tensor
@@ -20,6 +21,9 @@ from realign.api import (
 from realign.testing.batches import random_batch, random_heads
 from realign.testing.bigram import BigramEngine
 
+TOKENIZER = SimpleNamespace(eos_token_id=0)
+"""What interfaces read from a tokenizer in `train_step`."""
+
 
 @dataclass
 class Trained:
@@ -33,7 +37,7 @@ def train_once(interface: ModelInterface, data: SequenceSample, mb_spec: MicroBa
     """Run `train_step` of a copy of the interface, which may have state, on a new bigram model."""
     engine = BigramEngine(seed=seed)
     engine.use_heads(random_heads(seed))
-    stats = deepcopy(interface).train_step(Model("actor", engine, seed=seed), data, mb_spec)
+    stats = deepcopy(interface).train_step(Model("actor", engine, TOKENIZER, seed), data, mb_spec)
     return Trained(engine.parameters, stat_values(stats))
 
 

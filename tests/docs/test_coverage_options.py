@@ -79,7 +79,7 @@ print(read_by("realign.functional"), read_by("tests"), Clip(high=0.7).high)
 
 @dataclass
 class Answers:
-    """Outcomes by test and by whether its field is disconnected, and the tests that were asked for."""
+    """Outcomes by test and by whether its field is disconnected, and the requested tests."""
 
     outcomes: dict[tuple[str, bool], str]
     costs: dict[str, float] = field(default_factory=dict)

@@ -23,7 +23,7 @@ from realign.interfaces.grpo import GRPOActorInterface
 from realign.interfaces.ilql import ILQLInterface
 from realign.interfaces.kto import KTOInterface
 from realign.interfaces.ppo import PPOActorInterface
-from realign.interfaces.reward_model import RewardLoss, RewardModelInterface
+from realign.interfaces.reward_model import RewardLoss, RewardModelInterface, ScoreAt
 from realign.testing import check_train_step, random_preferences
 
 NORMALIZATIONS = [
@@ -171,6 +171,7 @@ SETTINGS: dict[str, list[dict]] = {
         {"use_margin": True, "per_prompt_weighting": True},
         {"from_divergence": True, "use_margin": True},
         {"center_coef": 0.1},
+        {"score_at": ScoreAt.before_end},
         *({"kind": kind} for kind in RewardLoss),
         {"kind": RewardLoss.scalar_rating, "per_prompt_weighting": True},
     ],
@@ -312,9 +313,8 @@ def test_every_kind_of_preference_loss_is_in_the_settings():
     "cls", [DPOInterface, ILQLInterface, KTOInterface, RewardModelInterface], ids=lambda cls: cls.__name__
 )
 def test_no_training_setting_of_an_offline_method_escapes(cls):
-    # Not here: settings of inference, the aggregation, which `settings` adds, and score_at, which needs a tokenizer
-    # (tests/interfaces/test_reward_model.py).
-    others = {"clip", "cut", "dense", "score_at"} if cls is RewardModelInterface else {"aggregation"}
+    # Not here: settings of inference, and the aggregation, which `settings` adds.
+    others = {"clip", "cut", "dense"} if cls is RewardModelInterface else {"aggregation"}
     names = {f.name for f in dataclasses.fields(cls) if f.init} - others
     changed = {name for kwargs in SETTINGS[cls.__name__] for name in kwargs if kwargs[name] != _default(cls, name)}
     assert changed == names, f"no setting of {cls.__name__} in SETTINGS changes {sorted(names - changed)}"
