@@ -185,8 +185,8 @@ class AdaptiveKLController:
         return {"value": self.value}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Restore a saved coefficient."""
-        self.value = float(state["value"])
+        """Restore a saved coefficient; the state of a constant coefficient leaves the initial one."""
+        self.value = float(state.get("value", self.init))
 
 
 @dataclass
@@ -231,8 +231,8 @@ class ThresholdKLController:
         return {"value": self.value}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Restore a saved coefficient."""
-        self.value = float(state["value"])
+        """Restore a saved coefficient; the state of a constant coefficient leaves the initial one."""
+        self.value = float(state.get("value", self.init))
 
 
 KLController: TypeAlias = FixedKLController | AdaptiveKLController

@@ -420,7 +420,7 @@ class PPOActorInterface(ModelInterface):
         self.kl_control.load_state_dict(state["kl_controller"])
         self.reward.restore(self.reward_moments, state["reward"])
         if self.objective_control is not None:
-            self.objective_control.load_state_dict(state["objective"])
+            self.objective_control.load_state_dict(state.get("objective", {}))
 
 
 CREDITED = ("advantages", "returns", "loss_mask")

@@ -219,3 +219,9 @@ def test_controllers_refuse_nonsense():
         AdaptiveKLController(init=0.1, target=1.0, horizon=10).update(math.nan, 1)
     with pytest.raises(ValueError, match=r"must be above clip \* n_steps = 0\.2 \* 50"):
         AdaptiveKLController(init=0.1, target=1.0, horizon=10).update(0.0, 50)
+
+
+@pytest.mark.parametrize("controller", [AdaptiveKLController(0.3, 6.0, 100), ThresholdKLController(0.3, 0.01)])
+def test_a_run_with_a_constant_coefficient_continues_with_an_adaptive_one(controller):
+    controller.load_state_dict(FixedKLController(0.2).state_dict())
+    assert controller.value == 0.3
