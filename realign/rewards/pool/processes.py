@@ -129,7 +129,8 @@ class WorkerProcesses:
                     running.clear()
                     self._restart(pool, error, restarts)
                     continue
-                for future in done:
+                # A set has no order. In the order sent, the first failure that a user reads about is the first one.
+                for future in [sent for sent in running if sent in done]:
                     members = running.pop(future)
                     # a function can use the same exit code, and would then be called forever
                     if self._retired(future) and retired < self.workers + _RESTARTS:

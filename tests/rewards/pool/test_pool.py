@@ -7,8 +7,9 @@ import subprocess
 import sys
 import textwrap
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ import torch
 
 from realign.errors import ConfigError, SettingsError
 from realign.rewards import FailureKind, RewardError, RewardPool
+from realign.rewards.pool import processes
 from realign.rewards.pool.answers import Problem
 from realign.rewards.pool.failure_count import Tally
 from realign.rewards.pool.items import Item
@@ -117,6 +119,16 @@ def test_trap_c12_failures_above_the_fraction_stop_the_run():
         assert "max_failed_fraction=0.5" in text
         assert "First failure, on item 0: KeyError: 'no such answer' (details: see the log)" in text
         assert "\n" not in text
+
+
+def test_trap_c12_chunks_that_finish_together_are_read_in_the_order_sent(monkeypatch):
+    def all_at_once(running, **_):
+        wait(running)
+        return SimpleNamespace(done=[*running][::-1])
+
+    monkeypatch.setattr(processes, "wait", all_at_once)
+    with make(workers=1, max_failed_fraction=0.5) as pool, pytest.raises(RewardError, match="failure, on item 0:"):
+        score(pool, [{"do": "raise"}] * 20)
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -1,0 +1,43 @@
+"""What all tests start from, however the suite itself was started, and what to install for the tests that skip."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import Counter
+from collections.abc import Generator
+
+import pytest
+
+INSTALL = {"bwrap is not installed": "bubblewrap", "no C++ compiler is installed": "g++"}
+"""Part of the reason of a skip, and the Debian package that the test needs."""
+
+
+def pytest_configure() -> None:
+    # A shell starts background jobs (`nohup ... &`) with SIGINT ignored, and all children would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def package_of(report: pytest.TestReport) -> str | None:
+    """Return the Debian package without which the test was skipped; None if it has another reason or was not."""
+    return next(
+        (package for reason, package in INSTALL.items() if report.skipped and reason in str(report.longrepr)), None
+    )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Fail a test that skips for want of a package that REQUIRED_PACKAGES names, as .ci/run does."""
+    report = yield
+    package = package_of(report)
+    if package is not None and package in os.environ.get("REQUIRED_PACKAGES", "").split():
+        report.outcome, report.longrepr = "failed", f"REQUIRED_PACKAGES names {package}: {report.longrepr}"
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    packages = Counter(filter(None, map(package_of, terminalreporter.stats.get("skipped", []))))
+    for package, tests in packages.items():
+        terminalreporter.write_line(
+            f"{tests} tests were skipped. Run `apt-get install {package}` to run them.", yellow=True
+        )
