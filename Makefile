@@ -105,7 +105,7 @@ $(VENV)/.docs: $(VENV)/.installed
 	@touch $@
 
 docs: $(VENV)/.docs
-	@$(BIN)/mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "the documentation is in site/index.html"
 
 check: lint types contracts test

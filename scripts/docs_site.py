@@ -1,4 +1,4 @@
-"""Hook of MkDocs: links that leave the folder `docs` point to the repository."""
+"""Hook of MkDocs: links that leave `docs` point to the repository, and fences keep only their language."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import posixpath
 import re
 from typing import Any
 
+# Words after the language say how the tests read a block. superfences would take such a fence for the end of another.
+FENCE = re.compile(r"^( *```\w+) [^\n{]*$", re.MULTILINE)
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!https?://|#|mailto:)([^)\s]+)\)")
 
 
@@ -15,7 +17,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 def rewritten(markdown: str, page: str, repository: str) -> str:
-    """Return the text of a page with links to files outside `docs`, or to code in it, as links to the repository.
+    """Return a page for the site: plain fences, and links to the repository for files outside `docs` and for code.
 
     Args:
         markdown: Text of the page.
@@ -32,4 +34,4 @@ def rewritten(markdown: str, page: str, repository: str) -> str:
         kind = "tree" if "." not in posixpath.basename(full) else "blob"
         return f"{picture}[{text}]({repository}/{kind}/main/{full}{mark}{anchor})"
 
-    return LINK.sub(link, markdown)
+    return LINK.sub(link, FENCE.sub(r"\1", markdown))

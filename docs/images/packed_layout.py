@@ -90,7 +90,7 @@ def own_lengths(picture: Picture, sample: SequenceSample) -> None:
     spans = [(t, t + 1) for t in shifted]
     picture.row(key, "", spans, [str(i) for i in sample[key].tolist()], [GIVEN] * total)
     lengths = [list(n) for n in sample.lengths[key].nested()]
-    picture.text(LEFT + (total + 2) * CELL, picture.y - 8, f"a key with lengths of its own: {lengths}", "start", MUTED)
+    picture.text(LEFT + (total + 2) * CELL, picture.y - 8, f"a key with its own lengths: {lengths}", "start", MUTED)
 
 
 class Picture:
@@ -138,7 +138,7 @@ class Picture:
             self.box(x, self.y, 16, 14, colour)
             self.text(x + 24, self.y + 12, meaning, "start", MUTED, 12)
             x += 52 + 8 * len(meaning)
-        self.text(x, self.y + 12, f"{UNREAD} read by nobody: anything may stand there", "start", MUTED, 12)
+        self.text(x, self.y + 12, f"{UNREAD} never read: any value is fine", "start", MUTED, 12)
         self.y += ROW
 
     def box(self, x: float, y: float, width: float, height: float, colour: str) -> None:

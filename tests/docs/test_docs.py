@@ -13,6 +13,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from realign.cli.arguments import read_arguments
 from realign.cli.chat import chat_of
 from realign.cli.command_options import split_options
+from realign.cli.commands import main
 from realign.cli.evaluate import read_request
 from realign.cli.key_help import key_help
 from realign.cli.launch_table import derived_rows
@@ -125,6 +126,22 @@ def test_stated_rows_are_in_the_launch_table_of_their_command(page, arguments, s
     monkeypatch.syspath_prepend(ROOT / "examples")
     (overrides,) = compositions(arguments)
     assert wrong_rows(stated, derived_rows(build_experiment(compose(overrides)))) == []
+
+
+def shown_errors() -> list[tuple[str, str, str]]:
+    """Return page, command and message of every `$ realign ...` that a page shows with an `error:` below it."""
+    shown = [(name_of(page), page.read_text(encoding="utf-8")) for page in PAGES]
+    pattern = re.compile(r"^\$ realign (.+)\n(error: .+)$", re.MULTILINE)
+    return [(page, command, message) for page, text in shown for command, message in pattern.findall(text)]
+
+
+@pytest.mark.parametrize(("page", "command", "message"), shown_errors())
+def test_an_error_of_a_page_is_what_the_command_prints(page, command, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(shlex.split(command)) == 2
+    beginning, shortened, _ = message.partition(" ...")
+    printed = capsys.readouterr().err.splitlines()
+    assert any(line.startswith(beginning) if shortened else line == message for line in printed), printed
 
 
 def flags() -> list[str]:

@@ -38,6 +38,12 @@ def test_links_that_leave_the_folder_go_to_the_repository(link, expected):
     assert site.rewritten(link, "page.md", REPOSITORY) == expected
 
 
+def test_fences_keep_only_their_language():
+    fence = "```jsonl PreferenceData margin_column=margin\n{}\n```\n"
+    assert site.rewritten(fence, "page.md", REPOSITORY) == "```jsonl\n{}\n```\n"
+    assert site.rewritten("```{ .python }\n1\n```", "page.md", REPOSITORY) == "```{ .python }\n1\n```"
+
+
 def test_links_of_pages_in_folders_are_relative_to_them():
     link = f"[a]({REPOSITORY}/blob/main/CONTRIBUTING.md)"
     assert site.rewritten("[a](../../CONTRIBUTING.md)", "guides/page.md", REPOSITORY) == link
