@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -44,6 +45,23 @@ def varlen(
     return torch.cat(out)
 
 
+def forget_kernels() -> None:
+    """Let the next choice of a kernel try each one again."""
+    kernels._failure.cache_clear()
+    kernels._log_skipped.cache_clear()
+
+
+def install_broken(monkeypatch: pytest.MonkeyPatch, folder: Path, name: str, code: str | None) -> None:
+    """Install a package `name` that contains `code`; with None, one that has only the subpackage `cute`."""
+    forget_kernels()
+    package = folder / name / "cute" if code is None else folder / name
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(code or "")
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setitem(sys.modules, name, ModuleType(name))  # so that the module is removed after the test
+    del sys.modules[name]
+
+
 def install_flash(monkeypatch: pytest.MonkeyPatch, name: str, *, with_sums: bool = False) -> Calls:
     """Install a module `name` with the signature of its package, and return the list of its calls."""
     calls: Calls = []
@@ -79,6 +97,7 @@ def install_flash(monkeypatch: pytest.MonkeyPatch, name: str, *, with_sums: bool
     ):  # fmt: skip
         return run(dict(locals()))
 
+    forget_kernels()
     module: Any = ModuleType(name)
     module.__spec__ = ModuleSpec(name, None)
     module.flash_attn_varlen_func = third if name == "flash_attn_interface" else second
@@ -88,6 +107,7 @@ def install_flash(monkeypatch: pytest.MonkeyPatch, name: str, *, with_sums: bool
 
 def pretend_cuda(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0)) -> None:
     """Let the CPU pass for a CUDA device of this compute capability in the choice of kernels and of the precision."""
+    forget_kernels()
     obstacle = kernels._device_obstacle
     monkeypatch.setattr(kernels, "capability", lambda device: capability)
     monkeypatch.setattr(

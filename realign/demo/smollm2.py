@@ -31,7 +31,7 @@ def smollm2() -> Path:
     if (folder / "config.json").is_file():
         return folder
     source = gguf_file()
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # compiled decode steps need a private folder
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{NAME}-") as made:
         convert(source, Path(made) / NAME)
         with suppress(OSError):  # another process was faster, and the folder is not empty

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from realign.engines.sampling.in_process import InProcessSampling
 from realign.engines.sampling.slots import CACHE_BYTES
 from realign.planning.devices import Device
 from realign.planning.placements import Placement, RoleGroup, Sampling
@@ -97,7 +96,7 @@ def in_process_slots(network: Network, load: Workload, device: Device) -> int:
     memory: float = CACHE_BYTES
     if device.sizes_cache:
         free = device.assumed.memory_used * device.accelerator.memory - WEIGHT_BYTES * network.weights
-        memory = InProcessSampling.cache_fraction * free
+        memory = load.cache_fraction * free
     fitting = max(1, int(memory / slot)) if load.max_slots is None else load.max_slots
     return min(fitting, load.sequences)
 

@@ -74,6 +74,8 @@ class Workload:
     """Maximum number of tokens of a forward pass."""
     max_slots: int | None = None
     """Setting `max_slots` of the in-process sampler."""
+    cache_fraction: float = InProcessSampling.cache_fraction
+    """Setting `cache_fraction` of the in-process sampler."""
     epochs: int = 1
     corrects_staleness: bool = True
     correction_key: str | None = None
@@ -110,6 +112,7 @@ def workload_of(experiment: Experiment, options: PlanOptions) -> Workload:
     spec = experiment.models[sampled]
     assert isinstance(spec, TransformersModel)  # `_role` has checked it
     corrects = any(experiment.interfaces[rpc.model].plan().corrects_staleness for rpc in graph.order)
+    own = spec.sampler if isinstance(spec.sampler, InProcessSampling) else InProcessSampling()
     correctable = any(field.name == "correction" for field in fields(interface))  # type: ignore[arg-type]
     training = [experiment.interfaces[rpc.model].plan() for rpc in graph.order if rpc.method == "train_step"]
     return Workload(
@@ -121,7 +124,8 @@ def workload_of(experiment: Experiment, options: PlanOptions) -> Workload:
         reward_calls=tuple(rpc.name for rpc in graph.order if rpc.name not in own_calls),
         longest_prompt=2 * options.prompt_tokens,
         budget=experiment.microbatch.max_tokens_per_microbatch or 2**62,
-        max_slots=spec.sampler.max_slots if isinstance(spec.sampler, InProcessSampling) else None,
+        max_slots=own.max_slots,
+        cache_fraction=own.cache_fraction,
         epochs=max(one.epochs for one in training),
         corrects_staleness=corrects,
         correction_key=f"interfaces.{lead}.correction" if correctable else None,

@@ -94,6 +94,7 @@ def test_a_converted_model_is_used_again(monkeypatch, tmp_path):
     assert [smollm2.smollm2(), smollm2.smollm2()] == [folder, folder]
     assert converted == [tmp_path / "file.gguf"]
     assert [path.name for path in folder.parent.iterdir()] == [smollm2.NAME]
+    assert folder.parent.stat().st_mode & 0o777 == 0o700  # compiled libraries are not loaded from a shared folder
 
 
 def test_the_evaluation_cannot_be_removed(tmp_path):

@@ -87,6 +87,7 @@ def test_slots_are_limited_by_the_cache_the_setting_and_the_batch():
     assert in_process_slots(NETWORK, many, core) == int(CACHE_BYTES / slot)
     free = 0.9 * h100.accelerator.memory - WEIGHT_BYTES * NETWORK.weights
     assert in_process_slots(NETWORK, many, h100) == int(InProcessSampling.cache_fraction * free / slot)
+    assert in_process_slots(NETWORK, replace(many, cache_fraction=0.1), h100) == int(0.1 * free / slot)
     assert in_process_slots(NETWORK, replace(many, max_slots=3), core) == 3
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from realign.engines.sampling.in_process import InProcessSampling
 from realign.errors import ConfigError
 from realign.planning.options import PlanOptions
 from realign.planning.plans import Tail
@@ -29,6 +30,13 @@ def test_the_work_of_a_step_comes_from_the_experiment_and_the_options(tmp_path):
     fixed = load_for(tmp_path / "model", *more, "interfaces.actor.generation.fixed_length=true")
     assert fixed.work.lengths == Tail(40, 0.0, 40)
     assert load_for(tmp_path / "model", *more, response_tokens=90).work.lengths.mean == 40
+
+
+def test_the_settings_of_the_sampler_reach_the_plan(tmp_path):
+    load = load_for(tmp_path / "model")
+    assert (load.max_slots, load.cache_fraction) == (None, InProcessSampling.cache_fraction)
+    load = load_for(tmp_path / "model", "models.actor.sampler.max_slots=7", "models.actor.sampler.cache_fraction=0.25")
+    assert (load.max_slots, load.cache_fraction) == (7, 0.25)
 
 
 def test_calls_have_the_operations_of_their_passes(tmp_path):

@@ -28,8 +28,7 @@ from realign.engines.network.kernels import (
     Packing,
     choose_backend,
     explicit_attention,
-    flash_attention,
-    varlen_attention,
+    packed_attention,
 )
 from realign.engines.network.recurrence import RowsForward, run_sequences
 from realign.engines.network.shared_prefix import Layout
@@ -138,13 +137,10 @@ class PackedContext:
         Raises:
             ConfigError: the requested backend cannot compute this layer.
         """
-        match choose_backend(Backend(self.backend), q, v, args):
-            case (Backend.flash | Backend.flash3 | Backend.hub) as flash:
-                return flash_attention(flash, q, self._expanded(k), self._expanded(v), args, self._packing)
-            case Backend.varlen:
-                return varlen_attention(q, self._expanded(k), self._expanded(v), args, self._packing)
-            case _:
-                return self._loop(q, k, v, args)
+        backend = choose_backend(Backend(self.backend), q, v, args)
+        if backend is Backend.sdpa:
+            return self._loop(q, k, v, args)
+        return packed_attention(backend, q, self._expanded(k), self._expanded(v), args, self._packing)
 
     @cached_property
     def _continues(self) -> bool:

@@ -6,6 +6,7 @@ Shapes: T packed tokens, L tokens of one sequence, Hq query heads, Hk key-value 
 from __future__ import annotations
 
 import inspect
+import logging
 from enum import StrEnum
 from functools import cache
 from importlib.util import find_spec
@@ -22,7 +23,7 @@ class Backend(StrEnum):
     """Which kernel computes packed attention; `auto` selects the fastest kernel that supports the layer."""
 
     auto = "auto"
-    """The first of flash3, flash, varlen and sdpa that is installed and supports device and layer."""
+    """The first of flash3, flash, varlen and sdpa that is installed, works, and supports device and layer."""
     sdpa = "sdpa"
     """`scaled_dot_product_attention` of torch, sequence by sequence."""
     flash = "flash"
@@ -74,19 +75,32 @@ _NAMES = {
 }
 
 
+logger = logging.getLogger(__name__)
+
+
 def preferred_kernel(backend: Backend, device: torch.device, dtype: torch.dtype) -> str:
     """Return the name of the kernel for layers without special features on a device, for the launch table."""
     if backend is Backend.auto:
-        backend = next((b for b in BY_SPEED if _device_obstacle(b, device, dtype) is None), Backend.sdpa)
+        args = AttentionArgs(64**-0.5, 0.0, None, None, None)
+        able = (b for b in BY_SPEED if _device_obstacle(b, device, dtype) is None)
+        backend = next((b for b in able if _works(b, device, dtype, (1, 1, 64), args)), Backend.sdpa)
     return _NAMES.get(backend, backend.value)
 
 
 def missing_package(backend: Backend) -> str | None:
-    """Return why the package of a kernel cannot be used, with a fix; None if it is installed or not needed."""
+    """Return why the package of a kernel cannot be used, with a fix; None if it can be imported or is not needed."""
+    if (why := _not_installed(backend)) is not None or backend not in _MODULES:
+        return why
+    try:
+        _imported(backend)
+    except Exception as error:  # a build for another version of torch raises ImportError, OSError and others
+        return f"needs {_NAMES[backend]} ({_CURES[backend]}), whose import fails: {_line(error)}"
+    return None
+
+
+def _not_installed(backend: Backend) -> str | None:
     module = _MODULES.get(backend)
-    if module is None or find_spec(module):
-        return None
-    return f"needs {_NAMES[backend]} ({_CURES[backend]})"
+    return None if module is None or find_spec(module) else f"needs {_NAMES[backend]} ({_CURES[backend]})"
 
 
 def choose_backend(backend: Backend, q: Tensor, v: Tensor, args: AttentionArgs) -> Backend:
@@ -95,12 +109,62 @@ def choose_backend(backend: Backend, q: Tensor, v: Tensor, args: AttentionArgs) 
     Raises:
         ConfigError: the backend does not support the layer. The message names the backend and the reason.
     """
+    facts = q.device, q.dtype, (q.shape[1], v.shape[1], q.shape[-1])
     if backend is Backend.auto:
         able = (b for b in BY_SPEED if _obstacle(b, q, v, args) is None)
-        return next(able, Backend.sdpa)
-    if (why := _obstacle(backend, q, v, args)) is not None:
+        return next((b for b in able if _works(b, *facts, args)), Backend.sdpa)
+    why = _obstacle(backend, q, v, args)
+    if why is None and backend is not Backend.sdpa:
+        why = _failure(backend, *facts, args._replace(dropout=0.0))
+    if why is not None:
         raise ConfigError(f"attention={backend.value}: this backend {why}. Set attention=auto or sdpa.")
     return backend
+
+
+def _works(
+    backend: Backend, device: torch.device, dtype: torch.dtype, heads: tuple[int, int, int], args: AttentionArgs
+) -> bool:
+    """Return whether `auto` can choose a kernel; log once why it skips one that should work."""
+    why = _failure(backend, device, dtype, heads, args._replace(dropout=0.0))  # dropout would draw random numbers
+    if why is not None:
+        _log_skipped(backend, why)
+    return why is None
+
+
+@cache
+def _failure(
+    backend: Backend, device: torch.device, dtype: torch.dtype, heads: tuple[int, int, int], args: AttentionArgs
+) -> str | None:
+    """Return the error of a kernel that attends within one short sequence; None if it runs.
+
+    `heads` are the numbers of query heads and key-value heads, and the head size.
+    """
+    queries, keys, size = heads
+    try:
+        q, k = (torch.zeros(1, n, 8, size, device=device, dtype=dtype) for n in (queries, keys))
+        bounds = torch.tensor([0, 8], dtype=torch.int32, device=device)
+    except Exception:  # the device is full or in use, which says nothing about the kernel
+        return None
+    try:
+        with torch.no_grad():
+            packed_attention(backend, q, k, k, args, Packing(bounds, 8, bounds, 8))
+            if q.is_cuda:
+                torch.cuda.synchronize(device)
+    except torch.OutOfMemoryError:
+        return None
+    except Exception as error:  # whatever a damaged package raises
+        return f"fails: {_line(error)}"
+    return None
+
+
+@cache
+def _log_skipped(backend: Backend, why: str) -> None:
+    logger.warning("attention=auto skips %s, which %s", _NAMES[backend], why)
+
+
+def _line(error: Exception) -> str:
+    """Return the type and the first line of an error."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def _obstacle(backend: Backend, q: Tensor, v: Tensor, args: AttentionArgs) -> str | None:
@@ -133,7 +197,7 @@ def _device_obstacle(backend: Backend, device: torch.device, dtype: torch.dtype)
         return f"needs a CUDA device, but the model is on {device.type}"
     if dtype not in (torch.float16, torch.bfloat16):
         return f"supports float16 and bfloat16, but the model computes in {str(dtype).removeprefix('torch.')}"
-    if (why := missing_package(backend)) is not None:
+    if (why := _not_installed(backend)) is not None:
         return why
     if backend is Backend.varlen and _varlen_parameters() is None:
         return "needs a version of torch with torch.nn.attention.varlen"
@@ -180,6 +244,15 @@ class Packing(NamedTuple):
     longest_key: int
 
 
+def packed_attention(
+    backend: Backend, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, packing: Packing
+) -> Tensor:
+    """Run a kernel other than sdpa. q [1, Hq, T, D], k, v [1, Hk, K, D]; returns [1, T, Hq, D]."""
+    if backend is Backend.varlen:
+        return varlen_attention(q, k, v, args, packing)
+    return flash_attention(backend, q, k, v, args, packing)
+
+
 def flash_attention(backend: Backend, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, packing: Packing) -> Tensor:
     """Run a kernel with the interface of flash-attn. q [1, Hq, T, D], k, v [1, Hk, K, D]; returns [1, T, Hq, D].
 
@@ -204,10 +277,17 @@ def flash_attention(backend: Backend, q: Tensor, k: Tensor, v: Tensor, args: Att
 
 
 def _flash_function(backend: Backend) -> Any:
+    return _hub_module().flash_attn_varlen_func if backend is Backend.hub else _imported(backend)
+
+
+def _imported(backend: Backend) -> Any:
+    """Import the function of a package. The hub's function loads the kernel, which may download it."""
     if backend is Backend.flash3:
         from flash_attn_interface import flash_attn_varlen_func  # type: ignore[import-not-found]
     elif backend is Backend.hub:
-        return _hub_module().flash_attn_varlen_func
+        from kernels import get_kernel  # type: ignore[import-not-found]
+
+        return get_kernel
     else:
         from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]
     return flash_attn_varlen_func
@@ -215,9 +295,7 @@ def _flash_function(backend: Backend) -> Any:
 
 @cache
 def _hub_module() -> Any:
-    from kernels import get_kernel  # type: ignore[import-not-found]
-
-    return get_kernel(HUB_KERNEL)
+    return _imported(Backend.hub)(HUB_KERNEL)
 
 
 def varlen_attention(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, packing: Packing) -> Tensor:

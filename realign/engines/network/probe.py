@@ -251,7 +251,13 @@ def _packed(model: Any, ids_T: Tensor, attention: Backend, family: str) -> Tenso
     except (ConfigError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # whatever a family does with inputs that it does not expect
-        raise NotPackableError(f"{family} cannot run packed: {describe(error)}.") from error
+        if attention is Backend.sdpa:
+            raise NotPackableError(f"{family} cannot run packed: {describe(error)}.") from error
+        _packed(model, ids_T, Backend.sdpa, family)  # an error of a kernel says nothing about the family
+        raise ConfigError(
+            f"{family} with attention={attention.value} failed, and runs with sdpa: {describe(error)}. Set "
+            "attention=sdpa."
+        ) from error
 
 
 def _hidden(model: Any, **inputs: Any) -> Tensor:

@@ -2,7 +2,8 @@
 
 The library does not depend on torch, so a build takes about a second. Its file name contains a hash of the source, the
 compiler, its flags, the CPU, and the versions of torch and Python. Concurrent builds are safe: each process compiles to
-a temporary file, and renames it to the final name.
+a temporary file, and renames it to the final name. Loading a library runs its code, so folder and file must not be
+writable by other users.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import hashlib
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import tempfile
 from enum import StrEnum
@@ -64,11 +66,14 @@ def open_library(folder: Path) -> ctypes.CDLL:
     """Load the library from `folder`. If its file is missing or cannot be loaded, build it.
 
     Raises:
-        LibraryError: no compiler is installed, the build failed, or the folder is not writable.
+        LibraryError: no compiler is installed, the build failed, the folder is not writable, or other users can write
+            to the folder or the file.
     """
     compiler = find_compiler()
     path = folder / f"decode-step-{_key(compiler)}.so"
     if path.exists():
+        _check_private(folder)
+        _check_private(path)
         try:
             return _declared(ctypes.CDLL(str(path)))
         except (OSError, AttributeError):  # damaged: build it again
@@ -89,9 +94,25 @@ def find_compiler() -> str | None:
     return next((path for name in ([own] if own else COMPILERS) if (path := shutil.which(name))), None)
 
 
+def _check_private(path: Path) -> None:
+    """Raise LibraryError if a user other than this one and root owns the file or folder, or can write to it."""
+    found = path.stat()
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise LibraryError(
+            f"other users can write to {path}, and its code would run. Run chmod go-w {path}, or select another folder "
+            "with XDG_CACHE_HOME"
+        )
+    if found.st_uid not in (0, os.geteuid()):
+        raise LibraryError(
+            f"{path} belongs to another user (uid {found.st_uid}), and its code would run. Select another folder with "
+            "XDG_CACHE_HOME"
+        )
+
+
 def _build(compiler: str, path: Path) -> None:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_private(path.parent)
         handle, name = tempfile.mkstemp(prefix=path.stem, suffix=".tmp", dir=path.parent)
         os.close(handle)
     except OSError as error:
@@ -129,8 +150,8 @@ def _version(compiler: str | None) -> str:
     if compiler is None:
         return ""
     found = Path(compiler).resolve()
-    stat = found.stat()
-    return f"{found} {stat.st_size} {stat.st_mtime_ns}"
+    facts = found.stat()
+    return f"{found} {facts.st_size} {facts.st_mtime_ns}"
 
 
 def _cpu() -> str:

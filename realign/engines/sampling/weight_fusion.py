@@ -48,6 +48,10 @@ class _Unknown(Exception):
     """The model has a feature that `fused_layers` does not support."""
 
 
+class _Different(_Unknown):
+    """The fused layers compute other hidden states than the modules."""
+
+
 class Fusion:
     """Decides whether a model's rollouts can run on a `FusedTrunk`. The first rollout makes the comparison.
 
@@ -63,6 +67,8 @@ class Fusion:
         """The choice of what computes the decode steps."""
         self.obstacle: str | None = None
         """Reason why the last rollout ran the model's own modules; None if it was fused, or no rollout has run."""
+        self._difference: str | None = None
+        self._logged: str | None = None
 
     @property
     def known(self) -> bool:
@@ -76,7 +82,17 @@ class Fusion:
         A resumed run calls this with its initial weights, so that it gets the same outcome as the original run.
         """
         with suppress(_Unknown):
-            self._args = _compared(self._model)
+            self._args = self._compared()
+
+    def _compared(self) -> list[AttentionArgs]:
+        """See `_compared`. A difference is final: measuring it again after each step would only change its digits."""
+        if self._difference is not None:
+            raise _Different(self._difference)
+        try:
+            return _compared(self._model)
+        except _Different as error:
+            self._difference = str(error)
+            raise
 
     @torch.no_grad()
     def trunk(self, length: int, dtype: torch.dtype, memory: KeptMemory | None = None) -> Trunk:
@@ -89,15 +105,15 @@ class Fusion:
         """
         try:
             if self._args is None:
-                self._args = _compared(self._model)
+                self._args = self._compared()
             trunk = self.path.fastest(_read(self._model, self._args, length, dtype, memory))
             self.obstacle = None
             return trunk
         except _Unknown as error:
             self.path.record(DecodePath.modules, str(error))
-            if self.obstacle != str(error):
+            if self._logged != str(error):
                 logger.info("Rollouts of %s call its modules, since %s", type(self._model).__name__, error)
-            self.obstacle = str(error)
+            self.obstacle = self._logged = str(error)
             return ModuleTrunk(self._model)
 
 
@@ -117,7 +133,8 @@ def _compared(model: Any) -> list[AttentionArgs]:
     """Compare prefill and decoding with the modules, and return the attention arguments of each layer.
 
     Raises:
-        _Unknown: the model has unknown parts, or the hidden states differ.
+        _Unknown: the model has unknown parts.
+        _Different: the hidden states differ.
     """
     _check_parts(model)
     device, words = next(model.parameters()).device, len(model.get_input_embeddings().weight)
@@ -133,7 +150,7 @@ def _compared(model: Any) -> list[AttentionArgs]:
         got_TH = _prefilled_and_decoded(trunk, ids_T, positions_T)
     error = float((got_TH - want_TH).abs().max() / want_TH.abs().max())
     if not error <= TOLERANCE:
-        raise _Unknown(f"hidden states differ by {error:.1e} (relative) from the modules")
+        raise _Different(f"hidden states differ by {error:.1e} (relative) from the modules")
     return recorder.args
 
 
@@ -235,9 +252,11 @@ def _check_memory(layers: Iterable[nn.Module], dtype: torch.dtype, kept: int) ->
     weights = [p for layer in layers for p in layer.parameters()]
     copied = sum(p.numel() for p in weights) * dtype.itemsize
     device = weights[0].device
-    limit = free_bytes(device) // 4 if device.type == "cuda" else CPU_BYTES
+    limit, name = CPU_BYTES, f"the limit of {CPU_BYTES}"
+    if device.type == "cuda":  # without the number, which differs in each rollout
+        limit, name = free_bytes(device) // 4, "a quarter of the free memory"
     if copied - kept > limit:
-        raise _Unknown(f"copies of the weights need {copied} bytes, more than the limit of {limit}")
+        raise _Unknown(f"copies of the weights need {copied} bytes, more than {name}")
 
 
 def _read_layer(layer: Any, args: AttentionArgs, order_D: Tensor, dtype: torch.dtype) -> Layer:

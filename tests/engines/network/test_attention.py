@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 from types import ModuleType
 
@@ -9,13 +10,13 @@ import torch
 from torch import nn
 
 from realign.api import MicroBatchSpec, stat_values
-from realign.engines import OptimizerSpec
+from realign.engines import OptimizerSpec, TransformersModel
 from realign.engines.network import kernels
 from realign.engines.network.attention import ATTENTION, AttentionArgs, Backend, PackedContext, packed_inputs
 from realign.errors import ConfigError
 from realign.functional.packed import cu_seqlens_of
-from tests.flash_stand_in import install_flash, pretend_cuda
-from tests.tiny import FAMILIES, OTHERS, VOCAB, random_sample, tiny_engine, tiny_model
+from tests.flash_stand_in import forget_kernels, install_broken, install_flash, pretend_cuda
+from tests.tiny import FAMILIES, OTHERS, VOCAB, random_sample, save_tiny, tiny_engine, tiny_model
 
 LENGTHS = (7, 1, 12, 0, 4)
 MOE = ("qwen3_moe", "mixtral")
@@ -248,7 +249,8 @@ def test_only_the_output_of_an_early_flash_3_is_used(monkeypatch):
 
 
 def on_device(monkeypatch, installed=(), capability=(9, 0)):
-    """Pretend that these modules are installed, and that the GPU has this compute capability."""
+    """Pretend that these modules are installed and work, and that the GPU has this compute capability."""
+    forget_kernels()
     monkeypatch.setattr(kernels, "find_spec", lambda name: object() if name in installed else None)
     monkeypatch.setattr(kernels, "capability", lambda device: capability)
 
@@ -335,6 +337,95 @@ def test_a_kernel_for_another_capability_is_refused(monkeypatch):
 def test_the_preferred_kernel_has_a_name(monkeypatch, backend, device, installed, name):
     on_device(monkeypatch, installed)
     assert kernels.preferred_kernel(backend, torch.device(device), torch.bfloat16) == name
+
+
+BROKEN = {
+    "flash-attn 4 alone": (None, "ImportError: cannot import name 'flash_attn_varlen_func' from 'flash_attn'"),
+    "another torch": (
+        "raise ImportError('flash_attn_2_cuda.so: undefined symbol: _ZN3c105ErrorC2')",
+        "ImportError: flash_attn_2_cuda.so: undefined symbol: _ZN3c105ErrorC2",
+    ),
+    "no library": ("raise OSError('libcudart.so.12: no such file\\nmore')", "OSError: libcudart.so.12: no such file"),
+    "another device": (
+        "def flash_attn_varlen_func(*args, **keywords): raise RuntimeError('no kernel image is available')",
+        "RuntimeError: no kernel image is available",
+    ),
+    "another interface": (
+        "def flash_attn_varlen_func(q, k, v): ...",
+        "TypeError: flash_attn_varlen_func() got an unexpected keyword argument 'cu_seqlens_q'",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_broken_kernel_is_skipped_and_the_model_runs_packed(monkeypatch, caplog, tmp_path, what):
+    code, why = BROKEN[what]
+    install_broken(monkeypatch, tmp_path, "flash_attn", code)
+    pretend_cuda(monkeypatch)
+    calls, compute = [], stand_in("today")
+    monkeypatch.setattr(
+        "torch.nn.attention.varlen.varlen_attn",
+        lambda query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa=False: (
+            calls.append(len(query))
+            or compute(query, key, value, cu_seq_q, cu_seq_q, 12, 12, scale=scale, enable_gqa=enable_gqa)
+        ),
+    )
+    assert kernels.preferred_kernel(Backend.auto, torch.device("cpu"), torch.bfloat16) == "varlen of torch"
+    network = tiny_engine("llama", dtype=torch.bfloat16).network
+    sample = random_sample([[6, 3]])
+    calls.clear()
+    assert network.run(sample, sample).hidden_TH.isfinite().all()
+    assert calls == [9] * network.module.config.num_hidden_layers
+    assert network.unpacked is None
+    (line,) = [r.getMessage() for r in caplog.records if "skips" in r.getMessage()]
+    assert line.startswith(f"attention=auto skips flash-attn 2, which fails: {why}")
+
+
+def test_without_a_kernel_that_works_sdpa_runs_packed(monkeypatch, tmp_path):
+    install_broken(monkeypatch, tmp_path, "flash_attn_interface", BROKEN["another device"][0])
+    install_broken(monkeypatch, tmp_path, "flash_attn", BROKEN["no library"][0])
+    pretend_cuda(monkeypatch)  # varlen of torch does not run on a CPU
+    assert kernels.preferred_kernel(Backend.auto, torch.device("cpu"), torch.bfloat16) == "sdpa"
+    assert tiny_engine("llama", dtype=torch.bfloat16).network.unpacked is None
+
+
+def test_a_broken_flash_3_is_skipped_for_flash_2(monkeypatch, tmp_path):
+    install_broken(monkeypatch, tmp_path, "flash_attn_interface", BROKEN["no library"][0])
+    calls = install_flash(monkeypatch, "flash_attn")
+    pretend_cuda(monkeypatch)
+    assert kernels.preferred_kernel(Backend.auto, torch.device("cpu"), torch.bfloat16) == "flash-attn 2"
+    tiny_engine("llama", dtype=torch.bfloat16)
+    assert calls
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_broken_kernel_that_is_set_is_an_error_with_its_own_message(monkeypatch, tmp_path, what):
+    code, why = BROKEN[what]
+    install_broken(monkeypatch, tmp_path / "packages", "flash_attn", code)
+    pretend_cuda(monkeypatch)
+    with pytest.raises(ConfigError, match=rf"attention=flash: this backend fails: {re.escape(why)}.* Set attention="):
+        tiny_engine("llama", dtype=torch.bfloat16, attention=Backend.flash)
+    model = TransformersModel(str(save_tiny(tmp_path / "model")), attention=Backend.flash)
+    if what.startswith("another ") and what != "another torch":  # only a call shows it
+        model.check("actor")
+        return
+    with pytest.raises(
+        ConfigError,
+        match=rf"models\.actor\.attention=flash: needs flash-attn 2 \(.*\), whose import fails: {re.escape(why)}",
+    ):
+        model.check("actor")
+
+
+def test_an_error_of_a_kernel_is_not_taken_for_a_property_of_the_family(monkeypatch):
+    def fail(*_):
+        raise RuntimeError("an illegal instruction was encountered")
+
+    install_flash(monkeypatch, "flash_attn")
+    pretend_cuda(monkeypatch)
+    monkeypatch.setattr(kernels, "_failure", lambda *_: None)  # fails only with the model's own inputs
+    monkeypatch.setattr(kernels, "flash_attention", fail)
+    with pytest.raises(ConfigError, match=r"attention=auto failed, and runs with sdpa: RuntimeError: an illegal ins"):
+        tiny_engine("llama", dtype=torch.bfloat16)
 
 
 def test_the_capability_is_that_of_the_device(monkeypatch):

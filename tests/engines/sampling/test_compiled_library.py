@@ -1,13 +1,26 @@
 from __future__ import annotations
 
+import logging
+import os
 import stat
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 
 from realign.engines.sampling import compiled_library as library
-from realign.engines.sampling.compiled_library import LibraryError, cache_folder, find_compiler, open_library
+from realign.engines.sampling import decode_path
+from realign.engines.sampling.compiled_library import (
+    LibraryError,
+    cache_folder,
+    find_compiler,
+    load_library,
+    open_library,
+)
+from realign.engines.sampling.decode_path import DecodePath
+from realign.engines.sampling.weight_fusion import Fusion
 from tests.engines.sampling.native import requires_compiler
+from tests.tiny import tiny_model
 
 
 def script(path, text):
@@ -94,3 +107,49 @@ def test_another_source_or_compiler_has_another_file(monkeypatch, tmp_path):
     names.append(library._key(None))
     names.append(library._key(str(tmp_path / "other.cpp")))
     assert len(set(names)) == len(names)
+
+
+@requires_compiler
+@pytest.mark.parametrize("mode", [0o777, 0o775, 0o702])
+def test_a_folder_that_others_can_write_to_is_refused(tmp_path, mode):
+    folder = tmp_path / "cache"
+    open_library(folder)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    (path,) = folder.iterdir()
+    folder.chmod(mode)
+    with pytest.raises(LibraryError, match=f"other users can write to {folder}, .* Run chmod go-w {folder}"):
+        open_library(folder)
+    path.unlink()
+    with pytest.raises(LibraryError, match=f"other users can write to {folder}"):
+        open_library(folder)
+    assert list(folder.iterdir()) == []
+
+
+@requires_compiler
+def test_a_file_that_others_can_write_to_or_own_is_refused(tmp_path, monkeypatch):
+    open_library(tmp_path)
+    (path,) = tmp_path.iterdir()
+    path.chmod(0o775)
+    with pytest.raises(LibraryError, match=f"other users can write to {path}"):
+        open_library(tmp_path)
+    path.chmod(0o755)
+    assert open_library(tmp_path)
+    own, me = path.stat().st_uid, os.geteuid()
+    if me == 0:
+        os.chown(path, 65534, -1)
+    monkeypatch.setattr(os, "geteuid", lambda: me + 1)
+    with pytest.raises(LibraryError, match=rf"{path if own == 0 else tmp_path} belongs to another user"):
+        open_library(tmp_path)
+
+
+@requires_compiler
+def test_a_rollout_without_a_private_folder_runs_in_torch(tmp_path, monkeypatch, caplog):
+    (tmp_path / "realign").mkdir(mode=0o777)
+    (tmp_path / "realign").chmod(0o777)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(decode_path, "load_library", load_library.__wrapped__)
+    fusion = Fusion(tiny_model("qwen2"))
+    with caplog.at_level(logging.INFO, logger=decode_path.__name__):
+        fusion.trunk(8, torch.float32)
+    assert fusion.path.now is DecodePath.fused
+    assert "run in torch, since other users can write to" in caplog.text

@@ -15,7 +15,7 @@ from realign.engines.network.heads import read_head
 from realign.engines.sampling import decode_path
 from realign.engines.sampling.compiled_library import CompiledDecode, LibraryError, load_library
 from realign.engines.sampling.compiled_trunk import LARGE_PRODUCT, ROWS_PER_THREAD, CompiledTrunk
-from realign.engines.sampling.decode_path import DecodePath
+from realign.engines.sampling.decode_path import TOLERANCE, DecodePath
 from realign.engines.sampling.in_process import InProcessSampling
 from realign.engines.sampling.kv_cache import DecodeContext, KVCache
 from realign.engines.sampling.rollout import generate
@@ -204,12 +204,16 @@ def test_other_precisions_activations_and_adapters_run_in_torch():
 
 
 @requires_compiler
-def test_a_library_that_computes_something_else_is_not_used(monkeypatch):
-    monkeypatch.setattr(CompiledTrunk, "difference", lambda _: 0.01)
+def test_a_library_that_computes_something_else_is_not_used_and_the_log_says_why_once(monkeypatch, caplog):
+    measured = iter([0.01, 0.02])
+    monkeypatch.setattr(CompiledTrunk, "difference", lambda _: next(measured))
     fusion = Fusion(tiny_model("qwen2"))
-    fusion.trunk(8, torch.float32)
-    assert fusion.path.now is DecodePath.fused
-    assert fusion.path._logged == "hidden states of the compiled library differ by 1.0e-02 (relative) from torch"
+    with caplog.at_level(logging.INFO, logger=decode_path.__name__):
+        for _ in range(3):
+            fusion.trunk(8, torch.float32)
+            assert fusion.path.now is DecodePath.fused
+    (line,) = [r.getMessage() for r in caplog.records]
+    assert line.endswith("since hidden states of the compiled library differ by 1.0e-02 (relative) from torch")
 
 
 @requires_compiler
@@ -271,3 +275,26 @@ def test_a_rollout_works_on_several_threads():
         assert got["logprobs"].isfinite().all()
     finally:
         torch.set_num_threads(threads)
+
+
+@requires_compiler
+@torch.no_grad()
+def test_the_comparison_runs_on_keys_and_values_of_the_model():
+    model = tiny_model("llama", num_hidden_layers=12)
+    for layer in model.model.layers:  # computes the same of text, but keys of size 1 give scores that amplify rounding
+        layer.self_attn.q_proj.weight.mul_(30)
+        layer.self_attn.k_proj.weight.div_(30)
+    fusion = Fusion(model)
+    fusion.trunk(LENGTH, torch.float32)
+    assert fusion.path.now is DecodePath.compiled
+
+
+@requires_compiler
+@torch.no_grad()
+@pytest.mark.parametrize("length", [1, 2, 8, LENGTH])
+def test_the_comparison_finds_small_errors(length):
+    trunk = compiled(tiny_model("qwen2"), length)
+    assert trunk.difference() < 1e-6
+    for layer in trunk._layers:
+        layer.scaling *= 1.01
+    assert (trunk.difference() > TOLERANCE) == (length > 1)  # the first token attends only to itself
