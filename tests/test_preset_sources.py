@@ -5,13 +5,17 @@ from __future__ import annotations
 import itertools
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
+from realign.api import MicroBatchSpec, Model, SequenceSample
 from realign.config import build_experiment, compose
 from realign.config.folders import experiments_dir, list_experiments
+from realign.testing import BigramEngine
 from tests.test_config import MUST_BE_GIVEN
 
 TABLE: dict[str, dict[str, Any]] = yaml.safe_load(
@@ -22,6 +26,9 @@ NOT_CONSTANTS = {"_target_", "path", "function", "of", "name", "defaults"}
 INJECTED = [
     ("deepspeed_chat", "interfaces.actor.kl.coef", 0.7),
     ("deepspeed_chat", "interfaces.actor.reward.clip", 50),
+    ("deepspeed_chat", "interfaces.actor.min_response_tokens", 2),
+    ("deepspeed_chat", "interfaces.reward.score_at", "last"),
+    ("trlx_ppo", "interfaces.actor.train_end_token", True),
     ("instructgpt", "interfaces.actor.ptx_coef", 2.78),
     ("llama2_chat", "models.actor.optimizer.weight_decay", 0.9),
     ("openrlhf_ppo", "interfaces.critic.objective.clip", 0.1),
@@ -112,6 +119,78 @@ def test_every_setting_in_the_file_of_a_preset_has_a_source_or_a_reason(preset):
 def test_a_wrong_constant_is_found(preset, key, wrong):
     found = differences(preset, f"{key}={wrong}")
     assert any(text.startswith(f"{key}=") for text in found)
+
+
+EOS, TOKENIZER = 0, SimpleNamespace(eos_token_id=0)
+RESPONSES = [[3, EOS], [3, 4, EOS], [EOS], [5, 3, 4, 6], [4, 4, 3, 5, 6, EOS]]
+"""Responses of a token and EOS, two and EOS, EOS alone, a truncated one, and five and EOS."""
+
+
+def sampled_responses() -> SequenceSample:
+    """Return `RESPONSES` after a prompt of two tokens, with random log-probs and values."""
+    ids = [[[7, 8, *response]] for response in RESPONSES]
+    data = SequenceSample.from_sequences(list("abcde"), {"input_ids": ids})
+    mask_T = torch.cat([torch.arange(2 + len(response)) > 1 for response in RESPONSES])
+    random = torch.Generator().manual_seed(0)
+    columns = {key: torch.randn(len(mask_T), generator=random) for key in ("logprobs", "ref_logprobs", "values")}
+    data = data.with_tokens(loss_mask=mask_T, prompt_mask=~mask_T, **{k: x * mask_T for k, x in columns.items()})
+    truncated_S = torch.tensor([response[-1] != EOS for response in RESPONSES])
+    return data.with_sequences(truncated=truncated_S, bootstrap_values=torch.ones(len(RESPONSES)))
+
+
+def deepspeed_chat_in_plain_python(
+    response: list[int], logp: list[float], ref: list[float], value: list[float], score: float
+) -> tuple[list[float], list[float], list[bool]] | None:
+    """Compute advantages, returns and loss mask of a response in a row that is padded with EOS; None: it is dropped.
+
+    The score, clipped at 5, is in the slot after the last token that is not padding, or in the last slot of the row.
+    """
+    width = max(map(len, RESPONSES)) if response[-1] == EOS else len(response)
+    row = response + [EOS] * (width - len(response))
+    trains = [token != EOS for token in row]
+    if sum(trains) <= 1:
+        return None
+    slots = min(sum(trains) + 1, width)
+    rewards = [-0.1 * (logp[t] - ref[t]) for t in range(slots)]
+    rewards[-1] += min(max(score, -5.0), 5.0)
+    advantages, following = [0.0] * slots, 0.0
+    for t in reversed(range(slots)):
+        ahead = value[t + 1] if t + 1 < slots else 0.0
+        following = rewards[t] + ahead - value[t] + 0.95 * following
+        advantages[t] = following
+    return advantages, [a + v for a, v in zip(advantages, value, strict=False)], trains[:slots]
+
+
+def test_deepspeed_chat_reads_the_score_before_the_end_token_which_it_does_not_train():
+    preset = build_experiment(compose(["experiment=deepspeed_chat", *MUST_BE_GIVEN["deepspeed_chat"]]))
+    engine, data = BigramEngine(), sampled_responses()
+    scored = preset.interfaces["reward"].inference(Model("reward", engine, TOKENIZER), data, MicroBatchSpec())
+    before_end = [8 if response == [EOS] else [i for i in response if i != EOS][-1] for response in RESPONSES]
+    torch.testing.assert_close(scored["rewards"], engine.values_V[before_end])
+    data = data.with_sequences(rewards=torch.tensor([1.0, -9.0, 2.0, 7.0, 0.5]))
+    found = preset.interfaces["actor"].credit(Model("actor", engine, TOKENIZER), data, MicroBatchSpec())
+    keys = ("logprobs", "ref_logprobs", "values")
+    dropped = []
+    for s, response in enumerate(RESPONSES):
+        columns = [data.sequences(key)[s][2:].tolist() for key in keys]
+        expected = deepspeed_chat_in_plain_python(response, *columns, data["rewards"][s].item())
+        mask_T = found.sequences("loss_mask")[s][2:]
+        if expected is None:
+            dropped.append(response)
+            assert not mask_T.any()
+            continue
+        advantages, returns, trains = expected
+        assert mask_T.tolist() == trains
+        assert found.sequences("advantages")[s][2:].tolist() == pytest.approx(advantages, abs=1e-5)
+        assert found.sequences("returns")[s][2:].tolist() == pytest.approx(returns, abs=1e-5)
+    assert dropped == [[3, EOS], [EOS]]
+
+
+def test_trlx_does_not_train_the_end_token_which_gpt2_also_pads_with():
+    preset = build_experiment(compose(["experiment=trlx_ppo", *MUST_BE_GIVEN["trlx_ppo"]])).interfaces["actor"]
+    model, data = Model("actor", BigramEngine(), TOKENIZER), sampled_responses()
+    data = preset.estimate_advantages(model, preset.score(model, data.with_sequences(rewards=torch.ones(5))))
+    assert torch.equal(data["loss_mask"], ~data["prompt_mask"] & (data["input_ids"] != EOS))
 
 
 def test_the_table_names_repository_file_and_commit_or_paper():

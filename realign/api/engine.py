@@ -230,6 +230,11 @@ class PipelinableEngine(Protocol):
         return None
 
     @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """End tokens of the model, at which `generate` stops unless the request names others; empty if unknown."""
+        return ()
+
+    @property
     def reads_images(self) -> bool:
         """Whether the network reads the images of prompts (`realign.api.image_keys`)."""
         return False

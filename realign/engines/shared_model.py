@@ -163,6 +163,11 @@ class SharedEngine(PipelinableEngine):
         return self.engine.positions
 
     @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """See `PipelinableEngine.eos_token_ids`."""
+        return self.engine.eos_token_ids
+
+    @property
     def reads_images(self) -> bool:
         """See `PipelinableEngine.reads_images`."""
         return self.engine.reads_images

@@ -79,6 +79,7 @@ from realign.interfaces.components import (
     trained,
     value_stats,
 )
+from realign.interfaces.components.truncation import end_tokens
 from realign.interfaces.greedy import GreedyInterface
 from realign.interfaces.reference import ReferenceInterface
 from realign.settings import Count, NonNegative, NonNegativeInt
@@ -101,7 +102,11 @@ class PPOActorInterface(ModelInterface):
     truncation: Truncation = field(default_factory=Truncation)
     """Treatment of responses that reached the length limit."""
     min_response_tokens: NonNegativeInt = 0
-    """Minimum length in tokens; shorter responses are excluded from the loss. DeepSpeed-Chat excludes 1 token (2)."""
+    """Minimum length in tokens, including the end token; shorter responses are excluded from the loss (3 as in
+    DeepSpeed-Chat, which excludes responses of one token and the end token)."""
+    train_end_token: bool = True
+    """Train on end tokens. With false, they get rewards and advantages, but are in no loss, as in systems that pad with
+    the end token (DeepSpeed-Chat, trlX with the tokenizer of GPT-2)."""
     keep_best: Count | None = None
     """Number of responses per prompt that train, those with the highest scores (realhf's best-of-k); null: all."""
     advantage: AdvantageEstimator = field(default_factory=GAE)
@@ -140,6 +145,11 @@ class PPOActorInterface(ModelInterface):
             found, most = getattr(self, name), getattr(self.generation, limit)
             if found is not None and found > most:
                 raise SettingsError(f"{name}={found}: must be at most generation.{limit}={most}")
+        if not self.train_end_token and self.generation.fixed_length:
+            raise SettingsError(
+                "train_end_token=false: has no effect with generation.fixed_length=true, under which no token ends a "
+                "response. Set one of them to its default"
+            )
         self.truncation.check(longest=self.generation.max_new_tokens, baseline=self.reward.has_baseline)
         self.advantage.check(responses=self.generation.n, adv_norm=self.adv_norm, baseline=self.reward.has_baseline)
         self._check_critic()
@@ -244,6 +254,7 @@ class PPOActorInterface(ModelInterface):
         """See `ModelInterface`."""
         kept = [] if self.keep_best is None else [f"the best {self.keep_best} of {self.generation.n} per prompt"]
         kept += [f"those of at least {self.min_response_tokens} tokens"] if self.min_response_tokens else []
+        kept += [] if self.train_end_token else ["without their end tokens"]
         return {
             "scores": self.reward.describe(),
             "truncated responses": self.truncation.describe(),
@@ -270,7 +281,7 @@ class PPOActorInterface(ModelInterface):
         return score_logprobs(model, data, mb_spec, self.generation.temperature)
 
     def credit(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
-        """Compute `advantages` and `returns` [T], and the `loss_mask` [T] after all filters."""
+        """Compute `advantages` and `returns` [T], and the `loss_mask` [T] of the tokens in the losses."""
         return self.estimate_advantages(model, self.score(model, data)).select(CREDITED)
 
     def train_step(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> Stats:
@@ -311,7 +322,10 @@ class PPOActorInterface(ModelInterface):
         return data.with_sequences(rewards=scores_S).with_tokens(loss_mask=mask_T)
 
     def estimate_advantages(self, model: Model, data: SequenceSample) -> SequenceSample:
-        """Add normalized `advantages` [T], and `returns` [T] if the estimator computes them."""
+        """Add normalized `advantages` [T], and `returns` [T] if the estimator computes them.
+
+        With train_end_token=false, end tokens leave `loss_mask` after that.
+        """
         cu_seqlens, reduce = data.cu_seqlens(), model.machine.reduce
         valid_S = data["rewards"].isfinite() & (segment_sum(data["loss_mask"], cu_seqlens) > 0)
         if (kept_S := self.advantage.keep(data)) is not None:
@@ -323,6 +337,10 @@ class PPOActorInterface(ModelInterface):
         if (factor := self.advantage.rescale(rewards, data, valid_S, reduce)) is not None:
             advantages_T = advantages_T * factor
         returns = {} if found.returns_T is None else {"returns": found.returns_T}
+        if not self.train_end_token:
+            stops = self.generation.stop_token_ids
+            ends_T = end_tokens(model, data["input_ids"], stops, "train_end_token=false")
+            data = data.with_tokens(loss_mask=data["loss_mask"] & ~ends_T)
         return data.with_tokens(advantages=advantages_T, **returns)
 
     def _optimize(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> tuple[list[Stats], list[Stats]]:

@@ -37,7 +37,7 @@ from realign.api import (
     correlation,
     masked_mean,
 )
-from realign.errors import ConfigError, RunError, SettingsError
+from realign.errors import RunError, SettingsError
 from realign.functional import (
     Reduce,
     best_of_n_loss,
@@ -53,6 +53,7 @@ from realign.functional import (
 )
 from realign.interfaces.components.pairs import answered, check_pairs, pairs_of, train_on_groups
 from realign.interfaces.components.response_cut import ResponseCut, cut_responses, reward_keys
+from realign.interfaces.components.truncation import end_tokens
 from realign.settings import Count, NonNegative, Positive
 
 
@@ -75,9 +76,9 @@ class ScoreAt(StrEnum):
     last = "last"
     """The last token of the sequence."""
     before_end = "before_end"
-    """The token before the end token, as in summarize-from-feedback. A sequence that does not end with the tokenizer's
-    end token (a truncated response) is read at its last token. A response of the end token alone is read at the last
-    token of its prompt. An end token without any token before it is read itself."""
+    """The token before the end token, as in summarize-from-feedback and DeepSpeed-Chat. A sequence that does not end
+    with an end token (a truncated response) is read at its last token. A response of the end token alone is read at the
+    last token of its prompt. An end token without any token before it is read itself."""
 
 
 ENDS = "score_before_end"
@@ -104,8 +105,11 @@ class RewardModelInterface(ModelInterface):
     """Weight of (chosen score + rejected score)^2 in the loss, which keeps scores around 0 (kind=pairwise;
     arXiv:2312.09244)."""
     score_at: ScoreAt = ScoreAt.last
-    """Token at which the score is read: last, or before_end, the token before the tokenizer's end token. Use the same
-    value for the training of a reward model and for the rewards that it computes."""
+    """Token at which the score is read: last, or before_end, the token before the end token. Use the same value for the
+    training of a reward model and for the rewards that it computes."""
+    stop_token_ids: list[int] | None = None
+    """End tokens of score_at=before_end; null: those of the model and its tokenizer. If the sampler has other ones, set
+    this to ${interfaces.actor.generation.stop_token_ids}."""
     clip: Positive | None = None
     """Bound on the absolute value of rewards, after gain and bias (inference only); null: off."""
     cut: ResponseCut | None = None
@@ -123,6 +127,10 @@ class RewardModelInterface(ModelInterface):
             raise SettingsError(
                 "per_prompt_weighting=true: has no effect with kind=best_of_n, which has one choice per prompt. Set "
                 "it to false"
+            )
+        if self.score_at is ScoreAt.last and self.stop_token_ids is not None:
+            raise SettingsError(
+                f"stop_token_ids={self.stop_token_ids}: has no effect with score_at=last. Set score_at=before_end"
             )
         if self.score_at is ScoreAt.before_end and (self.dense or self.from_divergence):
             other = "dense" if self.dense else "from_divergence"
@@ -194,13 +202,12 @@ class RewardModelInterface(ModelInterface):
         """Return the batch with the key `ENDS` if `score_at` is before_end."""
         if self.score_at is ScoreAt.last:
             return data
-        if (end := model.tokenizer.eos_token_id) is None:
-            raise ConfigError("score_at=before_end: the tokenizer has no end token. Set score_at=last")
+        ends_T = end_tokens(model, data["input_ids"], self.stop_token_ids, "score_at=before_end")
         lengths_S = sequence_lengths(data.cu_seqlens())
         last_S = data.cu_seqlens()[1:].long() - 1
         ends_S = torch.zeros_like(lengths_S, dtype=torch.bool)
         two_S = lengths_S > 1
-        ends_S[two_S] = data["input_ids"][last_S[two_S]] == end
+        ends_S[two_S] = ends_T[last_S[two_S]]
         return data.with_sequences(**{ENDS: ends_S})
 
     def _scores(self, output: ModelOutput, data: SequenceSample) -> Tensor:
@@ -217,7 +224,7 @@ class RewardModelInterface(ModelInterface):
 
         Raises:
             DataError: a prompt has an odd number of responses, and the loss is on pairs.
-            ConfigError: score_at=before_end, and the tokenizer has no end token.
+            ConfigError: score_at=before_end, and neither the model nor its tokenizer has an end token.
         """
         if self._on_pairs:
             check_pairs(data)

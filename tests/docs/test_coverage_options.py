@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import random
 import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import yaml
 
 from realign.interfaces.components import Clip
 from realign.interfaces.ppo import PPOActorInterface
@@ -163,3 +165,21 @@ print(Checks(rows, {{"clip": "realign.interfaces.components.Clip"}}, Results(Non
     lines = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout.splitlines()
     found = [line.split(maxsplit=2) for line in lines if line.startswith("X")]
     assert found == [["X1", "clip.dual", f"held      {needs}"], ["X1", "clip.low", "not held"]]
+
+
+@pytest.mark.slow
+def test_the_tests_of_a_sample_of_the_rows_hold_their_options():
+    """The whole takes an hour: `python scripts/coverage_options.py`. This leaves out tests that start processes."""
+    always = ["C7", "C8", "F4", "F5"]
+    data = yaml.safe_load((ROOT / "docs" / "coverage.yaml").read_text(encoding="utf-8"))
+    long = ("ray", "distributed", "end_to_end", "cli/", "demo", "servers", "stages", "test_presets", "torchrun")
+    others = [
+        f"{row}:{option}"
+        for row, option, tests in script.selected(data, [])
+        if row not in always and not any(part in test for test in tests for part in long)
+    ]
+    chosen = [*always, *random.Random(20261123).sample(others, 12)]
+    command = [sys.executable, "scripts/coverage_options.py", "--timeout", "60", *chosen]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert " held " in done.stdout

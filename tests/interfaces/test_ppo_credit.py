@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample, stat_values
+from realign.errors import ConfigError
 from realign.functional import Scope
 from realign.interfaces.components import (
     GAE,
@@ -20,6 +21,7 @@ from realign.interfaces.components import (
     KLPenalty,
     KLPlace,
     Normalization,
+    Reinforce,
     RewardScale,
     RewardShaping,
     TruncatedReward,
@@ -248,6 +250,38 @@ def test_too_short_answers_leave_the_loss():
     assert training(PPOActorInterface(min_response_tokens=3), data) == [False, False, True, False, False]
 
 
+def test_end_tokens_that_do_not_train_get_credit_but_no_loss():
+    """Token 6 ends the last response of `two_prompts` but one, and stands inside the last one."""
+    data = two_prompts(rewards=[1.0, 2, 3, 4, 5], truncated=[True, True, True, False, True])
+    stops = GenerationConfig(stop_token_ids=[6])
+    settings = {"generation": stops, "advantage": GAE(lam=0.9), "adv_norm": RAW, "objective": Reinforce()}
+    plain, without = (PPOActorInterface(train_end_token=trained, **settings) for trained in (True, False))
+    found, expected = (p.credit(model(), data, MicroBatchSpec()) for p in (without, plain))
+    torch.testing.assert_close(found["advantages"], expected["advantages"])
+    torch.testing.assert_close(found["returns"], expected["returns"])
+    assert torch.equal(found["loss_mask"], expected["loss_mask"] & (data["input_ids"] != 6))
+    assert found["advantages"][data["input_ids"] == 6].all()
+    kept = []
+    for interface in (plain, without):
+        actor = model()
+        before = actor.machine.logits_VV.clone()
+        interface.train_step(actor, data, MicroBatchSpec())
+        kept.append(torch.equal(actor.machine.logits_VV[5], before[5]))  # 5 -> 6, which only the fourth response has
+    assert kept == [False, True]
+
+
+def test_end_tokens_are_those_of_the_model_if_the_sampler_names_none():
+    class Ended(BigramEngine):
+        eos_token_ids = (3, 6)
+
+    data = two_prompts(rewards=[1.0, 2, 3, 4, 5], truncated=[False] * 5)
+    interface = PPOActorInterface(train_end_token=False)
+    trained = interface.credit(Model("actor", Ended()), data, MicroBatchSpec())["loss_mask"]
+    assert data["input_ids"][trained].tolist() == [2, 2, 2, 4, 5, 5]
+    with pytest.raises(ConfigError, match="train_end_token=false: neither the model nor its tokenizer has an end"):
+        interface.credit(model(), data, MicroBatchSpec())
+
+
 def test_of_several_responses_only_the_best_train():
     data = two_prompts(rewards=[1.0, 3, 2, math.nan, 5], truncated=[False] * 5)
     interface = PPOActorInterface(keep_best=1, generation=GenerationConfig(n=3))
@@ -463,6 +497,7 @@ def test_the_launch_table_lists_what_differs_from_plain_ppo():
         truncation=Truncation(TruncatedReward.add, penalty=-1.0, overlong_buffer=16),
         advantage=GAE(reward_norm=CENTERED, whiten_rewards=True, bootstrap=True),
         min_response_tokens=2,
+        train_end_token=False,
         keep_best=1,
         entropy_coef=0.01,
         ptx_coef=27.8,
@@ -477,7 +512,7 @@ def test_the_launch_table_lists_what_differs_from_plain_ppo():
         "truncated responses": "score lowered by 1, up to 1 less over the last 16 tokens",
         "advantage": "GAE, gamma 1, lambda 0.95; scores normalized: R - mean(group); rewards of tokens divided by "
         "their std; truncated responses end with the critic's value",
-        "responses in the loss": "the best 1 of 4 per prompt, those of at least 2 tokens",
+        "responses in the loss": "the best 1 of 4 per prompt, those of at least 2 tokens, without their end tokens",
         "entropy bonus": "coefficient 0.01",
         "pretraining loss": "coefficient 27.8",
         "early stop": "approx_kl above 0.1 or ratio_mean above 5",

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
@@ -308,11 +310,47 @@ def test_the_score_before_the_end_token_of_a_transformer_is_that_of_the_shorter_
 
 def test_a_score_before_the_end_token_needs_an_end_token_and_one_score():
     interface = RewardModelInterface(score_at=ScoreAt.before_end)
-    with pytest.raises(ConfigError, match="score_at=before_end: the tokenizer has no end token"):
+    with pytest.raises(ConfigError, match="score_at=before_end: neither the model nor its tokenizer has an end token"):
         interface.inference(Model("reward", scoring(1.0), SimpleNamespace(eos_token_id=None)), packed_ends(), ONE)
     for other in ("dense", "from_divergence"):
         with pytest.raises(SettingsError, match=f"score_at=before_end: {other}=true uses the scores of all tokens"):
             RewardModelInterface(score_at=ScoreAt.before_end, **{other: True})
+    with pytest.raises(SettingsError, match=re.escape("stop_token_ids=[2]: has no effect with score_at=last")):
+        RewardModelInterface(stop_token_ids=[2])
+
+
+class Ended(BigramEngine):
+    """An engine whose model has two end tokens, 0 and 2."""
+
+    eos_token_ids = (0, 2)
+
+
+def test_the_score_is_read_before_any_end_token_of_the_sampler():
+    data = SequenceSample.from_sequences(["a"], {"input_ids": [[[3, 1, 0], [3, 1, 2], [3, 1, 4]]]})
+    engine, scores = Ended(vocabulary=5), torch.tensor([7.0, 2, 1, 5, 3], dtype=torch.float64)
+    engine.values_V = scores
+    model = Model("reward", engine, SimpleNamespace(eos_token_id=0))
+
+    def read(**settings) -> list[float]:
+        interface = RewardModelInterface(score_at=ScoreAt.before_end, **settings)
+        return interface.inference(model, data, ONE)["rewards"].tolist()
+
+    assert read() == [2.0, 2.0, 3.0]  # before both end tokens of the model; the third response is truncated
+    assert read(stop_token_ids=[4]) == [7.0, 1.0, 2.0]
+    assert read(stop_token_ids=[]) == [7.0, 1.0, 3.0]
+
+
+@pytest.mark.parametrize("score_at_reward_folder", [False, True])
+def test_a_reward_model_knows_the_end_tokens_of_the_folder_of_its_tokenizer(tmp_path, score_at_reward_folder):
+    policy, reward = save_tiny(tmp_path / "policy"), save_tiny(tmp_path / "reward", head="score")
+    ends = {"eos_token_id": [2, 9]}
+    (reward if score_at_reward_folder else policy).joinpath("generation_config.json").write_text(json.dumps(ends))
+    tokenizer = None if score_at_reward_folder else str(policy)
+    model = TransformersModel(str(reward), head=Score(), tokenizer=tokenizer).load("reward", seed=0)
+    assert model.machine.eos_token_ids == (2, 9)
+    shutil.rmtree(policy)
+    shutil.rmtree(reward)
+    assert model.machine.eos_token_ids == (2,)
 
 
 def test_ratings_report_how_well_scores_and_labels_agree():

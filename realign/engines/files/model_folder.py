@@ -13,6 +13,7 @@ from typing import Any
 
 from realign.errors import DataError
 
+GENERATION_CONFIG = "generation_config.json"
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 HEADS = ("num_attention_heads", "num_key_value_heads", "n_head", "n_heads")
 SIZES = ("hidden_size", "vocab_size", "n_embd")
@@ -40,7 +41,7 @@ def check_model_folder(folder: Path) -> None:
         _check_config(folder / "config.json", config)
     if index is not None:
         _check_index(folder / "model.safetensors.index.json", index)
-    for name in ("config.json", "generation_config.json"):
+    for name in ("config.json", GENERATION_CONFIG):
         _check_end_tokens(folder / name, read_object(folder / name) or {})
 
 
@@ -54,6 +55,18 @@ def check_layers(folder: Path, weights: int) -> None:
     config = read_object(file) or {}
     for part in (config, *(value for value in config.values() if isinstance(value, Mapping))):
         _check_counts(file, part, LAYERS, 1, max(1, weights))
+
+
+def stop_tokens_in(file: Path) -> list[int]:
+    """Return the end tokens in a `generation_config.json`.
+
+    Raises:
+        DataError: the file is not a JSON object, or contains something else than token ids.
+    """
+    config = read_object(file) or {}
+    _check_end_tokens(file, config)
+    ids = config.get("eos_token_id")
+    return [i for i in (ids if isinstance(ids, list) else [ids]) if i is not None]
 
 
 def read_object(file: Path) -> dict[str, Any] | None:
@@ -135,4 +148,11 @@ def _invalid(file: Path, key: str, value: Any, expected: str) -> DataError:
     return DataError(f"{str(file)!r}: {key}={shown}: expected {expected}. Download the model again.")
 
 
-__all__ = ["check_layers", "check_model_folder", "parse_object", "read_object"]
+__all__ = [
+    "GENERATION_CONFIG",
+    "check_layers",
+    "check_model_folder",
+    "parse_object",
+    "read_object",
+    "stop_tokens_in",
+]

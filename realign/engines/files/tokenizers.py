@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from realign.engines.files.folders import check_path
-from realign.engines.files.model_folder import read_object
+from realign.engines.files.model_folder import GENERATION_CONFIG, read_object, stop_tokens_in
 from realign.engines.files.pretrained import quiet_transformers, readable
 from realign.errors import ConfigError, DataError
 
@@ -80,6 +80,23 @@ def check_tokenizer(key: str, source: str, cure: str = "") -> str:
         raise DataError(f"{error}{cure}") from error
 
 
+def end_tokens(source: Any) -> list[int]:
+    """Return the end tokens of a tokenizer or of a generation config: none, one, or several."""
+    ids = getattr(source, "eos_token_id", None)
+    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+
+
+def end_tokens_beside(tokenizer: Any) -> list[int]:
+    """Return the end tokens in the `generation_config.json` of the folder or hub name of a tokenizer.
+
+    Raises:
+        DataError: the file is not a JSON object with token ids.
+    """
+    path = getattr(tokenizer, "name_or_path", None)
+    file = _file_of(path, GENERATION_CONFIG) if path else None
+    return [] if file is None else stop_tokens_in(file)
+
+
 def has_tokenizer(path: str) -> bool:
     """Return whether a local folder contains a tokenizer; False for a hub name."""
     folder = Path(path).expanduser()
@@ -91,7 +108,7 @@ def _as_in_file(key: str, tokenizer: Any, path: str) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     rebuilt = isinstance(tokenizer, PreTrainedTokenizerFast) and type(tokenizer) is not PreTrainedTokenizerFast
-    if not rebuilt or _is_remote_code(tokenizer) or not _has_json(path):
+    if not rebuilt or _is_remote_code(tokenizer) or _file_of(path, "tokenizer.json") is None:
         return tokenizer
     with quiet_transformers():
         exact = PreTrainedTokenizerFast.from_pretrained(path)
@@ -106,13 +123,18 @@ def _as_in_file(key: str, tokenizer: Any, path: str) -> Any:
     return exact
 
 
-def _has_json(path: str) -> bool:
-    """Return whether a folder, or the cached files of a hub name, contain `tokenizer.json`."""
+def _file_of(path: str, name: str) -> Path | None:
+    """Return a file of a folder, or of the cached files of a hub name; None if there is none."""
     from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
 
     if Path(path).is_dir():
-        return Path(path, "tokenizer.json").is_file()
-    return isinstance(try_to_load_from_cache(path, "tokenizer.json"), str)
+        return file if (file := Path(path, name)).is_file() else None
+    try:
+        cached = try_to_load_from_cache(path, name)
+    except HFValidationError:  # a folder that was removed, or that another machine has
+        return None
+    return Path(cached) if isinstance(cached, str) else None
 
 
 def _is_remote_code(tokenizer: Any) -> bool:

@@ -36,11 +36,6 @@ class Samplable(PipelinableEngine, Protocol):
         ...
 
     @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """End tokens."""
-        ...
-
-    @property
     def resources(self) -> RolloutResources:
         """Settings of the sampler, and the memory that rollouts share."""
         ...

@@ -54,8 +54,8 @@ def end_tokens(name: str, source: WeightSource, tokenizer: Any) -> tuple[int, ..
     Raises:
         ConfigError: neither has any.
     """
-    if isinstance(source, HasEndTokens):
-        return tuple(source.eos_token_ids)
+    if isinstance(source, HasEndTokens) and (ids := tuple(source.eos_token_ids)):
+        return ids
     if (end := getattr(tokenizer, "eos_token_id", None)) is None:
         raise ConfigError(f"models.{name}: neither the engine nor the tokenizer has an end token, which servers need.")
     return (int(end),)

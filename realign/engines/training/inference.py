@@ -14,6 +14,7 @@ from realign.api.engine import Forward, PipelinableEngine, PostHook
 from realign.api.generation import GenerationConfig
 from realign.api.microbatch import MicroBatchSpec
 from realign.api.sample import TOKENS, SequenceSample
+from realign.engines.files.tokenizers import end_tokens, end_tokens_beside
 from realign.engines.files.weights import check_weights, mix_into, named_weights, shapes_of
 from realign.engines.network.cpu_lanes import side_by_side
 from realign.engines.network.encoder_decoder import EncoderDecoder
@@ -110,12 +111,15 @@ class InferenceEngine(PipelinableEngine):
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """End tokens of the tokenizer and of the model's `generation_config`, whose other settings are ignored."""
-        found: set[int] = set()
-        for source in (self.tokenizer, getattr(self.module, "generation_config", None)):
-            ids = getattr(source, "eos_token_id", None)
-            found.update([] if ids is None else [ids] if isinstance(ids, int) else ids)
-        return tuple(sorted(found))
+        """End tokens of the tokenizer and of the model's `generation_config`, whose other settings are ignored.
+
+        A model with a scalar head has no such config. Its tokenizer is usually that of the policy, so the config beside
+        the tokenizer counts.
+        """
+        found = set(end_tokens(self.tokenizer))
+        if (config := getattr(self.module, "generation_config", None)) is not None:
+            return tuple(sorted(found.union(end_tokens(config))))
+        return tuple(sorted(found.union(end_tokens_beside(self.tokenizer))))
 
     def forward(self, data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
         """See `PipelinableEngine.forward`. Dropout is never applied here.

@@ -1,14 +1,16 @@
-"""`Truncation`: reward and loss treatment of responses that reached the length limit."""
+"""`Truncation`: treatment of responses that reached the length limit. `end_tokens`: where the others end."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 import torch
 from torch import Tensor
 
-from realign.errors import SettingsError
+from realign.api import Model
+from realign.errors import ConfigError, SettingsError
 from realign.functional import overlong_penalty
 from realign.settings import Finite, NonNegative, NonNegativeInt, Settings
 
@@ -127,4 +129,26 @@ class Truncation(Settings):
         return ", ".join(steps)
 
 
-__all__ = ["TruncatedReward", "Truncation"]
+def end_tokens(model: Model, ids_T: Tensor, stop_token_ids: Sequence[int] | None, setting: str) -> Tensor:
+    """Return [T] bool: whether a token is one at which a sampler stops.
+
+    Args:
+        model: the model, whose end tokens count if `stop_token_ids` is None.
+        ids_T: [T] token ids.
+        stop_token_ids: `generation.stop_token_ids` of the sampler.
+        setting: the setting that needs end tokens, for messages.
+
+    Raises:
+        ConfigError: neither the model nor its tokenizer has an end token.
+    """
+    if stop_token_ids is None:
+        stop_token_ids = model.machine.eos_token_ids
+        if not stop_token_ids and (end := getattr(model.tokenizer, "eos_token_id", None)) is not None:
+            stop_token_ids = (end,)
+        if not stop_token_ids:
+            why = "neither the model nor its tokenizer has an end token"
+            raise ConfigError(f"{setting}: {why}. Set stop_token_ids, or remove this setting")
+    return torch.isin(ids_T, torch.tensor(stop_token_ids, dtype=ids_T.dtype, device=ids_T.device))
+
+
+__all__ = ["TruncatedReward", "Truncation", "end_tokens"]

@@ -136,7 +136,7 @@ def _anchors(value: Any, path: str) -> None:
 ORDER = record({"anchors": _anchors})
 """Positions in streamed data."""
 
-DATA = record(
+_DATA = record(
     {
         "drawn": COUNT,
         "batch_prompts": whole(1, 10**6),
@@ -148,6 +148,17 @@ DATA = record(
     },
     order=ORDER,
 )
+
+
+def _data(value: Any, path: str) -> None:
+    """Expect a position in the data. A wrong one would train on other prompts, or read streamed data without end."""
+    _DATA(value, path)
+    place, rows = value["drawn"] * value["batch_prompts"], value["rows"]
+    epoch, index = divmod(place, rows) if rows else (0, place)
+    if (value["epoch"], value["index"]) != (epoch, index):
+        expected = f"the batches before epoch {value['epoch']}, index {value['index']} of {rows or 'streamed'} rows"
+        raise Mismatch(f"{path}.drawn", value["drawn"], expected)
+
 
 _ROLLOUT = record({"version": COUNT, "trained": COUNT, "next_place": COUNT, "untrained": items(COUNT)})
 
@@ -191,7 +202,7 @@ TREE = record(
     {
         "config": plain(tensors=False),
         "counters": COUNTERS,
-        "data": DATA,
+        "data": _data,
         "environment": mapping(one_of(text(), number(), expected="text or a number")),
         "frozen": mapping(record({"path": optional(text()), "sha256": text()})),
         "interfaces": mapping(_state),

@@ -51,6 +51,11 @@ class RayEngine(PipelinableEngine):
         return self._loaded.positions
 
     @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """See `PipelinableEngine.eos_token_ids`."""
+        return self._loaded.eos_token_ids
+
+    @property
     def encoder_decoder(self) -> bool:
         """See `PipelinableEngine.encoder_decoder`."""
         return self._loaded.encoder_decoder

@@ -65,6 +65,7 @@ class Loaded:
     saved: Mapping[str, Any]
     saved_views: Mapping[str, Mapping[str, Any]]
     encoder_decoder: bool = False
+    eos_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,6 +117,7 @@ class Host:
                 model.saved,
                 model.saved_views,
                 engine.encoder_decoder,
+                engine.eos_token_ids,
             )
         return found
 

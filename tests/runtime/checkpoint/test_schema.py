@@ -141,6 +141,8 @@ def test_nested_values_end_in_one_line(tmp_path, key, levels):
         ("data.drawn", "2", "data.drawn='2' in the checkpoint: expected an integer"),
         ("data.drawn", -1, "data.drawn=-1 in the checkpoint: expected an integer from 0 to"),
         ("data.drawn", True, "data.drawn=True in the checkpoint: expected an integer"),
+        ("data.drawn", 10**12, "data.drawn=1000000000000 in the checkpoint: expected the batches before epoch"),
+        ("data.index", 1, "data.drawn=2 in the checkpoint: expected the batches before epoch"),
         ("counters.more", 1, "counters=['more', "),
         ("counters.reward_ema", "x", "counters.reward_ema='x' in the checkpoint: expected a number"),
         ("random.python", [3, [1, 2], None], "random.python=[1, 2] in the checkpoint: expected a list of 625 values"),
