@@ -15,13 +15,13 @@ import re
 import tempfile
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from realign.errors import ConfigError, SettingsError
-from realign.rewards.pool.http import Unreachable, reach
+from realign.rewards.pool.http import LARGEST_ANSWER, Unreachable, reach
 from realign.rewards.pool.prepared import Prepared
 from realign.rewards.pool.urls import ALLOWED_VARIABLES, allowed_variables, check_url, masked
 from realign.rewards.terms import RewardTerm
@@ -224,6 +224,34 @@ class Judge(RewardTerm):
         return "none" if self._key_variable is None else os.environ[self._key_variable]
 
 
+async def _limit(answer: Any) -> None:
+    """Limit the size of an answer, which the client reads as a whole.
+
+    Raises:
+        ConnectionError: the answer is compressed, although this was not asked for, so its size is not known.
+    """
+    from httpx2 import AsyncByteStream
+
+    class Limited(AsyncByteStream):
+        def __init__(self, stream: Any) -> None:
+            self._stream = stream
+
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            size = 0
+            async for part in self._stream:
+                size += len(part)
+                if size > LARGEST_ANSWER:
+                    raise ConnectionError(f"the answer has more than {LARGEST_ANSWER:,} bytes")
+                yield part
+
+        async def aclose(self) -> None:
+            await self._stream.aclose()
+
+    if answer.headers.get("Content-Encoding", "identity").lower() != "identity":
+        raise ConnectionError("the answer is compressed, which was not asked for")
+    answer.stream = Limited(answer.stream)
+
+
 class JudgeFunction(Prepared):
     """The reward function of a `Judge`. Each worker process has one client and one cache."""
 
@@ -292,7 +320,8 @@ class JudgeFunction(Prepared):
                 base_url=self.judge.base_url,
                 timeout=self.judge.timeout_s,
                 max_retries=self.judge.retries,
-                http_client=openai.DefaultAsyncHttpxClient(follow_redirects=False),
+                default_headers={"Accept-Encoding": "identity"},
+                http_client=openai.DefaultAsyncHttpxClient(follow_redirects=False, event_hooks={"response": [_limit]}),
             )
         where = self.__qualname__
         try:

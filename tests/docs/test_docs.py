@@ -57,13 +57,15 @@ def test_relative_links_lead_somewhere(page):
 
 
 def command_lines(program: str) -> list[tuple[str, list[str]]]:
-    """Return the arguments of each call of `program` in the pages, with the page's name."""
-    return [
-        (name_of(page), words[1:])
-        for page in PAGES
-        for words in pages.commands(page.read_text(encoding="utf-8"))
-        if words[0].rsplit("/", 1)[-1] == program
-    ]
+    """Return the arguments of each call of `program` in the pages, also as `-m program`, with the page's name."""
+    found = []
+    for page in PAGES:
+        for words in pages.commands(page.read_text(encoding="utf-8")):
+            if words[0].rsplit("/", 1)[-1] == program:
+                found.append((name_of(page), words[1:]))
+            elif program in words and words[words.index(program) - 1] == "-m":
+                found.append((name_of(page), words[words.index(program) + 1 :]))
+    return found
 
 
 def compositions(arguments: list[str]) -> list[list[str]]:

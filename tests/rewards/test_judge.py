@@ -399,3 +399,16 @@ def test_a_judge_is_one_more_line_of_config():
         found = columns(made, data)
     assert found["rewards/judge"] == pytest.approx([0.8])
     assert found["rewards"] == pytest.approx([1.4])
+
+
+@client
+def test_an_answer_that_is_too_large_or_compressed_is_not_read(monkeypatch):
+    """Otherwise a server could fill the memory of the run."""
+    monkeypatch.setattr("realign.rewards.judge.LARGEST_ANSWER", 2000)
+    with server(lambda request, number: "7" + " " * 3000) as state:
+        found = ask(Judge(model="m", base_url=state.url, retries=0), ["a"])
+    assert "the answer has more than 2,000 bytes" in found.failures[0].message
+    with server(lambda request, number: (200, {}, {"Content-Encoding": "gzip"})) as state:
+        found = ask(Judge(model="m", base_url=state.url, retries=0), ["a"])
+    assert "the answer is compressed" in found.failures[0].message
+    assert state.headers[0]["accept-encoding"] == "identity"

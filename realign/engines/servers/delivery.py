@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from realign.engines.servers.probe import Probe
-from realign.engines.servers.protocol import Part, Refused, Unavailable
+from realign.engines.servers.probe import PROMPT_TOKENS, SAMPLED, Probe, Sampled
+from realign.engines.servers.protocol import LOADING, Ask, Part, Refused, Unavailable
 from realign.engines.servers.server import Server
 from realign.engines.servers.settings import ServerSettings
+from realign.engines.servers.weights import vocabulary_size
 from realign.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -60,6 +61,7 @@ class Delivery:
         self._updates = 0
         self.version = 0
         self.folder = folder
+        self.words = vocabulary_size(self.start_folder)
 
     @property
     def label(self) -> str:
@@ -100,9 +102,12 @@ class Delivery:
             Unavailable: the server failed.
             ConfigError: the server computes other log-probs than the trainer.
         """
+        await self._load_current(server)
+        await self._compare_scores(server)
+
+    async def _load_current(self, server: Server) -> None:
         await self._call("loading weights", self._load(server))
         server.checked_at = time.monotonic()
-        await self._compare_scores(server)
 
     async def check(self, server: Server, part: Part) -> None:
         """Check that a server sampled with the current weights.
@@ -136,29 +141,32 @@ class Delivery:
             Unavailable: the server failed.
         """
         if self._sleep_level and not server.asleep:
-            server.asleep = True  # also if the call fails
+            server.asleep = server.without_cache = True  # also if the call fails
             await self._call("freeing memory", server.call(self._protocol.sleep(server.http, self._sleep_level)))
 
     async def wake(self, server: Server) -> None:
-        """Let a server that is asleep allocate its memory; it is then stopped, and has the current weights.
+        """Let a server that is asleep allocate its memory and load the current weights; it is then stopped.
 
         Raises:
             Unavailable: the server failed.
             ConfigError: see `send`.
         """
-        if not server.asleep:
-            return
         label = await server.call(self._protocol.label(server.http))
-        server.asleep = False
         kept = self._sleep_level in self._protocol.keeps_weights
-        if self._is_own(label):  # otherwise it was restarted, and is awake
-            await self._call("allocating memory", server.call(self._protocol.wake(server.http)))
+        if label != LOADING and not self._is_own(label):  # it was restarted, and is awake
+            server.asleep = server.without_cache = False
+        if server.asleep:
+            await self._call("allocating memory", server.call(self._protocol.wake_weights(server.http)))
+            server.asleep = False
+            server.has_base &= kept
+        await self.stop(server)
+        if not kept or label != self.label:
+            await self._load_current(server)
+        if server.without_cache:  # only now: loading needs memory too
+            await self._call("allocating memory", server.call(self._protocol.wake_cache(server.http)))
+            server.without_cache = False
             await self.stop(server)
-        if kept and label == self.label:
-            await self._compare_scores(server)
-            return
-        server.has_base &= kept
-        await self.send(server)
+        await self._compare_scores(server)
 
     async def stop(self, server: Server) -> None:
         """Let a server return the tokens of its requests, and hold later requests.
@@ -225,14 +233,27 @@ class Delivery:
             await self._call("comparing weights", self._score(server))
 
     async def _score(self, server: Server) -> None:
-        """Compare the log-probs of a server that is stopped with those of the trainer."""
+        """Compare the log-probs of a server that is stopped with those of the trainer, and let it sample a response.
+
+        The trainer can score the response only while it has the same weights, so the sampler compares it later.
+        """
+        probe = self._probe
+        prompt = probe.ids[:PROMPT_TOKENS]
+        ask = Ask(prompt, SAMPLED, (), self._updates, self.words, self.adapter)
         await server.call(self._protocol.start(server.http))
-        found = await server.call(self._protocol.score(server.http, self._probe.ids, self.adapter))
+        found = await server.call(self._protocol.score(server.http, probe.ids, self.adapter))
+        part = await server.call(self._protocol.sample(server.http, ask))
         await server.call(self._protocol.stop(server.http))
         where = f"{self._name}: the server at {server.url}"
-        gap = self._probe.check(found, first=not self._updates, where=where)
+        gap = probe.check(found, first=not self._updates, where=where)
+        server.sampled = Sampled(where, [*prompt, *part.ids], part.logprobs, self._updates)
         if not self._updates:
             logger.info("%s: its log-probs differ from those of the trainer by %.2g nats on average", where, gap)
+
+    def take_sampled(self, server: Server) -> Sampled | None:
+        """Return the response of a server under the current weights that was not compared yet."""
+        found, server.sampled = server.sampled, None
+        return found if found is not None and found.update == self._updates else None
 
 
 def reason_of(error: BaseException) -> str:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from realign.engines.servers.delivery import Delivery, reason_of
+from realign.engines.servers.probe import Sampled
 from realign.engines.servers.protocol import Ask, End, Part, Refused, Unavailable
-from realign.engines.servers.server import Interrupted, Server
+from realign.engines.servers.server import Interrupted, Lost, Server
 from realign.engines.servers.settings import ServerSettings
-from realign.errors import RealignError, TransientError
+from realign.errors import RealignError, SettingsError, TransientError
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +26,12 @@ _HEALTH_S = 5.0
 _UNHEALTHY = 3
 """Number of failed checks after which a server is taken out of use."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0
+_LONGEST_BACKOFF_S = 60.0
+"""Longest pause of a request that failed, and of a server whose requests failed, before it gets the weights again."""
+_FAILURES = 3
+"""Number of failures without a completed request after which `patience_s` may end the run."""
+_ATTEMPTS = 5
+"""How often a request may fail, while others are completed, until it is given up."""
 _ASLEEP = "asleep"
 _DRAIN_S = 3.0
 """Seconds that the servers may take to return the tokens of their requests when they are stopped."""
@@ -76,6 +84,9 @@ class ServerPool:
         self._changed = asyncio.Condition()  # a server is in use, or none will be
         self._weights_lock = asyncio.Lock()  # held while servers stop, load weights and continue
         self._none_since: float | None = time.monotonic()
+        self._completed = 0  # requests
+        self._failures = 0  # how often requests took servers out of use since one was completed
+        self._failing_since = 0.0  # time of the first of these
         self._patience_s = settings.start_timeout_s
         self._tasks: list[asyncio.Task[None]] = []
         self._error: BaseException | None = None
@@ -99,17 +110,23 @@ class ServerPool:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(server.close() for server in self._servers), return_exceptions=True)
 
-    async def part(self, key: Any, ask: Ask) -> tuple[Part, int]:
+    async def part(self, key: tuple[int, Hashable], ask: Ask) -> tuple[Part, int]:
         """Send a request until a server has answered it with the current weights, and return their version too.
 
         Args:
-            key: the prompt. Requests with the same key use the same server.
+            key: seed and id of the prompt. Requests with the same key use the same server.
             ask: the request.
 
         Raises:
-            ValueError: the server rejects the request.
+            SettingsError: the server rejects the request.
+            TransientError: the request failed again and again, while others were completed.
         """
+        attempts = 0  # that failed
+        counted, completed = 0, -1  # those after which others were completed, and completed requests at the last one
         while True:
+            if attempts:  # others come first: this request may be what makes servers fail
+                await self._any_up()
+                await asyncio.sleep(_backoff_s(attempts) * random.uniform(0.5, 1.0))
             await self._go.wait()
             group = await self._group(key)
             server = group.server
@@ -121,20 +138,37 @@ class ServerPool:
                         continue
                     self._count(1)
                     try:
-                        return await self._ask(server, ask), self._delivery.version
+                        part = await self._ask(server, ask)
                     finally:
                         self._count(-1)
-            except Interrupted:
+                    self._completed += 1
+                    self._failures = server.failures = 0
+                    return part, self._delivery.version
+            except (Interrupted, Lost):
                 pass  # the request begins again
             except Unavailable as error:
-                self._fail(server, str(error))
+                await self._fail_request(server, str(error))
+                attempts += 1
+                if self._completed > completed:  # otherwise, the request may not be at fault, and `patience_s` applies
+                    counted, completed = counted + 1, self._completed
+                if counted == _ATTEMPTS:
+                    raise TransientError(
+                        f"{self._name}: a request for prompt {key[1]!r} failed {attempts} times, while others were "
+                        f"completed. The last time, at {server.url}: {error}"
+                    ) from error
             except Refused as error:
-                raise ValueError(f"{self._name}: {self._protocol.title} at {server.url}: {error}") from error
+                raise SettingsError(
+                    f"{self._name}: {self._protocol.title} at {server.url} rejects a request: {error}"
+                ) from error
             finally:
                 server.load -= 1
                 group.requests -= 1
                 if not group.requests and self._groups.get(key) is group:
                     del self._groups[key]
+
+    def sampled(self) -> list[Sampled]:
+        """Return the responses under the current weights that were not compared with the trainer yet."""
+        return [found for server in self._servers if (found := self._delivery.take_sampled(server)) is not None]
 
     async def update(self, folder: Path, version: int, probed: list[float]) -> None:
         """Give all servers other weights. Servers that fail get them later, before they are used again.
@@ -208,7 +242,7 @@ class ServerPool:
 
     async def _ask(self, server: Server, ask: Ask) -> Part:
         """Send one request, and check that the server used the current weights."""
-        ask = replace(ask, adapter=self._delivery.adapter)
+        ask = replace(ask, words=self._delivery.words, adapter=self._delivery.adapter)
         try:
             part = await server.call(self._protocol.sample(server.http, ask))
         except Refused:
@@ -259,11 +293,37 @@ class ServerPool:
         if not any(s.up for s in self._servers) and self._none_since is None:
             self._none_since = time.monotonic()
 
+    async def _fail_request(self, server: Server, why: str) -> None:
+        """Take a server out of use since a request failed, and end the run if all fail for too long.
+
+        A server can answer all other calls and fail each request, so that it is used again and again.
+        """
+        if not server.up:  # another request has
+            return
+        self._fail(server, why)
+        server.failures += 1
+        if not self._failures:
+            self._failing_since = time.monotonic()
+        self._failures += 1
+        failing_s = time.monotonic() - self._failing_since
+        if self._failures >= _FAILURES and failing_s > self._patience_s:
+            await self._give_up(
+                TransientError(
+                    f"no server completed a request for {failing_s:.0f} seconds, in which {self._failures} failed "
+                    f"(patience_s={self._patience_s:g}; {self._reasons()})."
+                )
+            )
+
+    def _reasons(self) -> str:
+        return "; ".join(f"{server.url}: {server.failure}" for server in self._servers)
+
     async def _keep(self, server: Server) -> None:
         """Watch a server: start it, give it the weights when it answers, and notice when it fails."""
         try:
             while True:
                 pause_s = _FIRST_PAUSE_S
+                if server.failures:  # give it the weights less and less often
+                    await asyncio.sleep(_backoff_s(server.failures))
                 while not server.up:
                     await self._recover(server)
                     if not server.up:
@@ -289,7 +349,7 @@ class ServerPool:
             async with asyncio.timeout(_LONGEST_PAUSE_S):
                 await self._protocol.check_health(server.http)
             async with self._weights_lock:
-                if server.asleep:
+                if server.asleep or server.without_cache:
                     await self._delivery.wake(server)
                 else:
                     await self._delivery.stop(server)
@@ -333,8 +393,8 @@ class ServerPool:
         while True:
             await asyncio.sleep(_FIRST_PAUSE_S)
             if self._none_since is not None and time.monotonic() - self._none_since > self._patience_s:
-                reasons = "; ".join(f"{server.url}: {server.failure}" for server in self._servers)
-                await self._give_up(TransientError(f"no server worked for {self._patience_s:g} seconds ({reasons})."))
+                why = f"no server worked for {self._patience_s:g} seconds ({self._reasons()})."
+                await self._give_up(TransientError(why))
                 return
 
     async def _give_up(self, error: BaseException) -> None:
@@ -345,3 +405,7 @@ class ServerPool:
             self._error = error
             self._on_error(error)
         await self._notify()
+
+
+def _backoff_s(failures: int) -> float:
+    return min(_FIRST_PAUSE_S * 2.0 ** min(failures, 10), _LONGEST_BACKOFF_S)

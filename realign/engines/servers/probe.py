@@ -1,13 +1,19 @@
-"""Compare the weights of servers with those of the trainer, by the log-probs of a fixed text."""
+"""Compare servers with the trainer: their weights by the log-probs of a fixed text, and what they sample.
+
+The text shows whether a server has the weights that it was given. The response shows whether it returns the tokens that
+it sampled, with their log-probs. It is sampled for this comparison, at temperature 1 from the whole vocabulary:
+responses of the run may be older than the weights of the trainer, and have the log-probs of other settings.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
 
-from realign.api import MicroBatchSpec, ModelOutput
+from realign.api import GenerationConfig, MicroBatchSpec, ModelOutput
 from realign.api.engine import PostHook
 from realign.api.sample import SequenceSample
 from realign.errors import ConfigError
@@ -16,6 +22,28 @@ LARGEST_FIRST = 0.5
 """Largest valid mean difference of the first weights, in nats. bfloat16 differs by some hundredths."""
 GROWTH = 4.0
 """How much larger the mean difference of later weights may be than that of the first ones."""
+
+LARGEST_SAMPLED = 1.0
+"""Largest valid mean difference over a sampled response, in nats. Other kernels, bfloat16, quantized weights and other
+choices of experts stay far below it; wrong tokens or log-probs of the wrong distribution differ by several nats."""
+PROMPT_TOKENS = 8
+"""Number of tokens of the fixed text that the response continues."""
+SAMPLED = GenerationConfig(max_new_tokens=40, fixed_length=True)
+"""How the response is sampled. With its prompt it is as long as the fixed text, so every server has room for it."""
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """A response that a server sampled for the comparison."""
+
+    where: str
+    """The server, for messages."""
+    ids: list[int]
+    """Prompt and response."""
+    logprobs: list[float]
+    """Log-probs of the response, as the server reported them."""
+    update: int
+    """Number of the update whose weights it was sampled with."""
 
 
 @runtime_checkable
@@ -51,16 +79,7 @@ class Probe:
         """Return the log-probs of the text under the weights of the trainer; none if it cannot score."""
         if not self.ids or not isinstance(source, Scores):
             return []
-        ids_T = torch.tensor(self.ids)
-        mask_T = torch.ones(len(ids_T), dtype=torch.bool)
-        mask_T[0] = False
-        sample = SequenceSample.from_sequences(["probe"], {"input_ids": [[self.ids]]}).with_tokens(loss_mask=mask_T)
-
-        def hook(output: ModelOutput, mb: SequenceSample) -> SequenceSample:
-            return mb.with_tokens(logprobs=output.logprobs(temperature=1.0, where_T=mb["loss_mask"]))
-
-        found_T: torch.Tensor = source.forward(sample, MicroBatchSpec(), hook)["logprobs"]
-        return [float(x) for x in found_T.cpu()[1:]]
+        return _scored(source, [self.ids])[0]
 
     def expect(self, logprobs: list[float]) -> None:
         """Use the log-probs of new weights, as `measure` returned them."""
@@ -80,16 +99,50 @@ class Probe:
         gap = sum(abs(a - b) for a, b in zip(found, self._expected, strict=True)) / len(self._expected)
         if first:
             self._first = max(self._first, gap)
-            if gap > LARGEST_FIRST:
+            if not gap <= LARGEST_FIRST:  # also if it is NaN
                 raise ConfigError(
                     f"{where} computes other log-probs than the trainer: the mean difference is {gap:.2g} nats. Check "
                     "that it runs the same model and dtype."
                 )
         limit = self._tolerance + GROWTH * self._first
-        if gap > limit:
+        if not gap <= limit:
             raise ConfigError(
                 f"{where} does not have the weights that it was given: its log-probs differ from those of the trainer "
                 f"by {gap:.2g} nats on average, at most {limit:.2g} are expected. vLLM on a CPU does not update tied "
                 "output embeddings: set untie=true. If the difference is due to rounding, increase probe_tolerance."
             )
         return gap
+
+    def check_sampled(self, source: object, sampled: Sequence[Sampled]) -> None:
+        """Compare responses of servers with the trainer, which must have the weights that they were sampled with.
+
+        Raises:
+            ConfigError: a server reported other log-probs, or other tokens than it sampled.
+        """
+        if not sampled:
+            return
+        assert isinstance(source, Scores)  # there are no responses otherwise
+        for one, logprobs in zip(sampled, _scored(source, [one.ids for one in sampled]), strict=True):
+            own = logprobs[-len(one.logprobs) :]
+            gap = sum(abs(a - b) for a, b in zip(own, one.logprobs, strict=True)) / len(own)
+            if not gap <= LARGEST_SAMPLED:
+                raise ConfigError(
+                    f"{one.where} does not return what it samples: the log-probs that it reported for a response "
+                    f"differ from those of the trainer by {gap:.2g} nats on average, at most {LARGEST_SAMPLED:g} is "
+                    "valid. Its token ids or log-probs are wrong. Use another version of the server, or set "
+                    "probe_tolerance=null to train without this check."
+                )
+
+
+def _scored(source: Scores, texts: Sequence[list[int]]) -> list[list[float]]:
+    """Return the log-probs of texts without their first token, at temperature 1."""
+    names = [f"probe {i}" for i in range(len(texts))]
+    sample = SequenceSample.from_sequences(names, {"input_ids": [[text] for text in texts]})
+    mask_T = torch.ones(len(sample["input_ids"]), dtype=torch.bool)
+    mask_T[sample.cu_seqlens()[:-1].long()] = False
+
+    def hook(output: ModelOutput, mb: SequenceSample) -> SequenceSample:
+        return mb.with_tokens(logprobs=output.logprobs(temperature=1.0, where_T=mb["loss_mask"]))
+
+    found = source.forward(sample.with_tokens(loss_mask=mask_T), MicroBatchSpec(), hook)
+    return [[float(x) for x in logprobs.cpu()[1:]] for logprobs in found.sequences("logprobs")]

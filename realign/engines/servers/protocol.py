@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-import math
+import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,11 +16,21 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from realign.api.generation import GenerationConfig
 
 if TYPE_CHECKING:
-    from httpx2 import AsyncClient, Response
+    from httpx2 import AsyncClient
 
-_LONGEST_ANSWER = 300
-_HIGHEST_LOGPROB = 1e-3
-"""Log-probs may exceed 0 by rounding errors."""
+LARGEST_ANSWER = 4 * 2**20
+BYTES_PER_TOKEN = 1000
+"""An answer may have `LARGEST_ANSWER` bytes, and these for each token of its prompt and its response. Larger ones could
+fill the memory of the run, since hundreds of requests wait for theirs. vLLM sends about 100 bytes per token."""
+_SHOWN = 300
+_LOGPROBS = (-1e4, 1e-3)
+"""Valid log-probs. They may exceed 0 by rounding errors. A token with a lower one cannot have been sampled, and much
+lower ones are infinite in fp32. vLLM replaces those below -9999."""
+ANY_TOKEN = 2**31 - 1
+"""Size of a vocabulary that is not known."""
+LOADING = "loading"
+"""Label of a server while it loads weights."""
+_brief = reprlib.repr
 
 
 class Unavailable(Exception):
@@ -64,8 +75,15 @@ class Ask:
     """Tokens that end the response."""
     seed: int
     """Seed of this request, 63 bits."""
+    words: int = ANY_TOKEN
+    """Size of the vocabulary."""
     adapter: str | None = None
     """Name of the LoRA adapter to sample with; None: the weights of the model."""
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of the prompt and of the longest answer."""
+        return len(self.ids) + self.config.max_new_tokens
 
 
 ENDS = MappingProxyType({"stop": End.stop, "length": End.length, "abort": End.aborted})
@@ -148,8 +166,15 @@ class ServerProtocol(ABC):
         """
 
     @abstractmethod
-    async def wake(self, http: AsyncClient) -> None:
-        """Allocate the memory that `sleep` freed. The server may then be started or stopped."""
+    async def wake_weights(self, http: AsyncClient) -> None:
+        """Allocate the memory of the weights that `sleep` freed. The server may then be started or stopped.
+
+        It can load weights, but not compute before `wake_cache`. Loading needs memory that the KV cache would take.
+        """
+
+    @abstractmethod
+    async def wake_cache(self, http: AsyncClient) -> None:
+        """Allocate all other memory that `sleep` freed, after `wake_weights`; see there."""
 
     @abstractmethod
     async def label(self, http: AsyncClient) -> str | None:
@@ -174,70 +199,116 @@ class ServerProtocol(ABC):
         await get(http, "/health")
 
 
-async def post(http: AsyncClient, path: str, body: Mapping[str, Any] | None = None, **options: Any) -> Any:
+async def post(
+    http: AsyncClient,
+    path: str,
+    body: Mapping[str, Any] | None = None,
+    *,
+    tokens: int = 0,
+    text: bool = False,
+    params: Mapping[str, Any] | None = None,
+) -> Any:
     """Send a POST request and return the JSON answer; None if the answer is empty.
 
     Args:
         http: the server.
         path: path of the URL.
         body: JSON body.
-        options: further arguments of the HTTP client; `text=True` returns the answer as text.
+        tokens: number of tokens of the prompt and the response, which limits the size of the answer.
+        text: return the answer as text.
+        params: parameters of the URL.
 
     Raises:
-        Unavailable: the server did not answer, or failed.
+        Unavailable: the server did not answer in time, its answer is too large, or it failed.
         Refused: the server rejects the request.
     """
-    return await _answer(http, "POST", path, json=body, **options)
+    return await _answer(http, "POST", path, body, params, LARGEST_ANSWER + BYTES_PER_TOKEN * tokens, text)
 
 
 async def get(http: AsyncClient, path: str) -> Any:
     """Send a GET request; see `post`."""
-    return await _answer(http, "GET", path)
+    return await _answer(http, "GET", path, None, None, LARGEST_ANSWER, False)
 
 
-async def _answer(http: AsyncClient, method: str, path: str, *, text: bool = False, **options: Any) -> Any:
+async def _answer(
+    http: AsyncClient,
+    method: str,
+    path: str,
+    body: Mapping[str, Any] | None,
+    params: Mapping[str, Any] | None,
+    largest: int,
+    text: bool,
+) -> Any:
     from httpx2 import HTTPError, InvalidURL
 
     try:
-        answer = await http.request(method, path, **options)
-    except (HTTPError, InvalidURL, OSError) as error:
+        async with asyncio.timeout(http.timeout.read):  # that of the client starts again with every byte
+            status, content = await _read(http, method, path, body, params, largest)
+    except (HTTPError, InvalidURL, OSError) as error:  # OSError includes TimeoutError
         raise Unavailable(f"{method} {path}: {type(error).__name__}: {error}") from error
-    what = f"{method} {path}: status {answer.status_code}"
-    if answer.status_code >= 500 or answer.status_code in (408, 425, 429):
-        raise Unavailable(f"{what}: {_text(answer)}")
-    if answer.status_code >= 300:  # redirects are not followed
-        raise Refused(f"{what}: {_text(answer)}")
+    what = f"{method} {path}: status {status}"
+    if status >= 500 or status in (408, 425, 429):
+        raise Unavailable(f"{what}: {_shown(content)}")
+    if status >= 300:  # redirects are not followed
+        raise Refused(f"{what}: {_shown(content)}")
     if text:
-        return answer.text
-    if not answer.content:
+        return content.decode("utf-8", "replace")
+    if not content:
         return None
     try:
-        return json.loads(answer.content)
+        return json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise Unavailable(f"{what}, but the answer is not valid JSON: {_text(answer)}") from error
+        raise Unavailable(f"{what}, but the answer is not valid JSON: {_shown(content)}") from error
 
 
-def _text(answer: Response) -> str:
-    text = " ".join(answer.text.split())
-    return text if len(text) <= _LONGEST_ANSWER else f"{text[:_LONGEST_ANSWER]}..."
+async def _read(
+    http: AsyncClient,
+    method: str,
+    path: str,
+    body: Mapping[str, Any] | None,
+    params: Mapping[str, Any] | None,
+    largest: int,
+) -> tuple[int, bytes]:
+    """Return the status and the content of an answer, of which nothing is decompressed."""
+    content = bytearray()
+    headers = {"Accept-Encoding": "identity"}
+    async with http.stream(method, path, json=body, params=params, headers=headers) as answer:
+        if (coding := answer.headers.get("Content-Encoding", "identity").lower()) != "identity":
+            raise Unavailable(f"{method} {path}: the answer is compressed ({coding!r:.50}), which was not asked for")
+        async for part in answer.aiter_raw():
+            content += part
+            if len(content) > largest:
+                raise Unavailable(f"{method} {path}: the answer has more than {largest:,} bytes")
+    return answer.status_code, bytes(content)
+
+
+def _shown(content: bytes) -> str:
+    text = " ".join(content[: 4 * _SHOWN].decode("utf-8", "replace").split())
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def checked_part(ids: Any, logprobs: Any, reason: Any, ask: Ask, label: str | None = None) -> Part:
     """Return the tokens of an answer.
 
     Raises:
-        Unavailable: the answer is malformed: the lengths differ, there are too many tokens, values are no valid token
-            ids or log-probs, or the reason of the end is unknown.
+        Unavailable: the answer is malformed. The lengths differ, there are too many tokens or some after an end token,
+            values are no valid token ids or log-probs, or the reason of the end is unknown.
     """
-    if reason not in ENDS:
-        raise Unavailable(f"the answer ended for an unknown reason: {reason!r:.100}")
-    end = ENDS[reason]
-    valid_ids = isinstance(ids, list) and all(type(i) is int and i >= 0 for i in ids)
-    valid_logprobs = isinstance(logprobs, list) and all(map(_is_logprob, logprobs))
-    if not valid_ids or not valid_logprobs or len(ids) != len(logprobs):
-        raise Unavailable(f"the answer has no valid token ids and log-probs: {ids!r:.150} and {logprobs!r:.150}")
+    end = ENDS.get(reason) if isinstance(reason, str) else None
+    if end is None:
+        raise Unavailable(f"the answer ended for an unknown reason: {_brief(reason)}")
+    if not isinstance(ids, list) or not isinstance(logprobs, list) or len(ids) != len(logprobs):
+        raise Unavailable(f"the answer has no equal lists of ids and log-probs: {_brief(ids)} and {_brief(logprobs)}")
     if len(ids) > ask.config.max_new_tokens or (not ids and end is not End.aborted):
         raise Unavailable(f"the answer has {len(ids)} tokens, of at most {ask.config.max_new_tokens}")
+    for token, logprob in zip(ids, logprobs, strict=True):
+        if type(token) is not int or not 0 <= token < ask.words:
+            raise Unavailable(f"the answer has the token id {_brief(token)}, but the last valid one is {ask.words - 1}")
+        if not _is_logprob(logprob):
+            raise Unavailable(f"the answer has the log-prob {_brief(logprob)}, which no sampled token has")
+    stops = () if ask.config.fixed_length else ask.stop_ids
+    if (ended := next((token for token in ids[:-1] if token in stops), None)) is not None:
+        raise Unavailable(f"the answer continues after the end token {ended}")
     return Part(ids, [min(float(x), 0.0) for x in logprobs], end, label)
 
 
@@ -248,12 +319,12 @@ def checked_scores(found: Any, ids: Sequence[int]) -> list[float]:
         Unavailable: there are too few, or a value is no log-prob.
     """
     if not isinstance(found, list) or len(found) != len(ids) - 1 or not all(map(_is_logprob, found)):
-        raise Unavailable(f"the answer has no valid log-probs of a text with {len(ids)} tokens: {found!r:.300}")
+        raise Unavailable(f"the answer has no valid log-probs of a text with {len(ids)} tokens: {_brief(found)}")
     return [float(x) for x in found]
 
 
 def _is_logprob(x: Any) -> bool:
-    return isinstance(x, int | float) and math.isfinite(x) and x <= _HIGHEST_LOGPROB
+    return type(x) in (int, float) and _LOGPROBS[0] <= x <= _LOGPROBS[1]
 
 
 def item(answer: Any, *path: str | int) -> Any:
@@ -267,5 +338,13 @@ def item(answer: Any, *path: str | int) -> Any:
         for key in path:
             found = found[key]
     except (LookupError, TypeError) as error:
-        raise Unavailable(f"the answer has no {'.'.join(map(str, path))}: {answer!r:.300}") from error
+        raise Unavailable(f"the answer has no {'.'.join(map(str, path))}: {_brief(answer)}") from error
+    return found
+
+
+def items(answer: Any, *path: str | int) -> list[Any]:
+    """Return a list inside of a JSON answer; see `item`."""
+    found = item(answer, *path)
+    if not isinstance(found, list):
+        raise Unavailable(f"the answer has no list {'.'.join(map(str, path))}: {_brief(answer)}")
     return found

@@ -12,7 +12,7 @@ from pathlib import Path
 from realign.api.generation import GenerationConfig
 from realign.api.requests import Handle, Request
 from realign.api.sample import SequenceSample
-from realign.api.sampler import PROMPTS, Capabilities, Sampler, WeightSource
+from realign.api.sampler import PROMPTS, Capabilities, WeightSource
 from realign.engines.distributed.ranks import Ranks
 from realign.engines.servers.probe import Probe
 from realign.engines.servers.sampler import ServerSampler, saved
@@ -39,12 +39,19 @@ class RankedSampler:
             ranks: the processes of the run.
             settings: settings of the sampler.
             source: the weights.
-            probe: on ranks other than 0: measures the text that the sampler of rank 0 measures.
+            probe: measures what the sampler of rank 0 measures.
             open: constructs the sampler.
         """
         self._ranks, self._settings, self._probe = ranks, settings, probe
-        self._version = 0
-        self._own: Sampler | None = ranks.together(lambda: open() if ranks.leader else self._follow_opening(source))
+        self._source, self._version = source, 0
+        self._own: ServerSampler | None = ranks.together(
+            lambda: open() if ranks.leader else self._follow_opening(source)
+        )
+        try:
+            self._check_sampled()
+        except BaseException:
+            self.close()
+            raise
 
     def _follow_opening(self, source: WeightSource) -> None:
         """Take part in what `ServerSampler.__init__` does with the weights."""
@@ -73,7 +80,8 @@ class RankedSampler:
     def update(self, source: WeightSource, version: int) -> None:
         """See `Sampler.update`."""
         self._ranks.together(lambda: self._update(source, version))
-        self._version = version
+        self._source, self._version = source, version
+        self._check_sampled()
 
     def _update(self, source: WeightSource, version: int) -> None:
         if self._own is not None:
@@ -98,12 +106,18 @@ class RankedSampler:
     def wake(self) -> None:
         """See `Sampler.wake`; all ranks call it."""
         self._ranks.lead(lambda: self._leader().wake())
+        self._check_sampled()
+
+    def _check_sampled(self) -> None:
+        """Compare responses of servers with the trainer, of which each rank may have a part."""
+        sampled = self._ranks.lead(lambda: self._leader().sampled())
+        self._ranks.together(lambda: self._probe.check_sampled(self._source, sampled))
 
     def close(self) -> None:
         """See `Sampler.close`. Ranks may call it alone, since it also ends runs that failed."""
         if self._own is not None:
             self._own.close()
 
-    def _leader(self) -> Sampler:
+    def _leader(self) -> ServerSampler:
         assert self._own is not None
         return self._own

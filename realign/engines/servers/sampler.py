@@ -24,7 +24,7 @@ from realign.api.sampler import Capabilities, WeightSource, generate_by_requests
 from realign.api.seeds import derive_seed
 from realign.engines.servers.delivery import BaseModel, Delivery
 from realign.engines.servers.pool import ServerPool
-from realign.engines.servers.probe import Probe
+from realign.engines.servers.probe import Probe, Sampled
 from realign.engines.servers.protocol import Ask, End, Part
 from realign.engines.servers.settings import LoraTransport, ServerSettings
 from realign.engines.servers.weights import HasAdapter, WeightFolders
@@ -60,6 +60,8 @@ class ServerSampler:
         source: WeightSource,
         stop_ids: Sequence[int],
         probe_ids: Sequence[int] = (),
+        *,
+        alone: bool = True,
     ) -> None:
         """Start or connect to the servers, and send them the weights of `source` as version 0.
 
@@ -69,12 +71,14 @@ class ServerSampler:
             source: the weights.
             stop_ids: end tokens of the model.
             probe_ids: text by which the weights of servers and trainer are compared, if `source` can score it.
+            alone: compare the responses of `sampled` with the trainer. Several ranks do this together.
 
         Raises:
             ConfigError: a server cannot be started, or rejects the weights.
             TransientError: no server works within `start_timeout_s`.
         """
         self._settings, self._stop_ids = settings, tuple(stop_ids)
+        self._source, self._alone = source, alone
         self._setting = f"models.{name}.sampler"
         self._folders = WeightFolders(settings.weights_dir, untie=settings.untie)
         self._probe = Probe(probe_ids, settings.probe_tolerance)
@@ -97,6 +101,7 @@ class ServerSampler:
         self._thread.start()
         try:
             self._wait(self._pool.open())
+            self._check_sampled()
         except BaseException:
             self.close()
             raise
@@ -131,8 +136,10 @@ class ServerSampler:
             self._check_open()
         self._updates += 1
         folder = self._write(source)
+        self._source = source
         self._wait(self._pool.update(folder, version, self._probe.measure(source)))
         self._folders.keep_only(folder)
+        self._check_sampled()
 
     def pause(self) -> None:
         """See `Sampler.pause`."""
@@ -149,6 +156,20 @@ class ServerSampler:
     def wake(self) -> None:
         """See `Sampler.wake`."""
         self._wait(self._pool.wake())
+        self._check_sampled()
+
+    def sampled(self) -> list[Sampled]:
+        """Return the responses by which servers are compared with the trainer, each once; see `Probe`."""
+
+        async def take() -> list[Sampled]:
+            return self._pool.sampled()
+
+        return self._wait(take())
+
+    def _check_sampled(self) -> None:
+        """Compare responses of servers with the trainer, whose weights they have now."""
+        if self._alone:
+            self._probe.check_sampled(self._source, self.sampled())
 
     def close(self) -> None:
         """See `Sampler.close`; ends the servers that the run started."""

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from realign.engines.servers.launch import LaunchedServer, free_port
+from realign.engines.servers.probe import Sampled
 from realign.engines.servers.protocol import Unavailable
 from realign.engines.servers.settings import LOCAL, ServerSettings
 from realign.errors import TransientError
@@ -24,6 +25,10 @@ T = TypeVar("T")
 
 class Interrupted(Exception):
     """A call was ended by `Server.interrupt`."""
+
+
+class Lost(Unavailable):
+    """A call was ended since the server failed in another one."""
 
 
 class Server:
@@ -58,7 +63,13 @@ class Server:
         self.has_base = False
         """Whether the server has the base model of the run's LoRA adapters."""
         self.asleep = False
-        """Whether the server has freed its memory."""
+        """Whether the server has freed its memory, and not allocated that of the weights again."""
+        self.without_cache = False
+        """Whether the server has freed its memory, and not allocated that of the KV cache again."""
+        self.failures = 0
+        """How often requests took the server out of use since one was completed."""
+        self.sampled: Sampled | None = None
+        """Response to the start of the probe under the current weights, until it is compared with the trainer."""
         self._process: LaunchedServer | None = None
         self._starts = 0
         self._calls: set[asyncio.Task[Any]] = set()
@@ -102,7 +113,8 @@ class Server:
         self._process = LaunchedServer(command, self._settings.server_variables(self._index), self._log)
         self._starts += 1
         self.http = None
-        self.adapter, self.has_base, self.asleep = None, rank is not None, False
+        self.adapter, self.has_base = None, rank is not None
+        self.asleep = self.without_cache = False
 
     def connect(self) -> None:
         """Create the client, unless it exists."""
@@ -125,7 +137,8 @@ class Server:
         """Run a call of the server; `fail` ends it.
 
         Raises:
-            Unavailable: the server failed during the call.
+            Unavailable: the server failed in this call.
+            Lost: it failed in another one.
             Interrupted: the call was interrupted.
         """
         task = asyncio.ensure_future(coroutine)
@@ -139,7 +152,7 @@ class Server:
         finally:
             self._calls.discard(task)
         if task.cancelled():
-            raise Interrupted if self.up else Unavailable(self.failure)
+            raise Interrupted if self.up else Lost(self.failure)
         return task.result()
 
     def use(self) -> None:

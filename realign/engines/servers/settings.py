@@ -61,8 +61,9 @@ class ServerSettings(SamplerSpec):
     """Send tied output embeddings as separate weights. Servers of vLLM that compute on a CPU need this: they do not
     update tied output embeddings."""
     probe_tolerance: Positive | None = 0.005
-    """After each update, the server scores a fixed text. The mean difference to the log-probs of the trainer, in nats,
-    may be at most this plus 4 times that of the first weights. Null: no such check."""
+    """After each update, the server scores a fixed text and samples a response. For the text, the mean difference to
+    the log-probs of the trainer, in nats, may be at most this plus 4 times that of the first weights. For the response,
+    it may be at most 1. Null: no such checks."""
     concurrency: Count = 256
     """Maximum number of concurrent requests per server."""
     request_timeout_s: Positive = 1800.0
@@ -72,7 +73,8 @@ class ServerSettings(SamplerSpec):
     start_timeout_s: Positive = 900.0
     """Seconds that a server may take until it answers for the first time."""
     patience_s: Positive = 300.0
-    """Seconds without any working server after which the run stops with exit code 75."""
+    """Seconds without any working server after which the run stops with exit code 75. A server that fails three or more
+    requests and completes none does not work."""
     restarts: NonNegativeInt = 3
     """How often a server that the run has started is started again after it ended."""
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from realign.api.generation import GenerationConfig
 from realign.engines.servers.protocol import (
+    LOADING,
     Ask,
     Part,
     Refused,
@@ -21,6 +22,7 @@ from realign.engines.servers.protocol import (
     checked_scores,
     get,
     item,
+    items,
     least_tokens,
     post,
     sampling_settings,
@@ -30,7 +32,6 @@ from realign.engines.servers.spec import Servers
 if TYPE_CHECKING:
     from httpx2 import AsyncClient
 
-_LOADING = "loading"
 _ALL = -1
 """Value of `top_k` for the whole vocabulary."""
 
@@ -42,9 +43,9 @@ class SglangProtocol(ServerProtocol):
 
     async def sample(self, http: AsyncClient, ask: Ask) -> Part:
         """See `ServerProtocol`."""
-        answer = await post(http, "/generate", generate_request(ask))
+        answer = await post(http, "/generate", generate_request(ask), tokens=ask.tokens)
         reason = item(answer, "meta_info", "finish_reason", "type")
-        pairs = item(answer, "meta_info", "output_token_logprobs")
+        pairs = items(answer, "meta_info", "output_token_logprobs")
         label = answer["meta_info"].get("weight_version")
         logprobs = [item(pair, 0) for pair in pairs]
         ids = [item(pair, 1) for pair in pairs]
@@ -52,9 +53,10 @@ class SglangProtocol(ServerProtocol):
 
     async def score(self, http: AsyncClient, ids: Sequence[int], adapter: str | None = None) -> list[float]:
         """See `ServerProtocol`."""
-        ask = Ask(ids, GenerationConfig(max_new_tokens=1), (), 0, adapter)
+        ask = Ask(ids, GenerationConfig(max_new_tokens=1), (), 0, adapter=adapter)
         body = generate_request(ask) | {"logprob_start_len": 0}
-        found = item(await post(http, "/generate", body), "meta_info", "input_token_logprobs")
+        answer = await post(http, "/generate", body, tokens=len(ids))
+        found = items(answer, "meta_info", "input_token_logprobs")
         return checked_scores([item(pair, 0) for pair in found[1:]], ids)
 
     async def stop(self, http: AsyncClient) -> None:
@@ -80,7 +82,7 @@ class SglangProtocol(ServerProtocol):
 
     async def load_adapter(self, http: AsyncClient, folder: Path, label: str) -> None:
         """See `ServerProtocol`."""
-        await _set_label(http, _LOADING)
+        await _set_label(http, LOADING)
         with suppress(Refused):  # it exists if an earlier attempt failed afterwards
             await self.unload_adapter(http, label)
         done = await post(http, "/load_lora_adapter", {"lora_name": label, "lora_path": str(folder.absolute())})
@@ -99,9 +101,13 @@ class SglangProtocol(ServerProtocol):
         """See `ServerProtocol`. SGLang has one level, which does not keep the weights."""
         await post(http, "/release_memory_occupation", {})
 
-    async def wake(self, http: AsyncClient) -> None:
+    async def wake_weights(self, http: AsyncClient) -> None:
         """See `ServerProtocol`."""
-        await post(http, "/resume_memory_occupation", {})
+        await post(http, "/resume_memory_occupation", {"tags": ["weights"]})
+
+    async def wake_cache(self, http: AsyncClient) -> None:
+        """See `ServerProtocol`."""
+        await post(http, "/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]})
 
     async def check_health(self, http: AsyncClient) -> None:
         """See `ServerProtocol`. `/health` samples a token, which a stopped server does not."""

@@ -41,8 +41,8 @@ class Servers(ServerSettings):
         """
         ids, stop_ids = probe_ids(tokenizer), end_tokens(name, source, tokenizer)
         check_adapter(f"models.{name}.sampler", self, source)
-        open_own = partial(ServerSampler, name, self, source, stop_ids, ids)
         ranks = current()
+        open_own = partial(ServerSampler, name, self, source, stop_ids, ids, alone=ranks.size == 1)
         if ranks.size == 1:
             return open_own()
         return RankedSampler(ranks, self, source, Probe(ids, self.probe_tolerance), open_own)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from realign.api.generation import GenerationConfig
 from realign.engines.servers.protocol import (
+    LOADING,
     Ask,
     Part,
     Refused,
@@ -21,6 +22,7 @@ from realign.engines.servers.protocol import (
     checked_scores,
     get,
     item,
+    items,
     least_tokens,
     post,
     sampling_settings,
@@ -31,7 +33,6 @@ from realign.errors import ConfigError
 if TYPE_CHECKING:
     from httpx2 import AsyncClient
 
-_LOADING = "loading"
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values of `--max-lora-rank`."""
 
@@ -44,7 +45,9 @@ class VllmProtocol(ServerProtocol):
 
     async def sample(self, http: AsyncClient, ask: Ask) -> Part:
         """See `ServerProtocol`."""
-        answer = await post(http, "/v1/completions", completion_request(ask))
+        answer = await post(
+            http, "/v1/completions", completion_request(ask), tokens=len(ask.ids) + ask.config.max_new_tokens
+        )
         choice = item(answer, "choices", 0)
         ids = item(choice, "token_ids")
         logprobs = item(choice, "logprobs", "token_logprobs") if ids else []
@@ -52,10 +55,10 @@ class VllmProtocol(ServerProtocol):
 
     async def score(self, http: AsyncClient, ids: Sequence[int], adapter: str | None = None) -> list[float]:
         """See `ServerProtocol`."""
-        ask = Ask(ids, GenerationConfig(max_new_tokens=1), (), 0, adapter)
+        ask = Ask(ids, GenerationConfig(max_new_tokens=1), (), 0, adapter=adapter)
         body = completion_request(ask) | {"logprobs": None, "prompt_logprobs": 0}
-        found = item(await post(http, "/v1/completions", body), "choices", 0, "prompt_logprobs")
-        rows = zip(ids, found or [], strict=False)
+        answer = await post(http, "/v1/completions", body, tokens=len(ids))
+        rows = zip(ids, items(answer, "choices", 0, "prompt_logprobs"), strict=False)
         return checked_scores([item(row, str(token), "logprob") for token, row in list(rows)[1:]], ids)
 
     async def stop(self, http: AsyncClient) -> None:
@@ -68,7 +71,7 @@ class VllmProtocol(ServerProtocol):
 
     async def load(self, http: AsyncClient, folder: Path, label: str) -> None:
         """See `ServerProtocol`."""
-        await post(http, "/update_weight_version", {"new_version": _LOADING})
+        await post(http, "/update_weight_version", {"new_version": LOADING})
         await post(
             http, "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder.absolute())}}
         )
@@ -76,7 +79,7 @@ class VllmProtocol(ServerProtocol):
 
     async def load_adapter(self, http: AsyncClient, folder: Path, label: str) -> None:
         """See `ServerProtocol`."""
-        await post(http, "/update_weight_version", {"new_version": _LOADING})
+        await post(http, "/update_weight_version", {"new_version": LOADING})
         body = {"lora_name": label, "lora_path": str(folder.absolute()), "load_inplace": True}
         await post(http, "/v1/load_lora_adapter", body, text=True)
         await self._finish_loading(http, label)
@@ -89,9 +92,13 @@ class VllmProtocol(ServerProtocol):
         """See `ServerProtocol`."""
         await post(http, "/sleep", params={"level": level, "mode": "abort"})
 
-    async def wake(self, http: AsyncClient) -> None:
+    async def wake_weights(self, http: AsyncClient) -> None:
+        """See `ServerProtocol`. vLLM then continues sampling, which fails without the KV cache."""
+        await post(http, "/wake_up", params={"tags": "weights"})
+
+    async def wake_cache(self, http: AsyncClient) -> None:
         """See `ServerProtocol`. vLLM then continues sampling."""
-        done = await post(http, "/wake_up")
+        done = await post(http, "/wake_up", params={"tags": "kv_cache"})
         if item(done, "status") != "awake":
             raise Refused("POST /wake_up: the server is still asleep")
 

@@ -12,6 +12,7 @@ from typing import Protocol, runtime_checkable
 from safetensors.torch import load_file, save_file
 
 from realign.api.sampler import WeightSource
+from realign.engines.servers.protocol import ANY_TOKEN
 from realign.errors import ConfigError, TransientError
 
 _SHARED_MEMORY = Path("/dev/shm")
@@ -137,3 +138,13 @@ def untie(folder: Path) -> None:
         path.write_text(json.dumps(config | {"tie_word_embeddings": False}), encoding="utf-8")
         return
     raise ConfigError(f"untie=true: the model has no weight that ends in {_EMBEDDINGS}. Set untie=false.")
+
+
+def vocabulary_size(folder: Path) -> int:
+    """Return the number of tokens that the model of a folder can sample; the largest integer if it does not say."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:  # of an engine that writes no model folder of transformers
+        return ANY_TOKEN
+    size = config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size"))
+    return ANY_TOKEN if size is None else int(size)

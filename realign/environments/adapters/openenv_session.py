@@ -15,6 +15,9 @@ from urllib.parse import urlsplit
 from realign.api.environment import Response
 from realign.environments.adapters.packages import imported
 
+LARGEST_ANSWER = 64 * 2**20
+"""Bytes that a message of the server may have. Larger ones could fill the memory of the run; the episode fails."""
+
 
 class OpenEnvSession:
     """A session of an OpenEnv server. Its methods are coroutines.
@@ -43,7 +46,7 @@ class OpenEnvSession:
     async def reset(self, row: Mapping[str, Any], *, seed: int) -> tuple[str, dict[str, Any]]:
         """Open a session, and start its episode."""
         local = urlsplit(self._url).hostname in ("localhost", "127.0.0.1", "::1")
-        self._socket = await self._client.connect(self._url, max_size=None, proxy=None if local else True)
+        self._socket = await self._client.connect(self._url, max_size=LARGEST_ANSWER, proxy=None if local else True)
         found = await self._call("reset", {"seed": seed % 2**31} | {name: row[name] for name in self._columns})
         return self._text(found), {}
 

@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from http.client import HTTPException
+from http.client import HTTPException, IncompleteRead
 from typing import Any
 from urllib.error import HTTPError
 from urllib.parse import quote, urlsplit
@@ -32,6 +32,9 @@ from realign.rewards.text import visible
 _REACH_S = 10.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 5.0
 _TRANSIENT = (429, 502, 503, 504)
+LARGEST_ANSWER = 64 * 2**20
+"""Bytes that an answer may have: enough for dense rewards of any response. Larger ones could fill the memory."""
+_READ = 64 * 2**10
 
 
 class Unreachable(RuntimeError):
@@ -126,8 +129,7 @@ class HttpReward:
         while True:
             try:
                 with opener.open(request, timeout=max(0.01, deadline - time.monotonic())) as reply:
-                    content: bytes = reply.read()
-                    return content
+                    return self._read(reply, deadline)
             except HTTPError as error:
                 problem = f"status {error.code} {self._hidden(str(error.reason))}"
                 location = error.headers.get("Location")
@@ -140,6 +142,19 @@ class HttpReward:
                 raise Unreachable(f"{url} gave no answer within {self.within_s:g} s: {problem}")
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _read(self, reply: Any, deadline: float) -> bytes:
+        """Return the content of an answer, if it is not too large or too late."""
+        content = bytearray()
+        while part := reply.read1(_READ):
+            content += part
+            if len(content) > LARGEST_ANSWER:
+                raise RuntimeError(f"{masked(self.url)}: the answer has more than {LARGEST_ANSWER:,} bytes")
+            if time.monotonic() > deadline:  # the timeout of the connection starts again with every byte
+                raise TimeoutError("the answer was not complete")
+        if reply.length:
+            raise IncompleteRead(bytes(content), reply.length)
+        return bytes(content)
 
     def _redirected(self, status: int, location: str | None) -> str:
         if not 300 <= status < 400:

@@ -4,6 +4,7 @@ The paths, fields and answers are those of vLLM 0.32 and SGLang 0.5.23; `test_sc
 depends on the last one. Token 0 is the end token of the tests.
 """
 
+import gzip
 import itertools
 import json
 import subprocess
@@ -22,6 +23,11 @@ from safetensors.torch import load_file, save_file
 
 DEFAULT = "default"
 """Label of weights that no client has set."""
+MEMORY = {
+    "vllm": frozenset({"weights", "kv_cache"}),
+    "sglang": frozenset({"weights", "kv_cache", "cuda_graph"}),
+}
+"""Kinds of memory that a server frees when it sleeps."""
 
 
 class Table:
@@ -141,8 +147,9 @@ class FakeServer:
         self.requests, self.jobs, self.paused, self.closed = [], [], False, False
         self.exchanges = []
         self.tokens_by_label = {}
+        self.tamper = lambda path, body, answer: answer  # changes the status and the content of an answer
         self.faults = {}  # path -> list of functions, which get the handler and answer in place of the server
-        self.adapters, self.asleep, self.sleeps = {}, False, 0
+        self.adapters, self.asleep, self.sleeps = {}, frozenset(), 0
         self.set_weights(table.logits_VV, DEFAULT)
         fake = self
 
@@ -187,7 +194,7 @@ class FakeServer:
         with self.changed:
             self.set_weights(self.start_table.logits_VV, DEFAULT)
             self.adapters.clear()
-            self.paused = self.asleep = False
+            self.paused, self.asleep = False, frozenset()
             for job in self.jobs:
                 job.end("lost")
             self.jobs.clear()
@@ -217,6 +224,7 @@ class FakeServer:
 
     def run(self, job):
         """Decode a request. Returns False if the server lost it."""
+        assert not self.asleep
         with self.changed:
             if not self.closed:
                 self.jobs.append(job)
@@ -239,18 +247,19 @@ class FakeServer:
 
     def score(self, ids, adapter):
         """Return tokens and log-probs of a text but its first token; waits while the server is paused."""
+        assert not self.asleep
         with self.changed:
             self.changed.wait_for(lambda: self.closed or not self.paused)
             rows = self.logits(adapter).log_softmax(-1)
         return [(after, float(rows[before, after])) for before, after in itertools.pairwise(ids)]
 
     def load(self, folder):
-        assert not self.asleep
+        assert "weights" not in self.asleep
         with self.changed:
             self.logits_VV = logits_of(folder)
 
     def load_adapter(self, name, folder):
-        assert not self.asleep
+        assert "weights" not in self.asleep
         with self.changed:
             self.adapters[name] = logits_of(folder)
 
@@ -260,16 +269,17 @@ class FakeServer:
         assert not self.asleep
         assert not self.jobs
         with self.changed:
-            self.asleep = True
+            self.asleep = MEMORY[self.kind]
             self.sleeps += 1
             if not keeps_weights:
                 self.logits_VV = torch.full_like(self.logits_VV, torch.nan)
                 self.adapters.clear()
 
-    def wake(self):
-        assert self.asleep
+    def wake(self, tags):
+        """Allocate some kinds of memory. SGLang ends with an error if one of them is allocated."""
+        assert self.asleep >= set(tags)
         with self.changed:
-            self.asleep = False
+            self.asleep -= set(tags)
 
     def answer(self, handler, body):
         """Answer a request, or play the next fault of its path."""
@@ -286,6 +296,7 @@ class FakeServer:
         if found is None:
             handler.close_connection = True
             return
+        found = self.tamper(parts.path, body, found)
         single = {name: values[0] for name, values in query.items()}
         self.exchanges.append(Exchange(handler.command, parts.path, single, body, *found))
         send(handler, *found)
@@ -304,9 +315,9 @@ class FakeServer:
             self.sleep(query["level"] == ["1"])
             return 200, {"status": "sleeping", "level": int(query["level"][0])}
         if path == "/wake_up":
-            self.wake()
+            self.wake(query.get("tags") or self.asleep)
             self.resume()
-            return 200, {"status": "awake", "tags": None}
+            return 200, {"status": "awake", "tags": query.get("tags")}
         if path == "/v1/load_lora_adapter":
             if body["lora_name"] in self.adapters and not body["load_inplace"]:
                 return 400, {"error": {"message": "has already been loaded"}}
@@ -364,7 +375,7 @@ class FakeServer:
             self.sleep(keeps_weights=False)
             return 200, None
         if path == "/resume_memory_occupation":
-            self.wake()
+            self.wake(body.get("tags") or self.asleep)
             return 200, None
         if path == "/load_lora_adapter":
             if body["lora_name"] in self.adapters:
@@ -437,6 +448,14 @@ def status(code, text="broken"):
     return lambda handler: send(handler, code, {"error": text})
 
 
+def sampled(kind, ids, logprobs, reason):
+    """Return an answer with sampled tokens."""
+    if kind == "vllm":
+        return completion({"finish_reason": reason, "token_ids": ids, "logprobs": {"token_logprobs": logprobs}})
+    pairs = [[logprob, token, None] for token, logprob in itertools.zip_longest(ids, logprobs)]
+    return {"meta_info": {"finish_reason": {"type": reason}, "output_token_logprobs": pairs}}
+
+
 def body(value):
     """A fault: answer with another JSON value."""
     return lambda handler: send(handler, 200, value)
@@ -451,6 +470,35 @@ def late(handler):
 def disconnect(handler):
     """A fault: close the connection without an answer."""
     handler.close_connection = True
+
+
+def endless(handler):
+    """A fault: an answer without an end."""
+    handler.send_response(200)
+    handler.send_header("Transfer-Encoding", "chunked")
+    handler.end_headers()
+    while True:
+        handler.wfile.write(b"10000\r\n" + bytes(65536) + b"\r\n")
+
+
+def compressed(handler):
+    """A fault: a compressed answer, which could be much larger than what is sent."""
+    data = gzip.compress(b"{}")
+    handler.send_response(200)
+    handler.send_header("Content-Encoding", "gzip")
+    handler.send_header("Content-Length", str(len(data)))
+    handler.end_headers()
+    handler.wfile.write(data)
+
+
+def trickle(handler):
+    """A fault: an answer that is never complete, although bytes keep coming."""
+    handler.send_response(200)
+    handler.send_header("Content-Length", "1000")
+    handler.end_headers()
+    while True:
+        handler.wfile.write(b" ")
+        time.sleep(0.05)
 
 
 def hang(handler):

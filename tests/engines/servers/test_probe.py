@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from realign.engines.servers.probe import Probe
+from realign.engines.servers.probe import Probe, Sampled
 from realign.engines.servers.vllm import Vllm
 from realign.errors import ConfigError
 from tests.engines.servers.fake_server import FakeServer, Scoring, random_table
@@ -35,8 +35,8 @@ def server():
     found.close()
 
 
-def opened(server, **settings):
-    return Vllm(urls=[server.url], **settings).open("actor", scoring(0), WORDS)
+def opened(server, weights=None, **settings):
+    return Vllm(urls=[server.url], **settings).open("actor", weights or scoring(0), WORDS)
 
 
 def test_weights_are_compared_after_each_update(server):
@@ -70,6 +70,71 @@ def test_without_a_tolerance_nothing_is_compared(server):
     server.rows = 8
     sampler.update(scoring(1), 1)
     assert not any(body.get("prompt_logprobs") is not None for _, body in server.requests)
+    sampler.close()
+
+
+def constant(choice):
+    choice["logprobs"]["token_logprobs"] = [0.0] * len(choice["token_ids"])
+
+
+def exchanged(choice):
+    choice["token_ids"] = [5] * len(choice["token_ids"])
+
+
+def lies(how):
+    """Return a change of all answers with sampled tokens, but not of those with scores."""
+
+    def tamper(path, body, found):
+        if path == "/v1/completions" and body.get("prompt_logprobs") is None:
+            how(found[1]["choices"][0])
+        return found
+
+    return tamper
+
+
+@pytest.mark.parametrize(("how", "sharpness"), [(constant, 1), (exchanged, 4)])
+@pytest.mark.parametrize("when", ["at the start", "later", "awake"])
+def test_a_server_that_returns_other_tokens_or_log_probs_than_it_sampled_ends_the_run(server, how, sharpness, when):
+    """Its scores of the fixed text are right. Log-probs of tokens differ if the weights are sharp."""
+    first, second = (Scoring(sharpness * scoring(seed).logits_VV) for seed in (0, 1))
+    message = r"actor.sampler: the server at .* does not return what it samples: .* by \d.* nats on average"
+    if when == "at the start":
+        server.tamper = lies(how)
+        with pytest.raises(ConfigError, match=message):
+            opened(server, first)
+        return
+    sampler = opened(server, first, sleep_level=2 if when == "awake" else 0)
+    server.tamper = lies(how)
+    if when == "awake":
+        sampler.sleep()
+        sampler.update(second, 1)
+        with pytest.raises(ConfigError, match=message):
+            sampler.wake()
+    else:
+        with pytest.raises(ConfigError, match=message):
+            sampler.update(second, 1)
+    sampler.close()
+
+
+def test_a_sampled_response_may_differ_by_rounding_and_by_single_tokens(server):
+    """Other kernels and other choices of experts change some log-probs by more than a nat."""
+
+    def rounded(choice):
+        found = choice["logprobs"]["token_logprobs"]
+        choice["logprobs"]["token_logprobs"] = [x - 0.3 - 4 * (i == 3) for i, x in enumerate(found)]
+
+    server.tamper = lies(rounded)
+    sampler = opened(server)
+    sampler.update(scoring(1), 1)
+    sampler.close()
+
+
+def test_responses_are_compared_only_with_the_weights_that_sampled_them(server):
+    """A server that comes back during training samples under the weights before it."""
+    sampler = opened(server)
+    sampler._pool._servers[0].sampled = Sampled("it", [1, 2], [-50.0], update=0)
+    sampler.update(scoring(1), 1)
+    assert sampler.sampled() == []
     sampler.close()
 
 

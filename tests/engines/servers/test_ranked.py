@@ -9,9 +9,10 @@ from realign.api import GenerationConfig, MicroBatchSpec, SequenceSample
 from realign.engines import Lora, OptimizerSpec, TransformersModel
 from realign.engines.distributed.ranks import current
 from realign.engines.servers.vllm import Vllm
+from realign.errors import ConfigError
 from realign.runtime.models import open_sampler
 from tests.engines.distributed.run_ranks import run_ranks
-from tests.engines.servers.fake_server import FakeServer, logits_from, random_table
+from tests.engines.servers.fake_server import FakeServer, Scoring, logits_from, random_table
 from tests.tiny import VOCAB, random_sample, save_tiny
 
 WORDS = VOCAB
@@ -72,3 +73,51 @@ def test_all_ranks_get_the_responses_of_the_servers_of_rank_0(tmp_path, settings
     else:
         assert list(server.adapters) == [server.label]
     assert len([path for path, body in server.requests if path == "/v1/completions"]) == 12
+
+
+class OfRankZero(Scoring):
+    """Weights that rank 0 writes and every rank can score with, as sharded engines do."""
+
+    def save(self, path):
+        if current().leader:
+            super().save(path)
+
+    def forward(self, data, mb_spec, post_hook):
+        current().barrier()
+        return super().forward(data, mb_spec, post_hook)
+
+
+def update_and_wake(folder: Path, url: str):
+    """Return the error of an update while the servers sleep, and of waking them; an empty text without one."""
+    spec = Vllm(urls=[url], weights_dir=str(folder / "weights"), sleep_level=2)
+    sampler = spec.open("actor", OfRankZero(random_table(0).logits_VV), range(12))
+    errors = []
+    for call in (sampler.sleep, lambda: sampler.update(OfRankZero(random_table(1).logits_VV), 1), sampler.wake):
+        try:
+            call()
+            errors.append("")
+        except ConfigError as error:
+            errors.append(str(error))
+    sampler.close()
+    return errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("honest", [True, False])
+def test_all_ranks_compare_what_servers_sample_with_the_trainer(tmp_path, honest):
+    server = FakeServer("vllm", random_table(5))
+
+    def tamper(path, body, found):
+        if path == "/v1/completions" and server.sleeps and "token_ids" in found[1]["choices"][0] and not honest:
+            choice = found[1]["choices"][0]
+            choice["logprobs"]["token_logprobs"] = [0.0] * len(choice["token_ids"])
+        return found
+
+    server.tamper = tamper
+    try:
+        found = run_ranks(2, update_and_wake, tmp_path, server.url)
+    finally:
+        server.close()
+    assert [errors[:2] for errors in found] == [["", ""]] * 2
+    assert all(("does not return what it samples" in errors[2]) is not honest for errors in found)
+    assert all((errors[2] == "") is honest for errors in found)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from realign.api import Model, ModelSpec
+from realign.engines.servers.probe import SAMPLED
 from realign.engines.servers.spec import Servers
 from realign.engines.servers.vllm import Vllm
 from realign.errors import TransientError
@@ -80,7 +81,7 @@ def test_log_probs_of_server_and_trainer_agree_until_the_first_update(tmp_path, 
 
 def test_a_run_without_any_server_stops_and_can_be_resumed(tmp_path, server):
     def end_soon():
-        while sum(server.tokens_by_label.values()) < 30:
+        while sum(server.tokens_by_label.values()) < SAMPLED.max_new_tokens + 30:  # the response that is compared
             time.sleep(0.001)
         server.close()
 

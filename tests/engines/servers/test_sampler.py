@@ -1,19 +1,24 @@
 """Sampling with servers: the contract of samplers, failures of servers, and weights that cannot be mixed up."""
 
 import asyncio
+import json
+import math
 import threading
 import time
 from collections import Counter
 from concurrent.futures import Future
+from dataclasses import replace
 
 import pytest
 import torch
 
 from realign.api import GenerationConfig, Request, SequenceSample
 from realign.engines.servers import pool
+from realign.engines.servers.protocol import ANY_TOKEN, Ask, Unavailable, checked_part
 from realign.engines.servers.sampler import ServerSampler
 from realign.engines.servers.sglang import Sglang
 from realign.engines.servers.vllm import Vllm
+from realign.engines.servers.weights import vocabulary_size
 from realign.errors import ConfigError, TransientError
 from realign.testing import SAMPLER_CHECKS, check_sampler
 from tests.engines.servers import fake_server
@@ -211,42 +216,121 @@ def test_a_server_that_restarts_gets_the_weights_before_it_is_used(servers, conn
 
 @pytest.mark.parametrize(
     "fault",
-    ["disconnect", "500", "429", "not a token", "no answer", "too long", "not finite", "unknown end", "aborted"],
+    [
+        *("disconnect", "500", "429", "not a token", "no answer", "too long", "not finite", "unknown end", "aborted"),
+        *("endless", "compressed", "trickle"),
+    ],
 )
 def test_requests_are_retried_after_faults(servers, connect, kind, fault):
     (server,) = servers()
-    sampler = connect([server])
-
-    def ended(reason):
-        if kind == "vllm":
-            return {"choices": [{"finish_reason": reason, "token_ids": [1], "logprobs": {"token_logprobs": [-1.0]}}]}
-        return {"meta_info": {"finish_reason": {"type": reason}, "output_token_logprobs": [[-1.0, 1, None]]}}
-
-    if kind == "vllm":
-        wrong = {"choices": [{"finish_reason": "stop", "token_ids": ["x"], "logprobs": {"token_logprobs": [-1.0]}}]}
-        long = {
-            "choices": [{"finish_reason": "stop", "token_ids": [1] * 99, "logprobs": {"token_logprobs": [-1] * 99}}]
-        }
-        nan = {"choices": [{"finish_reason": "stop", "token_ids": [1], "logprobs": {"token_logprobs": [float("nan")]}}]}
-    else:
-        wrong = {"meta_info": {"finish_reason": {"type": "stop"}, "output_token_logprobs": [[-1.0, "x", None]]}}
-        long = {"meta_info": {"finish_reason": {"type": "stop"}, "output_token_logprobs": [[-1.0, 1, None]] * 99}}
-        nan = {"meta_info": {"finish_reason": {"type": "stop"}, "output_token_logprobs": [[float("nan"), 1, None]]}}
+    sampler = connect([server], request_timeout_s=1 if fault == "trickle" else 30)
     faults = {
         "disconnect": fake_server.disconnect,
         "500": fake_server.status(500),
         "429": fake_server.status(429),
-        "not a token": fake_server.body(wrong),
+        "not a token": fake_server.body(fake_server.sampled(kind, ["x"], [-1.0], "stop")),
         "no answer": fake_server.body({}),
-        "too long": fake_server.body(long),
-        "not finite": fake_server.body(nan),
-        "unknown end": fake_server.body(ended("error")),
-        "aborted": fake_server.body(ended("abort")),
+        "too long": fake_server.body(fake_server.sampled(kind, [1] * 99, [-1] * 99, "stop")),
+        "not finite": fake_server.body(fake_server.sampled(kind, [1], [float("nan")], "stop")),
+        "unknown end": fake_server.body(fake_server.sampled(kind, [1], [-1.0], "error")),
+        "aborted": fake_server.body(fake_server.sampled(kind, [1], [-1.0], "abort")),
+        "endless": fake_server.endless,
+        "compressed": fake_server.compressed,
+        "trickle": fake_server.trickle,
     }
     server.faults[SAMPLE[kind]] = [faults[fault]]
     done = sampler.submit(request()).result(30)
     torch.testing.assert_close(done.logprobs, expected_logprobs(START, done.ids.tolist(), 2))
     assert server.faults[SAMPLE[kind]] == []
+
+
+ASK = Ask([1, 2], GenerationConfig(max_new_tokens=4), stop_ids=(0, 9), seed=1, words=12)
+
+
+@pytest.mark.parametrize(
+    ("ids", "logprobs", "reason", "message"),
+    [
+        ([1], [-1e300], "stop", r"the log-prob -1e\+300, which"),
+        ([1], [-20_000], "stop", "the log-prob -20000, which"),
+        ([1], [-(10**400)], "stop", "the log-prob -1000000"),
+        ([1], [-math.inf], "stop", "the log-prob -inf, which"),
+        ([1], [False], "stop", "the log-prob False, which"),
+        ([12], [-1.0], "stop", "the token id 12, but the last valid one is 11"),
+        ([10**70], [-1.0], "stop", "the token id 1000000"),
+        ([True], [-1.0], "stop", "the token id True"),
+        ([1, 0, 2], [-1.0] * 3, "length", "the answer continues after the end token 0"),
+        ([9, 9], [-1.0] * 2, "stop", "the answer continues after the end token 9"),
+        ([1], [-1.0], ["stop"], r"the answer ended for an unknown reason: \['stop'\]"),
+        ({}, [], "stop", "the answer has no equal lists"),
+        ([1], [-1.0] * 2, "stop", "the answer has no equal lists"),
+    ],
+)
+def test_impossible_answers_are_refused_with_their_reason(ids, logprobs, reason, message):
+    with pytest.raises(Unavailable, match=message):
+        checked_part(ids, logprobs, reason, ASK)
+
+
+def test_valid_answers_are_accepted():
+    assert checked_part([3, 0], [-9999, 1e-4], "stop", ASK).logprobs == [-9999.0, 0.0]
+    fixed = replace(ASK, config=replace(ASK.config, fixed_length=True))
+    assert checked_part([0, 9, 0], [0] * 3, "length", fixed).ids == [0, 9, 0]
+
+
+def test_the_vocabulary_is_that_of_the_model_folder(tmp_path):
+    for config, size in (({"vocab_size": 12}, 12), ({"text_config": {"vocab_size": 13}}, 13), ({}, ANY_TOKEN)):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert vocabulary_size(tmp_path) == size
+
+
+def always(kind, status, answer):
+    """Return a change of all sampled answers."""
+    return lambda path, body, found: (status, answer) if path == SAMPLE[kind] else found
+
+
+@pytest.mark.parametrize("fault", ["status 500", "log-prob nan", "99 tokens, of at most 40"])
+def test_servers_that_fail_each_request_end_the_run_when_patience_is_over(servers, connect, kind, fault):
+    """They answer all other calls, so they get the weights and are used again, but less and less often."""
+    pair = servers(2)
+    sampler = connect(pair, patience_s=2)
+    wrong = {"log-prob nan": ([1], [math.nan]), "99 tokens, of at most 40": ([1] * 99, [-1.0] * 99)}
+    for server in pair:
+        if fault == "status 500":
+            server.tamper = always(kind, 500, {"error": "broken"})
+        else:
+            server.tamper = always(kind, 200, fake_server.sampled(kind, *wrong[fault], "stop"))
+    handle = sampler.submit(request())
+    with pytest.raises(TransientError, match=rf"no server completed a request for .* \(patience_s=2; .*{fault}"):
+        handle.result(30)
+    assert all(len(paths(server, LOAD[kind])) <= 6 for server in pair)
+
+
+def test_a_request_that_fails_alone_is_given_up_alone(servers, connect, kind, monkeypatch):
+    monkeypatch.setattr(pool, "_FIRST_PAUSE_S", 0.05)
+    (server,) = servers()
+    sampler = connect([server])
+
+    def poison(path, body, found):
+        return (500, {"error": "poison"}) if 7 in body.get("prompt", body.get("input_ids", ())) else found
+
+    server.tamper = poison
+    prompt = Request("bad", 0, torch.tensor([1, 7]), GenerationConfig(max_new_tokens=4), 3)
+    handle = sampler.submit(prompt)
+    number = 0
+    while not handle.done:
+        assert len(sampler.submit(request(number)).result(30).ids) == 40
+        number += 1
+    with pytest.raises(TransientError, match=r"a request for prompt 'bad' failed \d+ times, .*poison"):
+        handle.result(0)
+    assert len(sampler.submit(request()).result(30).ids) == 40
+
+
+@pytest.mark.parametrize("status", [302, 401, 404])
+def test_a_status_that_repeats_is_an_error_of_the_settings(servers, connect, kind, status):
+    (server,) = servers()
+    sampler = connect([server])
+    server.faults[SAMPLE[kind]] = [fake_server.status(status)]
+    with pytest.raises(ConfigError, match=rf"actor.sampler: .* rejects a request: .* status {status}: .*broken"):
+        sampler.submit(request()).result(30)
 
 
 def test_a_request_that_the_server_rejects_is_an_error_and_others_go_on(servers, connect):
@@ -416,6 +500,29 @@ def test_servers_free_their_memory_while_the_role_sleeps(servers, kind, opened, 
     done = sampler.submit(request(1)).result(30)
     assert set(done.versions.tolist()) == {1}
     torch.testing.assert_close(done.logprobs, expected_logprobs(adapted(22), done.ids.tolist(), 2))
+
+
+@pytest.mark.parametrize("fault", [False, True])
+def test_a_server_allocates_its_cache_after_it_has_loaded_the_weights(servers, kind, opened, fault):
+    """Weights and cache together leave no memory for loading."""
+    (server,) = servers()
+    sampler = KINDS[kind](urls=[server.url], sleep_level=2).open("actor", START, None)
+    opened.append(sampler)
+    sampler.sleep()
+    sampler.update(NEW, 1)
+    if fault:
+        server.faults[LOAD[kind]] = [fake_server.status(500)]
+    first, asleep = len(server.exchanges), []
+    server.tamper = lambda path, body, found: asleep.append((path, server.asleep)) or found
+    sampler.wake()
+    done = sampler.submit(request()).result(30)
+    torch.testing.assert_close(done.logprobs, expected_logprobs(NEW, done.ids.tolist(), 2))
+    (loaded,) = [memory for path, memory in asleep if path == LOAD[kind]]
+    assert loaded == fake_server.MEMORY[kind] - {"weights"}
+    wakes = [e for e in server.exchanges[first:] if e.path in ("/wake_up", "/resume_memory_occupation")]
+    tags = [e.body["tags"] if kind == "sglang" else [e.query["tags"]] for e in wakes]
+    assert tags == [["weights"], ["kv_cache", "cuda_graph"] if kind == "sglang" else ["kv_cache"]]
+    assert not server.asleep
 
 
 def test_weights_that_a_server_keeps_asleep_are_not_sent_again(servers, kind, opened):

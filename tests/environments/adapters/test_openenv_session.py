@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from realign.environments.adapters.openenv_session import OpenEnvSession
+from realign.environments.adapters.openenv_session import LARGEST_ANSWER, OpenEnvSession
 from tests.environments.adapters.conversations import talk
 
 
@@ -41,6 +41,7 @@ def connect(monkeypatch):
 
         async def connect(url, **options):
             addresses.append(url)
+            connection.options = options
             return connection
 
         monkeypatch.setitem(sys.modules, "websockets", SimpleNamespace(connect=connect))
@@ -63,6 +64,7 @@ def test_a_session_is_the_messages_of_one_connection(connect):
         ("", 1.0, True, False),
     ]
     assert addresses == ["wss://127.0.0.1:8000/ws"]
+    assert connection.options["max_size"] == LARGEST_ANSWER
     assert connection.sent == [
         {"type": "reset", "data": {"seed": 7, "level": 3}},
         {"type": "step", "data": {"code": "a"}},

@@ -3,7 +3,8 @@ import logging
 import re
 import socket
 import threading
-from contextlib import contextmanager
+import time
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -396,3 +397,45 @@ def test_the_protocol_is_a_setting_of_a_function_and_sends_special_tokens():
     end = tiny_tokenizer().eos_token
     assert [len(request["query"]) for request in got] == [2, 1, 2, 1]
     assert [all(text.endswith(end) for text in request["query"]) for request in got] == [True, True, False, False]
+
+
+def test_an_answer_that_is_too_large_is_not_read(monkeypatch):
+    """Otherwise a server could fill the memory of the run."""
+    monkeypatch.setattr(http, "LARGEST_ANSWER", 100_000)
+    answer = b"HTTP/1.1 200 OK\r\n\r\n" + b" " * 1_000_000
+    with raw_server(answer) as (url, _), pytest.raises(RuntimeError, match="the answer has more than 100,000 bytes"):
+        load_function(url)("", "", {})
+
+
+def test_an_answer_that_never_ends_is_no_answer_in_time():
+    """The timeout of a connection starts again with every byte."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.send_response(200)
+            self.end_headers()
+            with suppress(OSError):
+                while True:
+                    self.wfile.write(b" ")
+                    time.sleep(0.01)
+
+        def log_message(self, *args):
+            pass
+
+    running = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    running.daemon_threads = True
+    threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    try:
+        function = HttpReward(f"http://127.0.0.1:{running.server_port}/", within_s=0.3)
+        with pytest.raises(Unreachable, match=r"within 0.3 s: TimeoutError: the answer was not complete"):
+            function("", "", {})
+    finally:
+        running.shutdown()
+        running.server_close()
+
+
+def test_an_answer_that_breaks_off_is_repeated():
+    answer = b'HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{"reward": 1}'
+    with raw_server(answer) as (url, got), pytest.raises(Unreachable, match="IncompleteRead"):
+        HttpReward(url, within_s=0.3)("", "", {})
+    assert len(got) > 1
