@@ -21,6 +21,7 @@ from realign.api.sample import SequenceSample
 from realign.data.image_files import RowImages
 from realign.data.mixture import Mixture
 from realign.data.order import EpochOrder, RowOrder
+from realign.errors import DataError
 from realign.settings import Settings
 
 
@@ -227,8 +228,14 @@ class PackedDataset(Dataset):
         sample = self._sample(rows, ids)
         if not self.images or not len(rows):
             return sample
-        found = [self.images[row].patches() for row in rows.tolist()]
+        found = [self._patches(row) for row in rows.tolist()]
         return sample.merge(SequenceSample.from_sequences(ids, {key: [[x[key]] for x in found] for key in found[0]}))
+
+    def _patches(self, row: int) -> dict[str, Tensor]:
+        try:
+            return self.images[row].patches()
+        except DataError as error:  # a file was changed or removed since the start
+            raise DataError(f"{self.report.path}, row {row} (from 0, without dropped rows): {error}") from error
 
     @abstractmethod
     def _sample(self, rows: IntArray, ids: tuple[Hashable, ...]) -> SequenceSample: ...

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from realign.api.long_text import part_over
 from realign.data.columns import Row, read_column
 from realign.data.rows import Dropped
 from realign.errors import DataError, SettingsError
@@ -41,6 +42,8 @@ class Excerpt(Settings):
 
     def cut(self, text: str, tokenizer: PreTrainedTokenizerBase) -> str | Dropped:
         """Return the excerpt of a text, or why its row is dropped."""
+        if self.start is None and self.max_tokens is not None:  # nothing behind these tokens matters
+            text = part_over(tokenizer, text, self.max_tokens) or text
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         tokens = [tokenizer.decode([token], clean_up_tokenization_spaces=False) for token in encoded["input_ids"]]
         found = self._stretch(tokens)

@@ -133,9 +133,8 @@ class _Downloaded(_Split):
         """See `RowFile`."""
         with _one_line(self.label, self.subset):
             self.builder.download_and_prepare()
-            dataset = self.builder.as_dataset(split=self.split).with_format(None)
-        for number, row in rows_of(dataset, cursor):
-            yield PlacedRow(self, number, row)
+            for number, row in rows_of(self.builder.as_dataset(split=self.split), cursor, self.name):
+                yield PlacedRow(self, number, row)
 
 
 @dataclass(frozen=True, eq=False)

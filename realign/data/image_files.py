@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import io
+import stat
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,11 @@ from torch import Tensor
 from realign.api.image_keys import GRIDS, PIXELS
 from realign.data.messages import short
 from realign.errors import DataError
+
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+"""Formats that are read. Pillow has others, such as EPS, for which it starts a program."""
+_MOST_PIXELS = 2**26
+"""Pixels of an image, which is decoded whole before it is scaled down. An image of 169 million pixels takes 2.5 GB."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,15 +43,22 @@ class ImageReader:
         """Return the number of tokens of an image, given as a path, a PIL image, its bytes, or an object with them.
 
         Raises:
-            DataError: it cannot be read.
+            DataError: it cannot be read, not even its last pixel.
         """
         with self._opened(source) as image:
             width, height = image.size
-        patches: int = self.processor.get_number_of_image_patches(height, width)
+            if image is not source:  # a picture of the caller would become smaller
+                image.draft(None, (1, 1))  # faster for JPEG, and reads all of the file as well
+            image.load()
+            patches: int = self.processor.get_number_of_image_patches(height, width)
         return patches // self.processor.merge_size**2
 
     def pixels(self, source: Any) -> npt.NDArray[np.uint8]:
-        """Return the pixels [height, width, 3] of an image; see `tokens`."""
+        """Return the pixels [height, width, 3] of an image.
+
+        Raises:
+            DataError: it cannot be read.
+        """
         with self._opened(source) as image:
             return np.asarray(image.convert("RGB"))
 
@@ -54,17 +67,24 @@ class ImageReader:
         from PIL import Image
 
         if isinstance(source, Image.Image):
-            yield source
-            return
-        found = (source.get("bytes") or source.get("path")) if isinstance(source, Mapping) else source
-        if not isinstance(found, str | bytes):
-            raise DataError(f"the image is {short(source)}; expected a path, a PIL image or the bytes of a file.")
-        file: Any = io.BytesIO(found) if isinstance(found, bytes) else Path(self.folder, found).expanduser()
+            file: Any = None
+        else:
+            file = (source.get("bytes") or source.get("path")) if isinstance(source, Mapping) else source
+            if not isinstance(file, str | bytes):
+                raise DataError(f"the image is {short(source)}; expected a path, a PIL image or the bytes of a file.")
         try:
-            with Image.open(file) as image:
+            if isinstance(file, str):
+                file = Path(self.folder, file).expanduser()
+                if not stat.S_ISREG(file.stat().st_mode):  # opening a pipe would wait
+                    raise OSError("it is not a regular file")
+            elif file is not None:
+                file = io.BytesIO(file)
+            with nullcontext(source) if file is None else Image.open(file, formats=_FORMATS) as image:
+                if image.width * image.height > _MOST_PIXELS:
+                    raise ValueError(f"{image.width} x {image.height} pixels are too many. Scale it down")
                 yield image
-        except OSError as error:
-            raise DataError(f"cannot read the image {short(source)}: {error}") from error
+        except Exception as error:  # Pillow and its decoders raise many kinds
+            raise DataError(f"cannot read the image {short(source)}: {error or type(error).__name__}.") from error
 
 
 @dataclass(frozen=True, eq=False)

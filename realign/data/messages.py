@@ -28,6 +28,8 @@ _SHAREGPT = {
 }
 """Roles of ShareGPT messages (`from` and `value`), and the roles of chat templates."""
 
+_LONGEST_PRINTED = 10**6
+"""Characters above which a text is not parsed as Python code, which would need some hundred bytes for each."""
 _IMAGE = {"type": "image"}
 """An image part, whose image is in another column of the row."""
 
@@ -240,7 +242,9 @@ def check_text(text: str, what: str) -> None:
     Raises:
         DataError: it is.
     """
-    if not text.lstrip().startswith(("[{", "{")) or not ("role" in text or "from" in text):
+    if len(text) > _LONGEST_PRINTED or not text.lstrip().startswith(("[{", "{")):
+        return
+    if not ("role" in text or "from" in text):
         return
     for parse in (json.loads, ast.literal_eval):
         try:

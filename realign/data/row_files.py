@@ -17,6 +17,28 @@ Position: TypeAlias = Any
 """Position between two rows of a file, as a JSON value; None is the start."""
 
 _EDGE = 65536
+LARGEST_ROW = 2**28
+"""Bytes that a row may have."""
+_LARGEST_RATIO = 200
+"""Bytes of rows per byte of a compressed file, in addition to `LARGEST_ROW`. Text has a ratio of 3 to 30."""
+
+
+def largest_content(size: int) -> int:
+    """Return how many bytes the rows of a compressed file of this size may have. More are an attack on the memory."""
+    return LARGEST_ROW + _LARGEST_RATIO * size
+
+
+def too_large(name: str, most: int) -> DataError:
+    """Return the error of a compressed file with more than `most` bytes."""
+    return DataError(
+        f"{name} is a compressed file with more than {most // 2**20:,} MiB of rows, far more than text has. "
+        "If this is right, store the rows as JSONL without compression."
+    )
+
+
+def row_too_large(where: str) -> DataError:
+    """Return the error of a row with more than `LARGEST_ROW` bytes."""
+    return DataError(f"{where} has more than {LARGEST_ROW // 2**20} MiB. Shorten it, or split it into several rows.")
 
 
 class PlacedRow(NamedTuple):

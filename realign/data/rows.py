@@ -11,6 +11,7 @@ from functools import cached_property
 from itertools import compress, islice
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
 
+from realign.api.long_text import part_over
 from realign.data.columns import Row
 from realign.data.image_files import RowImages
 from realign.data.templates import Ending, encode, start_tokens, started
@@ -124,6 +125,37 @@ class LengthLimit:
     tokens: int | None
     too_long: TooLong
 
+    def bound(self, text: RowText, tokenizer: PreTrainedTokenizerBase) -> RowText | Dropped:
+        """Return the row without text that is certainly above the limit, before all of it is tokenized.
+
+        Raises:
+            DataError: a sequence exceeds the limit, and `too_long` is error.
+        """
+        if self.tokens is None:
+            return text
+        sequences = []
+        for written in text.sequences:
+            cut, rest = [], written.segments
+            if self.too_long is TooLong.truncate_left and rest and not rest[0].trained:
+                end = part_over(tokenizer, rest[0].text, self.tokens, end=True)  # `fit` keeps a part of it
+                cut, rest = [rest[0] if end is None else rest[0]._replace(text=end)], rest[1:]
+            if part_over(tokenizer, "".join(segment.text for segment in rest), self.tokens) is not None:
+                if self.too_long is TooLong.error:
+                    raise DataError(self._over("far too many"))
+                return Dropped(self._reason)
+            sequences.append(written._replace(segments=[*cut, *rest]))
+        return replace(text, sequences=sequences)
+
+    @property
+    def _reason(self) -> str:
+        return f"longer than {self.setting}={self.tokens}"
+
+    def _over(self, tokens: int | str) -> str:
+        return (
+            f"a sequence has {tokens} tokens, more than {self.setting}={self.tokens}. Raise {self.setting}, or set "
+            "too_long=drop or truncate_left."
+        )
+
     def fit(self, row: EncodedRow) -> Encoded:
         """Return the row with its prompts truncated to fit. Sequences with the same prompt keep the same part of it.
 
@@ -134,10 +166,7 @@ class LengthLimit:
         if self.tokens is None or longest <= self.tokens:
             return row
         if self.too_long is TooLong.error:
-            raise DataError(
-                f"a sequence has {longest} tokens, more than {self.setting}={self.tokens}. Raise {self.setting}, or "
-                "set too_long=drop or truncate_left."
-            )
+            raise DataError(self._over(longest))
         excess: dict[tuple[int, ...], int] = defaultdict(int)
         for sequence in row.sequences:
             prompt = tuple(sequence.ids[: sequence.prompt])
@@ -145,7 +174,7 @@ class LengthLimit:
         cuts = [excess[tuple(sequence.ids[: sequence.prompt])] for sequence in row.sequences]
         too_short = any(s.prompt - s.start <= cut for s, cut in zip(row.sequences, cuts, strict=True) if cut)
         if self.too_long is TooLong.drop or too_short:
-            return Dropped(f"longer than {self.setting}={self.tokens}")
+            return Dropped(self._reason)
         shortened = [s.shortened(cut) for s, cut in zip(row.sequences, cuts, strict=True)]
         return replace(row, sequences=shortened, truncated=True)
 
@@ -190,7 +219,7 @@ class RowEncoder:
         """
         source = iter(rows)
         while chunk := list(islice(source, _CHUNK)):
-            written = [_placed(place, lambda row=row: self.write(row)) for place, row in chunk]  # type: ignore[misc]
+            written = [_placed(place, lambda row=row: self._written(row)) for place, row in chunk]  # type: ignore[misc]
             texts = [
                 s.text for found in written if isinstance(found, RowText) for w in found.sequences for s in w.segments
             ]
@@ -201,6 +230,10 @@ class RowEncoder:
                     continue
                 parts = [list(islice(ids, len(sequence.segments))) for sequence in found.sequences]
                 yield _placed(place, lambda found=found, parts=parts: self._encoded(found, parts))  # type: ignore[misc]
+
+    def _written(self, row: Row) -> RowText | Dropped:
+        text = self.write(row)
+        return text if isinstance(text, Dropped) else self.limit.bound(text, self.tokenizer)
 
     def _encoded(self, text: RowText, parts: list[list[list[int]]]) -> Encoded:
         sequences = [self._sequence(written, ids) for written, ids in zip(text.sequences, parts, strict=True)]

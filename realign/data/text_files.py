@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import IO, Any, ClassVar
 
 from realign.data.columns import Row
-from realign.data.row_files import Cursor, LocalFile, PlacedRow
+from realign.data.row_files import LARGEST_ROW, Cursor, LocalFile, PlacedRow, largest_content, row_too_large, too_large
 from realign.errors import DataError
 
 DELIMITERS = {",": "CSV", ";": "CSV with semicolons", "\t": "TSV"}
 """Delimiters of a file, and names of the formats."""
-_LARGEST_CELL = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -32,8 +31,9 @@ class JsonLines(LocalFile):
         offset, number = cursor.position or (0, 0)
         with opened(self.path) as lines:
             lines.seek(offset)
-            for line in lines:
+            while line := lines.readline(LARGEST_ROW + 1):
                 offset, number = offset + len(line), number + 1
+                _check_size(line, self.where(number))
                 if line.strip():
                     where = self.where(number)
                     row = _checked(_parsed(line, where), where)
@@ -68,7 +68,7 @@ class Delimited(LocalFile):
 
     def rows(self, cursor: Cursor) -> Iterator[PlacedRow]:
         """See `RowFile`."""
-        csv.field_size_limit(_LARGEST_CELL)  # the default would reject long texts
+        csv.field_size_limit(LARGEST_ROW)  # the default would reject long texts
         with opened(self.path) as file:
             lines = _Lines(file, self.name)
             records = csv.reader(lines, delimiter=self.delimiter, strict=True)
@@ -108,10 +108,11 @@ class _Lines:
         return self
 
     def __next__(self) -> str:
-        line = self._file.readline()
+        line = self._file.readline(LARGEST_ROW + 1)
         if not line:
             raise StopIteration
         self.offset, self.number = self.offset + len(line), self.number + 1
+        _check_size(line, f"{self._name}, line {self.number}")
         try:
             return line.decode("utf-8-sig" if self.number == 1 else "utf-8")
         except UnicodeDecodeError as error:
@@ -121,6 +122,26 @@ class _Lines:
         """Continue at another position."""
         self._file.seek(offset)
         self.offset, self.number = offset, number
+
+
+class _Unzipped(gzip.GzipFile):
+    """A gzip file that raises an error after more bytes than text can have in a file of its size."""
+
+    def __init__(self, file: IO[bytes], path: Path) -> None:
+        super().__init__(fileobj=file)
+        self._path, self._most = path, largest_content(path.stat().st_size)
+
+    def read(self, size: int | None = -1) -> bytes:
+        rest = self._most + 1 - self.tell()
+        return self._checked(super().read(rest if size is None or size < 0 else min(size, rest)))
+
+    def readline(self, size: int | None = -1) -> bytes:
+        return self._checked(super().readline(size))
+
+    def _checked(self, data: bytes) -> bytes:
+        if self.tell() > self._most:
+            raise too_large(str(self._path), self._most)
+        return data
 
 
 @contextmanager
@@ -134,9 +155,28 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
         zipped = file.read(2) == b"\x1f\x8b"
         file.seek(0)
         try:
-            yield gzip.GzipFile(fileobj=file) if zipped else file  # type: ignore[misc]
+            yield _Unzipped(file, path) if zipped else file  # type: ignore[misc]
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise DataError(f"{path} is not a readable gzip file: {error}") from error
+
+
+def _check_size(line: bytes, where: str) -> None:
+    if len(line) > LARGEST_ROW:
+        raise row_too_large(where)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON, whose keys must differ.
+
+    Raises:
+        ValueError: a key occurs twice.
+    """
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for place, name in enumerate(names) if name in names[:place])
+        raise ValueError(f"the key {twice!r} occurs twice in an object")
+    return found
 
 
 def _parsed(data: bytes, where: str) -> Any:
@@ -150,7 +190,7 @@ def _parsed(data: bytes, where: str) -> Any:
         DataError: the data is not valid JSON.
     """
     try:
-        found = json.loads(data)
+        found = json.loads(data, object_pairs_hook=_object)
         if b"\\u" in data:
             json.dumps(found, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:  # invalid syntax, encoding or nesting depth

@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from realign.api.environment import ToolCall
@@ -130,7 +131,7 @@ class Answer:
             "top_logprobs": [token.by_text(self.renderer) for token in tokens]
             if self.parameters.top_logprobs
             else None,
-            "text_offset": [sum(lengths[:place]) for place in range(len(lengths))],
+            "text_offset": list(accumulate(lengths, initial=0))[:-1],
         }
 
     def _scored_tokens(self, choice: Choice) -> list[ScoredToken]:

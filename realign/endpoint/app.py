@@ -66,7 +66,8 @@ def application(sessions: Sessions, caller: Caller, limits: EndpointLimits, mode
         if isinstance(error, HTTPException):
             error = ApiError(error.status_code, f"{error.detail}.", code="not_found")
         assert isinstance(error, ApiError)
-        return JSONResponse(error.body(), error.status)
+        # as ASCII, since the name of an unknown parameter may be text that UTF-8 cannot encode
+        return Response(json.dumps(error.body()), error.status, media_type="application/json")
 
     handlers: Any = {ApiError: failed, HTTPException: failed}
     return Guard(Starlette(routes=routes, exception_handlers=handlers), limits)

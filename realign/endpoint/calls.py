@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -14,8 +13,9 @@ from realign.api.requests import Completion, Handle
 from realign.endpoint.answers import Choice
 from realign.endpoint.capture import Capture, Prompt
 from realign.endpoint.errors import ApiError, invalid
+from realign.endpoint.limits import EndpointLimits
 from realign.endpoint.messages import forced_tools, read_messages, read_tools
-from realign.endpoint.parameters import CHAT, COMPLETIONS, Parameters, read_parameters
+from realign.endpoint.parameters import CHAT, COMPLETIONS, MOST_CHOICES, Parameters, read_parameters
 from realign.endpoint.response_parsing import ParsedResponse, ResponseReader
 from realign.endpoint.sessions import Session, closed
 from realign.endpoint.tool_choice import call_beginning, with_beginning
@@ -31,12 +31,12 @@ class Call:
     session: Session
     capture: Capture
     parameters: Parameters
-    prompts: list[Prompt]
-    handles: list[list[Handle]]
-    """Handles of the responses to each prompt."""
     chat: bool
     """Whether responses are parsed. The text of a completion is its content."""
     tools: list[dict[str, Any]] | None = None
+    prompts: list[Prompt] = field(default_factory=list)
+    handles: list[list[Handle]] = field(default_factory=list)
+    """Handles of the responses to each prompt."""
     ended: bool = False
     """Whether the request has ended. Its responses are then not captured."""
 
@@ -63,19 +63,23 @@ class Call:
 
 
 class Caller:
-    """Threads of an endpoint: one for each request that is awaited, and one that prepares prompts in order.
+    """Threads of an endpoint: one for each request that is awaited, and one for each session that prepares a prompt.
 
-    A sampler in this process samples in the threads that wait.
+    A session prepares its prompts in order, one at a time, so it cannot delay the others. A sampler in this process
+    samples in the threads that wait.
+
+    Args:
+        limits: limits of requests.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, limits: EndpointLimits) -> None:
         self._torch_threads = torch.get_num_threads()  # a new thread would use the default of torch
         self._threads = DaemonThreads()
-        self._preparing = ThreadPoolExecutor(1, "endpoint prompts")
+        self._most_responses = max(MOST_CHOICES, limits.max_concurrent)
 
     def close(self) -> None:
-        """Start no further calls."""
-        self._preparing.shutdown(wait=False, cancel_futures=True)
+        """End idle threads."""
+        self._threads.shutdown(wait=False)
 
     async def chat(self, session: Session, body: Mapping[str, Any]) -> Call:
         """Start the responses of a chat request.
@@ -86,22 +90,26 @@ class Caller:
         parameters = read_parameters(body, CHAT)
         messages, tools = read_messages(body.get("messages")), read_tools(body)
         forced = forced_tools(body, tools)
+        renderer = session.backend.renderer
         options = body.get("chat_template_kwargs") or {}
         if not isinstance(options, dict):
             raise invalid("chat_template_kwargs", "expected an object")
-        renderer = session.backend.renderer
+        if wrong := sorted(set(options) & renderer.settings):
+            raise invalid(f"chat_template_kwargs.{wrong[0]}", "expected variables of the chat template only")
         if not renderer.has_template:
             raise ApiError(400, "The model has no chat template. Use /v1/completions.", code="no_chat_template")
 
         capture = session.capture_of(body.get("model"))
 
-        def prompts() -> list[Prompt]:
-            prompt = capture.prompt(renderer, renderer.render(messages, tools, options))
+        def prompts() -> Iterator[Prompt]:
+            text = renderer.render(messages, tools, options)
+            session.check_length(text)
+            prompt = capture.prompt(renderer, text)
             if forced:
                 prompt = with_beginning(renderer, prompt, call_beginning(renderer, messages, forced, tools, options))
-            return [prompt]
+            yield prompt
 
-        return await self._start(session, capture, parameters, prompts, chat=True, tools=tools)
+        return await self._start(Call(session, capture, parameters, True, tools), prompts)
 
     async def complete(self, session: Session, body: Mapping[str, Any]) -> Call:
         """Start the responses of a completion request.
@@ -111,46 +119,52 @@ class Caller:
         """
         parameters = read_parameters(body, COMPLETIONS)
         given = _prompts(body.get("prompt"))
+        if len(given) * parameters.n > self._most_responses:
+            raise invalid("prompt", f"a request may have at most {self._most_responses} responses (prompts times n)")
         renderer, capture = session.backend.renderer, session.capture_of(body.get("model"))
+        size = len(renderer.tokenizer)
 
         def prompt(one: str | list[int]) -> Prompt:
             if isinstance(one, str):
+                session.check_length(one)
                 return capture.prompt(renderer, one, start=renderer.start_tokens())
-            if any(not 0 <= i < len(renderer.tokenizer) for i in one):
-                raise ValueError(f"the prompt has token ids outside 0 to {len(renderer.tokenizer) - 1}")
+            if any(not 0 <= i < size for i in one):
+                raise ValueError(f"the prompt has token ids outside 0 to {size - 1}")
             return capture.prompt_of_ids(one)
 
-        return await self._start(session, capture, parameters, lambda: list(map(prompt, given)), chat=False)
+        return await self._start(Call(session, capture, parameters, False), lambda: map(prompt, given))
 
-    async def _start(
-        self,
-        session: Session,
-        capture: Capture,
-        parameters: Parameters,
-        prompts: Callable[[], list[Prompt]],
-        *,
-        chat: bool,
-        tools: list[dict[str, Any]] | None = None,
-    ) -> Call:
+    async def _start(self, call: Call, prompts: Callable[[], Iterator[Prompt]]) -> Call:
+        """Prepare the prompts of a call and submit them, in a thread. Stops early if the client leaves."""
+
+        def going() -> bool:
+            if call.ended:
+                raise closed()
+            return True
+
         def start() -> Call:
             try:
-                found = prompts()
+                call.prompts = [prompt for prompt in prompts() if going()]
             except ValueError as error:
                 raise ApiError(400, f"The prompt is invalid: {error}.", code="invalid_prompt") from error
-            call = Call(session, capture, parameters, found, [], chat, tools)
             try:
-                for prompt in found:
-                    call.handles.append(session.submit(prompt, parameters))
+                for prompt in call.prompts:
+                    going()
+                    call.handles.append(call.session.submit(prompt, call.parameters))
             except BaseException:
                 _cancel(call)
                 raise
             return call
 
-        started = asyncio.get_running_loop().run_in_executor(self._preparing, start)
+        slot = call.session.preparing
+        await slot.acquire()
+        started = asyncio.get_running_loop().run_in_executor(self._threads, start)
+        started.add_done_callback(lambda _: slot.release())  # not before: `start` continues if this is canceled
         try:
             return await asyncio.shield(started)
         except asyncio.CancelledError:
-            started.add_done_callback(lambda done: self._drop(done))
+            call.ended = True
+            started.add_done_callback(self._drop)
             raise
 
     def _drop(self, started: asyncio.Future[Call]) -> None:

@@ -11,6 +11,9 @@ from realign.endpoint.errors import invalid
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """Roles of messages. A `developer` message becomes a system message, which chat templates know."""
 
+MOST_TOOLS = 128
+"""Maximum number of tools of a request, as in the OpenAI API."""
+
 
 def read_messages(given: Any) -> list[dict[str, Any]]:
     """Return the messages of a request for a chat template.
@@ -34,8 +37,8 @@ def read_tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     tools, choice = body.get("tools"), body.get("tool_choice")
     if tools is None:
         return None
-    if not isinstance(tools, list):
-        raise invalid("tools", "expected a list")
+    if not isinstance(tools, list) or len(tools) > MOST_TOOLS:
+        raise invalid("tools", f"expected a list of at most {MOST_TOOLS} tools")
     for number, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, Mapping) and tool.get("type") == "function" else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
@@ -106,6 +109,6 @@ def _arguments(function: Mapping[str, Any]) -> Any:
     arguments = function.get("arguments", "")
     try:
         parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except ValueError:
+    except (ValueError, RecursionError):
         return arguments
     return parsed if isinstance(parsed, Mapping) else arguments

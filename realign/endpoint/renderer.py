@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 import threading
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import cached_property
 from typing import Any
 
+from realign.api.long_text import part_over
 from realign.chat_template import Bounds, ChatTemplate
 from realign.endpoint.response_parsing import (
     ParsedResponse,
@@ -57,6 +60,11 @@ class Renderer:
         if response_template:
             self._check_anchor(response_template)
 
+    @cached_property
+    def settings(self) -> frozenset[str]:
+        """Arguments of `apply_chat_template` that are no variables of the template, such as `chat_template`."""
+        return frozenset(inspect.signature(self.tokenizer.apply_chat_template).parameters) - {"documents"}
+
     @property
     def has_template(self) -> bool:
         """Whether the tokenizer has a chat template."""
@@ -104,9 +112,23 @@ class Renderer:
         """
         if not text:
             return []
+        with self._encoding():
+            return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    def exceeds(self, text: str, tokens: int) -> bool:
+        """Return whether a text certainly has more than `tokens` tokens, without tokenizing a long one whole.
+
+        Raises:
+            ValueError: the tokenizer cannot encode the text.
+        """
+        with self._encoding():
+            return part_over(self.tokenizer, text, tokens) is not None
+
+    @contextmanager
+    def _encoding(self) -> Iterator[None]:
         try:
             with self._lock:
-                return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+                yield
         except TypeError as error:  # a lone surrogate, which JSON may contain
             raise ValueError(f"the tokenizer cannot encode the text: {error}") from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import logging
@@ -70,6 +71,8 @@ class Session:
     """Number of calls that were sent to the sampler, including canceled ones."""
     captures: dict[str, Capture] = field(init=False)
     """Calls of each role."""
+    preparing: asyncio.Lock = field(default_factory=asyncio.Lock, repr=False)
+    """Held while a prompt of the session is prepared, on the event loop of the endpoint."""
     _closed: bool = False
     _handles: set[Handle] = field(default_factory=set)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -89,6 +92,17 @@ class Session:
             known = ", ".join(self.roles)
             raise ApiError(404, f"The model must be a role: {known}.", param="model", code="model_not_found")
         return self.captures[model]
+
+    def check_length(self, text: str) -> None:
+        """Refuse a text that is far too long, before all of it is tokenized.
+
+        Raises:
+            ApiError: it has more tokens than a sequence may have.
+            ValueError: the tokenizer cannot encode the text.
+        """
+        most = self.backend.max_sequence_tokens
+        if most is not None and self.backend.renderer.exceeds(text, most):
+            raise _too_long(f"more than {most}", most)
 
     def submit(self, prompt: Prompt, parameters: Parameters) -> list[Handle]:
         """Request the responses of one call.
@@ -165,8 +179,9 @@ class Session:
         """
         assert self.backend.scorer is not None  # `submit` has checked it
         temperature = parameters.scoring_temperature(self.backend.generation)
+        top = min(parameters.top_logprobs, len(self.backend.renderer.tokenizer))
         try:
-            return self.backend.scorer.score(ids, parameters.top_logprobs, temperature)
+            return self.backend.scorer.score(ids, top, temperature)
         except RuntimeError as error:
             raise self.failed(error) from error
 
@@ -201,13 +216,7 @@ class Session:
         most = backend.generation.max_new_tokens
         room = most if backend.max_sequence_tokens is None else backend.max_sequence_tokens - len(prompt.ids)
         if room < (0 if parameters.max_tokens == 0 else 1):
-            raise ApiError(
-                400,
-                f"The prompt has {len(prompt.ids)} tokens, but a prompt and its response may have at most "
-                f"{backend.max_sequence_tokens} tokens.",
-                param="messages",
-                code="context_length_exceeded",
-            )
+            raise _too_long(len(prompt.ids), backend.max_sequence_tokens)
         if parameters.scores and backend.scorer is None:
             name = "echo" if parameters.echo else "top_logprobs"
             raise ApiError(
@@ -289,6 +298,11 @@ def _without_tokens(prompt: Prompt, config: GenerationConfig) -> Handle:
     none = Tokens.none(ids_P)
     handle.future.set_result(Completion(none.ids, none.logprobs, none.versions, truncated=True))
     return handle
+
+
+def _too_long(tokens: int | str, most: int | None) -> ApiError:
+    message = f"The prompt has {tokens} tokens, but a prompt and its response may have at most {most} tokens."
+    return ApiError(400, message, param="messages", code="context_length_exceeded")
 
 
 def closed() -> ApiError:

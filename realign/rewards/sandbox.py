@@ -1,4 +1,4 @@
-"""Run Python programs in separate processes, and in a bubblewrap sandbox where the machine supports it (Linux only).
+"""Run Python programs in separate processes, and in a bubblewrap sandbox (Linux only).
 
 `docs/security.md` states what the sandbox prevents. A program is Python source. It succeeds if it runs to its end.
 """
@@ -79,7 +79,13 @@ os.write(channel, done)
 # Succeeds if the sandbox has the properties that a wrong kernel configuration can silently remove.
 _PROBE = """\
 import os, socket
-assert [name for _, name in socket.if_nameindex()] in ([], ["lo"])
+assert [line.split(":")[0].strip() for line in open("/proc/net/dev").readlines()[2:]] in ([], ["lo"])
+for family, kind in ((16, socket.SOCK_RAW), (40, socket.SOCK_STREAM)):  # AF_NETLINK, AF_VSOCK
+    try:
+        socket.socket(family, kind)
+    except OSError:
+        continue
+    raise AssertionError
 status = open("/proc/self/status").read().split()
 assert status[status.index("Seccomp:") + 1] == "2" and status[status.index("NoNewPrivs:") + 1] == "1"
 assert int(status[status.index("CapEff:") + 1], 16) == 0
@@ -104,8 +110,6 @@ else:
 class SandboxMode(StrEnum):
     """Whether programs run in a sandbox."""
 
-    auto = "auto"
-    """In a sandbox if the machine supports it. Otherwise as with `off`, with a warning."""
     required = "required"
     """In a sandbox. If the machine does not support it, the run ends with a configuration error."""
     off = "off"
@@ -230,18 +234,19 @@ def chosen_sandbox(mode: SandboxMode) -> Bubblewrap | None:
         _log_once(logging.WARNING, "sandbox=off: " + _UNSAFE)
         return None
     found = find_sandbox()
-    if isinstance(found, Bubblewrap):
-        _log_once(logging.INFO, "programs of unit tests run in a bubblewrap sandbox")
-        return found
-    if mode is SandboxMode.required:
+    if isinstance(found, str):
         raise ConfigError(
-            f"sandbox=required: this machine does not support it: {found}. Install bubblewrap and allow user "
-            "namespaces, or set sandbox=auto."
+            f"sandbox=required: programs of unit tests cannot run in a sandbox on this machine: {found}. {_CURE}"
         )
-    _log_once(logging.WARNING, f"sandbox=auto: this machine does not support it: {found}. " + _UNSAFE)
-    return None
+    _log_once(logging.INFO, "programs of unit tests run in a bubblewrap sandbox")
+    return found
 
 
+_CURE = (
+    "On Linux, install bubblewrap and allow user namespaces. To run the programs unprotected, with your rights, set "
+    "sandbox=off: interfaces.reward.function=null "
+    "'interfaces.reward.functions.tests={_target_: realign.rewards.unit_tests.UnitTests, sandbox: off}'"
+)
 _UNSAFE = (
     "Programs of unit tests run without a sandbox, with the limits of the reward workers. Nothing prevents them from "
     "using the network, reading and writing your files, signaling your processes, or filling memory and disk with "

@@ -2,6 +2,8 @@
 
 Memory of memfds and System V shared memory counts in no limit of a process, so their creation fails. So do calls that
 inspect other processes, create namespaces or mounts, or use parts of the kernel that programs of rewards do not need.
+Sockets exist only for Unix and the internet, which the network namespace separates. It does not separate AF_VSOCK, by
+which a virtual machine talks to its host.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ _CALLS: Mapping[str, tuple[int, Mapping[str, int]]] = MappingProxyType(
         "x86_64": (
             0xC000003E,
             {
-                **{"shmget": 29, "clone": 56, "msgget": 68, "ptrace": 101, "mount": 165, "mq_open": 240},
+                **{"shmget": 29, "socket": 41, "socketpair": 53, "clone": 56, "msgget": 68, "ptrace": 101},
+                **{"mount": 165, "mq_open": 240},
                 **{"add_key": 248, "request_key": 249, "keyctl": 250, "unshare": 272, "perf_event_open": 298},
                 **{"open_by_handle_at": 304, "setns": 308, "process_vm_readv": 310, "process_vm_writev": 311},
                 **{"memfd_create": 319, "bpf": 321, "userfaultfd": 323},
@@ -28,6 +31,7 @@ _CALLS: Mapping[str, tuple[int, Mapping[str, int]]] = MappingProxyType(
             0xC00000B7,
             {
                 **{"mount": 40, "unshare": 97, "ptrace": 117, "mq_open": 180, "msgget": 186, "shmget": 194},
+                **{"socket": 198, "socketpair": 199},
                 **{"add_key": 217, "request_key": 218, "keyctl": 219, "clone": 220, "perf_event_open": 241},
                 **{"open_by_handle_at": 265, "setns": 268, "process_vm_readv": 270, "process_vm_writev": 271},
                 **{"memfd_create": 279, "bpf": 280, "userfaultfd": 282},
@@ -41,6 +45,7 @@ _NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16  # offsets in `struct seccomp
 _ALLOW, _KILL, _FAIL = 0x7FFF0000, 0x80000000, 0x00050000
 _X32 = 0x40000000  # numbers of the x32 ABI start here; no other number is as large
 _NEW_NAMESPACES = 0x7E020000  # flags CLONE_NEW* of clone
+_FAMILIES = (1, 2, 10)  # AF_UNIX, AF_INET, AF_INET6
 
 
 def supported() -> bool:
@@ -53,6 +58,7 @@ def seccomp_filter(machine: str) -> bytes:
     architecture, calls = _CALLS[machine]
     forbidden = {**calls, **_EVERYWHERE}
     clone, clone3 = forbidden.pop("clone"), forbidden.pop("clone3")
+    sockets = [forbidden.pop("socket"), forbidden.pop("socketpair")]
     steps = [
         (_LOAD, 0, 0, _ARCHITECTURE),
         (_EQUAL, 1, 0, architecture),
@@ -66,6 +72,10 @@ def seccomp_filter(machine: str) -> bytes:
     ]
     for number in sorted(forbidden.values()):
         steps += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _FAIL | errno.EPERM)]
+    for number in sockets:
+        steps += [(_EQUAL, 0, len(_FAMILIES) + 3, number), (_LOAD, 0, 0, _FIRST_ARGUMENT)]
+        steps += [(_EQUAL, len(_FAMILIES) - i, 0, family) for i, family in enumerate(_FAMILIES)]
+        steps += [(_RETURN, 0, 0, _FAIL | errno.EAFNOSUPPORT), (_RETURN, 0, 0, _ALLOW)]
     steps += [
         (_EQUAL, 0, 3, clone),
         (_LOAD, 0, 0, _FIRST_ARGUMENT),

@@ -1,7 +1,7 @@
-"""Reward from unit tests: runs the code of a response in a separate process, in a sandbox where the machine has one.
+"""Reward from unit tests: runs the code of a response in a separate process, in a sandbox unless you switch it off.
 
-Without a sandbox, the code can read and write the user's files and access the network. The run says once at launch
-whether there is a sandbox (`realign.rewards.sandbox`).
+Without a sandbox, the code can read and write the user's files and access the network. A run on a machine that does not
+support the sandbox (`realign.rewards.sandbox`) therefore ends at launch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class UnitTestsFunction(Prepared):
 
     limits: ProgramLimits = field(default_factory=ProgramLimits)
     """Limits of the program and its tests."""
-    mode: SandboxMode = SandboxMode.auto
+    mode: SandboxMode = SandboxMode.required
     """Whether the program runs in a sandbox."""
     sandbox: Bubblewrap | None = None
     """The sandbox that `prepared` found. None: none, or each call of a function that is not prepared looks for it."""
@@ -60,16 +60,16 @@ class UnitTestsFunction(Prepared):
 
 
 passes = UnitTestsFunction()
-"""The reward function with its default limits, in a sandbox where the machine has one."""
+"""The reward function with its default limits, in a sandbox."""
 
 
 @dataclass
 class UnitTests(RewardTerm):
     """A reward term: 1 if the code of a response passes the tests of its row, in a sandbox (config node)."""
 
-    sandbox: SandboxMode = SandboxMode.auto
-    """auto | required | off. auto uses a bubblewrap sandbox if the machine supports it, and warns otherwise. required
-    ends the run before it loads a model if there is none. off uses the limits of the reward workers only."""
+    sandbox: SandboxMode = SandboxMode.required
+    """required | off. required ends the run before it loads a model if the machine does not support the bubblewrap
+    sandbox. off runs programs with your rights, and with the limits of the reward workers only."""
     timeout_s: Positive = 10.0
     """Time limit of a program and its tests in seconds. In the sandbox, also the CPU time of each process."""
     memory_mb: Count = 1024

@@ -2,6 +2,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import struct
+import sys
+import zlib
 
 import pytest
 import torch
@@ -154,6 +158,77 @@ def test_rows_whose_images_do_not_fit_are_an_error(tmp_path, tokenizer, row, mes
     pictures(tmp_path)
     with pytest.raises(DataError, match=message):
         loaded(PromptData, tmp_path, [row], tokenizer)
+
+
+def encoded(size, kind="PNG", **options):
+    buffer = io.BytesIO()
+    Image.effect_noise(size, 50).convert("RGB").save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def chunk(kind, data):
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def png(width, height, *chunks):
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+    return b"".join((b"\x89PNG\r\n\x1a\n", header, *chunks, chunk(b"IEND", b"")))
+
+
+BAD = {
+    "truncated PNG": encoded((64, 64))[:-2000],
+    "truncated JPEG": encoded((64, 64), "JPEG")[:-500],
+    "truncated WEBP": encoded((64, 64), "WEBP")[:-500],
+    "13,000 x 13,000 pixels": png(13_000, 13_000, chunk(b"IDAT", zlib.compress(b"\0"))),
+    "100,000 x 100,000 pixels": png(100_000, 100_000, chunk(b"IDAT", zlib.compress(b"\0"))),
+    "compressed text": png(16, 16, chunk(b"zTXt", b"k\0\0" + zlib.compress(bytes(10**8)))),
+    "EPS": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 16 16\n%%EndComments\nshowpage\n",
+    "aspect ratio": encoded((4, 2000)),
+    "empty": b"GIF89a",
+}
+
+
+@pytest.mark.parametrize("data", BAD.values(), ids=BAD)
+@pytest.mark.parametrize("place", ["file", "column"])
+def test_an_image_that_cannot_be_decoded_is_found_at_the_start_and_names_its_row(tmp_path, tokenizer, data, place):
+    (tmp_path / "bad").write_bytes(data)
+    rows = [{"messages": [question("x")], "images": []}, {"messages": [question(None)], "images": ["bad"]}]
+    if place == "file":
+        with pytest.raises(DataError, match=r"rows.jsonl, line 2: cannot read the image 'bad'"):
+            loaded(PromptData, tmp_path, rows, tokenizer)
+        return
+    source = PromptData(path="unused.jsonl", images_column="images")
+    with pytest.raises(DataError, match="cannot read the image"):
+        source.encoder(tokenizer)({"images": [data], "messages": [question(None)]})
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there are no pipes")
+@pytest.mark.parametrize("name", ["pipe", "folder", "a\0b", "\ud800", "~nobody-has-this-name/x", "x" * 5000])
+def test_a_path_that_is_no_image_file_is_an_error(tmp_path, tokenizer, name):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    source = PromptData(path="unused.jsonl", images_column="images", image_folder=str(tmp_path))
+    with pytest.raises(DataError, match="cannot read the image"):
+        source.encoder(tokenizer)({"images": [name], "messages": [question(None)]})
+
+
+def test_a_picture_of_the_caller_keeps_its_size(tokenizer):
+    data = encoded((160, 160), "JPEG")
+    source = PromptData(path="unused.jsonl", images_column="images").encoder(tokenizer)
+    rows = [source({"images": [x], "messages": [question(None)]}) for x in (data, Image.open(io.BytesIO(data)))]
+    file, given = (row.images.patches()["pixel_values"] for row in rows)
+    assert torch.equal(file, given)
+    assert len(rows[0].sequences[0].ids) == len(rows[1].sequences[0].ids) > 1
+
+
+def test_an_image_that_is_removed_during_the_run_names_its_row(tmp_path, tokenizer):
+    red, wide = pictures(tmp_path)
+    rows = [{"images": [name], "messages": [question(None)]} for name in (red, wide)]
+    data = loaded(PromptData, tmp_path, rows, tokenizer)
+    (tmp_path / wide).unlink()
+    assert len(data.sample([(0, 0)])["pixel_values"])
+    with pytest.raises(DataError, match=r"rows.jsonl, row 1 .*: cannot read the image 'wide.png'"):
+        data.sample([(0, 0), (0, 1)])
 
 
 def test_image_parts_without_a_column_of_images_are_an_error(tmp_path, tokenizer):

@@ -1,9 +1,12 @@
 import csv
 import gzip
 import json
+import struct
 import subprocess
 import sys
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,7 +14,18 @@ from hypothesis import strategies as st
 from realign.config.construct import build, fill
 from realign.config.errors import ConfigError
 from realign.config.experiment import as_node
-from realign.data import DataSpec, PreferenceData, PromptData, RowSource, Split, UnpairedData, read_rows
+from realign.data import (
+    DataSpec,
+    PreferenceData,
+    PromptData,
+    RowSource,
+    Split,
+    UnpairedData,
+    arrow_files,
+    read_rows,
+    row_files,
+    text_files,
+)
 from realign.data.file_formats import recognize
 from realign.data.row_files import Cursor
 from realign.errors import DataError, SettingsError
@@ -133,6 +147,12 @@ def test_blank_lines_are_skipped_and_do_not_shift_line_numbers(tmp_path):
         ("a.csv", b"x,x\n1,2\n", r"a.csv: the header \['x', 'x'\] has a duplicate or empty column name"),
         ("a.jsonl.gz", gzip.compress(b'{"x": 1}\n', mtime=0)[:20], r"a.jsonl.gz is not a readable gzip file"),
         ("a.xlsx", b"x\n1\n", r"unknown file type '\.xlsx', .* Supported: JSONL, JSON, CSV, TSV, parquet and arrow"),
+        (
+            "a.jsonl",
+            b'{"x": 1}\n{"y": {"z": 1, "z": 2}}\n',
+            r"line 2 is not valid JSON: the key 'z' occurs twice",
+        ),
+        ("a.json", b'[{"x": 1, "x": 2}]', r"a.json is not valid JSON: the key 'x' occurs twice"),
         ("rows", b"", "the file has no suffix"),
     ],
 )
@@ -140,6 +160,93 @@ def test_bad_files_say_what_is_wrong(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message):
         read_rows(tmp_path / name)
+
+
+def arrow_file(path, table):
+    with pyarrow.ipc.new_stream(path, table.schema) as writer:
+        writer.write_table(table)
+    return path
+
+
+OFFSETS = struct.pack("<ii", 0, 777)
+
+
+@pytest.mark.parametrize("kind", ["string", "binary", "list", "folder"])
+@pytest.mark.parametrize("offsets", [(-500, 777), (0, 2**30), (777, 0), (2**31 - 1, -(2**31))])
+def test_an_arrow_file_whose_offsets_are_outside_of_it_is_refused_and_not_read(tmp_path, kind, offsets):
+    values = {"binary": [b"h" * 777], "list": [["h"] * 777]}.get(kind, ["h" * 777])
+    path = tmp_path / "rows.arrow"
+    if kind == "folder":
+        import datasets
+
+        datasets.Dataset.from_dict({"prompt": values}).save_to_disk(str(tmp_path / "rows"))
+        (path,) = (tmp_path / "rows").glob("*.arrow")
+    else:
+        arrow_file(path, pyarrow.table({"prompt": values}))
+    before, found, after = path.read_bytes().rpartition(OFFSETS)
+    assert found
+    path.write_bytes(before + struct.pack("<ii", *offsets) + after)
+    with pytest.raises(DataError, match=r"rows(\.arrow is not a readable arrow file| cannot be read as a dataset): "):
+        read_rows(tmp_path / "rows" if kind == "folder" else path)
+
+
+TOO_LATE = {
+    "timestamp": pyarrow.array([0, 2**58], pyarrow.timestamp("ms")),
+    "date": pyarrow.array([0, 2**30], pyarrow.date32()),
+    "duration": pyarrow.array([0, 2**62], pyarrow.duration("ms")),
+}
+
+
+@pytest.mark.parametrize("kind", TOO_LATE)
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+def test_dates_that_python_cannot_represent_are_one_line_of_error(tmp_path, kind, suffix):
+    table, path = pyarrow.table({"x": TOO_LATE[kind]}), tmp_path / f"rows.{suffix}"
+    arrow_file(path, table) if suffix == "arrow" else pyarrow.parquet.write_table(table, path)
+    with pytest.raises(DataError, match=rf"rows.{suffix} is not a readable {suffix} file: "):
+        read_rows(path)
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+def test_two_columns_with_one_name_are_an_error(tmp_path, suffix):
+    table = pyarrow.Table.from_arrays([pyarrow.array([1]), pyarrow.array([2])], names=["x", "x"])
+    path = tmp_path / f"rows.{suffix}"
+    arrow_file(path, table) if suffix == "arrow" else pyarrow.parquet.write_table(table, path)
+    with pytest.raises(DataError, match=rf"rows.{suffix} has several columns with the name 'x'"):
+        read_rows(path)
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow", "jsonl.gz", "json.gz"])
+def test_a_small_file_with_giant_rows_is_refused(tmp_path, suffix, monkeypatch):
+    monkeypatch.setattr(row_files, "LARGEST_ROW", 2**20)
+    path, cells = tmp_path / f"rows.{suffix}", ["x" * 50_000]
+    if "gz" in suffix:
+        rows = [{"prompt": cells[0]}] * 2000
+        text = json.dumps(rows) if suffix == "json.gz" else "".join(json.dumps(row) + "\n" for row in rows)
+        path.write_bytes(gzip.compress(text.encode()))
+    else:
+        indices = pyarrow.array([0] * 2000, pyarrow.int32())
+        table = pyarrow.table({"prompt": pyarrow.DictionaryArray.from_arrays(indices, pyarrow.array(cells))})
+        arrow_file(path, table) if suffix == "arrow" else pyarrow.parquet.write_table(table, path)
+    assert path.stat().st_size < 200_000
+    with pytest.raises(DataError, match=r"rows.* is a compressed file with more than \d+ MiB of rows"):
+        read_rows(path)
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow", "jsonl", "jsonl.gz", "csv"])
+def test_a_row_above_the_limit_is_named(tmp_path, suffix, monkeypatch):
+    for module in (row_files, arrow_files, text_files):
+        monkeypatch.setattr(module, "LARGEST_ROW", 2**20)
+    path, cells = tmp_path / f"rows.{suffix}", ["x", "x" * (2**20 + 1), "x"]
+    if suffix in ("parquet", "arrow"):
+        table = pyarrow.table({"prompt": cells})
+        arrow_file(path, table) if suffix == "arrow" else pyarrow.parquet.write_table(table, path)
+    elif suffix == "csv":
+        path.write_text("prompt,answer\n" + "".join(f"{cell},1\n" for cell in cells))
+    else:
+        text = "".join(json.dumps({"prompt": cell}) + "\n" for cell in cells).encode()
+        path.write_bytes(gzip.compress(text) if suffix == "jsonl.gz" else text)
+    with pytest.raises(DataError, match=r"rows.*(line \d)? has more than 1 MiB"):
+        read_rows(path)
 
 
 def test_a_file_that_is_not_there_names_the_nearest(tmp_path):

@@ -1,6 +1,9 @@
 """Rows are converted one by one, wherever they come from."""
 
+from dataclasses import replace
+
 import pytest
+from transformers import PreTrainedTokenizerBase
 
 from realign.data import Dropped, Excerpt, PreferenceData, PromptData, SupervisedData, TooLong, UnpairedData
 from realign.errors import DataError
@@ -39,6 +42,64 @@ def test_sequences_with_the_same_prompt_keep_the_same_part_of_it():
     assert found.truncated
     assert [s.ids for s in found.sequences] == [[BOS, *characters(t), EOS] for t in ("34", "356")]
     assert [s.trained for s in found.sequences] == [bytes([0, 0, 1, 1]), bytes([0, 0, 1, 1, 1])]
+
+
+@pytest.fixture
+def tokenized(monkeypatch):
+    """The lengths of the texts that a tokenizer gets."""
+    lengths: list[int] = []
+    call = PreTrainedTokenizerBase.__call__
+
+    def counting(self, text, **options):
+        lengths.extend([len(text)] if isinstance(text, str) else map(len, text))
+        return call(self, text, **options)
+
+    monkeypatch.setattr(PreTrainedTokenizerBase, "__call__", counting)
+    return lengths
+
+
+HUGE = "1+" * 5_000_000
+
+
+@pytest.mark.parametrize(
+    ("data", "row"),
+    [
+        (PromptData("none.jsonl", max_prompt_tokens=100), {"prompt": HUGE}),
+        (SupervisedData("none.jsonl", max_tokens=100), {"prompt": "1", "response": HUGE}),
+        (
+            SupervisedData("none.jsonl", max_tokens=100, too_long=TooLong.truncate_left),
+            {"prompt": "1", "response": HUGE},
+        ),
+        (PreferenceData("none.jsonl", max_tokens=100), {"prompt": "1", "chosen": "2", "rejected": HUGE}),
+    ],
+)
+def test_a_row_of_10_mb_is_dropped_before_all_of_it_is_tokenized(data, row, tokenized):
+    limit = data.length_limit()
+    assert data.encoder(make_tokenizer())(row) == Dropped(f"longer than {limit.setting}=100")
+    assert sum(tokenized) < 20_000
+    with pytest.raises(DataError, match=rf"far too many tokens, more than {limit.setting}=100\. Raise"):
+        replace(data, too_long=TooLong.error).encoder(make_tokenizer())(row)
+
+
+@pytest.mark.parametrize("rest", ["", "3"])
+def test_a_prompt_of_10_mb_keeps_the_end_that_fits(rest, tokenized):
+    tokenizer, text = make_tokenizer(before=("<s>",)), HUGE + "12345"
+    if rest:
+        data = SupervisedData("none.jsonl", max_tokens=100, too_long=TooLong.truncate_left)
+    else:
+        data = PromptData("none.jsonl", max_prompt_tokens=100, too_long=TooLong.truncate_left)
+    found = data.encoder(tokenizer)({"prompt": text, "response": rest})
+    kept = 98 - len(rest) if rest else 99
+    ending = [*characters(rest), EOS] if rest else []
+    assert found.truncated
+    assert found.sequences[0].ids == [BOS, *characters(text[-kept:]), *ending]
+    assert sum(tokenized) < 20_000
+
+
+def test_an_excerpt_of_the_first_tokens_needs_no_others(tokenized):
+    data = PromptData("none.jsonl", excerpt=Excerpt(max_tokens=3))
+    assert data.encoder(make_tokenizer())({"prompt": HUGE}).row == {"prompt": "1+1"}
+    assert sum(tokenized) < 20_000
 
 
 def test_an_endless_stream_of_rows_is_read_in_small_parts():

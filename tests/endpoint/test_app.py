@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import logging
 import socket
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 
 import httpx2
 import openai
@@ -17,7 +20,8 @@ import torch
 from openai import AsyncOpenAI, OpenAI
 
 from realign.api import GenerationConfig, MicroBatchSpec, SequenceSample
-from realign.endpoint import Backend, Endpoint, EndpointLimits, Renderer, Session, Sessions
+from realign.endpoint import Backend, Endpoint, EndpointLimits, Renderer, Session, Sessions, server
+from realign.endpoint.server import SPARE
 from realign.engines.sampling.background_sampler import StreamingEngine
 from tests.samplers import TableSampler
 from tests.tiny import TEXT, VOCAB, tiny_engine, tiny_tokenizer
@@ -302,6 +306,117 @@ def test_a_model_without_a_chat_template_serves_completions_only():
                 assert client.completions.create(model="tiny", prompt="x").choices
 
 
+class Counting:
+    """A tokenizer that remembers the longest text that it encoded."""
+
+    def __init__(self, tokenizer) -> None:
+        self.tokenizer, self.longest = tokenizer, 0
+
+    def __getattr__(self, name):
+        return getattr(self.tokenizer, name)
+
+    def __len__(self) -> int:
+        return len(self.tokenizer)
+
+    def __call__(self, text, **options):
+        self.longest = max(self.longest, len(text))
+        return self.tokenizer(text, **options)
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_a_prompt_of_10_mb_is_refused_before_all_of_it_is_tokenized(path):
+    text = "1+" * 5_000_000
+    body = {"prompt": text} if path == "completions" else {"messages": [{"role": "user", "content": text}]}
+    with served() as (endpoint, _):
+        renderer = endpoint.sessions.main.renderer
+        renderer.tokenizer = Counting(renderer.tokenizer)
+        out = post(endpoint, f"/v1/{path}", json.dumps(body).encode())
+        assert (out.status_code, out.json()["error"]["code"]) == (400, "context_length_exceeded")
+        assert 0 < renderer.tokenizer.longest < 10_000
+
+
+@pytest.mark.parametrize(("prompts", "n"), [(513, 1), (5, 128), (3000, 128)])
+def test_a_request_with_too_many_responses_is_refused(endpoint, prompts, n):
+    out = post(endpoint, "/v1/completions", json.dumps({"prompt": ["a"] * prompts, "n": n}).encode())
+    assert (out.status_code, out.json()["error"]["param"]) == (400, "prompt")
+    assert "at most 512 responses" in out.json()["error"]["message"]
+
+
+SETTINGS = (
+    *("chat_template", "tokenize", "add_generation_prompt", "continue_final_message", "return_dict", "tools"),
+    *("return_assistant_tokens_mask", "conversation", "tokenizer_kwargs", "padding", "max_length"),
+)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_variables_of_the_chat_template_are_not_arguments_of_its_renderer(client, name):
+    extra = {"chat_template_kwargs": {"enable_thinking": False, name: "{% for i in range(10**9) %}x{% endfor %}"}}
+    with pytest.raises(openai.BadRequestError) as raised:
+        client.chat.completions.create(model="tiny", messages=HELLO, extra_body=extra)
+    assert raised.value.param == f"chat_template_kwargs.{name}"
+    extra = {"chat_template_kwargs": {"enable_thinking": False, "documents": []}}
+    assert client.chat.completions.create(model="tiny", messages=HELLO, extra_body=extra).choices
+
+
+def test_a_session_with_a_slow_prompt_does_not_delay_others():
+    with served() as (endpoint, _), ThreadPoolExecutor() as threads:
+        renderer, release = endpoint.sessions.main.renderer, threading.Event()
+        render = renderer.render
+
+        def slow(messages, *args, **options):
+            if messages[0]["content"] == "slow":
+                assert release.wait(60)
+            return render(messages, *args, **options)
+
+        renderer.render = slow
+        slow_session, other = opened(endpoint, "slow/0"), opened(endpoint, "other/0")
+        ask = {"model": "tiny", "extra_body": {"return_token_ids": True}}
+        with client_of(endpoint, slow_session) as first, client_of(endpoint, other) as second:
+            call = threads.submit(first.chat.completions.create, messages=[{"role": "user", "content": "slow"}], **ask)
+            wait_until(slow_session.preparing.locked)
+            later = threads.submit(first.chat.completions.create, messages=HELLO, **ask)  # keeps its place
+            assert second.chat.completions.create(messages=HELLO, **ask).choices
+            assert slow_session.started == 0
+            release.set()
+            assert call.result(60).choices
+            assert later.result(60).choices
+        assert [len(call.ids[: call.prompt_tokens]) for call in slow_session.capture.calls()] == [4, 5]
+
+
+def test_the_prompts_of_a_client_that_left_are_not_submitted():
+    sampler = TableSampler(letters())
+    submit, release, submitted = sampler.submit, threading.Event(), []
+
+    def waiting(request):
+        submitted.append(request)
+        assert release.wait(60)
+        return submit(request)
+
+    sampler.submit = waiting
+    with served(sampler, max_concurrent=1) as (endpoint, _):
+        session = opened(endpoint)
+        with client_of(endpoint, session, timeout=0.5) as client, pytest.raises(openai.APITimeoutError):
+            client.completions.create(model="tiny", prompt=["hello"] * 50)
+        wait_until(lambda: submitted)
+        wait_until(lambda: post(endpoint, "/v1/completions", b"{").status_code == 400)  # not 429: the request ended
+        release.set()
+        wait_until(lambda: not session.preparing.locked() and not sampler.active)
+        assert len(submitted) == 1
+        with client_of(endpoint, session) as client:
+            assert client.completions.create(model="tiny", prompt="hello").choices
+
+
+def test_names_and_arguments_that_no_text_can_be_are_client_errors(endpoint):
+    out = post(endpoint, "/v1/completions", b'{"prompt": "x", "\\ud800": 1}')
+    assert (out.status_code, out.json()["error"]["code"]) == (400, "unsupported_parameter")
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "[" * 100_000}}
+    messages = [*HELLO, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    assert post(endpoint, "/v1/chat/completions", json.dumps({"messages": messages}).encode()).status_code == 200
+    many = [{"type": "function", "function": {"name": f"f{i}"}} for i in range(129)]
+    out = post(endpoint, "/v1/chat/completions", json.dumps({"messages": HELLO, "tools": many}).encode())
+    assert (out.status_code, out.json()["error"]["param"]) == (400, "tools")
+
+
 # --- keys and sessions ---
 
 
@@ -401,6 +516,79 @@ def test_a_client_that_sends_its_body_too_slowly_gets_an_error():
     with served(body_timeout_s=0.3) as (endpoint, _), connected(endpoint) as slow:
         slow.sendall(request_head(100) + b"{")
         assert slow.recv(4096).startswith(b"HTTP/1.1 408")
+
+
+def half_open(endpoint: Endpoint) -> socket.socket:
+    found = connected(endpoint)
+    found.sendall(b"GET /health HTTP/1.1\r\nX: ")
+    return found
+
+
+def test_half_open_connections_above_a_limit_are_closed_and_do_not_delay_others(monkeypatch):
+    monkeypatch.setattr(server, "HEADERS_S", 600)
+    with served(max_concurrent=2) as (endpoint, _):
+        held = [half_open(endpoint) for _ in range(100)]
+        for _ in range(100):  # idle after a request without a key
+            held.append(connected(endpoint))
+            held[-1].sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        with OpenAI(base_url=f"{endpoint.url}/v1", api_key=KEY, max_retries=0) as client:
+            assert client.completions.create(model="tiny", prompt="x").choices
+        assert httpx2.get(f"{endpoint.url}/health").status_code == 200
+        for one in held[: 200 - 2 - SPARE]:  # the oldest ones
+            with suppress(ConnectionResetError):
+                while one.recv(4096):
+                    pass
+        assert len(endpoint._server.server_state.connections) <= 2 + SPARE
+        for one in held:
+            one.close()
+
+
+def test_a_client_that_sends_its_headers_too_slowly_is_cut_off(monkeypatch):
+    monkeypatch.setattr(server, "HEADERS_S", 0.3)
+    monkeypatch.setattr(server, "_IDLE_S", 0.6)
+    with served() as (endpoint, _), connected(endpoint) as silent, half_open(endpoint) as slow:
+        for one in (silent, slow):
+            with suppress(ConnectionResetError):
+                assert one.recv(1) == b""
+        with connected(endpoint) as kept:  # also the headers of a second request
+            kept.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert kept.recv(4096).startswith(b"HTTP/1.1 200")
+            kept.sendall(b"GET /health HTTP/1.1\r\nX: ")
+            with suppress(ConnectionResetError):
+                while kept.recv(4096):
+                    pass
+
+
+def test_connections_that_cannot_be_accepted_are_logged_once(caplog):
+    with served() as (endpoint, _):
+
+        async def fail() -> None:
+            loop = asyncio.get_running_loop()
+            loop.set_exception_handler(endpoint._server.loop_failed)
+            for _ in range(1000):
+                error = OSError(errno.EMFILE, "Too many open files")
+                loop.call_exception_handler({"message": "socket.accept() out of system resource", "exception": error})
+            loop.call_exception_handler({"message": "something else"})
+
+        with caplog.at_level(logging.WARNING):
+            asyncio.run(fail())
+    assert len(caplog.records) == 2
+    assert "cannot accept connections" in caplog.records[0].message
+    assert caplog.records[0].exc_info is None
+    assert "something else" in caplog.records[1].message
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no limit on descriptors")
+def test_an_endpoint_raises_the_soft_limit_on_descriptors_and_leaves_half_of_them_to_the_run():
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+        assert server.most_connections(512) == min(512 + SPARE, hard // 2 if hard > 0 else 10**9)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 256
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_slow_clients_do_not_delay_others():

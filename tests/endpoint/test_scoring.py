@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import openai
 import pytest
 import torch
 from openai import OpenAI
 from transformers import AutoModelForCausalLM
 
+from realign.api import GenerationConfig
 from realign.cli.serve import serve_of
+from realign.endpoint import Backend, Session
+from realign.endpoint.parameters import Parameters
 from realign.endpoint.scoring import Scorer
 from tests.endpoint.test_app import HELLO, KEY, served
 from tests.tiny import save_tiny, tiny_engine, tiny_tokenizer
@@ -136,3 +141,12 @@ def test_long_texts_are_scored_in_chunks(monkeypatch):
     assert chunked.logprobs[1:] == pytest.approx(whole.logprobs[1:], abs=1e-5)
     assert [[i for i, _ in row] for row in chunked.top] == [[i for i, _ in row] for row in whole.top]
     assert [len(row) for row in whole.top] == [0, *[3] * 49]
+
+
+def test_no_more_likely_tokens_are_asked_for_than_the_vocabulary_has():
+    asked = []
+    scorer = SimpleNamespace(score=lambda ids, top, temperature: asked.append(top))
+    backend = Backend(None, SimpleNamespace(tokenizer=range(5)), GenerationConfig(), scorer=scorer)
+    for top in (3, 20):
+        Session(backend, "p/0").score([1, 2], Parameters(logprobs=True, top_logprobs=top))
+    assert asked == [3, 5]

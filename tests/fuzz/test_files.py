@@ -57,6 +57,15 @@ def as_parquet(rows: list[dict[str, Any]]) -> bytes:
     return out.getvalue()
 
 
+def as_arrow(rows: list[dict[str, Any]]) -> bytes:
+    """Return the rows of `as_parquet` as an Arrow stream."""
+    table = pyarrow.parquet.read_table(io.BytesIO(as_parquet(rows)))
+    out = io.BytesIO()
+    with pyarrow.ipc.new_stream(out, table.schema) as writer:
+        writer.write_table(table)
+    return out.getvalue()
+
+
 def as_csv(records: list[list[str]]) -> bytes:
     """Return the records as a CSV file."""
     out = io.StringIO()
@@ -71,6 +80,7 @@ FILES = st.one_of(
     st.tuples(st.just("x.jsonl"), st.one_of(damaged(LINES), LINES, st.binary(max_size=40))),
     st.tuples(st.just("x.json"), st.one_of(damaged(LIST), LIST, LINES, st.binary(max_size=40))),
     st.tuples(st.just("x.parquet"), st.one_of(damaged(ROWS.map(as_parquet)), st.binary(max_size=40))),
+    st.tuples(st.just("x.arrow"), damaged(ROWS.map(as_arrow))),
     st.tuples(st.just("x.csv"), st.one_of(damaged(CSV), CSV, LINES, st.binary(max_size=40))),
     st.tuples(st.sampled_from(["x", "x.jsonl.gz", "x.pkl", "x.arrow"]), st.one_of(LINES, LIST, st.binary(max_size=9))),
 )
@@ -85,12 +95,27 @@ def written(name: str, data: bytes) -> Iterator[Path]:
         yield file
 
 
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object whose keys differ."""
+    if len(found := dict(pairs)) < len(pairs):
+        raise ValueError("duplicate key")
+    return found
+
+
+def validated(data: bytes) -> Iterator[Any]:
+    """Yield the batches of an Arrow stream whose values can be read."""
+    for batch in pyarrow.ipc.open_stream(io.BytesIO(data)):
+        batch.validate(full=True)
+        yield batch
+
+
 def plain_rows(name: str, data: bytes) -> list[Any] | None:
     """Return the rows that Python reads from the bytes, or None if it reads none."""
     readers: list[Callable[[], Any]] = [
-        lambda: json.loads(data),
-        lambda: [json.loads(line) for line in io.BytesIO(data) if line.strip()],
+        lambda: json.loads(data, object_pairs_hook=unique),
+        lambda: [json.loads(line, object_pairs_hook=unique) for line in io.BytesIO(data) if line.strip()],
         lambda: pyarrow.parquet.read_table(io.BytesIO(data)).to_pylist(),
+        lambda: [row for batch in validated(data) for row in batch.to_pylist()],
     ]
     if name.endswith(".csv"):
         readers.append(lambda: list(csv.DictReader(io.StringIO(data.decode("utf-8-sig"), newline=""))))
@@ -98,7 +123,7 @@ def plain_rows(name: str, data: bytes) -> list[Any] | None:
         try:
             if isinstance(found := read(), list):
                 return found
-        except (ValueError, RecursionError, OSError, MemoryError, pyarrow.ArrowException):
+        except (ValueError, RecursionError, OSError, MemoryError, SystemError, pyarrow.ArrowException):
             continue
     return None
 

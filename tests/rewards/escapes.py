@@ -15,6 +15,7 @@ OUTSIDE = {
         "import socket\nsocket.create_connection(('127.0.0.1', PORT), 2)",
         "import socket\nsocket.socket(socket.AF_UNIX).connect(SOCKET)",
         "import socket\nsocket.socket(socket.AF_UNIX).connect(ABSTRACT)",
+        "import socket\nsocket.socket(socket.AF_NETLINK, socket.SOCK_RAW)",
     ],
     "reading": [
         "open(FILE).read()",
@@ -58,6 +59,9 @@ REFUSED = {
         "import socket\nsocket.getaddrinfo('example.org', 80)",
         "import socket\nsocket.socket(socket.AF_INET, socket.SOCK_RAW, 1)",
         "import socket\nsocket.socket(socket.AF_PACKET, socket.SOCK_RAW)",
+        "import socket\nsocket.socket(40, socket.SOCK_STREAM).bind((0xFFFFFFFF, 0xFFFFFFFF))",  # AF_VSOCK, any port
+        "import socket\nsocket.socket(40, socket.SOCK_DGRAM)",
+        "import socket\nsocket.socket(38, socket.SOCK_SEQPACKET)",  # AF_ALG
     ],
     "reading": [
         "import os\nos.listdir(os.path.dirname(FILE) + '/..')",

@@ -1,6 +1,7 @@
 import json
 import logging
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from realign.config import build_experiment, compose
 from realign.errors import ConfigError
 from realign.rewards import sandbox as module
 from realign.rewards.sandbox import (
@@ -21,6 +23,7 @@ from realign.rewards.sandbox import (
     find_sandbox,
     runs_to_its_end,
 )
+from realign.rewards.unit_tests import UnitTests
 from tests.rewards.escapes import OUTSIDE, REFUSED
 
 LIMITS = ProgramLimits(timeout_s=20.0, memory_mb=256, processes=8, disk_mb=16)
@@ -241,19 +244,28 @@ def no_bubblewrap(monkeypatch):
 
 
 def test_required_is_a_configuration_error_that_names_the_reason(no_bubblewrap):
-    with pytest.raises(
-        ConfigError, match=r"sandbox=required: this machine does not support it: bwrap is not installed"
-    ):
+    with pytest.raises(ConfigError, match=r"sandbox=required: .* on this machine: bwrap is not installed") as error:
         chosen_sandbox(SandboxMode.required)
+    assert "\n" not in str(error.value)
+    assert "sandbox: off}'" in str(error.value)
 
 
-@pytest.mark.parametrize("mode", [SandboxMode.auto, SandboxMode.off])
-def test_without_a_sandbox_one_warning_names_what_is_not_prevented(mode, no_bubblewrap, caplog):
+def test_the_flag_of_the_error_runs_programs_without_a_sandbox(no_bubblewrap):
+    with pytest.raises(ConfigError) as error:
+        chosen_sandbox(SandboxMode.required)
+    overrides = shlex.split(str(error.value).partition("sandbox=off: ")[2])
+    given = "interfaces.reward.function=realign.rewards.unit_tests:passes"
+    experiment = build_experiment(compose(["experiment=grpo_arithmetic", given, *overrides]))
+    reward = experiment.interfaces["reward"]
+    assert reward.functions == {"tests": UnitTests(sandbox="off")}
+
+
+def test_without_a_sandbox_one_warning_names_what_is_not_prevented(no_bubblewrap, caplog):
     with caplog.at_level(logging.INFO):
-        assert [chosen_sandbox(mode) for _ in range(3)] == [None] * 3
+        assert [chosen_sandbox(SandboxMode.off) for _ in range(3)] == [None] * 3
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
-    assert f"sandbox={mode}" in record.message
+    assert "sandbox=off" in record.message
     for what in ("network", "reading and writing your files", "signaling", "memory and disk"):
         assert what in record.message
 
@@ -263,7 +275,7 @@ def test_with_a_sandbox_the_log_says_so_once(monkeypatch, caplog):
     found = Bubblewrap("bwrap", False, ())
     monkeypatch.setattr(module, "find_sandbox", lambda: found)
     with caplog.at_level(logging.INFO):
-        assert [chosen_sandbox(mode) for mode in (SandboxMode.auto, SandboxMode.required)] == [found] * 2
+        assert [chosen_sandbox(SandboxMode.required) for _ in range(2)] == [found] * 2
     module._log_once.cache_clear()
     assert [record.message for record in caplog.records] == ["programs of unit tests run in a bubblewrap sandbox"]
 

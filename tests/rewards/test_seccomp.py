@@ -47,6 +47,15 @@ def test_the_filter_allows_threads_but_no_new_namespaces(machine, clone):
     assert decide(machine, 435, CLONE_THREAD) == FAIL | errno.ENOSYS
 
 
+@pytest.mark.parametrize(("machine", "calls"), [("x86_64", (41, 53)), ("aarch64", (198, 199))])
+def test_the_filter_allows_sockets_of_unix_and_the_internet_only(machine, calls):
+    for call in calls:
+        allowed = [family for family in range(64) if decide(machine, call, family) == ALLOW]
+        assert allowed == [1, 2, 10]  # AF_UNIX, AF_INET, AF_INET6; not AF_VSOCK (40), AF_NETLINK (16) or AF_ALG (38)
+        assert decide(machine, call, 40) == FAIL | errno.EAFNOSUPPORT
+        assert decide(machine, call, 2**32 + 40) == FAIL | errno.EAFNOSUPPORT  # the kernel reads an int
+
+
 def test_the_filter_kills_calls_of_another_architecture_and_fails_those_of_x32():
     assert decide("x86_64", 0, audit=0x40000003) == KILL
     assert decide("x86_64", 0x40000000) == FAIL | errno.EPERM

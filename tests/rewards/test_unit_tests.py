@@ -8,10 +8,22 @@ from realign.interfaces.rule_reward import RuleRewardInterface
 from realign.rewards import FailureKind, RewardPool
 from realign.rewards import sandbox as sandboxes
 from realign.rewards.sandbox import Bubblewrap, ProgramLimits, SandboxMode, find_sandbox
-from realign.rewards.unit_tests import UnitTests, UnitTestsFunction, passes
+from realign.rewards.unit_tests import UnitTests, UnitTestsFunction
+from realign.rewards.unit_tests import passes as default
 
 TESTS = {"tests": "assert double(2) == 4\nassert double(-1) == -2"}
 RIGHT = "def double(x):\n    return 2 * x\n"
+
+
+UNSAFE = UnitTestsFunction(mode=SandboxMode.off)
+
+
+@pytest.fixture(params=list(SandboxMode))
+def passes(request):
+    """The reward function with and without a sandbox, where there is one."""
+    if request.param is SandboxMode.required and isinstance(reason := find_sandbox(), str):
+        pytest.skip(f"no sandbox on this machine: {reason}")
+    return UnitTestsFunction(mode=request.param)
 
 
 def block(code, language="python"):
@@ -34,23 +46,20 @@ def block(code, language="python"):
         ("I cannot.", 0.0),
     ],
 )
-def test_a_program_earns_if_its_tests_run_to_their_end(response, reward):
+def test_a_program_earns_if_its_tests_run_to_their_end(passes, response, reward):
     assert passes("Double a number.", response, TESTS) == reward
 
 
-@pytest.mark.parametrize("mode", [SandboxMode.auto, SandboxMode.off])
-def test_a_program_that_does_not_end_is_wrong_not_unjudged(mode):
-    assert UnitTestsFunction(ProgramLimits(timeout_s=0.5), mode)("", "while True: pass", TESTS) == 0.0
+def test_a_program_that_does_not_end_is_wrong_not_unjudged(passes):
+    assert replace(passes, limits=ProgramLimits(timeout_s=0.5))("", "while True: pass", TESTS) == 0.0
 
 
-def test_a_program_with_much_output_is_judged_by_its_tests():
+def test_a_program_with_much_output_is_judged_by_its_tests(passes):
     assert passes("", RIGHT + "print('x' * 1_000_000)\n", TESTS) == 1.0
 
 
 def test_in_the_workers_a_row_without_tests_fails_alone():
-    with RewardPool(
-        "realign.rewards.unit_tests:passes", workers=1, timeout_s=30, memory_mb=2048, max_failed_fraction=0.5
-    ) as pool:
+    with RewardPool(UNSAFE, workers=1, timeout_s=30, memory_mb=2048, max_failed_fraction=0.5) as pool:
         found = pool.score(["", ""], [RIGHT, RIGHT], [TESTS, {}])
     assert found.values == [1.0, None]
     assert "KeyError: 'tests'" in found.failures[0].message
@@ -67,52 +76,45 @@ def found(monkeypatch):
 def test_a_prepared_function_has_the_sandbox_of_the_run_and_never_falls_back(found):
     sandbox = Bubblewrap("/no/such/bwrap", as_root=False, trees=())
     found(sandbox)
-    prepared = passes.prepared()
-    assert prepared == replace(passes, sandbox=sandbox, mode=SandboxMode.required)
+    prepared = default.prepared()
+    assert prepared == replace(default, sandbox=sandbox, mode=SandboxMode.required)
     with pytest.raises(FileNotFoundError):
         prepared("", RIGHT, TESTS)
 
 
-@pytest.mark.parametrize("mode", [SandboxMode.auto, SandboxMode.off])
-def test_without_a_sandbox_a_prepared_function_runs_programs_with_the_present_limits(mode, found):
+def test_without_a_sandbox_a_prepared_function_runs_programs_with_the_present_limits(found):
     found("bwrap is not installed")
-    prepared = UnitTestsFunction(mode=mode).prepared()
+    prepared = UNSAFE.prepared()
     assert prepared.sandbox is None
     found(Bubblewrap("/no/such/bwrap", as_root=False, trees=()))
     assert prepared("", RIGHT, TESTS) == 1.0
 
 
-def test_a_run_that_requires_a_missing_sandbox_ends_when_its_interfaces_open(found):
-    found("bwrap is not installed")
-    interface = RuleRewardInterface(functions={"tests": UnitTests(sandbox="required")}, workers=1)
-    with pytest.raises(ConfigError, match=r"sandbox=required: .* bwrap is not installed"):
-        interface.open()
-
-
 @pytest.mark.parametrize(
     "settings", [{"function": "realign.rewards.unit_tests:passes"}, {"functions": {"tests": UnitTests()}}]
 )
-def test_a_run_says_once_at_launch_that_it_has_no_sandbox(settings, found, caplog):
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_run_without_a_sandbox_ends_when_its_interfaces_open(settings, workers, found):
     found("bwrap is not installed")
+    with pytest.raises(ConfigError, match=r"sandbox=required: .* bwrap is not installed"):
+        RuleRewardInterface(**settings, workers=workers).open()
+
+
+def test_a_run_says_once_at_launch_that_its_sandbox_is_off(found, caplog):
+    found(Bubblewrap("bwrap", as_root=False, trees=()))
     with caplog.at_level(logging.INFO):
         for _ in range(2):
-            interface = RuleRewardInterface(**settings, workers=1)
+            interface = RuleRewardInterface(functions={"tests": UnitTests(sandbox="off")}, workers=1)
             interface.open()
             interface.close()
     (record,) = [record for record in caplog.records if "sandbox" in record.message]
-    assert record.message.startswith("sandbox=auto: this machine does not support it: bwrap is not installed.")
+    assert record.message.startswith("sandbox=off: Programs of unit tests run without a sandbox")
 
 
-@pytest.mark.parametrize(
-    ("result", "said"),
-    [
-        ("bwrap is not installed", "without a sandbox"),
-        (Bubblewrap("bwrap", as_root=False, trees=()), "in a bubblewrap sandbox"),
-    ],
-)
-def test_the_launch_table_says_whether_programs_run_in_a_sandbox(result, said, found):
-    found(result)
-    interface = RuleRewardInterface("realign.rewards.unit_tests:passes", workers=1)
+@pytest.mark.parametrize(("mode", "said"), [("off", "without a sandbox"), ("required", "in a bubblewrap sandbox")])
+def test_the_launch_table_says_whether_programs_run_in_a_sandbox(mode, said, found):
+    found(Bubblewrap("bwrap", as_root=False, trees=()))
+    interface = RuleRewardInterface(functions={"tests": UnitTests(sandbox=mode)}, workers=1)
     interface.open()
     interface.close()
     assert interface.describe(1)["programs of responses"] == said
@@ -127,7 +129,7 @@ def test_the_settings_become_the_limits_and_the_deadline():
     assert term.load() == UnitTestsFunction(ProgramLimits(40.0, 100, 3, 5), SandboxMode.off)
     assert term.deadline_s(30.0) == 50.0
     assert UnitTests().deadline_s(30.0) == 30.0
-    with pytest.raises(SettingsError, match=r"sandbox='on': unknown choice \(valid: auto, required, off\)"):
+    with pytest.raises(SettingsError, match=r"sandbox='on': unknown choice \(valid: required, off\)"):
         UnitTests(sandbox="on")
 
 
@@ -147,7 +149,7 @@ def test_programs_of_reward_workers_run_in_the_sandbox(workers, tmp_path):
 
 def test_a_sandbox_that_stops_working_costs_rewards_and_gives_none(found):
     found(Bubblewrap("/bin/false", as_root=False, trees=()))
-    with RewardPool(passes, workers=1, timeout_s=60.0, memory_mb=None, max_failed_fraction=1.0) as pool:
+    with RewardPool(default, workers=1, timeout_s=60.0, memory_mb=None, max_failed_fraction=1.0) as pool:
         results = pool.score([""], [RIGHT], [TESTS])
     assert results.values == [None]
     assert [failure.kind for failure in results.failures] == [FailureKind.exception]

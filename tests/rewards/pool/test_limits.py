@@ -8,7 +8,8 @@ from realign.errors import SettingsError
 from realign.rewards import FailureKind, RewardPool
 from realign.rewards.pool.limits import Limits, limit_process, secret_variables, without_secrets
 from realign.rewards.pool.memory_watch import MemoryWatch
-from realign.rewards.unit_tests import passes
+from realign.rewards.sandbox import SandboxMode
+from realign.rewards.unit_tests import UnitTestsFunction
 
 CONTAINED = Path(__file__).parent / "contained.py"
 POSIX = pytest.mark.skipif(sys.platform == "win32", reason="limits of processes are POSIX")
@@ -72,9 +73,8 @@ def test_a_function_that_misses_its_key_is_told_which_setting_keeps_it(monkeypat
 
 def test_programs_of_a_model_inherit_no_secret_even_in_this_process(monkeypatch):
     monkeypatch.setenv("JUDGE_API_KEY", "abc")
-    assert (
-        passes("", "import os", {"tests": "assert 'JUDGE_API_KEY' not in os.environ and 'PATH' in os.environ"}) == 1.0
-    )
+    row = {"tests": "assert 'JUDGE_API_KEY' not in os.environ and 'PATH' in os.environ"}
+    assert UnitTestsFunction(mode=SandboxMode.off)("", "import os", row) == 1.0
 
 
 @POSIX
