@@ -90,7 +90,7 @@ PPO_SETTINGS = [
         "generation": GenerationConfig(n=4, max_new_tokens=8),
     },
     {"min_response_tokens": 2},
-    {"keep_best": 1, "generation": GROUPS},
+    {"keep_best": 2, "generation": GROUPS},
     {"recompute": True},
     {"ptx_coef": 0.5, "n_minibatches": 2},
     {"early_stop": c.EarlyStop(kl=1e-6), "epochs": 2},
