@@ -3,9 +3,9 @@
 The estimators of KL(policy || reference) from tokens sampled from the policy are those of
 http://joschu.net/blog/kl-approx.html. Their values agree, but their gradients differ. The expected gradient of k1 is
 0, so it is only useful as a reward. The gradient of k2 is that of KL(policy || reference), and the gradient of k3 is
-that of KL(reference || policy). k1 and k3 times the
-differentiable ratio of the policy to the sampling one both have the gradient of KL(policy || reference) (DeepSeek-V3.2,
-arXiv:2512.02556). `divergence.vocabulary_divergence` computes the exact KL over the vocabulary.
+that of KL(reference || policy). k1 and k3 times the differentiable ratio of the policy to the sampling one both have
+the gradient of KL(policy || reference) (DeepSeek-V3.2, arXiv:2512.02556). `divergence.vocabulary_divergence` computes
+the exact KL over the vocabulary.
 """
 
 from __future__ import annotations
