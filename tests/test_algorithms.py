@@ -32,7 +32,7 @@ ALGORITHMS = sorted({*list_algorithms()} - {*PREFERENCE})
 INHERENT = {
     # Every preset replaces the advantage, and the new one needs rewards, which this experiment has not.
     **{
-        ("on_policy_distillation", preset): "RPC 'reward_inf' uses role 'reward', which has no interface"
+        ("on_policy_distillation", preset): "needs its rewards: set interfaces.reward._target_ to a class that writes"
         for preset in ALGORITHMS
     },
     # ReMax subtracts the score of the greedy response, which has no penalty for cut samples, unlike the sampled ones.

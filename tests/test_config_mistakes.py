@@ -495,7 +495,10 @@ MISTAKES: list[tuple[list[str], str]] = [
     ),
     (
         [*PPO, "~interfaces.critic"],
-        "RPC 'critic_inf' uses role 'critic', which has no interface (valid: actor, ref, reward)",
+        (
+            "RPC 'critic_inf' uses role 'critic', which has no interface (valid: actor, ref, reward). RPC "
+            "'actor_credit' needs its values: set interfaces.critic._target_ to a class that writes them"
+        ),
     ),
     (
         [*GRPO, "interfaces.actor.critic=own"],
@@ -510,7 +513,11 @@ MISTAKES: list[tuple[list[str], str]] = [
     ),
     (
         [*GRPO, "~interfaces.reward"],
-        "RPC 'reward_inf' uses role 'reward', which has no interface (valid: actor, ref)",
+        (
+            "RPC 'reward_inf' uses role 'reward', which has no interface (valid: actor, ref). RPC 'actor_train' needs "
+            "its rewards: set interfaces.reward._target_ to a class that writes them, such as "
+            "realign.interfaces.rule_reward.RuleRewardInterface"
+        ),
     ),
     (
         [*GRPO, "interfaces.reward.timeout_s=5m"],

@@ -41,6 +41,13 @@ INJECTED = [
     ("lm_human_preferences", "interfaces.actor.kl.target", 60),
     ("lm_human_preferences_reward", "models.reward.optimizer.schedule.warmup", 10),
     ("secrets_of_rlhf", "models.critic.optimizer.lr", 1.5e-6),
+    ("ilql", "interfaces.actor.tau", 0.8),
+    ("ilql", "interfaces.actor.awac_beta", 1.0),
+    ("online_dpo", "interfaces.actor.beta", 0.2),
+    ("kto", "interfaces.actor.beta", 0.2),
+    ("dpo", "models.actor.optimizer.lr", 1.0e-6),
+    ("raft", "interfaces.actor.generation.temperature", 1.0),
+    ("gkd", "interfaces.actor.on_policy_fraction", 0.5),
 ]
 """Wrong constants: those that an audit injected without a failing test, and a few more."""
 

@@ -246,8 +246,8 @@ class DataflowGraph:
         models = set(models)
         for rpc in self.rpcs:
             if rpc.model not in interfaces:
-                hint = nearest(rpc.model, interfaces)
-                raise GraphError(f"RPC {rpc.name!r} uses role {rpc.model!r}, which has no interface{hint}")
+                hint, why = nearest(rpc.model, interfaces), self._why(rpc)
+                raise GraphError(f"RPC {rpc.name!r} uses role {rpc.model!r}, which has no interface{hint}{why}")
             interface = interfaces[rpc.model]
             if not implements(interface, rpc.method):
                 has = [m for m in METHODS if implements(interface, m)]
@@ -261,6 +261,16 @@ class DataflowGraph:
         for role in self.sync:
             if role not in models:
                 raise GraphError(f"sync.{role}: role {role!r} has no model{nearest(role, models)}")
+
+
+    def _why(self, rpc: RPC) -> str:
+        """Format who needs the outputs of a call whose role is missing, and what to set; empty if nobody does."""
+        reads = [(reader.name, key) for reader in self.order for key in rpc.outputs if key in reader.inputs]
+        if not reads:
+            return ""
+        reader, key = reads[0]
+        such = ", such as realign.interfaces.rule_reward.RuleRewardInterface" if key == "rewards" else ""
+        return f". RPC {reader!r} needs its {key}: set interfaces.{rpc.model}._target_ to a class that writes them{such}"
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

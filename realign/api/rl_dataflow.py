@@ -27,7 +27,7 @@ def rl_graph(interfaces: Mapping[str, ModelInterface]) -> DataflowGraph:
     | `rewards` | the role `reward` scores the responses; also if the actor only uses them and the role exists |
     | `prox_logprobs` | the actor recomputes log-probs of its responses before training |
     | `values` | the role `critic` estimates values |
-    | `router_experts` | sampling also writes the chosen experts, which the actor replays |
+    | `router_experts` | sampling also writes the chosen experts, which the actor and views of its model replay |
     | `advantages` | `credit` of the actor is a separate call, and the critic trains on its returns |
     | `baseline_rewards` | the role `baseline` samples a greedy response, and the role `reward` scores it |
     | `ptx_...` | the dataset provides pretraining text |
@@ -68,7 +68,8 @@ def rl_graph(interfaces: Mapping[str, ModelInterface]) -> DataflowGraph:
         rpcs.append(RPC(f"{role}_inf", role, "inference", inputs, tuple(names.values()), rename=names))
         keys += names.values()
     if "values" in needs:
-        rpcs.append(RPC("critic_inf", "critic", "inference", scored, outputs=("values", "bootstrap_values")))
+        inputs = scored if "advantages" in needs else (*scored, *replayed)  # a view of the actor's model replays too
+        rpcs.append(RPC("critic_inf", "critic", "inference", inputs, outputs=("values", "bootstrap_values")))
         keys += ["values", "bootstrap_values"]
     training, masked = keys, {}
     if "advantages" in needs:

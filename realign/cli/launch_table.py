@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from realign.api import Plan, part_sizes
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from itertools import takewhile
+from typing import Any
+
+from realign.api import ModelInterface, Plan, part_sizes
 from realign.api.sampler_spec import ConfiguresSampler
 from realign.engines.shared_model import shared_roles
 from realign.runtime import Experiment
@@ -29,6 +35,8 @@ def derived_rows(experiment: Experiment) -> list[tuple[str, str]]:
     several = sum(map(bool, described.values())) > 1
     for role, own in described.items():
         rows |= {f"{role}: {name}" if several else name: value for name, value in own.items()}
+    if classes := [text for role in roles for text in _own_classes(e.interfaces[role], f"interfaces.{role}")]:
+        rows["classes of your own"] = "; ".join(classes)
     if e.rollout.ahead:
         rows["responses are sampled"] = e.rollout.describe()
     if e.dynamic_sampling is not None:
@@ -66,6 +74,27 @@ def derived_rows(experiment: Experiment) -> list[tuple[str, str]]:
     if e.dropped:
         rows["config keys replaced by a higher layer"] = "; ".join(e.dropped)
     return list(rows.items())
+
+
+def _own_classes(value: Any, key: str) -> Iterator[str]:
+    """Yield key and class of an interface and of each of its components, where the class is not in the package.
+
+    A component also has the fields that its class adds or declares again. The rows of `describe` state all others.
+    """
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _own_classes(item, f"{key}.{name}")
+    if isinstance(value, type) or not is_dataclass(value):
+        return
+    parts = {field.name: getattr(value, field.name, None) for field in fields(value)}
+    own = list(takewhile(lambda cls: not cls.__module__.startswith("realign."), inspect.getmro(type(value))))
+    if own:
+        declared = {name for cls in own for name in inspect.get_annotations(cls)}
+        texts = [f"{name} {part}" for name, part in parts.items() if name in declared and not is_dataclass(part)]
+        settings = f" ({', '.join(texts)})" if texts and not isinstance(value, ModelInterface) else ""
+        yield f"{key}: {own[0].__module__}.{own[0].__qualname__}{settings}"
+    for name, part in parts.items():
+        yield from _own_classes(part, f"{key}.{name}")
 
 
 def _compute_rows(experiment: Experiment) -> dict[str, str]:

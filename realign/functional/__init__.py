@@ -38,7 +38,6 @@ from .kl import (
     KLController,
     KLEstimator,
     ThresholdKLController,
-    importance_weighted_kl,
     kl_estimate,
     log_ratio,
 )
@@ -142,7 +141,6 @@ __all__ = [
     "gmpo_loss",
     "gspo_loss",
     "identity",
-    "importance_weighted_kl",
     "keep_best",
     "kl_estimate",
     "kto_baseline",

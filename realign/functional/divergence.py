@@ -121,12 +121,17 @@ class _VocabularyDivergence(torch.autograd.Function):
 def _divergence(logq_CV: Tensor, logp_CV: Tensor, beta: float) -> Tensor:
     """Return [C] divergence of a chunk, from the log-probs of the policy q and of the target p."""
     if beta == 0:
-        return (logp_CV - logq_CV).mul_(logp_CV.exp()).sum(-1)
+        return _kl(logp_CV, logq_CV)
     if beta == 1:
-        return (logq_CV - logp_CV).mul_(logq_CV.exp()).sum(-1)
+        return _kl(logq_CV, logp_CV)
     logm_CV = _log_mixture(logq_CV, logp_CV, beta)
-    target_C = (logp_CV - logm_CV).mul_(logp_CV.exp()).sum(-1)
-    return beta * target_C + (1 - beta) * (logq_CV - logm_CV).mul_(logq_CV.exp()).sum(-1)
+    return beta * _kl(logp_CV, logm_CV) + (1 - beta) * _kl(logq_CV, logm_CV)
+
+
+def _kl(logp_CV: Tensor, logq_CV: Tensor) -> Tensor:
+    """Return [C] KL(p || q). Words that p excludes add 0, also if q excludes them."""
+    p_CV = logp_CV.exp()
+    return (logp_CV - logq_CV).mul_(p_CV).masked_fill_(p_CV == 0, 0).sum(-1)
 
 
 def _slope(logq_CV: Tensor, logp_CV: Tensor, beta: float) -> Tensor:
@@ -139,6 +144,7 @@ def _slope(logq_CV: Tensor, logp_CV: Tensor, beta: float) -> Tensor:
     if beta == 0:
         return q_CV.sub_(logp_CV.exp())
     surprise_CV = logq_CV - (logp_CV if beta == 1 else _log_mixture(logq_CV, logp_CV, beta))
+    surprise_CV.masked_fill_(q_CV == 0, 0)
     centered_CV = surprise_CV.sub_((q_CV * surprise_CV).sum(-1, keepdim=True))
     return q_CV.mul_(centered_CV if beta == 1 else centered_CV.mul_(1 - beta))
 

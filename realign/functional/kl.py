@@ -3,8 +3,9 @@
 The estimators of KL(policy || reference) from tokens sampled from the policy are those of
 http://joschu.net/blog/kl-approx.html. Their values agree, but their gradients differ. The expected gradient of k1 is
 0, so it is only useful as a reward. The gradient of k2 is that of KL(policy || reference), and the gradient of k3 is
-that of KL(reference || policy). With a differentiable importance weight (`importance_weighted_kl`), k1 and k3 both have
-the gradient of KL(policy || reference). `divergence.vocabulary_divergence` computes the exact KL over the vocabulary.
+that of KL(reference || policy). k1 and k3 times the differentiable ratio of the policy to the sampling one both have
+the gradient of KL(policy || reference) (DeepSeek-V3.2, arXiv:2512.02556). `divergence.vocabulary_divergence` computes
+the exact KL over the vocabulary.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ __all__ = [
     "KLController",
     "KLEstimator",
     "ThresholdKLController",
-    "importance_weighted_kl",
     "kl_estimate",
     "log_ratio",
 ]
@@ -90,29 +90,6 @@ def kl_estimate(logprobs_T: Tensor, ref_logprobs_T: Tensor, mask_T: Tensor, esti
             return torch.expm1(-d_T) + d_T
         case KLEstimator.abs:
             return d_T.abs()
-
-
-def importance_weighted_kl(
-    logprobs_T: Tensor, old_logprobs_T: Tensor, ref_logprobs_T: Tensor, mask_T: Tensor, estimator: KLEstimator
-) -> Tensor:
-    """Estimate KL(policy || reference) from tokens that another policy sampled, weighted by exp(logprobs - old).
-
-    The gradient flows through the weight as well. The expected value and gradient of k1 and k3 are then those of
-    KL(policy || reference), also after the policy has moved away from the old one. Source: DeepSeek-V3.2
-    (arXiv:2512.02556, unbiased KL estimate).
-
-    Args:
-        logprobs_T: [T] log-probs of the policy, differentiable. Values outside the mask are ignored, including NaN.
-        old_logprobs_T: [T] log-probs of the policy that sampled the tokens, detached.
-        ref_logprobs_T: [T] log-probs of the reference, detached.
-        mask_T: [T] bool.
-        estimator: the estimator that is weighted.
-
-    Returns:
-        [T] in nats, 0 outside the mask.
-    """
-    weight_T = log_ratio(logprobs_T, old_logprobs_T, mask_T)[0].exp()
-    return weight_T * kl_estimate(logprobs_T, ref_logprobs_T, mask_T, estimator)
 
 
 @dataclass

@@ -20,6 +20,9 @@ __all__ = ["LMHead", "check_head", "chosen_chunk", "chunk_tokens", "chunks", "to
 MIN_TEMPERATURE = 1e-2
 """Minimum temperature. Below it, scaled logits are numerically meaningless in low precision."""
 
+IMPOSSIBLE = -1e4
+"""A log-prob whose exponential is 0 in every precision."""
+
 CHUNK_ELEMENTS_CPU = 2**22
 """Logits per chunk on CPU: 16 MiB in fp32, which fits the last-level cache and is as fast as larger chunks."""
 CHUNK_ELEMENTS_ACCELERATOR = 2**26
@@ -102,7 +105,8 @@ class _TokenLogprobs(torch.autograd.Function):
                 logprobs_N[rows] = picked_C - total_C.log()
                 normalizer_N[rows] = top_C + total_C.log()
                 if entropy_N is not None:
-                    entropy_N[rows] = total_C.log() - weights_CV.mul_(logits_CV).sum(-1) / total_C
+                    # skips 0 * -inf of impossible words; a NaN logit is in `total_C`
+                    entropy_N[rows] = total_C.log() - weights_CV.mul_(logits_CV).nansum(-1) / total_C
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, normalizer_N, entropy_N)
         ctx.project, ctx.chunk = project, chunk
         ctx.set_materialize_grads(False)  # skips the backward pass of an entropy that is only a metric
@@ -126,6 +130,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 if entropy_grad_N is None:
                     grad_CV = logp_CV.exp_().mul_(-picked_C1)
                 else:
+                    logp_CV.clamp_(min=IMPOSSIBLE)  # else 0 * -inf
                     # d logp / d logits = onehot - p and d H / d logits = -p (logp + H), with p factored out.
                     surplus_CV = (logp_CV + entropy_N[rows, None]).mul_(entropy_grad_N[rows, None] * ctx.project.gain)
                     grad_CV = logp_CV.exp_().mul_(surplus_CV.add_(picked_C1).neg_())

@@ -246,7 +246,7 @@ def expectile_loss(values_T: Tensor, returns_T: Tensor, mask_T: Tensor, *, tau: 
     if not 0 < tau < 1:
         raise ValueError(f"tau must be in (0, 1), found {tau}")
     error_T = torch.where(mask_T, at_least_fp32(returns_T.detach()) - at_least_fp32(values_T), 0)
-    return torch.where(error_T < 0, 1 - tau, tau) * error_T.square()
+    return torch.full_like(error_T, tau).masked_fill(error_T < 0, 1 - tau) * error_T.square()
 
 
 def nll_loss(logprobs_T: Tensor, mask_T: Tensor) -> Tensor:

@@ -86,6 +86,7 @@ def normalize(
         [N] fp32 (fp64 for fp64 input), 0 outside the mask.
     """
     check_shapes(mask_N, x_N=x_N, group_N=group_N, mask_N=mask_N)
+    mean, std = Scope(mean), Scope(std)
     x_M = x_N[mask_N].double()
     units = {
         Scope.batch: lambda: batch_moments(x_M, reduce),

@@ -49,7 +49,7 @@ def reinforce_loss(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Ten
     correction.
     """
     log_ratio_T, clamped_T = log_ratio(logprobs_T, old_logprobs_T, mask_T)
-    loss_T = -_advantages(advantages_T, mask_T) * _current(logprobs_T, mask_T)
+    loss_T = -_advantages(advantages_T, mask_T) * _current(logprobs_T, old_logprobs_T, log_ratio_T, clamped_T, mask_T)
     return _unclipped(loss_T, log_ratio_T.exp(), clamped_T)
 
 
@@ -72,7 +72,8 @@ def cispo_loss(
     log_ratio_T, clamped_T = log_ratio(logprobs_T, old_logprobs_T, mask_T)
     ratio_T = log_ratio_T.exp().detach()
     bounded_T = ratio_T.clamp(1 - (1.0 if low is None else low), 1 + high)
-    loss_T = -_advantages(advantages_T, mask_T) * bounded_T * _current(logprobs_T, mask_T)
+    current_T = _current(logprobs_T, old_logprobs_T, log_ratio_T, clamped_T, mask_T)
+    loss_T = -_advantages(advantages_T, mask_T) * bounded_T * current_T
     return _unclipped(loss_T, ratio_T, clamped_T)._replace(clipped_T=bounded_T != ratio_T)
 
 
@@ -182,8 +183,12 @@ def _advantages(advantages_T: Tensor, mask_T: Tensor) -> Tensor:
     return torch.where(mask_T, at_least_fp32(advantages_T.detach()), 0)
 
 
-def _current(logprobs_T: Tensor, mask_T: Tensor) -> Tensor:
-    return torch.where(mask_T, at_least_fp32(logprobs_T), 0)
+def _current(
+    logprobs_T: Tensor, old_logprobs_T: Tensor, log_ratio_T: Tensor, clamped_T: Tensor, mask_T: Tensor
+) -> Tensor:
+    """Return [T] log-probs of the policy, `LOG_RATIO_LIMIT` from the old ones and without gradient where clamped."""
+    nearest_T = at_least_fp32(old_logprobs_T.detach()) + log_ratio_T.detach()
+    return torch.where(mask_T, torch.where(clamped_T, nearest_T, at_least_fp32(logprobs_T)), 0)
 
 
 def _unclipped(loss_T: Tensor, ratio_T: Tensor, clamped_T: Tensor) -> PolicyLoss:

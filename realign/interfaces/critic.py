@@ -32,9 +32,11 @@ from realign.api import (
     Stats,
     merge_stats,
 )
+from realign.api.router_experts import ROUTER_EXPERTS
 from realign.errors import ConfigError, SettingsError
 from realign.functional import MomentsKind, RunningMoments
 from realign.interfaces.components import Aggregation, TokenMean, ValueObjective, trained, value_stats
+from realign.interfaces.components.scoring import forward_inputs
 from realign.interfaces.components.value_loss import VALUE_PANELS, number
 from realign.settings import Count, NonNegative, Range, Settings
 
@@ -110,7 +112,8 @@ class PPOCriticInterface(ModelInterface):
         """See `ModelInterface.keys`."""
         scored = {"input_ids": "", "loss_mask": ""}
         if method == "inference":
-            return Keys(needs=scored, writes=frozenset({"values", "bootstrap_values"}))
+            # a critic that shares the actor's model also replays the experts of the rollout, as the actor's loss does
+            return Keys(scored, frozenset({ROUTER_EXPERTS}), frozenset({"values", "bootstrap_values"}))
         return Keys(needs=scored | {"values": "", "returns": ""}) if method == "train_step" else Keys()
 
     def outputs(self) -> frozenset[str]:
@@ -136,7 +139,7 @@ class PPOCriticInterface(ModelInterface):
             values_T = torch.where(mb["loss_mask"], self._outward(output.values()), 0)
             return mb.with_tokens(values=values_T).with_sequences(bootstrap_values=self._outward(output.scores()))
 
-        return model.machine.forward(data.select(["input_ids", "loss_mask"]), mb_spec, post_hook)
+        return model.machine.forward(forward_inputs(data), mb_spec, post_hook)
 
     def train_step(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> Stats:
         """Take `epochs * n_minibatches` optimizer steps toward `returns`, in a new random order in each epoch."""

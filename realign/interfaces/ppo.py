@@ -55,7 +55,6 @@ from realign.interfaces.components import (
     Critic,
     EarlyStop,
     Estimate,
-    KLControl,
     KLPenalty,
     Normalization,
     Objective,
@@ -122,7 +121,7 @@ class PPOActorInterface(ModelInterface):
     recompute: bool = False
     """Recompute old log-probs with the training engine, instead of using the sampler's; `correction` implies it."""
     kl: KLPenalty = field(default_factory=KLPenalty)
-    """Penalty against the reference policy, in the reward or in the loss."""
+    """Penalty against the reference policy, in the reward or in the loss: kl_penalty, or your own."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus in the loss (nats per token)."""
     critic: Critic = Critic.none
@@ -153,7 +152,7 @@ class PPOActorInterface(ModelInterface):
         self.truncation.check(longest=self.generation.max_new_tokens, baseline=self.reward.has_baseline)
         self.advantage.check(responses=self.generation.n, adv_norm=self.adv_norm, baseline=self.reward.has_baseline)
         self._check_critic()
-        self.kl_control = KLControl(self.kl)
+        self.kl_control = self.kl.control()
         self.objective_control = self.objective.control()
         self.reward_moments = self.reward.moments()
 

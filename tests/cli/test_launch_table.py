@@ -1,14 +1,28 @@
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import pytest
 
-from realign.api import RPC, DataflowGraph, GenerationConfig, MicroBatchSpec, ModelInterface, Plan, SamplerSpec
+from realign.api import (
+    RPC,
+    DataflowGraph,
+    GenerationConfig,
+    MicroBatchSpec,
+    ModelInterface,
+    Plan,
+    SamplerSpec,
+    rl_graph,
+)
 from realign.cli.launch_table import derived_rows
 from realign.engines import DType, InProcessSampling, OptimizerSpec, SharedModel, TransformersModel, Value
 from realign.errors import ConfigError
+from realign.interfaces.components import EarlyStop, ImportanceCorrection, KLPenalty, RatioRange, RewardShaping
+from realign.interfaces.ppo import PPOActorInterface
+from realign.interfaces.rule_reward import RuleRewardInterface
+from realign.rewards.terms import FunctionTerm
 from realign.runtime import DynamicSampling, Evaluation, Experiment
+from realign.settings import Settings
 from tests.config_parts import Actor, Bigram, CountThrees, Prompts
 from tests.samplers import TableSampling
 
@@ -73,6 +87,11 @@ def test_rows_of_a_graph_with_two_trained_roles():
         "judge: prompts per optimizer step": "64",
         "judge: total optimizer steps": "1,000",
         "judge: loss": "of the judge",
+        "classes of your own": (
+            "interfaces.actor: tests.config_parts.Actor; interfaces.actor.adv_norm: tests.config_parts.Norm "
+            "(mean Style.group, std Style.batch, eps 1e-06); interfaces.actor.frozen: tests.config_parts.Frozen "
+            f"(depth 7, names ('a',)); interfaces.judge: {__name__}.Judge"
+        ),
         "tokens per micro-batch": "no limit",
         "temperature": "1 (interfaces.actor.generation.temperature, interfaces.judge.temperature)",
         "evaluation": "every 10 steps, before and after; greedy=True, temperature 1",
@@ -80,6 +99,71 @@ def test_rows_of_a_graph_with_two_trained_roles():
         "written but unread keys": "extra",
         "config keys never read": "interfaces.spare, models.idle",
     }
+
+
+@dataclass
+class HingeKL(KLPenalty):
+    free: float = 0.1
+
+    def estimate(self, logprobs_T, ref_logprobs_T):
+        return (logprobs_T - ref_logprobs_T - self.free).clamp(min=0)
+
+
+@dataclass
+class Squashed(RewardShaping):
+    width: float = 2.0
+
+    def shape(self, moments, rewards_S):
+        return (super().shape(moments, rewards_S) / self.width).tanh()
+
+
+class Sudden(EarlyStop):
+    """Adds no fields, and is not decorated."""
+
+
+def actor_rows(actor: PPOActorInterface) -> dict[str, str]:
+    interfaces = {"actor": actor, "reward": RuleRewardInterface("module:function")}
+    return dict(derived_rows(experiment(graph=rl_graph(interfaces), interfaces=interfaces, models={"actor": Bigram()})))
+
+
+DEFAULTS = PPOActorInterface()
+PLACES = [f.name for f in fields(DEFAULTS) if isinstance(getattr(DEFAULTS, f.name), Settings)]
+
+
+def test_components_of_the_package_are_not_named_by_their_classes():
+    assert {"objective", "advantage", "kl", "reward", "truncation", "aggregation", "adv_norm"} < {*PLACES}
+    assert "classes of your own" not in actor_rows(PPOActorInterface(correction=ImportanceCorrection()))
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_component_of_the_user_is_named_with_its_class_and_fields(place):
+    """By one rule, whatever `describe` of the component says."""
+    body = {"__annotations__": {"extra": int}, "extra": 3, "__module__": "lab"}
+    own = dataclass(type("Own", (type(getattr(DEFAULTS, place)),), body))
+    found = actor_rows(PPOActorInterface(**{place: own()}))["classes of your own"]
+    assert found == f"interfaces.actor.{place}: lab.Own (extra 3)"
+
+
+def test_a_penalty_of_the_user_is_not_called_k3():
+    rows = actor_rows(PPOActorInterface(kl=HingeKL("loss", free=0.5), reward=Squashed(), early_stop=Sudden(kl=0.1)))
+    assert rows["KL to reference"] == "in the loss, HingeKL, coefficient 0.05"
+    assert rows["classes of your own"].split("; ") == [
+        f"interfaces.actor.reward: {__name__}.Squashed (width 2.0)",
+        f"interfaces.actor.kl: {__name__}.HingeKL (free 0.5)",
+        f"interfaces.actor.early_stop: {__name__}.Sudden",
+    ]
+
+
+def test_nested_components_and_components_in_mappings_are_named_too():
+    own = dataclass(type("Own", (RatioRange,), {"__module__": "lab"}))
+    actor = PPOActorInterface(correction=ImportanceCorrection(weight=own(cap=2)))
+    term = dataclass(type("Term", (FunctionTerm,), {"__module__": "lab"}))
+    reward = RuleRewardInterface(functions={"length": term(f"{__name__}:Judge")})
+    graph = rl_graph({"actor": actor, "reward": reward})
+    made = experiment(graph=graph, interfaces={"actor": actor, "reward": reward}, models={"actor": Bigram()})
+    assert dict(derived_rows(made))["classes of your own"] == (
+        "interfaces.actor.correction.weight: lab.Own; interfaces.reward.functions.length: lab.Term"
+    )
 
 
 def test_steps_before_the_first_update_make_no_optimizer_step():

@@ -231,3 +231,44 @@ def test_bad_input_is_named():
             vocabulary_divergence(leaves[0], head, *fixed, temperature=temperature)
     with pytest.raises(ValueError, match="chunk_size"):
         vocabulary_divergence(leaves[0], head, *fixed, chunk_size=0)
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_a_word_with_a_logit_of_minus_infinity_in_both_models_counts_as_absent(beta):
+    leaves, head = make("bias")
+    other, other_head = target()
+    absent, rest = 3, torch.arange(V) != 3
+    with torch.no_grad():
+        head.bias_V[absent] = other_head.bias_V[absent] = -math.inf
+    heads = (LMHead(x.weight_VH[rest], x.bias_V[rest]) for x in (head, other_head))
+    found = vocabulary_divergence(leaves[0], head, other, other_head, beta=beta)
+    short, short_target = heads
+    wanted = vocabulary_divergence(leaves[0], short, other, short_target, beta=beta)
+    torch.testing.assert_close(found, wanted)
+    for a, b in zip(*(torch.autograd.grad(weighted(x), leaves) for x in (found, wanted)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize(("beta", "infinite"), [(0.0, (True, False)), (0.5, (False, False)), (1.0, (False, True))])
+def test_a_word_that_only_one_model_excludes_makes_the_kl_from_the_other_infinite(beta, infinite):
+    """Of the policy, and of the target: KL(p || q) is infinite if only q excludes a word, by definition."""
+    for excludes, expected in enumerate(infinite):
+        leaves, head = make("bias")
+        other, other_head = target()
+        with torch.no_grad():
+            (head, other_head)[excludes].bias_V[3] = -math.inf
+        found = vocabulary_divergence(leaves[0], head, other, other_head, beta=beta)
+        assert found.isinf().tolist() == [expected] * N
+        assert not found.isnan().any()
+        if not expected:
+            assert all(x.isfinite().all() for x in torch.autograd.grad(found.sum(), leaves))
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_a_nan_logit_is_not_hidden(beta):
+    leaves, head = make("bias")
+    other, other_head = target()
+    for bad in (head, other_head):
+        with torch.no_grad():
+            bad.bias_V[3] = math.nan
+        assert vocabulary_divergence(leaves[0], head, other, other_head, beta=beta).isnan().all()

@@ -264,3 +264,29 @@ def test_only_the_gradients_that_are_needed_use_memory(needed):
     leaves, head, _ = make("bias")
     found = HeadGradients(leaves[0], head.weight_VH, head.bias_V, needed)
     assert tuple(x is not None for x in (found.hidden_NH, found.weight_VH, found.bias_V)) == needed
+
+
+@pytest.mark.parametrize("chunk", [2, None])
+@pytest.mark.parametrize("temperature", [0.5, 1.0])
+def test_a_word_with_a_logit_of_minus_infinity_counts_as_absent(chunk, temperature):
+    (hidden, weight, bias), _, targets = make("bias")
+    absent, rest = 3, torch.arange(V) != 3
+    targets = torch.where(targets == absent, 4, targets)
+    short = targets - (targets > absent).long()
+    with torch.no_grad():
+        bias[absent] = -math.inf
+    asked = {"temperature": temperature, "with_entropy": True, "chunk_size": chunk}
+    found = token_logprobs(hidden, LMHead(weight, bias), targets, **asked)
+    wanted = token_logprobs(hidden, LMHead(weight[rest], bias[rest]), short, **asked)
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b)
+    got, want = (torch.autograd.grad(weighted(*x), [hidden, weight, bias]) for x in (found, wanted))
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_nan_logit_is_not_hidden():
+    (hidden, weight, bias), _, targets = make("bias")
+    with torch.no_grad():
+        bias[3] = math.nan
+    assert all(x.isnan().all() for x in token_logprobs(hidden, LMHead(weight, bias), targets, with_entropy=True))

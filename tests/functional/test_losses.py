@@ -13,6 +13,7 @@ from realign.functional.losses import (
     ImportanceLevel,
     ValueLoss,
     behavior_weights,
+    expectile_loss,
     nll_loss,
     policy_loss,
     value_loss,
@@ -291,3 +292,11 @@ def test_bad_input_is_named():
         nll_loss(x, torch.ones(2))
     with pytest.raises(ValueError, match="'seq'"):
         behavior_weights(x, x, ones(2), cu_seqlens_of([2]), level="seq")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_weights_of_the_expectile_have_the_precision_of_the_values(dtype):
+    returns_T = torch.tensor([1.0, -2.0], dtype=dtype)
+    found = expectile_loss(torch.zeros(2, dtype=dtype), returns_T, torch.ones(2, dtype=torch.bool), tau=0.7)
+    assert found.dtype == dtype
+    assert found.tolist() == pytest.approx([0.7, 0.3 * 4], rel=1e-15 if dtype == torch.float64 else 1e-6)

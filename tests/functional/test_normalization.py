@@ -295,3 +295,12 @@ def test_whitening_of_fewer_than_two_elements_changes_nothing():
 def test_shapes_are_checked():
     with pytest.raises(ValueError, match="group_N has shape"):
         normalize(torch.zeros(2), torch.zeros(3).long(), torch.ones(2, dtype=torch.bool), **GROUP)
+
+
+def test_scopes_are_taken_by_name_too():
+    x_N, group_N, mask_N = torch.randn(6), torch.tensor([0, 0, 0, 1, 1, 1]), torch.ones(6, dtype=torch.bool)
+    for mean, std in MEAN_STD:
+        found = normalize(x_N, group_N, mask_N, mean=mean.value, std=std.value)
+        assert torch.equal(found, normalize(x_N, group_N, mask_N, mean=mean, std=std))
+    with pytest.raises(ValueError, match="'row' is not a valid Scope"):
+        normalize(x_N, group_N, mask_N, std="row")

@@ -418,6 +418,19 @@ def test_trap_b10_an_extreme_ratio_is_finite_and_counted(objective, difference, 
 
 
 @EVERY
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_trap_b10_a_log_prob_of_minus_infinity_gives_a_finite_loss_without_a_gradient(objective, advantage):
+    logprobs_T = torch.tensor([-math.inf, -0.5, -1.0], requires_grad=True)
+    args = (logprobs_T, torch.full((3,), -1.0), torch.full((3,), advantage), ones(3), cu_seqlens_of([2, 1]))
+    out = loss_of(*args, objective=objective, low=0.2, high=10.0)
+    out.loss_T.sum().backward()
+    assert out.loss_T.isfinite().all()
+    assert logprobs_T.grad.isfinite().all()
+    assert logprobs_T.grad[0] == 0
+    assert out.clamped_T.tolist() == [True, False, False]
+
+
+@EVERY
 def test_trap_f1_everything_but_the_log_probs_carries_no_gradient(objective):
     logprobs_T, old_T, advantages_T, mask_T, _ = packed(batch(seed=7))
     leaves = [x.requires_grad_() for x in (logprobs_T, old_T, advantages_T)]

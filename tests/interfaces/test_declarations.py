@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
 import pytest
+import torch
 
 from realign.api import GenerationConfig, Keys, MicroBatchSpec, Model, ModelInterface, SequenceSample, stat_values
-from realign.api.interface import METHODS
+from realign.api.interface import METHODS, implements
+from realign.api.router_experts import ROUTER_EXPERTS
 from realign.functional import DPOLoss
-from realign.interfaces.components import Critic, ImportanceCorrection, KLPenalty, RatioRange, Truncation
+from realign.interfaces.components import GAE, Critic, ImportanceCorrection, KLPenalty, RatioRange, Truncation
+from realign.interfaces.components.response_cut import ResponseCut
 from realign.interfaces.critic import PPOCriticInterface
 from realign.interfaces.decoupled_ppo import DecoupledPPOActorInterface
 from realign.interfaces.dpo import DPOInterface
@@ -25,6 +35,9 @@ from realign.interfaces.rft import RFTActorInterface
 from realign.interfaces.rule_reward import RuleRewardInterface
 from realign.interfaces.sft import SFTInterface
 from realign.testing import BigramEngine, random_batch, random_preferences
+from realign.testing.batches import random_heads
+from tests.interfaces.test_invariances import modules, settings
+from tests.tiny import tiny_tokenizer
 
 N, LIMIT = 4, 5
 SAMPLER = GenerationConfig(n=N, max_new_tokens=LIMIT, fixed_length=True)
@@ -170,3 +183,170 @@ def test_an_interface_declares_no_keys_for_methods_that_it_does_not_implement(in
     found = {method: interface.keys(method) for method in METHODS}
     own = {m for m in METHODS if getattr(type(interface), m) is not getattr(ModelInterface, m)}
     assert {method for method, keys in found.items() if keys == Keys()} == set(METHODS) - own
+
+
+# --- every declared key matters ---
+
+OWN = f"{__name__}:"
+CUT = ResponseCut(token_ids=[7])
+REPLAY = replace(SAMPLER, router_replay=True)
+FURTHER: dict[str, list[dict[str, Any]]] = {
+    "AgentInterface": [{"agent": f"{OWN}ask", "generation": SAMPLER, "max_sequence_tokens": 40}],
+    "EnvironmentInterface": [{"environment": f"{OWN}Opening", "generation": SAMPLER, "max_episode_tokens": 40}],
+    "GKDInterface": [{"on_policy_fraction": 0.5}],
+    "PPOActorInterface": [{"generation": REPLAY}, {"generation": REPLAY, "critic": "shared", "advantage": GAE()}],
+    "ReferenceInterface": [{"hidden_states": True}],
+    "RewardModelInterface": [{"dense": True}, {"cut": CUT}],
+    "RuleRewardInterface": [
+        {"function": f"{OWN}length", "workers": 0},
+        {"function": f"{OWN}lengths", "workers": 0, "dense": True},
+        {"function": f"{OWN}length", "workers": 0, "cut": CUT},
+    ],
+}
+"""Settings of methods other than train_step; those of train_step are in `SETTINGS`."""
+NEEDS_FIELDS = {"AgentInterface", "EnvironmentInterface", "RuleRewardInterface"}
+"""Interfaces without defaults."""
+EXCEPTIONS = {
+    ("AgentInterface", "generate"): {"prompt_ids"},  # an agent gets the row
+    ("PPOActorInterface", "credit"): {"input_ids", "logprobs"},  # only lengths; only with KL in the reward or a teacher
+    ("PPOActorInterface", "train_step"): {"rewards", "values", "returns"},  # with critic=own, advantages contain them
+    ("RAFTActorInterface", "train_step"): {"prompt_mask"},  # the graph is that of RFT, which reads it
+}
+"""Keys of a declaration whose values do not matter in all settings."""
+
+
+def tokenizer():
+    found = tiny_tokenizer()
+    found.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    return found
+
+
+def length(prompt, response, row):
+    return len(prompt) + 2.0 * len(response) + sum(map(ord, prompt + response)) / 1e3 + float(row["answer"])
+
+
+def lengths(prompt, response, row, tokens):
+    return [length(prompt, response, row)] * len(tokens)
+
+
+class Opening:
+    """An environment of one turn whose first observation is in the row."""
+
+    def reset(self, row, *, seed):
+        return row["answer"], {}
+
+    def step(self, response):
+        return "", 1.0, True, False, {}
+
+
+async def ask(base_url, api_key, row):
+    from openai import AsyncOpenAI
+
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        await client.completions.create(model="policy", prompt=row["answer"])
+    return 1.0
+
+
+class ReplayingEngine(BigramEngine):
+    """A bigram table whose logits and values depend on the recorded experts, as those of a mixture of experts."""
+
+    def output(self, mb):
+        found = super().output(mb)
+        if ROUTER_EXPERTS not in mb:
+            return found
+        scale = 1 + mb[ROUTER_EXPERTS].double().mean() / 10
+        return replace(found, logits_VV=scale * found.logits_VV, values_V=scale * found.values_V)
+
+
+def interfaces() -> list[type[ModelInterface]]:
+    """Return all interfaces of the package."""
+    found = {x for module in modules() for x in vars(module).values() if inspect.isclass(x)}
+    ours = {
+        cls for cls in found if issubclass(cls, ModelInterface) and cls.__module__.startswith("realign.interfaces.")
+    }
+    return sorted(ours, key=lambda cls: cls.__name__)
+
+
+def declarations() -> Iterator[tuple[type[ModelInterface], dict[str, Any], str]]:
+    """Yield settings for each declaration of needed keys: of each interface, of each method that it implements."""
+    seen = set()
+    for cls in interfaces():
+        own = [] if cls.__name__ in NEEDS_FIELDS else settings(cls) if implements(cls, "train_step") else [{}]
+        further = next((FURTHER[kind.__name__] for kind in cls.__mro__ if kind.__name__ in FURTHER), [])
+        for kwargs, method in itertools.product(own + further, METHODS):
+            if implements(cls, method) and (method != "credit" or kwargs.get("critic") == "own"):
+                declared = cls, method, frozenset(cls(**kwargs).keys(method).needs.items())
+                if declared not in seen:
+                    seen.add(declared)
+                    yield cls, kwargs, method
+
+
+def full_batch(interface: ModelInterface, method: str) -> SequenceSample:
+    """Return a batch with every key, without NaN."""
+    if method == "generate":
+        ids = {
+            "prompt_ids": [[[5, 4]], [[6]], [[7, 7, 7]]],
+            "data_input_ids": [[[1, 4, 5, 6]], [[2, 3]], [[7, 7, 7, 1]]],
+        }
+        data = SequenceSample.from_sequences("abc", ids)
+        given = [[[True, True, False, False]], [[True, False]], [[True, True, True, False]]]
+        masks = {"data_prompt_mask": given, "data_loss_mask": [[[not x for x in own] for own in one] for one in given]}
+        return data.with_data(masks, like="data_input_ids").with_metadata(row=[{"answer": str(i)} for i in range(3)])
+    data = batch(interface) if method == "train_step" else random_batch(3)
+    generator = torch.Generator().manual_seed(0)
+    experts = torch.randint(0, 4, (len(data["input_ids"]), 2), generator=generator, dtype=torch.int16)
+    data = data.with_tokens(**{ROUTER_EXPERTS: experts})
+    return data.with_sequences(rewards=data["rewards"].nan_to_num(0.5)) if "rewards" in data else data
+
+
+def changed(data: SequenceSample, key: str) -> SequenceSample:
+    """Return the batch with other values of a key."""
+    if key in data.metadata:
+        return data.with_metadata(**{key: [{"answer": str(int(row["answer"]) + 5)} for row in data.metadata[key]]})
+    x, generator = data[key], torch.Generator().manual_seed(1)
+    some = torch.rand(x.shape, generator=generator) < 0.5
+    if x.dtype == torch.bool:
+        other = x ^ some
+    elif x.dtype.is_floating_point:
+        other = 0.7 - x + torch.rand(x.shape, generator=generator, dtype=x.dtype)
+    else:
+        other = (x + some.to(x.dtype) + 1) % 11
+    return data.with_data({key: other}, lengths=data.lengths[key])
+
+
+def outcome(interface: ModelInterface, method: str, data: SequenceSample) -> Mapping[str, Any]:
+    """Return what a method computes: the values of a sample, or the weights and the metrics of a train_step."""
+    engine = ReplayingEngine(vocabulary=97 if method == "generate" else 11)
+    engine.use_heads(random_heads())
+    try:
+        found = getattr(interface, method)(Model("actor", engine, tokenizer(), seed=3), data, MicroBatchSpec())
+    finally:
+        interface.close()
+    if method == "train_step":
+        weights = {f"weights {i}": x.tolist() for i, x in enumerate(engine.parameters)}
+        return weights | {k: v for k, v in stat_values(found).items() if not math.isnan(v)}
+    return {key: found[key].double().nan_to_num(-99.0).tolist() for key in found.data}
+
+
+@pytest.mark.parametrize(
+    ("cls", "kwargs", "method"),
+    [pytest.param(*case, id=f"{case[0].__name__}-{case[2]}-{i}") for i, case in enumerate(declarations())],
+)
+def test_every_key_that_a_method_needs_changes_its_result(cls, kwargs, method):
+    needs = cls(**kwargs).keys(method).needs
+    data = full_batch(cls(**kwargs), method).select(needs)
+    whole = outcome(cls(**kwargs), method, data)
+    unread = {key for key in needs if outcome(cls(**kwargs), method, changed(data, key)) == whole}
+    assert unread <= set().union(*(EXCEPTIONS.get((kind.__name__, method), set()) for kind in cls.__mro__))
+
+
+def test_a_critic_replays_the_experts_that_it_gets():
+    data = full_batch(PPOCriticInterface(), "inference").select(["input_ids", "loss_mask", ROUTER_EXPERTS])
+    found = [outcome(PPOCriticInterface(), "inference", x) for x in (data, changed(data, ROUTER_EXPERTS))]
+    assert found[0].keys() == {"values", "bootstrap_values"}
+    assert all(found[0][key] != found[1][key] for key in found[0])
+
+
+def test_every_interface_is_found():
+    found = {cls.__name__ for cls, *_ in declarations()}
+    assert found == {cls.__name__ for cls in interfaces()} >= {"PPOActorInterface", "AgentInterface"}

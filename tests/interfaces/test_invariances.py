@@ -91,7 +91,7 @@ PPO_SETTINGS = [
     },
     {"min_response_tokens": 2},
     {"train_end_token": False, "generation": GenerationConfig(n=4, stop_token_ids=[2, 5])},
-    {"keep_best": 1, "generation": GROUPS},
+    {"keep_best": 2, "generation": GROUPS},
     {"recompute": True},
     {"ptx_coef": 0.5, "n_minibatches": 2},
     {"early_stop": c.EarlyStop(kl=1e-6), "epochs": 2},

@@ -21,8 +21,8 @@ from tests.runtime.test_step import CountToken, experiment
 from tests.tiny import save_tiny, tiny_engine
 
 GENERATION = GenerationConfig(n=2, max_new_tokens=4, fixed_length=True)
-MEASURED = KLPenalty(KLPlace.reward, coef=0.0)
-"""KL penalty that requires the reference and has no effect on the reward."""
+MEASURED = KLPenalty(KLPlace.reward, coef=1e-9)
+"""KL penalty that requires the reference and hardly changes the reward."""
 
 
 @dataclass

@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def synced(folder: Path, out: Path, sync: dict[str, Sync], ref: str = "ref", **changes: Any) -> Experiment:
     settings: dict[str, Any] = {
         "interfaces": {
-            "actor": GRPOActorInterface(generation=replace(GENERATION, n=2), kl=KLPenalty(KLPlace.loss, coef=0.0)),
+            "actor": GRPOActorInterface(generation=replace(GENERATION, n=2), kl=KLPenalty(KLPlace.loss, coef=1e-9)),
             "ref": ReferenceInterface(),
             "reward": CountToken(),
         },

@@ -342,7 +342,7 @@ class GroupRelative(AdvantageEstimator):
         return degenerate_rescale(rewards.per_sequence, data.group_index(), valid_S, reduce)
 
     def stats(self, data: SequenceSample) -> Stats:
-        """See `AdvantageEstimator`: the fraction of groups whose rewards are all equal."""
+        """See `AdvantageEstimator`: the fraction of groups whose rewards are all equal, before a KL in the reward."""
         cu_seqlens, mask_T = data.cu_seqlens(), data["loss_mask"]
         valid_S = segment_sum(mask_T, cu_seqlens) > 0
         flat_G = degenerate_groups(Rewards.of(data).per_sequence, data.group_index(), valid_S)

@@ -1,4 +1,11 @@
-"""`KLPenalty`: penalty on the KL divergence from the reference policy, in the reward or in the loss."""
+"""`KLPenalty`: penalty on the KL divergence from the reference policy, in the reward or in the loss.
+
+A penalty of your own is a subclass with `estimate`. It works in both places, with every setting but `full_vocabulary`:
+
+    class HingeKL(KLPenalty):
+        def estimate(self, logprobs_T, ref_logprobs_T):
+            return (logprobs_T - ref_logprobs_T - 0.1).clamp(min=0)
+"""
 
 from __future__ import annotations
 
@@ -19,10 +26,11 @@ from realign.functional import (
     KLController,
     KLEstimator,
     Reduce,
-    importance_weighted_kl,
     kl_estimate,
+    log_ratio,
     segment_sum,
 )
+from realign.functional.packed import at_least_fp32
 from realign.interfaces.components.scoring import old_logprobs
 from realign.settings import Count, NonNegative, Positive, Settings
 
@@ -45,9 +53,11 @@ class KLPenalty(Settings):
     place: KLPlace = KLPlace.none
     """Where the penalty is applied: none, reward or loss. The dataflow then includes the reference model."""
     coef: NonNegative = 0.05
-    """KL coefficient, in reward (or loss) per nat; the initial value if `target` is set."""
+    """KL coefficient, in reward (or loss) per nat; the initial value if `target` is set. 0 is the same as place=none:
+    no reference model is loaded, and the KL is not measured (1e-9 measures it)."""
     estimator: KLEstimator | None = None
-    """KL estimator per token: k1, k2, k3 or abs. Unset: k1 in the reward, k3 in the loss."""
+    """KL estimator per token: k1, k2, k3 or abs. Unset: k1 in the reward, k3 in the loss. A class with its own
+    `estimate` decides whether to use it."""
     full_vocabulary: bool = False
     """Compute KL(policy || reference) over the whole vocabulary at every token, instead of an estimate from the sampled
     token (place=loss). The reference then returns its hidden states."""
@@ -75,7 +85,14 @@ class KLPenalty(Settings):
                 f"importance_weighted=true: has no effect with place={self.place.value}. Set place=loss, or "
                 "importance_weighted=false"
             )
-        if self.place is KLPlace.loss and self.estimator is KLEstimator.k1 and not self.importance_weighted:
+        if self.full_vocabulary and self._own_estimate:
+            kind = type(self).__name__
+            raise SettingsError(
+                f"full_vocabulary=true: the exact KL would replace {kind}.estimate in the loss. Set "
+                "full_vocabulary=false, or use KLPenalty"
+            )
+        unweighted = self.place is KLPlace.loss and not self.importance_weighted and not self._own_estimate
+        if self.estimator is KLEstimator.k1 and unweighted:
             raise SettingsError(
                 "estimator=k1: its expected gradient in the loss is 0. Set importance_weighted=true, estimator=k2 or "
                 "estimator=k3"
@@ -89,8 +106,13 @@ class KLPenalty(Settings):
 
     @property
     def applied(self) -> bool:
-        """Whether there is a penalty."""
-        return self.place is not KLPlace.none
+        """Whether there is a penalty. Without one, nothing needs the reference model."""
+        return self.place is not KLPlace.none and self.coef > 0
+
+    @property
+    def _own_estimate(self) -> bool:
+        """Whether a subclass replaces the estimators."""
+        return type(self).estimate is not KLPenalty.estimate
 
     @property
     def chosen_estimator(self) -> KLEstimator:
@@ -99,17 +121,39 @@ class KLPenalty(Settings):
             return self.estimator
         return KLEstimator.k3 if self.place is KLPlace.loss and not self.full_vocabulary else KLEstimator.k1
 
+    def estimate(self, logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
+        """Return [T] the KL of every token in nats, which `coef` multiplies. Override it for a penalty of your own.
+
+        Rewards, the loss, metrics and the adaptive controller all use it. Called for several micro-batches at a time in
+        threads, so it writes no shared state.
+
+        Args:
+            logprobs_T: [T] log-probs of the sampled tokens under the policy, differentiable in the loss; at least fp32.
+            ref_logprobs_T: [T] log-probs under the reference. Both are 0 off the mask.
+        """
+        everywhere_T = torch.ones_like(logprobs_T, dtype=torch.bool)
+        return kl_estimate(logprobs_T, ref_logprobs_T, everywhere_T, self.chosen_estimator)
+
+    def control(self) -> KLControl:
+        """Return a new `KLControl`, which applies the penalty and adapts the coefficient; the actor saves its state."""
+        return KLControl(self)
+
     def needs(self) -> dict[str, str]:
         """Return keys that must be in the batch, with the setting that asks for each."""
-        found = {"ref_logprobs": f"kl.place={self.place.value}"} if self.applied else {}
-        return found | ({"ref_hidden": "kl.full_vocabulary=true"} if self.full_vocabulary else {})
+        if not self.applied:
+            return {}
+        exact = {"ref_hidden": "kl.full_vocabulary=true"} if self.full_vocabulary else {}
+        return {"ref_logprobs": f"kl.place={self.place.value}"} | exact
 
     def describe(self) -> str:
         """Return the penalty for the launch table."""
-        if not self.applied:
+        if self.place is KLPlace.none:
             return "not applied" + (f" (kl.coef={self.coef:g} is not read)" if self.coef != KLPenalty.coef else "")
+        if not self.applied:
+            return f"not applied, since kl.coef=0 (kl.place={self.place.value} is not read)"
         weighted = ", weighted by the policy ratio" if self.importance_weighted else ""
-        kind = "over the whole vocabulary" if self.full_vocabulary else self.chosen_estimator.value
+        kind = type(self).__name__ if self._own_estimate else self.chosen_estimator.value
+        kind = "over the whole vocabulary" if self.full_vocabulary else kind
         text = f"in the {self.place.value}, {kind}{weighted}, coefficient {self.coef:g}"
         if self.target is None:
             return text
@@ -131,19 +175,34 @@ class KLControl:
         return self.controller.value
 
     def estimate(self, logprobs_T: Tensor, data: SequenceSample) -> Tensor:
-        """Return [T] KL in nats of the policy with these log-probs against the reference, 0 off `loss_mask`."""
-        return kl_estimate(logprobs_T, data["ref_logprobs"], data["loss_mask"], self.penalty.chosen_estimator)
+        """Return [T] KL in nats of the policy with these log-probs against the reference, 0 off `loss_mask`.
+
+        Raises:
+            ValueError: `KLPenalty.estimate` returned another shape than [T].
+        """
+        mask_T = data["loss_mask"]
+
+        def masked(x_T: Tensor) -> Tensor:
+            return torch.where(mask_T, at_least_fp32(x_T), 0)
+
+        kl_T = self.penalty.estimate(masked(logprobs_T), masked(data["ref_logprobs"].detach()))
+        if kl_T.shape != mask_T.shape:
+            raise ValueError(
+                f"{type(self.penalty).__qualname__}.estimate returned shape {list(kl_T.shape)}. It must return one "
+                f"value per token, shape {list(mask_T.shape)}"
+            )
+        return torch.where(mask_T, kl_T, 0)
 
     def in_reward(self, data: SequenceSample) -> tuple[Tensor | None, float]:
         """Return [T] KL of the old policy and its price per nat, with place=reward; else None and 0."""
-        if self.penalty.place is not KLPlace.reward:
+        if self.penalty.place is not KLPlace.reward or not self.penalty.applied:
             return None, 0.0
         return self.estimate(old_logprobs(data), data), self.coef
 
     @property
     def is_in_loss(self) -> bool:
         """Whether the penalty is a term of the loss."""
-        return self.penalty.place is KLPlace.loss
+        return self.penalty.place is KLPlace.loss and self.penalty.applied
 
     def in_loss(
         self, output: ModelOutput, logprobs_T: Tensor, data: SequenceSample, temperature: float
@@ -159,11 +218,10 @@ class KLControl:
         mask_T = data["loss_mask"]
         if self.penalty.full_vocabulary:
             kl_T = output.divergence("ref", data["ref_hidden"], beta=1.0, temperature=temperature, where_T=mask_T)
-        elif self.penalty.importance_weighted:
-            policies = logprobs_T, old_logprobs(data), data["ref_logprobs"]
-            kl_T = importance_weighted_kl(*policies, mask_T, self.penalty.chosen_estimator)
         else:
             kl_T = self.estimate(logprobs_T, data)
+            if self.penalty.importance_weighted:  # the gradient flows through the ratio as well
+                kl_T = log_ratio(logprobs_T, old_logprobs(data), mask_T)[0].exp() * kl_T
         return self.coef * kl_T, {"ref_kl": masked_mean(kl_T, mask_T)}
 
     def stats(self, data: SequenceSample) -> Stats:

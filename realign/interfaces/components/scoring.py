@@ -6,6 +6,16 @@ import torch
 from torch import Tensor
 
 from realign.api import Keys, LossStats, MicroBatchSpec, Model, ModelOutput, SequenceSample, masked_max
+from realign.api.router_experts import ROUTER_EXPERTS
+
+
+def forward_inputs(data: SequenceSample) -> SequenceSample:
+    """Return the keys of a forward pass over sampled tokens: `input_ids`, `loss_mask`, and `router_experts` if present.
+
+    A model replays the recorded experts wherever the key reaches it, as it does in the loss.
+    """
+    replayed = [ROUTER_EXPERTS] if ROUTER_EXPERTS in data else []
+    return data.select(["input_ids", "loss_mask", *replayed])
 
 
 def score_logprobs(model: Model, data: SequenceSample, mb_spec: MicroBatchSpec, temperature: float) -> SequenceSample:
@@ -14,7 +24,7 @@ def score_logprobs(model: Model, data: SequenceSample, mb_spec: MicroBatchSpec, 
     def post_hook(output: ModelOutput, mb: SequenceSample) -> SequenceSample:
         return mb.with_tokens(logprobs=output.logprobs(temperature=temperature, where_T=mb["loss_mask"]))
 
-    return model.machine.forward(data.select(["input_ids", "loss_mask"]), mb_spec, post_hook)
+    return model.machine.forward(forward_inputs(data), mb_spec, post_hook)
 
 
 def score_distributions(
@@ -27,7 +37,7 @@ def score_distributions(
         logprobs_T = output.logprobs(temperature=temperature, where_T=mask_T)
         return mb.with_tokens(logprobs=logprobs_T, hidden=output.hidden_states(where_T=mask_T))
 
-    return model.machine.forward(data.select(["input_ids", "loss_mask"]), mb_spec, post_hook)
+    return model.machine.forward(forward_inputs(data), mb_spec, post_hook)
 
 
 def scoring_keys(*, hidden: bool = False) -> Keys:
@@ -58,4 +68,11 @@ def first_logprob_diff(
     return {"first_logprob_diff_max": difference}
 
 
-__all__ = ["first_logprob_diff", "old_logprobs", "score_distributions", "score_logprobs", "scoring_keys"]
+__all__ = [
+    "first_logprob_diff",
+    "forward_inputs",
+    "old_logprobs",
+    "score_distributions",
+    "score_logprobs",
+    "scoring_keys",
+]

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from realign.api import GenerationConfig, MicroBatchSpec, SequenceSample, stat_values
+from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample, stat_values
 from realign.api.router_experts import ROUTER_EXPERTS, experts_per_token, without_experts
 from realign.engines import LoadBalancing, OptimizerSpec
 from realign.engines.network.attention import ATTENTION, use_attention
@@ -12,7 +12,10 @@ from realign.engines.network.shared_prefix import SharedPrompts
 from realign.engines.sampling.in_process import InProcessSampling
 from realign.engines.training.engine import TransformersEngine
 from realign.errors import ConfigError
-from realign.functional import nll_loss
+from realign.functional import KLEstimator, kl_estimate, nll_loss
+from realign.interfaces.components import ProximalKL
+from realign.interfaces.decoupled_ppo import DecoupledPPOActorInterface
+from realign.interfaces.ppo import PPOActorInterface
 from tests.families import family_model
 from tests.tiny import VOCAB, tiny_engine, tiny_model, tiny_tokenizer
 
@@ -245,6 +248,22 @@ def test_changed_routers_replay_the_choices_with_weights_and_gradients_of_their_
         assert (stats["shared_tokens"] > 0) == ("shared_prompts" not in settings)
     routers = [x for name, x in gradient.items() if name.endswith("gate.weight")]
     assert min(float(x.abs().max()) for x in routers) > 1e-4
+
+
+@pytest.mark.parametrize("actor", [PPOActorInterface, DecoupledPPOActorInterface], ids=lambda cls: cls.__name__)
+def test_recomputed_log_probs_replay_the_choices_like_the_loss(actor):
+    engine = moe_engine()
+    data = rollout(engine)
+    perturb(engine)
+    interface = actor(generation=REPLAY, recompute=True, objective=ProximalKL(target=0.01))
+    model = Model("actor", engine)
+    scored = interface.inference(model, data.select(interface.keys("inference").needs), ONE)["logprobs"]
+    data = data.with_tokens(prox_logprobs=scored).with_sequences(rewards=torch.arange(data.n_sequences).float())
+    stats = stat_values(interface.train_step(model, data, ONE))
+    assert stats["first_logprob_diff_max"] < 1e-5  # 0.9 if only the loss replays
+    after = torch.where(data["loss_mask"], logprobs(engine, data), 0)  # the measured policy replays as well
+    expected = kl_estimate(scored, after, data["loss_mask"], KLEstimator.k3)[data["loss_mask"]].mean()
+    assert stats["proximal_kl"] == pytest.approx(float(expected), rel=1e-4)
 
 
 def test_without_a_record_the_routers_choose():

@@ -1,15 +1,18 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import pytest
 import torch
 
-from realign.api import Mean, stat_values
+from realign.api import Mean, MicroBatchSpec, Model, rl_graph, stat_values
 from realign.errors import RunError, SettingsError
-from realign.functional import KLEstimator, identity, importance_weighted_kl, kl_estimate, segment_sum
-from realign.interfaces.components import KLControl, KLPenalty, KLPlace
-from realign.testing import random_batch
+from realign.functional import FixedKLController, KLEstimator, identity, kl_estimate, log_ratio, segment_sum
+from realign.interfaces.components import ImportanceCorrection, KLControl, KLPenalty, KLPlace
+from realign.interfaces.grpo import GRPOActorInterface
+from realign.interfaces.ppo import PPOActorInterface
+from realign.testing import BigramEngine, check_train_step, random_batch, train_once
 
 KEYS = ["input_ids", "loss_mask", "logprobs", "ref_logprobs"]
 
@@ -83,7 +86,8 @@ def test_a_weighted_penalty_uses_the_old_policy_of_ratios_and_its_metric_is_weig
     mask_T, old_T = data["loss_mask"], data["prox_logprobs"] if recomputed else data["logprobs"]
     logprobs_T = (data["logprobs"] + 0.2 * data["ref_logprobs"]).requires_grad_()
     loss_T, stats = control.in_loss(None, logprobs_T, data, 1.0)
-    kl_T = importance_weighted_kl(logprobs_T, old_T, data["ref_logprobs"], mask_T, estimator or KLEstimator.k3)
+    kl_T = kl_estimate(logprobs_T, data["ref_logprobs"], mask_T, estimator or KLEstimator.k3)
+    kl_T = log_ratio(logprobs_T, old_T, mask_T)[0].exp() * kl_T
     assert torch.equal(loss_T, 0.3 * kl_T)
     assert stat_values(stats)["ref_kl"] == pytest.approx(float(kl_T[mask_T].mean()))
     (grad_T,) = torch.autograd.grad(loss_T.sum(), logprobs_T)
@@ -154,3 +158,133 @@ def test_the_launch_table_lists_the_penalty():
     assert KLPenalty("loss", 0.3).describe() == "in the loss, k3, coefficient 0.3"
     weighted = KLPenalty("loss", 0.3, importance_weighted=True).describe()
     assert weighted == "in the loss, k3, weighted by the policy ratio, coefficient 0.3"
+
+
+@dataclass
+class Hinge(KLPenalty):
+    """Only log-ratios above `free` nats cost."""
+
+    free: float = 0.1
+
+    def estimate(self, logprobs_T, ref_logprobs_T):
+        return (logprobs_T - ref_logprobs_T - self.free).clamp(min=0)
+
+
+def hinge(logprobs_T, data, free=0.1):
+    return torch.where(data["loss_mask"], (logprobs_T - data["ref_logprobs"] - free).clamp(min=0), 0)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_an_own_estimate_is_in_the_loss_with_its_gradient_and_metrics(weighted):
+    data = random_batch(1).select(KEYS)
+    interface = PPOActorInterface(kl=Hinge("loss", 0.3, importance_weighted=weighted))
+    logprobs_T = (data["logprobs"] + 0.1).requires_grad_()
+    loss_T, stats = interface.kl_control.in_loss(None, logprobs_T, data, 1.0)
+    kl_T = hinge(logprobs_T, data)
+    kl_T = torch.where(data["loss_mask"], (logprobs_T - data["logprobs"]).exp(), 1) * kl_T if weighted else kl_T
+    torch.testing.assert_close(loss_T, 0.3 * kl_T)
+    assert 0 < float((kl_T > 0).sum()) < data["loss_mask"].sum()
+    found, want = (torch.autograd.grad(x.sum(), logprobs_T, retain_graph=True)[0] for x in (loss_T, 0.3 * kl_T))
+    torch.testing.assert_close(found, want)
+    mean = float(kl_T.detach()[data["loss_mask"]].mean())
+    assert stat_values(stats)["ref_kl"] == pytest.approx(mean)
+    rewarded = data.with_sequences(rewards=torch.arange(data.n_sequences).double())
+    metrics = train_once(interface, rewarded, MicroBatchSpec()).metrics
+    kl_S = segment_sum(hinge(data["logprobs"], data), data.cu_seqlens())
+    trained_S = segment_sum(data["loss_mask"], data.cu_seqlens()) > 0
+    assert metrics["ref_kl_per_sequence"] == pytest.approx(float(kl_S[trained_S].mean()))
+    assert metrics["kl_coef"] == pytest.approx(0.3)
+
+
+def test_an_own_estimate_is_in_the_reward_and_moves_an_adaptive_coefficient():
+    data = random_batch(1).select([*KEYS, "rewards"])
+    penalty = Hinge("reward", 0.3, target=1e-3, horizon=100, free=0.05)
+    kl_T, price = penalty.control().in_reward(data)
+    torch.testing.assert_close(kl_T, hinge(data["logprobs"], data, 0.05))
+    assert price == 0.3
+    interface = PPOActorInterface(kl=penalty)
+    interface.train_step(Model("actor", BigramEngine()), data, MicroBatchSpec())
+    assert interface.kl_control.coef > 0.3
+    plain = PPOActorInterface(kl=KLPenalty("reward", 0.3))
+    weights = [train_once(x, data, MicroBatchSpec()).parameters[0] for x in (PPOActorInterface(kl=penalty), plain)]
+    assert not torch.equal(*weights)
+
+
+@pytest.mark.parametrize("actor", [PPOActorInterface, GRPOActorInterface])
+@pytest.mark.parametrize("settings", [("reward",), ("loss",), ("loss", 0.3, "k1")], ids=str)
+def test_an_own_estimate_passes_the_conformance_kit(actor, settings):
+    check_train_step(actor(kl=Hinge(*settings)), [*KEYS, "rewards"])
+    more = {"correction": ImportanceCorrection(), "n_minibatches": 2}
+    adaptive = Hinge(*settings, target=0.5, horizon=100)
+    check_train_step(actor(kl=adaptive, **more), [*KEYS, "rewards", "prox_logprobs", "versions"])
+
+
+def test_an_own_estimate_that_raises_is_called():
+    class Broken(KLPenalty):
+        def estimate(self, logprobs_T, ref_logprobs_T):
+            raise RuntimeError("called")
+
+    for place in ("reward", "loss"):
+        with pytest.raises(RuntimeError, match="called"):
+            train_once(
+                PPOActorInterface(kl=Broken(place)), random_batch(1).select([*KEYS, "rewards"]), MicroBatchSpec()
+            )
+
+
+def test_an_own_estimate_cannot_be_combined_with_the_exact_kl():
+    with pytest.raises(SettingsError, match=r"full_vocabulary=true: the exact KL would replace Hinge\.estimate"):
+        Hinge("loss", full_vocabulary=True)
+
+
+def test_an_own_estimate_of_another_shape_is_an_error_that_names_it():
+    class Total(KLPenalty):
+        def estimate(self, logprobs_T, ref_logprobs_T):
+            return (logprobs_T - ref_logprobs_T).sum()
+
+    with pytest.raises(ValueError, match=r"Total\.estimate returned shape \[\]\. It must return one value per token"):
+        Total("reward").control().in_reward(random_batch(1).select(KEYS))
+
+
+def test_an_own_estimate_sees_no_values_off_the_mask():
+    data = random_batch(1).select(KEYS)
+    control, mask_T = Hinge("loss", 0.3).control(), data["loss_mask"]
+    dirty = data.with_tokens(ref_logprobs=data["ref_logprobs"].masked_fill(~mask_T, math.nan))
+    logprobs_T = data["logprobs"].masked_fill(~mask_T, math.inf).requires_grad_()
+    loss_T, _ = control.in_loss(None, logprobs_T, dirty, 1.0)
+    assert torch.equal(loss_T, control.in_loss(None, data["logprobs"], data, 1.0)[0])
+    assert torch.autograd.grad(loss_T.sum(), logprobs_T)[0].isfinite().all()
+
+
+def test_a_control_of_the_user_adapts_the_coefficient():
+    class Doubling(KLControl):
+        def update(self, stats, reduce):
+            self.controller = FixedKLController(2 * self.coef)
+            return {}
+
+    class Doubled(KLPenalty):
+        def control(self):
+            return Doubling(self)
+
+    interface = PPOActorInterface(kl=Doubled("reward", 0.1))
+    interface.train_step(Model("actor", BigramEngine()), random_batch(1).select([*KEYS, "rewards"]), MicroBatchSpec())
+    assert interface.kl_control.coef == 0.2
+
+
+# --- a coefficient of 0 ---
+
+
+@pytest.mark.parametrize(
+    "settings", [{"place": "loss"}, {"place": "reward"}, {"place": "loss", "full_vocabulary": True}], ids=str
+)
+def test_a_coefficient_of_0_needs_no_reference(settings):
+    interface = PPOActorInterface(kl=KLPenalty(coef=0.0, **settings))
+    assert not interface.kl.applied
+    assert "ref_logprobs" not in interface.keys("train_step").needs
+    calls = rl_graph({"actor": interface, "reward": interface}).rpcs
+    assert [rpc.model for rpc in calls] == ["actor", "reward", "actor"]
+    place = settings["place"]
+    assert interface.describe(4)["KL to reference"] == f"not applied, since kl.coef=0 (kl.place={place} is not read)"
+    data = random_batch(1).select(["input_ids", "loss_mask", "logprobs", "rewards"])
+    found, off = (train_once(x, data, MicroBatchSpec()) for x in (interface, PPOActorInterface()))
+    assert torch.equal(found.parameters[0], off.parameters[0])
+    assert found.metrics == off.metrics

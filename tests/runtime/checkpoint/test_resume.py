@@ -370,7 +370,7 @@ def with_reference(folder: Path, out: Path, **changes):
     return experiment(
         out,
         interfaces={
-            "actor": GRPOActorInterface(generation=replace(GENERATION, n=2), kl=KLPenalty(KLPlace.loss, coef=0.0)),
+            "actor": GRPOActorInterface(generation=replace(GENERATION, n=2), kl=KLPenalty(KLPlace.loss, coef=1e-9)),
             "ref": ReferenceInterface(),
             "reward": CountToken(),
         },

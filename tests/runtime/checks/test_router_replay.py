@@ -15,6 +15,7 @@ from realign.engines import OptimizerSpec, SharedModel, TransformersModel, Vllm
 from realign.errors import ConfigError, GraphError
 from realign.interfaces import ppo, raft
 from realign.interfaces.agent import AgentInterface
+from realign.interfaces.critic import PPOCriticInterface
 from realign.interfaces.decoupled_ppo import DecoupledPPOActorInterface
 from realign.interfaces.environment import EnvironmentInterface
 from realign.interfaces.grpo import GRPOActorInterface
@@ -80,6 +81,15 @@ def test_a_run_replays_the_choices_of_its_rollouts(tmp_path, policy, kind, rollo
     assert len(changed) == 2
     assert all(0 <= x <= 1 for x in changed)
     assert max(result.series("router_changed_tokens")) >= max(changed)
+
+
+@pytest.mark.parametrize(("critic", "replays"), [("shared", True), ("own", False)])
+def test_a_critic_replays_only_with_the_model_of_the_actor(critic, replays):
+    interfaces = {"actor": ppo.PPOActorInterface(REPLAY, critic=critic), "critic": PPOCriticInterface()}
+    graph = ppo.dataflow({**interfaces, "reward": MeanToken()})
+    check_keys(graph, {**interfaces, "reward": MeanToken()})
+    (inference,) = (rpc for rpc in graph.rpcs if rpc.name == "critic_inf")
+    assert (ROUTER_EXPERTS in inference.inputs) == replays
 
 
 def test_without_the_setting_nothing_is_recorded(tmp_path, policy):
