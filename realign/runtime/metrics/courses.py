@@ -12,9 +12,11 @@ LARGER = ("reward", "accuracy", "margin", "pass", "mean@", "score")
 """Parts of the names of metrics that improve when they rise."""
 SMALLER = ("loss", "nll", "perplexity")
 """Parts of the names of metrics that improve when they fall."""
+NEITHER = ("constant_reward",)
+"""Ends of the names of metrics that only stand beside another one."""
 MOST = 8
 """Metrics in a summary."""
-DETAILS = ("/missing_rewards", "/std")
+DETAILS = ("/missing_rewards", "/std", "/most_common_fraction")
 """Ends of the names of held-out metrics that only metrics.jsonl and the charts contain."""
 
 
@@ -70,6 +72,8 @@ def larger_is_better(name: str, known: Mapping[str, bool]) -> bool | None:
         return known[name]
     if not name.startswith(EVALUATION):
         return None  # a single training batch is too noisy for a best value
+    if name.endswith(NEITHER):
+        return None
     if any(part in name for part in SMALLER):
         return False
     return True if any(part in name for part in LARGER) else None
