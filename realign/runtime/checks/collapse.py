@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from realign.runtime.evaluation.scores import CONSTANT, MOST_COMMON, is_collapsed
 
-RECENT, FEWEST = 10, 5
-"""Training steps that `signs` looks at, and the number of them below which it does not judge."""
+RECENT = 10
+"""Training steps that `signs` looks at. It does not judge fewer."""
 ALMOST_ALL = 0.9
 """Fraction of equal responses that is suspicious even if the reward of a constant answer is unknown."""
 ZERO = "zero_gradient_steps"
@@ -29,13 +29,14 @@ def _idle(history: Sequence[Mapping[str, float]]) -> Iterator[tuple[str, str]]:
         role = name.removesuffix(ZERO)
         recent = [record for record in history[-RECENT:] if name in record]
         idle = sum(1 for record in recent if record[name] and not record.get(f"{role}optimizer_steps"))
-        if len(recent) >= FEWEST and 2 * idle >= len(recent):
+        if len(recent) == RECENT and 2 * idle >= RECENT:
             yield (
                 name,
-                f"{idle} of the last {len(recent)} steps had no gradient{f' ({role[:-1]})' if role else ''} and "
-                "changed no weight. In most cases all responses to each prompt have equal rewards, because the prompts "
-                "are too easy or too hard, or the policy always gives the same response. Change the prompts, sample "
-                "more responses per prompt or at a higher temperature, or set dynamic_sampling.",
+                f"{idle} of the last {RECENT} steps had no gradient{f' ({role[:-1]})' if role else ''} and "
+                "changed no weight. In most cases all responses to each prompt have equal rewards: the task is solved, "
+                "the prompts are too hard, or the policy always gives the same response. Unless the task is solved, "
+                "change the prompts, sample more responses per prompt or at a higher temperature, or set "
+                "dynamic_sampling.",
             )
 
 

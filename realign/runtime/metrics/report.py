@@ -12,6 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from realign.api.callback import EndEvent, EndStatus
+from realign.engines.distributed.ranks import command_words
 from realign.errors import ConfigError
 from realign.runtime.checkpoint.final_models import FINAL
 from realign.runtime.checks.collapse import signs
@@ -113,7 +114,7 @@ class RunReport:
             keys = {word.partition("=")[0] for word in more}
             keys |= {"overwrite"}
             kept = [word for word in self.command if word.partition("=")[0] not in keys]
-            found[meaning] = shlex.join(["realign", *kept, "resume=auto", *more])
+            found[meaning] = shlex.join([*command_words(), *kept, "resume=auto", *more])
         kept = [word for word in self.command if word.partition("=")[0] not in ("overwrite", "output_dir")]
         found["check another setting"] = shlex.join(["realign", "check", *kept, "KEY=VALUE"])
         return found

@@ -14,7 +14,7 @@ from realign.api import GenerationConfig, ModelInterface, SequenceSample
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.interfaces.rule_reward import RuleRewardInterface
 from realign.runtime import Evaluation, run
-from realign.runtime.checks.collapse import FEWEST, RECENT, signs
+from realign.runtime.checks.collapse import RECENT, signs
 from realign.runtime.evaluation.scores import Repeats, Scored, merged
 from tests.runtime.test_step import BigramModel, Prompts, experiment
 
@@ -61,18 +61,18 @@ def test_equal_answers_are_a_sign_unless_they_earn_more_than_one_answer_would(ch
 
 
 def test_each_evaluation_set_and_role_is_judged_by_its_own_metrics():
-    records = history(set(), steps=6)
+    records = history(set(), steps=RECENT)
     for record in records[1:]:
         record |= {"critic/optimizer_steps": 0.0, "critic/zero_gradient_steps": 2.0}
     records[-1] |= {"eval/math/distinct_fraction": 0.02, "eval/math/most_common_fraction": 1.0, "eval/math/reward": 0.1}
     found = signs(records)
-    assert found["critic/zero_gradient_steps"].startswith("6 of the last 6 steps had no gradient (critic)")
+    assert found["critic/zero_gradient_steps"].startswith("10 of the last 10 steps had no gradient (critic)")
     assert "held-out responses of math are the same one. Look at" in found["eval/math/most_common_fraction"]
 
 
 def test_few_steps_and_a_step_of_several_mini_batches_with_one_gradient_are_no_sign():
-    assert signs(history(set(range(1, FEWEST)), steps=FEWEST - 1)) == {}
-    assert signs(history(set(range(1, RECENT)), steps=2 * RECENT)) == {}  # it learns again
+    assert signs(history(set(range(RECENT)), steps=RECENT - 1)) == {}
+    assert signs(history(set(range(RECENT)), steps=2 * RECENT)) == {}  # it learns again
     several = [{"step": step, "optimizer_steps": 1.0, "zero_gradient_steps": 3.0} for step in range(20)]
     assert signs(several) == {}
 
