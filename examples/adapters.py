@@ -35,7 +35,7 @@ from stages import imitation, parsed  # the file beside this one
 from realign.api import GenerationConfig, ModelInterface
 from realign.api.environment import Response
 from realign.data import PromptData
-from realign.demo.tiny import EOS, build_model, build_tokenizer, write_rows
+from realign.demo.tiny import EOS, build_model, build_tokenizer, save, write_rows
 from realign.engines import SharedModel, TransformersModel
 from realign.engines.training.optimizer import OptimizerSpec
 from realign.environments import load_environment
@@ -191,8 +191,7 @@ def prepare(folder: Path, task: Task, seed: int) -> None:
     split = pre_tokenizers.Split(Regex(WORD.pattern), "isolated")
     tokenizer = build_tokenizer(words, split=split, decoder=decoders.Fuse())
     tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder / "model")
-    build_model("llama", len(tokenizer), seed=seed, positions=POSITIONS).save_pretrained(folder / "model")
+    save(folder / "model", build_model("llama", len(tokenizer), seed=seed, positions=POSITIONS), tokenizer)
 
 
 def experiments(folder: Path, task: Task, seed: int, sft_steps: int, steps: int) -> tuple[Experiment, Experiment]:

@@ -24,7 +24,7 @@ from rich.console import Console
 from realign.api import GenerationConfig, Panel
 from realign.api.environment import Response
 from realign.data import PromptData, SupervisedData
-from realign.demo.tiny import EOS, build_model, build_tokenizer, write_rows
+from realign.demo.tiny import EOS, build_model, build_tokenizer, save, write_rows
 from realign.engines import SharedModel, TransformersModel
 from realign.engines.training.optimizer import OptimizerSpec
 from realign.interfaces import sft
@@ -85,8 +85,8 @@ def prepare(folder: Path, seed: int) -> None:
 
     words = ["calc ", "answer ", "= ", "\n", "*", "?", *"0123456789"]
     split = pre_tokenizers.Split(Regex(r"calc |answer |= |[\s\S]"), "isolated")
-    build_tokenizer(words, split=split, decoder=decoders.Fuse()).save_pretrained(folder / "model")
-    build_model("llama", 2 + len(words), seed=seed).save_pretrained(folder / "model")
+    tokenizer = build_tokenizer(words, split=split, decoder=decoders.Fuse())
+    save(folder / "model", build_model("llama", 2 + len(words), seed=seed), tokenizer)
 
 
 def experiments(folder: Path, seed: int, sft_steps: int, steps: int) -> tuple[Experiment, Experiment]:

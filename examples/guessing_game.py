@@ -23,7 +23,7 @@ from rich.console import Console
 from realign.api import GenerationConfig, Panel
 from realign.api.environment import Response
 from realign.data import PromptData, SupervisedData
-from realign.demo.tiny import EOS, build_model, build_tokenizer, write_rows
+from realign.demo.tiny import EOS, build_model, build_tokenizer, save, write_rows
 from realign.engines import SharedModel, TransformersModel
 from realign.engines.training.optimizer import OptimizerSpec
 from realign.functional import Scope
@@ -84,8 +84,8 @@ def prepare(folder: Path, seed: int) -> None:
     from tokenizers import pre_tokenizers
 
     words = [PROMPT, "higher", "lower", *map(str, range(1, NUMBERS + 1))]
-    build_tokenizer(words, split=pre_tokenizers.WhitespaceSplit()).save_pretrained(folder / "model")
-    build_model("llama", 2 + len(words), seed=seed).save_pretrained(folder / "model")
+    tokenizer = build_tokenizer(words, split=pre_tokenizers.WhitespaceSplit())
+    save(folder / "model", build_model("llama", 2 + len(words), seed=seed), tokenizer)
 
 
 def experiments(folder: Path, seed: int, sft_steps: int, steps: int) -> tuple[Experiment, Experiment]:

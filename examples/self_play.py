@@ -24,7 +24,7 @@ from stages import imitation, parsed  # the file beside this one
 
 from realign.api import GenerationConfig, Panel
 from realign.data import PromptData
-from realign.demo.tiny import EOS, build_model, build_tokenizer, write_rows
+from realign.demo.tiny import EOS, build_model, build_tokenizer, save, write_rows
 from realign.engines import SharedModel, TransformersModel
 from realign.engines.training.optimizer import OptimizerSpec
 from realign.interfaces.agent import AgentInterface
@@ -123,8 +123,7 @@ def prepare(folder: Path, seed: int) -> None:
     split = pre_tokenizers.Split(Regex(r"sticks |\d+|[\s\S]"), "isolated")
     tokenizer = build_tokenizer(words, split=split, decoder=decoders.Fuse())
     tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder / "model")
-    build_model("llama", 2 + len(words), seed=seed).save_pretrained(folder / "model")
+    save(folder / "model", build_model("llama", 2 + len(words), seed=seed), tokenizer)
 
 
 def experiments(folder: Path, seed: int, sft_steps: int, steps: int) -> tuple[Experiment, Experiment]:

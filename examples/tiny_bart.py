@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer, BartConfig, BartForConditionalGeneration
 
+from realign.demo.tiny import save
+
 
 def write(tokenizer: Path, folder: Path, *, seed: int = 0) -> None:
     """Write a BART with 2 layers in the encoder and 2 in the decoder, and the tokenizer.
@@ -41,8 +43,7 @@ def write(tokenizer: Path, folder: Path, *, seed: int = 0) -> None:
         forced_eos_token_id=None,
     )
     torch.manual_seed(seed)
-    BartForConditionalGeneration(config).save_pretrained(folder)
-    words.save_pretrained(folder)
+    save(folder, BartForConditionalGeneration(config), words)
 
 
 if __name__ == "__main__":

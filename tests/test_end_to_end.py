@@ -15,7 +15,7 @@ from realign.config import build_experiment, compose
 from realign.data import TextData, WithPretraining
 from realign.demo.__main__ import experiments
 from realign.demo.__main__ import main as demo
-from realign.demo.arithmetic import add_without_carry, prepare, written
+from realign.demo.arithmetic import add_without_carry, prepare, readable, written
 from realign.demo.launch import Demo
 from realign.errors import ConfigError
 from realign.functional import KLEstimator
@@ -229,6 +229,9 @@ def test_the_demo_ends_with_a_line_of_json_and_its_picture_and_shows_a_response_
     assert demo([f"output_dir={tmp_path / 'demo'}", *settings, f"evaluation.reward.function={mute}:score"]) == 0
     shown = capsys.readouterr().out
     assert "reward none" in shown
+    lines = (tmp_path / "demo" / "grpo" / "eval_samples.jsonl").read_text().splitlines()
+    answered = [one for one in map(json.loads, lines) if one["step"] == 2]
+    assert sum(f"\n  {readable(one['prompt'], one['response'])} " in shown for one in answered) >= 3
     last = json.loads(shown.splitlines()[-1])
     assert last.keys() >= {"task", "seed", "accuracy_before", "accuracy_after", "reward_curve", "seconds"}
     assert (last["seed"], len(last["reward_curve"])) == (1, 2)
@@ -272,6 +275,10 @@ def test_an_interrupted_demo_says_so(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("realign.demo.__main__.run", interrupted)
     assert demo([f"output_dir={tmp_path / 'demo'}"]) == 130
     assert "interrupted" in capsys.readouterr().err
+
+
+def test_sums_are_shown_as_people_read_them():
+    assert [readable("37+45=", answer) for answer in ("28", "72", "2+")] == ["37+45=82", "37+45=27", "37+45=2+"]
 
 
 def test_the_task_holds_out_both_orders_and_spoils_demonstrations(task):

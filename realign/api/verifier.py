@@ -1,4 +1,6 @@
-"""`Verifier`: a reward interface that scores given texts, so that a run can check it on known answers."""
+"""`Verifier`: a reward interface that scores given texts, so that a run can check it on known answers, and compare
+a policy with a constant answer.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +26,10 @@ class Verifier(Protocol):
     """Column of the data with the right answer; None turns the comparison off."""
     known_answer_template: str
     """Response with the answer at `ANSWER`."""
+
+    def is_cheap(self) -> bool:
+        """Return whether `score_texts` costs little for many texts; False for judges, servers and sandboxes."""
+        ...
 
     def score_texts(self, model: Model, data: SequenceSample, responses: Sequence[Sequence[str]]) -> Tensor:
         """Compute the rewards [S] of texts as responses; NaN for texts without a reward.

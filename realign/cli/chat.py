@@ -22,7 +22,8 @@ class Chat:
     """Settings of a chat: model, sampling and prompt format."""
 
     model: TransformersModel
-    """Model to load: a folder that a run saved, such as `runs/grpo/final/actor`, or a name on the Hugging Face Hub."""
+    """Model to load: a folder that a run saved, such as `runs/grpo/final/actor`, the folder of a run, or a name on the
+    Hugging Face Hub."""
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     """Sampling settings. With `n` above 1, all answers are shown and the conversation continues from the first one.
     Answers end at the context window of the model."""

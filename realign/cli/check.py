@@ -8,6 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ import torch
 from rich.console import Console
 
 from realign.api import SequenceSample
-from realign.cli.memory_table import print_memory
+from realign.api.rewards import total_rewards
+from realign.cli.memory_table import print_memory, summary, warn_memory
 from realign.draw import to_text
 from realign.engines.shared_model import shared_roles
 from realign.runtime import Experiment, LocalRuntime
@@ -24,7 +26,7 @@ from realign.runtime.calls import call
 from realign.runtime.checkpoint.resume import find_start
 from realign.runtime.checkpoint.state import check_frozen, frozen_weights, restore
 from realign.runtime.checks.launch import writable
-from realign.runtime.checks.memory import estimate, longest_prompt
+from realign.runtime.checks.memory import estimate, free_memory, longest_prompt
 from realign.runtime.metrics.data_row import show_row
 from realign.runtime.metrics.samples import spoken
 
@@ -80,7 +82,8 @@ def preflight(experiment: Experiment, console: Console) -> None:
     say("\nGraph\n" + to_text(experiment.graph, shared_roles(experiment.models)))
     say("Disk\n  " + disk_line(experiment.output_dir))
     say("\nDevices\n  " + devices_line())
-    print_memory(console, estimate(experiment), longest_prompt(experiment))
+    free = cache(free_memory)  # also of the second estimate: the memory before the models are loaded
+    print_memory(console, estimate(experiment, free=free), longest_prompt(experiment))
     start = find_start(experiment)
     if experiment.resume is not None:
         found = "no checkpoint: the run would start from step 0" if start is None else f"from {start.checkpoint.path}"
@@ -91,7 +94,15 @@ def preflight(experiment: Experiment, console: Console) -> None:
             restore(runtime, start.state, experiment.resume_skip)
         held_out = sum(map(len, runtime.datasets.held_out.values()))
         kept = f", {held_out:,} held out for evaluation" if held_out else ""
-        say(f"\nData\n  {runtime.dataset.describe()}{kept}\n")
+        say(f"\nData\n  {runtime.dataset.describe()}{kept}")
+        longest = longest_of_data(runtime)
+        devices = estimate(experiment, longest, free)
+        if longest is not None:
+            what = "prompt" if experiment.longest_response else "row"
+            for device in devices:
+                say(f"  the longest {what} has {longest:,} tokens; estimate with it: {summary(device)}")
+        warn_memory(device for device in devices if device.holds_weights)
+        say("")
         show_row(console, runtime.first_row())
         if runtime.known_answers:
             say("\nKnown answers" + "".join(f"\n  {line}" for line in runtime.known_answers))
@@ -102,6 +113,33 @@ def preflight(experiment: Experiment, console: Console) -> None:
             shown[record["id"]] += 1
             if shown[record["id"]] <= RESPONSES:
                 say(f"  {spoken(record)}: reward {record['reward']}")
+        warn_of_equal_rewards(runtime, batch)
+
+
+def warn_of_equal_rewards(runtime: LocalRuntime, batch: SequenceSample) -> None:
+    """Warn if all sampled responses fail alike, with a reward of 0 or less: nothing distinguishes better ones."""
+    if not any(rpc.method == "generate" for rpc in runtime.graph.leading_to("rewards")) or "rewards" not in batch:
+        return
+    rewards_S = total_rewards(batch)
+    worst = float(rewards_S.max())
+    if worst <= 0 and bool((rewards_S == worst).all()):
+        warnings.warn(
+            f"All {len(rewards_S)} sampled responses have reward {worst:g}: a run would learn nothing from such "
+            "prompts. Read the responses above. If they are cut off, raise max_new_tokens; if the format is wrong, "
+            "change the prompt or start from an SFT model; if the task is too hard, use easier prompts or a reward "
+            "with partial credit.",
+            stacklevel=2,
+        )
+
+
+def longest_of_data(runtime: LocalRuntime) -> int | None:
+    """Return the length of the longest prompt of the data, or row if nothing is sampled; None for unread rows."""
+    found = [runtime.dataset, *runtime.datasets.held_out.values()]
+    if any(dataset.size is None for dataset in found):
+        return None
+    if runtime.experiment.longest_response:
+        return max(dataset.longest_sequence for dataset in found) or None
+    return runtime.dataset.longest_row or None
 
 
 def run_calls(runtime: LocalRuntime) -> SequenceSample:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from realign.cli.export import model_folder
 from realign.config.construct import fill
 from realign.config.errors import ConfigError
 
@@ -38,6 +40,15 @@ def split_options(command: str, cls: type[T], words: Sequence[str]) -> tuple[T, 
     return fill(cls, values, command), [word for word in words if word not in own]
 
 
+def model_or_run(command: str, path: str) -> str:
+    """Return the model of a command: a model folder or hub name as it is, and the final model of a run folder.
+
+    Raises:
+        RealignError: the run has several models, or the folder contains no model.
+    """
+    return str(model_folder(path, command)) if Path(path).expanduser().is_dir() else path
+
+
 def settings_of(command: str, cls: type[T], words: Sequence[str]) -> T:
     """Return the settings of a command on one model: `MODEL key=value ...`.
 
@@ -58,8 +69,8 @@ def settings_of(command: str, cls: type[T], words: Sequence[str]) -> T:
     assert isinstance(given, Mapping)
     settings: dict[str, Any] = {str(name): value for name, value in given.items()}
     model = settings.get("model", {})
-    settings["model"] = {"path": paths[0], **(model if isinstance(model, Mapping) else {})}
+    settings["model"] = {"path": model_or_run(command, paths[0]), **(model if isinstance(model, Mapping) else {})}
     return fill(cls, settings, "")
 
 
-__all__ = ["settings_of", "split_options"]
+__all__ = ["model_or_run", "settings_of", "split_options"]

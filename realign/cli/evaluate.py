@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from realign.cli.arguments import prepared_overrides
-from realign.cli.command_options import split_options
+from realign.cli.command_options import model_or_run, split_options
 from realign.cli.train import build, is_one_of_many, quiet_transformers
 from realign.config import compose
 from realign.config.composition import compose_raw
@@ -115,7 +115,7 @@ def evaluate(args: argparse.Namespace, words: Sequence[str]) -> int:
             console.print()
     _write_results(request, keys, outcomes)
     for path in (RESULTS, SAMPLES):
-        console.print(str(request.out / path), markup=False, highlight=False, soft_wrap=True)
+        console.print(str((request.out / path).absolute()), markup=False, highlight=False, soft_wrap=True)
     return 0
 
 
@@ -132,12 +132,13 @@ def read_request(args: argparse.Namespace, words: Sequence[str]) -> EvalRequest:
             f"realign eval expects one model (a folder or hub name) and overrides, found {models or 'none'}. Example: "
             f"realign eval MODEL evaluation.data.path=held_out.jsonl interfaces.reward.function=reward.py:score"
         )
+    model = model_or_run("eval", models[0])
     overrides = prepared_overrides(list(_overrides(rest, models[0])), args.config_dir)
     raw = compose_raw(overrides, args.config_dir)
-    overrides.append(f"models.{_role(raw, options.role)}.path={quoted_text(models[0])}")
+    overrides.append(f"models.{_role(raw, options.role)}.path={quoted_text(model)}")
     overrides += _of_training(raw)
-    out = Path(args.out) if args.out else Path("evals") / _folder_name(models[0])
-    return EvalRequest(models[0], options, build(compose(overrides, args.config_dir)), out)
+    out = Path(args.out) if args.out else Path("evals") / _folder_name(model)
+    return EvalRequest(model, options, build(compose(overrides, args.config_dir)), out)
 
 
 def _overrides(words: Sequence[str], model: str) -> Iterator[str]:

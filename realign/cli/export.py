@@ -94,8 +94,12 @@ class Export:
         (new / CARD).write_text(model_card(name, folder, new, adapter), encoding="utf-8")
 
 
-def model_folder(source: str) -> Path:
+def model_folder(source: str, command: str = "export") -> Path:
     """Return the model folder that a path means: the folder itself, or the model in `final` of a run folder.
+
+    Args:
+        source: path of a model, a run, or its folder `final` or `best`.
+        command: command that asks, for messages.
 
     Raises:
         ConfigError: the path does not exist, or the run has several models and none is an actor.
@@ -103,18 +107,18 @@ def model_folder(source: str) -> Path:
     """
     folder = Path(source).expanduser()
     if not folder.is_dir():
-        check_path("export", source)  # raises, unless it is a hub name
-        raise ConfigError(f"export {source!r}: this folder does not exist.")
+        check_path(command, source)  # raises, unless it is a hub name
+        raise ConfigError(f"{command} {source!r}: this folder does not exist.")
     final = folder if folder.name in ("final", "best") else folder / "final"
     found = {path.name: path for path in sorted(final.glob("*")) if _is_model(path)}
     if _is_model(folder) or not found:
         if (folder / CONFIG).is_file():
             return folder
-        return Path(check_path("export", str(folder)))
+        return Path(check_path(command, str(folder)))
     trained = [name for name in found if not name.endswith(AVERAGED)]
     if "actor" not in found and len(trained) != 1:
         raise ConfigError(
-            f"export {source!r}: the run has several models. Choose one: {', '.join(map(str, found.values()))}."
+            f"{command} {source!r}: the run has several models. Choose one: {', '.join(map(str, found.values()))}."
         )
     return found["actor" if "actor" in found else trained[0]]
 

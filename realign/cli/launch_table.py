@@ -64,13 +64,15 @@ def derived_rows(experiment: Experiment) -> list[tuple[str, str]]:
         rows["weights after a step"] = "; ".join(f"{role}: {sync.describe()}" for role, sync in e.graph.sync.items())
     if e.filled_roles:
         rows["roles filled in by default"] = "; ".join(f"{role}: {what}" for role, what in e.filled_roles.items())
-    rows["written but unread keys"] = ", ".join(e.graph.unread()) or "none"
+    if keys := e.graph.unread():
+        rows["results that nothing reads"] = ", ".join(keys)
     if unread := unread_inputs(e.graph, e.interfaces):
         rows["inputs that no component reads"] = "; ".join(f"{rpc}: {', '.join(keys)}" for rpc, keys in unread.items())
     idle = [f"interfaces.{r}" for r in e.interfaces if r not in roles]
     idle += [f"models.{r}" for r in e.models if r not in e.roles]
     idle += [f"models.{r}.optimizer" for r, spec in e.models.items() if r not in trained and spec.facts().trainable]
-    rows["config keys never read"] = ", ".join(idle) or "none"
+    if idle:
+        rows["config keys never read"] = ", ".join(idle)
     if e.dropped:
         rows["config keys replaced by a higher layer"] = "; ".join(e.dropped)
     return list(rows.items())
@@ -135,7 +137,8 @@ def _sampling_rows(experiment: Experiment, role: str) -> dict[str, str]:
             "group size (responses per prompt)": str(n),
             "sequences per step": f"{n * experiment.batch_prompts:,}",
         }
-    return rows | ({} if plan.sampler is None else {"sampler": plan.sampler})
+    distorted = plan.sampler is not None and not plan.exact_sampling  # otherwise the row of the temperature says it all
+    return rows | ({"sampler": plan.sampler} if plan.sampler is not None and distorted else {})
 
 
 def _role_rows(experiment: Experiment, role: str, *, trained: bool) -> dict[str, str]:

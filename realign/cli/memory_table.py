@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -15,7 +15,7 @@ COLUMNS = ("weights", "optimizer", "gradients", "activations", "head", "KV cache
 
 
 def print_memory(console: Console, devices: Sequence[DeviceMemory], prompt: int) -> None:
-    """Print the estimate of each role and device, and warn about devices that are too small.
+    """Print the estimate of each role and device, and warn about devices that are too small for the weights.
 
     Args:
         console: where to print.
@@ -37,6 +37,11 @@ def print_memory(console: Console, devices: Sequence[DeviceMemory], prompt: int)
     console.print(table)
     for device in devices:
         console.print(summary(device), markup=False, highlight=False, soft_wrap=True)
+    warn_memory(device for device in devices if not device.holds_weights)
+
+
+def warn_memory(devices: Iterable[DeviceMemory]) -> None:
+    """Warn about devices that are too small."""
     for device in devices:
         for problem in device.problems():
             warnings.warn(problem, stacklevel=2)

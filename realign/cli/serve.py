@@ -33,7 +33,8 @@ class Serve(Settings):
     """Settings of an endpoint: model, sampling defaults, address and limits."""
 
     model: TransformersModel
-    """Model to load: a folder that a run saved, such as `runs/grpo/final/actor`, or a name on the Hugging Face Hub."""
+    """Model to load: a folder that a run saved, such as `runs/grpo/final/actor`, the folder of a run, or a name on the
+    Hugging Face Hub."""
     generation: GenerationConfig = field(default_factory=lambda: GenerationConfig(max_new_tokens=2048))
     """Sampling settings of requests that set none. `max_new_tokens` is also the maximum that a request can set."""
     template_options: dict[str, Any] = field(default_factory=dict)

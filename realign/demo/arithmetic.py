@@ -1,8 +1,9 @@
 """Task of the demo: two-digit addition for a tiny, randomly initialized Qwen2 with a character-level tokenizer.
 
-Answers are written with the units digit first: 37+45=28. The SFT demonstrations have mixed quality: most of them omit
-the carry (37+45=27). So SFT teaches two ways of adding, and greedy answers tend to the more frequent, wrong one. Only
-the verifiable reward of the GRPO run favors the correct one.
+The model writes answers with the units digit first, the order of written addition: 28 is its answer 82 to 37+45=. Data
+files, samples and tokens contain answers in this order; `readable` turns them around. The SFT demonstrations have mixed
+quality: most of them omit the carry (37+45=72). So SFT teaches two ways of adding, and greedy answers tend to the more
+frequent, wrong one. Only the verifiable reward of the GRPO run favors the correct one.
 
 `prepare` writes a Hugging Face model folder and JSONL files, which every CLI command accepts. The same from the shell:
 
@@ -50,8 +51,7 @@ def prepare(
         task.demonstrations,
         [{"prompt": f"{a}+{b}=", "response": written(answer)} for a, b, answer in worked[:demonstrations]],
     )
-    tiny.build_model("qwen2", 2 + len(CHARACTERS), seed=seed).save_pretrained(task.model)
-    build_tokenizer().save_pretrained(task.model)
+    tiny.save(task.model, tiny.build_model("qwen2", 2 + len(CHARACTERS), seed=seed), build_tokenizer())
     return task
 
 
@@ -74,6 +74,11 @@ def written(number: int) -> str:
     return str(number)[::-1]
 
 
+def readable(prompt: str, response: str) -> str:
+    """Return problem and answer as people read them: `37+45=` and `28` give `37+45=82`."""
+    return prompt + (response[::-1] if response.isdecimal() else response)
+
+
 def build_tokenizer() -> Any:
     """Return a character-level tokenizer."""
     from tokenizers import Regex, decoders, pre_tokenizers
@@ -86,3 +91,4 @@ if __name__ == "__main__":
     folder, seed = (sys.argv[1:] + ["runs/arithmetic", "0"][len(sys.argv) - 1 :])[:2]
     for name, path in vars(prepare(Path(folder), seed=int(seed))).items():
         print(f"{name}: {path}")
+    print(f"Answers are written with the units digit first: {written(82)} is the answer {82} to 37+45=.")

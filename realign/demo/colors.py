@@ -72,9 +72,7 @@ def prepare(folder: Path, *, seed: int, squares: int = 512, mistakes: float = 0.
             for row, answer in zip(rows, given, strict=False)
         ],
     )
-    build_model(seed=seed).save_pretrained(task.model)
-    build_tokenizer().save_pretrained(task.model)
-    build_processor().save_pretrained(task.model)
+    tiny.save(task.model, build_model(seed=seed), build_tokenizer(), build_processor())
     return task
 
 

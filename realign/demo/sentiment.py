@@ -23,7 +23,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
-from realign.demo.tiny import build_model, build_tokenizer, write_rows
+from realign.demo.tiny import build_model, build_tokenizer, save, write_rows
 from realign.rewards.sentiment import compound
 
 GOLD = "realign.rewards.sentiment:compound"
@@ -151,8 +151,7 @@ def prepare(
     labelled = [preference(rng, kept, hasty) for _ in range(pairs)]
     write_rows(task.pairs, (dealt_out(rng, pair) for pair in labelled) if shuffle else labelled)
     words = vocabulary()
-    build_model("llama", 2 + len(words), seed=seed).save_pretrained(task.model)
-    _tokenizer(words).save_pretrained(task.model)
+    save(task.model, build_model("llama", 2 + len(words), seed=seed), _tokenizer(words))
     return task
 
 

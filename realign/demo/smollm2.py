@@ -15,6 +15,7 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
+from realign.demo.tiny import save
 from realign.errors import ConfigError
 
 NAME = "SmolLM2-135M-Instruct"
@@ -75,8 +76,7 @@ def convert(source: Path, folder: Path) -> None:
     # The weights are no longer quantized, but transformers marks the model as such and refuses to save it.
     del model.config.quantization_config
     model.hf_quantizer = None
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(source.parent, **given).save_pretrained(folder)
+    save(folder, model, AutoTokenizer.from_pretrained(source.parent, **given))
 
 
 if __name__ == "__main__":

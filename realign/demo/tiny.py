@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from realign.engines.files.pretrained import quiet_transformers
+
 PAD, EOS = "<pad>", "<|endoftext|>"  # transformers expects this EOS token of a Qwen2 tokenizer
 
 
@@ -34,6 +36,13 @@ class Task:
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Write a JSONL file."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def save(folder: Path, model: Any, *processors: Any) -> None:
+    """Write a model and its tokenizer (and image processor) to a folder, without progress bars."""
+    with quiet_transformers():
+        for part in (model, *processors):
+            part.save_pretrained(folder)
 
 
 def build_tokenizer(words: Iterable[str], *, split: Any, decoder: Any = None) -> Any:

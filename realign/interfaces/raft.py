@@ -90,7 +90,7 @@ class RAFTActorInterface(SFTInterface):
 
     def headline(self) -> tuple[str, ...]:
         """See `ModelInterface.headline`."""
-        return ("reward", "selected_reward", "loss", "nll")
+        return ("reward", "selected_reward", *super().headline())
 
     def generate(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
         """Sample `generation.n` responses per prompt."""

@@ -88,7 +88,7 @@ class RFTActorInterface(SFTInterface):
 
     def headline(self) -> tuple[str, ...]:
         """See `ModelInterface.headline`."""
-        return ("reward", "selected_reward", "threshold", "loss", "nll")
+        return ("reward", "selected_reward", "threshold", *super().headline())
 
     def generate(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
         """Sample `generation.n` responses per prompt."""

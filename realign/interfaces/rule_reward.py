@@ -214,6 +214,10 @@ class RuleRewardInterface(ModelInterface):
         }
         return {name: _tensor(result.values) for name, result in self._concurrently(calls).items()}
 
+    def is_cheap(self) -> bool:
+        """Return whether every function is plain Python code that scores one response as it is; see `Verifier`."""
+        return not self.dense and self.cut is None and all(self._opened(name).cheap for name in self._terms)
+
     def score_texts(self, model: Model, data: SequenceSample, responses: Sequence[Sequence[str]]) -> Tensor:
         """Compute the rewards [S] fp32 of texts as responses, without `cut` and `shuffle`; see `Verifier`."""
         groups = [i for i, texts_ in enumerate(responses) for _ in texts_]

@@ -57,7 +57,7 @@ class SFTInterface(ModelInterface):
 
     def headline(self) -> tuple[str, ...]:
         """See `ModelInterface.headline`."""
-        return ("loss", "nll")
+        return ("nll",) if isinstance(self.aggregation, TokenMean) else ("loss", "nll")  # equal with token means
 
     def panels(self) -> tuple[Panel, ...]:
         """See `ModelInterface.panels`."""

@@ -53,6 +53,18 @@ def named_means(graph: DataflowGraph) -> list[str]:
     return sorted(f"{key}/mean" for key in graph.producers if key.startswith(NAMED))
 
 
+def limited(names: Sequence[str], most: int) -> list[str]:
+    """Return the first `most` metrics of a headline, in which each trained role has at least one place."""
+    first: dict[str, str] = {}
+    for name in names:
+        first.setdefault(name.partition("/")[0] if "/" in name and not name.startswith(NAMED) else "", name)
+    kept = set(first.values())
+    for name in names:
+        if len(kept) < most:
+            kept.add(name)
+    return [name for name in names if name in kept]
+
+
 def first_metrics(reported: Iterable[str], most: int = 12) -> list[str]:
     """Return the metrics to show for interfaces that declare none: the first reported ones except speed."""
     names = list(reported)
@@ -144,4 +156,4 @@ def _trained(
     return [("" if role == lead else f"{role}/", interfaces[role]) for role in ordered]
 
 
-__all__ = ["first_metrics", "headline", "panels", "with_held_out"]
+__all__ = ["first_metrics", "headline", "limited", "panels", "with_held_out"]

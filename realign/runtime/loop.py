@@ -24,6 +24,7 @@ from realign.runtime.checkpoint.resume import Start
 from realign.runtime.checkpoint.schedule import RunCheckpoints
 from realign.runtime.checkpoint.serialize import pack
 from realign.runtime.checkpoint.state import check_frozen, frozen_weights, interface_states, restore
+from realign.runtime.checks.collapse import RECENT, signs
 from realign.runtime.display import headline, panels, targets
 from realign.runtime.experiment import Experiment, Part
 from realign.runtime.metrics.activity import activity
@@ -106,6 +107,7 @@ class Training:
         self.details: RunDetails | None = None
         self.info: RunInfo | None = None
         self.receivers: list[Tracker] = []
+        self.warned: set[str] = set()
         self.ranks.lead(partial(self._open_files, start, trackers, stack))
         self.checkpoints = stack.enter_context(
             RunCheckpoints(runtime, self.records, self.saves, self.callbacks, frozen)
@@ -258,6 +260,8 @@ class Training:
         finally:  # log a completed step even if its evaluation fails
             self._log(step, values)
         self.done = step
+        if self.ranks.leader:
+            self._warn()
         for record in self.runtime.readable(batch, self.experiment.sample_prompts):
             self.records.samples.write({"step": step, **record})
         if self.console is not None and step % (self.experiment.print_samples_every_steps or step + 1) == 0:
@@ -271,6 +275,13 @@ class Training:
         self.result.history.append({"step": step, **{sys.intern(name): value for name, value in values.items()}})
         for receiver in self.receivers:
             receiver.log(step, values)
+
+    def _warn(self) -> None:
+        """Warn once about each sign that the run trains without learning."""
+        for name, sentence in signs(self.result.history[-RECENT:]).items():
+            if name not in self.warned:
+                self.warned.add(name)
+                warnings.warn(sentence, stacklevel=2)
 
     def _evaluate(self, step: int, added: dict[str, float], due: Sequence[str] | None = None) -> dict[str, float]:
         """Run evaluations and return their metrics. Adds the metrics of the callbacks to `added`.

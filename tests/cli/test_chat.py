@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import shutil
 
 import pytest
 
@@ -32,6 +33,19 @@ def test_settings_become_fields(folder):
     chat = chat_of([folder, "generation.temperature=0.5", "template=plain", "model.dtype=bfloat16", "seed=3"])
     assert (chat.model.path, chat.model.dtype.value, chat.seed) == (folder, "bfloat16", 3)
     assert (chat.generation, chat.template) == (GenerationConfig(temperature=0.5), Template.plain)
+
+
+def test_the_folder_of_a_run_means_its_final_model(folder, tmp_path):
+    (tmp_path / "run" / "final").mkdir(parents=True)
+    shutil.copytree(folder, tmp_path / "run" / "final" / "actor")
+    assert chat_of([str(tmp_path / "run")]).model.path == str(tmp_path / "run" / "final" / "actor")
+    assert chat_of(["owner/name"]).model.path == "owner/name"
+    with pytest.raises(DataError, match=r"^chat='.*': the folder has no config\.json\."):
+        chat_of([str(tmp_path)])
+    shutil.copytree(folder, tmp_path / "several" / "final" / "one")
+    shutil.copytree(folder, tmp_path / "several" / "final" / "two")
+    with pytest.raises(ConfigError, match=r"^chat '.*several': the run has several models\. Choose one: .*/one, "):
+        chat_of([str(tmp_path / "several")])
 
 
 def test_an_answer_ends_where_the_model_has_no_more_positions(folder):

@@ -86,7 +86,21 @@ def test_check_shows_one_row_with_its_trained_tokens(here, capsys, words, shown)
     assert cli.main(["check", "models.actor.path=model", "batch_prompts=4", *words]) == 0
     out = capsys.readouterr().out
     assert shown in out
-    assert out.endswith("All good: nothing was trained, nothing was written.\n")
+    sampled = words[0] == "experiment=grpo"  # by an untrained model, without a reward
+    assert out.endswith(f"{verdict(int(sampled))}\n")
+
+
+def test_check_says_that_nothing_would_be_learned_if_no_response_has_a_reward(here, capsys):
+    words = ["experiment=grpo", "models.actor.path=model", "data.path=prompts.jsonl", "batch_prompts=4"]
+    words.append("interfaces.actor.generation.max_new_tokens=2")
+    with pytest.warns(UserWarning, match=r"^All 16 sampled responses have reward 0: a run would learn nothing from"):
+        assert cli.main(["check", *words, "interfaces.reward.function=realign.rewards.arithmetic:exact_answer"]) == 0
+    assert capsys.readouterr().out.endswith(
+        "Finished with 1 warning (see above): nothing was trained, nothing was written.\n"
+    )
+    (here / "reward.py").write_text("def half(prompt, response, row):\n    return 0.5\n")
+    assert cli.main(["check", *words, "interfaces.reward.function=reward.py:half"]) == 0
+    assert "All good" in capsys.readouterr().out
 
 
 def test_check_does_not_say_all_good_after_a_warning(here, capsys):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -62,7 +63,7 @@ def test_metrics_samples_and_standard_errors_are_those_of_the_same_evaluation_in
     shown = capsys.readouterr().out
     found = results("ergebnis ü")["evaluation"]
     assert re.search(r"evaluation: 4 rows in .* 4 responses per prompt; pass@1, pass@4", shown)
-    assert "results.json" in shown
+    assert str(Path("ergebnis ü/results.json").absolute()) in shown
 
     run = ["experiment=grpo", "models.actor.path=modèle", "data.path=a.jsonl", "batch_prompts=4", *sampled]
     run += ["interfaces.actor.generation.max_new_tokens=6"]
@@ -121,6 +122,15 @@ def test_the_weights_are_loaded_without_optimizer_and_training_data_is_not_read(
     assert request.keys == {"evaluation": "evaluation"}
     assert str(request.out) == "evals/modèle"
     assert str(request_of("runs/grpo/final/actor", *words).out) == "evals/grpo_final_actor"
+
+
+def test_the_folder_of_a_run_means_its_final_model():
+    Path("runs/grpo/final").mkdir(parents=True)
+    shutil.copytree("modèle", "runs/grpo/final/actor")
+    words = ["evaluation.data.path=a.jsonl", "evaluation.reward.function=reward.py:score"]
+    request = request_of("runs/grpo", *words)
+    assert request.model == request.experiment.models["actor"].path == "runs/grpo/final/actor"
+    assert str(request.out) == "evals/grpo_final_actor"
 
 
 @pytest.mark.parametrize(

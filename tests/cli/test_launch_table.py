@@ -96,7 +96,7 @@ def test_rows_of_a_graph_with_two_trained_roles():
         "temperature": "1 (interfaces.actor.generation.temperature, interfaces.judge.temperature)",
         "evaluation": "every 10 steps, before and after; greedy=True, temperature 1",
         "checkpoints": "every 10 minutes, at the end; keeps the last 2",
-        "written but unread keys": "extra",
+        "results that nothing reads": "extra",
         "config keys never read": "interfaces.spare, models.idle",
     }
 

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import re
+import warnings
 
 import pytest
 from rich.console import Console
@@ -47,3 +49,28 @@ def test_check_prints_the_estimate_before_it_loads_weights(tmp_path, monkeypatch
     out = capsys.readouterr().out
     assert out.index("Memory (estimate") < out.index("\nData\n")
     assert "between calls, peak" in out
+
+
+def test_check_estimates_the_memory_of_the_rows_that_it_read(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    save_tiny(tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "1+1=", "response": "2"}) + "\n")
+    words = ["experiment=sft", "models.actor.path=model", "data.path=rows.jsonl", "batch_prompts=1"]
+    assert cli.main(["check", *words]) == 0
+    before, after = capsys.readouterr().out.split("\nData\n")
+    assumed, read = (re.search(r"between calls, peak ([\d,]+) MiB", part) for part in (before, after))
+    assert "the longest row has 6 tokens; estimate with it: cpu: " in after
+    assert int(read[1]) < int(assumed[1])
+
+
+def test_check_warns_about_memory_that_the_rows_need_and_not_about_that_of_the_limits(tmp_path, monkeypatch):
+    """The peak of the limits does not fit into the free memory, that of the rows does."""
+    monkeypatch.chdir(tmp_path)
+    save_tiny(tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "1+1=", "response": "2"}) + "\n")
+    words = ["experiment=sft", "models.actor.path=model", "data.path=rows.jsonl", "batch_prompts=1"]
+    monkeypatch.setattr("realign.cli.check.free_memory", lambda device: 3 * MIB)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert cli.main(["check", *words]) == 0

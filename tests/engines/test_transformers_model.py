@@ -57,6 +57,22 @@ def offline(monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
 
 
+def test_loading_and_saving_a_model_from_python_shows_no_progress_bars(tmp_path, capfd):
+    from transformers.utils import logging
+
+    enabled = logging.is_progress_bar_enabled()
+    logging.enable_progress_bar()
+    try:
+        save_tiny(tmp_path / "model")
+        capfd.readouterr()
+        load(tmp_path / "model").machine.save(tmp_path / "saved")
+        assert capfd.readouterr().err == ""
+        assert logging.is_progress_bar_enabled()
+    finally:
+        if not enabled:
+            logging.disable_progress_bar()
+
+
 def load(path, name="actor", **fields):
     return TransformersModel(str(path), **fields).load(name, seed=0)
 

@@ -7,12 +7,14 @@ from rich.console import Console
 
 from realign.api import ModelInterface, Panel
 from realign.interfaces import ppo, sft
+from realign.interfaces.components.aggregation import SeqMeanTokenSum
 from realign.interfaces.components.kl import KLPenalty, KLPlace
 from realign.interfaces.critic import PPOCriticInterface
 from realign.interfaces.ppo import PPOActorInterface
 from realign.interfaces.sft import SFTInterface
 from realign.runtime.display import first_metrics, headline, panels, targets, with_held_out
-from realign.runtime.metrics.live_display import LiveDisplay
+from realign.runtime.metrics.courses import courses
+from realign.runtime.metrics.live_display import MOST, LiveDisplay
 from tests.runtime.test_step import CountToken
 
 
@@ -86,9 +88,28 @@ def test_the_progress_line_shows_the_headline_or_the_first_metrics():
         return out.getvalue().strip().removeprefix("run step 1/1  ")
 
     metrics = {"time/x_s": 9.0, "other": 3.0, "nll": 1.0, "loss": 2.0, "step_s": 4.0}
-    assert line(SFTInterface(), metrics) == "loss 2  nll 1  step_s 4"
+    assert line(SFTInterface(), metrics) == "nll 1  step_s 4"  # the loss is the same number
+    assert line(SFTInterface(aggregation=SeqMeanTokenSum()), metrics) == "loss 2  nll 1  step_s 4"
+    assert line(SFTInterface(), {"nll": 1.0, "eval/loss": 3.0, "eval/nll": 3.0}) == "nll 1  eval/nll 3"
     assert line(Own(), metrics) == "other 3  nll 1  loss 2"
     assert line(SFTInterface(), {"time/x_s": 9.0, "other": 3.0}) == "other 3"
+
+
+def test_every_trained_role_has_a_place_on_the_progress_line_and_in_the_summary():
+    """The headline of the actor alone fills all places."""
+    interfaces = OWN_CRITIC | {"actor": PPOActorInterface(critic="own", kl=KLPenalty(place=KLPlace.reward, coef=0.1))}
+    shown = headline(ppo.dataflow(interfaces), interfaces, "actor")
+    metrics = dict.fromkeys((name for name in shown if not name.startswith("eval/")), 1.0)
+    out = io.StringIO()
+    with LiveDisplay(Console(file=out, width=300), "run", 1, shown) as display:
+        display.log(1, metrics)
+    line = out.getvalue()
+    assert line.count(" 1") == MOST + 1
+    assert "critic/explained_variance 1" in line
+    assert line.index("reward 1") < line.index("critic/")
+    evaluated = {f"eval/{name}": 0.5 for name in "abcdefgh"}
+    found = courses([{"step": 1, **metrics, **evaluated}], shown)
+    assert [one.name for one in found][-2:] == ["reward", "critic/explained_variance"]
 
 
 def test_held_out_values_stand_beside_their_metric_or_in_a_chart_of_their_own():

@@ -143,6 +143,16 @@ def launched() -> Ranks:
     return Ranks(rank, size) if size > 1 else Ranks()
 
 
+def command_words() -> list[str]:
+    """Return the words that start realign as this process was started: `realign`, or torchrun with its processes."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ or current().size == 1:
+        return ["realign"]
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", current().size))
+    nodes = current().size // local
+    several = ["--nnodes", str(nodes), "--rdzv-backend", "c10d", "--rdzv-endpoint", "HOST:PORT"] if nodes > 1 else []
+    return ["torchrun", *several, "--nproc-per-node", str(local), "-m", "realign"]
+
+
 def _integer(variable: str) -> int:
     """Return the value of an environment variable that a launcher sets."""
     text = os.environ[variable]

@@ -10,15 +10,18 @@ from realign.errors import DataError, RealignError
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Silence the warnings of transformers about missing weights; the caller reports them."""
+    """Silence the progress bars of transformers, and its warnings about missing weights, which the caller reports."""
     from transformers.utils import logging as transformers_logging
 
-    level = transformers_logging.get_verbosity()
+    level, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
         transformers_logging.set_verbosity(level)
+        if bars:
+            transformers_logging.enable_progress_bar()
 
 
 @contextmanager

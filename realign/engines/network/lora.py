@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from realign.engines.files.adapters import PREFIX, WEIGHTS, absolute
+from realign.engines.files.pretrained import quiet_transformers
 from realign.engines.network.heads import is_encoder_decoder, read_head
 from realign.engines.network.output import ScalarHead
 from realign.errors import ConfigError, DataError
@@ -118,7 +119,8 @@ def _without_adapters(module: Any) -> dict[str, Tensor]:
 
 def save_base(module: Any, folder: Path) -> None:
     """Write the model without its adapters to a folder."""
-    module.save_pretrained(folder, state_dict=base_state(module))
+    with quiet_transformers():
+        module.save_pretrained(folder, state_dict=base_state(module))
 
 
 def save_adapters(module: Any, folder: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 from torch import nn
 
+from realign.engines.files.pretrained import quiet_transformers
 from realign.engines.network.branches import check_layers, read_stack, train_top
 from realign.engines.network.lora import (
     adapter_dropouts,
@@ -75,7 +76,8 @@ class Trained(Settings, ABC):
 
     def save(self, module: Any, folder: Path) -> None:
         """Write the model as a Hugging Face folder."""
-        module.save_pretrained(folder)
+        with quiet_transformers():
+            module.save_pretrained(folder)
 
 
 @dataclass
@@ -179,6 +181,7 @@ class Lora(Trained):
     def save(self, module: Any, folder: Path) -> None:
         """See `Trained.save`."""
         if self.merge_on_save:
-            module.save_pretrained(folder, state_dict=merged_state(module))
+            with quiet_transformers():
+                module.save_pretrained(folder, state_dict=merged_state(module))
         else:
             save_adapters(module, folder)

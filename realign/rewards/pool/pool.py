@@ -207,6 +207,12 @@ class RewardPool:
         """What the function says at launch about this machine; empty for nothing."""
         return self._function.note if isinstance(self._function, Prepared) else ""
 
+    @property
+    def cheap(self) -> bool:
+        """Whether the function is plain Python code that scores one response; no server, judge or sandbox."""
+        plain = not isinstance(self._function, Prepared | HttpReward) and self._concurrency is None
+        return plain and self.scope is Scope.response
+
     def score(
         self,
         prompts: Sequence[str],

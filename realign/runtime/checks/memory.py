@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 
@@ -23,6 +24,8 @@ MEMINFO = Path("/proc/meminfo")
 
 ASSUMED_PROMPT = 512
 """Length of the longest prompt, in tokens, if the config does not limit it."""
+Free: TypeAlias = Callable[[torch.device], int | None]
+"""Returns the free memory of a device in bytes, see `free_memory`."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +62,16 @@ class DeviceMemory:
         rollout = self.roles[ROLLOUT].passing if ROLLOUT in self.roles else 0
         return self.kept + self.processes * (max(calls, default=0) + rollout)
 
+    @property
+    def holds_weights(self) -> bool:
+        """Whether weights and optimizer state fit into the free memory."""
+        return self.free is None or self.kept <= self.free
+
     def problems(self) -> Iterator[str]:
         """Yield a message if the roles do not fit into the free memory."""
         if self.free is None or self.peak <= self.free:
             return
-        if self.kept > self.free:
+        if not self.holds_weights:
             yield (
                 f"{self.device}: weights and optimizer state need {show(self.kept)}, but {show(self.free)} are free. "
                 "Use a smaller model, more devices, or models.ROLE.trains=lora."
@@ -91,24 +99,45 @@ def show(count: int) -> str:
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:,.0f} MiB"
 
 
-def estimate(experiment: Experiment) -> list[DeviceMemory]:
+def free_memory(device: torch.device) -> int | None:
+    """Return the free memory of a device, or of the host for the CPU; None if unknown."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        lines = MEMINFO.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return int(found[0]) * 1024 if found else None
+
+
+def estimate(experiment: Experiment, longest: int | None = None, free: Free | None = None) -> list[DeviceMemory]:
     """Return the memory of each device of the run. Roles whose spec estimates nothing are left out.
+
+    Args:
+        experiment: the experiment.
+        longest: length of the longest prompt of the data in tokens, or of its longest row if nothing is sampled; None
+            assumes the limits of the config.
+        free: returns the free memory of a device; None: `free_memory`.
 
     Raises:
         RealignError: the config of a model cannot be read.
     """
+    free = free or free_memory
     if experiment.runtime.starts_workers:
         groups = plan_groups(experiment)
         return _on_one_host(
             [
                 device
                 for group in groups
-                for device in _devices(_roles(experiment, group.roles, group.devices), group.devices, group.offload)
+                for device in _devices(
+                    _roles(experiment, group.roles, group.devices, longest, free), group.devices, free, group.offload
+                )
             ]
         )
     ranks = current().size
     held = (*experiment.roles, ROLLOUT) if experiment.rollout.ahead else experiment.roles
-    return _devices(_roles(experiment, held, ranks), ranks)
+    return _devices(_roles(experiment, held, ranks, longest, free), ranks, free)
 
 
 def _on_one_host(found: list[DeviceMemory]) -> list[DeviceMemory]:
@@ -123,7 +152,7 @@ def _on_one_host(found: list[DeviceMemory]) -> list[DeviceMemory]:
 
 
 def _devices(
-    roles: Mapping[str, RoleMemory], processes: int, offloaded: frozenset[str] = frozenset()
+    roles: Mapping[str, RoleMemory], processes: int, free: Free, offloaded: frozenset[str] = frozenset()
 ) -> list[DeviceMemory]:
     names = dict.fromkeys(role.device for role in roles.values())
     return [
@@ -132,13 +161,15 @@ def _devices(
             {role: found for role, found in roles.items() if found.device == name},
             offloaded & roles.keys(),
             processes if name == CPU else 1,
-            free_memory(torch.device(name)),
+            free(torch.device(name)),
         )
         for name in names
     ]
 
 
-def _roles(experiment: Experiment, roles: Iterable[str], ranks: int) -> dict[str, RoleMemory]:
+def _roles(
+    experiment: Experiment, roles: Iterable[str], ranks: int, longest: int | None, free: Free
+) -> dict[str, RoleMemory]:
     """Return the memory of each role that has weights; `rollout` is a copy of the first role that is sampled."""
     ahead = sampled_roles(experiment) if experiment.rollout.ahead else []
     found: dict[str, RoleMemory] = {}
@@ -147,26 +178,27 @@ def _roles(experiment: Experiment, roles: Iterable[str], ranks: int) -> dict[str
         spec = experiment.models.get(source)
         if not isinstance(spec, EstimatesMemory) or (role == ROLLOUT and samples_externally(spec)):
             continue
-        work = work_of(experiment, source, ranks)
+        work = work_of(experiment, source, ranks, longest)
         if role == ROLLOUT:
             work = replace(work, trains=False, scores=False, samples=True, references=(), ranks=1)
         elif source in ahead:
             work = replace(work, samples=False)
-        found[role] = spec.memory(source, replace(work, free=free_memory(device_of(spec))))
+        found[role] = spec.memory(source, replace(work, free=free(device_of(spec))))
     return found
 
 
-def work_of(experiment: Experiment, role: str, ranks: int = 1) -> MemoryWork:
-    """Return the work of a role and of all roles that share its model."""
+def work_of(experiment: Experiment, role: str, ranks: int = 1, longest: int | None = None) -> MemoryWork:
+    """Return the work of a role and of all roles that share its model; see `estimate` for `longest`."""
     shared = {name: spec for name, spec in experiment.models.items() if isinstance(spec, SharedModel)}
     views = [name for name, spec in shared.items() if spec.of == role and name in experiment.roles]
     methods = {rpc.method for rpc in experiment.graph.rpcs if rpc.model in (role, *views)}
     evaluated = any(evaluation.role == role for evaluation in experiment.all_evaluations.values())
-    prompt, response = longest_prompt(experiment), experiment.longest_response
+    response = experiment.longest_response
+    prompt = longest if response and longest is not None else longest_prompt(experiment)
     plans = [experiment.interfaces[rpc.model].plan() for rpc in experiment.graph.rpcs if rpc.method == "generate"]
     group = max((plan.responses_per_prompt or 1 for plan in plans), default=1)
     steps = [experiment.interfaces[role].plan().n_minibatches] if role in experiment.interfaces else []
-    whole = _step_tokens(experiment, group, prompt, response)
+    whole = _step_tokens(experiment, group, prompt, response, longest)
     limit = experiment.microbatch.max_tokens_per_microbatch
     of_step = -(-whole // max([1, *steps]))
     return MemoryWork(
@@ -184,13 +216,13 @@ def work_of(experiment: Experiment, role: str, ranks: int = 1) -> MemoryWork:
     )
 
 
-def _step_tokens(experiment: Experiment, group: int, prompt: int, response: int) -> int:
+def _step_tokens(experiment: Experiment, group: int, prompt: int, response: int, longest: int | None) -> int:
     """Return the largest number of tokens of a batch."""
     if response:
         return experiment.batch_prompts * group * (prompt + response)
     row = experiment.data.max_tokens if isinstance(experiment.data, LimitsSequences) else None
     limit = experiment.microbatch.max_tokens_per_microbatch
-    return experiment.batch_prompts * (row or limit or ASSUMED_PROMPT)
+    return experiment.batch_prompts * (longest or row or limit or ASSUMED_PROMPT)
 
 
 def longest_prompt(experiment: Experiment) -> int:
@@ -202,18 +234,6 @@ def longest_prompt(experiment: Experiment) -> int:
 def device_of(spec: ModelSpec) -> torch.device:
     """Return the device of a model spec."""
     return pick_device(spec.facts().device or "auto")
-
-
-def free_memory(device: torch.device) -> int | None:
-    """Return the free memory of a device, or of the host for the CPU; None if unknown."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        lines = MEMINFO.read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
-    return int(found[0]) * 1024 if found else None
 
 
 __all__ = ["ASSUMED_PROMPT", "DeviceMemory", "estimate", "free_memory", "longest_prompt", "show", "work_of"]

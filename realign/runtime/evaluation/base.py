@@ -5,7 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, Protocol
+
+from torch import Tensor
 
 from realign.api import RPC, DataflowGraph, MicroBatchSpec, Model, ModelInterface, SequenceSample
 from realign.data import DataSpec
@@ -129,4 +132,8 @@ class SamplingEvaluator(Evaluator):
 
     def measure(self, runtime: LoadedRun, dataset: Any) -> tuple[dict[str, float], SequenceSample]:
         """See `Evaluator`."""
-        return merged(self.scored(runtime, dataset))
+        return merged(self.scored(runtime, dataset), partial(self.constant_reward, runtime, dataset))
+
+    def constant_reward(self, runtime: LoadedRun, dataset: Any, response: Tensor) -> float | None:
+        """Return the mean reward of `response` (ids) to every row; None if it is unknown or expensive."""
+        return None

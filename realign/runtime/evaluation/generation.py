@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor
 
 from realign.api import RPC, DataflowGraph, GenerationConfig, MicroBatchSpec, Model, ModelInterface, SequenceSample
 from realign.api.rewards import NAMED, total_rewards
+from realign.api.verifier import Verifier
 from realign.engines.distributed.ranks import current
 from realign.errors import ConfigError, SettingsError
 from realign.functional.pass_at_k import pass_at_k
@@ -143,7 +146,27 @@ class Evaluation(SamplingEvaluator):
         Returns:
             The metrics `eval/...`, and the scored responses of the first batch.
         """
-        return merged(self._scored(model, dataset, runtime))
+        return merged(self._scored(model, dataset, runtime), partial(self._constant, model, dataset, runtime))
+
+    def constant_reward(self, runtime: LoadedRun, dataset: Any, response: Tensor) -> float | None:
+        """See `SamplingEvaluator`. Asks only functions that are cheap, see `Verifier.is_cheap`."""
+        return self._constant(runtime.models[self.role], dataset, runtime, response)
+
+    def _constant(self, model: Model, dataset: Any, runtime: LoadedRun | None, response: Tensor) -> float | None:
+        judge = self.reward
+        if judge is None:
+            assert runtime is not None
+            scoring = _scoring(runtime.graph)[1]
+            judge = runtime.interfaces[scoring[0].model] if len(scoring) == 1 else None
+        if not isinstance(judge, Verifier) or not judge.is_cheap():
+            return None
+        text = model.tokenizer.decode(response, skip_special_tokens=True)
+        rewards = [
+            current().lead(partial(judge.score_texts, model, prompts, [[text]] * len(prompts)))
+            for prompts in self.batches(dataset)
+        ]
+        found = float(torch.cat(rewards).nanmean())
+        return found if math.isfinite(found) else None
 
     def _scored(self, model: Model, dataset: Any, runtime: LoadedRun | None) -> Iterator[Scored]:
         for ending, generation in self._variants.items():

@@ -5,8 +5,10 @@ Shapes: S sequences, G prompts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from hashlib import blake2b
 
 import torch
 from torch import Tensor
@@ -16,7 +18,13 @@ from realign.api.rewards import named_rewards, total_rewards
 from realign.api.stats import masked_std
 from realign.functional import segment_sum
 
-SEQUENCE_METRICS = frozenset({"reward", "missing_rewards", "response_tokens", "truncated_fraction"})
+DISTINCT, MOST_COMMON, CONSTANT = "distinct_fraction", "most_common_fraction", "constant_reward"
+SEQUENCE_METRICS = frozenset(
+    {"reward", "missing_rewards", "response_tokens", "truncated_fraction", DISTINCT, MOST_COMMON, CONSTANT}
+)
+FEW_DISTINCT, MANY_EQUAL = 1 / 8, 1 / 2
+"""A policy has collapsed onto one response if at most `FEW_DISTINCT` of its responses are distinct, and at least
+`MANY_EQUAL` are the same one."""
 
 
 @dataclass(frozen=True)
@@ -39,24 +47,73 @@ class Scored:
         return sequence_stats(self.batch) | further
 
 
-def merged(parts: Iterable[Scored]) -> tuple[dict[str, float], SequenceSample]:
+def merged(
+    parts: Iterable[Scored], constant_reward: Callable[[Tensor], float | None] = lambda response: None
+) -> tuple[dict[str, float], SequenceSample]:
     """Return the metrics `eval/...` of all batches, and the first batch.
 
     Args:
         parts: at least one batch. The batches of a sweep are grouped by their `ending`.
+        constant_reward: returns the mean reward of one response (ids) to every prompt, or None if it is unknown or
+            expensive. Called only if the policy has collapsed onto this response.
     """
     stats: dict[str, list[Stats]] = {}
+    repeats: dict[str, Repeats] = {}
     first: SequenceSample | None = None
     for part in parts:
         stats.setdefault(part.ending, []).append(part.stats)
+        repeats.setdefault(part.ending, Repeats()).add(part.batch)
         first = first or part.batch
     assert first is not None
     values = {
         f"eval/{name}{ending}": value
         for ending, found in stats.items()
-        for name, value in stat_values(merge_stats(found)).items()
+        for name, value in (stat_values(merge_stats(found)) | repeats[ending].metrics()).items()
     }
+    response = repeats[""].collapsed if "" in repeats else None
+    if response is not None and (reward := values.get("eval/reward")) is not None:
+        constant = reward if repeats[""].metrics()[MOST_COMMON] == 1 else constant_reward(response)
+        values |= {} if constant is None else {f"eval/{CONSTANT}": constant}
     return values, first
+
+
+class Repeats:
+    """Counts how often a policy gives the same response to different prompts."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[bytes] = Counter()
+        self._repeated: dict[bytes, Tensor] = {}
+
+    def add(self, batch: SequenceSample) -> None:
+        """Count the sampled tokens of each response of a batch."""
+        if not {"input_ids", "prompt_mask"} <= batch.keys:
+            return
+        for ids, given in zip(batch.sequences("input_ids"), batch.sequences("prompt_mask"), strict=True):
+            response = ids[~given].cpu()
+            key = blake2b(response.numpy().tobytes(), digest_size=16).digest()
+            self._counts[key] += 1
+            if self._counts[key] == 2:  # not the first time, so that distinct responses take no memory
+                self._repeated[key] = response
+
+    def metrics(self) -> dict[str, float]:
+        """Return the number of distinct responses and the count of the most common one, as fractions of all."""
+        total = self._counts.total()
+        if not total:
+            return {}
+        return {DISTINCT: len(self._counts) / total, MOST_COMMON: self._counts.most_common(1)[0][1] / total}
+
+    @property
+    def collapsed(self) -> Tensor | None:
+        """The response (ids) onto which the policy has collapsed; None if it has not."""
+        if not is_collapsed(self.metrics()):
+            return None
+        return self._repeated[self._counts.most_common(1)[0][0]]
+
+
+def is_collapsed(metrics: Mapping[str, float], prefix: str = "") -> bool:
+    """Return whether metrics of an evaluation, with names that start with `prefix`, are of a collapsed policy."""
+    distinct, most_common = metrics.get(f"{prefix}{DISTINCT}", 1.0), metrics.get(f"{prefix}{MOST_COMMON}", 0.0)
+    return distinct <= FEW_DISTINCT and most_common >= MANY_EQUAL
 
 
 class StandardErrors:

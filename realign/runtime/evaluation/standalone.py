@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 from realign.api import RPC, DataflowGraph, MicroBatchSpec, Model, ModelInterface, SequenceSample
 from realign.engines import SharedModel
@@ -89,7 +90,8 @@ class StandaloneEvaluations:
 
         with memory_limited(key, f"Lower {key}.batch_prompts."):
             if isinstance(evaluation, SamplingEvaluator):
-                values, _ = merged(map(watched, evaluation.scored(self, rows)))
+                constant = partial(evaluation.constant_reward, self, rows)
+                values, _ = merged(map(watched, evaluation.scored(self, rows)), constant)
             else:
                 values, _ = evaluation.measure(self, rows)
         return Outcome(values, errors.values(), len(rows), time.perf_counter() - started)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from realign.runtime.display import EVALUATION, GENERAL, first_metrics
+from realign.runtime.display import EVALUATION, GENERAL, first_metrics, limited
 
 LARGER = ("reward", "accuracy", "margin", "pass", "mean@", "score")
 """Parts of the names of metrics that improve when they rise."""
 SMALLER = ("loss", "nll", "perplexity")
 """Parts of the names of metrics that improve when they fall."""
+NEITHER = ("constant_reward",)
+"""Ends of the names of metrics that only stand beside another one."""
 MOST = 8
 """Metrics in a summary."""
-DETAILS = ("/missing_rewards", "/std")
+DETAILS = ("/missing_rewards", "/std", "/most_common_fraction")
 """Ends of the names of held-out metrics that only metrics.jsonl and the charts contain."""
 
 
@@ -51,10 +53,11 @@ def courses(
     reported = dict.fromkeys(name for record in history for name in record if name != "step")
     known = {name: larger_is_better(name, better or {}) for name in reported}
     names = [name for name in shown if name in reported and name not in GENERAL]
-    evaluated = held_out(reported)
+    evaluated = held_out(reported, shown)
     evaluated.sort(key=lambda name: (known[name] is None, name not in names))  # stable: otherwise as reported
     others = [name for name in names or first_metrics(reported) if not name.startswith(EVALUATION)]
-    order = [*evaluated[: MOST - 2], *others][:MOST]
+    evaluated = evaluated[: MOST - 2]
+    order = [*evaluated, *limited(others, MOST - len(evaluated))]
     points = {name: [(int(record["step"]), record[name]) for record in history if name in record] for name in order}
     return tuple(course(name, points[name], known[name]) for name in order)
 
@@ -70,14 +73,22 @@ def larger_is_better(name: str, known: Mapping[str, bool]) -> bool | None:
         return known[name]
     if not name.startswith(EVALUATION):
         return None  # a single training batch is too noisy for a best value
+    if name.endswith(NEITHER):
+        return None
     if any(part in name for part in SMALLER):
         return False
     return True if any(part in name for part in LARGER) else None
 
 
-def held_out(reported: Iterable[str]) -> list[str]:
-    """Return the metrics of evaluations without their `DETAILS`."""
-    return [name for name in reported if name.startswith(EVALUATION) and not name.endswith(DETAILS)]
+def held_out(reported: Collection[str], shown: Collection[str] = ()) -> list[str]:
+    """Return the metrics of evaluations without their `DETAILS`, and without a loss that repeats the likelihood.
+
+    Args:
+        reported: names of all metrics.
+        shown: headline metrics. If they contain `nll` without `loss`, both are the same number.
+    """
+    repeats = ("/loss",) if "nll" in shown and "loss" not in shown else ()
+    return [name for name in reported if name.startswith(EVALUATION) and not name.endswith((*DETAILS, *repeats))]
 
 
 def number(value: float) -> str:

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from realign.runtime.display import EVALUATION, first_metrics
+from realign.runtime.display import EVALUATION, first_metrics, limited
 from realign.runtime.metrics.courses import Course, course, held_out, larger_is_better, number
 from realign.runtime.metrics.sparkline import sparkline
 
@@ -99,8 +99,8 @@ class LiveDisplay:
         ):
             names = [name for name in self._names() if name in metrics]
             extra = {name for name in names if name.startswith(EVALUATION) or name in self._added}
-            limited = [name for name in names if name not in extra][:MOST]
-            shown = [f"{name} {number(metrics[name])}" for name in names if name in extra or name in limited]
+            first = limited([name for name in names if name not in extra], MOST)
+            shown = [f"{name} {number(metrics[name])}" for name in names if name in extra or name in first]
             line = f"{self._title} step {step}/{self._steps}  " + "  ".join(shown)
             self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
@@ -112,7 +112,7 @@ class LiveDisplay:
 
     def _names(self) -> list[str]:
         names = [name for name in self._shown if name in self._points] or first_metrics(self._points)
-        more: Iterable[str] = [*self._targets, *held_out(self._points), *tuple(self._added)]
+        more: Iterable[str] = [*self._targets, *held_out(self._points, self._shown), *tuple(self._added)]
         return list(dict.fromkeys([*names, *(name for name in more if name in self._points)]))
 
     def _render(self) -> Table:

@@ -12,8 +12,10 @@ from pathlib import Path
 from rich.console import Console
 
 from realign.api.callback import EndEvent, EndStatus
+from realign.engines.distributed.ranks import command_words
 from realign.errors import ConfigError
 from realign.runtime.checkpoint.final_models import FINAL
+from realign.runtime.checks.collapse import signs
 from realign.runtime.display import headline
 from realign.runtime.experiment import CHECKPOINTS, Experiment
 from realign.runtime.metrics.courses import courses
@@ -78,6 +80,7 @@ class RunReport:
         if len(history) > 1:  # drawn when the run is closed
             files["curves"] = str(out / "curves.png")
         known = {} if e.save_best is None else {e.save_best.removeprefix("-"): not e.save_best.startswith("-")}
+        found = tuple(signs(history).values())
         return RunSummary(
             name=e.name,
             status=event.status,
@@ -88,10 +91,11 @@ class RunReport:
             metrics=courses(history, headline(e.graph, e.interfaces, lead_role(e), tuple(e.evaluations)), known),
             warnings=self.log.warnings,
             files=files,
-            next_commands=self._next_commands(experiment, event),
+            next_commands=self._next_commands(experiment, event, learns=not found),
+            findings=found,
         )
 
-    def _next_commands(self, experiment: Experiment, event: EndEvent) -> dict[str, str]:
+    def _next_commands(self, experiment: Experiment, event: EndEvent, *, learns: bool) -> dict[str, str]:
         found: dict[str, str] = {}
         lead = lead_role(experiment)
         model = experiment.output_dir / FINAL / lead
@@ -105,12 +109,12 @@ class RunReport:
             EndStatus.completed: ("train for more steps", [f"steps={2 * experiment.steps}"]),
             EndStatus.stopped: ("continue", [f"{event.reason.partition(':')[0]}=null"]),
         }.get(event.status)
-        if words is not None:
+        if words is not None and (learns or event.status is not EndStatus.completed):  # more steps would not help
             meaning, more = words
             keys = {word.partition("=")[0] for word in more}
             keys |= {"overwrite"}
             kept = [word for word in self.command if word.partition("=")[0] not in keys]
-            found[meaning] = shlex.join(["realign", *kept, "resume=auto", *more])
+            found[meaning] = shlex.join([*command_words(), *kept, "resume=auto", *more])
         kept = [word for word in self.command if word.partition("=")[0] not in ("overwrite", "output_dir")]
         found["check another setting"] = shlex.join(["realign", "check", *kept, "KEY=VALUE"])
         return found

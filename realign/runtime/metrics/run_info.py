@@ -24,6 +24,7 @@ import torch
 
 from realign.api import DataflowGraph
 from realign.api.callback import EndEvent
+from realign.engines.distributed.ranks import command_words
 from realign.runtime.display import headline, panels
 from realign.runtime.models import lead_role
 from realign.runtime.step import LocalRuntime
@@ -52,7 +53,7 @@ class RunInfo:
         earlier = [] if fresh else attempts_in(folder)
         self._folder = folder
         self._attempt: dict[str, Any] = {
-            "command": None if command is None else ["realign", *command],
+            "command": None if command is None else [*command_words(), *command],
             "started": _now(),
             "ended": None,
             "status": None,

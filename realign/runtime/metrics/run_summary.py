@@ -47,6 +47,8 @@ class RunSummary:
     """Path of each result that exists, by its meaning."""
     next_commands: Mapping[str, str] = field(default_factory=dict)
     """Commands to continue with, by their meaning."""
+    findings: tuple[str, ...] = ()
+    """Signs that the run trained without learning, and what to do about them."""
 
     def write(self, folder: Path) -> None:
         """Write summary.json. Values that are not finite become null."""
@@ -79,6 +81,8 @@ class RunSummary:
             parts += [Text(self.reason), Text()]
         if self.metrics:
             parts += [_course_table(self.metrics), Text()]
+        for sentence in self.findings:
+            parts += [Text(sentence, style="yellow"), Text()]
         files = Table.grid(padding=(0, 2))
         for meaning, path in self.files.items():
             files.add_row(Text(meaning, style="bold"), Text(path, overflow="fold"))
@@ -87,7 +91,7 @@ class RunSummary:
                 Text("warnings", style="bold yellow"), Text(f"{self.warnings}, see {self.files.get('log', '')}")
             )
         parts.append(files)
-        style = "green" if self.status is EndStatus.completed else "yellow"
+        style = "green" if self.status is EndStatus.completed and not self.findings else "yellow"
         return Panel(Group(*parts), title=Text(self.headline()), title_align="left", border_style=style)
 
     def text(self) -> str:

@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from realign.api import Callback, CallbackResult
+from realign.engines.distributed.ranks import Ranks, command_words
 from realign.runtime import Interrupted, run
 from tests.runtime.test_step import experiment
 
@@ -47,6 +48,22 @@ def test_a_completed_run_shows_its_results_and_how_to_train_on(tmp_path):
         "check another setting": "realign check experiment=toy steps=3 KEY=VALUE",
     }
     assert (tmp_path / "run" / "curves.png").is_file()
+
+
+def test_under_torchrun_the_commands_start_its_processes(tmp_path, monkeypatch):
+    monkeypatch.setattr("realign.engines.distributed.ranks.current", lambda: Ranks(0, 4))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    _, summary = shown(tmp_path)
+    on = "torchrun --nproc-per-node 4 -m realign"
+    assert summary["next_commands"]["train for more steps"].startswith(f"{on} experiment=toy 'output_dir=a b' resume")
+    assert summary["next_commands"]["check another setting"].startswith("realign check ")
+    (attempt,) = json.loads((tmp_path / "run" / "run.json").read_text())["attempts"]
+    assert attempt["command"][:5] == on.split()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert command_words()[:3] == ["torchrun", "--nnodes", "2"]
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+    assert command_words() == ["realign"]  # another launcher
 
 
 def test_a_stopped_run_shows_how_to_continue_without_its_callback(tmp_path):
