@@ -34,6 +34,7 @@ from realign.config.source import (
     read_module,
 )
 from realign.config.words import EXPORTERS, NONE, TARGET, snake_case
+from realign.safe_yaml import load_yaml
 
 COMMANDS = (
     "train",
@@ -306,7 +307,7 @@ def _file(group: str, name: str, folder: Path | None) -> dict[str, Any]:
     if path is None:
         return {}
     text = path.read_text(encoding="utf-8")
-    found = yaml.safe_load(text)
+    found = load_yaml(text)
     if not isinstance(found, dict):
         return {}
     config: dict[str, Any] = {}

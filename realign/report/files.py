@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from realign.errors import ConfigError
+from realign.safe_yaml import load_yaml
 
 METRICS = "metrics.jsonl"
 LARGEST = 256 << 20
@@ -65,7 +66,7 @@ def json_object(path: Path) -> dict[str, Any]:
 def flat_config(path: Path) -> dict[str, Any]:
     """Return the values of a YAML config by dotted key; empty if the file is missing or damaged."""
     try:
-        return dict(_leaves(yaml.safe_load(_bytes(path).decode(errors="replace")), ""))
+        return dict(_leaves(load_yaml(_bytes(path).decode(errors="replace")), ""))
     except (yaml.YAMLError, RecursionError):
         return {}
 
