@@ -40,7 +40,7 @@ _FILES: Any = next(source for source in _SOURCES if source.scheme() == "file")
 """Hydra's plugin that reads config files."""
 
 
-class CheckedFiles(_FILES):  # type: ignore[misc]
+class CheckedFiles(_FILES):
     """Hydra plugin that reads the folder of `--config-dir`: it checks the size of each file before Hydra expands it."""
 
     @staticmethod
@@ -104,8 +104,9 @@ def _check_defaults(path: str, result: ConfigResult) -> None:
     groups = [group for one in chosen if (group := str(one.group).strip("/")).startswith("hydra/")]
     if "hydra" in result.config and node_at(result.config, ("hydra", "defaults")) is not None:
         groups.append("hydra.defaults")
-    if path != "config" and (group := next((group for group in groups if group != "hydra/launcher"), None)):
-        key = group.replace("/", ".")
+    refused = [group for group in groups if group != "hydra/launcher"]
+    if path != "config" and refused:
+        key = refused[0].replace("/", ".")
         raise ConfigError(f"{path}.yaml: {key}: a config cannot change this setting of Hydra. Remove it.")
 
 

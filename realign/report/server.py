@@ -89,7 +89,7 @@ def _line(folder: Path, key: str) -> dict[str, Any]:
         return run_line(folder, key)
     except Exception as error:  # whatever the files of one folder cause
         state = {"state": "unreadable", "reason": type(error).__name__}
-        empty = {"step": 0, "steps": None, "seconds": None, "started": "", "metric": None, "curve": []}
+        empty: dict[str, Any] = {"step": 0, "steps": None, "seconds": None, "started": "", "metric": None, "curve": []}
         return {"key": key, "name": folder.name, "status": state, **empty}
 
 
