@@ -1,4 +1,4 @@
-"""Read YAML that somebody else wrote: an alias (`*name`) repeats a node, so a few lines can stand for 10^9 values."""
+"""Read YAML of other people: an alias (`*name`) repeats a node, so a few lines can stand for 10^9 values."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ def test_composing_imports_classes_only_where_layers_differ(here, words):
         ["--config-dir=conf", "experiment=bomb"],
         ["--config-dir=conf", "experiment=base,bomb", "-m"],
         ["--config-dir=conf", "--cfg=job", "experiment=bomb"],
-        ["--config-dir=conf", "--info", "experiment=bomb"],
+        ["--config-dir=conf", "--info", "config", "experiment=bomb"],
         ["check", "--config-dir=conf", "experiment=bomb"],
         ["graph", "--config-dir=conf", "experiment=base", "algorithm=bomb"],
         ["--config-dir=conf", "--cfg=job", "conf/experiment/bomb.yaml"],
