@@ -95,7 +95,7 @@ async def agent(base_url: str, api_key: str, row: Mapping[str, Any]) -> float:
 
 def write_templates(folder: Path) -> None:
     """Add the chat template and the response template to the tokenizer of a model folder."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     tokenizer.chat_template, tokenizer.response_template = CHAT_TEMPLATE, RESPONSE_TEMPLATE
     tokenizer.save_pretrained(folder)
 

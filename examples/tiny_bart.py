@@ -25,7 +25,7 @@ def write(tokenizer: Path, folder: Path, *, seed: int = 0) -> None:
         folder: output folder.
         seed: seed of the weights.
     """
-    words = AutoTokenizer.from_pretrained(tokenizer)
+    words = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
     config = BartConfig(
         vocab_size=len(words),
         d_model=128,

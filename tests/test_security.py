@@ -329,6 +329,17 @@ def test_code_beside_the_weights_is_not_run_unless_it_is_named(tmp_path):
     assert TransformersModel("x").trust_remote_code is False
 
 
+def test_every_loader_of_transformers_is_told_whether_to_run_code():
+    """Without the argument, transformers asks on the terminal, and a `y` in stdin runs the code."""
+    found = []
+    for file in [*sorted(PACKAGE.rglob("*.py")), *sorted((PACKAGE.parent / "examples").glob("*.py"))]:
+        for name, node in calls(ast.parse(file.read_text(encoding="utf-8"))):
+            loads = name.rpartition(".")[2] in ("from_pretrained", "from_config")
+            if loads and not any(word.arg == "trust_remote_code" for word in node.keywords):
+                found.append(name)
+    assert found == ["PeftConfig.from_pretrained"]  # which has no such argument, and reads JSON only
+
+
 BAD_NAMES = ("../up", "a/b", ".hidden", "")
 
 

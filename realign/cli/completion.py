@@ -7,6 +7,7 @@ Keys and words come from the source code of the components that the experiment n
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from itertools import pairwise
@@ -34,6 +35,7 @@ from realign.config.source import (
     read_module,
 )
 from realign.config.words import EXPORTERS, NONE, TARGET, snake_case
+from realign.safe_yaml import load_yaml
 
 COMMANDS = (
     "train",
@@ -75,6 +77,7 @@ DEFAULTS: Mapping[str, str] = MappingProxyType(
 EXAMPLE = "grpo"
 """Experiment whose keys are offered if the command line names none."""
 
+_SAFE = re.compile(r"[\w.@/+=-]*")
 SCRIPTS: Mapping[str, str] = MappingProxyType(
     {
         "bash": """\
@@ -149,9 +152,13 @@ def _options_of(command: str, word: str) -> list[str]:
 
 
 def _starting(word: str, offered: Iterable[str]) -> list[str]:
+    """Return the candidates that continue a word, without those that a shell could take for more than one word.
+
+    Names come from file names and files, and shells insert them without quotes: `a;rm x` would run a command.
+    """
     hidden = not word.startswith("-")
     found = (one for one in offered if one.startswith(word) and not (hidden and one.startswith("-")))
-    return sorted(dict.fromkeys(found))
+    return sorted(one for one in dict.fromkeys(found) if _SAFE.fullmatch(one))
 
 
 # --- keys ---
@@ -306,7 +313,7 @@ def _file(group: str, name: str, folder: Path | None) -> dict[str, Any]:
     if path is None:
         return {}
     text = path.read_text(encoding="utf-8")
-    found = yaml.safe_load(text)
+    found = load_yaml(text)
     if not isinstance(found, dict):
         return {}
     config: dict[str, Any] = {}

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +17,28 @@ from realign.cli.model_card import model_card
 from realign.engines.files.adapters import CONFIG, AdapterFolder, absolute, find_adapter
 from realign.engines.files.folders import AVERAGED, check_path, save_folder
 from realign.engines.files.inspection import check_hub
-from realign.engines.files.model_folder import check_model_folder
+from realign.engines.files.model_folder import check_links, check_model_folder
 from realign.engines.files.pretrained import quiet_transformers, readable
-from realign.engines.files.tokenizers import has_tokenizer, read_tokenizer, reread_difference, save_tokenizer
-from realign.errors import ConfigError, TransientError
+from realign.engines.files.tokenizers import (
+    TOKENIZER_FILES,
+    has_tokenizer,
+    read_tokenizer,
+    reread_difference,
+    save_tokenizer,
+)
+from realign.errors import ConfigError, DataError, TransientError
+from realign.report.files import is_run
+from realign.rewards.text import visible
 
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 CARD = "README.md"
+COPIED = (
+    *("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json", CONFIG),
+    *("interface_state*.json", "*processor_config.json", "LICENSE*", "NOTICE*"),
+    *(*TOKENIZER_FILES, "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template.*"),
+    *(f"{part}_*.py" for part in ("configuration", "modeling", "tokenization", "processing", "image_processing")),
+)
+"""Glob patterns of the files of a model. An export contains no other file of the folder."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +67,14 @@ class Export:
         folder = model_folder(self.source)
         adapter = find_adapter(f"export {self.source!r}", str(folder))
         self._check(adapter)
+        check_links(folder)
+        if adapter is not None and Path(adapter.base).is_dir():
+            check_links(Path(adapter.base))
         with tempfile.TemporaryDirectory() as scratch:
             target = self.to or Path(scratch, "model")
             save_folder(target, lambda new: self._write(new, folder, adapter))
+            if left_out := [name for name in _files(folder) if name != CARD and not _is_copied(name)]:
+                say(f"Left out, because a model has no such files: {visible(', '.join(left_out))}")
             if self.to is not None:
                 say(f"{'Merged model' if self.merge else 'Adapter' if adapter else 'Model'} written to {self.to}")
             if self.push is not None:
@@ -110,29 +132,54 @@ def model_folder(source: str, command: str = "export") -> Path:
         check_path(command, source)  # raises, unless it is a hub name
         raise ConfigError(f"{command} {source!r}: this folder does not exist.")
     final = folder if folder.name in ("final", "best") else folder / "final"
+    if final.is_symlink() and final != folder:
+        raise DataError(
+            f"{command} {source!r}: {str(final)!r} is a link to {os.readlink(final)!r}. Name that folder itself."
+        )
     found = {path.name: path for path in sorted(final.glob("*")) if _is_model(path)}
     if _is_model(folder) or not found:
         if (folder / CONFIG).is_file():
             return folder
+        if is_run(folder) and not _is_model(folder):
+            raise ConfigError(f"{command} {source!r}: the run has not saved a final model.{_saves(folder)}")
         return Path(check_path(command, str(folder)))
     trained = [name for name in found if not name.endswith(AVERAGED)]
     if "actor" not in found and len(trained) != 1:
         raise ConfigError(
             f"{command} {source!r}: the run has several models. Choose one: {', '.join(map(str, found.values()))}."
         )
-    return found["actor" if "actor" in found else trained[0]]
+    chosen = found["actor" if "actor" in found else trained[0]]
+    if chosen.is_symlink():
+        raise DataError(f"{str(chosen)!r} is a link to {os.readlink(chosen)!r}. Name that folder itself.")
+    return chosen
+
+
+def _saves(run: Path) -> str:
+    """Return the end of the message about a run without a final model: what it saved so far."""
+    saved = [path for below in ("best/*", "step_*/*") for path in sorted(run.glob(below)) if _is_model(path)]
+    if saved:
+        return f" Choose one of its other models, such as {str(saved[-1])!r}, or wait until the run ends."
+    return " Wait until it ends; a stopped run continues with resume=auto."
 
 
 def _is_model(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("config.json", CONFIG))
 
 
+def _files(folder: Path) -> list[str]:
+    """Return the names of the files in a folder, except hidden ones."""
+    return sorted(file.name for file in folder.iterdir() if file.is_file() and not file.name.startswith("."))
+
+
+def _is_copied(name: str) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in COPIED)
+
+
 def _copy_files(folder: Path, new: Path) -> None:
-    """Copy the files of a model folder, except its model card and hidden files."""
+    """Copy the files of a model folder that `COPIED` lists."""
     check_model_folder(folder)
-    for file in sorted(folder.iterdir()):
-        if file.is_file() and file.name != CARD and not file.name.startswith("."):
-            shutil.copy(file, new / file.name)
+    for name in filter(_is_copied, _files(folder)):
+        shutil.copy(folder / name, new / name)
 
 
 def _write_tokenizer(new: Path, source: str) -> None:
@@ -153,9 +200,11 @@ def _write_merged(new: Path, adapter: AdapterFolder) -> None:
     scalar = bool(adapter.head_names())
     labels = {"num_labels": 1} if scalar else {}
     with readable(f"export: cannot merge {str(adapter.path)!r} into {adapter.base!r}"), quiet_transformers():
-        config = AutoConfig.from_pretrained(adapter.base)
+        config = AutoConfig.from_pretrained(adapter.base, trust_remote_code=False)
         kind: Any = AutoModelForSequenceClassification if scalar else language_model_class(config)
-        module = kind.from_pretrained(adapter.base, dtype=torch.float32, use_safetensors=True, **labels)
+        module = kind.from_pretrained(
+            adapter.base, dtype=torch.float32, use_safetensors=True, trust_remote_code=False, **labels
+        )
         merge_adapter(module, adapter.path).save_pretrained(new)
     for file in adapter.path.iterdir():
         if file.name.startswith("interface_state") or file.name == "value_head.safetensors":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -10,14 +11,20 @@ from typing import Any
 
 import yaml
 
+from realign.config.trees import get
 from realign.engines.files.adapters import AdapterFolder
 from realign.engines.files.model_folder import read_object
+from realign.report.files import json_lines, number, yaml_object
+from realign.rewards.pool.limits import secret_variables
+from realign.rewards.pool.urls import masked_text
+from realign.rewards.text import visible
 from realign.version import installed_version
 
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 SHOWN = ("reward", "loss", "kl", "preference_loss", "rewards/accuracy", "nll")
 """Metrics of training in a model card, in addition to those of evaluations."""
 MOST_STAGES = 10
+MOST_METRICS = 100
 
 
 def model_card(name: str, source: Path, exported: Path, adapter: AdapterFolder | None) -> str:
@@ -39,42 +46,47 @@ def model_card(name: str, source: Path, exported: Path, adapter: AdapterFolder |
         "Data": ", ".join(map(_public, _data(config))),
         "Steps": _steps(config, run),
         "Role in the run": role if run is not None else None,
-        "Earlier stages": ", ".join(f"{_config_of(folder).get('name')}" for folder, _ in stages[:0:-1]),
+        "Earlier stages": ", ".join(str(_config_of(folder).get("name")) for folder, _ in stages[:0:-1]),
         "realign": installed_version(),
     }
     parts = [
         f"---\n{yaml.safe_dump(_front_matter(exported, base, config), sort_keys=False)}---",
-        f"# {name}",
+        f"# {_cell(name)}",
         "Trained with realign, a library for reinforcement learning of language models.",
-        "\n".join(["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in rows.items() if value)]),
+        "\n".join(["| | |", "|---|---|", *(f"| {key} | {_cell(value)} |" for key, value in rows.items() if value)]),
         _usage(name, exported),
         *_metrics(run),
     ]
     if config:
-        shown = yaml.safe_dump(_without_paths(config), sort_keys=False, allow_unicode=True)
-        parts.append(f"## Config\n\n```yaml\n{shown}```")
+        shown = visible(yaml.safe_dump(_publishable(config), sort_keys=False, allow_unicode=True))
+        fence = "`" * max(3, *(len(ticks) + 1 for ticks in re.findall("`+", shown)), 0)  # longer than all in the text
+        parts.append(f"## Config\n\n{fence}yaml\n{shown}{fence}")
     return "\n\n".join(parts) + "\n"
+
+
+def _cell(text: object) -> str:
+    """Return a text of a run in one line of Markdown, without links, HTML and the end of a table cell."""
+    return re.sub(r"([\\|`<>\[\]])", r"\\\1", visible(" ".join(str(text).split())))
 
 
 def _stages(folder: Path) -> Iterator[tuple[Path, str]]:
     """Yield run folder and role of the run that saved `folder`, then of the run that saved its start, and so on."""
     for _ in range(MOST_STAGES):
-        folder = folder.expanduser().resolve()
+        folder = folder.resolve()
         run = next((p for p in (folder.parent, folder.parent.parent) if (p / "config.yaml").is_file()), None)
         if run is None:
             return
         yield run, folder.name
         start = _start(_config_of(run), folder.name)
-        if start is None or not Path(start).expanduser().is_dir():
+        if start is None or not os.path.isdir(os.path.expanduser(start)):
             return
-        folder = Path(start)
+        folder = Path(os.path.expanduser(start))
 
 
 def _start(config: Mapping[str, Any], role: str) -> str | None:
     """Return the path that a role of a run started from."""
-    spec = (config.get("models") or {}).get(role.removesuffix("_ema"))
-    path = spec.get("path") if isinstance(spec, Mapping) else None
-    return path if isinstance(path, str) else None
+    path = get(config, ("models", role.removesuffix("_ema"), "path"))
+    return path if isinstance(path, str) and path.isprintable() else None
 
 
 def _base(stages: list[tuple[Path, str]]) -> str | None:
@@ -83,15 +95,14 @@ def _base(stages: list[tuple[Path, str]]) -> str | None:
 
 
 def _config_of(run: Path) -> dict[str, Any]:
-    found = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
-    return found if isinstance(found, dict) else {}
+    return yaml_object(run / "config.yaml")
 
 
 def _front_matter(exported: Path, base: str | None, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the metadata that the hub reads. The hub accepts only its own names as base model and data."""
     adapter = (exported / "adapter_config.json").is_file()
     model = read_object(exported / "config.json") or {}
-    scalar = any("Classification" in name for name in model.get("architectures") or ())
+    scalar = any("Classification" in name for name in _architectures(model))
     algorithm = _graph_name(config)
     names = [name.partition(":")[0] for name in _data(config)]  # without the split
     data = list(dict.fromkeys(name for name in names if _is_hub_name(name)))
@@ -112,14 +123,14 @@ def _is_hub_name(name: str) -> bool:
 
 def _graph_name(config: Mapping[str, Any]) -> str | None:
     """Return the name of the algorithm's file, such as grpo."""
-    target = (config.get("graph") or {}).get("_target_")
+    target = get(config, ("graph", "_target_"))
     return target.split(".")[-2] if isinstance(target, str) and target.count(".") else None
 
 
 def _algorithm(config: Mapping[str, Any], role: str) -> str | None:
     name = _graph_name(config)
-    interface = ((config.get("interfaces") or {}).get(role.removesuffix("_ema")) or {}).get("_target_")
-    return None if name is None else f"{name} ({interface.rpartition('.')[2]})" if interface else name
+    interface = get(config, ("interfaces", role.removesuffix("_ema"), "_target_"))
+    return None if name is None else f"{name} ({str(interface).rpartition('.')[2]})" if interface else name
 
 
 def _data(config: Mapping[str, Any]) -> list[str]:
@@ -148,7 +159,7 @@ def _steps(config: Mapping[str, Any], run: Path | None) -> str | None:
 def _usage(name: str, exported: Path) -> str:
     """Return the section with the code that loads the model."""
     config = read_object(exported / "config.json") or {}
-    architecture = (config.get("architectures") or [""])[0]
+    architecture = next(iter(_architectures(config)), "")
     package, loader = "transformers", "AutoModelForCausalLM"
     kinds = {"ConditionalGeneration": "Seq2SeqLM" if config.get("is_encoder_decoder") else "ImageTextToText"}
     kinds |= {kind: kind for kind in ("SequenceClassification", "TokenClassification")}
@@ -162,41 +173,49 @@ def _usage(name: str, exported: Path) -> str:
         f"from {package} import {loader}",
         "from transformers import AutoTokenizer",
         "",
-        f'model = {loader}.from_pretrained("{name}")',
-        f'tokenizer = AutoTokenizer.from_pretrained("{name}")',
+        f"model = {loader}.from_pretrained({json.dumps(name)})",
+        f"tokenizer = AutoTokenizer.from_pretrained({json.dumps(name)})",
     ]
     return "\n".join(["## Use", "", "```python", *lines, "```"])
 
 
 def _metrics(run: Path | None) -> Iterator[str]:
     """Yield a table of the first and last value of each metric of the evaluation, and of some metrics of training."""
-    file = None if run is None else run / "metrics.jsonl"
-    if file is None or not file.is_file():
-        return
-    series: dict[str, list[tuple[int, float]]] = {}
-    for line in file.read_text(encoding="utf-8").splitlines():
-        record = json.loads(line)
+    series: dict[str, list[tuple[float, float]]] = {}
+    for record in [] if run is None else json_lines(run / "metrics.jsonl"):
+        step = number(record.get("step"))
         for key, value in record.items():
-            if (key.startswith("eval/") or key in SHOWN) and isinstance(value, int | float):
-                series.setdefault(key, []).append((record.get("step", 0), value))
+            if (key.startswith("eval/") or key in SHOWN) and (x := number(value)) is not None:
+                series.setdefault(key, []).append((step or 0, x))
     if not series:
         return
     rows = [
-        f"| {key} | {found[0][1]:.4g} (step {found[0][0]}) | {found[-1][1]:.4g} (step {found[-1][0]}) |"
-        for key, found in sorted(series.items())
+        f"| {_cell(key)} | {found[0][1]:.4g} (step {found[0][0]}) | {found[-1][1]:.4g} (step {found[-1][0]}) |"
+        for key, found in sorted(series.items())[:MOST_METRICS]
     ]
     yield "\n".join(["## Metrics", "", "| metric | first | last |", "|---|---|---|", *rows])
 
 
-def _without_paths(node: Any) -> Any:
-    """Return a config in which absolute paths are shortened to their last name, since cards are often public."""
+def _publishable(node: Any) -> Any:
+    """Return a config whose texts are `_public`, and without values of variables that look like secrets."""
     if isinstance(node, Mapping):
-        return {key: _without_paths(value) for key, value in node.items()}
+        variables = node.get("environment")
+        hidden = (
+            secret_variables({str(k): str(v) for k, v in variables.items()}) if isinstance(variables, Mapping) else ()
+        )
+        shown = {key: _publishable(value) for key, value in node.items()}
+        return {**shown, "environment": {**shown["environment"], **dict.fromkeys(hidden, "***")}} if hidden else shown
     if isinstance(node, list):
-        return [_without_paths(value) for value in node]
+        pairs = zip([None, *node], node, strict=False)  # of a command, such as --api-key and its value
+        return ["***" if masked_text(f"{a} {b}") == f"{a} ***" else _publishable(b) for a, b in pairs]
     return _public(node) if isinstance(node, str) else node
 
 
 def _public(text: str) -> str:
-    """Return a path without the folders of this machine; other text stays unchanged."""
-    return f".../{Path(text).name}" if text.startswith(("/", "~")) else text
+    """Return a path without the folders of this machine, and other text without credentials."""
+    return f".../{Path(text).name}" if text.startswith(("/", "~")) else masked_text(text)
+
+
+def _architectures(config: Mapping[str, Any]) -> list[str]:
+    names = config.get("architectures")
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from realign.config.errors import ConfigError
+from realign.rewards.text import visible
 
 NAME = "report.html"
 """Name of a report if `--out` is not set."""
@@ -18,9 +20,17 @@ def report(args: argparse.Namespace, words: Sequence[str]) -> int:
     from realign.report.page import write_report
 
     folders = _runs("report", args, words, at_least=1)
-    out = Path(args.out) if args.out else (folders[0] / NAME if len(folders) == 1 else Path(NAME))
+    if args.out:
+        out = Path(args.out)
+    elif len(words) == 1:
+        out = Path(words[0], NAME) if len(folders) > 1 else folders[0] / NAME
+    else:
+        out = Path(NAME)  # the runs have no folder in common that is theirs
+        if os.path.lexists(out):
+            raise ConfigError(f"{NAME} exists in the current folder, and may show other runs. Name a file with --out.")
     size = write_report(folders, out)
-    sys.stdout.write(f"{out} ({size / 1e6:.2f} MB)\n")
+    runs = "1 run" if len(folders) == 1 else f"{len(folders)} runs"
+    sys.stdout.write(f"Report of {runs}: {visible(str(out.absolute()))} ({size / 1e6:.2f} MB)\n")
     return 0
 
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich.table import Table
 from rich.text import Text
 
 from realign.runtime.metrics.courses import number
 from realign.runtime.metrics.run_summary import NAME
+from realign.safe_yaml import load_yaml
 
 UNFINISHED = "not finished"
 
@@ -34,7 +34,7 @@ class SweptRun:
     def read(cls, folder: Path) -> SweptRun:
         """Read the overrides and the summary of a run from its folder."""
         record = folder / ".hydra" / "overrides.yaml"
-        words = yaml.safe_load(record.read_text(encoding="utf-8")) if record.is_file() else []
+        words = load_yaml(record.read_text(encoding="utf-8")) if record.is_file() else []
         path, summary = folder / NAME, None
         with suppress(ValueError):  # cut off by a full disk
             summary = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None

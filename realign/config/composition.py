@@ -18,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from realign.config.construct import fill
 from realign.config.errors import OPTIONAL, ConfigError, listed, not_a_component, one_line
 from realign.config.explain import explain
+from realign.config.folders import SCHEME
 from realign.config.hydra_node import check_folders, check_node, launcher_of, node_of, without_hydra
 from realign.config.schema import COMPONENTS, REPORT, ExperimentConfig
 from realign.config.secret_variables import check_no_secrets, without_secrets
@@ -181,7 +182,7 @@ def _search_urls(config_dir: Path | str | None) -> list[str]:
     folder = Path(config_dir).resolve()
     if not folder.is_dir():
         raise ConfigError(f"--config-dir={config_dir}: this folder does not exist.")
-    return [f"file://{folder}"]
+    return [f"{SCHEME}://{folder}"]
 
 
 def check_launch(overrides: Sequence[str], config_dir: Path | str | None = None) -> str:

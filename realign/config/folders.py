@@ -8,6 +8,8 @@ from realign.config.errors import ConfigError
 
 GROUPS = ("experiment", "algorithm", "runtime", "rollout")
 """Config groups: folders with files that one word selects."""
+SCHEME = "realign"
+"""Scheme of the URL of `--config-dir` in Hydra's search path, which selects `realign.config.loader.CheckedFiles`."""
 
 
 def experiments_dir() -> Path:

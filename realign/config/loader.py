@@ -10,27 +10,57 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra import version
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.hydra import Hydra
 from hydra._internal.utils import create_config_search_path
 from hydra.core.config_search_path import ConfigSearchPath
-from hydra.core.default_element import ResultDefault
+from hydra.core.default_element import GroupDefault, ResultDefault
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.types import Override
-from hydra.plugins.config_source import ConfigResult
+from hydra.core.plugins import Plugins
+from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.types import RunMode
 from omegaconf import DictConfig, open_dict
 
 from realign.config.command_line import as_layer, rewrite
-from realign.config.errors import ConfigError
-from realign.config.folders import experiments_dir
+from realign.config.errors import ConfigError, one_line
+from realign.config.folders import SCHEME, experiments_dir
 from realign.config.layers import Layers
 from realign.config.schema import REPORT
 from realign.config.secret_variables import without_secrets
+from realign.config.trees import node_at
+from realign.safe_yaml import check_yaml
 
 HYDRA_VERSION = "1.3"
 """Compatibility version of Hydra (`version_base`)."""
+_SOURCES: Any = Plugins.instance().discover(ConfigSource)
+_FILES: Any = next(source for source in _SOURCES if source.scheme() == "file")
+"""Hydra's plugin that reads config files."""
+
+
+class CheckedFiles(_FILES):
+    """Hydra plugin that reads the folder of `--config-dir`: it checks the size of each file before Hydra expands it."""
+
+    @staticmethod
+    def scheme() -> str:
+        """Return the scheme of its URLs."""
+        return SCHEME
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        """Read a file.
+
+        Raises:
+            ConfigError: the file has too many values, or is no YAML.
+        """
+        file = Path(self.path, config_path if config_path.endswith(".yaml") else f"{config_path}.yaml")
+        try:
+            check_yaml(file.read_text(encoding="utf-8"))
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{file}: the file cannot be read: {one_line(error)}") from error
+        result: ConfigResult = super().load_config(config_path)
+        return result
 
 
 class LayeredLoader(ConfigLoaderImpl):
@@ -51,6 +81,7 @@ class LayeredLoader(ConfigLoaderImpl):
         loaded = [super(LayeredLoader, self)._load_single_config(default, repo) for default in defaults]
         for default, result in zip(defaults, loaded, strict=True):
             if default.config_path is not None and not default.config_path.startswith("hydra/"):
+                _check_defaults(default.config_path, result)
                 layers.add_file(default.config_path, result.config)
         for override in self._overrides:
             if override.key_or_group.partition(".")[0] in REPORT:
@@ -65,6 +96,18 @@ class LayeredLoader(ConfigLoaderImpl):
 
     def _load_single_config(self, default: ResultDefault, repo: Any) -> ConfigResult:
         return self._loaded.pop(0)
+
+
+def _check_defaults(path: str, result: ConfigResult) -> None:
+    """Raise an error for defaults that choose settings of Hydra, which Hydra ignores or `check_node` refuses."""
+    chosen = [one for one in result.defaults_list or () if isinstance(one, GroupDefault) and one.override]
+    groups = [group for one in chosen if (group := str(one.group).strip("/")).startswith("hydra/")]
+    if "hydra" in result.config and node_at(result.config, ("hydra", "defaults")) is not None:
+        groups.append("hydra.defaults")
+    refused = [group for group in groups if group != "hydra/launcher"]
+    if path != "config" and refused:
+        key = refused[0].replace("/", ".")
+        raise ConfigError(f"{path}.yaml: {key}: a config cannot change this setting of Hydra. Remove it.")
 
 
 def whole_config(overrides: Sequence[str]) -> DictConfig:
@@ -112,6 +155,7 @@ class _Application:
 
     def __enter__(self) -> Hydra:
         version.setbase(HYDRA_VERSION)
+        Plugins.instance().register(CheckedFiles)
         loader = LayeredLoader(create_config_search_path(str(experiments_dir())))
         hydra = Hydra(task_name="realign", config_loader=loader)
         self._before = GlobalHydra.instance().hydra

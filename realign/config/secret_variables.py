@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -26,8 +27,8 @@ class SecretRefused(ConfigError):
 def without_secrets() -> Iterator[None]:
     """Let `${oc.env:NAME}` refuse secrets while configs are resolved in this context.
 
-    In the URL of a reward server, a secret that `REALIGN_URL_VARIABLES` lists stays an interpolation. The reward
-    function inserts its value, so that no config contains it.
+    In the URL of a reward or MCP server, a secret that `REALIGN_URL_VARIABLES` lists stays an interpolation. Its client
+    inserts the value, so that no config contains it.
 
     Raises:
         SecretRefused: in place of OmegaConf's exception, if a value reads a secret.
@@ -37,7 +38,7 @@ def without_secrets() -> Iterator[None]:
     def env(name: str, default: Any = _NO_DEFAULT, *, _node_: Node) -> Any:
         if name in secret_variables(os.environ):
             text, key = _node_._value(), _node_._get_full_key("")
-            is_url = isinstance(text, str) and text.startswith(("http://", "https://")) and key.endswith(".function")
+            is_url = isinstance(text, str) and text.startswith(("http://", "https://")) and _is_server(key)
             if is_url and name in allowed_variables(os.environ):
                 return f"${{oc.env:{name}}}"
             refused.append(refusal(key or "an override", name))
@@ -56,7 +57,7 @@ def without_secrets() -> Iterator[None]:
 
 
 def check_no_secrets(composed: DictConfig, values: Iterable[tuple[str, Any]]) -> None:
-    """Check that no value reads a secret, and that the URLs of reward servers contain no credentials.
+    """Check that no value reads a secret, and that no URL of a server and no variable for servers contains one.
 
     Ignores other errors of interpolations, which resolving the config reports.
 
@@ -72,8 +73,22 @@ def check_no_secrets(composed: DictConfig, values: Iterable[tuple[str, Any]]) ->
         if isinstance(found, str) and "${" in found:
             with suppress(OmegaConfBaseException), without_secrets():
                 value = OmegaConf.select(composed, key)
-        if key.endswith(".function") and isinstance(value, str) and "://" in value:
+        parent, _, name = key.rpartition(".")
+        variable = {name: str(value)} if parent.endswith(".sampler.environment") and not str(value).isdigit() else {}
+        if secret_variables(variable):
+            raise ConfigError(
+                f"{key} looks like a secret, which would be written to config.yaml. Set {name} in the environment of "
+                "the run instead, which its servers inherit."
+            )
+        reward = key.endswith(".function")
+        is_url = isinstance(value, str) and ("://" in value if reward else value.startswith(("http://", "https://")))
+        if is_url and _is_server(key):
             try:
-                check_url(value)
+                check_url(value, "reward function" if reward else "MCP server")
             except ConfigError as error:
                 raise ConfigError(f"{key}: {error}") from None
+
+
+def _is_server(key: str) -> bool:
+    """Return whether a key is that of a reward function or of an MCP server, which can be URLs."""
+    return key.endswith(".function") or re.search(r"\.mcp(\.\d+|\[\d+\])$", key) is not None

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from realign.config.errors import ConfigError, one_line
 from realign.config.folders import list_experiments
+from realign.safe_yaml import check_yaml
 
 ENDINGS = (".yaml", ".yml")
 EXPERIMENT = "experiment"
@@ -93,6 +94,7 @@ def register_file(path: Path, base: str | None = None) -> str:
         raise ConfigError(f"experiment={path}: this file does not exist. `realign --help` lists the experiments.")
     try:
         text = path.read_text(encoding="utf-8")
+        check_yaml(text)
         node = OmegaConf.create(text)
     except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
         raise ConfigError(f"experiment={path}: the file cannot be read: {one_line(error)}") from error

@@ -83,7 +83,7 @@ class ImageSource(DataSource):
 
         path = self.image_processor or tokenizer.name_or_path
         try:
-            processor = AutoImageProcessor.from_pretrained(path)
+            processor = AutoImageProcessor.from_pretrained(path, trust_remote_code=False)
             if not hasattr(processor, "merge_size"):
                 raise ValueError(f"{type(processor).__name__} does not merge patches")
         except Exception as error:  # whatever transformers raises for a folder without a supported processor

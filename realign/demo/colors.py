@@ -153,7 +153,7 @@ def build_model(*, seed: int) -> Any:
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return AutoModelForImageTextToText.from_config(config)
+        return AutoModelForImageTextToText.from_config(config, trust_remote_code=False)
 
 
 if __name__ == "__main__":

@@ -72,11 +72,11 @@ def convert(source: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     given = {"gguf_file": source.name}
-    model = AutoModelForCausalLM.from_pretrained(source.parent, dtype=torch.float32, **given)
+    model = AutoModelForCausalLM.from_pretrained(source.parent, dtype=torch.float32, trust_remote_code=False, **given)
     # The weights are no longer quantized, but transformers marks the model as such and refuses to save it.
     del model.config.quantization_config
     model.hf_quantizer = None
-    save(folder, model, AutoTokenizer.from_pretrained(source.parent, **given))
+    save(folder, model, AutoTokenizer.from_pretrained(source.parent, trust_remote_code=False, **given))
 
 
 if __name__ == "__main__":

@@ -95,4 +95,4 @@ def build_model(family: str, vocabulary: int, *, seed: int, positions: int = 64)
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(config)
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=False)

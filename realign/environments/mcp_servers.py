@@ -9,11 +9,15 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from urllib.parse import quote
 
 from realign.errors import ConfigError
+from realign.rewards.pool.urls import check_url, filled, masked, masked_text
 
 ServerTool = tuple[Mapping[str, Any], Callable[[dict[str, Any]], Awaitable[Any]]]
 """Schema of a tool in the format of OpenAI, and a function that calls it."""
+KIND = "MCP server"
+"""What a URL of this module is, for messages."""
 _PAGES = 100
 """Maximum number of pages of a tool list."""
 
@@ -30,16 +34,21 @@ class McpServer:
         """Return the server of a setting: a URL (streamable HTTP), or a command (stdin and stdout).
 
         Raises:
-            ConfigError: the text is no command, or the extra `mcp` is missing.
+            ConfigError: the text is no command, the URL is invalid or contains credentials, or the extra `mcp` is
+                missing.
         """
         if importlib.util.find_spec("mcp") is None:
-            raise ConfigError(f"mcp={given}: the package mcp is not installed. Run pip install 'realign-rl[mcp]'.")
+            raise ConfigError(
+                f"mcp={masked_text(given)}: the package mcp is not installed. Run pip install 'realign-rl[mcp]'."
+            )
         if given.startswith(("http://", "https://")):
+            check_url(given, KIND)
+            filled(given, kind=KIND)  # fails if a variable is missing
             return cls(url=given)
         try:
             words = tuple(shlex.split(given))
         except ValueError as error:
-            raise ConfigError(f"mcp={given}: cannot read the command ({error}).") from error
+            raise ConfigError(f"mcp={masked_text(given)}: cannot read the command ({error}).") from error
         if not words:
             raise ConfigError(f"mcp={given!r}: expected a URL or a command.")
         return cls(command=words)
@@ -53,13 +62,21 @@ class McpServer:
         """
         from mcp import Client, StdioServerParameters
 
-        target = self.url or StdioServerParameters(command=self.command[0], args=list(self.command[1:]))
+        target: Any = (
+            StdioServerParameters(command=self.command[0], args=list(self.command[1:])) if self.command else ""
+        )
+        secrets: list[str] = []
+        if self.url:
+            target, secrets = filled(self.url, kind=KIND)
         async with AsyncExitStack() as stack:
             try:
                 client = await stack.enter_async_context(Client(target))
             except Exception as error:
-                shown = self.url or shlex.join(self.command)
-                raise ConnectionError(f"cannot connect to the MCP server {shown!r}: {_first(error)}") from error
+                reason = masked_text(_first(error))
+                for secret in filter(None, secrets):
+                    reason = reason.replace(quote(secret, safe=""), "***").replace(secret, "***")
+                shown = masked(self.url) if self.url else self.command[0]
+                raise ConnectionError(f"cannot connect to the MCP server {shown!r}: {reason}") from None
             yield McpTools(client)
 
 

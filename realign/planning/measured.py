@@ -21,6 +21,7 @@ from realign.planning.placements import Placement, RoleGroup
 from realign.planning.plans import Tail
 from realign.planning.predict import Cluster, Scale, sampling_costs, training_costs
 from realign.planning.workload import Workload
+from realign.safe_yaml import load_yaml
 
 PRIOR = 0.01
 """Weight of the analytic ratio, relative to the equations of all steps."""
@@ -77,7 +78,7 @@ def _check_synchronous(folder: str, path: Path) -> None:
     if not path.is_file():
         return
     try:
-        config = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        config = load_yaml(path.read_text(encoding="utf-8")) or {}
     except (OSError, yaml.YAMLError) as error:
         raise DataError(f"plan.runs: {path} cannot be read ({error}).") from error
     for node, wrong in (("rollout", "Async"), ("runtime", "Ray")):

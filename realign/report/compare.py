@@ -31,7 +31,7 @@ def comparison(folders: Sequence[Path]) -> list[Table]:
     if keys := differing(runs):
         table = _table(runs, f"Different settings: {min(len(keys), MOST_KEYS)} of {len(keys)}")
         for key in keys[:MOST_KEYS]:
-            table.add_row(Text(key), *(Text(_shown(run["config"], key)) for run in runs))
+            table.add_row(_cell(key), *(_cell(_shown(run["config"], key)) for run in runs))
         tables.append(table)
     return tables
 
@@ -48,12 +48,12 @@ def _metrics(runs: Sequence[Mapping[str, Any]]) -> Table:
     for name, cells in (
         ("status", [run["status"]["state"] for run in runs]),
         ("steps", [str((run["metrics"]["step"] or [0])[-1]) for run in runs]),
-        ("duration", [duration((run["metrics"]["seconds"] or [0.0])[-1] or 0.0) for run in runs]),
+        ("duration", [duration(max(0.0, (run["metrics"]["seconds"] or [0.0])[-1] or 0.0)) for run in runs]),
         ("warnings", [str(len(run["warnings"])) for run in runs]),
     ):
-        table.add_row(name, *cells)
+        table.add_row(name, *map(_cell, cells))
     for name in _names(runs)[:MOST]:
-        table.add_row(Text(name), *(_course(run, name) for run in runs))
+        table.add_row(_cell(name), *(_cell(_course(run, name)) for run in runs))
     return table
 
 
@@ -61,7 +61,7 @@ def _names(runs: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the metrics to compare: evaluations, then the headline metrics that a run recorded."""
     recorded = dict.fromkeys(name for run in runs for name in run["metrics"]["values"])
     held_out = [name for name in recorded if name.startswith("eval/")]
-    headline = [name for run in runs for name in run["info"].get("headline", ()) if name in recorded]
+    headline = [name for run in runs for name in run["info"]["headline"] if name in recorded]
     return list(dict.fromkeys([*held_out, *headline])) or list(recorded)
 
 
@@ -69,9 +69,8 @@ def _course(run: Mapping[str, Any], name: str) -> str:
     values = [x for x in run["metrics"]["values"].get(name, ()) if x is not None]
     if not values:
         return ""
-    known = {one["name"]: one for one in run["summary"].get("metrics", ())}
-    best = known.get(name, {})
-    end = f" ({number(best['best'])}, {best['best_step']})" if best.get("best") is not None else ""
+    best = next((one for one in run["summary"]["metrics"] if one["name"] == name and one["best"] is not None), None)
+    end = f" ({number(best['best'])}, {best['best_step']})" if best is not None else ""
     return f"{number(values[-1])}{end}"
 
 
@@ -79,14 +78,18 @@ def _table(runs: Sequence[Mapping[str, Any]], title: str) -> Table:
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
     table.add_column("")
     for run in runs:
-        table.add_column(Text(str(run["key"])), overflow="fold")
+        table.add_column(_cell(run["key"]), overflow="fold")
     return table
 
 
+def _cell(text: str) -> Text:
+    """Return a text of a run as one line that reaches neither the terminal's control sequences nor rich's markup."""
+    shown = visible(text).replace("\n", "\\n").replace("\t", "\\t")
+    return Text(shown if len(shown) <= LONGEST else f"{shown[:LONGEST]}...")
+
+
 def _shown(config: Mapping[str, Any], key: str) -> str:
-    value = "" if key not in config else "null" if config[key] is None else str(config[key])
-    text = visible(value)
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
+    return "" if key not in config else "null" if config[key] is None else str(config[key])
 
 
 __all__ = ["comparison", "differing"]

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import socket
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from realign.report.files import flat_config, json_lines, json_object
+from realign.report.files import flat_config, json_lines, json_object, number, run_info, summary, usable
 from realign.report.graph import graph_svg
 
 POINTS = 600
@@ -27,6 +27,8 @@ BUDGETS: Mapping[str, int] = {
 """Maximum size of the records of each file in the report, in bytes of JSON. Steps in between are left out."""
 LONGEST_TEXT = 4_000
 """Maximum length of a prompt or response, in characters; its middle is omitted."""
+MOST_NAMES = 2_000
+"""Maximum number of metrics; the others are left out."""
 QUIET_S = 300.0
 """Seconds without a new record after which a run on another machine counts as ended."""
 
@@ -38,69 +40,72 @@ def run_data(folder: Path, key: str | None = None) -> dict[str, Any]:
         folder: folder of the run.
         key: unique name of the run in the report; the name of the folder if unset.
     """
-    info, summary = json_object(folder / "run.json"), json_object(folder / "summary.json")
-    metrics = json_lines(folder / "metrics.jsonl")
-    records = {name: json_lines(folder / f"{name}.jsonl") for name in BUDGETS}
+    info, end = run_info(folder), summary(folder)
+    records = {name: usable(name, json_lines(folder / f"{name}.jsonl")) for name in BUDGETS}
     records["samples"], records["eval_samples"] = (
         [_shortened(record) for record in records[name]] for name in ("samples", "eval_samples")
     )
     return {
         "key": key or folder.name,
-        "name": str(info.get("name") or summary.get("name") or folder.name),
+        "name": info["name"] or end["name"] or folder.name,
         "folder": str(folder),
-        "status": status(folder, info, summary),
-        "info": {name: value for name, value in info.items() if name != "graph"},
-        "summary": summary,
+        "status": status(folder, info, end),
+        "info": info,
+        "summary": end,
         "config": flat_config(folder / "config.yaml"),
-        "metrics": columns(metrics),
-        "graph": graph_svg(info.get("graph")),
+        "metrics": columns(json_lines(folder / "metrics.jsonl")),
+        "graph": graph_svg(json_object(folder / "run.json").get("graph")),
         **{name: spread(found, BUDGETS[name]) for name, found in records.items()},
     }
 
 
 def run_line(folder: Path, key: str) -> dict[str, Any]:
     """Return a short description of a run for the list of runs."""
-    info, summary = json_object(folder / "run.json"), json_object(folder / "summary.json")
-    metrics = json_lines(folder / "metrics.jsonl")
-    found = columns(metrics)
+    info, end = run_info(folder), summary(folder)
+    found = columns(json_lines(folder / "metrics.jsonl"))
     shown = next((name for name in (*_headline(info), *found["values"]) if name in found["values"]), None)
-    attempts = info.get("attempts") or [{}]
     return {
         "key": key,
-        "name": str(info.get("name") or summary.get("name") or folder.name),
-        "status": status(folder, info, summary),
-        "step": metrics[-1].get("step", 0) if metrics else 0,
-        "steps": info.get("steps") or summary.get("steps"),
-        "seconds": metrics[-1].get("seconds") if metrics else None,
-        "started": attempts[0].get("started"),
+        "name": info["name"] or end["name"] or folder.name,
+        "status": status(folder, info, end),
+        "step": (found["step"] or [0])[-1],
+        "steps": info["steps"] or end["steps"],
+        "seconds": (found["seconds"] or [None])[-1],
+        "started": info["attempts"][0]["started"] if info["attempts"] else "",
         "metric": shown,
         "curve": found["values"].get(shown, []) if shown is not None else [],
     }
 
 
 def _headline(info: Mapping[str, Any]) -> list[str]:
-    names = [str(name) for name in info.get("headline", ())]
-    return sorted(names, key=lambda name: not name.startswith("eval/"))
+    return sorted(info["headline"], key=lambda name: not name.startswith("eval/"))
 
 
-def status(folder: Path, info: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[str, str]:
-    """Return the state of a run: `running`, `killed`, or how its last attempt ended, with the reason."""
-    attempts = info.get("attempts") or []
-    if not attempts:
-        return {"state": str(summary.get("status", "unknown")), "reason": str(summary.get("reason", ""))}
-    last = attempts[-1]
-    if last.get("ended"):
-        return {"state": str(last.get("status")), "reason": str(last.get("reason", ""))}
-    if last.get("host") == socket.gethostname():
-        alive = _is_alive(last.get("pid"))
+def status(folder: Path, info: Mapping[str, Any], end: Mapping[str, Any]) -> dict[str, str]:
+    """Return the state of a run, with the reason: `running`, `killed`, `unreadable`, or how its last attempt ended.
+
+    Args:
+        folder: folder of the run.
+        info: its `run_info`.
+        end: its `summary`.
+    """
+    if not info["attempts"]:
+        if (folder / "run.json").exists() and not json_object(folder / "run.json"):
+            return {"state": "unreadable", "reason": "run.json is damaged"}
+        return {"state": end["status"] or "unknown", "reason": end["reason"]}
+    last = info["attempts"][-1]
+    if last["ended"]:
+        return {"state": last["status"] or "unknown", "reason": last["reason"]}
+    if last["host"] == socket.gethostname():
+        alive = _is_alive(last["pid"])
     else:
-        newest = max((path.stat().st_mtime for path in folder.glob("*.jsonl")), default=0.0)
+        newest = max((path.lstat().st_mtime for path in folder.glob("*.jsonl")), default=0.0)
         alive = time.time() - newest < QUIET_S
     return {"state": "running" if alive else "killed", "reason": ""}
 
 
-def _is_alive(pid: object) -> bool:
-    if not isinstance(pid, int):
+def _is_alive(pid: float | None) -> bool:
+    if not isinstance(pid, int) or not 0 < pid < 2**31:
         return False
     try:
         os.kill(pid, 0)
@@ -112,19 +117,25 @@ def _is_alive(pid: object) -> bool:
 
 
 def columns(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return metrics as columns: `step`, `seconds`, and one column for each metric, with null where it is missing."""
-    names = list(dict.fromkeys(name for record in records for name in record))
+    """Return metrics as columns: `step`, `seconds`, and one column for each metric, with null where it is missing.
+
+    `left_out` counts the metrics beyond `MOST_NAMES`.
+    """
     width = -(-len(records) // POINTS) if records else 1
     parts = [records[i : i + width] for i in range(0, len(records), width)]
-    found = {name: [_mean(part, name) for part in parts] for name in names}
-    steps, seconds = ([part[-1].get(name) for part in parts] for name in ("step", "seconds"))
-    values = {name: column for name, column in found.items() if name not in ("step", "seconds")}
-    return {"step": steps, "seconds": seconds, "values": values, "averaged": width}
-
-
-def _mean(records: Iterable[Mapping[str, Any]], name: str) -> float | None:
-    found = [x for record in records if isinstance(x := record.get(name), int | float) and math.isfinite(x)]
-    return float(f"{sum(found) / len(found):.6g}") if found else None
+    names = list(dict.fromkeys(name for record in records for name in record if name not in ("step", "seconds")))
+    values: dict[str, list[float | None]] = {name: [None] * len(parts) for name in names[:MOST_NAMES]}
+    for place, part in enumerate(parts):
+        found = defaultdict(list)
+        for record in part:
+            for name, value in record.items():
+                if name in values and (x := number(value)) is not None:
+                    found[name].append(x)
+        for name, some in found.items():
+            values[name][place] = number(float(f"{sum(x / len(some) for x in some):.6g}"))
+    steps, seconds = ([number(part[-1].get(name)) for part in parts] for name in ("step", "seconds"))
+    left_out = len(names) - len(values)
+    return {"step": steps, "seconds": seconds, "values": values, "averaged": width, "left_out": left_out}
 
 
 def spread(records: Sequence[dict[str, Any]], budget: int) -> list[dict[str, Any]]:

@@ -1,20 +1,31 @@
-"""Read the files in the folder of a run, which may be incomplete because the run continues or was killed."""
+"""Read the files in the folder of a run, which may be incomplete because the run continues or was killed.
+
+Folders of runs are also passed on, so no value has a type that can be relied on. Each file has a schema here, and a
+value that does not fit becomes the empty value of its kind.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
 
 from realign.errors import ConfigError
+from realign.safe_yaml import load_yaml
 
 METRICS = "metrics.jsonl"
 LARGEST = 256 << 20
 """Size in bytes above which only the end of a file is read."""
+LEVELS = 3
+"""Depth below a folder at which its runs are found."""
+Read = Callable[[Any], Any]
+"""Converts any JSON value to the kind that the report expects."""
 
 
 def is_run(folder: Path) -> bool:
@@ -23,11 +34,23 @@ def is_run(folder: Path) -> bool:
 
 
 def find_runs(root: Path) -> list[Path]:
-    """Return the folders of runs in `root`, which may be a run itself, up to three levels below; sorted by name."""
+    """Return the folders of runs in `root`, which may be a run itself, up to three levels below; sorted by name.
+
+    Links below `root` are not followed, because they can lead out of it.
+    """
     if is_run(root):
         return [root]
-    patterns = ("*", "*/*", "*/*/*")
-    return sorted(path for pattern in patterns for path in root.glob(pattern) if path.is_dir() and is_run(path))
+    found, level = [], [root]
+    for _ in range(LEVELS):
+        level = [path for folder in level for path in _folders(folder)]
+        found += [path for path in level if is_run(path)]
+    return sorted(found)
+
+
+def _folders(folder: Path) -> list[Path]:
+    with suppress(OSError):
+        return [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()]
+    return []
 
 
 def check_run(folder: Path) -> None:
@@ -62,12 +85,18 @@ def json_object(path: Path) -> dict[str, Any]:
     return {}
 
 
+def yaml_object(path: Path) -> dict[str, Any]:
+    """Return the mapping in a YAML file; empty if the file is missing or damaged."""
+    with suppress(yaml.YAMLError):
+        found = load_yaml(_bytes(path).decode(errors="replace"))
+        if isinstance(found, dict):
+            return found
+    return {}
+
+
 def flat_config(path: Path) -> dict[str, Any]:
     """Return the values of a YAML config by dotted key; empty if the file is missing or damaged."""
-    try:
-        return dict(_leaves(yaml.safe_load(_bytes(path).decode(errors="replace")), ""))
-    except (yaml.YAMLError, RecursionError):
-        return {}
+    return dict(_leaves(yaml_object(path), ""))
 
 
 def signature(folder: Path) -> str:
@@ -98,8 +127,159 @@ def _leaves(node: Any, key: str) -> list[tuple[str, Any]]:
     if isinstance(node, Mapping) and node:
         return [leaf for name, value in node.items() for leaf in _leaves(value, f"{key}.{name}" if key else str(name))]
     if isinstance(node, list):
-        return [(key, json.dumps(node, default=str))]
-    return [(key, node if isinstance(node, str | int | float | bool) or node is None else str(node))] if key else []
+        return [(key, json.dumps(_with_text_keys(node), default=str))]
+    plain = node is None or isinstance(node, str | bool) or number(node) is not None
+    return [(key, node if plain else str(node))] if key else []
 
 
-__all__ = ["METRICS", "check_run", "find_runs", "flat_config", "is_run", "json_lines", "json_object", "signature"]
+def _with_text_keys(node: Any) -> Any:
+    """Return a value whose mappings have texts as keys, as in JSON. Keys of YAML can be dates or null."""
+    if isinstance(node, Mapping):
+        return {str(key): _with_text_keys(value) for key, value in node.items()}
+    return [_with_text_keys(value) for value in node] if isinstance(node, list) else node
+
+
+# --- schemas ---
+
+
+def number(value: Any) -> float | None:
+    """Return a finite number; None for every other value."""
+    with suppress(OverflowError):  # an integer beyond the floats
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            return value
+    return None
+
+
+def text(value: Any) -> str:
+    """Return a text, or a number as text; empty for every other value."""
+    return value if isinstance(value, str) else "" if number(value) is None else str(value)
+
+
+def _flag(value: Any) -> bool | None:
+    return value if isinstance(value, bool) else None
+
+
+def _each(read: Read) -> Read:
+    """Read a list; every other value is an empty list."""
+    return lambda value: [read(item) for item in value] if isinstance(value, list) else []
+
+
+def _by_name(read: Read) -> Read:
+    """Read a mapping from names; every other value is an empty mapping."""
+    return lambda value: {name: read(item) for name, item in value.items()} if isinstance(value, Mapping) else {}
+
+
+def _if_list(read: Read) -> Read:
+    """Read a list; None for every other value."""
+    return lambda value: _each(read)(value) if isinstance(value, list) else None
+
+
+def _record(**fields: Read) -> Read:
+    """Read a mapping with these fields and no others; None for every other value."""
+    return lambda value: (
+        {name: read(value.get(name)) for name, read in fields.items()} if isinstance(value, Mapping) else None
+    )
+
+
+def _records(**fields: Read) -> Read:
+    """Read a list of mappings with these fields; skips other items."""
+    read = _record(**fields)
+    return lambda value: [read(item) for item in value if isinstance(item, Mapping)] if isinstance(value, list) else []
+
+
+RUN_INFO = _record(
+    name=text,
+    steps=number,
+    seed=number,
+    versions=_by_name(text),
+    device=_record(machine=text, cpu_cores=number, torch_threads=number, gpus=_each(text)),
+    git=_record(commit=text, branch=text, changed=_each(text)),
+    models=_by_name(text),
+    headline=_each(text),
+    panels=_records(title=text, metrics=_by_name(text)),
+    larger_is_better=_by_name(_flag),
+    attempts=_records(
+        **dict.fromkeys(("started", "ended", "status", "reason", "host"), text),
+        **dict.fromkeys(("first_step", "last_step", "pid"), number),
+        command=_if_list(text),
+    ),
+)
+"""Schema of run.json, except for the graph."""
+SUMMARY = _record(
+    **dict.fromkeys(("name", "status", "reason"), text),
+    **dict.fromkeys(("step", "steps", "seconds", "warnings"), number),
+    metrics=_records(
+        name=text, **dict.fromkeys(("first", "first_step", "last", "last_step", "best", "best_step"), number)
+    ),
+)
+"""Schema of summary.json."""
+_SAMPLE = _record(
+    **dict.fromkeys(("id", "prompt", "response", "evaluation"), text),
+    **dict.fromkeys(("step", "reward", "kl"), number),
+    rewards=_by_name(number),
+)
+_TOKEN_VALUES = (
+    *("mask", "advantages", "logprobs", "trainer_logprobs", "ratio", "kl", "kl_penalty", "entropy", "values"),
+    *("returns", "ref_logprobs", "versions"),
+)
+"""Values of tokens that the page shows, as in page_tokens.js."""
+_TOKENS = _record(
+    id=text,
+    **dict.fromkeys(("step", "response", "reward", "start", "length"), number),
+    tokens=_each(number),
+    text=_each(text),
+    **dict.fromkeys(("given", *_TOKEN_VALUES), _if_list(number)),
+)
+_SPAN = _record(**dict.fromkeys(("name", "kind", "thread"), text), **dict.fromkeys(("step", "start", "end"), number))
+RECORDS: Mapping[str, Read] = MappingProxyType(
+    {
+        "samples": _SAMPLE,
+        "eval_samples": _SAMPLE,
+        "tokens": _TOKENS,
+        "spans": _SPAN,
+        "system": _by_name(number),
+        "warnings": _record(step=number, message=text),
+    }
+)
+"""Schema of the lines of each file of records."""
+
+
+def run_info(folder: Path) -> dict[str, Any]:
+    """Return the values of run.json, except for the graph."""
+    return dict(RUN_INFO(json_object(folder / "run.json")))
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    """Return the values of summary.json."""
+    return dict(SUMMARY(json_object(folder / "summary.json")))
+
+
+def usable(name: str, records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the records of a file in the form of its schema, without those that the page cannot draw."""
+    found = [RECORDS[name](record) for record in records]
+    if name == "spans":
+        return [one for one in found if one["start"] is not None and one["end"] is not None]
+    if name == "tokens":
+        found = [{key: value for key, value in one.items() if value is not None} for one in found]
+        complete = [one for one in found if 0 < len(one["tokens"]) == len(one["text"])]
+        return [one for one in complete if any(x is not None for key in _TOKEN_VALUES for x in one.get(key, ()))]
+    optional = ("kl", "rewards", "evaluation") if name in ("samples", "eval_samples") else ()
+    return [{key: value for key, value in one.items() if value or key not in optional} for one in found]
+
+
+__all__ = [
+    "METRICS",
+    "check_run",
+    "find_runs",
+    "flat_config",
+    "is_run",
+    "json_lines",
+    "json_object",
+    "number",
+    "run_info",
+    "signature",
+    "summary",
+    "text",
+    "usable",
+    "yaml_object",
+]

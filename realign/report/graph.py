@@ -26,7 +26,7 @@ def graph_svg(record: Any) -> str:
         ]
         sync = {str(role): Sync(**values) for role, values in record["sync"].items()}
         return to_svg(DataflowGraph(tuple(rpcs), tuple(record["dataset_keys"]), tuple(record["results"]), sync))
-    except (TypeError, ValueError, LookupError, AttributeError):  # written by another version, or by hand
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError):  # of another version, or by hand
         return ""
 
 

@@ -75,7 +75,7 @@ def write_report(folders: Sequence[Path], out: Path) -> int:
     """
     runs = [run_data(folder, key) for folder, key in zip(folders, unique_keys(folders), strict=True)]
     title = runs[0]["name"] if len(runs) == 1 else f"{len(runs)} runs"
-    content = report_page(runs, f"{title} · realign report").encode()
+    content = report_page(runs, f"{title} · realign report").encode(errors="replace")
     if out.is_symlink():
         raise ConfigError(f"{str(out)!r} is a link. Remove it, or choose another file with --out.")
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 from realign.errors import ConfigError
 from realign.report.data import run_data, run_line, status
-from realign.report.files import find_runs, json_object, signature
+from realign.report.files import find_runs, run_info, signature, summary
 from realign.report.page import policy, report_page
 from realign.settings import Range, Settings
 
@@ -62,7 +62,11 @@ def application(root: Path, options: ViewOptions) -> Any:
         return responses.HTMLResponse(report_page([], "realign view", live=True), headers=headers)
 
     def runs(request: Any) -> Any:
-        return responses.JSONResponse([run_line(folder, key) for key, folder in _runs(root).items()], headers=HEADERS)
+        return answer([_line(folder, key) for key, folder in _runs(root).items()], HEADERS)
+
+    def answer(content: Any, headers: dict[str, str]) -> Any:
+        text = json.dumps(content, ensure_ascii=False, default=str)
+        return responses.Response(text.encode(errors="replace"), media_type="application/json", headers=headers)
 
     def run(request: Any) -> Any:
         key = request.query_params.get("key", "")
@@ -73,16 +77,25 @@ def application(root: Path, options: ViewOptions) -> Any:
         headers = {**HEADERS, "ETag": found}
         if request.headers.get("if-none-match") == found:
             return responses.Response(status_code=304, headers=headers)
-        text = json.dumps(run_data(folder, key), ensure_ascii=False, default=str)
-        return responses.Response(text.encode(errors="replace"), media_type="application/json", headers=headers)
+        return answer(run_data(folder, key), headers)
 
     routes = [routing.Route(path, endpoint) for path, endpoint in (("/", page), ("/api/runs", runs), ("/api/run", run))]
     return _extra("starlette.applications").Starlette(routes=routes, middleware=middleware)
 
 
+def _line(folder: Path, key: str) -> dict[str, Any]:
+    """Return the entry of a run in the list. A run that cannot be read does not remove the others."""
+    try:
+        return run_line(folder, key)
+    except Exception as error:  # whatever the files of one folder cause
+        state = {"state": "unreadable", "reason": type(error).__name__}
+        empty: dict[str, Any] = {"step": 0, "steps": None, "seconds": None, "started": "", "metric": None, "curve": []}
+        return {"key": key, "name": folder.name, "status": state, **empty}
+
+
 def _tag(folder: Path) -> str:
     """Return the ETag of a run, which changes with its records and its status."""
-    state = status(folder, json_object(folder / "run.json"), json_object(folder / "summary.json"))
+    state = status(folder, run_info(folder), summary(folder))
     return f'"{hashlib.sha256(f"{signature(folder)}|{state}".encode()).hexdigest()[:32]}"'
 
 

@@ -101,6 +101,24 @@ def test_completion_imports_neither_torch_nor_hydra(tmp_path):
     assert out.rstrip("\n") == script("bash")
 
 
+def test_names_that_a_shell_would_run_are_not_offered(tmp_path):
+    write_experiment(tmp_path)
+    for name in (
+        "bigram;touch PWNED",
+        "bigram$(touch PWNED)",
+        "bigram`x`",
+        "bigram x",
+        "bigram'",
+        "bigram|x",
+        "bigram&x",
+    ):
+        write_experiment(tmp_path, name)
+    assert completions(f"realign --config-dir {tmp_path} experiment=big") == ["experiment=bigram"]
+    text = "interfaces: {actor: {}, 'a;touch PWNED': {}}\n"
+    (tmp_path / "own.yaml").write_text(text)
+    assert completions(f"realign {tmp_path}/own.yaml interfaces.a") == ["interfaces.actor."]
+
+
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 @pytest.mark.parametrize(
     ("typed", "expected"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 import os
 import re
@@ -151,6 +152,92 @@ def test_the_model_card_follows_the_stages_to_the_first_base_model(run, tmp_path
     card = (tmp_path / "out" / "README.md").read_text()
     assert "base_model: owner/start" in card
     assert "| Earlier stages | my_grpo |" in card
+
+
+def test_no_link_that_leads_out_of_the_folder_is_followed(tmp_path, capsys):
+    (tmp_path / "secret").write_text("PRIVATE KEY")
+    for number, name in enumerate(("notes.txt", "chat_template.jinja", "additional_chat_templates/x.jinja", "code")):
+        model = save_tiny(tmp_path / f"model{number}", "qwen2")
+        (model / name).parent.mkdir(exist_ok=True)
+        (model / name).symlink_to(tmp_path / "secret" if name != "code" else tmp_path)
+        assert export(model, "--to", tmp_path / "out") == 2
+        error = capsys.readouterr().err
+        assert f"{str(model / name)!r} is a link to" in error
+        assert str(tmp_path) in error.partition("is a link to")[2]
+        assert not (tmp_path / "out").exists()
+
+
+def test_no_link_of_the_base_model_is_followed(run, tmp_path, capsys):
+    (tmp_path / "secret").write_text("PRIVATE KEY")
+    (tmp_path / "base" / "chat_template.jinja").symlink_to(tmp_path / "secret")
+    assert export(run, "--to", tmp_path / "out", "--merge") == 2
+    assert "chat_template.jinja' is a link to" in capsys.readouterr().err
+
+
+def test_a_linked_model_of_a_run_is_refused(run, tmp_path, capsys):
+    (run / "final" / "actor").rename(tmp_path / "private")
+    (run / "final" / "actor").symlink_to(tmp_path / "private")
+    assert export(run, "--to", tmp_path / "out") == 2
+    assert "final/actor' is a link to" in capsys.readouterr().err
+    (run / "final" / "actor").unlink()
+    (run / "final").rmdir()
+    (tmp_path / "models" / "actor").parent.mkdir()
+    (tmp_path / "private").rename(tmp_path / "models" / "actor")
+    (run / "final").symlink_to(tmp_path / "models")
+    assert export(run, "--to", tmp_path / "out") == 2
+    assert "final' is a link to" in capsys.readouterr().err
+
+
+def test_a_model_in_the_cache_of_the_hub_is_exported_as_regular_files(tmp_path, capsys):
+    snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / ("0" * 40), tmp_path / "models--a--b" / "blobs"
+    save_tiny(snapshot, "qwen2")
+    blobs.mkdir()
+    for number, file in enumerate(sorted(snapshot.iterdir())):
+        blob = blobs / f"{number:040x}"
+        file.rename(blob)
+        file.symlink_to(Path("..", "..", "blobs", blob.name))
+    assert export(snapshot, "--to", tmp_path / "out") == 0
+    assert not any(file.is_symlink() for file in (tmp_path / "out").iterdir())
+    (blobs / ("f" * 40)).symlink_to(tmp_path / "secret")  # a blob that leads out of the cache
+    (snapshot / "notes.txt").symlink_to(Path("..", "..", "blobs", "f" * 40))
+    assert export(snapshot, "--to", tmp_path / "again") == 2
+
+
+def test_only_files_of_a_model_are_copied(tmp_path, capsys):
+    model = save_tiny(tmp_path / "model", "qwen2")
+    names = {"interface_state.json": "{}", "preprocessor_config.json": "{}", "LICENSE": "MIT", "modeling_x.py": ""}
+    for name, text in {**names, ".env": "KEY=1", "id_rsa": "PRIVATE", "optimizer.pt": ""}.items():
+        (model / name).write_text(text)
+    assert export(model, "--to", tmp_path / "out") == 0
+    found = {file.name for file in (tmp_path / "out").iterdir()}
+    assert {*names, "config.json", "model.safetensors", "tokenizer.json", "generation_config.json"} <= found
+    assert not {".env", "id_rsa", "optimizer.pt"} & found
+    assert "Left out, because a model has no such files: id_rsa, optimizer.pt" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("answer", ["y\n" * 9])
+def test_merging_runs_no_code_of_the_base_model(answer, run, tmp_path, capsys, monkeypatch):
+    file = tmp_path / "base" / "config.json"
+    config = json.loads(file.read_text()) | {"model_type": "trap", "auto_map": {"AutoConfig": "trap.TrapConfig"}}
+    file.write_text(json.dumps(config))
+    (tmp_path / "base" / "trap.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    monkeypatch.setattr("sys.stdin", io.StringIO(answer))  # as from `yes`
+    assert export(run, "--to", tmp_path / "out", "--merge") == 2
+    assert "custom code" in capsys.readouterr().err
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_run_without_a_final_model_is_named_as_such(run, tmp_path, capsys):
+    (run / "final").rename(run / "step_000010")
+    assert export(run, "--to", tmp_path / "out") == 2
+    error = capsys.readouterr().err
+    assert (
+        f"the run has not saved a final model. Choose one of its other models, such as '{run}/step_000010/actor'"
+        in error
+    )
+    (run / "step_000010").rename(tmp_path / "elsewhere")
+    assert export(run, "--to", tmp_path / "out") == 2
+    assert "the run has not saved a final model. Wait until it ends" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -191,6 +191,21 @@ def test_a_group_of_hydra_in_the_folder_of_somebody_else_is_refused(group, tmp_p
         compose(["experiment=evil"], tmp_path)
 
 
+@pytest.mark.parametrize(
+    "head",
+    [
+        "defaults: [{override /hydra/job_logging: disabled}]\n",
+        "hydra: {defaults: [{override /hydra/job_logging: disabled}]}\n",
+        "hydra: {defaults: [{/hydra/job_logging: disabled}, _self_]}\n",
+    ],
+)
+def test_defaults_of_the_node_are_refused_although_hydra_ignores_them(head, tmp_path):
+    first, _, rest = EXPERIMENT.partition("\n")
+    write_experiment(tmp_path, "evil", f"{first}\n{head}{rest}")
+    with pytest.raises(ConfigError, match=r"^experiment/evil\.yaml: hydra\.(job_logging|defaults): a config cannot"):
+        compose(["experiment=evil"], tmp_path)
+
+
 def test_a_launcher_of_the_same_name_in_the_folder_of_somebody_else_is_refused(tmp_path):
     evil(tmp_path, {}, defaults="defaults: [{override /hydra/launcher: submitit_slurm}]\n")
     (tmp_path / "hydra" / "launcher").mkdir(parents=True)

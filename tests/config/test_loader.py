@@ -14,6 +14,7 @@ from realign.cli.commands import _dispatch
 from realign.config import ConfigError, ExperimentConfig, build_experiment, compose
 from realign.config.folders import experiments_dir
 from tests.config.components import BASE, HERE, Clip, Gspo, TightClip
+from tests.test_safe_yaml import bomb
 
 ACTOR = "interfaces.actor"
 GSPO = f"{{_target_: {HERE}.Gspo}}"
@@ -124,3 +125,31 @@ def test_composing_imports_classes_only_where_layers_differ(here, words):
     environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--config-dir=conf", "experiment=bomb"],
+        ["--config-dir=conf", "experiment=base,bomb", "-m"],
+        ["--config-dir=conf", "--cfg=job", "experiment=bomb"],
+        ["--config-dir=conf", "--info", "config", "experiment=bomb"],
+        ["check", "--config-dir=conf", "experiment=bomb"],
+        ["graph", "--config-dir=conf", "experiment=base", "algorithm=bomb"],
+        ["--config-dir=conf", "--cfg=job", "conf/experiment/bomb.yaml"],
+    ],
+)
+def test_a_file_whose_aliases_repeat_too_many_values_is_refused_by_every_command(words, here):
+    for group in ("experiment", "algorithm"):
+        (here / "conf" / group / "bomb.yaml").write_text(f"# @package _global_\n{bomb(7)}", encoding="utf-8")
+    with pytest.raises(
+        ConfigError, match=r"bomb\.yaml: the file cannot be read: the aliases \(\*name\) repeat too many"
+    ):
+        _dispatch(words, lambda config: 0)
+
+
+def test_a_file_may_use_aliases(here):
+    text = f"defaults: [base, _self_]\ninterfaces:\n  actor: {{objective: &o {GSPO}}}\n  other: {{objective: *o}}\n"
+    (here / "conf" / "experiment" / "shared.yaml").write_text(f"# @package _global_\n{text}", encoding="utf-8")
+    found = compose(["experiment=shared"], here / "conf").interfaces
+    assert found["other"]["objective"] == found["actor"]["objective"]

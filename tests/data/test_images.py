@@ -13,6 +13,7 @@ from PIL import Image
 
 from realign.data import PromptData, SupervisedData, Turns
 from realign.data.dataset import content_hash
+from realign.engines.files.image_processor import copy_image_processor
 from realign.errors import ConfigError, DataError, SettingsError
 from tests.image_files import IMAGE_TEXT, image_processor, image_tokenizer, picture
 
@@ -243,6 +244,33 @@ def test_a_folder_without_an_image_processor_is_an_error(tmp_path):
     source = PromptData(path=path, images_column="images", image_processor=str(tmp_path))
     with pytest.raises(ConfigError, match="cannot load an image processor of the Qwen-VL families"):
         source.load(image_tokenizer())
+
+
+def test_code_beside_an_image_processor_is_not_run(tmp_path, monkeypatch):
+    path = written(tmp_path, [{"images": ["red.png"], "messages": [question(None)]}])
+    image_tokenizer().save_pretrained(tmp_path)
+    names = {"image_processor_type": "TrapProcessor", "auto_map": {"AutoImageProcessor": "trap.TrapProcessor"}}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(names))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "trap", "auto_map": names["auto_map"]}))
+    (tmp_path / "trap.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))  # as from `yes`
+    source = PromptData(path=path, images_column="images", image_processor=str(tmp_path))
+    with pytest.raises(ConfigError, match="cannot load an image processor"):
+        source.load(image_tokenizer())
+    assert not (tmp_path / "ran").exists()
+
+
+def test_an_image_processor_that_is_a_link_is_not_saved_with_a_model(tmp_path):
+    (tmp_path / "secret").write_text("PRIVATE KEY")
+    for name in ("model", "saved"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "model" / "preprocessor_config.json").symlink_to(tmp_path / "secret")
+    (tmp_path / "model" / "processor_config.json").write_text("{}")
+    tokenizer = image_tokenizer()
+    tokenizer.name_or_path = str(tmp_path / "model")
+    with pytest.warns(UserWarning, match=r"preprocessor_config.json was not copied .* of another name"):
+        copy_image_processor(tokenizer, tmp_path / "saved")
+    assert [file.name for file in (tmp_path / "saved").iterdir()] == ["processor_config.json"]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import asyncio
 import importlib.util
 import shlex
 import sys
+import traceback
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,55 @@ def test_a_server_that_cannot_be_reached_is_an_error_that_names_it(given):
 
     with pytest.raises(ConnectionError, match=f"cannot connect to the MCP server '{given}'"):
         asyncio.run(connect())
+
+
+@pytest.mark.parametrize(
+    "given", ["http://u:s3cret@127.0.0.1:9/mcp", "http://127.0.0.1:9/mcp?token=s3cret", "npx 'server --token=s3cret"]
+)
+def test_no_message_contains_credentials(given):
+    with pytest.raises(ConfigError) as raised:
+        McpServer.of(given)
+    assert "s3cret" not in str(raised.value)
+
+
+def test_a_secret_of_the_environment_is_inserted_into_the_url_and_never_shown(monkeypatch):
+    monkeypatch.setenv("MCP_TOKEN", "s3cret/value")
+    given = "http://127.0.0.1:9/mcp/${oc.env:MCP_TOKEN}"
+    with pytest.raises(ConfigError, match=r"MCP server .*: the environment variable MCP_TOKEN looks like a secret"):
+        McpServer.of(given)
+    monkeypatch.setenv("REALIGN_URL_VARIABLES", "MCP_TOKEN")
+    seen = []
+
+    class Client:
+        def __init__(self, target):
+            seen.append(target)
+
+        async def __aenter__(self):
+            raise OSError(f"no connection to {seen[0]}")
+
+        async def __aexit__(self, *error):
+            pass
+
+    monkeypatch.setattr("mcp.Client", Client)
+
+    async def connect():
+        async with McpServer.of(given).connect():
+            raise AssertionError("connected")
+
+    with pytest.raises(ConnectionError, match="cannot connect to the MCP server") as raised:
+        asyncio.run(connect())
+    assert seen == ["http://127.0.0.1:9/mcp/s3cret%2Fvalue"]
+    assert "s3cret" not in "".join(traceback.format_exception(raised.value))
+
+
+def test_the_error_of_a_command_shows_its_program_only():
+    async def connect():
+        async with McpServer.of("false --token s3cret").connect():
+            raise AssertionError("connected")
+
+    with pytest.raises(ConnectionError, match="cannot connect to the MCP server 'false'") as raised:
+        asyncio.run(connect())
+    assert "s3cret" not in str(raised.value)
 
 
 def test_a_url_is_reached_over_http():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +14,47 @@ from realign.interfaces.reference import ReferenceInterface
 from realign.runtime import run
 from realign.runtime.metrics.record_spec import RecordSpec
 from tests.runtime.test_step import GENERATION, BigramModel, CountToken, experiment
+
+HOSTILE_VALUES: dict[str, Any] = {
+    "null": None,
+    "text": "x",
+    "map": {"a": {}},
+    "list": [[1], {"name": {}}, None, "x"],
+    "true": True,
+    "large integer": 10**400,
+    "pid beyond the system": 2**80,
+    "not finite": float("inf"),
+    "lone surrogate": "\ud800",
+    "control characters": "[/]\x1b]0;pwn\x07\x1b[31m\u202e|\n```",
+    "deep": [[[[[[]]]]]],
+}
+
+
+def put(node: Any, path: tuple[str | int, ...], value: Any) -> Any:
+    """Return a JSON value with another value at a path."""
+    if not path:
+        return value
+    node = dict(node) if isinstance(path[0], str) else list(node)
+    node[path[0]] = put(node[path[0]], path[1:], value)
+    return node
+
+
+def paths(node: Any, path: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
+    """Return the paths of a JSON value and of the values inside it; of a list only the first item's."""
+    items = node.items() if isinstance(node, dict) else enumerate(node[:1]) if isinstance(node, list) else ()
+    return [path, *(found for key, value in items for found in paths(value, (*path, key)))]
+
+
+def hostile_files(run: Path, value: Any) -> dict[str, str]:
+    """Return the record files of a run with one value at every place of their last record, by name."""
+    found = {}
+    for file in sorted(run.glob("*.json*")):
+        line = file.read_text() if file.suffix == ".json" else (file.read_text().splitlines() or ["{}"])[-1]
+        record = json.loads(line)
+        changed = [put(record, path, value) for path in paths(record) if path or file.suffix == ".jsonl"]
+        found[file.name] = "".join(json.dumps(one) + "\n" for one in [record, *changed])
+    return found
+
 
 RECORDS = RecordSpec(every_steps=2, token_prompts=2, token_responses=3, system_seconds=0.05)
 

@@ -1,13 +1,15 @@
-"""Test the report in headless Chromium, against the folder of a real run. Needs Chromium and Playwright."""
+"""Test the report in headless Chromium, against the folder of a real run. Needs Chromium, and mostly Playwright."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -16,6 +18,7 @@ from typing import Any
 import pytest
 
 from realign.report.page import write_report
+from realign.report.server import ViewOptions, application
 from tests.report.conftest import make_run
 from tests.report.test_page import HOSTILE
 
@@ -198,6 +201,55 @@ def test_the_viewer_shows_new_steps_while_the_run_goes_on(browser, tmp_path):
     finally:
         server.terminate()
         server.wait(30)
+
+
+DRIVER = """<!doctype html><iframe id="viewer" src="/"></iframe><ol id="seen"></ol><script>
+  const viewer = document.getElementById("viewer"), seen = document.getElementById("seen");
+  const shows = async (selector) => {
+    while (!viewer.contentDocument.querySelector(selector)) await new Promise((done) => setTimeout(done, 50));
+    seen.append(Object.assign(document.createElement("li"), { textContent: selector }));
+  };
+  viewer.onload = async () => {
+    const list = ["runs", "main .button"], run = ["overview?run=toy", "main .kpi"];
+    for (const [page, selector] of [list, run, list, run]) {
+      viewer.contentWindow.location.hash = "#" + page;
+      await shows(selector);
+    }
+  };
+</script>"""
+"""A page with the viewer in a frame: opens a run, goes back to the list, and opens the run again."""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+def test_the_viewer_opens_a_run_that_was_closed_before(run_folder, tmp_path):
+    pytest.importorskip("starlette", reason="the extra view is not installed")
+    uvicorn = pytest.importorskip("uvicorn")
+    from starlette.applications import Starlette
+    from starlette.responses import HTMLResponse
+    from starlette.routing import Mount, Route
+
+    app = Starlette(
+        routes=[
+            Route("/driver", lambda request: HTMLResponse(DRIVER)),
+            Mount("/", application(run_folder.parent, ViewOptions())),
+        ]
+    )
+    config = uvicorn.Config(app, port=0, log_level="error", timeout_graceful_shutdown=1)
+    listening = config.bind_socket()
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+    thread.start()
+    try:
+        address = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        _wait_for(f"{address}/api/runs")
+        command = [CHROMIUM, "--headless", "--no-sandbox", f"--user-data-dir={tmp_path}", "--virtual-time-budget=20000"]
+        done = subprocess.run(
+            [*command, "--dump-dom", f"{address}/driver"], capture_output=True, text=True, timeout=120, check=True
+        )
+    finally:
+        server.should_exit = True
+        thread.join(30)
+    assert re.findall("<li>main (.*?)</li>", done.stdout) == [".button", ".kpi", ".button", ".kpi"]
 
 
 def _wait_for(address: str) -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import os
 import socket
+import time
 
 import pytest
 
-from realign.report.data import BUDGETS, POINTS, columns, run_data, run_line, spread, status
+from realign.report.data import BUDGETS, MOST_NAMES, POINTS, columns, run_data, run_line, spread, status
+from realign.report.files import run_info, summary
+from tests.report.conftest import HOSTILE_VALUES, hostile_files
 
 
 def test_a_report_contains_the_records_of_the_run(run_folder):
@@ -55,14 +58,62 @@ def test_the_kept_steps_fit_the_budget_and_include_the_first_and_the_last():
     assert spread([], BUDGETS["tokens"]) == []
 
 
+@pytest.mark.parametrize("kind", HOSTILE_VALUES)
+def test_a_value_of_a_wrong_type_is_left_out_wherever_it_is(kind, run_folder, tmp_path):
+    files = hostile_files(run_folder, HOSTILE_VALUES[kind])
+    for name, content in files.items():
+        (tmp_path / name).write_text(content if name.endswith(".jsonl") else content.splitlines()[1])
+    json.dumps(run_data(tmp_path), allow_nan=False)
+    (tmp_path / "metrics.jsonl").unlink()
+    for name in ("run.json", "summary.json"):
+        for line in files[name].splitlines()[1:]:
+            (tmp_path / name).write_text(line)
+            json.dumps(run_line(tmp_path, "key"), allow_nan=False)
+
+
+def test_records_keep_the_types_that_the_page_expects(run_folder, tmp_path):
+    for name, content in hostile_files(run_folder, {"a": [10**400]}).items():
+        (tmp_path / name).write_text(content)
+    data = run_data(tmp_path)
+    for one in (*data["samples"], *data["eval_samples"]):
+        assert isinstance(one["prompt"], str)
+        assert isinstance(one["reward"], float | None)
+    for one in data["tokens"]:
+        assert len(one["text"]) == len(one["tokens"])
+        assert all(isinstance(x, str) for x in one["text"])
+    assert all(isinstance(one["start"], float) and isinstance(one["thread"], str) for one in data["spans"])
+    assert all(x is None or isinstance(x, float | int) for column in data["metrics"]["values"].values() for x in column)
+
+
+@pytest.mark.parametrize("content", ["", "[1]", "{", "\x00", "[" * 100_000, "9" * 5000])
+def test_a_damaged_run_json_is_stated(content, tmp_path):
+    (tmp_path / "run.json").write_text(content)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 3, "loss": 1}\n')
+    assert run_line(tmp_path, "x")["status"]["state"] == "unreadable"
+    assert run_data(tmp_path)["metrics"]["step"] == [3]
+
+
+def test_many_metrics_take_linear_time_and_are_limited():
+    records = [{"step": i, **{f"metric {i}/{j}": 1.0 for j in range(300)}} for i in range(300)]
+    start = time.process_time()
+    found = columns(records)
+    assert time.process_time() - start < 5  # 90,000 names of 300 records took more than 25 s
+    assert (len(found["values"]), found["left_out"]) == (MOST_NAMES, 300 * 300 - MOST_NAMES)
+    assert columns(records[:1])["left_out"] == 0
+
+
 @pytest.mark.parametrize(
     ("attempt", "state"),
     [
         ({"ended": "2026", "status": "failed", "reason": "disk"}, "failed"),
         ({"ended": None, "host": socket.gethostname(), "pid": os.getpid()}, "running"),
         ({"ended": None, "host": socket.gethostname(), "pid": 2**22 + 1}, "killed"),
+        ({"ended": None, "host": socket.gethostname(), "pid": 2**80}, "killed"),
+        ({"ended": None, "host": socket.gethostname(), "pid": -1}, "killed"),
         ({"ended": None, "host": "elsewhere", "pid": 1}, "killed"),
     ],
 )
 def test_the_status_is_that_of_the_last_attempt(tmp_path, attempt, state):
-    assert status(tmp_path, {"attempts": [{"ended": "x", "status": "completed"}, attempt]}, {})["state"] == state
+    attempts = [{"ended": "x", "status": "completed"}, attempt]
+    (tmp_path / "run.json").write_text(json.dumps({"attempts": attempts}))
+    assert status(tmp_path, run_info(tmp_path), summary(tmp_path))["state"] == state

@@ -8,6 +8,7 @@ import pytest
 
 from realign.errors import ConfigError
 from realign.report.files import check_run, find_runs, flat_config, json_lines, json_object, signature
+from tests.test_safe_yaml import bomb
 
 
 def test_a_torn_last_line_and_damaged_lines_are_skipped(tmp_path):
@@ -32,6 +33,17 @@ def test_runs_are_found_in_nested_folders_and_a_run_is_its_own_list(tmp_path):
     assert find_runs(tmp_path / "b") == [tmp_path / "b"]
 
 
+def test_links_in_a_folder_of_runs_are_not_followed(tmp_path):
+    outside, root = tmp_path / "outside", tmp_path / "runs"
+    for folder in (outside / "run", root / "group" / "own"):
+        folder.mkdir(parents=True)
+        (folder / "metrics.jsonl").write_text("")
+    (root / "linked").symlink_to(outside / "run")
+    (root / "group" / "all").symlink_to(outside)
+    assert find_runs(root) == [root / "group" / "own"]
+    assert find_runs(root / "linked") == [root / "linked"]  # named by the user
+
+
 def test_a_folder_without_a_run_is_an_error_that_names_it(tmp_path):
     with pytest.raises(ConfigError, match="contains no run"):
         check_run(tmp_path)
@@ -43,8 +55,11 @@ def test_a_config_becomes_values_by_dotted_key(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text("a: {b: 1, c: [1, 2]}\nd: null\n")
     assert flat_config(path) == {"a.b": 1, "a.c": "[1, 2]", "d": None}
-    path.write_text("a: [unclosed")
-    assert flat_config(path) == {}
+    for text in ("a: [unclosed", "- 1", "a: 9999-99-99", f"a: {'9' * 5000}", "a: &a [*a]", bomb(9)):
+        path.write_text(text)
+        assert flat_config(path) == {}
+    path.write_text("a: .inf\nb: [{2020-01-01: .nan, null: 1}]\n2020-01-01: x\n")
+    assert flat_config(path) == {"a": "inf", "b": '[{"2020-01-01": NaN, "None": 1}]', "2020-01-01": "x"}
 
 
 def test_the_signature_changes_with_a_record(tmp_path):

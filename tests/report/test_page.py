@@ -14,6 +14,7 @@ import pytest
 from realign.errors import ConfigError
 from realign.report.data import run_data
 from realign.report.page import SCRIPTS, STYLES, packed, policy, report_page, unique_keys, write_report
+from tests.report.conftest import HOSTILE_VALUES, hostile_files
 
 HOSTILE = [
     "</script><script>window.hacked = 1</script>",
@@ -100,6 +101,15 @@ def test_a_report_is_not_written_through_a_link(run_folder, tmp_path):
     with pytest.raises(ConfigError, match="is a link"):
         write_report([run_folder], tmp_path / "report.html")
     assert (tmp_path / "precious").read_text() == "precious"
+
+
+@pytest.mark.parametrize("kind", HOSTILE_VALUES)
+def test_a_report_of_a_run_with_values_of_wrong_types_is_written(kind, run_folder, tmp_path):
+    for name, content in hostile_files(run_folder, HOSTILE_VALUES[kind]).items():
+        (tmp_path / name).write_text(content if name.endswith(".jsonl") else content.splitlines()[1])
+    write_report([tmp_path], tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    json.dumps(embedded(text), allow_nan=False)  # JSON.parse of the page refuses NaN and Infinity
 
 
 def test_equal_data_gives_equal_files():

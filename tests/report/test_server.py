@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+
 import pytest
 
 from realign.errors import ConfigError, SettingsError
@@ -50,14 +53,36 @@ def test_the_page_has_a_policy_and_no_data(app):
 
 
 def test_the_list_and_a_run_are_served_and_an_unchanged_run_is_not_sent_again(app, run_folder):
-    import json
-
     listed = json.loads(got(app, "/api/runs")[2])
     assert [one["key"] for one in listed] == ["toy"]
     code, headers, body = got(app, "/api/run", "key=toy")
     assert code == 200
     assert json.loads(body)["metrics"]["step"] == [0, 1, 2, 3, 4]
     assert got(app, "/api/run", "key=toy", if_none_match=headers["etag"])[0] == 304
+
+
+@pytest.mark.parametrize(
+    "content", ['{"attempts": "x", "steps": 1e999}', "{", '{"name": "\\ud800", "headline": null}', "[]"]
+)
+def test_a_damaged_run_does_not_remove_the_others_from_the_list(content, run_folder, tmp_path):
+    pytest.importorskip("starlette", reason="the extra view is not installed")
+    shutil.copytree(run_folder, tmp_path / "toy")
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "run.json").write_text(content)
+    app = application(tmp_path, ViewOptions())
+    code, _, body = got(app, "/api/runs")
+    assert (code, [one["key"] for one in json.loads(body)]) == (200, ["bad", "toy"])
+    assert got(app, "/api/run", "key=bad")[0] == 200
+
+
+def test_a_run_whose_files_cause_an_exception_is_listed_as_unreadable(app, monkeypatch):
+    def fail(folder, key):
+        raise ArithmeticError("what no schema foresees")
+
+    monkeypatch.setattr("realign.report.server.run_line", fail)
+    code, _, body = got(app, "/api/runs")
+    assert code == 200
+    assert json.loads(body)[0]["status"] == {"state": "unreadable", "reason": "ArithmeticError"}
 
 
 @pytest.mark.parametrize("key", ["../toy", "/etc", "nope", "", "toy/../toy"])

@@ -6,6 +6,8 @@ transformers trusts these files: some values end in a traceback, and others buil
 from __future__ import annotations
 
 import json
+import os
+import re
 import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -25,6 +27,7 @@ MOST_EXPERTS = 100_000
 LARGEST_SIZE = 10**8
 LARGEST_FILE = 64 << 20
 """Size limit of a JSON file in bytes; a vocabulary is in other files."""
+_HASH = re.compile("[0-9a-f]{40,64}")
 
 
 def check_model_folder(folder: Path) -> None:
@@ -43,6 +46,47 @@ def check_model_folder(folder: Path) -> None:
         _check_index(folder / "model.safetensors.index.json", index)
     for name in ("config.json", GENERATION_CONFIG):
         _check_end_tokens(folder / name, read_object(folder / name) or {})
+
+
+def check_links(folder: Path) -> None:
+    """Check that no file of a model folder is a link that leads out of it, except into the folder's own hub cache.
+
+    The cache of the hub consists of links from `snapshots/REVISION/NAME` to `blobs/HASH`. Any other link can have
+    somebody's private file as its target, which a copy of the folder would contain.
+
+    Raises:
+        DataError: a link leads elsewhere. The message names the link and its target.
+    """
+    own = Path(os.path.realpath(folder))
+    for path in sorted(
+        path for top in folder.iterdir() if not top.name.startswith(".") for path in (top, *_below(top))
+    ):
+        if leads_out(path, own):
+            raise DataError(
+                f"{str(path)!r} is a link to {os.readlink(path)!r}, outside of the model folder. If the model needs "
+                "this file, replace the link by a copy; otherwise remove it."
+            )
+
+
+def leads_out(path: Path, folder: Path | None = None) -> bool:
+    """Return whether a file is a link that leads out of a folder, by default its own, and not into its hub cache."""
+    if not path.is_symlink():
+        return False
+    own, target = Path(os.path.realpath(folder or path.parent)), Path(os.path.realpath(path))
+    cached = target.parent == own.parent.parent / "blobs" and _HASH.fullmatch(target.name)
+    return not cached and own not in target.parents
+
+
+def is_other_file(path: Path) -> bool:
+    """Return whether a file is a link out of its folder to a file of another name, perhaps a private one.
+
+    Folders of links to the files of a shared model are common; there, the names are the same.
+    """
+    return leads_out(path) and os.path.basename(os.path.realpath(path)) != path.name
+
+
+def _below(path: Path) -> list[Path]:
+    return list(path.rglob("*")) if path.is_dir() and not path.is_symlink() else []
 
 
 def check_layers(folder: Path, weights: int) -> None:
@@ -151,7 +195,10 @@ def _invalid(file: Path, key: str, value: Any, expected: str) -> DataError:
 __all__ = [
     "GENERATION_CONFIG",
     "check_layers",
+    "check_links",
     "check_model_folder",
+    "is_other_file",
+    "leads_out",
     "parse_object",
     "read_object",
     "stop_tokens_in",

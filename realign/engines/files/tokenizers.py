@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from realign.engines.files.folders import check_path
-from realign.engines.files.model_folder import GENERATION_CONFIG, read_object, stop_tokens_in
+from realign.engines.files.model_folder import GENERATION_CONFIG, is_other_file, read_object, stop_tokens_in
 from realign.engines.files.pretrained import quiet_transformers, readable
 from realign.errors import ConfigError, DataError
 
@@ -62,11 +62,15 @@ def read_tokenizer(key: str, source: str, *, trust_remote_code: bool, cure: str 
 
     Raises:
         ConfigError: `source` is neither a folder nor a hub name.
-        DataError: the folder has no tokenizer, or the tokenizer cannot be read.
+        DataError: the folder has no tokenizer, the tokenizer cannot be read, or a chat template is a link to a file of
+            another name: a run saves its text with each model.
     """
     from transformers import AutoTokenizer
 
     path = check_tokenizer(key, source, cure)
+    for file in [*Path(path).glob("*.jinja"), *Path(path).glob("additional_chat_templates/*")]:
+        if is_other_file(file):
+            raise DataError(f"{key}: {str(file)!r} is a link to another file. Replace it by a copy, or remove it.")
     with readable(f"{key}: cannot load a tokenizer from {path!r}"):
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
         return _as_in_file(key, tokenizer, path)
@@ -111,7 +115,7 @@ def _as_in_file(key: str, tokenizer: Any, path: str) -> Any:
     if not rebuilt or _is_remote_code(tokenizer) or _file_of(path, "tokenizer.json") is None:
         return tokenizer
     with quiet_transformers():
-        exact = PreTrainedTokenizerFast.from_pretrained(path)
+        exact = PreTrainedTokenizerFast.from_pretrained(path, trust_remote_code=False)
     _keep_special(exact, tokenizer)
     found = difference(tokenizer, exact)
     if found is None:

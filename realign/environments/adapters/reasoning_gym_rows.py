@@ -13,10 +13,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from realign.environments.adapters.packages import imported
 from realign.errors import ConfigError
+from realign.safe_yaml import load_yaml
 
 
 def rows(task: str, *, size: int = 1000, seed: int = 0, **settings: Any) -> Iterator[dict[str, Any]]:
@@ -44,7 +43,7 @@ def rows(task: str, *, size: int = 1000, seed: int = 0, **settings: Any) -> Iter
 def main(arguments: Sequence[str]) -> None:
     """Write the rows of a task to a file."""
     path, *given = arguments
-    values = {name: yaml.safe_load(value) for name, _, value in (part.partition("=") for part in given)}
+    values = {name: load_yaml(value) for name, _, value in (part.partition("=") for part in given)}
     lines = [json.dumps(row, default=str) + "\n" for row in rows(**values)]
     Path(path).write_text("".join(lines), encoding="utf-8")
 

@@ -25,10 +25,15 @@
       el("button", { type: "button", "aria-pressed": String(state.more), onclick: (event) => {
         state.more = !state.more; event.target.setAttribute("aria-pressed", String(state.more)); event.target.textContent = moreText(); draw(); } }, moreText()),
       zoom);
-    const root = el("div", {}, bar, el("p", { class: "about screen" }, "Drag over a chart to zoom all charts; double-click to reset. Faint lines are unsmoothed."), grid);
+    const root = el("div", {}, bar, el("p", { class: "about screen" }, "Drag over a chart to zoom all charts; double-click to reset. Faint lines are unsmoothed.", leftOut()), grid);
     root.ready = draw;
     return root;
   } };
+
+  function leftOut() {
+    const count = Math.max(...report.shownRuns().map((run) => run.metrics.left_out));
+    return count ? " A run has " + report.plural(count, "more metric") + " than this page shows." : "";
+  }
 
   function moreText() { return state.more ? "Main metrics only" : "Show all metrics"; }
 

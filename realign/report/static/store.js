@@ -44,9 +44,9 @@
     const runs = [];
     for (const key of wanted) {
       if (!listed.some((one) => one.key === key)) continue;
-      const tag = store.tags[key] || "";
-      const answer = await fetch("api/run?key=" + encodeURIComponent(key), { headers: { "If-None-Match": tag } });
       const before = store.runs.find((run) => run.key === key);
+      const tag = before ? store.tags[key] : ""; /* a run that was closed must be sent again */
+      const answer = await fetch("api/run?key=" + encodeURIComponent(key), { headers: { "If-None-Match": tag } });
       if (answer.status === 304 && before) { runs.push(before); continue; }
       if (!answer.ok) continue;
       store.tags[key] = answer.headers.get("ETag") || "";

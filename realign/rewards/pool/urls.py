@@ -1,4 +1,4 @@
-"""URLs of reward servers: check them, keep credentials out of them, and hide credentials in messages."""
+"""URLs of reward and MCP servers: check them, keep credentials out of them, and hide credentials in messages."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from realign.rewards.pool.limits import looks_secret, secret_variables
 from realign.rewards.text import shortened, visible
 
 ALLOWED_VARIABLES = "REALIGN_URL_VARIABLES"
-"""Environment variable: names, separated by commas, of the secrets that may be part of the URL of a reward server. No
+"""Environment variable: names, separated by commas, of the secrets that may be part of the URL of such a server. No
 config can set it, so a config from another user cannot send a secret to a server."""
 
 _VARIABLE = re.compile(r"\$\{oc\.env:([A-Za-z_][A-Za-z0-9_]*)\}")
 _USERINFO = re.compile(r"(?<=//).*@", re.DOTALL)
 _PARAMETER = re.compile(r"([?&;#])([^=&;#]+)=([^&;#]*)")
+_ADDRESS = re.compile(r"[A-Za-z][\w+.-]*://\S+")
+_OPTION = re.compile(r"(--?[A-Za-z][\w-]*(?:=|\s+)|\b[A-Za-z_]\w*=)(\S+)")
 _LONGEST = 300
 _LONGEST_NUMBER = 6
 
 
 def allowed_variables(environment: Mapping[str, str]) -> list[str]:
-    """Return the names of the secret variables that may be part of the URL of a reward server."""
+    """Return the names of the secret variables that may be part of a URL."""
     return [name.strip() for name in environment.get(ALLOWED_VARIABLES, "").split(",") if name.strip()]
 
 
@@ -31,6 +33,20 @@ def masked(url: str) -> str:
     """Return a URL with `***` in place of the user, the password and secret query parameters; escaped and shortened."""
     hidden = _PARAMETER.sub(_masked_parameter, _USERINFO.sub("***@", url))
     return visible(shortened(hidden, _LONGEST)).replace("\n", "\\n").replace("\t", "\\t")
+
+
+def masked_text(text: str) -> str:
+    """Return a text with `***` in place of the credentials in its URLs and of the values of options such as --api-key.
+
+    Unlike `masked`, it leaves everything else as it is.
+    """
+    hidden = _ADDRESS.sub(lambda match: _PARAMETER.sub(_masked_parameter, _USERINFO.sub("***@", match[0])), text)
+    return _OPTION.sub(_masked_option, hidden)
+
+
+def _masked_option(match: re.Match[str]) -> str:
+    name, value = match.groups()
+    return f"{name}***" if _secret_parameter(name.strip(" =-"), value) else match[0]
 
 
 def _masked_parameter(match: re.Match[str]) -> str:
@@ -44,13 +60,17 @@ def _secret_parameter(name: str, value: str) -> bool:
     return looks_secret(words) and not (value.isdigit() and len(value) <= _LONGEST_NUMBER)
 
 
-def check_url(url: str) -> None:
-    """Check the URL of a reward server.
+def check_url(url: str, kind: str = "reward function") -> None:
+    """Check the URL of a server.
+
+    Args:
+        url: the URL.
+        kind: what the URL is, for messages.
 
     Raises:
         ConfigError: the URL is invalid, or contains credentials. The message does not contain them.
     """
-    what = f"reward function '{masked(url)}'"
+    what = f"{kind} '{masked(url)}'"
     try:
         parts = urlsplit(url)
         valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and "$" not in parts.netloc
@@ -60,8 +80,8 @@ def check_url(url: str) -> None:
         raise ConfigError(f"{what}: invalid URL. Use the form http://host:port/path, in ASCII and without spaces.")
     if "@" in parts.netloc:
         raise ConfigError(
-            f"{what}: the URL contains credentials, which would be written to config.yaml. Remove them. A reward "
-            "function in Python can send a key from the environment (`keep_environment`)."
+            f"{what}: the URL contains credentials, which would be written to config.yaml. Remove them. A "
+            f"{'tool' if 'MCP' in kind else 'reward function'} in Python can send a key from the environment."
         )
     for query in (parts.query.replace(";", "&"), parts.fragment):
         for name, value in parse_qsl(query, keep_blank_values=False):
@@ -72,8 +92,15 @@ def check_url(url: str) -> None:
                 )
 
 
-def filled(url: str, environment: Mapping[str, str] = os.environ) -> tuple[str, list[str]]:
+def filled(
+    url: str, environment: Mapping[str, str] = os.environ, kind: str = "reward function"
+) -> tuple[str, list[str]]:
     """Insert the values of `${oc.env:NAME}`, and return the URL for requests and the secrets in it.
+
+    Args:
+        url: the URL.
+        environment: the variables.
+        kind: what the URL is, for messages.
 
     Raises:
         ConfigError: a variable is not set, or is a secret that `ALLOWED_VARIABLES` does not list.
@@ -84,9 +111,9 @@ def filled(url: str, environment: Mapping[str, str] = os.environ) -> tuple[str, 
     def value(match: re.Match[str]) -> str:
         name = match[1]
         if name in refused:
-            raise ConfigError(refusal(f"reward function '{masked(url)}'", name))
+            raise ConfigError(refusal(f"{kind} '{masked(url)}'", name))
         if name not in environment:
-            raise ConfigError(f"reward function '{masked(url)}': the environment variable {name} is not set. Set it.")
+            raise ConfigError(f"{kind} '{masked(url)}': the environment variable {name} is not set. Set it.")
         secrets.append(environment[name])
         return quote(environment[name], safe="")
 
@@ -97,5 +124,5 @@ def refusal(what: str, name: str) -> str:
     """Return the message for a secret variable that may not be part of a config value or a URL."""
     return (
         f"{what}: the environment variable {name} looks like a secret, and a config cannot read secrets. For the URL "
-        f"of a reward server, set {ALLOWED_VARIABLES}={name} in the environment of the run."
+        f"of a reward or MCP server, set {ALLOWED_VARIABLES}={name} in the environment of the run."
     )

@@ -18,10 +18,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
-import yaml
-
 from realign.errors import ConfigError
 from realign.runtime.metrics.tracker import Tracker
+from realign.safe_yaml import load_yaml
 from realign.settings import Settings
 
 SAMPLES = "samples.jsonl"
@@ -224,7 +223,7 @@ def _mlflow_name(metric: str) -> str:
 def _config(output_dir: Path) -> dict[str, Any]:
     """Return the resolved config of a run."""
     resolved = output_dir / "config.yaml"
-    return yaml.safe_load(resolved.read_text(encoding="utf-8")) if resolved.is_file() else {}
+    return load_yaml(resolved.read_text(encoding="utf-8")) if resolved.is_file() else {}
 
 
 def _samples(output_dir: Path) -> list[list[Any]]:

@@ -152,3 +152,17 @@ def test_a_folder_without_a_tokenizer_names_the_key_and_the_cure(tmp_path):
 def test_a_tokenizer_file_alone_is_read_with_its_own_class(tmp_path):
     tiny_tokenizer().save_pretrained(tmp_path)
     assert type(read_tokenizer("k", str(tmp_path), trust_remote_code=False)) is PreTrainedTokenizerFast
+
+
+def test_a_chat_template_that_is_a_link_to_another_file_is_refused(tmp_path):
+    folder = save_tiny(tmp_path / "model")
+    for name, target in (("chat_template.jinja", "id_rsa"), ("additional_chat_templates/x.jinja", "id_rsa")):
+        (tmp_path / target).write_text("PRIVATE KEY")
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).symlink_to(tmp_path / target)
+        with pytest.raises(DataError, match=r"models\.actor\.path: .*jinja' is a link to another file"):
+            read_tokenizer("models.actor.path", str(folder), trust_remote_code=False)
+        (folder / name).unlink()
+    (tmp_path / "chat_template.jinja").write_text("shared")
+    (folder / "chat_template.jinja").symlink_to(tmp_path / "chat_template.jinja")
+    assert read_tokenizer("models.actor.path", str(folder), trust_remote_code=False).chat_template == "shared"

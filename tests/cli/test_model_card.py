@@ -1,0 +1,92 @@
+"""Test that a model card shows the texts of a run as texts, without credentials, and reads damaged runs."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from realign.cli.model_card import model_card
+
+SECRET = "s3cret"
+HOSTILE = 'a | b <img src=x> [link](http://evil)\n```\n# Title\n"; import os; "\x1b]0;pwn\x07'
+
+
+def card(folder: Path, config: Any, metrics: str = "", name: str = "name") -> str:
+    """Return the model card of the role actor of a run."""
+    model = folder / "run" / "final" / "actor"
+    model.mkdir(parents=True, exist_ok=True)
+    (folder / "run" / "config.yaml").write_text(config if isinstance(config, str) else yaml.safe_dump(config))
+    (folder / "run" / "metrics.jsonl").write_text(metrics)
+    (model / "config.json").write_text('{"architectures": [1, "LlamaForCausalLM"]}')
+    return model_card(name, model, model, None)
+
+
+def test_texts_of_a_run_stay_in_their_place(tmp_path):
+    config = {
+        "name": HOSTILE,
+        "steps": HOSTILE,
+        "graph": {"_target_": f"x.{HOSTILE}.y"},
+        "models": {"actor": {"path": HOSTILE}},
+        "interfaces": {"actor": {"_target_": f"x.{HOSTILE}"}},
+        "data": {"path": HOSTILE, "note": "````\n```"},
+    }
+    text = card(tmp_path, config, json.dumps({"step": 1, f"eval/{HOSTILE}": 1.0}), HOSTILE)
+    head, _, shown = text.partition("## Config\n\n")
+    assert "\x1b" not in text
+    fence = re.match("`+", shown)[0]
+    assert shown.endswith(f"\n{fence}\n")
+    assert fence not in shown[len(fence) : -len(fence) - 1]
+    lines = head.splitlines()
+    assert [line for line in lines if line.startswith("#")][1:] == ["## Use", "## Metrics"]
+    assert lines.count("```") == 1
+    assert not any(re.search(r"(?<!\\)[<>\[\]]", line) for line in lines if line.startswith(("|", "# ")))
+    assert all(len(re.findall(r"(?<!\\)\|", line)) in (3, 4) for line in lines if line.startswith("|"))
+    code = head.partition("```python\n")[2].partition("\n```")[0]
+    found = [node.value for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Constant)]
+    assert found == [HOSTILE, HOSTILE]
+
+
+def test_the_card_contains_no_credentials(tmp_path):
+    sampler = {"environment": {"HF_TOKEN": SECRET, "PROXY": f"http://u:{SECRET}@h", "OMP_NUM_THREADS": "4"}}
+    config = {
+        "models": {"actor": {"sampler": {**sampler, "launch": f"vllm serve --api-key {SECRET} --max-tokens 100"}}},
+        "interfaces": {
+            "agent": {"mcp": [f"https://u:{SECRET}@h/mcp?api_key={SECRET}", f"env KEY={SECRET} npx server"]},
+            "other": {"command": ["program", "--auth-token", SECRET, "--max-tokens", "100"]},
+        },
+    }
+    text = card(tmp_path, config)
+    assert SECRET not in text
+    for kept in ("OMP_NUM_THREADS: '4'", "--max-tokens 100", "https://***@h/mcp?api_key=***", "npx server", "'100'"):
+        assert kept in text
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        "- 1",
+        "a: [",
+        "graph: x\nmodels: [1]\ninterfaces: {actor: 3}\ndata: 7\nsteps: {}\n",
+        "models: {actor: {path: ~no/x}}",
+    ],
+)
+@pytest.mark.parametrize("metrics", ['{"step": 1, "rew', '[1]\n{"step": {}, "reward": 1e999, "loss": "x", "kl": 2}\n'])
+def test_damaged_files_of_the_run_are_no_traceback(config, metrics, tmp_path):
+    text = card(tmp_path, config, metrics)
+    assert text.startswith("---\nlibrary_name: transformers\n")
+    assert ("| kl | 2 (step 0) |" in text) == ('"kl"' in metrics)
+
+
+def test_a_config_that_is_a_link_is_not_published(tmp_path):
+    (tmp_path / "private.yaml").write_text(f"token: {SECRET}\n")
+    card(tmp_path, {})
+    (tmp_path / "run" / "config.yaml").unlink()
+    (tmp_path / "run" / "config.yaml").symlink_to(tmp_path / "private.yaml")
+    model = tmp_path / "run" / "final" / "actor"
+    assert SECRET not in model_card("name", model, model, None)

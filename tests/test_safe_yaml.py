@@ -1,0 +1,67 @@
+"""Test that YAML of others is read in bounded time and memory, and that nothing else reads YAML."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+import yaml
+
+import realign
+from realign.safe_yaml import LONGEST, MOST_NODES, check_yaml, load_yaml
+
+
+def bomb(levels: int) -> str:
+    """Return a few lines that stand for 9^levels values."""
+    lines = ["a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1]"]
+    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, levels)]
+    return "\n".join(lines) + "\n"
+
+
+@pytest.mark.parametrize("levels", [6, 9, 300])
+def test_aliases_that_repeat_too_many_values_are_refused(levels):
+    with pytest.raises(yaml.YAMLError, match="repeat too many values"):
+        check_yaml(bomb(levels))
+
+
+def test_merged_keys_count_like_aliases():
+    text = "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i} {{y: {{<<: *a{i - 1}}}, z: *a{i - 1}}}\n" for i in range(1, 30))
+    with pytest.raises(yaml.YAMLError, match="repeat too many values"):
+        check_yaml(text)
+
+
+def test_aliases_that_repeat_few_values_are_read():
+    text = yaml.safe_dump({"a": (shared := [1, 2]), "b": shared})  # as in the config.yaml of a run
+    assert "*" in text
+    assert load_yaml(text) == {"a": [1, 2], "b": [1, 2]}
+    assert load_yaml(f"[{', '.join(['x'] * MOST_NODES)}]") == ["x"] * MOST_NODES
+    assert load_yaml("") is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: &a [*a]",
+        "a: &a {b: *a}",
+        "date: 9999-99-99",
+        f"number: {'9' * 5000}",
+        "[" * 5000,
+        "&a " + "[" * 5000 + "*b",
+        "a: [unclosed",
+        "x" * (LONGEST + 1),
+    ],
+)
+def test_every_text_that_cannot_be_read_is_a_yaml_error(text):
+    with pytest.raises(yaml.YAMLError, match=r"\w"):
+        load_yaml(text)
+
+
+def test_nothing_else_reads_yaml():
+    package, found = Path(realign.__file__).parent, []
+    for file in sorted(package.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            if name in ("yaml.load", "yaml.safe_load", "yaml.full_load", "yaml.load_all", "OmegaConf.load"):
+                found.append(str(file.relative_to(package)))
+    assert found == ["safe_yaml.py"]
