@@ -1,4 +1,4 @@
-"""Compare the working tree with another commit, bit for bit: python scripts/identity.py COMMIT [case ...]
+"""Compare the working tree with another commit, bit for bit: python -m benchmarks.identity COMMIT [case ...]
 
 Both trees train the same small models on the same data, on this machine, at the same time. Weights, metrics, samples,
 resolved values and the names of all files must agree. No values are stored, since bits differ between CPU models.
@@ -23,7 +23,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 STEPS = 3
-TIMES = re.compile(r"(^|/)(time|seconds|tokens_per_s|.*_per_s|.*_s|.*seconds.*|.*memory.*|.*_mb|.*idle.*|.*wait.*|.*util.*)")
+TIMES = re.compile(r"(^|/)(time|.*_s|.*seconds.*|.*memory.*|.*_mb|.*idle.*|.*wait.*|.*util.*)")
 """Metrics that measure the machine, not the algorithm."""
 SKIPPED_FILES = re.compile(r"(^|/)(run\.json|log\.txt|.*\.log|.*\.png|system.*\.jsonl|spans.*|records.*)$")
 """Files whose content has times in it; their names are still compared."""
@@ -86,34 +86,72 @@ def materials(folder: Path) -> None:
 LEARNED = ["models.actor.path=m", "models.reward.path=r", "data.path=p.jsonl"]
 RULE = ["models.actor.path=m", "data.path=p.jsonl", "interfaces.reward.function=reward.py:score"]
 SHORT = ["interfaces.actor.generation.max_new_tokens=12"]
-PPO_PRESETS = ("cispo dapo dr_grpo gmpo gpg grpo gspo lite_ppo opo reinforce_plus_plus reinforce_plus_plus_baseline remax "
-               "rloo sapo").split()
-DPO_PRESETS = "cpo dpo_norm ipo orpo robust_dpo simpo".split()
+PPO_PRESETS = [
+    "cispo",
+    "dapo",
+    "dr_grpo",
+    "gmpo",
+    "gpg",
+    "grpo",
+    "gspo",
+    "lite_ppo",
+    "opo",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "remax",
+    "rloo",
+    "sapo",
+]
+DPO_PRESETS = ["cpo", "dpo_norm", "ipo", "orpo", "robust_dpo", "simpo"]
 GIVEN: dict[str, list[str]] = {
     **{
         name: [*LEARNED, *SHORT]
-        for name in (
-            "ppo deepspeed_chat openrlhf_ppo llama2_chat qwen_rlhf secrets_of_rlhf lm_human_preferences "
-            "lm_human_preferences_cnndm lm_human_preferences_tldr"
-        ).split()
+        for name in [
+            "ppo",
+            "deepspeed_chat",
+            "openrlhf_ppo",
+            "llama2_chat",
+            "qwen_rlhf",
+            "secrets_of_rlhf",
+            "lm_human_preferences",
+            "lm_human_preferences_cnndm",
+            "lm_human_preferences_tldr",
+        ]
     },
-    **{name: [*RULE, *SHORT] for name in "trlx_ppo areal_ppo areal_decoupled online_dpo grpo raft remax".split()},
+    **{
+        name: [*RULE, *SHORT]
+        for name in ["trlx_ppo", "areal_ppo", "areal_decoupled", "online_dpo", "grpo", "raft", "remax"]
+    },
     **{
         f"lm_human_preferences_reward{task}": [
-            "models.reward.path=m", "data.path=labels.jsonl", "calibration.data.path=p.jsonl", "calibration.samples=16",
+            "models.reward.path=m",
+            "data.path=labels.jsonl",
+            "calibration.data.path=p.jsonl",
+            "calibration.samples=16",
             "calibration.batch_prompts=8",
         ]
         for task in ("", "_cnndm", "_tldr")
     },
-    "instructgpt": [*LEARNED[:2], "data.prompts.path=p.jsonl", "data.pretraining.path=text.jsonl",
-                    "data.pretraining.block_tokens=16", "data.sequences_per_prompt=2", *SHORT],
+    "instructgpt": [
+        *LEARNED[:2],
+        "data.prompts.path=p.jsonl",
+        "data.pretraining.path=text.jsonl",
+        "data.pretraining.block_tokens=16",
+        "data.sequences_per_prompt=2",
+        *SHORT,
+    ],
     "dpo": ["models.actor.path=m", "data.path=preference.jsonl"],
     "kto": ["models.actor.path=m", "data.path=unpaired.jsonl"],
     "ilql": ["models.actor.path=m", "data.path=rewarded.jsonl"],
     "gkd": ["models.actor.path=m", "models.teacher.path=t", "data.path=p.jsonl", *SHORT],
     "on_policy_distillation": ["models.actor.path=m", "models.teacher.path=t", "data.path=p.jsonl", *SHORT],
-    "grpo_environment": ["models.actor.path=m", "data.path=p.jsonl", "interfaces.agent.environment=mine.py:Mine",
-                         "interfaces.agent.generation.max_new_tokens=8", "interfaces.agent.max_episode_tokens=60"],
+    "grpo_environment": [
+        "models.actor.path=m",
+        "data.path=p.jsonl",
+        "interfaces.agent.environment=mine.py:Mine",
+        "interfaces.agent.generation.max_new_tokens=8",
+        "interfaces.agent.max_episode_tokens=60",
+    ],
     "reward_model": ["models.reward.path=m", "data.path=preference.jsonl"],
     "reward_sentiment": ["models.reward.path=m", "data.path=preference.jsonl", "evaluation=null"],
     "sft": ["models.actor.path=m", "data.path=supervised.jsonl"],
@@ -122,9 +160,15 @@ GIVEN: dict[str, list[str]] = {
     "sft_arithmetic": ["evaluation.data.limit=4"],
     "grpo_arithmetic": ["evaluation.data.limit=4"],
     "ppo_arithmetic": ["evaluation.data.limit=4"],
-    "grpo_reasoning": ["models.actor.path=m", "data.path=p.jsonl", "evaluation.data.path=h.jsonl",
-                       "interfaces.reward.function=reward.py:score", "interfaces.reward.known_answer=null",
-                       "data.template=plain", *SHORT],
+    "grpo_reasoning": [
+        "models.actor.path=m",
+        "data.path=p.jsonl",
+        "evaluation.data.path=h.jsonl",
+        "interfaces.reward.function=reward.py:score",
+        "interfaces.reward.known_answer=null",
+        "data.template=plain",
+        *SHORT,
+    ],
 }
 """Overrides with which an experiment trains on the materials; grpo_agent samples over HTTP and is resolved only."""
 COMMON = [f"steps={STEPS}", "batch_prompts=8", "records.every_steps=1", "checkpoint.every_minutes=null"]
@@ -191,8 +235,15 @@ def worker(jobs: Path, out: Path) -> None:
             print(name, file=sys.stderr, flush=True)
             try:
                 if ranks := case.get("ranks"):
-                    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-                    subprocess.run([*command, "-m", "realign", *overrides], check=True, capture_output=True, timeout=600)
+                    launch = [
+                        "-m",
+                        "torch.distributed.run",
+                        "--standalone",
+                        f"--nproc-per-node={ranks}",
+                        "-m",
+                        "realign",
+                    ]
+                    subprocess.run([sys.executable, *launch, *overrides], check=True, capture_output=True, timeout=600)
                 elif steps := case.get("resume"):
                     run(build_experiment(compose([*overrides, f"steps={steps}"])))
                     run(build_experiment(compose([*overrides, "resume=auto", "resume_allow=[steps]"])))
@@ -211,8 +262,10 @@ def worker(jobs: Path, out: Path) -> None:
 def canonical(value: Any) -> Any:
     """Return resolved values with the name of each class instead of its module, which the restructuring moves."""
     if isinstance(value, dict):
-        named = {k: v.rpartition(".")[2] if k == "_target_" and v.startswith("realign.") else v for k, v in value.items()}
-        return {str(k): canonical(v) for k, v in named.items()}
+        target = value.get("_target_")
+        if isinstance(target, str) and target.startswith("realign."):
+            value = {**value, "_target_": target.rpartition(".")[2]}
+        return {str(k): canonical(v) for k, v in value.items()}
     return [canonical(v) for v in value] if isinstance(value, list | tuple) else value
 
 
@@ -240,8 +293,9 @@ def tensors(path: Path) -> dict[str, str]:
     start = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:start])
     header.pop("__metadata__", None)
+    slices = {name: slice(*(start + offset for offset in at["data_offsets"])) for name, at in header.items()}
     return {
-        name: f"{at['dtype']} {at['shape']} " + hashlib.sha256(data[slice(*(start + x for x in at["data_offsets"]))]).hexdigest()
+        name: f"{at['dtype']} {at['shape']} {hashlib.sha256(data[slices[name]]).hexdigest()}"
         for name, at in header.items()
     }
 
@@ -269,7 +323,9 @@ def differences(old: Any, new: Any, where: str = "") -> Iterator[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("commit")
-    parser.add_argument("only", nargs="*", help="cases to run, such as lora, experiment=ppo or resolved; all by default")
+    parser.add_argument(
+        "only", nargs="*", help="cases to run, such as lora, experiment=ppo or resolved; all by default"
+    )
     given = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="identity-"))
     base = folder / "base"
@@ -282,14 +338,15 @@ def main() -> int:
 
 
 def compare(folder: Path, base: Path, only: list[str]) -> int:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "TQDM_DISABLE": "1"}
     (folder / "materials").mkdir()
     call = [sys.executable, str(Path(__file__).resolve())]
-    subprocess.run([*call, "--materials", str(folder / "materials")], check=True, env={**environment, "PYTHONPATH": str(base)})
-    chosen = {name: case for name, case in cases().items() if not only or name in only}
-    jobs = {"resolved": {} if only and "resolved" not in only else json.loads(
-        subprocess.run([*call, "--resolutions"], check=True, capture_output=True, text=True,
-                       env={**environment, "PYTHONPATH": str(base)}).stdout), "cases": chosen}
+    old = {**environment, "PYTHONPATH": str(base)}
+    subprocess.run([*call, "--materials", str(folder / "materials")], check=True, env=old)
+    jobs: dict[str, Any] = {"resolved": {}, "cases": {k: case for k, case in cases().items() if not only or k in only}}
+    if not only or "resolved" in only:
+        asked = subprocess.run([*call, "--resolutions"], check=True, capture_output=True, text=True, env=old)
+        jobs["resolved"] = json.loads(asked.stdout)
     (folder / "jobs.json").write_text(json.dumps(jobs))
     running = {}
     for name, tree in (("old", base), ("new", ROOT)):
