@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -16,7 +16,9 @@ from typing import Any
 
 import yaml
 
-from realign.config.errors import ConfigError
+from realign.config.errors import ConfigError, joined
+from realign.config.folders import GROUPS
+from realign.config.schema import ExperimentConfig
 from realign.config.source import class_at, fields_of
 from realign.config.trees import get
 from realign.config.words import TARGET, is_word
@@ -24,7 +26,7 @@ from realign.config.words import TARGET, is_word
 CHOOSES = ("experiment", "algorithm")
 """Config groups that decide which keys exist."""
 OWN_ROOTS = ("data", "evaluation", "interfaces", "models", "rollout", "runtime")
-"""Root keys of realign that other tools use too. A class of a user may have a key below them that `names.yaml` lists."""
+"""Root keys of realign that other tools use too. A user's own class may have a key below them that the table lists."""
 TABLE = Path(__file__).with_name("names.yaml")
 OBJECTS = ("realhf_names", "realhf_keys")
 """Tables of names that are no settings, but Python objects and keys of a batch."""
@@ -34,8 +36,10 @@ FEW = 4
 
 @dataclass(frozen=True)
 class Row:
-    """What the names of one row of the table are in realign. One of `keys`, `overrides` (`set` in the file) and
-    `answer` is given."""
+    """What the names of one row of the table are in realign.
+
+    One of `keys`, `overrides` (`set` in the file) and `answer` is given.
+    """
 
     names: tuple[str, ...]
     tool: str = ""
@@ -59,7 +63,7 @@ class Row:
         words = " or ".join(f"`{_of_actor(key)}`" for key in self.keys) or " ".join(
             f"`{_of_actor(word)}`" for word in self.overrides
         )
-        return f"{words}. {self.note}".removesuffix(" ") if words else self.answer
+        return words + (f". {self.note}" if words and self.note else "") or self.answer
 
 
 COMMANDS: Mapping[str, str] = MappingProxyType(
@@ -88,7 +92,7 @@ def tables() -> Mapping[str, Mapping[str, Any]]:
 
 
 def _row(written: Mapping[str, Any], **of_table: Any) -> Row:
-    values = {key: tuple(value) if isinstance(value, list) else value for key, value in written.items()}
+    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in written.items()}
     return Row(overrides=values.pop("set", ()), **values, **of_table)
 
 
@@ -158,27 +162,27 @@ def translate(overrides: Sequence[str], config_dir: Path | str | None = None) ->
         theirs = {i: entries for i, entries in theirs.items() if not _is_own(_parts(overrides[i])[1], config)}
     new: dict[int, list[str]] = {}
     problems = []
-    # names with a fixed meaning come first, since the others may need what they set
-    for fixed in (True, False):
-        if not fixed and new:
+    rows = {i: _rows(overrides[i], entries) for i, entries in theirs.items()}
+    fixed = [i for i, found in rows.items() if any(row.overrides or row.answer for row in found)]
+    others = [i for i in rows if i not in fixed]
+    for group in (fixed, others):
+        if group is others and others and new:  # what the first names set may be what the others need
             config = _composed([*own, *(word for words in new.values() for word in words)], config_dir)
-        for i, entries in theirs.items():
-            rows = _rows(overrides[i], entries)
-            if fixed == any(row.overrides or row.answer for row in rows):
-                try:
-                    new[i] = _replaced(overrides[i], rows, config)
-                except ConfigError as error:
-                    problems.append(str(error))
+        for i in group:
+            try:
+                new[i] = _replaced(overrides[i], rows[i], config)
+            except ConfigError as error:
+                problems.append(str(error))
     problems += [_unknown(word) for i, word in enumerate(overrides) if i not in theirs and _is_foreign(word)]
     if problems:
-        raise ConfigError(" Also, ".join(dict.fromkeys(problems)))
+        raise ConfigError(joined(problems))
     notes = [f"{overrides[i]} was read as {' '.join(new[i])}" for i in sorted(new)]
     return [word for i, given in enumerate(overrides) for word in new.get(i, [given])], notes
 
 
 def plain(text: str) -> str:
-    """Return a Markdown text for the terminal, without the targets of links."""
-    return re.sub(r"\[([^\]]+)\]\([^)]*\)", r"\1", text)
+    """Return a Markdown text for the terminal, without the targets of links and without quotes around single words."""
+    return re.sub(r"`([^` ]+)`", r"\1", re.sub(r"\[([^\]]+)\]\([^)]*\)", r"\1", text))
 
 
 def _parts(word: str) -> tuple[str, str, str]:
@@ -196,7 +200,7 @@ def _entries_of(word: str) -> tuple[tuple[str | None, Row], ...]:
 def _entries(name: str) -> tuple[tuple[str | None, Row], ...]:
     """Return the entries of a name as typed: of the whole name, of its last part, or of a section such as `eval`."""
     name = name.lower().replace("-", "_")
-    if not (found := index().get(name, ())) and "." not in name:
+    if not (found := index().get(name, ())) and "." not in name and name not in _own_keys():
         ends = {full: entries for full, entries in index().items() if full.endswith(f".{name}")}
         found = next(iter(ends.values()), ())
         if len({row.text() for entries in ends.values() for _, row in entries if row.typed}) > len(found):
@@ -205,6 +209,11 @@ def _entries(name: str) -> tuple[tuple[str | None, Row], ...]:
         found = index().get(name.partition(".")[0], ())
         found = tuple(entry for entry in found if entry[1].answer or entry[1].keys == ("evaluation",))
     return tuple(entry for entry in found if entry[1].typed)
+
+
+def _own_keys() -> frozenset[str]:
+    """Return the root keys and config groups of realign."""
+    return frozenset({*(field.name for field in fields(ExperimentConfig)), *GROUPS})
 
 
 def _rows(word: str, entries: Sequence[tuple[str | None, Row]]) -> list[Row]:

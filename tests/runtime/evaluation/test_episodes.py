@@ -152,13 +152,20 @@ def test_dynamic_sampling_converses_until_the_batch_is_full(tmp_path):
 def test_the_length_of_a_whole_episode_is_compared_with_budget_and_positions(tmp_path):
     long = {"agent": episodes(max_episode_tokens=39), "actor": GRPOActorInterface(generation=TURN)}
     with pytest.raises(
-        ConfigError, match=r"window has 40 positions, but .* up to 39\. .* set max_episode_tokens to at most 38"
+        ConfigError,
+        match=r"window has 40 positions, but .* up to 39\. .* set interfaces\.agent\.max_episode_tokens to at most 38",
     ):
         LocalRuntime(experiment(tmp_path, interfaces=long))
-    with pytest.raises(ConfigError, match=r"up to 20 tokens \(max_episode_tokens\)\. .*or lower max_episode_"):
+    with pytest.raises(
+        ConfigError,
+        match=r"up to 20 tokens \(interfaces\.agent\.max_episode_tokens\)\. .*or lower interfaces\.agent\.max_epi",
+    ):
         LocalRuntime(experiment(tmp_path, microbatch=MicroBatchSpec(20)))
     measured = EpisodeEvaluation(Rows(5), episodes=episodes(max_episode_tokens=39))
-    with pytest.raises(ConfigError, match=r"a row of evaluation\.data has 2 tokens and its response up to 39"):
+    with pytest.raises(
+        ConfigError,
+        match=r"evaluation\.data has 2 tokens .* set evaluation\.episodes\.max_episode_tokens to at most 38",
+    ):
         LocalRuntime(experiment(tmp_path, evaluation=measured))
 
 
