@@ -29,7 +29,7 @@ def _names(row: Row, *, flags: bool) -> str:
 
 
 def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:]
+    return text if text.startswith("realign") else text[:1].upper() + text[1:]
 
 
 if __name__ == "__main__":

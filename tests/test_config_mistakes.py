@@ -59,11 +59,6 @@ MISTAKES: list[tuple[list[str], str]] = [
         "unknown key 'data.pth'; did you mean 'path'? (valid: ...",
     ),
     (
-        ["experiment=grpo", "lr=1e-5"],
-        "missing values: data.path, interfaces.reward.function, models.actor.path. Set a value, such as "
-        "data.path=VALUE.",
-    ),
-    (
         ["algorithm=gspo"],
         "algorithm=gspo changes an experiment, so choose one too, such as experiment=grpo algorithm=gspo.",
     ),
@@ -192,13 +187,12 @@ MISTAKES: list[tuple[list[str], str]] = [
         ["experiment=grpo"],
         (
             "missing values: data.path, interfaces.reward.function, models.actor.path. Set a value, such as "
-            "data.path=VALUE, or start from experiment=NAME."
+            "data.path=VALUE."
         ),
     ),
     (
         ["models.actor.path=m"],
-        "missing values: batch_prompts, steps. Set a value, such as batch_prompts=VALUE, or start from "
-        "experiment=NAME.",
+        "missing values: batch_prompts, steps. Start from experiment=NAME; `realign --help` lists the experiments.",
     ),
     (
         [*GRPO, "~data"],
@@ -276,7 +270,8 @@ MISTAKES: list[tuple[list[str], str]] = [
         [*GRPO, "microbatch.max_tokens_per_microbatch=512"],
         (
             "microbatch.max_tokens_per_microbatch=512: this budget is too small for a prompt and its response of "
-            "up to 512 tokens (generation.max_new_tokens). Set it above 512, or lower generation.max_new_tokens."
+            "up to 512 tokens (interfaces.actor.generation.max_new_tokens). Set it above 512, or lower "
+            "interfaces.actor.generation.max_new_tokens."
         ),
     ),
     (

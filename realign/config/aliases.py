@@ -110,9 +110,10 @@ def index() -> Mapping[str, tuple[tuple[str | None, Row], ...]]:
     return MappingProxyType({name: tuple(entries.values()) for name, entries in found.items()})
 
 
-def names(*, nested: bool = False) -> list[str]:
-    """Return the names of settings that the command line understands or answers; those with dots only if `nested`."""
-    return [name for name, rows in index().items() if ("." not in name or nested) and any(row.typed for _, row in rows)]
+def names() -> list[str]:
+    """Return the short names that completion offers: those that people try first, and TRL's."""
+    common = {name for name, rows in index().items() for _, row in rows if row.tool in ("", "TRL")}
+    return sorted(name for name in common if "." not in name)
 
 
 def is_name(name: str) -> bool:
@@ -254,7 +255,7 @@ def _only_key(word: str, patterns: Sequence[str], config: Mapping[str, Any]) -> 
     found = [key for pattern in patterns for key in _matching(pattern, config)]
     if len(found) > 1:
         raise ConfigError(f"{name} may mean {' or '.join(found)}. Set the one that you mean.")
-    if not found and not config.get("models"):
+    if not found and not config.get("graph"):
         raise ConfigError(f"{name}: start from an experiment, such as experiment=grpo {word}.")
     if not found:
         raise ConfigError(f"{name}: no role of this experiment has the key {' or '.join(patterns)}.")

@@ -145,7 +145,7 @@ def _missing(keys: Sequence[str], config: Any, overrides: Sequence[str]) -> str:
     typed = {word.lstrip("+~").partition(".")[0] for word in overrides if "." in word.partition("=")[0]}
     if unknown := unknown_keys(config, [root for root in ROOTS if root in typed]):
         return joined(unknown)
-    if config["models"] or config["graph"]:
+    if config["graph"]:
         return f"missing values: {', '.join(keys)}. Set a value, such as {keys[0]}=VALUE."
     if preset := next((owner for owner in config["owners"].values() if owner.startswith("algorithm=")), None):
         kind = "grpo" if "interfaces.actor.objective" in config["owners"] else "dpo"

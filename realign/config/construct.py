@@ -155,7 +155,8 @@ def _of_sibling(made: Any, key: str) -> str:
 def unknown_keys(config: Mapping[str, Any], roots: Iterable[str] = ROOTS) -> list[str]:
     """Return a message for each key of the components that their classes do not have.
 
-    Skips components whose class cannot be imported, which building them reports.
+    Skips components whose class is unknown, such as one that cannot be imported; building them reports their keys. The
+    class of an evaluation depends on the graph.
 
     Args:
         config: Values by root key.
@@ -164,11 +165,13 @@ def unknown_keys(config: Mapping[str, Any], roots: Iterable[str] = ROOTS) -> lis
     found: list[str] = []
     for root in roots:
         node = config.get(root)
-        paths = (
-            [(root, str(role)) for role in node] if ROOTS[root].per_role and isinstance(node, Mapping) else [(root,)]
-        )
-        for path in paths:
-            found += _unknown_below(place_of(path), node[path[1]] if path[1:] else node)
+        if not isinstance(node, Mapping) or root.startswith("evaluation"):
+            continue
+        if ROOTS[root].per_role:
+            for role, below in node.items():
+                found += _unknown_below(place_of((root, str(role))), below)
+        else:
+            found += _unknown_below(place_of((root,)), node)
     return found
 
 
