@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from realign.config.aliases import described
+from realign.config.aliases import described, index
 from realign.config.errors import ConfigError
 from realign.config.help import Section, find_keys, is_root, section
 from realign.config.help_entries import Entry
@@ -30,7 +30,7 @@ def key_help(words: Sequence[str], config_dir: Path | None = None, width: int = 
 
 
 def _of_key(key: str, overrides: Sequence[str], config_dir: Path | None, width: int) -> Iterator[str]:
-    if key and (rows := described(key)):
+    if key and (key in index() or not is_root(key.partition(".")[0])) and (rows := described(key)):
         yield f"{key}  (a name of other tools)"
         for row in rows:
             yield from textwrap.wrap(row, width, initial_indent=INDENT, subsequent_indent=INDENT * 3)

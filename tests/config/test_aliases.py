@@ -15,7 +15,7 @@ import pytest
 from realign.cli import commands as cli
 from realign.cli.arguments import with_overrides_for_flags
 from realign.config import composition
-from realign.config.aliases import described, index, tables, translate
+from realign.config.aliases import COMMANDS, described, index, tables, translate
 from realign.config.errors import ConfigError
 from realign.config.folders import GROUPS, list_algorithms, list_experiments
 from realign.config.help import section
@@ -167,6 +167,18 @@ def known(word: str) -> bool:
 def test_help_finds_a_name_of_another_tool(name, text, capsys):
     assert cli.main(["help", name]) == 0
     assert text in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("key", ["seed", "shuffle", "rollout", "steps"])
+def test_help_of_an_own_key_is_not_that_of_another_tool(key, capsys):
+    assert cli.main(["help", key]) == 0
+    assert "other tools" not in capsys.readouterr().out
+
+
+def test_commands_of_other_tools_are_not_commands_of_realign(capsys):
+    assert not set(COMMANDS) & {*cli.COMMANDS, *cli.OWN_COMMANDS}
+    assert cli.main(["evaluate", "model"]) == 2
+    assert "use realign eval MODEL" in capsys.readouterr().err
 
 
 def test_help_with_a_name_of_another_tool_does_not_import_torch():
