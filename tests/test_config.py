@@ -323,7 +323,7 @@ def test_trap_g7_an_override_means_the_same_before_and_after_the_experiment(fold
         (["experimnt=bigram"], r"unknown key 'experimnt'; did you mean 'experiment'\?"),
         (["experiment=bigrm"], r"unknown experiment 'bigrm'; did you mean 'bigram'\?"),
         (["steps=many"], r"steps: expected int, found 'many'; give a whole number"),
-        (["steps=???"], r"missing values: steps. Set a value, such as steps=VALUE, or start from experiment=NAME"),
+        (["steps=???"], r"missing values: steps\. Set a value, such as steps=VALUE\.$"),
         (["interfaces.actor.epochs=???"], r"missing values: interfaces\.actor\.epochs"),
         (["output_dir=runs/${nme}"], r"output_dir: Interpolation key 'nme' not found"),
         (

@@ -49,6 +49,48 @@ MISTAKES: list[tuple[list[str], str]] = [
         "unknown key 'batch_prompt'; did you mean 'batch_prompts'?",
     ),
     (
+        [*GRPO, "stps=10", "foo=1", "data.pth=x"],
+        "unknown key 'stps'; did you mean 'steps'? Also: unknown key 'foo'. `realign help` lists the keys, and "
+        "docs/migration.md names of TRL, verl, OpenRLHF, AReaL and realhf. Also: unknown key 'data.pth'; did you mean "
+        "'path'? (valid: ...",
+    ),
+    (
+        ["experiment=grpo", "data.pth=x"],  # before the missing values
+        "unknown key 'data.pth'; did you mean 'path'? (valid: ...",
+    ),
+    (
+        ["algorithm=gspo"],
+        "algorithm=gspo changes an experiment, so choose one too, such as experiment=grpo algorithm=gspo.",
+    ),
+    (
+        ["algorithm=ipo"],
+        "algorithm=ipo changes an experiment, so choose one too, such as experiment=dpo algorithm=ipo.",
+    ),
+    (
+        [*GRPO, "experiment.foo=1"],
+        "experiment=NAME chooses a file, and there are no keys below experiment",
+    ),
+    (
+        [*GRPO, "interfaces.actor.objective.hgh=0.3", "data.pth=x"],
+        "unknown key 'interfaces.actor.objective.hgh'; did you mean 'high'? (valid: dual, high, low). Also: unknown "
+        "key 'data.pth'; did you mean 'path'? (valid: ...",
+    ),
+    (
+        [*GRPO, "interfaces.actor.objective=lab.SoftClip"],
+        "interfaces.actor.objective: expected Objective, found 'lab.SoftClip'; to choose your own class, set "
+        "interfaces.actor.objective._target_=lab.SoftClip",
+    ),
+    (
+        [*GRPO, "interfaces.actor.kl=lab.Hinge"],
+        "interfaces.actor.kl: expected KLPenalty, found 'lab.Hinge'; to choose your own class, set "
+        "interfaces.actor.kl._target_=lab.Hinge",
+    ),
+    (
+        [*GRPO, "interfaces.actor=lab.Actor"],
+        "interfaces.actor: expected a component, found 'lab.Actor'; to choose your own class, set "
+        "interfaces.actor._target_=lab.Actor",
+    ),
+    (
         [*GRPO, "batch_size=64"],
         "batch_size: set batch_prompts, the number of prompts per step over all devices. "
         "interfaces.actor.n_minibatches divides it into optimizer steps, and "
@@ -145,13 +187,12 @@ MISTAKES: list[tuple[list[str], str]] = [
         ["experiment=grpo"],
         (
             "missing values: data.path, interfaces.reward.function, models.actor.path. Set a value, such as "
-            "data.path=VALUE, or start from experiment=NAME."
+            "data.path=VALUE."
         ),
     ),
     (
         ["models.actor.path=m"],
-        "missing values: batch_prompts, steps. Set a value, such as batch_prompts=VALUE, or start from "
-        "experiment=NAME.",
+        "missing values: batch_prompts, steps. Start from experiment=NAME; `realign --help` lists the experiments.",
     ),
     (
         [*GRPO, "~data"],
@@ -229,7 +270,8 @@ MISTAKES: list[tuple[list[str], str]] = [
         [*GRPO, "microbatch.max_tokens_per_microbatch=512"],
         (
             "microbatch.max_tokens_per_microbatch=512: this budget is too small for a prompt and its response of "
-            "up to 512 tokens (generation.max_new_tokens). Set it above 512, or lower generation.max_new_tokens."
+            "up to 512 tokens (interfaces.actor.generation.max_new_tokens). Set it above 512, or lower "
+            "interfaces.actor.generation.max_new_tokens."
         ),
     ),
     (

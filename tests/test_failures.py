@@ -140,14 +140,14 @@ def test_a_prompt_that_leaves_no_room_is_refused_at_the_start(tmp_path):
     generation = GenerationConfig(n=2, max_new_tokens=16)
     message = (
         "models.actor: its context window has 128 positions, but a row of data has 120 tokens and its response up to "
-        "16. Limit the rows to 112 tokens, or set generation.max_new_tokens to at most 8."
+        "16. Limit the rows to 112 tokens, or set interfaces.actor.generation.max_new_tokens to at most 8."
     )
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
         LocalRuntime(experiment(tmp_path, path, data=data, generation=generation))
     data.max_prompt_tokens = 112
     assert len(LocalRuntime(experiment(tmp_path, path, data=data, generation=generation)).dataset) == 4
     generation = GenerationConfig(n=2, max_new_tokens=128)
-    with pytest.raises(ConfigError, match=r"Set generation\.max_new_tokens to at most \d+\.$"):
+    with pytest.raises(ConfigError, match=r"Set interfaces\.actor\.generation\.max_new_tokens to at most \d+\.$"):
         LocalRuntime(experiment(tmp_path, path, generation=generation))
 
 

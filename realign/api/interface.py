@@ -68,7 +68,10 @@ class Plan:
     responses_per_prompt: int | None = None
     """Responses per prompt that the role samples or expects; None: any number."""
     longest_response: int = 0
-    """Maximum number of tokens after the prompt in a sequence that `generate` returns."""
+    """Maximum number of tokens after the prompt in a sequence that `generate` returns; with `counts_prompt`, of the
+    whole sequence."""
+    counts_prompt: bool = False
+    """Whether `longest_response` includes the prompt, because the role writes its own prompts."""
     length_setting: str = "generation.max_new_tokens"
     """Field of the interface that determines `longest_response`."""
     expected_response: int | None = None

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from realign.config.aliases import ALIASES, translate
+from realign.config.aliases import is_name, translate
 from realign.config.errors import ConfigError, suggest
 from realign.config.folders import GROUPS
 from realign.config.schema import ExperimentConfig
@@ -127,7 +127,7 @@ def _key(name: str) -> str | None:
     """Return the config key of a flag's name; None if there is none."""
     first, dot, rest = name.partition(".")
     first = first.replace("-", "_")
-    known = first in _roots() or first in ALIASES or (dot and first in COMMANDS_WITH_OPTIONS)
+    known = first in _roots() or is_name(f"{first}{dot}{rest}") or (dot and first in COMMANDS_WITH_OPTIONS)
     return f"{first}{dot}{rest}" if known else None
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from realign.cli.arguments import options
-from realign.config.aliases import ALIASES
+from realign.config.aliases import names
 from realign.config.errors import ConfigError
 from realign.config.folders import GROUPS, experiments_dir
 from realign.config.schema import COMPONENTS, REPORT, ExperimentConfig
@@ -171,7 +171,7 @@ def _keys(prefix: str, before: list[str], folder: Path | None, *, takes_value: b
     if not path:
         yield from (f"{group}=" for group in GROUPS if takes_value)
         if prefix:  # only when typed, since there are many
-            yield from (f"{name}=" for name in ALIASES if takes_value)
+            yield from (f"{name}=" for name in names() if takes_value)
         for one in dataclasses.fields(ExperimentConfig):
             if one.name not in REPORT:
                 deep = one.name in COMPONENTS or one.name in ("microbatch", "checkpoint", "records")

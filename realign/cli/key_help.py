@@ -6,8 +6,9 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from realign.config.aliases import described, index
 from realign.config.errors import ConfigError
-from realign.config.help import Section, section
+from realign.config.help import Section, find_keys, is_root, section
 from realign.config.help_entries import Entry
 
 INDENT = "  "
@@ -16,6 +17,8 @@ INDENT = "  "
 def key_help(words: Sequence[str], config_dir: Path | None = None, width: int = 100) -> str:
     """Return the help for the keys among `words`; the other words are overrides, which select the experiment.
 
+    A key may also be a name of another tool, or the last name of keys such as `kl`: then the text names the full keys.
+
     Raises:
         ConfigError: a key does not exist, or an override is invalid.
     """
@@ -23,8 +26,23 @@ def key_help(words: Sequence[str], config_dir: Path | None = None, width: int = 
     keys = [word for word in words if word not in overrides] or [""]
     if bad := [key for key in keys if key.startswith("-")]:
         raise ConfigError(f"{bad[0]!r} is no config key. Write realign help KEY, such as interfaces.actor.kl.")
-    found = (section(key.strip("."), overrides, config_dir) for key in keys)
-    return "\n\n".join("\n".join(_lines(one, width)) for one in found)
+    return "\n\n".join("\n".join(_of_key(key.strip("."), overrides, config_dir, width)) for key in keys)
+
+
+def _of_key(key: str, overrides: Sequence[str], config_dir: Path | None, width: int) -> Iterator[str]:
+    if key and (key in index() or not is_root(key.partition(".")[0])) and (rows := described(key)):
+        yield f"{key}  (a name of other tools)"
+        for row in rows:
+            yield from textwrap.wrap(row, width, initial_indent=INDENT, subsequent_indent=INDENT * 3)
+        yield ""
+        yield "`realign help KEY` describes one of these keys."
+    elif key and "." not in key and not is_root(key) and (full := find_keys(key)):
+        yield f"{key}  (the last name of a key)"
+        yield from (f"{INDENT}{one}" for one in full)
+        yield ""
+        yield f"`realign help {full[0]}` describes the first one."
+    else:
+        yield from _lines(section(key, overrides, config_dir), width)
 
 
 def _lines(found: Section, width: int) -> Iterator[str]:

@@ -1,173 +1,75 @@
-"""Names of settings in other tools, and the keys of realign with the same meaning.
+"""Names of settings in other tools, from `names.yaml`: what they are in realign, on the command line and in help.
 
 A name with exactly one key of the same meaning and unit is accepted, and a note shows the key. A name whose meaning or
-unit differs, or that fits several keys of the experiment, is an error that lists the keys (ADR 25).
+unit differs, or that fits several keys of the experiment, is an error that says what to set (ADR 25).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from realign.config.errors import ConfigError
+import yaml
+
+from realign.config.errors import ConfigError, joined
+from realign.config.folders import GROUPS
+from realign.config.schema import ExperimentConfig
 from realign.config.source import class_at, fields_of
 from realign.config.trees import get
 from realign.config.words import TARGET, is_word
 
 CHOOSES = ("experiment", "algorithm")
 """Config groups that decide which keys exist."""
+OWN_ROOTS = ("data", "evaluation", "interfaces", "models", "rollout", "runtime")
+"""Root keys of realign that other tools use too. A user's own class may have a key below them that the table lists."""
+TABLE = Path(__file__).with_name("names.yaml")
+OBJECTS = ("realhf_names", "realhf_keys")
+"""Tables of names that are no settings, but Python objects and keys of a batch."""
+FEW = 4
+"""Most rows that help shows for the last part of a name; more are unrelated."""
 
 
 @dataclass(frozen=True)
-class Alias:
-    """What to do with a name of another tool."""
+class Row:
+    """What the names of one row of the table are in realign.
 
+    One of `keys`, `overrides` (`set` in the file) and `answer` is given.
+    """
+
+    names: tuple[str, ...]
+    tool: str = ""
     keys: tuple[str, ...] = ()
     """Keys of the same meaning and unit. `*` matches each role of the experiment that has the key."""
+    overrides: tuple[str, ...] = ()
+    """Overrides of the same meaning, for a name with a value."""
     answer: str = ""
-    """Explanation for a name that has no key of the same meaning and unit."""
+    """What to do instead, for a name without a key of the same meaning and unit."""
+    needs: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    """Values that keys of the config must have, so that `keys` mean the same. None: the key is not set."""
+    note: str = ""
+    """Remark for the pages and help."""
+    cell: str = ""
+    """Length of a key of realhf, for the page."""
+    typed: bool = True
+    """Whether it is a setting; False for the names of Python objects and of keys of a batch."""
 
+    def text(self) -> str:
+        """Return what the names are in realign, in Markdown."""
+        words = " or ".join(f"`{_of_actor(key)}`" for key in self.keys) or " ".join(
+            f"`{_of_actor(word)}`" for word in self.overrides
+        )
+        return words + (f". {self.note}" if words and self.note else "") or self.answer
 
-_EPOCHS = Alias(
-    answer="realign counts training in steps: set steps to epochs x rows / batch_prompts. interfaces.actor.epochs is "
-    "the number of passes over each rollout batch (PPO epochs)."
-)
-_BATCH = Alias(
-    answer="set batch_prompts, the number of prompts per step over all devices. interfaces.actor.n_minibatches divides "
-    "it into optimizer steps, and microbatch.max_tokens_per_microbatch limits memory, in tokens."
-)
-_ACCUMULATION = Alias(
-    answer="gradients accumulate over micro-batches of at most microbatch.max_tokens_per_microbatch tokens. Lower it "
-    "to save memory; the result does not change. interfaces.actor.n_minibatches sets the optimizer steps per step."
-)
-_SAVE = Alias(answer="save_every_steps saves the models, and checkpoint.every_steps writes checkpoints for resuming.")
-_CLIP = Alias(answer="set interfaces.actor.objective.low and interfaces.actor.objective.high, which may differ.")
-_LENGTH = Alias(answer="set data.max_prompt_tokens for prompts and interfaces.actor.generation.max_new_tokens.")
-_TRACKER = Alias(
-    answer="every run writes `metrics.jsonl`. Trackers are components: set "
-    "`trackers.wandb._target_=realign.runtime.WandB` or `trackers.tb._target_=realign.runtime.TensorBoard`."
-)
-_LORA = Alias(
-    answer="for adapters, set `models.actor.trains=lora`. Its keys are `models.actor.trains.rank`, "
-    "`models.actor.trains.alpha` and others."
-)
-_REWARDS = Alias(
-    answer="set interfaces.reward.function for one function, or interfaces.reward.functions for several with weights."
-)
-_SERVERS = Alias(
-    answer="set `models.actor.sampler=vllm` (or sglang), and `models.actor.sampler.urls` or "
-    "`models.actor.sampler.python`."
-)
-_STEPS = Alias(("steps",))
-_RATE = Alias(("models.*.optimizer.lr",))
-_NEW_TOKENS = Alias(("interfaces.*.generation.max_new_tokens", "evaluation.generation.max_new_tokens"))
-_GROUP = Alias(("interfaces.*.generation.n",))
-_KL = Alias(("interfaces.*.kl.coef",))
-_DATA = Alias(("data.path",))
-_MODEL = Alias(("models.*.path",))
-_OUTPUT = Alias(("output_dir",))
-_CLIP_NORM = Alias(("models.*.optimizer.grad_clip",))
-_EVALUATION = Alias(("evaluation.every_steps",))
-ALIASES: Mapping[str, Alias] = MappingProxyType(
-    {
-        "epochs": _EPOCHS,
-        "num_epochs": _EPOCHS,
-        "num_train_epochs": _EPOCHS,
-        "total_epochs": _EPOCHS,
-        "ppo_epochs": Alias(("interfaces.*.epochs",)),
-        "num_ppo_epochs": Alias(("interfaces.*.epochs",)),
-        "max_steps": _STEPS,
-        "num_steps": _STEPS,
-        "total_steps": _STEPS,
-        "total_training_steps": _STEPS,
-        "lr": _RATE,
-        "learning_rate": _RATE,
-        "warmup_steps": Alias(("models.*.optimizer.schedule.warmup",)),
-        "weight_decay": Alias(("models.*.optimizer.weight_decay",)),
-        "max_grad_norm": _CLIP_NORM,
-        "grad_clip": _CLIP_NORM,
-        "batch_size": _BATCH,
-        "train_batch_size": _BATCH,
-        "per_device_train_batch_size": _BATCH,
-        "rollout_batch_size": _BATCH,
-        "micro_batch_size": _ACCUMULATION,
-        "mini_batch_size": _BATCH,
-        "gradient_accumulation_steps": _ACCUMULATION,
-        "grad_accum": _ACCUMULATION,
-        "gradient_checkpointing": Alias(("models.*.gradient_checkpointing",)),
-        "max_new_tokens": _NEW_TOKENS,
-        "max_tokens": _NEW_TOKENS,
-        "max_completion_length": _NEW_TOKENS,
-        "max_response_length": _NEW_TOKENS,
-        "max_prompt_length": Alias(("data.max_prompt_tokens",)),
-        "max_length": _LENGTH,
-        "max_seq_length": _LENGTH,
-        "num_generations": _GROUP,
-        "group_size": _GROUP,
-        "n_samples_per_prompt": _GROUP,
-        "temperature": Alias(("interfaces.*.generation.temperature", "evaluation.generation.temperature")),
-        "beta": Alias(("interfaces.*.beta", "interfaces.*.kl.coef")),
-        "kl_coef": _KL,
-        "init_kl_coef": _KL,
-        "kl_coeff": _KL,
-        "clip_range": _CLIP,
-        "cliprange": _CLIP,
-        "clip_eps": _CLIP,
-        "epsilon": _CLIP,
-        "model": _MODEL,
-        "model_path": _MODEL,
-        "model_name": _MODEL,
-        "model_name_or_path": _MODEL,
-        "dataset": _DATA,
-        "dataset_path": _DATA,
-        "dataset_name": _DATA,
-        "train_file": _DATA,
-        "dataset_split": Alias(("data.split",)),
-        "dataset_train_split": Alias(("data.split",)),
-        "dataset_config": Alias(("data.subset",)),
-        "dataset_config_name": Alias(("data.subset",)),
-        "dataset_streaming": Alias(("data.streaming",)),
-        "output": _OUTPUT,
-        "save_dir": _OUTPUT,
-        "run_name": Alias(("name",)),
-        "eval": Alias(("evaluation",)),
-        "eval_steps": _EVALUATION,
-        "eval_every": _EVALUATION,
-        "save_steps": _SAVE,
-        "reward_fn": Alias(("interfaces.reward.function",)),
-        "reward_function": Alias(("interfaces.reward.function",)),
-        "reward_funcs": _REWARDS,
-        "reward_functions": _REWARDS,
-        "reward_weights": _REWARDS,
-        "report_to": _TRACKER,
-        "wandb": _TRACKER,
-        "tensorboard": _TRACKER,
-        "lora": _LORA,
-        "use_lora": _LORA,
-        "use_peft": _LORA,
-        "lora_r": _LORA,
-        "lora_rank": _LORA,
-        "lora_alpha": _LORA,
-        "load_in_4bit": Alias(("models.*.load_in_4bit",)),
-        "bf16": Alias(answer="set `models.actor.dtype=bfloat16`, and the same for the other roles."),
-        "use_vllm": _SERVERS,
-        "vllm_mode": _SERVERS,
-        "vllm_server_base_url": _SERVERS,
-        "logging_steps": Alias(answer="`metrics.jsonl` and `realign.log` contain every step."),
-        "eval_dataset": Alias(("evaluation.data.path",)),
-    }
-)
-"""Name of another tool -> keys of realign."""
 
 COMMANDS: Mapping[str, str] = MappingProxyType(
     {
-        "eval": "an evaluation is part of a run. Set evaluation.every_steps; `realign help evaluation` lists its keys. "
-        "To try a saved model, use realign chat MODEL.",
-        "evaluate": "an evaluation is part of a run. Set evaluation.every_steps; `realign help evaluation` lists its "
-        "keys. To try a saved model, use realign chat MODEL.",
+        "evaluate": "to evaluate a saved model, use realign eval MODEL. For evaluations during training, set "
+        "evaluation.data.path and evaluation.every_steps.",
         "resume": "to resume a run, repeat its command with resume=auto.",
         "sweep": "to start a sweep, add -m: realign -m experiment=NAME seed=0,1.",
         "merge": "to merge an adapter into its base model, use realign export RUN_OR_FOLDER --to DIR --merge.",
@@ -176,6 +78,68 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
     }
 )
 """Commands of other tools that realign does not have, and what to do instead."""
+
+
+@cache
+def tables() -> Mapping[str, Mapping[str, Any]]:
+    """Return the tables of `names.yaml` by name, with `rows` as `Row`."""
+    found = {}
+    loader: Any = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
+    for title, table in yaml.load(TABLE.read_text(encoding="utf-8"), loader).items():
+        rows = [_row(row, tool=table["tool"], typed=title not in OBJECTS) for row in table["rows"]]
+        found[title] = MappingProxyType({**table, "rows": rows})
+    return MappingProxyType(found)
+
+
+def _row(written: Mapping[str, Any], **of_table: Any) -> Row:
+    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in written.items()}
+    return Row(overrides=values.pop("set", ()), **values, **of_table)
+
+
+@cache
+def index() -> Mapping[str, tuple[tuple[str | None, Row], ...]]:
+    """Return the rows of each name, without regard to case, each with the value that the row is about (None: any)."""
+    found: dict[str, dict[tuple[str | None, int], tuple[str | None, Row]]] = {}
+    for table in tables().values():
+        for row in table["rows"]:
+            for written in row.names:
+                name, equals, value = written.lower().partition("=")
+                entry = (value if equals else None, row)
+                for full in (name, *([f"{table['prefix']}.{name}"] if "prefix" in table else [])):
+                    found.setdefault(full, {})[entry[0], id(row)] = entry
+    return MappingProxyType({name: tuple(entries.values()) for name, entries in found.items()})
+
+
+def names() -> list[str]:
+    """Return the short names that completion offers: those that people try first, and TRL's."""
+    common = {name for name, rows in index().items() for _, row in rows if row.tool in ("", "TRL")}
+    return sorted(name for name in common if "." not in name)
+
+
+def is_name(name: str) -> bool:
+    """Return whether a name, or the part before its first dot, is one of another tool."""
+    return bool(_entries(name)) or _tools_of_root(name.partition(".")[0]) != []
+
+
+def described(name: str) -> list[str]:
+    """Return lines that say what a name of another tool is in realign; none if the name is unknown.
+
+    The name may be the last part of the names (`kl_loss_coef`), or their first part (`trainer`).
+    """
+    key = name.lower().replace("-", "_")
+    found = [(key, entry) for entry in index().get(key, ())]
+    if not found:
+        found = [(full, entry) for full, entries in index().items() if full.endswith(f".{key}") for entry in entries]
+        found = found if len({id(row) for _, (_, row) in found}) <= FEW else []
+    found = found or [
+        (full, entry) for full, entries in index().items() if full.startswith(f"{key}.") for entry in entries
+    ]
+    lines = []
+    for full, (value, row) in found:
+        written = next((name for name in row.names if name.lower().partition("=")[0] == full), full).partition("=")[0]
+        of = f" ({row.tool})" if row.tool else ""
+        lines.append(f"{written}{'' if value is None else f'={value}'}{of}: {plain(row.text())}")
+    return list(dict.fromkeys(lines))
 
 
 def translate(overrides: Sequence[str], config_dir: Path | str | None = None) -> tuple[list[str], list[str]]:
@@ -189,26 +153,37 @@ def translate(overrides: Sequence[str], config_dir: Path | str | None = None) ->
         The overrides, and a note for each name that was replaced.
 
     Raises:
-        ConfigError: a name has no key of the same meaning and unit in this experiment, or several.
+        ConfigError: names have no key of the same meaning and unit in this experiment, or several. Says for each what
+            to set.
     """
-    found, notes = [], []
-    for word in overrides:
-        sign, key, value = _parts(word)
-        name, _, rest = key.partition(".")
-        alias = ALIASES.get(name.replace("-", "_"))
-        if alias is None or not value:
-            found.append(word)
-            continue
-        if alias.answer:
-            raise ConfigError(f"{key}: {alias.answer}")
-        others = [
-            other for other in overrides if other is not word and _parts(other)[1].partition(".")[0] not in ALIASES
-        ]
-        target = _only_key(name, alias, others, config_dir)
-        new = f"{sign}{target}{f'.{rest}' if rest else ''}{value}"
-        found.append(new)
-        notes.append(f"{word} was read as {new}")
-    return found, notes
+    theirs = {i: entries for i, word in enumerate(overrides) if (entries := _entries_of(word))}
+    own = [word for i, word in enumerate(overrides) if i not in theirs]
+    if theirs:  # a user's own class may have such a key
+        config = _composed(own, config_dir)
+        theirs = {i: entries for i, entries in theirs.items() if not _is_own(_parts(overrides[i])[1], config)}
+    new: dict[int, list[str]] = {}
+    problems = []
+    rows = {i: _rows(overrides[i], entries) for i, entries in theirs.items()}
+    fixed = [i for i, found in rows.items() if any(row.overrides or row.answer for row in found)]
+    others = [i for i in rows if i not in fixed]
+    for group in (fixed, others):
+        if group is others and others and new:  # what the first names set may be what the others need
+            config = _composed([*own, *(word for words in new.values() for word in words)], config_dir)
+        for i in group:
+            try:
+                new[i] = _replaced(overrides[i], rows[i], config)
+            except ConfigError as error:
+                problems.append(str(error))
+    problems += [_unknown(word) for i, word in enumerate(overrides) if i not in theirs and _is_foreign(word)]
+    if problems:
+        raise ConfigError(joined(problems))
+    notes = [f"{overrides[i]} was read as {' '.join(new[i])}" for i in sorted(new)]
+    return [word for i, given in enumerate(overrides) for word in new.get(i, [given])], notes
+
+
+def plain(text: str) -> str:
+    """Return a Markdown text for the terminal, without the targets of links and without quotes around single words."""
+    return re.sub(r"`([^` ]+)`", r"\1", re.sub(r"\[([^\]]+)\]\([^)]*\)", r"\1", text))
 
 
 def _parts(word: str) -> tuple[str, str, str]:
@@ -218,21 +193,123 @@ def _parts(word: str) -> tuple[str, str, str]:
     return word[: len(word) - len(bare)], key, equals + value
 
 
-def _only_key(name: str, alias: Alias, overrides: Sequence[str], config_dir: Path | str | None) -> str:
-    if len(alias.keys) == 1 and "*" not in alias.keys[0]:
-        return alias.keys[0]
-    config = _composed(overrides, config_dir)
-    found = [key for pattern in alias.keys for key in _matching(pattern, config)]
+def _entries_of(word: str) -> tuple[tuple[str | None, Row], ...]:
+    _, key, value = _parts(word)
+    return _entries(key) if value else ()
+
+
+def _entries(name: str) -> tuple[tuple[str | None, Row], ...]:
+    """Return the entries of a name as typed: of the whole name, of its last part, or of a section such as `eval`."""
+    name = name.lower().replace("-", "_")
+    if not (found := index().get(name, ())) and "." not in name and name not in _own_keys():
+        ends = {full: entries for full, entries in index().items() if full.endswith(f".{name}")}
+        found = next(iter(ends.values()), ())
+        if len({row.text() for entries in ends.values() for _, row in entries if row.typed}) > len(found):
+            return ()  # names of several things
+    if not found and "." in name:
+        found = index().get(name.partition(".")[0], ())
+        found = tuple(entry for entry in found if entry[1].answer or entry[1].keys == ("evaluation",))
+    return tuple(entry for entry in found if entry[1].typed)
+
+
+def _own_keys() -> frozenset[str]:
+    """Return the root keys and config groups of realign."""
+    return frozenset({*(field.name for field in fields(ExperimentConfig)), *GROUPS})
+
+
+def _rows(word: str, entries: Sequence[tuple[str | None, Row]]) -> list[Row]:
+    """Return the rows for the value of an override; an answer that lists the known values if it is none of them."""
+    _, key, value = _parts(word)
+    given = value.removeprefix("=").strip("'\"").lower()
+    if found := [row for of, row in entries if of == given] or [row for of, row in entries if of is None]:
+        return found
+    known = "; ".join(f"{of}: {plain(row.text())}" for of, row in entries)
+    return [Row((key,), entries[0][1].tool, answer=f"the value {given} is not known here. {known}")]
+
+
+def _replaced(word: str, rows: Sequence[Row], config: Mapping[str, Any]) -> list[str]:
+    """Return the overrides for a name of another tool.
+
+    Raises:
+        ConfigError: there are none of the same meaning.
+    """
+    sign, key, value = _parts(word)
+    if answers := {row.answer: row.tool for row in rows if row.answer}:
+        label = key + ("" if any(value is None for value, _ in _entries(key)) else value)
+        tools = dict.fromkeys(filter(None, answers.values()))
+        of = f" ({', '.join(tools)})" if tools else ""
+        raise ConfigError(f"{label}{of}: {' Or: '.join(map(plain, answers))}")
+    if fixed := next((row.overrides for row in rows if row.overrides), ()):
+        pairs = [item.partition("=") for item in fixed]
+        return [f"{_only_key(word, (pattern,), config)}={given}" for pattern, _, given in pairs]
+    target = _only_key(word, tuple(dict.fromkeys(key for row in rows for key in row.keys)), config)
+    _check_needs(key, target, rows, config)
+    rest = key.partition(".")[2] if target == "evaluation" else ""
+    return [f"{sign}{target}{f'.{rest}' if rest else ''}{value}"]
+
+
+def _only_key(word: str, patterns: Sequence[str], config: Mapping[str, Any]) -> str:
+    if len(patterns) == 1 and "*" not in patterns[0]:
+        return patterns[0]
+    name = _parts(word)[1]
+    found = [key for pattern in patterns for key in _matching(pattern, config)]
     if len(found) > 1:
         raise ConfigError(f"{name} may mean {' or '.join(found)}. Set the one that you mean.")
+    if not found and not config.get("graph"):
+        raise ConfigError(f"{name}: start from an experiment, such as experiment=grpo {word}.")
     if not found:
-        raise ConfigError(f"{name}: no role of this experiment has the key {' or '.join(alias.keys)}.")
-    place = found[0].removesuffix(".coef") + ".place"
-    if found[0].endswith(".kl.coef") and get(config, tuple(place.split(".")), "none") in (None, "none"):
-        raise ConfigError(
-            f"{name}: {found[0]} has no effect with {place}=none. Set {place}=loss or {place}=reward, and {found[0]}."
-        )
+        raise ConfigError(f"{name}: no role of this experiment has the key {' or '.join(patterns)}.")
     return found[0]
+
+
+def _check_needs(name: str, target: str, rows: Sequence[Row], config: Mapping[str, Any]) -> None:
+    """Raise an error if the config gives `target` another meaning than the name has."""
+    place = target.removesuffix(".coef") + ".place"
+    if target.endswith(".kl.coef") and get(config, tuple(place.split(".")), "none") in (None, "none"):
+        raise ConfigError(
+            f"{name}: {target} has no effect with {place}=none. Set {place}=loss or {place}=reward, and {target}."
+        )
+    role = target.split(".")[1] if target.startswith("interfaces.") else None
+    for pattern, allowed in ((p, a) for row in rows for p, a in row.needs.items()):
+        root, _, rest = pattern.split(".", 2)
+        for other, node in (config.get(root) or {}).items():
+            found = get(node, tuple(rest.split(".")))
+            linked = isinstance(found, str) and found.startswith("${")
+            if (role is None or other == role) and not linked and found not in allowed:
+                needed = f"{root}.{other}.{rest}"
+                raise ConfigError(
+                    f"{name} is {target} with {needed}={allowed[0]}, but {needed} is {found} here. Set {target} "
+                    f"itself, and {needed} if you want to change it."
+                )
+
+
+def _is_own(key: str, config: Mapping[str, Any]) -> bool:
+    """Return whether the config has a key, although `names.yaml` lists it."""
+    root, _, rest = key.partition(".")
+    node = config.get(root)
+    return root in OWN_ROOTS and bool(rest) and isinstance(node, Mapping) and bool(node) and _has(node, rest.split("."))
+
+
+def _is_foreign(word: str) -> bool:
+    """Return whether an override has a key that only other tools have, and that `names.yaml` does not list."""
+    root, dot, _ = _parts(word)[1].partition(".")
+    return bool(dot) and root not in OWN_ROOTS and bool(_tools_of_root(root)) and not _entries_of(word)
+
+
+def _unknown(word: str) -> str:
+    key = _parts(word)[1]
+    root = key.partition(".")[0]
+    of = f"`realign help {root}` lists the names of {' and '.join(_tools_of_root(root))} that realign knows"
+    if root in CHOOSES:
+        return f"unknown key {key!r}: {root}=NAME chooses a file and has no keys below it. {of}."
+    return f"unknown key {key!r}. {of}; its own keys of a role begin with models and interfaces."
+
+
+@cache
+def _tools_of_root(root: str) -> list[str]:
+    """Return the tools that have names below `root`."""
+    below = [row.tool for name, rows in index().items() if name.startswith(f"{root}.") for _, row in rows if row.typed]
+    return list(dict.fromkeys(below))
 
 
 def _composed(overrides: Sequence[str], config_dir: Path | str | None) -> dict[str, Any]:
@@ -244,6 +321,11 @@ def _composed(overrides: Sequence[str], config_dir: Path | str | None) -> dict[s
         return compose_raw([word for word in overrides if word.partition("=")[0] in CHOOSES], config_dir)
 
 
+def _of_actor(pattern: str) -> str:
+    """Return a key or override with `actor` as the role, for examples."""
+    return pattern.replace(".*.", ".actor.")
+
+
 def _matching(pattern: str, config: Mapping[str, Any]) -> Iterator[str]:
     """Yield the keys of the experiment that a pattern matches."""
     root, *rest = pattern.split(".")
@@ -252,7 +334,7 @@ def _matching(pattern: str, config: Mapping[str, Any]) -> Iterator[str]:
         nodes = {f"{root}.{role}": node for role, node in (config.get(root) or {}).items()}
         rest = rest[1:]
     for prefix, node in nodes.items():
-        if isinstance(node, Mapping) and node and _has(node, rest):
+        if isinstance(node, Mapping) and node and _has(node, rest) and not _follows(node, rest):
             yield ".".join([prefix, *rest])
 
 
@@ -267,4 +349,10 @@ def _has(node: Mapping[str, Any], names: Sequence[str]) -> bool:
     return cls is not None and names[0] in fields_of(cls) and not is_word(below)
 
 
-__all__ = ["ALIASES", "COMMANDS", "Alias", "translate"]
+def _follows(node: Mapping[str, Any], names: Sequence[str]) -> bool:
+    """Return whether a key takes its value from another key, which is then the one to set."""
+    values = (get(node, tuple(names[: depth + 1])) for depth in range(len(names)))
+    return any(isinstance(value, str) and value.startswith("${") for value in values)
+
+
+__all__ = ["COMMANDS", "Row", "described", "index", "is_name", "names", "plain", "tables", "translate"]

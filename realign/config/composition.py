@@ -15,11 +15,12 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from realign.config.construct import fill
-from realign.config.errors import OPTIONAL, ConfigError, listed, not_a_component, one_line
+from realign.config.construct import fill, unknown_keys
+from realign.config.errors import OPTIONAL, ConfigError, joined, nearest, not_a_component, one_line
 from realign.config.explain import explain
-from realign.config.folders import SCHEME
+from realign.config.folders import GROUPS, SCHEME
 from realign.config.hydra_node import check_folders, check_node, launcher_of, node_of, without_hydra
+from realign.config.places import ROOTS
 from realign.config.schema import COMPONENTS, REPORT, ExperimentConfig
 from realign.config.secret_variables import check_no_secrets, without_secrets
 from realign.config.shell_words import prepare
@@ -28,6 +29,7 @@ SHORTHANDS: Mapping[str, str] = MappingProxyType({"function": "functions"})
 """Field of a component -> the field that it is a shorthand of. A missing value (`???`) of the former is allowed if the
 latter is set."""
 ROOT_KEYS = tuple(field.name for field in fields(ExperimentConfig) if field.name not in REPORT)
+KNOWN_ROOTS = frozenset({*ROOT_KEYS, *REPORT, *GROUPS, "hydra"})
 
 
 def compose(overrides: Sequence[str] = (), config_dir: Path | str | None = None) -> ExperimentConfig:
@@ -40,7 +42,7 @@ def compose(overrides: Sequence[str] = (), config_dir: Path | str | None = None)
     Raises:
         ConfigError: the config is invalid; names the key and the nearest valid one in one line.
     """
-    return resolve(_composed(overrides, config_dir))
+    return resolve(_composed(overrides, config_dir), overrides)
 
 
 def compose_raw(overrides: Sequence[str] = (), config_dir: Path | str | None = None) -> dict[str, Any]:
@@ -87,20 +89,38 @@ def check_words(overrides: Sequence[str]) -> None:
 def _explained(error: Exception, overrides: Sequence[str], config_dir: Path | str | None) -> str:
     """Return the message of a Hydra error. For an unknown root key, suggest nested keys of the same name."""
     message = explain(error)
-    match = re.fullmatch(r"unknown key '(\w+)'", message)
-    if match is None:
+    unknown = {word: root for word in overrides if (root := _root(word)) not in KNOWN_ROOTS}
+    if not message.startswith("unknown key") or not unknown:
         return message
-    name = match[1]
-    others = [word for word in overrides if word.lstrip("+~").partition("=")[0] != name]
-    keys: list[str] = []
-    with suppress(Exception):  # ignore other errors: the user sees one error at a time
+    others = [word for word in overrides if word not in unknown]
+    whole: Any = {}
+    with suppress(Exception):  # another error, which is reported when the names of these keys are right
         whole = OmegaConf.to_container(without_hydra(_whole([*search_path(config_dir), *others])), resolve=False)
-        keys = [key for key, _ in _leaves(whole) if key.rpartition(".")[2] == name]
-    return message + (f"; did you mean {' or '.join(keys[:3])}?" if keys else listed(ROOT_KEYS))
+    typed = {_root(word) for word in others if "." in word.partition("=")[0]}
+    nested = unknown_keys(whole, [root for root in ROOTS if root in typed])
+    return joined([*(_unknown_root(root, whole) for root in unknown.values()), *nested])
 
 
-def resolve(composed: DictConfig) -> ExperimentConfig:
+def _root(word: str) -> str:
+    """Return the first name of the key of an override."""
+    return re.split(r"[=./@:]", word.lstrip("+~"), maxsplit=1)[0]
+
+
+def _unknown_root(name: str, config: Any) -> str:
+    """Return the message about an unknown root key: the nearest one, or nested keys of the same name."""
+    if near := nearest(name, [*ROOT_KEYS, *GROUPS]):
+        return f"unknown key {name!r}; did you mean {near!r}?"
+    keys = [key for key, _ in _leaves(config) if key.rpartition(".")[2] == name]
+    others = "`realign help` lists the keys, and docs/migration.md names of TRL, verl, OpenRLHF, AReaL and realhf"
+    return f"unknown key {name!r}" + (f"; did you mean {' or '.join(keys[:3])}?" if keys else f". {others}.")
+
+
+def resolve(composed: DictConfig, overrides: Sequence[str] = ()) -> ExperimentConfig:
     """Resolve every value of a composed config, so that missing values (`???`) and invalid interpolations fail early.
+
+    Args:
+        composed: The config.
+        overrides: Overrides of the command line. If values are missing, their misspelt keys are reported first.
 
     Raises:
         ConfigError: a value is missing or invalid; names the key.
@@ -111,14 +131,26 @@ def resolve(composed: DictConfig) -> ExperimentConfig:
         _check_roles(unresolved)
         # OmegaConf's search for missing values does not find interpolations of a missing value
         if missing := sorted(key for key, value in _leaves(unresolved) if value == "???"):
-            how = f"Set a value, such as {missing[0]}=VALUE, or start from experiment=NAME."
-            raise ConfigError(f"missing values: {', '.join(missing)}. {how}")
+            raise ConfigError(_missing(missing, unresolved, overrides))
         with without_secrets():
             plain = OmegaConf.to_container(composed, resolve=True)
     except OmegaConfBaseException as error:
         raise ConfigError(explain(error)) from error
     assert isinstance(plain, dict)
     return config_of({str(key): value for key, value in plain.items()})
+
+
+def _missing(keys: Sequence[str], config: Any, overrides: Sequence[str]) -> str:
+    """Return the message about missing values, or about a mistake that may be their cause."""
+    typed = {word.lstrip("+~").partition(".")[0] for word in overrides if "." in word.partition("=")[0]}
+    if unknown := unknown_keys(config, [root for root in ROOTS if root in typed]):
+        return joined(unknown)
+    if config["graph"]:
+        return f"missing values: {', '.join(keys)}. Set a value, such as {keys[0]}=VALUE."
+    if preset := next((owner for owner in config["owners"].values() if owner.startswith("algorithm=")), None):
+        kind = "grpo" if "interfaces.actor.objective" in config["owners"] else "dpo"
+        return f"{preset} changes an experiment, so choose one too, such as experiment={kind} {preset}."
+    return f"missing values: {', '.join(keys)}. Start from experiment=NAME; `realign --help` lists the experiments."
 
 
 def _clear_shorthands(node: Any) -> None:

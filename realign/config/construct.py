@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 from realign.config.convert import Converter, is_plain_class, type_name
 from realign.config.errors import ConfigError, one_line, unknown_key
+from realign.config.places import ROOTS, Place, place_of
 from realign.config.targets import Fits, beside, import_target, misfit, such_as
 from realign.config.words import TARGET
 from realign.errors import GraphError, SettingsError
@@ -149,6 +150,44 @@ def _of_sibling(made: Any, key: str) -> str:
     if not having:
         return ""
     return f"unknown key {key!r}: it is a setting of {' and '.join(having)}, not of {made.__qualname__}"
+
+
+def unknown_keys(config: Mapping[str, Any], roots: Iterable[str] = ROOTS) -> list[str]:
+    """Return a message for each key of the components that their classes do not have.
+
+    Skips components whose class is unknown, such as one that cannot be imported; building them reports their keys. The
+    class of an evaluation depends on the graph.
+
+    Args:
+        config: Values by root key.
+        roots: Root keys to check.
+    """
+    found: list[str] = []
+    for root in roots:
+        node = config.get(root)
+        if not isinstance(node, Mapping) or root.startswith("evaluation"):
+            continue
+        if ROOTS[root].per_role:
+            for role, below in node.items():
+                found += _unknown_below(place_of((root, str(role))), below)
+        else:
+            found += _unknown_below(place_of((root,)), node)
+    return found
+
+
+def _unknown_below(place: Place, node: Any) -> Iterator[str]:
+    if not isinstance(node, Mapping):
+        return
+    target = node.get(TARGET)
+    known = place.fields(target)
+    if known is None:
+        return
+    for name, value in node.items():
+        if name in known:
+            yield from _unknown_below(place.child(name, target), value)
+        elif name != TARGET:
+            key = f"{place.key}.{name}"
+            yield _of_sibling(place.chosen(target), key) or unknown_key(key, known)
 
 
 def _choices(base: type) -> Iterator[type]:

@@ -159,6 +159,8 @@ def wrong_type(raw: Any, annotation: Any, where: str) -> ConfigError:
 
 def _meant(raw: Any, annotation: Any, where: str) -> str:
     """Return the suggestion at the end of a message about a value of the wrong type."""
+    if words.is_import_path(raw) and inspect.isclass(annotation) and annotation not in LEAVES:
+        return f"; to choose your own class, set {where}.{words.TARGET}={raw}"
     if annotation is bool:
         return "; give true or false"
     if annotation in (int, float):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from types import MappingProxyType
 
 from realign.config.renamed import renamed
@@ -67,6 +68,14 @@ def unknown_key(key: str, known: Iterable[object]) -> str:
     return renamed(key) or f"unknown key {key!r}{suggest(key.rpartition('.')[2], known)}"
 
 
+def joined(messages: Iterable[str]) -> str:
+    """Return several messages as one line."""
+    first, *others = dict.fromkeys(messages)
+    return first + "".join(
+        f"{'' if before[-1] in '.?' else '.'} Also: {text}" for before, text in pairwise([first, *others])
+    )
+
+
 def listed(names: Iterable[object]) -> str:
     """Return all valid names in parentheses; empty if there are more than `MANY`."""
     known = list(map(str, names))
@@ -86,6 +95,8 @@ def switched_off(key: str) -> str:
 
 def not_a_component(key: str, found: str) -> str:
     """Return the message about a plain value in place of a component, or of a mapping of components."""
+    if all(part.isidentifier() for part in found.strip("'").split(".")) and "." in found:
+        return f"{key}: expected a component, found {found}; to choose your own class, set {key}._target_={found[1:-1]}"
     example = EXAMPLES.get(key) or f"{key}.{'path' if key.startswith('models.') else 'FIELD'}=VALUE"
     off = f", or switch it off by {key}=null" if key in OPTIONAL else ""
     return f"{key}: expected a component, found {found}; set its fields one by one, such as {example}{off}"

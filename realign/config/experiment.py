@@ -11,9 +11,9 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
-from realign.config.construct import INTERFACES, build, build_graph, convert
+from realign.config.construct import INTERFACES, build, build_graph, convert, unknown_keys
 from realign.config.default_correction import with_default_correction
-from realign.config.errors import ConfigError, not_a_component, suggest, unknown_key
+from realign.config.errors import ConfigError, joined, not_a_component, suggest, unknown_key
 from realign.config.evaluation import Training, build_evaluation
 from realign.config.layers import OWNS
 from realign.config.places import ROOTS
@@ -49,6 +49,8 @@ def _build(config: ExperimentConfig) -> Experiment:
     from realign.runtime.metrics.trackers import TrackerSpec
 
     _check_names(config)
+    if unknown := unknown_keys(vars(config)):
+        raise ConfigError(joined(unknown))
     models = _roles(config, ModelSpec, "models")
     config = dataclasses.replace(config, interfaces=with_default_correction(config.interfaces, models))
     interfaces = _roles(config, ModelInterface, "interfaces")

@@ -49,6 +49,8 @@ def explain(error: Exception) -> str:
     where = f"{file[1]}.yaml: " if file else ""
     key = cause.full_key or ""
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):
+        if key in ("experiment", "algorithm"):
+            return f"{where}{key}=NAME chooses a file, and there are no keys below {key}"
         return f"{where}{unknown_key(key, _siblings(key, cause.object_type))}"
     if isinstance(cause, MissingMandatoryValue):
         return f"{where}{key} is missing: give it a value"

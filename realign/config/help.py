@@ -93,7 +93,7 @@ def section(key: str, overrides: Sequence[str] = (), config_dir: Path | None = N
         ConfigError: there is no such key.
     """
     path = tuple(filter(None, key.split(".")))
-    if path and path[0] not in _root_fields():
+    if path and not is_root(path[0]):
         names = find_keys(path[-1]) if len(path) == 1 else []
         raise ConfigError(f"unknown key {key!r}{_meant(names) or suggest(path[0], _root_fields())}")
     if overrides:
@@ -108,6 +108,11 @@ def section(key: str, overrides: Sequence[str] = (), config_dir: Path | None = N
             first = first or error
     assert first is not None
     raise first
+
+
+def is_root(name: str) -> bool:
+    """Return whether a name is a root key of the config."""
+    return name in _root_fields()
 
 
 def find_keys(name: str, most: int = 5) -> list[str]:
@@ -315,4 +320,4 @@ def _meant(keys: Sequence[str]) -> str:
     return f"; did you mean {' or '.join(keys)}?" if keys else ""
 
 
-__all__ = ["Section", "find_keys", "section"]
+__all__ = ["Section", "find_keys", "is_root", "section"]

@@ -48,6 +48,11 @@ def is_word(value: Any) -> TypeGuard[str]:
     return isinstance(value, str) and value.isidentifier() and value.lower() not in (NONE, "null")
 
 
+def is_import_path(value: Any) -> bool:
+    """Return whether a value is text such as `package.module.Class`."""
+    return isinstance(value, str) and "." in value and all(part.isidentifier() for part in value.split("."))
+
+
 def members(annotation: Any) -> tuple[Any, ...]:
     """Return the members of a union, or the annotation itself."""
     return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)

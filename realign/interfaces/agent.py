@@ -167,6 +167,7 @@ class AgentInterface(ModelInterface):
             responses_per_prompt=self.generation.n,
             longest_response=self.max_sequence_tokens,
             length_setting="max_sequence_tokens",
+            counts_prompt=True,
             temperature=self.generation.temperature,
             generation=self.generation,
             sampler=self.generation.describe(),

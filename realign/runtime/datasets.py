@@ -10,7 +10,7 @@ from realign.data import Dataset
 from realign.runtime.checks.dataset import check_budget, check_dataset
 from realign.runtime.checks.encoder_decoder import check_encoder_decoders, check_predicted
 from realign.runtime.checks.images import check_image_models
-from realign.runtime.checks.positions import check_positions
+from realign.runtime.checks.positions import check_length, check_positions
 from realign.runtime.experiment import Experiment
 from realign.runtime.models import lead_role
 
@@ -39,12 +39,14 @@ def load_datasets(experiment: Experiment, models: Mapping[str, Model]) -> Datase
     """
     check_image_models(experiment, models)
     check_encoder_decoders(experiment, models)
+    readers = [rpc.model for rpc in experiment.graph.rpcs]
+    length, setting = experiment.longest_response, experiment.length_setting
+    check_length(length, models, readers, setting)  # before the rows are read, which may take long
     training = experiment.data.load(models[lead_role(experiment)].tokenizer)
     check_dataset(training, experiment)
     check_predicted(training, "data", models)
-    readers = [rpc.model for rpc in experiment.graph.rpcs]
-    length, setting = experiment.longest_response, experiment.length_setting
-    check_positions(training, length, models, readers, "data", setting=setting)
+    if not experiment.response_counts_prompt:
+        check_positions(training, length, models, readers, "data", setting=setting)
     calibration_data = _calibration_data(experiment, models)
     return Datasets(training, load_held_out(experiment, models), calibration_data)
 
@@ -59,7 +61,8 @@ def load_held_out(experiment: Experiment, models: Mapping[str, Model]) -> dict[s
     for where, evaluation in experiment.all_evaluations.items():
         found[where] = evaluation.data.load(models[evaluation.role].tokenizer)
         check_predicted(found[where], f"{where}.data", {evaluation.role: models[evaluation.role]})
-        check_positions(found[where], evaluation.longest_response, models, [evaluation.role], f"{where}.data")
+        length, setting = evaluation.longest_response, f"{where}.{evaluation.length_setting}"
+        check_positions(found[where], length, models, [evaluation.role], f"{where}.data", setting=setting)
     return found
 
 
@@ -68,5 +71,6 @@ def _calibration_data(experiment: Experiment, models: Mapping[str, Model]) -> Da
         return None
     found, response = calibration.data.load(models[calibration.policy].tokenizer), calibration.generation.max_new_tokens
     check_budget(found, response, experiment)
-    check_positions(found, response, models, (calibration.policy, calibration.role), "calibration.data")
+    readers, setting = (calibration.policy, calibration.role), "calibration.generation.max_new_tokens"
+    check_positions(found, response, models, readers, "calibration.data", setting=setting)
     return found

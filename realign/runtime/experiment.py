@@ -240,18 +240,24 @@ class Experiment(Settings):
     @property
     def longest_response(self) -> int:
         """Longest response in tokens that a rollout of the graph can produce; 0 without sampling."""
-        return self._longest.longest_response
+        return self._longest[1].longest_response
 
     @property
     def length_setting(self) -> str:
-        """Setting that determines `longest_response`, for messages."""
-        return self._longest.length_setting
+        """Key that determines `longest_response`, for messages."""
+        role, plan = self._longest
+        return f"interfaces.{role}.{plan.length_setting}"
 
     @property
-    def _longest(self) -> Plan:
-        """Plan of the role that generates the longest responses."""
-        plans = [self.interfaces[rpc.model].plan() for rpc in self.graph.rpcs if rpc.method == "generate"]
-        return max(plans, key=lambda plan: plan.longest_response, default=Plan())
+    def response_counts_prompt(self) -> bool:
+        """Whether `longest_response` includes the prompt."""
+        return self._longest[1].counts_prompt
+
+    @property
+    def _longest(self) -> tuple[str, Plan]:
+        """The role that generates the longest responses, and its plan."""
+        plans = [(rpc.model, self.interfaces[rpc.model].plan()) for rpc in self.graph.rpcs if rpc.method == "generate"]
+        return max(plans, key=lambda found: found[1].longest_response, default=("actor", Plan()))
 
     @property
     def temperatures(self) -> dict[str, float]:

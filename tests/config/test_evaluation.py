@@ -197,3 +197,9 @@ def test_a_mistake_is_named_with_its_key(name, overrides, message):
         return
     with pytest.raises(ConfigError, match=message):
         built(name, *overrides)
+
+
+@pytest.mark.parametrize("name", ["grpo_agent", "grpo_environment"])
+def test_shipped_conversations_fit_a_window_of_2048_tokens(name):
+    made = built(name)
+    assert made.longest_response <= (2048 if made.response_counts_prompt else 2048 - 512)

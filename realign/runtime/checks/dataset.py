@@ -43,7 +43,8 @@ def check_dataset(dataset: Dataset, experiment: Experiment) -> None:
             f"microbatch.max_tokens_per_microbatch={limit}: the longest text of data.pretraining has {text} tokens. "
             f"Set it to at least {text}, or limit the length of the texts."
         )
-    check_budget(dataset, experiment.longest_response, experiment)
+    if not experiment.response_counts_prompt:
+        check_budget(dataset, experiment.longest_response, experiment)
 
 
 def check_budget(dataset: Dataset, response: int, experiment: Experiment) -> None:

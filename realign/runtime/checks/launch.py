@@ -115,7 +115,7 @@ def writable(output_dir: Path) -> Path:
 def _check_budget(experiment: Experiment) -> None:
     limit, response = experiment.microbatch.max_tokens_per_microbatch, experiment.longest_response
     setting = experiment.length_setting
-    if limit is not None and limit <= response:
+    if limit is not None and (limit < response if experiment.response_counts_prompt else limit <= response):
         raise ConfigError(
             f"microbatch.max_tokens_per_microbatch={limit}: this budget is too small for a prompt and its response of "
             f"up to {response} tokens ({setting}). Set it above {response}, or lower {setting}."

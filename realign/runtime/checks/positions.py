@@ -16,7 +16,7 @@ def check_positions(
     roles: Iterable[str],
     what: str,
     *,
-    setting: str = "generation.max_new_tokens",
+    setting: str,
 ) -> None:
     """Check that the longest row plus a response fits the positions of every model that reads it.
 
@@ -28,7 +28,7 @@ def check_positions(
         models: models by role.
         roles: roles that read the rows.
         what: config key of the rows, for messages.
-        setting: setting that limits the response length, for messages.
+        setting: config key that limits the response length, for messages.
 
     Raises:
         ConfigError: a row does not fit; the message contains the role, the lengths and the setting to change.
@@ -49,6 +49,28 @@ def check_positions(
             raise ConfigError(
                 f"models.{role}: its context window has {limit} positions, but a text of {what}.pretraining has "
                 f"{texts} tokens. Limit the texts to {limit} tokens."
+            )
+
+
+def check_length(response: int, models: Mapping[str, Model], roles: Iterable[str], setting: str) -> None:
+    """Check that responses fit the positions of every model that reads them, before the rows are known.
+
+    Args:
+        response: maximum number of tokens of a response, or of a whole sequence.
+        models: models by role.
+        roles: roles that read the responses.
+        setting: config key that limits this number, for messages.
+
+    Raises:
+        ConfigError: they do not fit; the message contains the role and the key to change.
+    """
+    for role in dict.fromkeys(roles):
+        engine = models[role].engine
+        limit = None if engine is None else engine.positions
+        if limit is not None and response > limit:
+            raise ConfigError(
+                f"models.{role}: its context window has {limit} positions, but {setting}={response}. Lower it, so that "
+                "prompt and response fit."
             )
 
 

@@ -81,6 +81,11 @@ class Evaluator(Settings, ABC):
         """Longest response in tokens that the evaluation can sample; 0 without sampling."""
         return 0
 
+    @property
+    def length_setting(self) -> str:
+        """Field that determines `longest_response`, for messages."""
+        return "generation.max_new_tokens"
+
     def check(self, graph: DataflowGraph, models: Iterable[str]) -> None:
         """Check that the evaluation works in a run of this graph, whose `models` are the roles with a network.
 

@@ -29,6 +29,11 @@ class EpisodeEvaluation(SamplingEvaluator):
         """See `Evaluator`."""
         return self.episodes.plan().longest_response
 
+    @property
+    def length_setting(self) -> str:
+        """See `Evaluator`."""
+        return f"episodes.{self.episodes.plan().length_setting}"
+
     def metric_names(self, graph: DataflowGraph) -> frozenset[str] | None:
         """See `Evaluator`."""
         named = named_metrics(self.episodes.keys("generate").reports)

@@ -11,6 +11,7 @@ from realign.api import DataflowGraph, GenerationConfig, MicroBatchSpec, Model, 
 from realign.engines import SharedModel, TransformersModel
 from realign.engines.training.optimizer import OptimizerSpec
 from realign.errors import ConfigError
+from realign.interfaces.agent import AgentInterface
 from realign.interfaces.components import Truncation
 from realign.interfaces.critic import PPOCriticInterface
 from realign.interfaces.decoupled_ppo import DecoupledPPOActorInterface
@@ -152,14 +153,43 @@ def test_dynamic_sampling_converses_until_the_batch_is_full(tmp_path):
 def test_the_length_of_a_whole_episode_is_compared_with_budget_and_positions(tmp_path):
     long = {"agent": episodes(max_episode_tokens=39), "actor": GRPOActorInterface(generation=TURN)}
     with pytest.raises(
-        ConfigError, match=r"window has 40 positions, but .* up to 39\. .* set max_episode_tokens to at most 38"
+        ConfigError,
+        match=r"window has 40 positions, but .* up to 39\. .* set interfaces\.agent\.max_episode_tokens to at most 38",
     ):
         LocalRuntime(experiment(tmp_path, interfaces=long))
-    with pytest.raises(ConfigError, match=r"up to 20 tokens \(max_episode_tokens\)\. .*or lower max_episode_"):
+    with pytest.raises(
+        ConfigError,
+        match=r"up to 20 tokens \(interfaces\.agent\.max_episode_tokens\)\. .*or lower interfaces\.agent\.max_epi",
+    ):
         LocalRuntime(experiment(tmp_path, microbatch=MicroBatchSpec(20)))
     measured = EpisodeEvaluation(Rows(5), episodes=episodes(max_episode_tokens=39))
-    with pytest.raises(ConfigError, match=r"a row of evaluation\.data has 2 tokens and its response up to 39"):
+    with pytest.raises(
+        ConfigError,
+        match=r"evaluation\.data has 2 tokens .* set evaluation\.episodes\.max_episode_tokens to at most 38",
+    ):
         LocalRuntime(experiment(tmp_path, evaluation=measured))
+
+
+def test_an_agent_may_fill_the_whole_window(tmp_path):
+    """Its limit counts the prompt too, and is compared before rows are read."""
+
+    class Unread(Rows):
+        def load(self, tokenizer=None):
+            raise AssertionError("the rows were read")
+
+    def runtime(tokens, data):
+        agent = AgentInterface(f"{__name__}:idle", generation=TURN, max_sequence_tokens=tokens)
+        interfaces = {"agent": agent, "actor": GRPOActorInterface(generation=TURN)}
+        return LocalRuntime(experiment(tmp_path, interfaces=interfaces, data=data))
+
+    with closing(runtime(40, Rows(8))):
+        pass
+    with pytest.raises(ConfigError, match=r"40 positions, but interfaces\.agent\.max_sequence_tokens=41\. Lower it"):
+        runtime(41, Unread(8))
+
+
+async def idle(base_url, api_key, row):
+    """Agent that calls no model."""
 
 
 def test_an_environment_that_is_not_there_is_refused_at_the_start(tmp_path):
