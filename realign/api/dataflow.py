@@ -262,15 +262,15 @@ class DataflowGraph:
             if role not in models:
                 raise GraphError(f"sync.{role}: role {role!r} has no model{nearest(role, models)}")
 
-
     def _why(self, rpc: RPC) -> str:
-        """Format who needs the outputs of a call whose role is missing, and what to set; empty if nobody does."""
+        """Format who needs the outputs of a call whose role is missing, and what to set; empty if no call does."""
         reads = [(reader.name, key) for reader in self.order for key in rpc.outputs if key in reader.inputs]
         if not reads:
             return ""
         reader, key = reads[0]
         such = ", such as realign.interfaces.rule_reward.RuleRewardInterface" if key == "rewards" else ""
-        return f". RPC {reader!r} needs its {key}: set interfaces.{rpc.model}._target_ to a class that writes them{such}"
+        cure = f"set interfaces.{rpc.model}._target_ to a class that writes them{such}"
+        return f". RPC {reader!r} needs its {key}: {cure}"
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
