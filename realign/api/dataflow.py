@@ -263,7 +263,7 @@ class DataflowGraph:
                 raise GraphError(f"sync.{role}: role {role!r} has no model{nearest(role, models)}")
 
     def _why(self, rpc: RPC) -> str:
-        """Format who needs the outputs of a call whose role is missing, and what to set; empty if nobody does."""
+        """Format who needs the outputs of a call whose role is missing, and what to set; empty if no call does."""
         reads = [(reader.name, key) for reader in self.order for key in rpc.outputs if key in reader.inputs]
         if not reads:
             return ""
