@@ -34,10 +34,10 @@ def test_a_file_may_be_named_like_an_installed_module_and_import_its_neighbours(
 def test_the_name_is_relative_to_the_working_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder not in ("", str(Path.cwd()))])
     monkeypatch.chdir(tmp_path)
-    Path("mine.py").write_text("def f(prompt, response, row): return 1\n")
-    with pytest.raises(ConfigError, match=r"no module named 'mine'\. There is a file 'mine.py'; use 'mine.py:\.\.\.'"):
-        load_function("mine:f")
-    assert load_function("mine.py:f")("", "", {}) == 1
+    Path("beside_me.py").write_text("def f(prompt, response, row): return 1\n")
+    with pytest.raises(ConfigError, match=r"no module named 'beside_me'\. There is a file 'beside_me.py'; use 'beside_me.py:\.\.\.'"):
+        load_function("beside_me:f")
+    assert load_function("beside_me.py:f")("", "", {}) == 1
 
 
 @pytest.mark.parametrize(
