@@ -35,7 +35,8 @@ def test_the_name_is_relative_to_the_working_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder not in ("", str(Path.cwd()))])
     monkeypatch.chdir(tmp_path)
     Path("beside_me.py").write_text("def f(prompt, response, row): return 1\n")
-    with pytest.raises(ConfigError, match=r"no module named 'beside_me'\. There is a file 'beside_me.py'; use 'beside_me.py:\.\.\.'"):
+    message = r"no module named 'beside_me'\. There is a file 'beside_me.py'; use 'beside_me.py:\.\.\.'"
+    with pytest.raises(ConfigError, match=message):
         load_function("beside_me:f")
     assert load_function("beside_me.py:f")("", "", {}) == 1
 
