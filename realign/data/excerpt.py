@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from realign.api.long_text import part_over
 from realign.data.columns import Row, read_column
-from realign.data.rows import Dropped
+from realign.data.encoding import Dropped
 from realign.errors import DataError, SettingsError
 from realign.settings import Count, Settings
 

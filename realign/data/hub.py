@@ -11,9 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from realign.data.arrow_files import rows_of
-from realign.data.file_formats import SUFFIXES
-from realign.data.row_files import Cursor, PlacedRow, RowFile
+from realign.data.files import SUFFIXES, Cursor, PlacedRow, RowFile, rows_of
 from realign.errors import DataError, TransientError
 
 _NAME = re.compile(r"[\w.-]+/[\w.-]+")

@@ -15,13 +15,11 @@ import torch
 
 from realign.api.lengths import IntArray
 from realign.api.sample import SequenceSample
-from realign.data.collect import Collected
 from realign.data.columns import Row, only_one, overlap, read_column
-from realign.data.dataset import LoadReport, SequenceDataset
+from realign.data.data_source import DataSource
+from realign.data.dataset import Collected, LoadReport, SequenceDataset
+from realign.data.encoding import Dropped, Ending, LengthLimit, RowText
 from realign.data.messages import short
-from realign.data.rows import Dropped, LengthLimit, RowText
-from realign.data.source import DataSource
-from realign.data.templates import Ending
 from realign.data.writer import Writer, Written
 from realign.errors import DataError, SettingsError
 from realign.settings import Count

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from realign.api.lengths import IntArray
 from realign.api.sample import SequenceSample
-from realign.data.collect import Collected
 from realign.data.columns import CONVERSATIONS, Row, only_one, read_column
-from realign.data.dataset import LoadReport, PackedDataset
-from realign.data.image_source import ImageSource
+from realign.data.combined import WithPretraining
+from realign.data.data_source import DataSource, ImageSource
+from realign.data.dataset import Collected, DataSpec, LoadReport, PackedDataset
+from realign.data.encoding import LengthLimit, RowText
 from realign.data.messages import read_conversation
-from realign.data.rows import LengthLimit, RowText
 from realign.data.writer import Writer
 from realign.errors import DataError, SettingsError
 from realign.settings import Count
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass
@@ -104,3 +102,18 @@ class PromptDataset(PackedDataset):
         return SequenceSample(
             ids, {"prompt_ids": tokens_T}, {"prompt_ids": lengths}, {"row": tuple(self.rows[i] for i in rows.tolist())}
         )
+
+
+def prompt_source(training: DataSpec) -> DataSpec:
+    """Return a data node of the prompts in the format of the training data, for evaluations that sample responses.
+
+    Demonstrations and preference pairs become `PromptData` with the same template, columns and file; all other nodes
+    are returned unchanged.
+    """
+    if isinstance(training, WithPretraining):
+        return prompt_source(training.prompts)
+    if isinstance(training, DataSource) and not isinstance(training, PromptData):
+        kind = ImageSource if isinstance(training, ImageSource) else DataSource
+        shared = {field.name: getattr(training, field.name) for field in dataclasses.fields(kind)}
+        return PromptData(**shared)
+    return training

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import glob
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,13 +13,24 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from realign.data.arrow_files import SavedFolder
-from realign.data.file_formats import FORMATS, SUFFIXES, recognize
+import numpy as np
+
+from realign.data.columns import Row, read_column
+from realign.data.files import (
+    FORMATS,
+    SUFFIXES,
+    Cursor,
+    FirstRows,
+    PlacedRow,
+    RowFile,
+    SavedFolder,
+    WithColumns,
+    recognize,
+)
 from realign.data.hub import chosen_split, hub_files, is_hub_name, splits_of_folder
-from realign.data.row_files import Cursor, FirstRows, PlacedRow, RowFile, WithColumns
-from realign.data.table import Table
+from realign.data.order import epoch_order
 from realign.errors import DataError, SettingsError
-from realign.settings import Count, Positive, Settings
+from realign.settings import Count, NonNegativeInt, Positive, Settings
 
 _PATTERN = re.compile(r"[*?[]")
 
@@ -236,3 +248,93 @@ def weights_of(sources: Sequence[RowSource]) -> tuple[float, ...] | None:
     """Return the weights of the sources; None if they have none."""
     found = [source.weight for source in sources if source.weight is not None]
     return tuple(found) or None
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """The rows of one or several files, with the position of each row in its file.
+
+    Attributes:
+        path: Path of the file, or name of the source.
+        rows: The rows, one dictionary each.
+        places: Position of each row in its file, from 1.
+        unit: Unit of the positions if there is one file: "line" or "row".
+        files: File of each row; empty if `path` is the only file.
+    """
+
+    path: Path | str
+    rows: Sequence[Row]
+    places: Sequence[int]
+    unit: str = "row"
+    files: Sequence[RowFile] = ()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def where(self, index: int) -> str:
+        """Return file and line (or row) of the row at `index`, for messages."""
+        if self.files:
+            return self.files[index].where(self.places[index])
+        return f"{self.path}, {self.unit} {self.places[index]}"
+
+    def take(self, chosen: Sequence[int]) -> Table:
+        """Return the rows at these indices."""
+        files = [self.files[i] for i in chosen] if self.files else ()
+        rows, places = [self.rows[i] for i in chosen], [self.places[i] for i in chosen]
+        return Table(self.path, rows, places, self.unit, files)
+
+    def column(self, name: str) -> list[Any]:
+        """Return the values of a column.
+
+        Args:
+            name: Name of the column, or path to an item in it; see `read_column`.
+
+        Raises:
+            DataError: a row lacks the column; names the row, its columns and the nearest one.
+        """
+        values = []
+        for index, row in enumerate(self.rows):
+            try:
+                values.append(read_column(row, name))
+            except DataError as error:
+                raise DataError(f"{self.where(index)}: {error}") from error
+        return values
+
+
+@dataclass
+class Split(Settings):
+    """One of several disjoint, randomly assigned parts of the rows of a file (config node).
+
+    All stages set the same `weights` and `seed`, and a different `part`. The parts together contain every row once.
+    DeepSpeed-Chat uses 20%, 40% and 40% of the rows for SFT, reward model and RLHF.
+    """
+
+    part: NonNegativeInt = 0
+    """Index of the part, from 0."""
+    weights: list[float] = field(default_factory=lambda: [2, 4, 4])
+    """Relative sizes of the parts."""
+    seed: int = 0
+    """Seed of the assignment. It is independent of the seed of the run, so all runs use the same parts."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.weights or not all(weight > 0 and math.isfinite(weight) for weight in self.weights):
+            raise SettingsError(f"weights={self.weights}: must be a list of positive, finite numbers")
+        if self.part >= len(self.weights):
+            raise SettingsError(f"part={self.part}: must be below the number of weights ({len(self.weights)})")
+
+    def apply(self, table: Table) -> Table:
+        """Return the rows of this part, in the order of the file.
+
+        Raises:
+            DataError: the file has too few rows, so this part is empty.
+        """
+        ends = np.rint(np.cumsum(self.weights) / sum(self.weights) * len(table)).astype(int)
+        begin = ends[self.part - 1] if self.part else 0
+        chosen = sorted(epoch_order(len(table), self.seed, 0)[begin : ends[self.part]].tolist())
+        if not chosen:
+            raise DataError(
+                f"{table.path}: split.part={self.part} of split.weights={self.weights} contains none of {len(table)} "
+                "rows."
+            )
+        return table.take(chosen)

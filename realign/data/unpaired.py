@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -12,13 +13,11 @@ import torch
 
 from realign.api.lengths import IntArray
 from realign.api.sample import SequenceSample
-from realign.data.collect import Collected
 from realign.data.columns import RESPONSES, Row, only_one, overlap, read_column
-from realign.data.dataset import LoadReport, SequenceDataset
+from realign.data.data_source import DataSource
+from realign.data.dataset import Collected, LoadReport, SequenceDataset
+from realign.data.encoding import Ending, LengthLimit, RowText
 from realign.data.messages import short
-from realign.data.rows import LengthLimit, RowText
-from realign.data.source import DataSource
-from realign.data.templates import Ending
 from realign.data.writer import Writer
 from realign.errors import DataError, SettingsError
 from realign.settings import Count
@@ -105,3 +104,46 @@ class UnpairedDataset(SequenceDataset):
     def _sample(self, rows: IntArray, ids: tuple[Hashable, ...]) -> SequenceSample:
         sequences, _ = self.lengths.sequences_of(rows)
         return super()._sample(rows, ids).with_sequences(labels=torch.from_numpy(self.labels[sequences]))
+
+
+@dataclass
+class RewardedData(UnpairedData):
+    """A file of prompts, each with one response and its reward (config node).
+
+    Without column settings, a row has the columns `prompt`, `completion` (or `response`) and `reward`. Responses are
+    tokenized as in `SupervisedData`.
+    """
+
+    label_column: str = "reward"
+    """Column with the reward of the whole response, a finite number."""
+
+    def read_label(self, label: Any) -> float:
+        """Return the reward.
+
+        Raises:
+            DataError: it is not a finite number.
+        """
+        try:
+            reward = float(label)
+        except (TypeError, ValueError):
+            reward = math.nan
+        if not math.isfinite(reward):
+            raise DataError(f"the reward is {short(label)}; expected a finite number.")
+        return reward
+
+    def pack(self, found: Collected, report: LoadReport) -> RewardedDataset:
+        """See `DataSource`."""
+        return RewardedDataset(found.tokens, report, found.lengths, found.trained, found.labels, mixture=found.mixture)
+
+
+@dataclass(frozen=True, eq=False)
+class RewardedDataset(UnpairedDataset):
+    """Responses with rewards in memory, one per prompt.
+
+    Keys per token are `input_ids`, `prompt_mask` and `loss_mask`; the key per sequence is `rewards` [S] (fp32).
+    """
+
+    keys: ClassVar[tuple[str, ...]] = ("input_ids", "prompt_mask", "loss_mask", "rewards")
+
+    def _sample(self, rows: IntArray, ids: tuple[Hashable, ...]) -> SequenceSample:
+        return super()._sample(rows, ids).rename({"labels": "rewards"})

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from realign.data import PromptData, RowSource, Split, SupervisedData, TextData
 from realign.data.dataset import content_hash
-from realign.data.mixture import BLOCK, Mixture, SourceChoice
+from realign.data.order import BLOCK, Mixture, SourceChoice
 from realign.errors import DataError, SettingsError
 from tests.data.text_tokenizer import make_tokenizer
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from realign.data import PreferenceData, RatedPairs, RewardedData, SupervisedData, Template, UnpairedData
-from realign.data.decoded import decoded_row
+from realign.data.encoding import decoded_row
 from realign.errors import DataError, SettingsError
 from tests.data.chat_templates import CHATML, REASONING, assistant, chat_tokenizer, system, tool, user
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from realign.api import SequenceSample
 from realign.config import ConfigError, build
 from realign.data import Dataset, DataSpec, PreferenceData, PromptData, SupervisedData, TextData, WithPretraining
-from realign.data.pretraining import PromptsWithPretraining
+from realign.data.combined import PromptsWithPretraining
 from realign.errors import DataError, SettingsError
 from tests.data.text_tokenizer import EOS, characters, make_tokenizer
 

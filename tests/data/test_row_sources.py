@@ -14,20 +14,9 @@ from hypothesis import strategies as st
 from realign.config.construct import build, fill
 from realign.config.errors import ConfigError
 from realign.config.experiment import as_node
-from realign.data import (
-    DataSpec,
-    PreferenceData,
-    PromptData,
-    RowSource,
-    Split,
-    UnpairedData,
-    arrow_files,
-    read_rows,
-    row_files,
-    text_files,
-)
-from realign.data.file_formats import recognize
-from realign.data.row_files import Cursor
+from realign.data import DataSpec, PreferenceData, PromptData, RowSource, Split, UnpairedData, read_rows
+from realign.data import files
+from realign.data.files import Cursor, recognize
 from realign.errors import DataError, SettingsError
 from tests.data.text_tokenizer import make_tokenizer
 
@@ -217,7 +206,7 @@ def test_two_columns_with_one_name_are_an_error(tmp_path, suffix):
 
 @pytest.mark.parametrize("suffix", ["parquet", "arrow", "jsonl.gz", "json.gz"])
 def test_a_small_file_with_giant_rows_is_refused(tmp_path, suffix, monkeypatch):
-    monkeypatch.setattr(row_files, "LARGEST_ROW", 2**20)
+    monkeypatch.setattr(files, "LARGEST_ROW", 2**20)
     path, cells = tmp_path / f"rows.{suffix}", ["x" * 50_000]
     if "gz" in suffix:
         rows = [{"prompt": cells[0]}] * 2000
@@ -234,8 +223,7 @@ def test_a_small_file_with_giant_rows_is_refused(tmp_path, suffix, monkeypatch):
 
 @pytest.mark.parametrize("suffix", ["parquet", "arrow", "jsonl", "jsonl.gz", "csv"])
 def test_a_row_above_the_limit_is_named(tmp_path, suffix, monkeypatch):
-    for module in (row_files, arrow_files, text_files):
-        monkeypatch.setattr(module, "LARGEST_ROW", 2**20)
+    monkeypatch.setattr(files, "LARGEST_ROW", 2**20)
     path, cells = tmp_path / f"rows.{suffix}", ["x", "x" * (2**20 + 1), "x"]
     if suffix in ("parquet", "arrow"):
         table = pyarrow.table({"prompt": cells})

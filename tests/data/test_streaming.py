@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from realign.data import PreferenceData, PromptData, RewardedData, RowSource, Split, SupervisedData, UnpairedData
 from realign.data.dataset import content_hash
-from realign.data.text_files import JsonLines
+from realign.data.files import JsonLines
 from realign.errors import CheckpointError, DataError, SettingsError
 from realign.runtime.checkpoint.schema import ORDER
 from tests.data.text_tokenizer import make_tokenizer

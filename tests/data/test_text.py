@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from realign.data import Blocks, Split, TextData
-from realign.data.text import cut
+from realign.data.supervised import cut
 from realign.errors import DataError, SettingsError
 from tests.data.text_tokenizer import BOS, EOS, characters, make_tokenizer
 

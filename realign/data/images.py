@@ -112,6 +112,3 @@ class RowImages:
         images = [self.reader.pixels(source) for source in self.sources]
         found = processor(images, return_tensors="pt", input_data_format="channels_last")
         return {PIXELS: found[PIXELS].float(), GRIDS: found[GRIDS].long()}
-
-
-__all__ = ["ImageReader", "RowImages"]

@@ -11,12 +11,15 @@ from functools import cached_property
 from itertools import compress, islice
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
 
+from torch import Tensor
+
 from realign.api.long_text import part_over
+from realign.api.sample import SequenceSample
 from realign.data.columns import Row
-from realign.data.image_files import RowImages
-from realign.data.templates import Ending, encode, start_tokens, started
+from realign.data.images import RowImages
+from realign.data.rendering import Segment
 from realign.data.writer import Written
-from realign.errors import DataError
+from realign.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -285,3 +288,113 @@ def _placed(place: str, convert: Callable[[], _Result]) -> _Result:
         return convert()
     except DataError as error:
         raise DataError(f"{place}: {error}") from error
+
+
+# Number of texts per tokenizer call: enough to use its threads, few enough to store as lists of Python ints.
+_BATCH = 2048
+
+
+@dataclass(frozen=True, eq=False)
+class Ending:
+    """Callable that ends a response with one EOS, and removes the whitespace that a chat template writes after it.
+
+    Raises:
+        ConfigError: `append_eos` is set, and the tokenizer has no EOS token.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    append_eos: bool = True
+    """Whether to end responses with EOS; false leaves them unchanged."""
+
+    def __post_init__(self) -> None:
+        if self.append_eos and self.tokenizer.eos_token_id is None:
+            raise ConfigError("append_eos=true: the tokenizer has no EOS token. Set append_eos=false.")
+
+    def __call__(self, response: list[int]) -> list[int]:
+        """Return the response with its ending."""
+        if not self.append_eos:
+            return response
+        eos = self.tokenizer.eos_token_id
+        if eos in response:
+            end = len(response) - response[::-1].index(eos)
+            if not self.tokenizer.decode(response[end:]).strip():
+                return response[:end]
+        return [*response, eos]
+
+
+def start_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the special tokens that the tokenizer adds before a text (often one BOS, or none).
+
+    Raises:
+        DataError: the tokenizer encodes a text differently with and without special tokens.
+    """
+    bare = tokenizer("x", add_special_tokens=False)["input_ids"]
+    full = tokenizer("x")["input_ids"]
+    for at in range(len(full) - len(bare) + 1):
+        if full[at : at + len(bare)] == bare:
+            return list(full[:at])
+    raise DataError(
+        f"{type(tokenizer).__name__} encodes 'x' as {bare} without special tokens, but as {full} with them. Use a "
+        "tokenizer that adds special tokens only before or after a text."
+    )
+
+
+def started(ids: list[int], start: Sequence[int]) -> list[int]:
+    """Return token ids with the `start` tokens before them, unless they begin with these."""
+    first = list(start)
+    return ids if ids[: len(first)] == first else first + ids
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], start: Sequence[int] = ()) -> Iterator[list[int]]:
+    """Yield the token ids of each text, after the `start` tokens unless it begins with them. Adds no other token."""
+    for begin in range(0, len(texts), _BATCH):
+        batch = tokenizer(
+            list(texts[begin : begin + _BATCH]),
+            add_special_tokens=False,
+            padding=False,
+            truncation=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,  # suppresses its warning about long texts; `LengthLimit` handles them
+        )
+        for ids in batch["input_ids"]:
+            yield started(ids, start)
+
+
+@dataclass(frozen=True)
+class DecodedSequence:
+    """The text of a sequence.
+
+    Attributes:
+        segments: Runs of tokens that are trained, or not, as text with special tokens.
+        label: Label or reward of the sequence; None without labels.
+    """
+
+    segments: list[Segment]
+    label: float | None = None
+
+
+def decoded_row(sample: SequenceSample, decode: Callable[..., str]) -> list[DecodedSequence]:
+    """Return the sequences of the first row of a sample as text; empty if the sample has no tokens.
+
+    Args:
+        sample: Rows with `input_ids` and `loss_mask`, or with `prompt_ids`.
+        decode: Method of the tokenizer.
+    """
+    row = sample.take(range(min(1, len(sample))))
+    if "prompt_ids" in row:
+        return [DecodedSequence([Segment(_text(ids, decode))]) for ids in row.sequences("prompt_ids")]
+    if not {"input_ids", "loss_mask"} <= row.keys:
+        return []
+    labels = next((row[key].tolist() for key in ("labels", "rewards") if key in row), [])
+    found = []
+    for index, (ids, loss) in enumerate(zip(row.sequences("input_ids"), row.sequences("loss_mask"), strict=True)):
+        changes = (loss[1:] != loss[:-1]).nonzero()[:, 0] + 1
+        runs = zip(ids.tensor_split(changes.tolist()), loss.tensor_split(changes.tolist()), strict=True)
+        segments = [Segment(_text(run, decode), bool(trained.any())) for run, trained in runs if len(run)]
+        found.append(DecodedSequence(segments, labels[index] if labels else None))
+    return found
+
+
+def _text(ids: Tensor, decode: Callable[..., str]) -> str:
+    return decode(ids, skip_special_tokens=False)
