@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
+from typing_extensions import override
 
 from realign.api.lengths import IntArray, Lengths
 from realign.api.sample import SequenceSample
@@ -55,16 +56,18 @@ class WithPretraining(DataSpec):
             if getattr(self, name).has_images:
                 raise SettingsError(f"{name}.images_column: a combination with pretraining text has no images.")
 
+    @override
     def describe_source(self) -> str:
-        """See `DataSpec`."""
         found = {"prompts": self.prompts.describe_source(), "pretraining": self.pretraining.describe_source()}
         return "; ".join(f"{name}: {text}" for name, text in found.items() if text)
 
+    @override
     def check(self, where: str) -> None:
         """Check both data nodes; see `DataSpec.check`."""
         self.prompts.check(f"{where}.prompts")
         self.pretraining.check(f"{where}.pretraining")
 
+    @override
     def load(self, tokenizer: PreTrainedTokenizerBase) -> PromptsWithPretraining:
         """Load both datasets.
 
@@ -102,34 +105,40 @@ class PromptsWithPretraining(Dataset):
     def __len__(self) -> int:
         return len(self.prompts)
 
+    @override
     def order(self, seed: int, shuffle: bool) -> RowOrder:
         """Return the training order of the prompts."""
         return self.prompts.order(seed, shuffle)
 
+    @override
     def describe(self) -> str:
-        """See `Dataset`."""
         return f"{self.prompts.describe()}, and {self.texts.describe()} of pretraining text"
 
     @property
+    @override
     def keys(self) -> tuple[str, ...]:
         """Keys that every sample has."""
         return (*self.prompts.keys, *(f"ptx_{key}" for key in TEXTS))
 
     @property
+    @override
     def longest_sequence(self) -> int:
         """Length of the longest prompt sequence; see `Dataset`."""
         return self.prompts.longest_sequence
 
     @property
+    @override
     def longest_row(self) -> int:
         """Length of the longest prompt sequence; see `Dataset`."""
         return self.prompts.longest_row
 
     @property
+    @override
     def longest_text(self) -> int:
         """Length of the longest pretraining text; see `Dataset`."""
         return self.texts.longest_row
 
+    @override
     def sample(self, rows: Sequence[tuple[int, int]]) -> SequenceSample:
         """Return the prompts at the given (epoch, row) pairs, with their texts."""
         texts = self.texts.sample(self.texts_of(rows))
@@ -169,14 +178,16 @@ class PromptsWithResponses(DataSpec):
         if self.responses.has_images:
             raise SettingsError("responses.images_column: prompts with given responses have no images. Remove it.")
 
+    @override
     def describe_source(self) -> str:
-        """See `DataSpec`."""
         return self.responses.describe_source()
 
+    @override
     def check(self, where: str) -> None:
         """Check the data node of the responses; see `DataSpec.check`."""
         self.responses.check(f"{where}.responses")
 
+    @override
     def load(self, tokenizer: PreTrainedTokenizerBase) -> PromptsWithResponsesDataset:
         """Load the responses.
 
@@ -216,15 +227,16 @@ class PromptsWithResponsesDataset(Dataset):
     def __len__(self) -> int:
         return len(self.responses)
 
+    @override
     def order(self, seed: int, shuffle: bool) -> RowOrder:
-        """See `Dataset`."""
         return self.responses.order(seed, shuffle)
 
+    @override
     def describe(self) -> str:
-        """See `Dataset`."""
         return f"{self.responses.describe()} of prompts with responses"
 
     @property
+    @override
     def keys(self) -> tuple[str, ...]:
         """Keys that every sample has."""
         return ("prompt_ids", *(f"data_{key}" for key in GIVEN))
@@ -238,15 +250,18 @@ class PromptsWithResponsesDataset(Dataset):
         return np.minimum(first, starts[1:]) - starts[:-1]
 
     @property
+    @override
     def longest_sequence(self) -> int:
         """Length of the longest prompt; see `Dataset`."""
         return int(self.prompt_lengths.max(initial=0))
 
     @property
+    @override
     def longest_text(self) -> int:
         """Length of the longest prompt with its given response; see `Dataset`."""
         return self.responses.longest_sequence
 
+    @override
     def sample(self, rows: Sequence[tuple[int, int]]) -> SequenceSample:
         """Return the prompts and given sequences at the given (epoch, row) pairs."""
         given = self.responses.sample(rows).rename({key: f"data_{key}" for key in GIVEN})

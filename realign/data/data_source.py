@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+from typing_extensions import override
+
 from realign.data.columns import Row, read_column
 from realign.data.dataset import Collected, Dataset, DataSpec, LoadReport, PackedDataset, collect_tables
 from realign.data.encoding import Dropped, Ending, LengthLimit, RowEncoder, RowText, TooLong
@@ -56,8 +58,8 @@ class FileSource(DataSpec):
         shared = {"limit": self.limit, "split": split, "subset": self.subset, "revision": self.revision}
         return as_sources(self.path, shared)
 
+    @override
     def describe_source(self) -> str:
-        """See `DataSpec`."""
         found = []
         for source in self.sources:
             name = ":".join(filter(None, (source.path, source.split)))
@@ -65,6 +67,7 @@ class FileSource(DataSpec):
             found.append(f"{name}{weight}")
         return ", ".join(found)
 
+    @override
     def check(self, where: str) -> None:
         """Read the first row of each source to check that it exists and has the columns.
 
@@ -224,16 +227,17 @@ class DataSource(FileSource):
         return RowEncoder(tokenizer, write, self.length_limit(), self.ending(tokenizer))
 
     @property
+    @override
     def streams(self) -> bool:
-        """See `DataSpec`."""
         return self.streaming
 
+    @override
     def describe_source(self) -> str:
-        """See `DataSpec`."""
         return super().describe_source() + (
             f"; streamed, shuffled {self.shuffle_buffer:,} rows at a time" if self.streaming else ""
         )
 
+    @override
     def load(self, tokenizer: PreTrainedTokenizerBase) -> Dataset:
         """Read the rows and tokenize them; with `streaming`, prepare to read them.
 
@@ -307,10 +311,11 @@ class ImageSource(DataSource):
                 raise SettingsError(f"{name}={wrong}: incompatible with images_column. Set {name}={cure}.")
 
     @property
+    @override
     def has_images(self) -> bool:
-        """See `DataSpec`."""
         return self.images_column is not None
 
+    @override
     def encoder(self, tokenizer: PreTrainedTokenizerBase) -> RowEncoder:
         """See `DataSource`.
 

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from realign.api.lengths import IntArray, Lengths
 from realign.api.sample import SequenceSample
@@ -189,12 +190,12 @@ class PackedDataset(Dataset):
     def __len__(self) -> int:
         return len(self.tokens)
 
+    @override
     def order(self, seed: int, shuffle: bool) -> RowOrder:
-        """See `Dataset`."""
         return super().order(seed, shuffle) if self.mixture is None else self.mixture.order(seed, shuffle)
 
+    @override
     def describe(self) -> str:
-        """See `Dataset`."""
         rows = super().describe()
         return rows if self.mixture is None else f"{rows}: {self.mixture.describe()}"
 
@@ -203,15 +204,16 @@ class PackedDataset(Dataset):
         return self._drawn(np.arange(len(self)), tuple(ids))
 
     @property
+    @override
     def longest_sequence(self) -> int:
-        """See `Dataset`."""
         return self.report.longest
 
     @property
+    @override
     def longest_row(self) -> int:
-        """See `Dataset`."""
         return self.report.longest
 
+    @override
     def sample(self, rows: Sequence[tuple[int, int]]) -> SequenceSample:
         """Return the rows at the given (epoch, row) pairs, with the keys of the dataset.
 
@@ -263,10 +265,12 @@ class SequenceDataset(PackedDataset):
     train_on_prompt: bool = dataclasses.field(default=False, kw_only=True)
 
     @property
+    @override
     def longest_sequence(self) -> int:
         """Length in tokens of the longest sequence."""
         return int(self.lengths.flat.max(initial=0))
 
+    @override
     def _sample(self, rows: IntArray, ids: tuple[Hashable, ...]) -> SequenceSample:
         tokens_T, _ = self.tokens.gather(rows)
         sequences, counts = self.lengths.sequences_of(rows)

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, ClassVar, NamedTuple, TypeAlias
 
+from typing_extensions import override
+
 from realign.data.columns import Row, read_column
 from realign.errors import DataError
 
@@ -120,10 +122,11 @@ class LocalFile(RowFile):
     path: Path
 
     @property
+    @override
     def name(self) -> str:
-        """See `RowFile`."""
         return str(self.path)
 
+    @override
     def identity(self) -> str:
         """Return the size, and a hash of the start and the end of the file."""
         size = self.path.stat().st_size
@@ -149,12 +152,12 @@ class FirstRows(RowFile):
     title: str
 
     @property
+    @override
     def name(self) -> str:
-        """See `RowFile`."""
         return self.title
 
+    @override
     def rows(self, cursor: Cursor) -> Iterator[PlacedRow]:
-        """See `RowFile`."""
         start, position, count = cursor.position or (0, None, 0)
         for index in range(start, len(self.files)):
             inner = Cursor(position)
@@ -166,12 +169,12 @@ class FirstRows(RowFile):
                 if count == self.limit:
                     return
 
+    @override
     def identity(self) -> str:
-        """See `RowFile`."""
         return f"{self.limit} of {[file.identity() for file in self.files]}"
 
+    @override
     def leaves(self) -> list[RowFile]:
-        """See `RowFile`."""
         return [leaf for file in self.files for leaf in file.leaves()]
 
 
@@ -188,12 +191,12 @@ class WithColumns(RowFile):
     columns: Mapping[str, str] = field(hash=False)
 
     @property
+    @override
     def name(self) -> str:
-        """See `RowFile`."""
         return self.file.name
 
+    @override
     def rows(self, cursor: Cursor) -> Iterator[PlacedRow]:
-        """See `RowFile`."""
         renamed = set(self.columns.values())
         for placed in self.file.rows(cursor):
             try:
@@ -203,12 +206,12 @@ class WithColumns(RowFile):
             kept = {name: value for name, value in placed.row.items() if name not in renamed}
             yield placed._replace(row=kept | found)
 
+    @override
     def identity(self) -> str:
-        """See `RowFile`."""
         return f"{json.dumps(self.columns, sort_keys=True)} of {self.file.identity()}"
 
+    @override
     def leaves(self) -> list[RowFile]:
-        """See `RowFile`."""
         return self.file.leaves()
 
 
@@ -222,8 +225,8 @@ class JsonLines(LocalFile):
 
     unit: ClassVar[str] = "line"
 
+    @override
     def rows(self, cursor: Cursor) -> Iterator[PlacedRow]:
-        """See `RowFile`."""
         offset, number = cursor.position or (0, 0)
         with opened(self.path) as lines:
             lines.seek(offset)
@@ -241,8 +244,8 @@ class JsonLines(LocalFile):
 class JsonList(LocalFile):
     """A file with one JSON list of objects. It is read as a whole. A position is the number of rows before it."""
 
+    @override
     def rows(self, cursor: Cursor) -> Iterator[PlacedRow]:
-        """See `RowFile`."""
         with opened(self.path) as file:
             content = _parsed(file.read(), self.name)
         if not isinstance(content, list):
@@ -262,8 +265,8 @@ class Delimited(LocalFile):
 
     unit: ClassVar[str] = "line"
 
+    @override
     def rows(self, cursor: Cursor) -> Iterator[PlacedRow]:
-        """See `RowFile`."""
         csv.field_size_limit(LARGEST_ROW)  # the default would reject long texts
         with opened(self.path) as file:
             lines = _Lines(file, self.name)
@@ -457,8 +460,8 @@ def _size(value: Any) -> int:
 class Parquet(LocalFile):
     """A parquet file. A position is the number of rows before it."""
 
+    @override
     def rows(self, cursor: Cursor) -> Iterator[PlacedRow]:
-        """See `RowFile`."""
         import pyarrow
         import pyarrow.parquet
 
@@ -486,8 +489,8 @@ class Parquet(LocalFile):
 class Arrow(LocalFile):
     """A file in the Arrow IPC file format or streaming format. A position is the number of rows before it."""
 
+    @override
     def rows(self, cursor: Cursor) -> Iterator[PlacedRow]:
-        """See `RowFile`."""
         import pyarrow
 
         start = number = cursor.position or 0
@@ -521,12 +524,12 @@ class SavedFolder(RowFile):
     path: Path
 
     @property
+    @override
     def name(self) -> str:
-        """See `RowFile`."""
         return str(self.path)
 
+    @override
     def rows(self, cursor: Cursor) -> Iterator[PlacedRow]:
-        """See `RowFile`."""
         import datasets
 
         try:
@@ -537,6 +540,7 @@ class SavedFolder(RowFile):
         except Exception as error:  # `datasets` raises various exceptions for missing or corrupt files
             raise DataError(f"{self.name} cannot be read as a dataset: {type(error).__name__}: {error}") from error
 
+    @override
     def identity(self) -> str:
         """Return a hash of the state of the dataset and the sizes of its files."""
         digest = hashlib.sha256((self.path / "state.json").read_bytes())

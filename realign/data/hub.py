@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
+
 from realign.data.files import SUFFIXES, Cursor, PlacedRow, RowFile, rows_of
 from realign.errors import DataError, TransientError
 
@@ -114,10 +116,11 @@ class _Split(RowFile):
     split: str
 
     @property
+    @override
     def name(self) -> str:
-        """See `RowFile`."""
         return self.label
 
+    @override
     def identity(self) -> str:
         """Return the revision of the dataset with its subset and split."""
         return f"{self.builder.hash} {self.builder.config.name} {self.split}"
@@ -127,8 +130,8 @@ class _Split(RowFile):
 class _Downloaded(_Split):
     """A split in the cache of this machine. A position is the number of rows before it."""
 
+    @override
     def rows(self, cursor: Cursor) -> Iterator[PlacedRow]:
-        """See `RowFile`."""
         with _one_line(self.label, self.subset):
             self.builder.download_and_prepare()
             for number, row in rows_of(self.builder.as_dataset(split=self.split), cursor, self.name):
@@ -142,8 +145,8 @@ class _Shard(_Split):
     index: int
     shards: int
 
+    @override
     def rows(self, cursor: Cursor) -> Iterator[PlacedRow]:
-        """See `RowFile`."""
         with _one_line(self.label, self.subset):
             dataset = self.builder.as_streaming_dataset(split=self.split)
             dataset = dataset.shard(num_shards=self.shards, index=self.index)
@@ -156,12 +159,12 @@ class _Shard(_Split):
                 number += 1
                 yield PlacedRow(self, number, row)
 
+    @override
     def identity(self) -> str:
-        """See `RowFile`."""
         return f"{super().identity()} {self.index}/{self.shards}"
 
+    @override
     def where(self, number: int) -> str:
-        """See `RowFile`."""
         of = f", file {self.index + 1} of {self.shards}" if self.shards > 1 else ""
         return f"{self.name}{of}, row {number}"
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from typing_extensions import override
 
 from realign.api.lengths import IntArray
 from realign.api.seeds import derive_seed
@@ -77,12 +78,12 @@ class EpochOrder(RowOrder):
         self._orders: dict[int, IntArray] = {}  # the latest two, since large ones are slow
 
     @property
+    @override
     def rows_per_epoch(self) -> int:
-        """See `RowOrder`."""
         return self.n
 
+    @override
     def rows(self, places: Sequence[int]) -> list[tuple[int, int]]:
-        """See `RowOrder`."""
         return [(place // self.n, int(self._order(place // self.n)[place % self.n])) for place in places]
 
     def _order(self, epoch: int) -> IntArray:
@@ -170,10 +171,11 @@ class MixtureOrder(RowOrder):
         self._drawn: Counter[int] = Counter()
 
     @property
+    @override
     def rows_per_epoch(self) -> int:
-        """See `RowOrder`."""
         return sum(self._mixture.sizes)
 
+    @override
     def rows(self, places: Sequence[int]) -> list[tuple[int, int]]:
         """See `RowOrder`. Epochs are those of the source."""
         found, drawn = [], Counter[int]()
@@ -185,8 +187,8 @@ class MixtureOrder(RowOrder):
         self._drawn = drawn
         return found
 
+    @override
     def metrics(self) -> dict[str, float]:
-        """See `RowOrder`."""
         return fractions(self._mixture.names, self._drawn)
 
 

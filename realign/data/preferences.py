@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 import torch
+from typing_extensions import override
 
 from realign.api.lengths import IntArray
 from realign.api.sample import SequenceSample
@@ -116,8 +117,8 @@ class PreferenceData(DataSource):
                 "margin_column. Set either."
             )
 
+    @override
     def columns(self, row: Row) -> dict[str, str]:
-        """See `FileSource`."""
         rated = self._rated_columns(row) if self._is_rated(row) else None
         prompt = self.prompt_column
         if prompt is None:
@@ -153,8 +154,8 @@ class PreferenceData(DataSource):
         labels = labels or only_one(row, LABELS, "labels_column") or "labels"
         return {"responses_column": responses, "labels_column": labels}
 
+    @override
     def text_of(self, row: Row, writer: Writer) -> RowText | Dropped:
-        """See `DataSource`."""
         found = {setting: read_column(row, column) for setting, column in self.columns(row).items()}
         prompt, tools = found.get("prompt_column"), self.tools(row)
         if "chosen_column" in found:
@@ -201,16 +202,16 @@ class PreferenceData(DataSource):
             pairs=True,
         )
 
+    @override
     def length_limit(self) -> LengthLimit:
-        """See `DataSource`."""
         return LengthLimit("max_tokens", self.max_tokens, self.too_long)
 
+    @override
     def ending(self, tokenizer: PreTrainedTokenizerBase) -> Ending:
-        """See `DataSource`."""
         return Ending(tokenizer, self.append_eos)
 
+    @override
     def pack(self, found: Collected, report: LoadReport) -> PreferenceDataset:
-        """See `DataSource`."""
         return PreferenceDataset(
             found.tokens, report, found.lengths, found.trained, found.labels, found.margins, mixture=found.mixture
         )
@@ -255,6 +256,7 @@ class PreferenceDataset(SequenceDataset):
     labels: npt.NDArray[np.float32]
     margins: npt.NDArray[np.float32]
 
+    @override
     def _sample(self, rows: IntArray, ids: tuple[Hashable, ...]) -> SequenceSample:
         sequences, _ = self.lengths.sequences_of(rows)
         labels, margins = (torch.from_numpy(values[sequences]) for values in (self.labels, self.margins))

@@ -7,6 +7,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from typing_extensions import override
+
 from realign.api.lengths import IntArray
 from realign.api.sample import SequenceSample
 from realign.data.columns import CONVERSATIONS, Row, only_one, read_column
@@ -46,8 +48,8 @@ class PromptData(ImageSource):
                 "one of them."
             )
 
+    @override
     def columns(self, row: Row) -> dict[str, str]:
-        """See `FileSource`."""
         if self.messages_column is not None:
             return {"messages_column": self.messages_column}
         recognized = self.prompt_column is None and "prompt" not in row
@@ -55,8 +57,8 @@ class PromptData(ImageSource):
             return {"messages_column": found}
         return {"prompt_column": self.prompt_column or "prompt"}
 
+    @override
     def text_of(self, row: Row, writer: Writer) -> RowText:
-        """See `DataSource`."""
         ((setting, column),) = self.columns(row).items()
         value = read_column(row, column)
         if setting == "messages_column" and not isinstance(value, list):
@@ -80,12 +82,12 @@ class PromptData(ImageSource):
             )
         return value[:end]
 
+    @override
     def length_limit(self) -> LengthLimit:
-        """See `DataSource`."""
         return LengthLimit("max_prompt_tokens", self.max_prompt_tokens, self.too_long)
 
+    @override
     def pack(self, found: Collected, report: LoadReport) -> PromptDataset:
-        """See `DataSource`."""
         return PromptDataset(found.tokens, report, found.rows, mixture=found.mixture, images=found.images)
 
 
@@ -97,6 +99,7 @@ class PromptDataset(PackedDataset):
 
     rows: tuple[Row, ...]
 
+    @override
     def _sample(self, rows: IntArray, ids: tuple[Hashable, ...]) -> SequenceSample:
         tokens_T, lengths = self.tokens.gather(rows)
         return SequenceSample(

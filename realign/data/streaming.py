@@ -13,6 +13,7 @@ from threading import RLock
 from typing import Any, NamedTuple
 
 import numpy as np
+from typing_extensions import override
 
 from realign.api.sample import SequenceSample
 from realign.api.seeds import derive_seed
@@ -271,12 +272,13 @@ class StreamOrder(RowOrder):
         self._drawn: Counter[int] = Counter()
 
     @property
+    @override
     def rows_per_epoch(self) -> int | None:
-        """See `RowOrder`."""
         with self._lock:
             found = [stream.position.per_epoch for stream in self._streams]
             return None if None in found else sum(n for n in found if n is not None)
 
+    @override
     def rows(self, places: Sequence[int]) -> list[tuple[int, RowKey]]:
         """See `RowOrder`. The dataset keeps the rows of the latest requests."""
         with self._lock:
@@ -288,8 +290,8 @@ class StreamOrder(RowOrder):
             self._forget(2 * self._request)
             return found
 
+    @override
     def metrics(self) -> dict[str, float]:
-        """See `RowOrder`."""
         with self._lock:
             positions = [stream.position for stream in self._streams]
             found = {
@@ -300,12 +302,13 @@ class StreamOrder(RowOrder):
             }
             return found | (fractions(self._names, self._drawn) if self._choice is not None else {})
 
+    @override
     def state_dict(self) -> dict[str, Any]:
-        """See `RowOrder`."""
         with self._lock:
             anchors = [*self._anchors, *([self._here()] if self._place > self._anchors[-1].place else [])]
             return {"anchors": [{"place": a.place, "sources": [asdict(at) for at in a.positions]} for a in anchors]}
 
+    @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `RowOrder`.
 
@@ -394,25 +397,27 @@ class StreamedDataset(Dataset):
         raise TypeError("the number of rows of a streamed dataset is unknown")
 
     @property
+    @override
     def size(self) -> None:
-        """See `Dataset`."""
         return
 
     @property
+    @override
     def keys(self) -> tuple[str, ...]:
-        """See `Dataset`."""
         return self._keys
 
     @property
+    @override
     def longest_sequence(self) -> int:
         """Maximum length of a sequence, since the lengths of the rows are unknown."""
         return self.encoder.limit.tokens or 0
 
+    @override
     def describe(self) -> str:
-        """See `Dataset`."""
         files = sum(len(source.files) for source in self.sources)
         return f"streamed from {files} file{'s' if files > 1 else ''}, {self.buffer:,} rows shuffled at a time"
 
+    @override
     def identity(self) -> str:
         """Return a SHA-256 of the identities of the files, and of the settings that decide about the order."""
         parts = [[*(file.identity() for file in source.files), source.weight] for source in self.sources]
@@ -439,8 +444,8 @@ class StreamedDataset(Dataset):
             for i, source in enumerate(self.sources)
         ]
 
+    @override
     def order(self, seed: int, shuffle: bool) -> StreamOrder:
-        """See `Dataset`."""
         return StreamOrder(self, seed, shuffle)
 
     def keep(self, row: tuple[int, RowKey], encoded: EncodedRow) -> None:
@@ -451,6 +456,7 @@ class StreamedDataset(Dataset):
         """Remove the tokens of a row from memory."""
         self._rows.pop(row, None)
 
+    @override
     def sample(self, rows: Sequence[tuple[int, Any]]) -> SequenceSample:
         """Return the rows at the given (epoch, key) pairs, which the order has just returned."""
         return self._packed(self._rows[row] for row in rows).with_ids([f"{key}@{epoch}" for epoch, key in rows])

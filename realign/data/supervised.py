@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import numpy as np
+from typing_extensions import override
 
 from realign.api.lengths import Lengths
 from realign.data.columns import CONVERSATIONS, RESPONSES, Row, only_one, overlap, read_column
@@ -64,8 +65,8 @@ class SupervisedData(ImageSource):
         if found := overlap(pair):
             raise SettingsError(f"{found} For whole conversations, set only messages_column.")
 
+    @override
     def columns(self, row: Row) -> dict[str, str]:
-        """See `FileSource`."""
         if self.messages_column is not None:
             return {"messages_column": self.messages_column}
         response = self.response_column or only_one(row, RESPONSES, "response_column")
@@ -86,8 +87,8 @@ class SupervisedData(ImageSource):
             )
         return {"prompt_column": self.prompt_column or "prompt", "response_column": response}
 
+    @override
     def text_of(self, row: Row, writer: Writer) -> RowText:
-        """See `DataSource`."""
         found = {setting: read_column(row, column) for setting, column in self.columns(row).items()}
         tools = self.tools(row)
         if "messages_column" in found:
@@ -95,20 +96,20 @@ class SupervisedData(ImageSource):
         prompt, response = found["prompt_column"], found["response_column"]
         return RowText(row, writer.response(prompt, response, tools, self.train_on_turns))
 
+    @override
     def length_limit(self) -> LengthLimit:
-        """See `DataSource`."""
         return LengthLimit("max_tokens", self.max_tokens, self.too_long)
 
+    @override
     def ending(self, tokenizer: PreTrainedTokenizerBase) -> Ending:
-        """See `DataSource`."""
         return Ending(tokenizer, self.append_eos)
 
+    @override
     def masks(self) -> AssistantMasks:
-        """See `DataSource`."""
         return self.assistant_masks
 
+    @override
     def pack(self, found: Collected, report: LoadReport) -> SupervisedDataset:
-        """See `DataSource`."""
         return SupervisedDataset(
             found.tokens,
             report,
@@ -158,10 +159,11 @@ class TextData(FileSource):
     append_eos: bool = True
     """Append the tokenizer's EOS token to each text that does not already end with it."""
 
+    @override
     def columns(self, row: Row) -> dict[str, str]:
-        """See `FileSource`."""
         return {"text_column": self.text_column}
 
+    @override
     def load(self, tokenizer: PreTrainedTokenizerBase) -> SupervisedDataset:
         """Read the file and tokenize it.
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 import torch
+from typing_extensions import override
 
 from realign.api.lengths import IntArray
 from realign.api.sample import SequenceSample
@@ -51,8 +52,8 @@ class UnpairedData(DataSource):
         if found := overlap({"prompt_column": self.prompt_column, "response_column": self.response_column}):
             raise SettingsError(found)
 
+    @override
     def columns(self, row: Row) -> dict[str, str]:
-        """See `FileSource`."""
         response = self.response_column or only_one(row, RESPONSES, "response_column") or "completion"
         return {
             "prompt_column": self.prompt_column or "prompt",
@@ -60,8 +61,8 @@ class UnpairedData(DataSource):
             "label_column": self.label_column,
         }
 
+    @override
     def text_of(self, row: Row, writer: Writer) -> RowText:
-        """See `DataSource`."""
         prompt, response, label = (read_column(row, column) for column in self.columns(row).values())
         return RowText(row, writer.response(prompt, response, self.tools(row)), [self.read_label(label)])
 
@@ -76,16 +77,16 @@ class UnpairedData(DataSource):
             raise DataError(f"the label is {short(label)}; expected true or false.")
         return float(found)
 
+    @override
     def length_limit(self) -> LengthLimit:
-        """See `DataSource`."""
         return LengthLimit("max_tokens", self.max_tokens, self.too_long)
 
+    @override
     def ending(self, tokenizer: PreTrainedTokenizerBase) -> Ending:
-        """See `DataSource`."""
         return Ending(tokenizer, self.append_eos)
 
+    @override
     def pack(self, found: Collected, report: LoadReport) -> UnpairedDataset:
-        """See `DataSource`."""
         return UnpairedDataset(found.tokens, report, found.lengths, found.trained, found.labels, mixture=found.mixture)
 
 
@@ -101,6 +102,7 @@ class UnpairedDataset(SequenceDataset):
 
     labels: npt.NDArray[np.float32]
 
+    @override
     def _sample(self, rows: IntArray, ids: tuple[Hashable, ...]) -> SequenceSample:
         sequences, _ = self.lengths.sequences_of(rows)
         return super()._sample(rows, ids).with_sequences(labels=torch.from_numpy(self.labels[sequences]))
@@ -117,6 +119,7 @@ class RewardedData(UnpairedData):
     label_column: str = "reward"
     """Column with the reward of the whole response, a finite number."""
 
+    @override
     def read_label(self, label: Any) -> float:
         """Return the reward.
 
@@ -131,8 +134,8 @@ class RewardedData(UnpairedData):
             raise DataError(f"the reward is {short(label)}; expected a finite number.")
         return reward
 
+    @override
     def pack(self, found: Collected, report: LoadReport) -> RewardedDataset:
-        """See `DataSource`."""
         return RewardedDataset(found.tokens, report, found.lengths, found.trained, found.labels, mixture=found.mixture)
 
 
@@ -145,5 +148,6 @@ class RewardedDataset(UnpairedDataset):
 
     keys: ClassVar[tuple[str, ...]] = ("input_ids", "prompt_mask", "loss_mask", "rewards")
 
+    @override
     def _sample(self, rows: IntArray, ids: tuple[Hashable, ...]) -> SequenceSample:
         return super()._sample(rows, ids).rename({"labels": "rewards"})
