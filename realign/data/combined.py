@@ -1,6 +1,8 @@
-"""Prompts combined with pretraining texts: the data of PPO-ptx (InstructGPT, arXiv:2203.02155).
+"""Prompts combined with other data.
 
-PPO-ptx adds a language-modeling loss on pretraining texts to the reinforcement-learning loss.
+`WithPretraining` adds pretraining texts, for PPO-ptx (InstructGPT, arXiv:2203.02155), whose loss has a
+language-modeling term. `PromptsWithResponses` adds given responses, for distillation that mixes sampled and given
+sequences (GKD, arXiv:2306.13649).
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from realign.settings import Count
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-TEXTS = ("input_ids", "loss_mask")
+_TEXTS = ("input_ids", "loss_mask")
 
 
 @dataclass
@@ -58,8 +60,8 @@ class WithPretraining(DataSpec):
 
     @override
     def describe_source(self) -> str:
-        found = {"prompts": self.prompts.describe_source(), "pretraining": self.pretraining.describe_source()}
-        return "; ".join(f"{name}: {text}" for name, text in found.items() if text)
+        sources = {"prompts": self.prompts.describe_source(), "pretraining": self.pretraining.describe_source()}
+        return "; ".join(f"{name}: {text}" for name, text in sources.items() if text)
 
     @override
     def check(self, where: str) -> None:
@@ -78,7 +80,7 @@ class WithPretraining(DataSpec):
         prompts, texts = self.prompts.load(tokenizer), self.pretraining.load(tokenizer)
         if not len(texts):
             raise DataError("pretraining: the dataset contains no rows.")
-        if missing := sorted(set(TEXTS) - set(texts.keys)):
+        if missing := sorted(set(_TEXTS) - set(texts.keys)):
             raise DataError(
                 f"pretraining: the dataset has keys {sorted(texts.keys)}, but not {missing[0]!r}. Use "
                 "realign.data.TextData or realign.data.SupervisedData."
@@ -118,7 +120,7 @@ class PromptsWithPretraining(Dataset):
     @override
     def keys(self) -> tuple[str, ...]:
         """Keys that every sample has."""
-        return (*self.prompts.keys, *(f"ptx_{key}" for key in TEXTS))
+        return (*self.prompts.keys, *(f"ptx_{key}" for key in _TEXTS))
 
     @property
     @override
@@ -142,9 +144,9 @@ class PromptsWithPretraining(Dataset):
     def sample(self, rows: Sequence[tuple[int, int]]) -> SequenceSample:
         """Return the prompts at the given (epoch, row) pairs, with their texts."""
         texts = self.texts.sample(self.texts_of(rows))
-        counts = texts.lengths[TEXTS[0]].counts.reshape(len(rows), self.per_prompt).sum(1)
-        lengths = Lengths(counts, texts.lengths[TEXTS[0]].flat)
-        return self.prompts.sample(rows).with_data({f"ptx_{key}": texts[key] for key in TEXTS}, lengths=lengths)
+        counts = texts.lengths[_TEXTS[0]].counts.reshape(len(rows), self.per_prompt).sum(1)
+        lengths = Lengths(counts, texts.lengths[_TEXTS[0]].flat)
+        return self.prompts.sample(rows).with_data({f"ptx_{key}": texts[key] for key in _TEXTS}, lengths=lengths)
 
     def texts_of(self, rows: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         """Return the (epoch, row) of the texts of each prompt; the texts of one prompt are consecutive."""
@@ -157,7 +159,7 @@ class PromptsWithPretraining(Dataset):
         return [(epoch, int(orders[epoch][place])) for epoch, place in pairs]
 
 
-GIVEN = ("input_ids", "prompt_mask", "loss_mask")
+_GIVEN = ("input_ids", "prompt_mask", "loss_mask")
 
 
 @dataclass
@@ -195,19 +197,19 @@ class PromptsWithResponses(DataSpec):
             DataError: the dataset cannot be loaded, has no responses, or a row has no prompt or several sequences.
             ConfigError: the tokenizer does not support a setting.
         """
-        found = self.responses.load(tokenizer)
-        if not isinstance(found, SequenceDataset) or set(found.keys) != set(GIVEN):
+        loaded = self.responses.load(tokenizer)
+        if not isinstance(loaded, SequenceDataset) or set(loaded.keys) != set(_GIVEN):
             raise DataError(
-                f"responses: the dataset has keys {sorted(found.keys)}, expected {sorted(GIVEN)}. Use "
+                f"responses: the dataset has keys {sorted(loaded.keys)}, expected {sorted(_GIVEN)}. Use "
                 "realign.data.SupervisedData."
             )
-        if (found.lengths.counts != 1).any():
-            row = int(np.flatnonzero(found.lengths.counts != 1)[0])
+        if (loaded.lengths.counts != 1).any():
+            row = int(np.flatnonzero(loaded.lengths.counts != 1)[0])
             raise DataError(
-                f"responses: row {row} has {found.lengths.counts[row]} sequences. A prompt has one given response. Set "
-                "responses.train_on_turns=all or last."
+                f"responses: row {row} has {loaded.lengths.counts[row]} sequences. A prompt has one given response. "
+                "Set responses.train_on_turns=all or last."
             )
-        dataset = PromptsWithResponsesDataset(found)
+        dataset = PromptsWithResponsesDataset(loaded)
         if not dataset.prompt_lengths.all():
             row = int(np.flatnonzero(dataset.prompt_lengths == 0)[0])
             raise DataError(f"responses: row {row} has no token before its response. Remove it, or add a prompt.")
@@ -239,7 +241,7 @@ class PromptsWithResponsesDataset(Dataset):
     @override
     def keys(self) -> tuple[str, ...]:
         """Keys that every sample has."""
-        return ("prompt_ids", *(f"data_{key}" for key in GIVEN))
+        return ("prompt_ids", *(f"data_{key}" for key in _GIVEN))
 
     @cached_property
     def prompt_lengths(self) -> IntArray:
@@ -264,9 +266,10 @@ class PromptsWithResponsesDataset(Dataset):
     @override
     def sample(self, rows: Sequence[tuple[int, int]]) -> SequenceSample:
         """Return the prompts and given sequences at the given (epoch, row) pairs."""
-        given = self.responses.sample(rows).rename({key: f"data_{key}" for key in GIVEN})
+        given = self.responses.sample(rows).rename({key: f"data_{key}" for key in _GIVEN})
         sizes = self.prompt_lengths[[row for _, row in rows]] if rows else self.prompt_lengths[:0]
         starts = given.lengths["data_input_ids"].starts[:-1]
+        # Index of each prompt token within its prompt: 0, 1, ... for each row.
         inside = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
         prompts_T = given["data_input_ids"][np.repeat(starts, sizes) + inside]
         return given.with_data({"prompt_ids": prompts_T}, lengths=Lengths(np.ones_like(sizes), sizes))

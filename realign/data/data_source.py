@@ -1,11 +1,11 @@
-"""Base classes of dataset configs: sources, columns, template and length limit."""
+"""Base classes of data nodes: `FileSource` reads rows, `DataSource` formats them, `ImageSource` adds their images."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import override
 
@@ -16,7 +16,7 @@ from realign.data.excerpt import Excerpt
 from realign.data.images import ImageReader, RowImages
 from realign.data.order import Mixture
 from realign.data.rendering import AssistantMasks, Segment
-from realign.data.row_sources import RowSource, Split, Table, as_sources, titles, weights_of
+from realign.data.row_sources import RowSource, Split, Table, as_sources, titles
 from realign.data.streaming import StreamedDataset, StreamSource
 from realign.data.writer import Template, Writer, Written
 from realign.errors import ConfigError, DataError, SettingsError, TransientError
@@ -24,8 +24,6 @@ from realign.settings import Count
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-_Text = TypeVar("_Text")
 
 
 @dataclass
@@ -60,12 +58,12 @@ class FileSource(DataSpec):
 
     @override
     def describe_source(self) -> str:
-        found = []
+        described = []
         for source in self.sources:
             name = ":".join(filter(None, (source.path, source.split)))
             weight = "" if source.weight is None else f" (weight {source.weight:g})"
-            found.append(f"{name}{weight}")
-        return ", ".join(found)
+            described.append(f"{name}{weight}")
+        return ", ".join(described)
 
     @override
     def check(self, where: str) -> None:
@@ -109,8 +107,8 @@ class FileSource(DataSpec):
             DataError: a source does not exist, is malformed or empty.
             TransientError: the hub is not reachable.
         """
-        found = [source.read() for source in self.sources]
-        return [self.split.apply(table) for table in found] if isinstance(self.split, Split) else found
+        tables = [source.read() for source in self.sources]
+        return [self.split.apply(table) for table in tables] if isinstance(self.split, Split) else tables
 
 
 def mixture_of(sources: Sequence[RowSource], sizes: Sequence[int]) -> Mixture | None:
@@ -124,7 +122,8 @@ def mixture_of(sources: Sequence[RowSource], sizes: Sequence[int]) -> Mixture | 
     for source, size in zip(sources, sizes, strict=True):
         if not size:
             raise DataError(f"no row is left of {source.path}. Remove this source, or relax the filters.")
-    return Mixture(titles(sources), tuple(sizes), weights_of(sources))
+    weights = tuple(source.weight for source in sources if source.weight is not None)  # all or none have one
+    return Mixture(titles(sources), tuple(sizes), weights or None)
 
 
 @dataclass
@@ -249,16 +248,16 @@ class DataSource(FileSource):
         encoder = self.encoder(tokenizer)
         if self.streaming:
             names = titles(self.sources)
-            found = [
+            streams = [
                 StreamSource(name, source.files(streaming=True), source.weight)
                 for name, source in zip(names, self.sources, strict=True)
             ]
-            return StreamedDataset(found, encoder, self.pack, self.shuffle_buffer, keep_rows=self.keeps_rows)
+            return StreamedDataset(streams, encoder, self.pack, self.shuffle_buffer, keep_rows=self.keeps_rows)
         collected, report, sizes = collect_tables(self.tables(), encoder, keep_rows=self.keeps_rows)
         return self.pack(replace(collected, mixture=mixture_of(self.sources, sizes)), report)
 
     @abstractmethod
-    def pack(self, found: Collected, report: LoadReport) -> PackedDataset:
+    def pack(self, collected: Collected, report: LoadReport) -> PackedDataset:
         """Return encoded rows as a dataset."""
 
     def tools(self, row: Row) -> Any:
@@ -266,17 +265,6 @@ class DataSource(FileSource):
         if self.tools_column is None:
             return row.get("tools")
         return read_column(row, self.tools_column) if self.tools_column else None
-
-
-def each_row(table: Table, write: Callable[[int], _Text]) -> list[_Text]:
-    """Return `write(index)` for every row, and add the file and line to its `DataError`s."""
-    written = []
-    for index in range(len(table)):
-        try:
-            written.append(write(index))
-        except DataError as error:
-            raise DataError(f"{table.where(index)}: {error}") from error
-    return written
 
 
 _TOKEN = "<|image_pad|>"
@@ -302,13 +290,13 @@ class ImageSource(DataSource):
             if name := next((name for name, value in others.items() if value), None):
                 raise SettingsError(f"{name}={others[name]!r}: it is ignored without images_column. Set images_column.")
             return
-        for name, wrong, cure in (
+        for name, wrong, valid in (
             ("streaming", self.streaming, "false"),
             ("too_long", self.too_long is TooLong.truncate_left and "truncate_left", "drop"),
             ("template", self.template is Template.plain and "plain", "auto"),
         ):
             if wrong:
-                raise SettingsError(f"{name}={wrong}: incompatible with images_column. Set {name}={cure}.")
+                raise SettingsError(f"{name}={wrong}: incompatible with images_column. Set {name}={valid}.")
 
     @property
     @override
@@ -317,7 +305,7 @@ class ImageSource(DataSource):
 
     @override
     def encoder(self, tokenizer: PreTrainedTokenizerBase) -> RowEncoder:
-        """See `DataSource`.
+        """Return the conversion of rows to tokens and images.
 
         Raises:
             ConfigError: the image processor cannot be loaded.
@@ -329,7 +317,7 @@ class ImageSource(DataSource):
 
         def with_images(row: Row) -> RowText | Dropped:
             text = write(row)
-            return text if isinstance(text, Dropped) else with_image_tokens(row, column, text, reader)
+            return text if isinstance(text, Dropped) else _with_image_tokens(row, column, text, reader)
 
         return replace(encoder, write=with_images)
 
@@ -356,14 +344,14 @@ class ImageSource(DataSource):
         return ImageReader(processor, getattr(tokenizer, "image_token", None) or _TOKEN, self.image_folder)
 
 
-def with_image_tokens(row: Row, column: str, text: RowText, reader: ImageReader) -> RowText:
+def _with_image_tokens(row: Row, column: str, text: RowText, reader: ImageReader) -> RowText:
     """Return the text of a row with as many image tokens for each image as it has merged patches.
 
     Raises:
         DataError: an image cannot be read, or the number of images is not the number of image parts.
     """
-    found = read_column(row, column)
-    sources = tuple(found) if isinstance(found, list | tuple) else () if found is None else (found,)
+    images = read_column(row, column)
+    sources = tuple(images) if isinstance(images, list | tuple) else () if images is None else (images,)
     counts = [reader.tokens(source) for source in sources]
     parts = [written.text.count(reader.token) for written in text.sequences]
     if max(parts, default=0) != len(sources):
@@ -380,6 +368,6 @@ def _repeated(written: Written, counts: Sequence[int], token: str) -> list[Segme
     remaining, segments = iter(counts), []
     for segment in written.segments:
         first, *others = segment.text.split(token)
-        whole = first + "".join(token * next(remaining) + other for other in others)
-        segments.append(segment._replace(text=whole))
+        expanded = first + "".join(token * next(remaining) + other for other in others)
+        segments.append(segment._replace(text=expanded))
     return segments

@@ -1,4 +1,4 @@
-"""In-memory datasets: token ids packed in one array, returned as `SequenceSample`s."""
+"""Base classes of datasets and their config nodes, and datasets in memory: encoded rows packed in a few arrays."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class PackedTokens:
     @classmethod
     def pack(cls, texts: Iterable[Sequence[int]]) -> PackedTokens:
         """Concatenate lists of ids. Reads one list at a time, so `texts` may be a generator."""
-        ids = array("i")
+        ids = array("i")  # 4 bytes per token; a list would take about 36
         starts = [0]
         for text in texts:
             ids.extend(text)
@@ -234,8 +234,10 @@ class PackedDataset(Dataset):
         sample = self._sample(rows, ids)
         if not self.images or not len(rows):
             return sample
-        found = [self._patches(row) for row in rows.tolist()]
-        return sample.merge(SequenceSample.from_sequences(ids, {key: [[x[key]] for x in found] for key in found[0]}))
+        patches = [self._patches(row) for row in rows.tolist()]
+        return sample.merge(
+            SequenceSample.from_sequences(ids, {key: [[x[key]] for x in patches] for key in patches[0]})
+        )
 
     def _patches(self, row: int) -> dict[str, Tensor]:
         try:
@@ -278,7 +280,7 @@ class SequenceDataset(PackedDataset):
         first_T = np.arange(lengths.total) == np.repeat(lengths.starts[:-1], lengths.flat)
         spans = zip(self.tokens.starts[rows], self.tokens.starts[rows + 1], strict=True)
         trained_T = np.concatenate([self.trained[:0], *(self.trained[a:b] for a, b in spans)])
-        loss_T = (trained_T | self.train_on_prompt) & ~first_T
+        loss_T = (trained_T | self.train_on_prompt) & ~first_T  # nothing predicts the first token
         data = {
             "input_ids": tokens_T,
             "prompt_mask": torch.from_numpy(~trained_T),
@@ -314,11 +316,11 @@ def _contents(value: Any) -> Iterator[bytes | memoryview]:
         yield np.ascontiguousarray(value).data
     elif dataclasses.is_dataclass(value):
         for field in dataclasses.fields(value):
-            found = getattr(value, field.name)
+            content = getattr(value, field.name)
             # A report contains paths, which are not content. Without a mixture and images, hashes equal those of
             # earlier versions.
-            if field.name != "report" and not (field.name in ("mixture", "images") and not found):
-                yield from _contents(found)
+            if field.name != "report" and not (field.name in ("mixture", "images") and not content):
+                yield from _contents(content)
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _contents(item)
@@ -344,7 +346,7 @@ class Collected:
         rows: The rows themselves; empty if they were not kept.
         dropped: Number of dropped rows by reason.
         truncated: Number of rows truncated on the left.
-        kept: Indices of the rows among all rows that were encoded.
+        indices: Indices of the rows among all rows that were encoded.
         mixture: Sources of the rows; None if there is one source.
         images: Images of each row; empty without images.
     """
@@ -357,7 +359,7 @@ class Collected:
     rows: tuple[Row, ...]
     dropped: dict[str, int]
     truncated: int
-    kept: IntArray
+    indices: IntArray
     mixture: Mixture | None = None
     images: tuple[RowImages, ...] = ()
 
@@ -375,7 +377,7 @@ class _Collector:
     rows: list[Row] = field(default_factory=list)
     dropped: Counter[str] = field(default_factory=Counter)
     truncated: int = 0
-    kept: array[int] = field(default_factory=lambda: array("q"))
+    indices: array[int] = field(default_factory=lambda: array("q"))
     images: list[RowImages] = field(default_factory=list)
 
     def read(self, encoded: Iterable[Encoded]) -> Iterator[list[int]]:
@@ -384,7 +386,7 @@ class _Collector:
             if isinstance(row, Dropped):
                 self.dropped[row.reason] += 1
                 continue
-            self.kept.append(index)
+            self.indices.append(index)
             self.counts.append(len(row.sequences))
             self.lengths.extend(len(sequence.ids) for sequence in row.sequences)
             for sequence in row.sequences:
@@ -406,19 +408,19 @@ def collect(encoded: Iterable[Encoded], *, keep_rows: bool = False) -> Collected
         encoded: The rows, as `RowEncoder.encode` yields them.
         keep_rows: Whether to keep the rows themselves.
     """
-    found = _Collector(keep_rows)
-    tokens = PackedTokens.pack(found.read(encoded))
+    collector = _Collector(keep_rows)
+    tokens = PackedTokens.pack(collector.read(encoded))
     return Collected(
         tokens,
-        Lengths(np.array(found.counts, dtype=np.int64), np.array(found.lengths, dtype=np.int64)),
-        np.frombuffer(bytes(found.trained), dtype=np.bool_),
-        np.array(found.labels, dtype=np.float32),
-        np.array(found.margins, dtype=np.float32),
-        tuple(found.rows),
-        dict(found.dropped),
-        found.truncated,
-        np.array(found.kept, dtype=np.int64),
-        images=tuple(found.images),
+        Lengths(np.array(collector.counts, dtype=np.int64), np.array(collector.lengths, dtype=np.int64)),
+        np.frombuffer(bytes(collector.trained), dtype=np.bool_),
+        np.array(collector.labels, dtype=np.float32),
+        np.array(collector.margins, dtype=np.float32),
+        tuple(collector.rows),
+        dict(collector.dropped),
+        collector.truncated,
+        np.array(collector.indices, dtype=np.int64),
+        images=tuple(collector.images),
     )
 
 
@@ -431,10 +433,10 @@ def collect_tables(
         DataError: a row is invalid (names its file and line), or no row is left.
     """
     placed = ((table.where(index), row) for table in tables for index, row in enumerate(table.rows))
-    found = collect(encoder.encode(placed), keep_rows=keep_rows)
-    bounds = np.searchsorted(found.kept, np.cumsum([0, *map(len, tables)]))
-    report = load_report(tables, found.tokens, found.dropped, found.truncated)
-    return found, report, np.diff(bounds).tolist()
+    collected = collect(encoder.encode(placed), keep_rows=keep_rows)
+    bounds = np.searchsorted(collected.indices, np.cumsum([0, *map(len, tables)]))
+    report = load_report(tables, collected.tokens, collected.dropped, collected.truncated)
+    return collected, report, np.diff(bounds).tolist()
 
 
 def load_report(

@@ -1,4 +1,8 @@
-"""Convert a row of data to token sequences. The conversion depends on the row only, not on where it was read."""
+"""Turn rows into tokens within a length limit, and tokens back into text.
+
+The conversion depends only on the row, not on where it was read, so rows in memory and streamed rows become the same
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +32,7 @@ if TYPE_CHECKING:
 _CHUNK = 512
 _Result = TypeVar("_Result")
 
-EQUAL_PAIR = "chosen equals rejected"
+_EQUAL_PAIR = "chosen equals rejected"
 
 
 class TooLong(StrEnum):
@@ -224,15 +228,15 @@ class RowEncoder:
         while chunk := list(islice(source, _CHUNK)):
             written = [_placed(place, lambda row=row: self._written(row)) for place, row in chunk]  # type: ignore[misc]
             texts = [
-                s.text for found in written if isinstance(found, RowText) for w in found.sequences for s in w.segments
+                s.text for text in written if isinstance(text, RowText) for w in text.sequences for s in w.segments
             ]
             ids = encode(self.tokenizer, texts)
-            for (place, _), found in zip(chunk, written, strict=True):
-                if isinstance(found, Dropped):
-                    yield found
+            for (place, _), text in zip(chunk, written, strict=True):
+                if isinstance(text, Dropped):
+                    yield text
                     continue
-                parts = [list(islice(ids, len(sequence.segments))) for sequence in found.sequences]
-                yield _placed(place, lambda found=found, parts=parts: self._encoded(found, parts))  # type: ignore[misc]
+                parts = [list(islice(ids, len(sequence.segments))) for sequence in text.sequences]
+                yield _placed(place, lambda text=text, parts=parts: self._encoded(text, parts))  # type: ignore[misc]
 
     def _written(self, row: Row) -> RowText | Dropped:
         text = self.write(row)
@@ -240,13 +244,13 @@ class RowEncoder:
 
     def _encoded(self, text: RowText, parts: list[list[list[int]]]) -> Encoded:
         sequences = [self._sequence(written, ids) for written, ids in zip(text.sequences, parts, strict=True)]
-        kept = [True] * len(sequences)
+        selected = [True] * len(sequences)
         if text.pairs:
-            kept = [a.ids != b.ids for a, b in zip(sequences[::2], sequences[1::2], strict=True) for _ in range(2)]
-            if not any(kept):
-                return Dropped(EQUAL_PAIR)
-        labels, margins = (tuple(compress(values, kept)) for values in (text.labels, text.margins))
-        row = EncodedRow(text.row, tuple(compress(sequences, kept)), labels, margins, images=text.images)
+            selected = [a.ids != b.ids for a, b in zip(sequences[::2], sequences[1::2], strict=True) for _ in range(2)]
+            if not any(selected):
+                return Dropped(_EQUAL_PAIR)
+        labels, margins = (tuple(compress(values, selected)) for values in (text.labels, text.margins))
+        row = EncodedRow(text.row, tuple(compress(sequences, selected)), labels, margins, images=text.images)
         return self.limit.fit(row)
 
     def _sequence(self, written: Written, parts: list[list[int]]) -> TokenSequence:
@@ -387,13 +391,13 @@ def decoded_row(sample: SequenceSample, decode: Callable[..., str]) -> list[Deco
     if not {"input_ids", "loss_mask"} <= row.keys:
         return []
     labels = next((row[key].tolist() for key in ("labels", "rewards") if key in row), [])
-    found = []
+    decoded = []
     for index, (ids, loss) in enumerate(zip(row.sequences("input_ids"), row.sequences("loss_mask"), strict=True)):
         changes = (loss[1:] != loss[:-1]).nonzero()[:, 0] + 1
         runs = zip(ids.tensor_split(changes.tolist()), loss.tensor_split(changes.tolist()), strict=True)
         segments = [Segment(_text(run, decode), bool(trained.any())) for run, trained in runs if len(run)]
-        found.append(DecodedSequence(segments, labels[index] if labels else None))
-    return found
+        decoded.append(DecodedSequence(segments, labels[index] if labels else None))
+    return decoded
 
 
 def _text(ids: Tensor, decode: Callable[..., str]) -> str:

@@ -1,4 +1,8 @@
-"""Sequences of rows that can be read from any position: files, and views of files."""
+"""Files of rows that can be read from any position: JSON, CSV and TSV (also gzipped), parquet, Arrow, saved folders.
+
+A position is a small JSON value, so a checkpoint of streamed data can store it. Every format limits how much memory a
+row or a compressed file can take, since data files come from strangers.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +33,12 @@ _LARGEST_RATIO = 200
 """Bytes of rows per byte of a compressed file, in addition to `LARGEST_ROW`. Text has a ratio of 3 to 30."""
 
 
-def largest_content(size: int) -> int:
+def _largest_content(size: int) -> int:
     """Return how many bytes the rows of a compressed file of this size may have. More are an attack on the memory."""
     return LARGEST_ROW + _LARGEST_RATIO * size
 
 
-def too_large(name: str, most: int) -> DataError:
+def _too_large(name: str, most: int) -> DataError:
     """Return the error of a compressed file with more than `most` bytes."""
     return DataError(
         f"{name} is a compressed file with more than {most // 2**20:,} MiB of rows, far more than text has. "
@@ -42,7 +46,7 @@ def too_large(name: str, most: int) -> DataError:
     )
 
 
-def row_too_large(where: str) -> DataError:
+def _row_too_large(where: str) -> DataError:
     """Return the error of a row with more than `LARGEST_ROW` bytes."""
     return DataError(f"{where} has more than {LARGEST_ROW // 2**20} MiB. Shorten it, or split it into several rows.")
 
@@ -200,11 +204,11 @@ class WithColumns(RowFile):
         renamed = set(self.columns.values())
         for placed in self.file.rows(cursor):
             try:
-                found = {new: read_column(placed.row, old) for new, old in self.columns.items()}
+                new_columns = {new: read_column(placed.row, old) for new, old in self.columns.items()}
             except DataError as error:
                 raise DataError(f"{placed.where}: columns: {error}") from error
-            kept = {name: value for name, value in placed.row.items() if name not in renamed}
-            yield placed._replace(row=kept | found)
+            other_columns = {name: value for name, value in placed.row.items() if name not in renamed}
+            yield placed._replace(row=other_columns | new_columns)
 
     @override
     def identity(self) -> str:
@@ -230,7 +234,7 @@ class JsonLines(LocalFile):
         offset, number = cursor.position or (0, 0)
         with opened(self.path) as lines:
             lines.seek(offset)
-            while line := lines.readline(LARGEST_ROW + 1):
+            while line := lines.readline(LARGEST_ROW + 1):  # one byte more tells a row of that size from a longer one
                 offset, number = offset + len(line), number + 1
                 _check_size(line, self.where(number))
                 if line.strip():
@@ -328,7 +332,7 @@ class _Unzipped(gzip.GzipFile):
 
     def __init__(self, file: IO[bytes], path: Path) -> None:
         super().__init__(fileobj=file)
-        self._path, self._most = path, largest_content(path.stat().st_size)
+        self._path, self._most = path, _largest_content(path.stat().st_size)
 
     def read(self, size: int | None = -1) -> bytes:
         rest = self._most + 1 - self.tell()
@@ -339,7 +343,7 @@ class _Unzipped(gzip.GzipFile):
 
     def _checked(self, data: bytes) -> bytes:
         if self.tell() > self._most:
-            raise too_large(str(self._path), self._most)
+            raise _too_large(str(self._path), self._most)
         return data
 
 
@@ -361,7 +365,7 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
 
 def _check_size(line: bytes, where: str) -> None:
     if len(line) > LARGEST_ROW:
-        raise row_too_large(where)
+        raise _row_too_large(where)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -370,12 +374,12 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     Raises:
         ValueError: a key occurs twice.
     """
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    values = dict(pairs)
+    if len(values) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for place, name in enumerate(names) if name in names[:place])
         raise ValueError(f"the key {twice!r} occurs twice in an object")
-    return found
+    return values
 
 
 def _parsed(data: bytes, where: str) -> Any:
@@ -389,12 +393,12 @@ def _parsed(data: bytes, where: str) -> Any:
         DataError: the data is not valid JSON.
     """
     try:
-        found = json.loads(data, object_pairs_hook=_object)
+        content = json.loads(data, object_pairs_hook=_object)
         if b"\\u" in data:
-            json.dumps(found, ensure_ascii=False).encode()
+            json.dumps(content, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:  # invalid syntax, encoding or nesting depth
         raise DataError(f"{where} is not valid JSON: {error}") from error
-    return found
+    return content
 
 
 def _checked(row: Any, where: str) -> Row:
@@ -423,7 +427,7 @@ class _Converter:
     """
 
     def __init__(self, name: str, size: int) -> None:
-        self._name, self._most, self._total = name, largest_content(size), 0
+        self._name, self._most, self._total = name, _largest_content(size), 0
 
     def rows(self, batch: Any, start: int = 0) -> Iterator[Row]:
         """Yield the rows of a record batch or table from a position.
@@ -439,9 +443,9 @@ class _Converter:
             for row in batch.slice(first, _BATCH).to_pylist():
                 self._total += (size := _size(row))
                 if size > LARGEST_ROW:
-                    raise row_too_large(f"a row of {self._name}")
+                    raise _row_too_large(f"a row of {self._name}")
                 if self._total > self._most:
-                    raise too_large(self._name, self._most)
+                    raise _too_large(self._name, self._most)
                 yield row
 
 
@@ -475,9 +479,9 @@ class Parquet(LocalFile):
                     first += 1
                 converter = _Converter(self.name, self.path.stat().st_size)
                 for batch in file.iter_batches(_BATCH, row_groups=range(first, len(sizes))):
-                    kept = batch.slice(min(start, len(batch)))
-                    start -= len(batch) - len(kept)
-                    for row in converter.rows(kept):
+                    unread = batch.slice(min(start, len(batch)))
+                    start -= len(batch) - len(unread)
+                    for row in converter.rows(unread):
                         number += 1
                         cursor.position = number
                         yield PlacedRow(self, number, row)
@@ -590,9 +594,10 @@ def recognize(path: Path) -> RowFile:
         return JsonList(path)
     if suffix in (".jsonl", ".ndjson", ".json") or _is_json_line(text):
         return JsonLines(path)
-    found = f"unknown file type {suffix!r}" if suffix else "the file has no suffix"
+    reason = f"unknown file type {suffix!r}" if suffix else "the file has no suffix"
     raise DataError(
-        f"{path}: {found}, and its content is none of the supported formats. Supported: {FORMATS}, and folders of them."
+        f"{path}: {reason}, and its content is none of the supported formats. Supported: {FORMATS}, and "
+        "folders of them."
     )
 
 

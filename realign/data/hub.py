@@ -60,12 +60,12 @@ def hub_files(
     with _one_line(name, subset):
         builder = datasets.load_dataset_builder(name, subset, revision=revision)
         splits = list(map(str, builder.info.splits or builder.config.data_files or ()))
-        whole = chosen_split(splits, None if split is None else split.partition("[")[0], name)
-        label = f"{name}:{split or whole}"
+        split_name = chosen_split(splits, None if split is None else split.partition("[")[0], name)
+        label = f"{name}:{split or split_name}"
         if not streaming:
-            return [_Downloaded(label, subset, builder, split or whole)]
-        shards = builder.as_streaming_dataset(split=split or whole).num_shards
-        return [_Shard(label, subset, builder, split or whole, index, shards) for index in range(shards)]
+            return [_Downloaded(label, subset, builder, split or split_name)]
+        shards = builder.as_streaming_dataset(split=split or split_name).num_shards
+        return [_Shard(label, subset, builder, split or split_name, index, shards) for index in range(shards)]
 
 
 def splits_of_folder(folder: Path, subset: str | None) -> dict[str, list[Path]]:
@@ -78,8 +78,8 @@ def splits_of_folder(folder: Path, subset: str | None) -> dict[str, list[Path]]:
 
     with _one_line(str(folder), subset):
         builder = datasets.load_dataset_builder(str(folder.absolute()), subset)
-        found = builder.config.data_files or {}
-    splits = {str(split): [Path(str(file)) for file in files] for split, files in found.items()}
+        data_files = builder.config.data_files or {}
+    splits = {str(split): [Path(str(file)) for file in files] for split, files in data_files.items()}
     read = {file.resolve() for files in splits.values() for file in files}
     # Only the most common format of a folder is read. README.md may select files.
     left = [file for file in sorted(folder.rglob("*")) if file.suffix in SUFFIXES and file.resolve() not in read]

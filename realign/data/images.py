@@ -1,4 +1,4 @@
-"""Read images, and split them into patches with the image processor of a model."""
+"""Images of rows: read them, and split them into patches with the image processor of a model."""
 
 from __future__ import annotations
 
@@ -110,5 +110,5 @@ class RowImages:
             values = 3 * processor.temporal_patch_size * processor.patch_size**2
             return {PIXELS: torch.zeros(0, values), GRIDS: torch.zeros(0, 3, dtype=torch.int64)}
         images = [self.reader.pixels(source) for source in self.sources]
-        found = processor(images, return_tensors="pt", input_data_format="channels_last")
-        return {PIXELS: found[PIXELS].float(), GRIDS: found[GRIDS].long()}
+        processed = processor(images, return_tensors="pt", input_data_format="channels_last")
+        return {PIXELS: processed[PIXELS].float(), GRIDS: processed[GRIDS].long()}

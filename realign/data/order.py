@@ -3,6 +3,9 @@
 The stream concatenates one permutation of the rows per epoch. Batches are consecutive slices of the stream and may
 span epochs. So no row is dropped, and a dataset smaller than a batch still fills it. The batch of any step can be
 computed without replaying earlier steps, which resuming needs.
+
+A weighted mixture first chooses the source of each place, as a pure function of the weights, the seed and the place.
+Each source has its own epochs, so a small source with a large weight repeats more often.
 """
 
 from __future__ import annotations
@@ -62,7 +65,7 @@ class RowOrder(ABC):
         return {}
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return what continues the order without reading earlier rows; None if nothing is needed."""
+        """Return the state needed to resume this order, or None if it's stateless."""
         return None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027 (optional)
@@ -75,7 +78,8 @@ class EpochOrder(RowOrder):
     def __init__(self, n: int, seed: int, shuffle: bool) -> None:
         """Initialize the order of `n` rows. Without `shuffle`, every epoch has the order of the dataset."""
         self.n, self.seed, self.shuffle = n, seed, shuffle
-        self._orders: dict[int, IntArray] = {}  # the latest two, since large ones are slow
+        # The latest two, since a batch may span two epochs and permuting a large dataset again is slow.
+        self._orders: dict[int, IntArray] = {}
 
     @property
     @override
@@ -154,8 +158,8 @@ class SourceChoice:
         bits = derive_seed(self.seed, "mixture", block)
         random = np.random.RandomState([bits & 0xFFFFFFFF, bits >> 32])
         points = (np.arange(BLOCK) + random.random_sample()) / BLOCK
-        found = np.minimum(np.searchsorted(self._bounds, points, side="right"), len(self.weights) - 1)
-        return random.permutation(found).astype(np.int64)
+        sources = np.minimum(np.searchsorted(self._bounds, points, side="right"), len(self.weights) - 1)
+        return random.permutation(sources).astype(np.int64)
 
 
 class MixtureOrder(RowOrder):
@@ -177,15 +181,15 @@ class MixtureOrder(RowOrder):
 
     @override
     def rows(self, places: Sequence[int]) -> list[tuple[int, int]]:
-        """See `RowOrder`. Epochs are those of the source."""
-        found, drawn = [], Counter[int]()
+        """Return the (epoch, row) at each place. Epochs are those of the source."""
+        rows, drawn = [], Counter[int]()
         for place in places:
             source, earlier = self._choice.of(place)
             ((epoch, row),) = self._orders[source].rows([earlier])
-            found.append((epoch, int(self._starts[source]) + row))
+            rows.append((epoch, int(self._starts[source]) + row))
             drawn[source] += 1
         self._drawn = drawn
-        return found
+        return rows
 
     @override
     def metrics(self) -> dict[str, float]:

@@ -32,9 +32,9 @@ RESPONSES = ("responses", "completions")
 """Columns with several responses."""
 LABELS = ("labels", "scores", "ratings")
 """Columns with the labels or ratings of several responses."""
-RESPONSE_KEYS = ("response", "text", "content")
+_RESPONSE_KEYS = ("response", "text", "content")
 """Keys with the text of a response that is an object."""
-RATING_KEYS = ("overall_score", "score", "rating")
+_RATING_KEYS = ("overall_score", "score", "rating")
 """Keys with the rating of a response that is an object."""
 
 
@@ -108,8 +108,8 @@ class PreferenceData(DataSource):
                 "Set kind=pairs, or margin_column=null."
             )
         named = ("prompt_column", "chosen_column", "rejected_column", "responses_column")
-        if found := overlap({name: getattr(self, name) or None for name in named}):
-            raise SettingsError(found)
+        if message := overlap({name: getattr(self, name) or None for name in named}):
+            raise SettingsError(message)
         pair = self.chosen_column or self.rejected_column or self.margin_column
         if pair is not None and self.responses_column is not None:
             raise SettingsError(
@@ -147,22 +147,22 @@ class PreferenceData(DataSource):
         labels = self.labels_column
         items = row.get(responses)
         if isinstance(items, list) and items and isinstance(items[0], Mapping) and "role" not in items[0]:
-            if labels is None and (rating := only_one(items[0], RATING_KEYS, "labels_column")):
+            if labels is None and (rating := only_one(items[0], _RATING_KEYS, "labels_column")):
                 labels = f"{responses}.*.{rating}"
-            if text := only_one(items[0], RESPONSE_KEYS, "responses_column"):
+            if text := only_one(items[0], _RESPONSE_KEYS, "responses_column"):
                 responses = f"{responses}.*.{text}"
         labels = labels or only_one(row, LABELS, "labels_column") or "labels"
         return {"responses_column": responses, "labels_column": labels}
 
     @override
     def text_of(self, row: Row, writer: Writer) -> RowText | Dropped:
-        found = {setting: read_column(row, column) for setting, column in self.columns(row).items()}
-        prompt, tools = found.get("prompt_column"), self.tools(row)
-        if "chosen_column" in found:
-            return self._pairs(row, writer, prompt, tools, found)
+        values = {setting: read_column(row, column) for setting, column in self.columns(row).items()}
+        prompt, tools = values.get("prompt_column"), self.tools(row)
+        if "chosen_column" in values:
+            return self._pairs(row, writer, prompt, tools, values)
         if prompt is None:
             raise DataError("prompt_column='': responses with labels need a prompt. Set prompt_column.")
-        responses, labels = found["responses_column"], found["labels_column"]
+        responses, labels = values["responses_column"], values["labels_column"]
         if not isinstance(responses, list) or not responses:
             raise DataError(f"the responses are {short(responses)}; expected a list of strings or chat messages.")
         numbers = _numbers("labels", labels, len(responses))
@@ -172,8 +172,8 @@ class PreferenceData(DataSource):
         _check_labels(self.kind, numbers, labels)
         return RowText(row, written, numbers, [0.0] * len(numbers))
 
-    def _pairs(self, row: Row, writer: Writer, prompt: Any, tools: Any, found: Mapping[str, Any]) -> RowText:
-        chosen, rejected, margin = (found.get(f"{name}_column") for name in ("chosen", "rejected", "margin"))
+    def _pairs(self, row: Row, writer: Writer, prompt: Any, tools: Any, values: Mapping[str, Any]) -> RowText:
+        chosen, rejected, margin = (values.get(f"{name}_column") for name in ("chosen", "rejected", "margin"))
         several = _is_several(chosen)
         better, worse = (chosen, rejected) if several else ([chosen], [rejected])
         if not isinstance(better, list) or not isinstance(worse, list) or len(better) != len(worse) or not better:
@@ -190,14 +190,14 @@ class PreferenceData(DataSource):
         """Return pairs of rated responses, with the difference of their ratings as the margin."""
         order = sorted(range(len(ratings)), key=lambda i: -ratings[i])
         pairs = [(order[0], order[-1])] if self.rated_pairs is RatedPairs.best_worst else combinations(order, 2)
-        kept = [(best, worst) for best, worst in pairs if ratings[best] > ratings[worst]]
-        if not kept:
+        ranked = [(best, worst) for best, worst in pairs if ratings[best] > ratings[worst]]
+        if not ranked:
             return Dropped("all responses have the same rating")
-        margins = [ratings[best] - ratings[worst] for best, worst in kept]
+        margins = [ratings[best] - ratings[worst] for best, worst in ranked]
         return RowText(
             row,
-            [written[i] for pair in kept for i in pair],
-            [1.0, 0.0] * len(kept),
+            [written[i] for pair in ranked for i in pair],
+            [1.0, 0.0] * len(ranked),
             [margin for margin in margins for _ in range(2)],
             pairs=True,
         )
@@ -211,9 +211,15 @@ class PreferenceData(DataSource):
         return Ending(tokenizer, self.append_eos)
 
     @override
-    def pack(self, found: Collected, report: LoadReport) -> PreferenceDataset:
+    def pack(self, collected: Collected, report: LoadReport) -> PreferenceDataset:
         return PreferenceDataset(
-            found.tokens, report, found.lengths, found.trained, found.labels, found.margins, mixture=found.mixture
+            collected.tokens,
+            report,
+            collected.lengths,
+            collected.trained,
+            collected.labels,
+            collected.margins,
+            mixture=collected.mixture,
         )
 
 

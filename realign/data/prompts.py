@@ -53,8 +53,8 @@ class PromptData(ImageSource):
         if self.messages_column is not None:
             return {"messages_column": self.messages_column}
         recognized = self.prompt_column is None and "prompt" not in row
-        if recognized and (found := only_one(row, CONVERSATIONS, "messages_column")):
-            return {"messages_column": found}
+        if recognized and (conversation := only_one(row, CONVERSATIONS, "messages_column")):
+            return {"messages_column": conversation}
         return {"prompt_column": self.prompt_column or "prompt"}
 
     @override
@@ -87,8 +87,10 @@ class PromptData(ImageSource):
         return LengthLimit("max_prompt_tokens", self.max_prompt_tokens, self.too_long)
 
     @override
-    def pack(self, found: Collected, report: LoadReport) -> PromptDataset:
-        return PromptDataset(found.tokens, report, found.rows, mixture=found.mixture, images=found.images)
+    def pack(self, collected: Collected, report: LoadReport) -> PromptDataset:
+        return PromptDataset(
+            collected.tokens, report, collected.rows, mixture=collected.mixture, images=collected.images
+        )
 
 
 @dataclass(frozen=True, eq=False)

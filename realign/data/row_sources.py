@@ -1,4 +1,4 @@
-"""Where rows come from: files, folders, patterns and datasets of the Hugging Face hub."""
+"""Where rows come from (files, folders, patterns, datasets of the Hugging Face hub), and tables and parts of them."""
 
 from __future__ import annotations
 
@@ -78,10 +78,10 @@ class RowSource(Settings):
             DataError: there is no such file or dataset, or a setting does not apply to it.
             TransientError: the hub is not reachable.
         """
-        found = self._found(streaming)
+        files = self._resolve(streaming)
         if self.columns:
-            found = [WithColumns(file, self.columns) for file in found]
-        return found if self.limit is None else [FirstRows(found, self.limit, self.path)]
+            files = [WithColumns(file, self.columns) for file in files]
+        return files if self.limit is None else [FirstRows(files, self.limit, self.path)]
 
     def read(self, limit: int | None = None, *, streaming: bool = False) -> Table:
         """Read the rows into memory.
@@ -104,10 +104,10 @@ class RowSource(Settings):
             ) from error
         if not placed:
             raise DataError(f"{self.path} contains no rows.")
-        rows, places = [one.row for one in placed], [one.number for one in placed]
-        return Table(self.path, rows, places, files=[one.file for one in placed])
+        rows, places = [item.row for item in placed], [item.number for item in placed]
+        return Table(self.path, rows, places, files=[item.file for item in placed])
 
-    def _found(self, streaming: bool) -> list[RowFile]:
+    def _resolve(self, streaming: bool) -> list[RowFile]:
         if (local := _local(self.path, self.split, self.subset)) is not None:
             return local
         name, colon, split = self.path.partition(":")
@@ -151,13 +151,13 @@ def _local(text: str, split: str | None, subset: str | None) -> list[RowFile] | 
         raise DataError(f"no file or folder {_short(text)}: {error}") from error
     if is_folder:
         return _folder(path, split, subset)
-    found = [path] if is_file else _matching(path)
-    if not found:
+    files = [path] if is_file else _matching(path)
+    if not files:
         return None
     for name, value in (("split", split), ("subset", subset)):
         if value is not None:
             raise DataError(f"{name}={value!r}: {text} is a file, which has no {name}s. Remove it.")
-    return [recognize(file) for file in found]
+    return [recognize(file) for file in files]
 
 
 def _matching(path: Path) -> list[Path]:
@@ -183,9 +183,9 @@ def _folder(folder: Path, split: str | None, subset: str | None) -> list[RowFile
         ]
     near = (file for pattern in ("*", "*/*") for file in folder.glob(pattern))  # data files of a repository
     if not any(file.suffix.lower() in (*SUFFIXES, ".gz") and file.is_file() for file in near):
-        found = sorted(p.name for p in folder.iterdir())[:8]
+        names = sorted(p.name for p in folder.iterdir())[:8]
         raise DataError(
-            f"{folder} is neither a folder written by `save_to_disk` nor a folder of {FORMATS}; it contains {found}."
+            f"{folder} is neither a folder written by `save_to_disk` nor a folder of {FORMATS}; it contains {names}."
         )
     splits = splits_of_folder(folder, subset)
     return [recognize(file) for file in splits[chosen_split(list(splits), split, folder)]]
@@ -224,30 +224,24 @@ def as_sources(path: str | RowSource | Sequence[str | RowSource], shared: Mappin
     listed = [path] if isinstance(path, str | RowSource) else list(path)
     if not listed:
         raise SettingsError("path=[]: must contain at least one source")
-    found = [one if isinstance(one, RowSource) else RowSource(one) for one in listed]
-    weighted = [source for source in found if source.weight is not None]
-    if weighted and len(weighted) < len(found):
-        without = next(source for source in found if source.weight is None)
+    sources = [item if isinstance(item, RowSource) else RowSource(item) for item in listed]
+    weighted = [source for source in sources if source.weight is not None]
+    if weighted and len(weighted) < len(sources):
+        without = next(source for source in sources if source.weight is None)
         raise SettingsError(f"path: the source {without.path!r} has no weight, but others have. Set weight for all.")
     return [
         replace(source, **{name: value for name, value in shared.items() if getattr(source, name) is None})
-        for source in found
+        for source in sources
     ]
 
 
 def titles(sources: Sequence[RowSource]) -> tuple[str, ...]:
     """Return a different name for each source."""
-    found: list[str] = []
+    unique: list[str] = []
     for source in sources:
-        number = sum(source.title == other.title for other in sources[: len(found)]) + 1
-        found.append(source.title if number == 1 else f"{source.title}_{number}")
-    return tuple(found)
-
-
-def weights_of(sources: Sequence[RowSource]) -> tuple[float, ...] | None:
-    """Return the weights of the sources; None if they have none."""
-    found = [source.weight for source in sources if source.weight is not None]
-    return tuple(found) or None
+        number = sum(source.title == other.title for other in sources[: len(unique)]) + 1
+        unique.append(source.title if number == 1 else f"{source.title}_{number}")
+    return tuple(unique)
 
 
 @dataclass(frozen=True, eq=False)

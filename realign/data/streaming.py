@@ -1,4 +1,10 @@
-"""Streamed datasets: rows are read and tokenized during training, with bounded memory."""
+"""Streamed datasets: rows are read, shuffled and tokenized during training, with bounded memory.
+
+An epoch reads every row of a source once. Shuffling permutes the files of the source, and then the rows in blocks of
+`shuffle_buffer` rows. The first block of an epoch has a random length, so the borders of blocks differ between epochs.
+A block and its permutation are a pure function of the files, the seed and the position at which the block begins.
+Therefore a few numbers per source are the whole position, and a resumed run continues with the same rows.
+"""
 
 from __future__ import annotations
 
@@ -118,28 +124,28 @@ class SourceStream:
         Raises:
             DataError: a row is invalid (names its file and line), or an epoch has no row that is not dropped.
         """
-        found: list[tuple[int, RowKey, EncodedRow]] = []
-        while len(found) < n:
-            rows = self._next_rows(n - len(found))
+        taken: list[tuple[int, RowKey, EncodedRow]] = []
+        while len(taken) < n:
+            rows = self._next_rows(n - len(taken))
             encoded = list(self._encoder.encode((placed.where, placed.row) for placed in rows))
             epoch, counts = self.position.epoch, Counter(self.position.dropped)
-            truncated = kept = 0
-            for placed, one in zip(rows, encoded, strict=True):
-                if isinstance(one, Dropped):
-                    self._note_drop(placed, one, counts)
+            truncated = count = 0
+            for placed, row in zip(rows, encoded, strict=True):
+                if isinstance(row, Dropped):
+                    self._note_drop(placed, row, counts)
                     continue
-                kept += 1
-                truncated += one.truncated
-                found.append((epoch, RowKey(self._indices[id(placed.file)], placed.number), one))
+                count += 1
+                truncated += row.truncated
+                taken.append((epoch, RowKey(self._indices[id(placed.file)], placed.number), row))
             self.position = replace(
                 self.position,
                 index=self.position.index + len(rows),
-                kept=self.position.kept + kept,
+                kept=self.position.kept + count,
                 read=self.position.read + len(rows),
                 dropped=dict(counts),
                 truncated=self.position.truncated + truncated,
             )
-        return found
+        return taken
 
     def _note_drop(self, placed: PlacedRow, dropped: Dropped, counts: Counter[str]) -> None:
         counts[dropped.reason] += 1
@@ -235,13 +241,13 @@ class SourceStream:
     def report(self) -> str:
         """Return the counts of the rows that were read and dropped."""
         at = self.position
-        kept = at.read - sum(at.dropped.values())
-        parts = [f"{self.source.name}: {kept} of {at.read} rows"]
+        remaining = at.read - sum(at.dropped.values())
+        parts = [f"{self.source.name}: {remaining} of {at.read} rows"]
         parts += [f"{count} dropped ({reason})" for reason, count in at.dropped.items()]
         return "; ".join(parts)
 
 
-ANCHORS = 16
+_ANCHORS = 16
 """Number of recent positions that are kept, to read earlier places again."""
 
 
@@ -275,32 +281,33 @@ class StreamOrder(RowOrder):
     @override
     def rows_per_epoch(self) -> int | None:
         with self._lock:
-            found = [stream.position.per_epoch for stream in self._streams]
-            return None if None in found else sum(n for n in found if n is not None)
+            sizes = [stream.position.per_epoch for stream in self._streams]
+            return None if None in sizes else sum(n for n in sizes if n is not None)
 
     @override
     def rows(self, places: Sequence[int]) -> list[tuple[int, RowKey]]:
-        """See `RowOrder`. The dataset keeps the rows of the latest requests."""
+        """Return the (epoch, key) at each place. The dataset keeps the rows of the latest requests."""
         with self._lock:
             self._request = max(self._request, len(places))
             if missing := [place for place in places if place not in self._ids]:
                 self._read(min(missing), max(missing) + 1)
             self._drawn = Counter(self._sources[place] for place in places)
-            found = [self._ids[place] for place in places]
+            rows = [self._ids[place] for place in places]
+            # The previous request stays too: a batch that is sampled again would otherwise be read from an anchor.
             self._forget(2 * self._request)
-            return found
+            return rows
 
     @override
     def metrics(self) -> dict[str, float]:
         with self._lock:
             positions = [stream.position for stream in self._streams]
-            found = {
+            metrics = {
                 "data/epoch": float(min(at.epoch for at in positions)),
                 "data/rows_read": float(sum(at.read for at in positions)),
                 "data/rows_dropped": float(sum(sum(at.dropped.values()) for at in positions)),
                 "data/rows_truncated": float(sum(at.truncated for at in positions)),
             }
-            return found | (fractions(self._names, self._drawn) if self._choice is not None else {})
+            return metrics | (fractions(self._names, self._drawn) if self._choice is not None else {})
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -310,15 +317,16 @@ class StreamOrder(RowOrder):
 
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `RowOrder`.
+        """Restore a `state_dict`.
 
         Raises:
             CheckpointError: the state is from another number of sources.
         """
         anchors = [
-            _Anchor(one["place"], tuple(StreamPosition(**at) for at in one["sources"])) for one in state["anchors"]
+            _Anchor(anchor["place"], tuple(StreamPosition(**at) for at in anchor["sources"]))
+            for anchor in state["anchors"]
         ]
-        if any(len(one.positions) != len(self._streams) for one in anchors):
+        if any(len(anchor.positions) != len(self._streams) for anchor in anchors):
             raise CheckpointError(
                 f"data: the dataset has {len(self._streams)} sources, but the checkpoint was written with another "
                 "number. Restore the earlier sources, or set resume_skip=[data] to start at the first row."
@@ -342,7 +350,7 @@ class StreamOrder(RowOrder):
             self._seek(self._anchors[bisect_right(self._anchors, first, key=lambda anchor: anchor.place) - 1])
         while self._place < last:
             if self._place >= self._anchors[-1].place + self._request:
-                self._anchors = [self._anchors[0], *self._anchors[1:][-ANCHORS + 1 :], self._here()]
+                self._anchors = [self._anchors[0], *self._anchors[1:][-_ANCHORS + 1 :], self._here()]
             n = min(last - self._place, READ_AHEAD)
             for place, source, (epoch, key, row) in self._take(n):
                 if place >= first:
@@ -462,7 +470,7 @@ class StreamedDataset(Dataset):
         return self._packed(self._rows[row] for row in rows).with_ids([f"{key}@{epoch}" for epoch, key in rows])
 
     def _packed(self, rows: Iterable[EncodedRow]) -> PackedDataset:
-        found = collect(rows, keep_rows=self._keep_rows)
-        tokens = found.tokens
-        report = LoadReport("", len(tokens), len(tokens), {}, found.truncated, len(tokens.ids), 0)
-        return self._pack(found, report)
+        collected = collect(rows, keep_rows=self._keep_rows)
+        tokens = collected.tokens
+        report = LoadReport("", len(tokens), len(tokens), {}, collected.truncated, len(tokens.ids), 0)
+        return self._pack(collected, report)

@@ -1,21 +1,22 @@
-"""Supervised data: conversations, or prompts with target responses."""
+"""Text to imitate: conversations, prompts with responses, and plain text in blocks of tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import numpy as np
 from typing_extensions import override
 
 from realign.api.lengths import Lengths
 from realign.data.columns import CONVERSATIONS, RESPONSES, Row, only_one, overlap, read_column
-from realign.data.data_source import FileSource, ImageSource, each_row, mixture_of
+from realign.data.data_source import FileSource, ImageSource, mixture_of
 from realign.data.dataset import Collected, LoadReport, PackedTokens, SequenceDataset, load_report
 from realign.data.encoding import Ending, LengthLimit, RowText, encode, start_tokens
 from realign.data.rendering import AssistantMasks
+from realign.data.row_sources import Table
 from realign.data.writer import Turns, Writer
 from realign.errors import DataError, SettingsError
 from realign.settings import Count, Range
@@ -62,8 +63,8 @@ class SupervisedData(ImageSource):
                 raise SettingsError(
                     f"{setting}={column!r}: conflicts with messages_column={self.messages_column!r}. Set one of them."
                 )
-        if found := overlap(pair):
-            raise SettingsError(f"{found} For whole conversations, set only messages_column.")
+        if message := overlap(pair):
+            raise SettingsError(f"{message} For whole conversations, set only messages_column.")
 
     @override
     def columns(self, row: Row) -> dict[str, str]:
@@ -89,11 +90,11 @@ class SupervisedData(ImageSource):
 
     @override
     def text_of(self, row: Row, writer: Writer) -> RowText:
-        found = {setting: read_column(row, column) for setting, column in self.columns(row).items()}
+        values = {setting: read_column(row, column) for setting, column in self.columns(row).items()}
         tools = self.tools(row)
-        if "messages_column" in found:
-            return RowText(row, writer.conversation(found["messages_column"], tools, self.train_on_turns))
-        prompt, response = found["prompt_column"], found["response_column"]
+        if "messages_column" in values:
+            return RowText(row, writer.conversation(values["messages_column"], tools, self.train_on_turns))
+        prompt, response = values["prompt_column"], values["response_column"]
         return RowText(row, writer.response(prompt, response, tools, self.train_on_turns))
 
     @override
@@ -109,15 +110,15 @@ class SupervisedData(ImageSource):
         return self.assistant_masks
 
     @override
-    def pack(self, found: Collected, report: LoadReport) -> SupervisedDataset:
+    def pack(self, collected: Collected, report: LoadReport) -> SupervisedDataset:
         return SupervisedDataset(
-            found.tokens,
+            collected.tokens,
             report,
-            found.lengths,
-            found.trained,
+            collected.lengths,
+            collected.trained,
             train_on_prompt=self.train_on_prompt,
-            mixture=found.mixture,
-            images=found.images,
+            mixture=collected.mixture,
+            images=collected.images,
         )
 
 
@@ -177,11 +178,10 @@ class TextData(FileSource):
         sizes = [0] * len(tables)
         left_over = 0
 
-        def kept() -> Iterator[list[int]]:
+        def blocks() -> Iterator[list[int]]:
             nonlocal left_over
             for source, table in enumerate(tables):
-                values = table.column(self.text_column)
-                texts = each_row(table, lambda i, values=values: _text(values[i]))  # type: ignore[misc]
+                texts = _texts(table, self.text_column)
                 for block in cut(map(end, encode(tokenizer, texts, start)), self.block_tokens, self.blocks):
                     if len(block) >= shortest:
                         sizes[source] += 1
@@ -189,7 +189,7 @@ class TextData(FileSource):
                     else:
                         left_over += 1
 
-        tokens = PackedTokens.pack(kept())
+        tokens = PackedTokens.pack(blocks())
         dropped = {f"blocks shorter than {shortest} tokens": left_over} if left_over else {}
         report = load_report(tables, tokens, dropped)
         lengths = Lengths(np.ones(len(tokens), dtype=np.int64), np.diff(tokens.starts))
@@ -202,9 +202,9 @@ def cut(texts: Iterable[list[int]], size: int, blocks: Blocks) -> Iterator[list[
     rest: list[int] = []
     for ids in texts:
         rest = rest + ids
-        whole = len(rest) - len(rest) % size
-        yield from (rest[begin : begin + size] for begin in range(0, whole, size))
-        rest = rest[whole:]
+        full = len(rest) - len(rest) % size
+        yield from (rest[begin : begin + size] for begin in range(0, full, size))
+        rest = rest[full:]
         if blocks is Blocks.apart and rest:
             yield rest
             rest = []
@@ -212,7 +212,9 @@ def cut(texts: Iterable[list[int]], size: int, blocks: Blocks) -> Iterator[list[
         yield rest
 
 
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise DataError(f"the text is a {type(value).__name__}; expected a string.")
-    return value
+def _texts(table: Table, column: str) -> list[str]:
+    values = table.column(column)
+    for index, value in enumerate(values):
+        if not isinstance(value, str):
+            raise DataError(f"{table.where(index)}: the text is a {type(value).__name__}; expected a string.")
+    return values

@@ -1,4 +1,4 @@
-"""Unpaired preference data: prompts with one response each, and whether it is desirable, as KTO uses them."""
+"""Prompts with one response each, and whether it is desirable (for KTO) or its reward (for ILQL)."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class UnpairedData(DataSource):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if found := overlap({"prompt_column": self.prompt_column, "response_column": self.response_column}):
-            raise SettingsError(found)
+        if message := overlap({"prompt_column": self.prompt_column, "response_column": self.response_column}):
+            raise SettingsError(message)
 
     @override
     def columns(self, row: Row) -> dict[str, str]:
@@ -72,10 +72,10 @@ class UnpairedData(DataSource):
         Raises:
             DataError: the label is neither true nor false.
         """
-        found = _TEXT_LABELS.get(label.strip().lower(), label) if isinstance(label, str) else label
-        if found not in (0, 1):
+        value = _TEXT_LABELS.get(label.strip().lower(), label) if isinstance(label, str) else label
+        if value not in (0, 1):
             raise DataError(f"the label is {short(label)}; expected true or false.")
-        return float(found)
+        return float(value)
 
     @override
     def length_limit(self) -> LengthLimit:
@@ -86,8 +86,10 @@ class UnpairedData(DataSource):
         return Ending(tokenizer, self.append_eos)
 
     @override
-    def pack(self, found: Collected, report: LoadReport) -> UnpairedDataset:
-        return UnpairedDataset(found.tokens, report, found.lengths, found.trained, found.labels, mixture=found.mixture)
+    def pack(self, collected: Collected, report: LoadReport) -> UnpairedDataset:
+        return UnpairedDataset(
+            collected.tokens, report, collected.lengths, collected.trained, collected.labels, mixture=collected.mixture
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,8 +137,10 @@ class RewardedData(UnpairedData):
         return reward
 
     @override
-    def pack(self, found: Collected, report: LoadReport) -> RewardedDataset:
-        return RewardedDataset(found.tokens, report, found.lengths, found.trained, found.labels, mixture=found.mixture)
+    def pack(self, collected: Collected, report: LoadReport) -> RewardedDataset:
+        return RewardedDataset(
+            collected.tokens, report, collected.lengths, collected.trained, collected.labels, mixture=collected.mixture
+        )
 
 
 @dataclass(frozen=True, eq=False)
