@@ -13,7 +13,7 @@ from realign.data.columns import Row, read_column
 from realign.data.dataset import Collected, Dataset, DataSpec, LoadReport, PackedDataset, collect_tables
 from realign.data.encoding import Dropped, Ending, LengthLimit, RowEncoder, RowText, TooLong
 from realign.data.excerpt import Excerpt
-from realign.data.images import ImageReader, RowImages
+from realign.data.images import ImageLoader, RowImages
 from realign.data.order import Mixture
 from realign.data.rendering import AssistantMasks, Segment
 from realign.data.row_sources import RowSource, Split, Table, as_sources, titles
@@ -267,7 +267,7 @@ class DataSource(FileSource):
         return read_column(row, self.tools_column) if self.tools_column else None
 
 
-_TOKEN = "<|image_pad|>"
+_IMAGE_TOKEN = "<|image_pad|>"
 """Text of an image token, if the tokenizer defines no other."""
 
 
@@ -313,15 +313,15 @@ class ImageSource(DataSource):
         encoder = super().encoder(tokenizer)
         if (column := self.images_column) is None:
             return encoder
-        reader, write = self._reader(tokenizer), encoder.write
+        loader, write = self._loader(tokenizer), encoder.write
 
         def with_images(row: Row) -> RowText | Dropped:
             text = write(row)
-            return text if isinstance(text, Dropped) else _with_image_tokens(row, column, text, reader)
+            return text if isinstance(text, Dropped) else _with_image_tokens(row, column, text, loader)
 
         return replace(encoder, write=with_images)
 
-    def _reader(self, tokenizer: PreTrainedTokenizerBase) -> ImageReader:
+    def _loader(self, tokenizer: PreTrainedTokenizerBase) -> ImageLoader:
         try:
             import PIL  # noqa: F401
         except ImportError as error:
@@ -341,10 +341,10 @@ class ImageSource(DataSource):
                 f"image_processor={path!r}: cannot load an image processor of the Qwen-VL families ({error}). Set it "
                 "to a folder with preprocessor_config.json."
             ) from error
-        return ImageReader(processor, getattr(tokenizer, "image_token", None) or _TOKEN, self.image_folder)
+        return ImageLoader(processor, getattr(tokenizer, "image_token", None) or _IMAGE_TOKEN, self.image_folder)
 
 
-def _with_image_tokens(row: Row, column: str, text: RowText, reader: ImageReader) -> RowText:
+def _with_image_tokens(row: Row, column: str, text: RowText, loader: ImageLoader) -> RowText:
     """Return the text of a row with as many image tokens for each image as it has merged patches.
 
     Raises:
@@ -352,16 +352,16 @@ def _with_image_tokens(row: Row, column: str, text: RowText, reader: ImageReader
     """
     images = read_column(row, column)
     sources = tuple(images) if isinstance(images, list | tuple) else () if images is None else (images,)
-    counts = [reader.tokens(source) for source in sources]
-    parts = [written.text.count(reader.token) for written in text.sequences]
+    counts = [loader.tokens(source) for source in sources]
+    parts = [written.text.count(loader.token) for written in text.sequences]
     if max(parts, default=0) != len(sources):
         raise DataError(
             f"the row has {len(sources)} images in column {column!r}, but its text has {max(parts, default=0)} "
-            f"image tokens ({reader.token}). Give each image an image part in the messages, and use a chat template "
+            f"image tokens ({loader.token}). Give each image an image part in the messages, and use a chat template "
             "that renders them."
         )
-    sequences = [written._replace(segments=_repeated(written, counts, reader.token)) for written in text.sequences]
-    return replace(text, sequences=sequences, images=RowImages(reader, sources))
+    sequences = [written._replace(segments=_repeated(written, counts, loader.token)) for written in text.sequences]
+    return replace(text, sequences=sequences, images=RowImages(loader, sources))
 
 
 def _repeated(written: Written, counts: Sequence[int], token: str) -> list[Segment]:

@@ -29,6 +29,8 @@ from realign.data.row_sources import Table
 from realign.errors import DataError
 from realign.settings import Settings
 
+logger = logging.getLogger(__name__)
+
 
 class Dataset(ABC):
     """Rows that can be sampled as packed sequences, such as `PromptDataset`."""
@@ -328,9 +330,6 @@ def _contents(value: Any) -> Iterator[bytes | memoryview]:
         yield value
     elif isinstance(value, Mapping | str | int | float | None):
         yield json.dumps(value, default=str, sort_keys=True).encode()
-
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,11 +9,12 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from itertools import compress, islice
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from torch import Tensor
 
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 
 # Number of rows that are tokenized together.
 _CHUNK = 512
-_Result = TypeVar("_Result")
 
 _EQUAL_PAIR = "chosen equals rejected"
 
@@ -226,7 +226,11 @@ class RowEncoder:
         """
         source = iter(rows)
         while chunk := list(islice(source, _CHUNK)):
-            written = [_placed(place, lambda row=row: self._written(row)) for place, row in chunk]  # type: ignore[misc]
+            written: list[RowText | Dropped] = []
+            for place, row in chunk:
+                with _named(place):
+                    written.append(self._written(row))
+            # One call for all texts of the chunk uses the threads of the tokenizer.
             texts = [
                 s.text for text in written if isinstance(text, RowText) for w in text.sequences for s in w.segments
             ]
@@ -236,7 +240,9 @@ class RowEncoder:
                     yield text
                     continue
                 parts = [list(islice(ids, len(sequence.segments))) for sequence in text.sequences]
-                yield _placed(place, lambda text=text, parts=parts: self._encoded(text, parts))  # type: ignore[misc]
+                with _named(place):
+                    encoded = self._encoded(text, parts)
+                yield encoded
 
     def _written(self, row: Row) -> RowText | Dropped:
         text = self.write(row)
@@ -257,11 +263,11 @@ class RowEncoder:
         start = [] if written.chat else self._start
         ids: list[int] = []
         trained = bytearray()
-        for place, (segment, part) in enumerate(zip(written.segments, parts, strict=True)):
-            if not place:
+        for index, (segment, part) in enumerate(zip(written.segments, parts, strict=True)):
+            if index == 0:
                 part = started(part, start)
             if segment.trained and self.end is not None:
-                part = self.end(part) if place == len(parts) - 1 else self._ended(part)
+                part = self.end(part) if index == len(parts) - 1 else self._ended(part)
             ids += part
             trained += bytes([segment.trained]) * len(part)
         if self.end is None and not ids:
@@ -286,10 +292,11 @@ class RowEncoder:
         return turn
 
 
-def _placed(place: str, convert: Callable[[], _Result]) -> _Result:
-    """Return `convert()`, and add the place of the row to its `DataError`s."""
+@contextmanager
+def _named(place: str) -> Iterator[None]:
+    """Add the place of a row to its `DataError`s."""
     try:
-        return convert()
+        yield
     except DataError as error:
         raise DataError(f"{place}: {error}") from error
 

@@ -224,7 +224,7 @@ DELIMITERS = {",": "CSV", ";": "CSV with semicolons", "\t": "TSV"}
 
 
 @dataclass(frozen=True)
-class JsonLines(LocalFile):
+class JsonLinesFile(LocalFile):
     """A file with one JSON object per line. Blank lines are skipped. A position is [offset in bytes, line]."""
 
     unit: ClassVar[str] = "line"
@@ -245,7 +245,7 @@ class JsonLines(LocalFile):
 
 
 @dataclass(frozen=True)
-class JsonList(LocalFile):
+class JsonListFile(LocalFile):
     """A file with one JSON list of objects. It is read as a whole. A position is the number of rows before it."""
 
     @override
@@ -262,7 +262,7 @@ class JsonList(LocalFile):
 
 
 @dataclass(frozen=True)
-class Delimited(LocalFile):
+class DelimitedFile(LocalFile):
     """A CSV or TSV file with a header. All values are text. A position is [offset in bytes, line]."""
 
     delimiter: str
@@ -461,7 +461,7 @@ def _size(value: Any) -> int:
 
 
 @dataclass(frozen=True)
-class Parquet(LocalFile):
+class ParquetFile(LocalFile):
     """A parquet file. A position is the number of rows before it."""
 
     @override
@@ -490,7 +490,7 @@ class Parquet(LocalFile):
 
 
 @dataclass(frozen=True)
-class Arrow(LocalFile):
+class ArrowFile(LocalFile):
     """A file in the Arrow IPC file format or streaming format. A position is the number of rows before it."""
 
     @override
@@ -582,18 +582,18 @@ def recognize(path: Path) -> RowFile:
     suffixes = [suffix.lower() for suffix in path.suffixes]
     suffix = suffixes[-2] if suffixes[-1:] == [".gz"] and len(suffixes) > 1 else (suffixes or [""])[-1]
     if head.startswith(b"PAR1") or (suffix == ".parquet" and head[:1] not in b"{["):
-        return Parquet(path)
+        return ParquetFile(path)
     if head.startswith((b"ARROW1", b"\xff\xff\xff\xff")) or (suffix == ".arrow" and head[:1] not in b"{["):
-        return Arrow(path)
+        return ArrowFile(path)
     text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
     if suffix in (".csv", ".tsv") and not _is_json_line(text):
-        return Delimited(path, _delimiter(text, suffix))
+        return DelimitedFile(path, _delimiter(text, suffix))
     if suffix == ".json" and not _is_json_line(text):
-        return JsonList(path)
+        return JsonListFile(path)
     if text.startswith(b"["):
-        return JsonList(path)
+        return JsonListFile(path)
     if suffix in (".jsonl", ".ndjson", ".json") or _is_json_line(text):
-        return JsonLines(path)
+        return JsonLinesFile(path)
     reason = f"unknown file type {suffix!r}" if suffix else "the file has no suffix"
     raise DataError(
         f"{path}: {reason}, and its content is none of the supported formats. Supported: {FORMATS}, and "

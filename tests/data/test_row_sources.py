@@ -334,7 +334,7 @@ def test_a_format_is_recognized_by_the_content(tmp_path):
     content = write_jsonl(tmp_path / "rows.jsonl", ROWS).read_bytes()
     for name in ("rows.csv", "rows.txt", "rows", "rows.parquet"):
         (tmp_path / name).write_bytes(content)
-        assert type(recognize(tmp_path / name)).__name__ == "JsonLines"
+        assert type(recognize(tmp_path / name)).__name__ == "JsonLinesFile"
     (tmp_path / "list.jsonl").write_text(json.dumps(ROWS, indent=1))
     assert list(read_rows(tmp_path / "list.jsonl").rows) == ROWS
 
