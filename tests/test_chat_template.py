@@ -15,8 +15,7 @@ import pytest
 from realign import chat_template
 from realign.chat_template import Bounds, ChatTemplate
 from realign.data import PromptData
-from realign.data.templates import Template
-from realign.data.writer import Writer
+from realign.data.writer import Template, Writer
 from realign.environments.turns import TurnWriter
 from realign.errors import DataError
 from tests.data.text_tokenizer import make_tokenizer

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from realign.api import GenerationConfig, MicroBatchSpec
 from realign.data import PreferenceData, PromptData, SupervisedData, TextData, TooLong
-from realign.data.pretraining import WithPretraining
+from realign.data.combined import WithPretraining
 from realign.engines import Causal, OptimizerSpec, TransformersModel
 from realign.engines.training import saving
 from realign.errors import ConfigError, DataError, RunError

@@ -416,8 +416,7 @@ def test_names_in_drawings_are_text(form):
 
 
 def test_a_chat_template_cannot_leave_its_sandbox(tmp_path):
-    from realign.data.templates import Template
-    from realign.data.writer import Writer
+    from realign.data.writer import Template, Writer
     from tests.tiny import tiny_tokenizer
 
     tokenizer = tiny_tokenizer()

@@ -9,8 +9,8 @@ from realign.api import GenerationConfig, Model, SequenceSample, derive_seed
 from realign.cli.command_options import settings_of
 from realign.config.errors import ConfigError
 from realign.data import Template
+from realign.data.encoding import encode, start_tokens
 from realign.data.messages import Message
-from realign.data.templates import encode, start_tokens
 from realign.data.writer import Writer
 from realign.engines import TransformersModel
 from realign.rewards.text import visible

@@ -108,7 +108,7 @@ def _reads_prompts(cls: Any) -> bool:
 
 def _data(raw: Any, where: str, training: Training, *, prompts: bool) -> Any:
     """Return the data node of an evaluation: that of training, with other rows."""
-    from realign.data.held_out import prompt_source
+    from realign.data.prompts import prompt_source
 
     if not _is_partial(raw):
         return raw

@@ -35,12 +35,12 @@ def read_column(row: Mapping[str, Any], name: str) -> Any:
         raise DataError(f"no column {name!r}; found {sorted(row)}{hint}") from None
 
 
-def _part(found: Any, path: list[str]) -> Any:
+def _part(value: Any, path: list[str]) -> Any:
     for place, name in enumerate(path):
-        if name == "*" and isinstance(found, list):
-            return [_part(item, path[place + 1 :]) for item in found]
-        found = found[int(name)] if isinstance(found, list) else found[name]
-    return found
+        if name == "*" and isinstance(value, list):
+            return [_part(item, path[place + 1 :]) for item in value]
+        value = value[int(name)] if isinstance(value, list) else value[name]
+    return value
 
 
 def only_one(row: Mapping[str, Any], names: Iterable[str], setting: str) -> str | None:
@@ -49,10 +49,10 @@ def only_one(row: Mapping[str, Any], names: Iterable[str], setting: str) -> str 
     Raises:
         DataError: the row has several of them; names the setting that selects one.
     """
-    found = [name for name in names if name in row]
-    if len(found) > 1:
-        raise DataError(f"found the columns {found}. Set {setting} to one of them.")
-    return found[0] if found else None
+    present = [name for name in names if name in row]
+    if len(present) > 1:
+        raise DataError(f"found the columns {present}. Set {setting} to one of them.")
+    return present[0] if present else None
 
 
 def overlap(columns: Mapping[str, str | None]) -> str | None:

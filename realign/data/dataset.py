@@ -1,28 +1,35 @@
-"""In-memory datasets: token ids packed in one array, returned as `SequenceSample`s."""
+"""Base classes of datasets and their config nodes, and datasets in memory: encoded rows packed in a few arrays."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
 import json
+import logging
 from abc import ABC, abstractmethod
 from array import array
+from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from realign.api.lengths import IntArray, Lengths
 from realign.api.sample import SequenceSample
-from realign.data.image_files import RowImages
-from realign.data.mixture import Mixture
-from realign.data.order import EpochOrder, RowOrder
+from realign.data.columns import Row
+from realign.data.encoding import Dropped, Encoded, RowEncoder
+from realign.data.images import RowImages
+from realign.data.order import EpochOrder, Mixture, RowOrder
+from realign.data.row_sources import Table
 from realign.errors import DataError
 from realign.settings import Settings
+
+logger = logging.getLogger(__name__)
 
 
 class Dataset(ABC):
@@ -117,7 +124,7 @@ class PackedTokens:
     @classmethod
     def pack(cls, texts: Iterable[Sequence[int]]) -> PackedTokens:
         """Concatenate lists of ids. Reads one list at a time, so `texts` may be a generator."""
-        ids = array("i")
+        ids = array("i")  # 4 bytes per token; a list would take about 36
         starts = [0]
         for text in texts:
             ids.extend(text)
@@ -185,12 +192,12 @@ class PackedDataset(Dataset):
     def __len__(self) -> int:
         return len(self.tokens)
 
+    @override
     def order(self, seed: int, shuffle: bool) -> RowOrder:
-        """See `Dataset`."""
         return super().order(seed, shuffle) if self.mixture is None else self.mixture.order(seed, shuffle)
 
+    @override
     def describe(self) -> str:
-        """See `Dataset`."""
         rows = super().describe()
         return rows if self.mixture is None else f"{rows}: {self.mixture.describe()}"
 
@@ -199,15 +206,16 @@ class PackedDataset(Dataset):
         return self._drawn(np.arange(len(self)), tuple(ids))
 
     @property
+    @override
     def longest_sequence(self) -> int:
-        """See `Dataset`."""
         return self.report.longest
 
     @property
+    @override
     def longest_row(self) -> int:
-        """See `Dataset`."""
         return self.report.longest
 
+    @override
     def sample(self, rows: Sequence[tuple[int, int]]) -> SequenceSample:
         """Return the rows at the given (epoch, row) pairs, with the keys of the dataset.
 
@@ -228,8 +236,10 @@ class PackedDataset(Dataset):
         sample = self._sample(rows, ids)
         if not self.images or not len(rows):
             return sample
-        found = [self._patches(row) for row in rows.tolist()]
-        return sample.merge(SequenceSample.from_sequences(ids, {key: [[x[key]] for x in found] for key in found[0]}))
+        patches = [self._patches(row) for row in rows.tolist()]
+        return sample.merge(
+            SequenceSample.from_sequences(ids, {key: [[x[key]] for x in patches] for key in patches[0]})
+        )
 
     def _patches(self, row: int) -> dict[str, Tensor]:
         try:
@@ -259,10 +269,12 @@ class SequenceDataset(PackedDataset):
     train_on_prompt: bool = dataclasses.field(default=False, kw_only=True)
 
     @property
+    @override
     def longest_sequence(self) -> int:
         """Length in tokens of the longest sequence."""
         return int(self.lengths.flat.max(initial=0))
 
+    @override
     def _sample(self, rows: IntArray, ids: tuple[Hashable, ...]) -> SequenceSample:
         tokens_T, _ = self.tokens.gather(rows)
         sequences, counts = self.lengths.sequences_of(rows)
@@ -270,7 +282,7 @@ class SequenceDataset(PackedDataset):
         first_T = np.arange(lengths.total) == np.repeat(lengths.starts[:-1], lengths.flat)
         spans = zip(self.tokens.starts[rows], self.tokens.starts[rows + 1], strict=True)
         trained_T = np.concatenate([self.trained[:0], *(self.trained[a:b] for a, b in spans)])
-        loss_T = (trained_T | self.train_on_prompt) & ~first_T
+        loss_T = (trained_T | self.train_on_prompt) & ~first_T  # nothing predicts the first token
         data = {
             "input_ids": tokens_T,
             "prompt_mask": torch.from_numpy(~trained_T),
@@ -306,11 +318,11 @@ def _contents(value: Any) -> Iterator[bytes | memoryview]:
         yield np.ascontiguousarray(value).data
     elif dataclasses.is_dataclass(value):
         for field in dataclasses.fields(value):
-            found = getattr(value, field.name)
+            content = getattr(value, field.name)
             # A report contains paths, which are not content. Without a mixture and images, hashes equal those of
             # earlier versions.
-            if field.name != "report" and not (field.name in ("mixture", "images") and not found):
-                yield from _contents(found)
+            if field.name != "report" and not (field.name in ("mixture", "images") and not content):
+                yield from _contents(content)
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _contents(item)
@@ -318,3 +330,139 @@ def _contents(value: Any) -> Iterator[bytes | memoryview]:
         yield value
     elif isinstance(value, Mapping | str | int | float | None):
         yield json.dumps(value, default=str, sort_keys=True).encode()
+
+
+@dataclass(frozen=True, eq=False)
+class Collected:
+    """Encoded rows in packed arrays.
+
+    Attributes:
+        tokens: Token ids of each row, of all its sequences.
+        lengths: Lengths of the sequences of each row.
+        trained: For each token, whether the model writes it and trains on it.
+        labels: Label of each sequence; empty without labels.
+        margins: Preference margin of each sequence; empty without margins.
+        rows: The rows themselves; empty if they were not kept.
+        dropped: Number of dropped rows by reason.
+        truncated: Number of rows truncated on the left.
+        indices: Indices of the rows among all rows that were encoded.
+        mixture: Sources of the rows; None if there is one source.
+        images: Images of each row; empty without images.
+    """
+
+    tokens: PackedTokens
+    lengths: Lengths
+    trained: npt.NDArray[np.bool_]
+    labels: npt.NDArray[np.float32]
+    margins: npt.NDArray[np.float32]
+    rows: tuple[Row, ...]
+    dropped: dict[str, int]
+    truncated: int
+    indices: IntArray
+    mixture: Mixture | None = None
+    images: tuple[RowImages, ...] = ()
+
+
+@dataclass
+class _Collector:
+    """Arrays that grow row by row."""
+
+    keep_rows: bool
+    counts: array[int] = field(default_factory=lambda: array("q"))
+    lengths: array[int] = field(default_factory=lambda: array("q"))
+    trained: bytearray = field(default_factory=bytearray)
+    labels: array[float] = field(default_factory=lambda: array("f"))
+    margins: array[float] = field(default_factory=lambda: array("f"))
+    rows: list[Row] = field(default_factory=list)
+    dropped: Counter[str] = field(default_factory=Counter)
+    truncated: int = 0
+    indices: array[int] = field(default_factory=lambda: array("q"))
+    images: list[RowImages] = field(default_factory=list)
+
+    def read(self, encoded: Iterable[Encoded]) -> Iterator[list[int]]:
+        """Store each row, and yield the token ids of the kept ones."""
+        for index, row in enumerate(encoded):
+            if isinstance(row, Dropped):
+                self.dropped[row.reason] += 1
+                continue
+            self.indices.append(index)
+            self.counts.append(len(row.sequences))
+            self.lengths.extend(len(sequence.ids) for sequence in row.sequences)
+            for sequence in row.sequences:
+                self.trained += sequence.trained
+            self.labels.extend(row.labels)
+            self.margins.extend(row.margins)
+            self.truncated += row.truncated
+            if self.keep_rows:
+                self.rows.append(row.row)
+            if row.images is not None:
+                self.images.append(row.images)
+            yield [token for sequence in row.sequences for token in sequence.ids]
+
+
+def collect(encoded: Iterable[Encoded], *, keep_rows: bool = False) -> Collected:
+    """Return encoded rows in packed arrays.
+
+    Args:
+        encoded: The rows, as `RowEncoder.encode` yields them.
+        keep_rows: Whether to keep the rows themselves.
+    """
+    collector = _Collector(keep_rows)
+    tokens = PackedTokens.pack(collector.read(encoded))
+    return Collected(
+        tokens,
+        Lengths(np.array(collector.counts, dtype=np.int64), np.array(collector.lengths, dtype=np.int64)),
+        np.frombuffer(bytes(collector.trained), dtype=np.bool_),
+        np.array(collector.labels, dtype=np.float32),
+        np.array(collector.margins, dtype=np.float32),
+        tuple(collector.rows),
+        dict(collector.dropped),
+        collector.truncated,
+        np.array(collector.indices, dtype=np.int64),
+        images=tuple(collector.images),
+    )
+
+
+def collect_tables(
+    tables: Sequence[Table], encoder: RowEncoder, *, keep_rows: bool = False
+) -> tuple[Collected, LoadReport, list[int]]:
+    """Return the rows of several tables in packed arrays, the report on them, and the number of rows of each table.
+
+    Raises:
+        DataError: a row is invalid (names its file and line), or no row is left.
+    """
+    placed = ((table.where(index), row) for table in tables for index, row in enumerate(table.rows))
+    collected = collect(encoder.encode(placed), keep_rows=keep_rows)
+    bounds = np.searchsorted(collected.indices, np.cumsum([0, *map(len, tables)]))
+    report = load_report(tables, collected.tokens, collected.dropped, collected.truncated)
+    return collected, report, np.diff(bounds).tolist()
+
+
+def load_report(
+    tables: Sequence[Table], tokens: PackedTokens, dropped: dict[str, int], truncated: int = 0
+) -> LoadReport:
+    """Return the report on the rows of `tables`, and log it if any row was dropped or truncated.
+
+    Args:
+        tables: The rows that were read.
+        tokens: The rows of the resulting dataset.
+        dropped: Number of dropped rows by reason.
+        truncated: Number of rows truncated on the left.
+
+    Raises:
+        DataError: no row is left.
+    """
+    report = LoadReport(
+        path=", ".join(str(table.path) for table in tables),
+        rows_read=sum(map(len, tables)),
+        rows_kept=len(tokens),
+        rows_dropped=dropped,
+        rows_truncated=truncated,
+        tokens=len(tokens.ids),
+        longest=int((tokens.starts[1:] - tokens.starts[:-1]).max(initial=0)),
+    )
+    if not len(tokens):
+        raise DataError(f"no row is left of {report}")
+    if dropped or truncated:
+        logger.warning("%s", report)
+    return report

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from realign.api.long_text import part_over
 from realign.data.columns import Row, read_column
-from realign.data.rows import Dropped
+from realign.data.encoding import Dropped
 from realign.errors import DataError, SettingsError
 from realign.settings import Count, Settings
 
@@ -46,8 +46,8 @@ class Excerpt(Settings):
             text = part_over(tokenizer, text, self.max_tokens) or text
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         tokens = [tokenizer.decode([token], clean_up_tokenization_spaces=False) for token in encoded["input_ids"]]
-        found = self._stretch(tokens)
-        return Dropped(found) if isinstance(found, str) else _slice(text, encoded["offset_mapping"], found)
+        stretch = self._stretch(tokens)
+        return Dropped(stretch) if isinstance(stretch, str) else _slice(text, encoded["offset_mapping"], stretch)
 
     def replace(self, row: Row, column: str, tokenizer: PreTrainedTokenizerBase) -> Row | Dropped:
         """Return a row with the text in `column` replaced by the excerpt, or why the row is dropped.
@@ -63,8 +63,8 @@ class Excerpt(Settings):
         text = read_column(row, column)
         if not isinstance(text, str):
             raise DataError(f"excerpt needs a string in column {column!r}, found a {type(text).__name__}.")
-        found = self.cut(text, tokenizer)
-        return found if isinstance(found, Dropped) else {**row, column: found}
+        excerpt = self.cut(text, tokenizer)
+        return excerpt if isinstance(excerpt, Dropped) else {**row, column: excerpt}
 
     def _stretch(self, tokens: list[str]) -> range | str:
         """Return the indices of the tokens in the excerpt, or the reason why the row is dropped."""

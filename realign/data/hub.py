@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from realign.data.arrow_files import rows_of
-from realign.data.file_formats import SUFFIXES
-from realign.data.row_files import Cursor, PlacedRow, RowFile
+from typing_extensions import override
+
+from realign.data.files import SUFFIXES, Cursor, PlacedRow, RowFile, rows_of
 from realign.errors import DataError, TransientError
 
 _NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -60,12 +60,12 @@ def hub_files(
     with _one_line(name, subset):
         builder = datasets.load_dataset_builder(name, subset, revision=revision)
         splits = list(map(str, builder.info.splits or builder.config.data_files or ()))
-        whole = chosen_split(splits, None if split is None else split.partition("[")[0], name)
-        label = f"{name}:{split or whole}"
+        split_name = chosen_split(splits, None if split is None else split.partition("[")[0], name)
+        label = f"{name}:{split or split_name}"
         if not streaming:
-            return [_Downloaded(label, subset, builder, split or whole)]
-        shards = builder.as_streaming_dataset(split=split or whole).num_shards
-        return [_Shard(label, subset, builder, split or whole, index, shards) for index in range(shards)]
+            return [_Downloaded(label, subset, builder, split or split_name)]
+        shards = builder.as_streaming_dataset(split=split or split_name).num_shards
+        return [_Shard(label, subset, builder, split or split_name, index, shards) for index in range(shards)]
 
 
 def splits_of_folder(folder: Path, subset: str | None) -> dict[str, list[Path]]:
@@ -78,8 +78,8 @@ def splits_of_folder(folder: Path, subset: str | None) -> dict[str, list[Path]]:
 
     with _one_line(str(folder), subset):
         builder = datasets.load_dataset_builder(str(folder.absolute()), subset)
-        found = builder.config.data_files or {}
-    splits = {str(split): [Path(str(file)) for file in files] for split, files in found.items()}
+        data_files = builder.config.data_files or {}
+    splits = {str(split): [Path(str(file)) for file in files] for split, files in data_files.items()}
     read = {file.resolve() for files in splits.values() for file in files}
     # Only the most common format of a folder is read. README.md may select files.
     left = [file for file in sorted(folder.rglob("*")) if file.suffix in SUFFIXES and file.resolve() not in read]
@@ -116,10 +116,11 @@ class _Split(RowFile):
     split: str
 
     @property
+    @override
     def name(self) -> str:
-        """See `RowFile`."""
         return self.label
 
+    @override
     def identity(self) -> str:
         """Return the revision of the dataset with its subset and split."""
         return f"{self.builder.hash} {self.builder.config.name} {self.split}"
@@ -129,8 +130,8 @@ class _Split(RowFile):
 class _Downloaded(_Split):
     """A split in the cache of this machine. A position is the number of rows before it."""
 
+    @override
     def rows(self, cursor: Cursor) -> Iterator[PlacedRow]:
-        """See `RowFile`."""
         with _one_line(self.label, self.subset):
             self.builder.download_and_prepare()
             for number, row in rows_of(self.builder.as_dataset(split=self.split), cursor, self.name):
@@ -144,8 +145,8 @@ class _Shard(_Split):
     index: int
     shards: int
 
+    @override
     def rows(self, cursor: Cursor) -> Iterator[PlacedRow]:
-        """See `RowFile`."""
         with _one_line(self.label, self.subset):
             dataset = self.builder.as_streaming_dataset(split=self.split)
             dataset = dataset.shard(num_shards=self.shards, index=self.index)
@@ -158,12 +159,12 @@ class _Shard(_Split):
                 number += 1
                 yield PlacedRow(self, number, row)
 
+    @override
     def identity(self) -> str:
-        """See `RowFile`."""
         return f"{super().identity()} {self.index}/{self.shards}"
 
+    @override
     def where(self, number: int) -> str:
-        """See `RowFile`."""
         of = f", file {self.index + 1} of {self.shards}" if self.shards > 1 else ""
         return f"{self.name}{of}, row {number}"
 

@@ -85,8 +85,8 @@ def read_conversation(value: Any, tools: Any = None, *, images: bool = False) ->
     if not isinstance(value, list) or not value:
         raise DataError(f"found {short(value)}; expected a list of chat messages with 'role' and 'content'.")
     messages, untrained = [], set()
-    for index, found in enumerate(value):
-        message = _message(found, images)
+    for index, raw in enumerate(value):
+        message = _message(raw, images)
         weight = message.pop("weight", 1)
         if weight not in (0, 1):
             raise DataError(f"message {index}: weight={weight!r} must be 0 (not in the loss) or 1.")
@@ -96,15 +96,15 @@ def read_conversation(value: Any, tools: Any = None, *, images: bool = False) ->
     return Conversation(tuple(messages), read_tools(tools), frozenset(untrained))
 
 
-def _message(found: Any, images: bool) -> Message:
+def _message(raw: Any, images: bool) -> Message:
     """Return one message with `role` and `content`, without keys whose value is null."""
-    if not isinstance(found, Mapping):
-        raise DataError(f"the chat message {short(found)} lacks 'role' or 'content'.")
-    message = {key: value for key, value in found.items() if value is not None}
+    if not isinstance(raw, Mapping):
+        raise DataError(f"the chat message {short(raw)} lacks 'role' or 'content'.")
+    message = {key: value for key, value in raw.items() if value is not None}
     if "role" not in message and "from" in message:
         message = _from_sharegpt(message)
     if not isinstance(message.get("role"), str):
-        raise DataError(f"the chat message {short(found)} lacks 'role' or 'content'.")
+        raise DataError(f"the chat message {short(raw)} lacks 'role' or 'content'.")
     if "function_call" in message:
         raise DataError("a message has the outdated key 'function_call'. Use 'tool_calls'.")
     if not message.get("tool_calls", True):
@@ -113,7 +113,7 @@ def _message(found: Any, images: bool) -> Message:
         message["tool_calls"] = _tool_calls(message["tool_calls"])
         message.setdefault("content", "")
     if "content" not in message:
-        raise DataError(f"the chat message {short(found)} lacks 'role' or 'content'.")
+        raise DataError(f"the chat message {short(raw)} lacks 'role' or 'content'.")
     message["content"] = _content(message["content"], images)
     return message
 
@@ -138,15 +138,15 @@ def _content(content: Any, images: bool) -> Any:
 
 
 def _part(part: Any, images: bool) -> dict[str, Any]:
-    found = _without_nulls(part) if isinstance(part, Mapping) else {}
-    if found.get("type") == "text" and isinstance(found.get("text"), str):
-        return found
-    if images and found == _IMAGE:
-        return found
+    given = _without_nulls(part) if isinstance(part, Mapping) else {}
+    if given.get("type") == "text" and isinstance(given.get("text"), str):
+        return given
+    if images and given == _IMAGE:
+        return given
     text = "{'type': 'text', 'text': ...}"
     if images:
         raise DataError(f"a message contains {short(part)}. Only text and images are supported: {text}, {_IMAGE}.")
-    hint = " For images, set images_column." if found.get("type") == "image" else ""
+    hint = " For images, set images_column." if given.get("type") == "image" else ""
     raise DataError(f"a message contains {short(part)}. Only text is supported: {text}.{hint}")
 
 
@@ -203,12 +203,12 @@ def read_tools(tools: Any) -> tuple[dict[str, Any], ...]:
     Raises:
         DataError: the tools are not a list of objects with a name.
     """
-    found = _json(tools) if isinstance(tools, str) and tools.strip() else tools
-    if not found:
+    schemas = _json(tools) if isinstance(tools, str) and tools.strip() else tools
+    if not schemas:
         return ()
-    if not isinstance(found, list) or not all(isinstance(tool, Mapping) and tool_name(tool) for tool in found):
+    if not isinstance(schemas, list) or not all(isinstance(tool, Mapping) and tool_name(tool) for tool in schemas):
         raise DataError(f"the tools are {short(tools)}; expected a list of JSON schemas, each with a name.")
-    return tuple(_without_nulls(tool) for tool in found)
+    return tuple(_without_nulls(tool) for tool in schemas)
 
 
 def tool_name(tool: Mapping[str, Any]) -> str:
@@ -248,10 +248,10 @@ def check_text(text: str, what: str) -> None:
         return
     for parse in (json.loads, ast.literal_eval):
         try:
-            found = parse(text.strip())
+            parsed = parse(text.strip())
         except (ValueError, SyntaxError, RecursionError, MemoryError):
             continue
-        first = found[0] if isinstance(found, list) and found else found
+        first = parsed[0] if isinstance(parsed, list) and parsed else parsed
         if isinstance(first, Mapping) and ({"role", "content"} <= first.keys() or {"from", "value"} <= first.keys()):
             raise DataError(
                 f"{what} is the text of chat messages: {short(text)}. Store the messages as a list of objects."

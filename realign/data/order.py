@@ -3,15 +3,21 @@
 The stream concatenates one permutation of the rows per epoch. Batches are consecutive slices of the stream and may
 span epochs. So no row is dropped, and a dataset smaller than a batch still fills it. The batch of any step can be
 computed without replaying earlier steps, which resuming needs.
+
+A weighted mixture first chooses the source of each place, as a pure function of the weights, the seed and the place.
+Each source has its own epochs, so a small source with a large weight repeats more often.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from typing_extensions import override
 
 from realign.api.lengths import IntArray
 from realign.api.seeds import derive_seed
@@ -59,7 +65,7 @@ class RowOrder(ABC):
         return {}
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return what continues the order without reading earlier rows; None if nothing is needed."""
+        """Return the state needed to resume this order, or None if it's stateless."""
         return None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027 (optional)
@@ -72,15 +78,16 @@ class EpochOrder(RowOrder):
     def __init__(self, n: int, seed: int, shuffle: bool) -> None:
         """Initialize the order of `n` rows. Without `shuffle`, every epoch has the order of the dataset."""
         self.n, self.seed, self.shuffle = n, seed, shuffle
-        self._orders: dict[int, IntArray] = {}  # the latest two, since large ones are slow
+        # The latest two, since a batch may span two epochs and permuting a large dataset again is slow.
+        self._orders: dict[int, IntArray] = {}
 
     @property
+    @override
     def rows_per_epoch(self) -> int:
-        """See `RowOrder`."""
         return self.n
 
+    @override
     def rows(self, places: Sequence[int]) -> list[tuple[int, int]]:
-        """See `RowOrder`."""
         return [(place // self.n, int(self._order(place // self.n)[place % self.n])) for place in places]
 
     def _order(self, epoch: int) -> IntArray:
@@ -88,3 +95,108 @@ class EpochOrder(RowOrder):
             order = epoch_order(self.n, self.seed, epoch) if self.shuffle else np.arange(self.n)
             self._orders = {**dict(list(self._orders.items())[-1:]), epoch: order}
         return self._orders[epoch]
+
+
+BLOCK = 1024
+"""Places of a block. The number of places of a source in a block differs from its expectation by less than one."""
+
+
+@dataclass(frozen=True, eq=False)
+class Mixture:
+    """Sources of the rows of a dataset, which contains the rows of one source after another.
+
+    Attributes:
+        names: Name of each source.
+        sizes: Number of rows of each source.
+        weights: Weight of each source; None if every row occurs once per epoch.
+    """
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    weights: tuple[float, ...] | None
+
+    def order(self, seed: int, shuffle: bool) -> RowOrder:
+        """Return the training order of the rows."""
+        if self.weights is None:
+            return EpochOrder(sum(self.sizes), seed, shuffle)
+        return MixtureOrder(self, self.weights, seed, shuffle)
+
+    def describe(self) -> str:
+        """Return the number of rows and the weight of each source."""
+        weights = [None] * len(self.sizes) if self.weights is None else list(self.weights)
+        parts = zip(self.names, self.sizes, weights, strict=True)
+        return ", ".join(f"{name} {n:,}{'' if w is None else f' (weight {w:g})'}" for name, n, w in parts)
+
+
+class SourceChoice:
+    """Source of each place of the stream.
+
+    A block of `BLOCK` places contains systematic samples of the sources, randomly permuted.
+    """
+
+    def __init__(self, weights: Sequence[float], seed: int) -> None:
+        self.weights, self.seed = tuple(weights), seed
+        self._bounds = np.cumsum(self.weights) / sum(self.weights)
+        self._before = [np.zeros(len(self.weights), dtype=np.int64)]  # places of each source before each block
+        self._block: tuple[int, IntArray, IntArray] = (-1, np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
+
+    def of(self, place: int) -> tuple[int, int]:
+        """Return the source of a place, and the number of earlier places with the same source."""
+        number, inside = divmod(place, BLOCK)
+        while len(self._before) <= number:
+            sources = self._sources(len(self._before) - 1)
+            self._before.append(self._before[-1] + np.bincount(sources, minlength=len(self.weights)))
+        if self._block[0] != number:
+            sources = self._sources(number)
+            hits = sources[:, None] == np.arange(len(self.weights))
+            self._block = (number, sources, hits.cumsum(0)[np.arange(BLOCK), sources] - 1)
+        _, sources, ranks = self._block
+        source = int(sources[inside])
+        return source, int(self._before[number][source] + ranks[inside])
+
+    def _sources(self, block: int) -> IntArray:
+        bits = derive_seed(self.seed, "mixture", block)
+        random = np.random.RandomState([bits & 0xFFFFFFFF, bits >> 32])
+        points = (np.arange(BLOCK) + random.random_sample()) / BLOCK
+        sources = np.minimum(np.searchsorted(self._bounds, points, side="right"), len(self.weights) - 1)
+        return random.permutation(sources).astype(np.int64)
+
+
+class MixtureOrder(RowOrder):
+    """Order of the rows of a weighted mixture in memory."""
+
+    def __init__(self, mixture: Mixture, weights: Sequence[float], seed: int, shuffle: bool) -> None:
+        self._mixture = mixture
+        self._choice = SourceChoice(weights, seed)
+        self._starts = np.cumsum([0, *mixture.sizes])
+        self._orders = [
+            EpochOrder(n, derive_seed(seed, "source", index), shuffle) for index, n in enumerate(mixture.sizes)
+        ]
+        self._drawn: Counter[int] = Counter()
+
+    @property
+    @override
+    def rows_per_epoch(self) -> int:
+        return sum(self._mixture.sizes)
+
+    @override
+    def rows(self, places: Sequence[int]) -> list[tuple[int, int]]:
+        """Return the (epoch, row) at each place. Epochs are those of the source."""
+        rows, drawn = [], Counter[int]()
+        for place in places:
+            source, earlier = self._choice.of(place)
+            ((epoch, row),) = self._orders[source].rows([earlier])
+            rows.append((epoch, int(self._starts[source]) + row))
+            drawn[source] += 1
+        self._drawn = drawn
+        return rows
+
+    @override
+    def metrics(self) -> dict[str, float]:
+        return fractions(self._mixture.names, self._drawn)
+
+
+def fractions(names: Sequence[str], drawn: Counter[int]) -> dict[str, float]:
+    """Return the fraction of prompts of each source as metrics; empty if none were drawn."""
+    total = drawn.total()
+    return {f"data/{name}/fraction": drawn[i] / total for i, name in enumerate(names)} if total else {}

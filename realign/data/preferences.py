@@ -12,16 +12,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 import torch
+from typing_extensions import override
 
 from realign.api.lengths import IntArray
 from realign.api.sample import SequenceSample
-from realign.data.collect import Collected
 from realign.data.columns import Row, only_one, overlap, read_column
-from realign.data.dataset import LoadReport, SequenceDataset
+from realign.data.data_source import DataSource
+from realign.data.dataset import Collected, LoadReport, SequenceDataset
+from realign.data.encoding import Dropped, Ending, LengthLimit, RowText
 from realign.data.messages import short
-from realign.data.rows import Dropped, LengthLimit, RowText
-from realign.data.source import DataSource
-from realign.data.templates import Ending
 from realign.data.writer import Writer, Written
 from realign.errors import DataError, SettingsError
 from realign.settings import Count
@@ -33,9 +32,9 @@ RESPONSES = ("responses", "completions")
 """Columns with several responses."""
 LABELS = ("labels", "scores", "ratings")
 """Columns with the labels or ratings of several responses."""
-RESPONSE_KEYS = ("response", "text", "content")
+_RESPONSE_KEYS = ("response", "text", "content")
 """Keys with the text of a response that is an object."""
-RATING_KEYS = ("overall_score", "score", "rating")
+_RATING_KEYS = ("overall_score", "score", "rating")
 """Keys with the rating of a response that is an object."""
 
 
@@ -109,8 +108,8 @@ class PreferenceData(DataSource):
                 "Set kind=pairs, or margin_column=null."
             )
         named = ("prompt_column", "chosen_column", "rejected_column", "responses_column")
-        if found := overlap({name: getattr(self, name) or None for name in named}):
-            raise SettingsError(found)
+        if message := overlap({name: getattr(self, name) or None for name in named}):
+            raise SettingsError(message)
         pair = self.chosen_column or self.rejected_column or self.margin_column
         if pair is not None and self.responses_column is not None:
             raise SettingsError(
@@ -118,8 +117,8 @@ class PreferenceData(DataSource):
                 "margin_column. Set either."
             )
 
+    @override
     def columns(self, row: Row) -> dict[str, str]:
-        """See `FileSource`."""
         rated = self._rated_columns(row) if self._is_rated(row) else None
         prompt = self.prompt_column
         if prompt is None:
@@ -148,22 +147,22 @@ class PreferenceData(DataSource):
         labels = self.labels_column
         items = row.get(responses)
         if isinstance(items, list) and items and isinstance(items[0], Mapping) and "role" not in items[0]:
-            if labels is None and (rating := only_one(items[0], RATING_KEYS, "labels_column")):
+            if labels is None and (rating := only_one(items[0], _RATING_KEYS, "labels_column")):
                 labels = f"{responses}.*.{rating}"
-            if text := only_one(items[0], RESPONSE_KEYS, "responses_column"):
+            if text := only_one(items[0], _RESPONSE_KEYS, "responses_column"):
                 responses = f"{responses}.*.{text}"
         labels = labels or only_one(row, LABELS, "labels_column") or "labels"
         return {"responses_column": responses, "labels_column": labels}
 
+    @override
     def text_of(self, row: Row, writer: Writer) -> RowText | Dropped:
-        """See `DataSource`."""
-        found = {setting: read_column(row, column) for setting, column in self.columns(row).items()}
-        prompt, tools = found.get("prompt_column"), self.tools(row)
-        if "chosen_column" in found:
-            return self._pairs(row, writer, prompt, tools, found)
+        values = {setting: read_column(row, column) for setting, column in self.columns(row).items()}
+        prompt, tools = values.get("prompt_column"), self.tools(row)
+        if "chosen_column" in values:
+            return self._pairs(row, writer, prompt, tools, values)
         if prompt is None:
             raise DataError("prompt_column='': responses with labels need a prompt. Set prompt_column.")
-        responses, labels = found["responses_column"], found["labels_column"]
+        responses, labels = values["responses_column"], values["labels_column"]
         if not isinstance(responses, list) or not responses:
             raise DataError(f"the responses are {short(responses)}; expected a list of strings or chat messages.")
         numbers = _numbers("labels", labels, len(responses))
@@ -173,8 +172,8 @@ class PreferenceData(DataSource):
         _check_labels(self.kind, numbers, labels)
         return RowText(row, written, numbers, [0.0] * len(numbers))
 
-    def _pairs(self, row: Row, writer: Writer, prompt: Any, tools: Any, found: Mapping[str, Any]) -> RowText:
-        chosen, rejected, margin = (found.get(f"{name}_column") for name in ("chosen", "rejected", "margin"))
+    def _pairs(self, row: Row, writer: Writer, prompt: Any, tools: Any, values: Mapping[str, Any]) -> RowText:
+        chosen, rejected, margin = (values.get(f"{name}_column") for name in ("chosen", "rejected", "margin"))
         several = _is_several(chosen)
         better, worse = (chosen, rejected) if several else ([chosen], [rejected])
         if not isinstance(better, list) or not isinstance(worse, list) or len(better) != len(worse) or not better:
@@ -191,30 +190,36 @@ class PreferenceData(DataSource):
         """Return pairs of rated responses, with the difference of their ratings as the margin."""
         order = sorted(range(len(ratings)), key=lambda i: -ratings[i])
         pairs = [(order[0], order[-1])] if self.rated_pairs is RatedPairs.best_worst else combinations(order, 2)
-        kept = [(best, worst) for best, worst in pairs if ratings[best] > ratings[worst]]
-        if not kept:
+        ranked = [(best, worst) for best, worst in pairs if ratings[best] > ratings[worst]]
+        if not ranked:
             return Dropped("all responses have the same rating")
-        margins = [ratings[best] - ratings[worst] for best, worst in kept]
+        margins = [ratings[best] - ratings[worst] for best, worst in ranked]
         return RowText(
             row,
-            [written[i] for pair in kept for i in pair],
-            [1.0, 0.0] * len(kept),
+            [written[i] for pair in ranked for i in pair],
+            [1.0, 0.0] * len(ranked),
             [margin for margin in margins for _ in range(2)],
             pairs=True,
         )
 
+    @override
     def length_limit(self) -> LengthLimit:
-        """See `DataSource`."""
         return LengthLimit("max_tokens", self.max_tokens, self.too_long)
 
+    @override
     def ending(self, tokenizer: PreTrainedTokenizerBase) -> Ending:
-        """See `DataSource`."""
         return Ending(tokenizer, self.append_eos)
 
-    def pack(self, found: Collected, report: LoadReport) -> PreferenceDataset:
-        """See `DataSource`."""
+    @override
+    def pack(self, collected: Collected, report: LoadReport) -> PreferenceDataset:
         return PreferenceDataset(
-            found.tokens, report, found.lengths, found.trained, found.labels, found.margins, mixture=found.mixture
+            collected.tokens,
+            report,
+            collected.lengths,
+            collected.trained,
+            collected.labels,
+            collected.margins,
+            mixture=collected.mixture,
         )
 
 
@@ -257,6 +262,7 @@ class PreferenceDataset(SequenceDataset):
     labels: npt.NDArray[np.float32]
     margins: npt.NDArray[np.float32]
 
+    @override
     def _sample(self, rows: IntArray, ids: tuple[Hashable, ...]) -> SequenceSample:
         sequences, _ = self.lengths.sequences_of(rows)
         labels, margins = (torch.from_numpy(values[sequences]) for values in (self.labels, self.margins))

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
+
+from typing_extensions import override
 
 from realign.api.lengths import IntArray
 from realign.api.sample import SequenceSample
-from realign.data.collect import Collected
 from realign.data.columns import CONVERSATIONS, Row, only_one, read_column
-from realign.data.dataset import LoadReport, PackedDataset
-from realign.data.image_source import ImageSource
+from realign.data.combined import WithPretraining
+from realign.data.data_source import DataSource, ImageSource
+from realign.data.dataset import Collected, DataSpec, LoadReport, PackedDataset
+from realign.data.encoding import LengthLimit, RowText
 from realign.data.messages import read_conversation
-from realign.data.rows import LengthLimit, RowText
 from realign.data.writer import Writer
 from realign.errors import DataError, SettingsError
 from realign.settings import Count
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass
@@ -48,17 +48,17 @@ class PromptData(ImageSource):
                 "one of them."
             )
 
+    @override
     def columns(self, row: Row) -> dict[str, str]:
-        """See `FileSource`."""
         if self.messages_column is not None:
             return {"messages_column": self.messages_column}
         recognized = self.prompt_column is None and "prompt" not in row
-        if recognized and (found := only_one(row, CONVERSATIONS, "messages_column")):
-            return {"messages_column": found}
+        if recognized and (conversation := only_one(row, CONVERSATIONS, "messages_column")):
+            return {"messages_column": conversation}
         return {"prompt_column": self.prompt_column or "prompt"}
 
+    @override
     def text_of(self, row: Row, writer: Writer) -> RowText:
-        """See `DataSource`."""
         ((setting, column),) = self.columns(row).items()
         value = read_column(row, column)
         if setting == "messages_column" and not isinstance(value, list):
@@ -82,13 +82,15 @@ class PromptData(ImageSource):
             )
         return value[:end]
 
+    @override
     def length_limit(self) -> LengthLimit:
-        """See `DataSource`."""
         return LengthLimit("max_prompt_tokens", self.max_prompt_tokens, self.too_long)
 
-    def pack(self, found: Collected, report: LoadReport) -> PromptDataset:
-        """See `DataSource`."""
-        return PromptDataset(found.tokens, report, found.rows, mixture=found.mixture, images=found.images)
+    @override
+    def pack(self, collected: Collected, report: LoadReport) -> PromptDataset:
+        return PromptDataset(
+            collected.tokens, report, collected.rows, mixture=collected.mixture, images=collected.images
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,8 +101,24 @@ class PromptDataset(PackedDataset):
 
     rows: tuple[Row, ...]
 
+    @override
     def _sample(self, rows: IntArray, ids: tuple[Hashable, ...]) -> SequenceSample:
         tokens_T, lengths = self.tokens.gather(rows)
         return SequenceSample(
             ids, {"prompt_ids": tokens_T}, {"prompt_ids": lengths}, {"row": tuple(self.rows[i] for i in rows.tolist())}
         )
+
+
+def prompt_source(training: DataSpec) -> DataSpec:
+    """Return a data node of the prompts in the format of the training data, for evaluations that sample responses.
+
+    Demonstrations and preference pairs become `PromptData` with the same template, columns and file; all other nodes
+    are returned unchanged.
+    """
+    if isinstance(training, WithPretraining):
+        return prompt_source(training.prompts)
+    if isinstance(training, DataSource) and not isinstance(training, PromptData):
+        kind = ImageSource if isinstance(training, ImageSource) else DataSource
+        shared = {field.name: getattr(training, field.name) for field in dataclasses.fields(kind)}
+        return PromptData(**shared)
+    return training

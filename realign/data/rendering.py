@@ -8,15 +8,23 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from realign.chat_template import ChatTemplate
-from realign.data.faithful import TOOLS_CURE, Span, check_marks, check_parts, check_roles, marked, shape_of
-from realign.data.messages import Conversation, Message, texts_of, with_text_arguments
+from realign.data.messages import (
+    REASONING,
+    ROLES,
+    Conversation,
+    Message,
+    short,
+    texts_of,
+    tool_name,
+    with_text_arguments,
+)
 from realign.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -87,16 +95,16 @@ class ChatRenderer:
         """
         blocks = self._blocks(conversation)
         if self.masks is AssistantMasks.generation_blocks:
-            whole, spans = self._marked(conversation, trained, blocks)
+            text, spans = self._marked(conversation, trained, blocks)
         else:
-            whole = self._render(conversation, add_generation_prompt=False)
-            spans = {turn: self._turn(conversation, turn, whole) for turn in trained}
+            text = self._render(conversation, add_generation_prompt=False)
+            spans = {turn: self._turn(conversation, turn, text) for turn in trained}
             if blocks is not None:
-                self._compare(conversation, whole, spans, blocks[1])
-        self._verify(conversation, whole, spans)
-        return list(_split(whole, [spans[turn] for turn in trained]))
+                self._compare(conversation, text, spans, blocks[1])
+        self._verify(conversation, text, spans)
+        return list(_split(text, [spans[turn] for turn in trained]))
 
-    def _turn(self, conversation: Conversation, turn: int, whole: str) -> Span:
+    def _turn(self, conversation: Conversation, turn: int, rendered: str) -> Span:
         """Return the span of an assistant turn in the rendered conversation, from prefixes."""
         if not turn:
             raise DataError(
@@ -105,7 +113,7 @@ class ChatRenderer:
             )
         prompt = self._render(conversation.up_to(turn), add_generation_prompt=True)
         last = turn == len(conversation) - 1
-        through = whole if last else self._render(conversation.up_to(turn + 1), add_generation_prompt=False)
+        through = rendered if last else self._render(conversation.up_to(turn + 1), add_generation_prompt=False)
         if not through.startswith(prompt):
             at, alone, followed = _difference(prompt, through)
             raise DataError(
@@ -113,22 +121,22 @@ class ChatRenderer:
                 f"{at}, the prompt alone has {alone!r}, and the prompt with a response has {followed!r}. Set "
                 "template_options so that both are equal, use another chat template, or set template=plain."
             )
-        if not whole.startswith(through):
-            at, alone, followed = _difference(through, whole)
+        if not rendered.startswith(through):
+            at, alone, followed = _difference(through, rendered)
             raise DataError(
                 f"the chat template rewrites message {turn} (assistant) when other messages follow it. At character "
                 f"{at}, it has {alone!r} without them, and {followed!r} with them. Set train_on_turns=each to train on "
                 "every turn as generation sees it, train_on_turns=last, or use another chat template."
             )
-        text = through[len(prompt) :]
-        end = _turn_end(conversation.messages[turn], text)
+        rest = through[len(prompt) :]
+        end = _turn_end(conversation.messages[turn], rest)
         eos = self.tokenizer.eos_token
-        if last and eos and (more := text[_content_end(conversation.messages[turn], text) :].partition(eos)[2]).strip():
+        if last and eos and (more := rest[_content_end(conversation.messages[turn], rest) :].partition(eos)[2]).strip():
             raise DataError(
                 f"the chat template writes {more!r} after the EOS token of the last message. Set template_options so "
                 "that it does not, or use another chat template."
             )
-        return len(prompt), len(whole) if last else len(prompt) + end
+        return len(prompt), len(rendered) if last else len(prompt) + end
 
     def _marked(
         self, conversation: Conversation, trained: Sequence[int], blocks: tuple[str, list[Span]] | None
@@ -139,27 +147,27 @@ class ChatRenderer:
                 "assistant_masks=generation_blocks: the chat template has no {% generation %} block. Set "
                 "assistant_masks=auto."
             )
-        whole, spans = blocks
+        text, spans = blocks
         turns = conversation.assistant_turns()
         if len(spans) != len(turns):
             raise DataError(
                 f"the chat template marks {len(spans)} {{% generation %}} blocks in a conversation with {len(turns)} "
                 "assistant messages. Set assistant_masks=prefixes."
             )
-        found = dict(zip(turns, spans, strict=True))
-        if turns and turns[-1] == len(conversation) - 1 and not whole[spans[-1][1] :].strip():
-            found[turns[-1]] = (spans[-1][0], len(whole))  # includes whitespace after the last turn, like prefixes
-        return whole, {turn: found[turn] for turn in trained}
+        by_turn = dict(zip(turns, spans, strict=True))
+        if turns and turns[-1] == len(conversation) - 1 and not text[spans[-1][1] :].strip():
+            by_turn[turns[-1]] = (spans[-1][0], len(text))  # includes whitespace after the last turn, like prefixes
+        return text, {turn: by_turn[turn] for turn in trained}
 
-    def _compare(self, conversation: Conversation, whole: str, spans: Mapping[int, Span], blocks: list[Span]) -> None:
+    def _compare(self, conversation: Conversation, text: str, spans: Mapping[int, Span], blocks: list[Span]) -> None:
         """Check that the `{% generation %}` blocks mark the same text as the prefixes, except whitespace around it."""
-        marked = {_stripped(whole, span) for span in blocks}
+        marked = {_stripped(text, span) for span in blocks}
         for turn, span in spans.items():
-            if _stripped(whole, span) not in marked:
+            if _stripped(text, span) not in marked:
                 near = min(blocks, key=lambda block: abs(block[0] - span[0]), default=(0, 0))
                 raise DataError(
-                    f"message {turn} (assistant) is {_ends(whole[slice(*span)])}, but the {{% generation %}} block of "
-                    f"the chat template marks {_ends(whole[slice(*near)])}. Set assistant_masks=prefixes or "
+                    f"message {turn} (assistant) is {_ends(text[slice(*span)])}, but the {{% generation %}} block of "
+                    f"the chat template marks {_ends(text[slice(*near)])}. Set assistant_masks=prefixes or "
                     "generation_blocks to choose one."
                 )
         if spans.keys() == set(conversation.assistant_turns()) and len(blocks) != len(spans):
@@ -182,12 +190,12 @@ class ChatRenderer:
 
         Templates shorten earlier assistant turns in prompts on purpose, such as their reasoning.
         """
-        check_roles(conversation, self._source(conversation))
-        shape = shape_of(conversation, spans)
+        _check_roles(conversation, self._source(conversation))
+        shape = _shape_of(conversation, spans)
         if shape not in self._verified:
             self._verify_shape(conversation, spans)
             self._verified.add(shape)
-        check_parts(conversation, text, spans)
+        _check_parts(conversation, text, spans)
 
     def _verify_shape(self, conversation: Conversation, spans: Mapping[int, Span]) -> None:
         """Check that the template renders every part of conversations of this shape, by texts that occur only once."""
@@ -196,13 +204,13 @@ class ChatRenderer:
             without = Conversation(conversation.messages)
             both = (self._render(c, add_generation_prompt=prompt_only) for c in (conversation, without))
             if len(set(both)) == 1:
-                raise DataError(f"the chat template ignores the tools. {TOOLS_CURE}")
-        probe, parts = marked(conversation)
+                raise DataError(f"the chat template ignores the tools. {_TOOLS_CURE}")
+        probe, parts = _with_marks(conversation)
         try:
             text = self._render(probe, add_generation_prompt=prompt_only)
-        except DataError:  # the template depends on the content, which `check_parts` compares
+        except DataError:  # the template depends on the content, which `_check_parts` compares
             return
-        check_marks(conversation, parts, text, spans)
+        _check_marks(conversation, parts, text, spans)
 
     def _source(self, conversation: Conversation) -> str:
         """Return the source of the template that renders a conversation."""
@@ -236,7 +244,7 @@ class ChatRenderer:
         except DataError:
             wrong = True
         else:
-            wrong = any(str(found) in text and json.dumps(found) != str(found) for found in arguments)
+            wrong = any(str(value) in text and json.dumps(value) != str(value) for value in arguments)
         try:
             return wrong and bool(self._apply(with_text_arguments(messages), conversation, add_generation_prompt=False))
         except DataError:  # fails either way; the caller reports the reason
@@ -261,14 +269,14 @@ def _tools(conversation: Conversation) -> list[dict[str, Any]] | None:
     return list(conversation.tools) or None
 
 
-def _split(whole: str, spans: Sequence[Span]) -> Iterator[Segment]:
+def _split(text: str, spans: Sequence[Span]) -> Iterator[Segment]:
     done = 0
     for begin, end in spans:
-        yield Segment(whole[done:begin])
-        yield Segment(whole[begin:end], trained=True)
+        yield Segment(text[done:begin])
+        yield Segment(text[begin:end], trained=True)
         done = end
-    if done < len(whole):
-        yield Segment(whole[done:])
+    if done < len(text):
+        yield Segment(text[done:])
 
 
 def _turn_end(message: Message, text: str) -> int:
@@ -283,17 +291,148 @@ def _content_end(message: Message, text: str) -> int:
     return at + len(content) if at >= 0 else 0
 
 
-def _stripped(whole: str, span: Span) -> Span:
+def _stripped(text: str, span: Span) -> Span:
     """Return a span without whitespace at its ends."""
-    text = whole[slice(*span)]
-    begin = span[0] + len(text) - len(text.lstrip())
-    return begin, max(begin, span[0] + len(text.rstrip()))
+    part = text[slice(*span)]
+    begin = span[0] + len(part) - len(part.lstrip())
+    return begin, max(begin, span[0] + len(part.rstrip()))
 
 
-def _difference(one: str, other: str) -> tuple[int, str, str]:
-    at = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-    return at, one[at : at + 40], other[at : at + 40]
+def _difference(first: str, second: str) -> tuple[int, str, str]:
+    at = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second)))
+    return at, first[at : at + 40], second[at : at + 40]
 
 
 def _ends(text: str) -> str:
     return repr(text) if len(text) <= 60 else f"{text[:30]!r} ... {text[-30:]!r}"
+
+
+Span: TypeAlias = tuple[int, int]
+"""Start and end of a part of a text, in characters."""
+_TOOLS_CURE = "Use a tokenizer whose chat template renders tools, or set tools_column='' to ignore them."
+_CURE = "Use a tokenizer whose chat template renders it, or remove it from the data."
+_THINK = re.compile(r"</?think>")
+_PRINTED_PART = re.compile(r"\{['\"]type['\"]: ?['\"]text['\"]")
+
+
+def _check_roles(conversation: Conversation, source: str) -> None:
+    """Check that every role is a common one, or one that the source of the chat template names.
+
+    Raises:
+        DataError: a role is unknown.
+    """
+    for message in conversation.messages:
+        role = message["role"]
+        if role not in ROLES and f"'{role}'" not in source and f'"{role}"' not in source:
+            raise DataError(f"unknown role {role!r} (valid: {', '.join(ROLES)}, or a role of the chat template).")
+
+
+def _check_parts(conversation: Conversation, text: str, spans: Mapping[int, Span]) -> None:
+    """Check that a rendered text contains the parts of all messages, except untrained assistant messages.
+
+    Args:
+        conversation: The messages.
+        text: The rendered text.
+        spans: Part of the text of each trained assistant message.
+
+    Raises:
+        DataError: a part or a tool is missing.
+    """
+    for index, message in enumerate(conversation.messages):
+        if message["role"] == "assistant" and index not in spans:
+            continue
+        within = text[slice(*spans[index])] if index in spans else text
+        if isinstance(message["content"], list) and _PRINTED_PART.search(within):
+            raise DataError(
+                f"the chat template prints the list of content parts of {_named(message, index)} as code. Store the "
+                "content as one string."
+            )
+        for what, part in _parts(message):
+            if not _contains(within, part):
+                raise DataError(
+                    f"the chat template changes or drops the {what} of {_named(message, index)}: {short(part)}. {_CURE}"
+                )
+    for tool in conversation.tools:
+        if tool_name(tool) not in text:
+            raise DataError(f"the chat template drops the tool {tool_name(tool)!r}. {_TOOLS_CURE}")
+
+
+def _shape_of(conversation: Conversation, spans: Mapping[int, Span]) -> Hashable:
+    """Return what a template can decide about without the texts: roles, kinds of parts, and trained messages."""
+    kinds = tuple(
+        (
+            message["role"],
+            any(map(str.strip, texts_of(message))),
+            *(key for key in ("tool_calls", *REASONING) if key in message),
+        )
+        for message in conversation.messages
+    )
+    return kinds, tuple(spans), bool(conversation.tools)
+
+
+def _with_marks(conversation: Conversation) -> tuple[Conversation, list[dict[str, str]]]:
+    """Return a conversation with each part replaced by a text that occurs only once, and these texts by message."""
+    pairs = [_marker(message, index) for index, message in enumerate(conversation.messages)]
+    return Conversation(tuple(message for message, _ in pairs), conversation.tools), [parts for _, parts in pairs]
+
+
+def _check_marks(conversation: Conversation, parts: list[dict[str, str]], text: str, spans: Mapping[int, Span]) -> None:
+    """Check that the rendering of a marked conversation contains all marks, except reasoning of untrained messages.
+
+    Raises:
+        DataError: a mark is missing.
+    """
+    for index, (message, marks) in enumerate(zip(conversation.messages, parts, strict=True)):
+        for what, mark in marks.items():
+            earlier = message["role"] == "assistant" and index not in spans
+            if mark not in text and not (earlier and what == "reasoning"):
+                raise DataError(f"the chat template drops the {what} of {_named(message, index)}. {_CURE}")
+
+
+def _named(message: Message, index: int) -> str:
+    return f"message {index} ({message['role']})"
+
+
+def _parts(message: Message) -> Iterator[tuple[str, str]]:
+    """Yield the name and text of each part of a message that a rendering must contain."""
+    for text in texts_of(message):
+        yield "content", text
+    for call in message.get("tool_calls", ()):
+        yield "tool call", call["function"]["name"]
+    for key in REASONING:
+        if isinstance(message.get(key), str):
+            yield "reasoning", message[key]
+
+
+def _contains(text: str, part: str) -> bool:
+    """Return whether a text contains a part, as text or inside JSON.
+
+    Whitespace around the part may differ, and around `<think>` tags in it, which a template may move to the prompt.
+    """
+
+    def rendered(plain: str) -> bool:
+        return plain in text or any(json.dumps(plain, ensure_ascii=ascii_)[1:-1] in text for ascii_ in (False, True))
+
+    return all(rendered(piece.strip()) for piece in _THINK.split(part))
+
+
+def _marker(message: Message, index: int) -> tuple[Message, dict[str, str]]:
+    """Return a message with each part replaced by a text that occurs only once, and these texts by their names."""
+    mark = f"mark{index}x"
+    parts: dict[str, str] = {}
+    replaced = dict(message)
+    if any(text.strip() for text in texts_of(message)):
+        parts["content"] = f"{mark}content"
+        listed = isinstance(message["content"], list)
+        images = [part for part in message["content"] if part["type"] == "image"] if listed else []
+        replaced["content"] = [*images, {"type": "text", "text": parts["content"]}] if listed else parts["content"]
+    if "tool_calls" in message:
+        parts |= {"name of a tool call": f"{mark}name", "arguments of a tool call": f"{mark}value"}
+        call = message["tool_calls"][0]
+        replaced["tool_calls"] = [
+            {**call, "function": {"name": f"{mark}name", "arguments": {f"{mark}key": f"{mark}value"}}}
+        ]
+    for key in REASONING:
+        if isinstance(message.get(key), str) and message[key].strip():
+            parts["reasoning"] = replaced[key] = f"{mark}reasoning"
+    return replaced, parts

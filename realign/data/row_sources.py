@@ -1,9 +1,10 @@
-"""Where rows come from: files, folders, patterns and datasets of the Hugging Face hub."""
+"""Where rows come from (files, folders, patterns, datasets of the Hugging Face hub), and tables and parts of them."""
 
 from __future__ import annotations
 
 import difflib
 import glob
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,13 +13,24 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from realign.data.arrow_files import SavedFolder
-from realign.data.file_formats import FORMATS, SUFFIXES, recognize
+import numpy as np
+
+from realign.data.columns import Row, read_column
+from realign.data.files import (
+    FORMATS,
+    SUFFIXES,
+    Cursor,
+    FirstRows,
+    PlacedRow,
+    RowFile,
+    SavedFolder,
+    WithColumns,
+    recognize,
+)
 from realign.data.hub import chosen_split, hub_files, is_hub_name, splits_of_folder
-from realign.data.row_files import Cursor, FirstRows, PlacedRow, RowFile, WithColumns
-from realign.data.table import Table
+from realign.data.order import epoch_order
 from realign.errors import DataError, SettingsError
-from realign.settings import Count, Positive, Settings
+from realign.settings import Count, NonNegativeInt, Positive, Settings
 
 _PATTERN = re.compile(r"[*?[]")
 
@@ -66,10 +78,10 @@ class RowSource(Settings):
             DataError: there is no such file or dataset, or a setting does not apply to it.
             TransientError: the hub is not reachable.
         """
-        found = self._found(streaming)
+        files = self._resolve(streaming)
         if self.columns:
-            found = [WithColumns(file, self.columns) for file in found]
-        return found if self.limit is None else [FirstRows(found, self.limit, self.path)]
+            files = [WithColumns(file, self.columns) for file in files]
+        return files if self.limit is None else [FirstRows(files, self.limit, self.path)]
 
     def read(self, limit: int | None = None, *, streaming: bool = False) -> Table:
         """Read the rows into memory.
@@ -92,10 +104,10 @@ class RowSource(Settings):
             ) from error
         if not placed:
             raise DataError(f"{self.path} contains no rows.")
-        rows, places = [one.row for one in placed], [one.number for one in placed]
-        return Table(self.path, rows, places, files=[one.file for one in placed])
+        rows, places = [item.row for item in placed], [item.number for item in placed]
+        return Table(self.path, rows, places, files=[item.file for item in placed])
 
-    def _found(self, streaming: bool) -> list[RowFile]:
+    def _resolve(self, streaming: bool) -> list[RowFile]:
         if (local := _local(self.path, self.split, self.subset)) is not None:
             return local
         name, colon, split = self.path.partition(":")
@@ -139,13 +151,13 @@ def _local(text: str, split: str | None, subset: str | None) -> list[RowFile] | 
         raise DataError(f"no file or folder {_short(text)}: {error}") from error
     if is_folder:
         return _folder(path, split, subset)
-    found = [path] if is_file else _matching(path)
-    if not found:
+    files = [path] if is_file else _matching(path)
+    if not files:
         return None
     for name, value in (("split", split), ("subset", subset)):
         if value is not None:
             raise DataError(f"{name}={value!r}: {text} is a file, which has no {name}s. Remove it.")
-    return [recognize(file) for file in found]
+    return [recognize(file) for file in files]
 
 
 def _matching(path: Path) -> list[Path]:
@@ -171,9 +183,9 @@ def _folder(folder: Path, split: str | None, subset: str | None) -> list[RowFile
         ]
     near = (file for pattern in ("*", "*/*") for file in folder.glob(pattern))  # data files of a repository
     if not any(file.suffix.lower() in (*SUFFIXES, ".gz") and file.is_file() for file in near):
-        found = sorted(p.name for p in folder.iterdir())[:8]
+        names = sorted(p.name for p in folder.iterdir())[:8]
         raise DataError(
-            f"{folder} is neither a folder written by `save_to_disk` nor a folder of {FORMATS}; it contains {found}."
+            f"{folder} is neither a folder written by `save_to_disk` nor a folder of {FORMATS}; it contains {names}."
         )
     splits = splits_of_folder(folder, subset)
     return [recognize(file) for file in splits[chosen_split(list(splits), split, folder)]]
@@ -212,27 +224,111 @@ def as_sources(path: str | RowSource | Sequence[str | RowSource], shared: Mappin
     listed = [path] if isinstance(path, str | RowSource) else list(path)
     if not listed:
         raise SettingsError("path=[]: must contain at least one source")
-    found = [one if isinstance(one, RowSource) else RowSource(one) for one in listed]
-    weighted = [source for source in found if source.weight is not None]
-    if weighted and len(weighted) < len(found):
-        without = next(source for source in found if source.weight is None)
+    sources = [item if isinstance(item, RowSource) else RowSource(item) for item in listed]
+    weighted = [source for source in sources if source.weight is not None]
+    if weighted and len(weighted) < len(sources):
+        without = next(source for source in sources if source.weight is None)
         raise SettingsError(f"path: the source {without.path!r} has no weight, but others have. Set weight for all.")
     return [
         replace(source, **{name: value for name, value in shared.items() if getattr(source, name) is None})
-        for source in found
+        for source in sources
     ]
 
 
 def titles(sources: Sequence[RowSource]) -> tuple[str, ...]:
     """Return a different name for each source."""
-    found: list[str] = []
+    unique: list[str] = []
     for source in sources:
-        number = sum(source.title == other.title for other in sources[: len(found)]) + 1
-        found.append(source.title if number == 1 else f"{source.title}_{number}")
-    return tuple(found)
+        number = sum(source.title == other.title for other in sources[: len(unique)]) + 1
+        unique.append(source.title if number == 1 else f"{source.title}_{number}")
+    return tuple(unique)
 
 
-def weights_of(sources: Sequence[RowSource]) -> tuple[float, ...] | None:
-    """Return the weights of the sources; None if they have none."""
-    found = [source.weight for source in sources if source.weight is not None]
-    return tuple(found) or None
+@dataclass(frozen=True, eq=False)
+class Table:
+    """The rows of one or several files, with the position of each row in its file.
+
+    Attributes:
+        path: Path of the file, or name of the source.
+        rows: The rows, one dictionary each.
+        places: Position of each row in its file, from 1.
+        unit: Unit of the positions if there is one file: "line" or "row".
+        files: File of each row; empty if `path` is the only file.
+    """
+
+    path: Path | str
+    rows: Sequence[Row]
+    places: Sequence[int]
+    unit: str = "row"
+    files: Sequence[RowFile] = ()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def where(self, index: int) -> str:
+        """Return file and line (or row) of the row at `index`, for messages."""
+        if self.files:
+            return self.files[index].where(self.places[index])
+        return f"{self.path}, {self.unit} {self.places[index]}"
+
+    def take(self, chosen: Sequence[int]) -> Table:
+        """Return the rows at these indices."""
+        files = [self.files[i] for i in chosen] if self.files else ()
+        rows, places = [self.rows[i] for i in chosen], [self.places[i] for i in chosen]
+        return Table(self.path, rows, places, self.unit, files)
+
+    def column(self, name: str) -> list[Any]:
+        """Return the values of a column.
+
+        Args:
+            name: Name of the column, or path to an item in it; see `read_column`.
+
+        Raises:
+            DataError: a row lacks the column; names the row, its columns and the nearest one.
+        """
+        values = []
+        for index, row in enumerate(self.rows):
+            try:
+                values.append(read_column(row, name))
+            except DataError as error:
+                raise DataError(f"{self.where(index)}: {error}") from error
+        return values
+
+
+@dataclass
+class Split(Settings):
+    """One of several disjoint, randomly assigned parts of the rows of a file (config node).
+
+    All stages set the same `weights` and `seed`, and a different `part`. The parts together contain every row once.
+    DeepSpeed-Chat uses 20%, 40% and 40% of the rows for SFT, reward model and RLHF.
+    """
+
+    part: NonNegativeInt = 0
+    """Index of the part, from 0."""
+    weights: list[float] = field(default_factory=lambda: [2, 4, 4])
+    """Relative sizes of the parts."""
+    seed: int = 0
+    """Seed of the assignment. It is independent of the seed of the run, so all runs use the same parts."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.weights or not all(weight > 0 and math.isfinite(weight) for weight in self.weights):
+            raise SettingsError(f"weights={self.weights}: must be a list of positive, finite numbers")
+        if self.part >= len(self.weights):
+            raise SettingsError(f"part={self.part}: must be below the number of weights ({len(self.weights)})")
+
+    def apply(self, table: Table) -> Table:
+        """Return the rows of this part, in the order of the file.
+
+        Raises:
+            DataError: the file has too few rows, so this part is empty.
+        """
+        ends = np.rint(np.cumsum(self.weights) / sum(self.weights) * len(table)).astype(int)
+        begin = ends[self.part - 1] if self.part else 0
+        chosen = sorted(epoch_order(len(table), self.seed, 0)[begin : ends[self.part]].tolist())
+        if not chosen:
+            raise DataError(
+                f"{table.path}: split.part={self.part} of split.weights={self.weights} contains none of {len(table)} "
+                "rows."
+            )
+        return table.take(chosen)

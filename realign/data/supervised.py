@@ -1,20 +1,25 @@
-"""Supervised data: conversations, or prompts with target responses."""
+"""Text to imitate: conversations, prompts with responses, and plain text in blocks of tokens."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from realign.data.collect import Collected
+import numpy as np
+from typing_extensions import override
+
+from realign.api.lengths import Lengths
 from realign.data.columns import CONVERSATIONS, RESPONSES, Row, only_one, overlap, read_column
-from realign.data.dataset import LoadReport, SequenceDataset
-from realign.data.image_source import ImageSource
+from realign.data.data_source import FileSource, ImageSource, mixture_of
+from realign.data.dataset import Collected, LoadReport, PackedTokens, SequenceDataset, load_report
+from realign.data.encoding import Ending, LengthLimit, RowText, encode, start_tokens
 from realign.data.rendering import AssistantMasks
-from realign.data.rows import LengthLimit, RowText
-from realign.data.templates import Ending
+from realign.data.row_sources import Table
 from realign.data.writer import Turns, Writer
 from realign.errors import DataError, SettingsError
-from realign.settings import Count
+from realign.settings import Count, Range
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -58,11 +63,11 @@ class SupervisedData(ImageSource):
                 raise SettingsError(
                     f"{setting}={column!r}: conflicts with messages_column={self.messages_column!r}. Set one of them."
                 )
-        if found := overlap(pair):
-            raise SettingsError(f"{found} For whole conversations, set only messages_column.")
+        if message := overlap(pair):
+            raise SettingsError(f"{message} For whole conversations, set only messages_column.")
 
+    @override
     def columns(self, row: Row) -> dict[str, str]:
-        """See `FileSource`."""
         if self.messages_column is not None:
             return {"messages_column": self.messages_column}
         response = self.response_column or only_one(row, RESPONSES, "response_column")
@@ -83,37 +88,37 @@ class SupervisedData(ImageSource):
             )
         return {"prompt_column": self.prompt_column or "prompt", "response_column": response}
 
+    @override
     def text_of(self, row: Row, writer: Writer) -> RowText:
-        """See `DataSource`."""
-        found = {setting: read_column(row, column) for setting, column in self.columns(row).items()}
+        values = {setting: read_column(row, column) for setting, column in self.columns(row).items()}
         tools = self.tools(row)
-        if "messages_column" in found:
-            return RowText(row, writer.conversation(found["messages_column"], tools, self.train_on_turns))
-        prompt, response = found["prompt_column"], found["response_column"]
+        if "messages_column" in values:
+            return RowText(row, writer.conversation(values["messages_column"], tools, self.train_on_turns))
+        prompt, response = values["prompt_column"], values["response_column"]
         return RowText(row, writer.response(prompt, response, tools, self.train_on_turns))
 
+    @override
     def length_limit(self) -> LengthLimit:
-        """See `DataSource`."""
         return LengthLimit("max_tokens", self.max_tokens, self.too_long)
 
+    @override
     def ending(self, tokenizer: PreTrainedTokenizerBase) -> Ending:
-        """See `DataSource`."""
         return Ending(tokenizer, self.append_eos)
 
+    @override
     def masks(self) -> AssistantMasks:
-        """See `DataSource`."""
         return self.assistant_masks
 
-    def pack(self, found: Collected, report: LoadReport) -> SupervisedDataset:
-        """See `DataSource`."""
+    @override
+    def pack(self, collected: Collected, report: LoadReport) -> SupervisedDataset:
         return SupervisedDataset(
-            found.tokens,
+            collected.tokens,
             report,
-            found.lengths,
-            found.trained,
+            collected.lengths,
+            collected.trained,
             train_on_prompt=self.train_on_prompt,
-            mixture=found.mixture,
-            images=found.images,
+            mixture=collected.mixture,
+            images=collected.images,
         )
 
 
@@ -126,3 +131,90 @@ class SupervisedDataset(SequenceDataset):
     """
 
     keys: ClassVar[tuple[str, ...]] = ("input_ids", "prompt_mask", "loss_mask")
+
+
+class Blocks(StrEnum):
+    """How texts are split into blocks of tokens."""
+
+    joined = "joined"
+    """Concatenate all texts and split every `block_tokens` tokens; the incomplete last block is dropped."""
+    apart = "apart"
+    """Split each text separately every `block_tokens` tokens; its last block may be shorter."""
+
+
+@dataclass
+class TextData(FileSource):
+    """A file of texts (config node).
+
+    Each text begins with the tokenizer's start tokens and, with `append_eos`, ends with EOS. A block is a row of the
+    dataset. The loss includes all its tokens except the first. In joined blocks, tokens also attend to the previous
+    text of the block, as in the pretraining of GPT-2 and in DeepSpeed-Chat.
+    """
+
+    text_column: str = "text"
+    """Column with the text, a string."""
+    block_tokens: Annotated[int, Range(ge=2)] = 1024
+    """Length of a block in tokens. DeepSpeed-Chat uses the maximum prompt length plus the maximum answer length."""
+    blocks: Blocks = Blocks.joined
+    """How texts are split into blocks: joined (concatenated) | apart (each text separately)."""
+    append_eos: bool = True
+    """Append the tokenizer's EOS token to each text that does not already end with it."""
+
+    @override
+    def columns(self, row: Row) -> dict[str, str]:
+        return {"text_column": self.text_column}
+
+    @override
+    def load(self, tokenizer: PreTrainedTokenizerBase) -> SupervisedDataset:
+        """Read the file and tokenize it.
+
+        Raises:
+            DataError: a row is invalid (names its file and line), or the texts are too short for any block.
+            ConfigError: the tokenizer does not support a setting.
+        """
+        end, start = Ending(tokenizer, self.append_eos), start_tokens(tokenizer)
+        tables = self.tables()
+        shortest = self.block_tokens if self.blocks is Blocks.joined else 2
+        sizes = [0] * len(tables)
+        left_over = 0
+
+        def blocks() -> Iterator[list[int]]:
+            nonlocal left_over
+            for source, table in enumerate(tables):
+                texts = _texts(table, self.text_column)
+                for block in cut(map(end, encode(tokenizer, texts, start)), self.block_tokens, self.blocks):
+                    if len(block) >= shortest:
+                        sizes[source] += 1
+                        yield block
+                    else:
+                        left_over += 1
+
+        tokens = PackedTokens.pack(blocks())
+        dropped = {f"blocks shorter than {shortest} tokens": left_over} if left_over else {}
+        report = load_report(tables, tokens, dropped)
+        lengths = Lengths(np.ones(len(tokens), dtype=np.int64), np.diff(tokens.starts))
+        trained = np.ones(len(tokens.ids), dtype=np.bool_)
+        return SupervisedDataset(tokens, report, lengths, trained, mixture=mixture_of(self.sources, sizes))
+
+
+def cut(texts: Iterable[list[int]], size: int, blocks: Blocks) -> Iterator[list[int]]:
+    """Yield blocks of `size` tokens, and the shorter remainder after the last text (joined) or each text (apart)."""
+    rest: list[int] = []
+    for ids in texts:
+        rest = rest + ids
+        full = len(rest) - len(rest) % size
+        yield from (rest[begin : begin + size] for begin in range(0, full, size))
+        rest = rest[full:]
+        if blocks is Blocks.apart and rest:
+            yield rest
+            rest = []
+    if rest:
+        yield rest
+
+
+def _texts(table: Table, column: str) -> list[str]:
+    values = table.column(column)
+    for index, value in enumerate(values):
+        if not isinstance(value, str):
+            raise DataError(f"{table.where(index)}: the text is a {type(value).__name__}; expected a string.")
+    return values

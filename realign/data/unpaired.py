@@ -1,7 +1,8 @@
-"""Unpaired preference data: prompts with one response each, and whether it is desirable, as KTO uses them."""
+"""Prompts with one response each, and whether it is desirable (for KTO) or its reward (for ILQL)."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -9,16 +10,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 import torch
+from typing_extensions import override
 
 from realign.api.lengths import IntArray
 from realign.api.sample import SequenceSample
-from realign.data.collect import Collected
 from realign.data.columns import RESPONSES, Row, only_one, overlap, read_column
-from realign.data.dataset import LoadReport, SequenceDataset
+from realign.data.data_source import DataSource
+from realign.data.dataset import Collected, LoadReport, SequenceDataset
+from realign.data.encoding import Ending, LengthLimit, RowText
 from realign.data.messages import short
-from realign.data.rows import LengthLimit, RowText
-from realign.data.source import DataSource
-from realign.data.templates import Ending
 from realign.data.writer import Writer
 from realign.errors import DataError, SettingsError
 from realign.settings import Count
@@ -49,11 +49,11 @@ class UnpairedData(DataSource):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if found := overlap({"prompt_column": self.prompt_column, "response_column": self.response_column}):
-            raise SettingsError(found)
+        if message := overlap({"prompt_column": self.prompt_column, "response_column": self.response_column}):
+            raise SettingsError(message)
 
+    @override
     def columns(self, row: Row) -> dict[str, str]:
-        """See `FileSource`."""
         response = self.response_column or only_one(row, RESPONSES, "response_column") or "completion"
         return {
             "prompt_column": self.prompt_column or "prompt",
@@ -61,8 +61,8 @@ class UnpairedData(DataSource):
             "label_column": self.label_column,
         }
 
+    @override
     def text_of(self, row: Row, writer: Writer) -> RowText:
-        """See `DataSource`."""
         prompt, response, label = (read_column(row, column) for column in self.columns(row).values())
         return RowText(row, writer.response(prompt, response, self.tools(row)), [self.read_label(label)])
 
@@ -72,22 +72,24 @@ class UnpairedData(DataSource):
         Raises:
             DataError: the label is neither true nor false.
         """
-        found = _TEXT_LABELS.get(label.strip().lower(), label) if isinstance(label, str) else label
-        if found not in (0, 1):
+        value = _TEXT_LABELS.get(label.strip().lower(), label) if isinstance(label, str) else label
+        if value not in (0, 1):
             raise DataError(f"the label is {short(label)}; expected true or false.")
-        return float(found)
+        return float(value)
 
+    @override
     def length_limit(self) -> LengthLimit:
-        """See `DataSource`."""
         return LengthLimit("max_tokens", self.max_tokens, self.too_long)
 
+    @override
     def ending(self, tokenizer: PreTrainedTokenizerBase) -> Ending:
-        """See `DataSource`."""
         return Ending(tokenizer, self.append_eos)
 
-    def pack(self, found: Collected, report: LoadReport) -> UnpairedDataset:
-        """See `DataSource`."""
-        return UnpairedDataset(found.tokens, report, found.lengths, found.trained, found.labels, mixture=found.mixture)
+    @override
+    def pack(self, collected: Collected, report: LoadReport) -> UnpairedDataset:
+        return UnpairedDataset(
+            collected.tokens, report, collected.lengths, collected.trained, collected.labels, mixture=collected.mixture
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,6 +104,54 @@ class UnpairedDataset(SequenceDataset):
 
     labels: npt.NDArray[np.float32]
 
+    @override
     def _sample(self, rows: IntArray, ids: tuple[Hashable, ...]) -> SequenceSample:
         sequences, _ = self.lengths.sequences_of(rows)
         return super()._sample(rows, ids).with_sequences(labels=torch.from_numpy(self.labels[sequences]))
+
+
+@dataclass
+class RewardedData(UnpairedData):
+    """A file of prompts, each with one response and its reward (config node).
+
+    Without column settings, a row has the columns `prompt`, `completion` (or `response`) and `reward`. Responses are
+    tokenized as in `SupervisedData`.
+    """
+
+    label_column: str = "reward"
+    """Column with the reward of the whole response, a finite number."""
+
+    @override
+    def read_label(self, label: Any) -> float:
+        """Return the reward.
+
+        Raises:
+            DataError: it is not a finite number.
+        """
+        try:
+            reward = float(label)
+        except (TypeError, ValueError):
+            reward = math.nan
+        if not math.isfinite(reward):
+            raise DataError(f"the reward is {short(label)}; expected a finite number.")
+        return reward
+
+    @override
+    def pack(self, collected: Collected, report: LoadReport) -> RewardedDataset:
+        return RewardedDataset(
+            collected.tokens, report, collected.lengths, collected.trained, collected.labels, mixture=collected.mixture
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class RewardedDataset(UnpairedDataset):
+    """Responses with rewards in memory, one per prompt.
+
+    Keys per token are `input_ids`, `prompt_mask` and `loss_mask`; the key per sequence is `rewards` [S] (fp32).
+    """
+
+    keys: ClassVar[tuple[str, ...]] = ("input_ids", "prompt_mask", "loss_mask", "rewards")
+
+    @override
+    def _sample(self, rows: IntArray, ids: tuple[Hashable, ...]) -> SequenceSample:
+        return super()._sample(rows, ids).rename({"labels": "rewards"})

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from realign.data.dialogues import common_prompt, dialogue_messages, dialogue_segments
-from realign.data.messages import Conversation, check_text, read_conversation, read_tools, short, texts_of
+from realign.data.messages import Conversation, Message, check_text, read_conversation, read_tools, short, texts_of
 from realign.data.rendering import AssistantMasks, ChatRenderer, Segment
-from realign.data.templates import Template
 from realign.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+class Template(StrEnum):
+    """Prompt format: plain text, or a conversation formatted with the tokenizer's chat template."""
+
+    auto = "auto"
+    """Chat messages use the chat template, and strings are plain text."""
+    plain = "plain"
+    """Every prompt is plain text, and chat messages are an error."""
+    chat = "chat"
+    """Every prompt uses the chat template. A string becomes a user message."""
 
 
 class Turns(StrEnum):
@@ -105,11 +116,11 @@ class Writer:
         """
         if not self._is_chat(prompt, response):
             start = Segment(self._plain_prompt(prompt, tools))
-            check_string(response, "response")
+            _check_string(response, "response")
             return [Written([start, Segment(response, trained=True)], chat=False)]
         start_messages = self._prompt(prompt, tools)
         if isinstance(response, str):
-            check_string(response, "response")
+            _check_string(response, "response")
             response = [{"role": "assistant", "content": response}]
         elif not isinstance(response, list):
             raise DataError(f"the response is {short(response)}; expected a string or a list of chat messages.")
@@ -130,7 +141,7 @@ class Writer:
         if self.template is Template.plain:
             raise DataError("template=plain: chat messages need a chat template. Set template=auto.")
         if isinstance(value, str):
-            check_string(value, "conversation")
+            _check_string(value, "conversation")
         return self._sequences(Conversation(()), self._messages(value, tools), turns)
 
     def comparison(self, prompt: Any, chosen: Any, rejected: Any, tools: Any = None) -> tuple[Written, Written]:
@@ -152,29 +163,31 @@ class Writer:
                 f"chosen is {short(chosen)} and rejected is {short(rejected)}; expected two strings or two lists."
             )
         if not lists and prompt is None:
-            check_string(chosen, "chosen response")
-            check_string(rejected, "rejected response")
+            _check_string(chosen, "chosen response")
+            _check_string(rejected, "rejected response")
             if self.template is not Template.chat:
                 return self._dialogues(chosen, rejected, tools)
-            chosen, rejected, lists = dialogue_messages(chosen), dialogue_messages(rejected), True
+            chosen, rejected, lists = _dialogue_messages(chosen), _dialogue_messages(rejected), True
         if not lists or self.template is Template.plain:
             return self.response(prompt, chosen, tools)[0], self.response(prompt, rejected, tools)[0]
         start, *ends = self._parted(prompt, read_conversation(chosen, tools), read_conversation(rejected, tools))
-        one, other = (self._sequences(start, end, Turns.all)[0] for end in ends)
-        return one, other
+        first, second = (self._sequences(start, end, Turns.all)[0] for end in ends)
+        return first, second
 
     def _sequences(self, prompt: Conversation, rest: Conversation, turns: Turns) -> list[Written]:
         """Return the text of a prompt followed by messages, of which assistant turns are trained."""
-        whole = prompt.followed_by(rest)
-        answers = [turn for turn in whole.assistant_turns() if turn >= len(prompt)]
+        conversation = prompt.followed_by(rest)
+        answers = [turn for turn in conversation.assistant_turns() if turn >= len(prompt)]
         if turns is Turns.last:
             answers = answers[-1:]
-        trained = [turn for turn in answers if turn not in whole.untrained]
+        trained = [turn for turn in answers if turn not in conversation.untrained]
         if not trained:
             raise DataError("the conversation has no assistant message to train on.")
         if turns is Turns.each:
-            return [Written(self.renderer.segments(whole.up_to(turn + 1), [turn]), chat=True) for turn in trained]
-        return [Written(self.renderer.segments(whole, trained), chat=True)]
+            return [
+                Written(self.renderer.segments(conversation.up_to(turn + 1), [turn]), chat=True) for turn in trained
+            ]
+        return [Written(self.renderer.segments(conversation, trained), chat=True)]
 
     def _parted(self, prompt: Any, chosen: Conversation, rejected: Conversation) -> tuple[Conversation, ...]:
         """Return the prompt of two conversations, and the messages of each after it."""
@@ -206,10 +219,10 @@ class Writer:
     def _dialogues(self, chosen: str, rejected: str, tools: Any) -> tuple[Written, Written]:
         if self.prefix or self.suffix:
             raise DataError("prefix and suffix need a prompt column. Remove them, or set prompt_column.")
-        prompt = self._plain_prompt(common_prompt(chosen, rejected), tools)
+        prompt = self._plain_prompt(_common_prompt(chosen, rejected), tools)
         return (
-            Written(dialogue_segments(prompt, chosen), chat=False),
-            Written(dialogue_segments(prompt, rejected), chat=False),
+            Written(_dialogue_segments(prompt, chosen), chat=False),
+            Written(_dialogue_segments(prompt, rejected), chat=False),
         )
 
     def _is_chat(self, *values: Any) -> bool:
@@ -219,20 +232,20 @@ class Writer:
         )
 
     def _plain_prompt(self, value: Any, tools: Any) -> str:
-        check_string(value, "prompt")
+        _check_string(value, "prompt")
         unused = {"system": self.system, "template_options": self.options, "tools_column": read_tools(tools)}
-        for name, found in unused.items():
-            if found:
-                cure = ", or tools_column='' to ignore the tools" if name == "tools_column" else f", or remove {name}"
+        for name, given in unused.items():
+            if given:
+                advice = ", or tools_column='' to ignore the tools" if name == "tools_column" else f", or remove {name}"
                 raise DataError(
-                    f"{name} applies only to chat messages, and the prompt is plain text. Set template=chat{cure}."
+                    f"{name} applies only to chat messages, and the prompt is plain text. Set template=chat{advice}."
                 )
         return f"{self.prefix}{value}{self.suffix}"
 
     def _prompt(self, value: Any, tools: Any) -> Conversation:
         """Return the messages of a prompt."""
         if isinstance(value, str):
-            check_string(value, "prompt")
+            _check_string(value, "prompt")
             message = {"role": "user", "content": self.prefix + value + self.suffix}
             return self._with_system(Conversation((message,), read_tools(tools)))
         if not isinstance(value, list) or not value:
@@ -258,7 +271,7 @@ class Writer:
         return Conversation(({"role": "system", "content": self.system},), conversation.tools).followed_by(conversation)
 
 
-def check_string(value: Any, what: str) -> None:
+def _check_string(value: Any, what: str) -> None:
     """Check that a value is a string, and not the printed form of chat messages.
 
     Raises:
@@ -268,3 +281,54 @@ def check_string(value: Any, what: str) -> None:
         hint = " Set template=auto for a list of messages." if isinstance(value, list) else ""
         raise DataError(f"the {what} is {short(value)}; expected a string.{hint}")
     check_text(value, f"the {what}")
+
+
+_ASSISTANT = "\n\nAssistant:"
+_TURN = re.compile(r"\n\n(Human|Assistant):")
+
+
+def _common_prompt(chosen: str, rejected: str) -> str:
+    """Return the common start of two dialogues, up to and including their last common `Assistant:`.
+
+    Raises:
+        DataError: they have no common turn of the assistant.
+    """
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False))
+    common = chosen[: sum(1 for _ in same)]
+    end = common.rfind(_ASSISTANT)
+    if end < 0:
+        raise DataError(
+            f"there is no prompt column, and chosen and rejected have no common {_ASSISTANT!r}, at which a prompt "
+            "would end. Set prompt_column."
+        )
+    return common[: end + len(_ASSISTANT)]
+
+
+def _dialogue_segments(prompt: str, text: str) -> list[Segment]:
+    """Return a dialogue, split into the prompt that it begins with, the assistant turns after it, and the rest."""
+    segments = [Segment(prompt)]
+    begin, trained = len(prompt), True
+    for turn in _TURN.finditer(text, len(prompt)):
+        if turn[1] == "Human" and trained:
+            segments.append(Segment(text[begin : turn.start()], trained=True))
+            begin, trained = turn.start(), False
+        elif turn[1] == "Assistant" and not trained:
+            segments.append(Segment(text[begin : turn.end()]))
+            begin, trained = turn.end(), True
+    segments.append(Segment(text[begin:], trained))
+    return segments
+
+
+def _dialogue_messages(text: str) -> list[Message]:
+    """Return a dialogue as chat messages, without the whitespace around their contents.
+
+    Raises:
+        DataError: the text does not begin with a turn.
+    """
+    start, *turns = _TURN.split(text if text.startswith("\n\n") else f"\n\n{text}")
+    if start.strip() or not turns:
+        raise DataError("the text is not a dialogue: it must begin with 'Human:' or 'Assistant:'.")
+    roles = {"Human": "user", "Assistant": "assistant"}
+    return [
+        {"role": roles[name], "content": content.strip()} for name, content in zip(turns[::2], turns[1::2], strict=True)
+    ]

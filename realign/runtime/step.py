@@ -26,7 +26,7 @@ from realign.api.sampler import Sampler
 from realign.api.trace import TracedSequence
 from realign.data import Dataset
 from realign.data.dataset import content_hash
-from realign.data.decoded import DecodedSequence, decoded_row
+from realign.data.encoding import DecodedSequence, decoded_row
 from realign.runtime.calls import call, is_stale
 from realign.runtime.checks.known_answers import check_verifiers
 from realign.runtime.checks.launch import check_ready, open_interfaces, used_interfaces

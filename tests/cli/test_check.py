@@ -27,8 +27,8 @@ def test_distinct_warnings_are_counted_and_still_shown(caplog):
         warnings.simplefilter("always")
         for text in ("one", "two", "one"):
             warnings.warn(text, stacklevel=1)
-        logging.getLogger("realign.data.collect").warning("three %d", 3)
-        logging.getLogger("realign.data.collect").info("no warning")
+        logging.getLogger("realign.data.dataset").warning("three %d", 3)
+        logging.getLogger("realign.data.dataset").info("no warning")
         logging.getLogger("elsewhere").warning("of another package")
     assert set(shown) == {"one", "two", "three 3"}
     assert [str(w.message) for w in warned] == ["one", "two", "one"]

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from realign.api import SequenceSample
 from realign.data import AssistantMasks, PromptData, SupervisedData, Template, TooLong, Turns
-from realign.data.decoded import decoded_row
-from realign.data.templates import Ending
+from realign.data.encoding import Ending, decoded_row
 from realign.data.writer import Writer
 from realign.errors import ConfigError, DataError, SettingsError
 from tests.data.chat_templates import (
@@ -572,8 +571,7 @@ def test_packing_changes_nothing(rows, data):
     tokenizer = chat_tokenizer(CHATML)
     spec = SupervisedData("rows.jsonl")
     encoder = spec.encoder(tokenizer)
-    from realign.data.collect import collect
-    from realign.data.dataset import LoadReport
+    from realign.data.dataset import LoadReport, collect
     from realign.data.supervised import SupervisedDataset
 
     encoded = [encoder({"messages": row}) for row in rows]

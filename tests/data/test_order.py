@@ -1,3 +1,4 @@
+import json
 from collections import Counter
 
 import numpy as np
@@ -5,7 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realign.data import batch_indices, epoch_order
+from realign.data import PromptData, RowSource, Split, SupervisedData, TextData, batch_indices, epoch_order
+from realign.data.dataset import content_hash
+from realign.data.order import BLOCK, Mixture, SourceChoice
+from realign.errors import DataError, SettingsError
+from tests.data.text_tokenizer import make_tokenizer
 
 # Test jobs may run in parallel on one machine, so a slow example is not a failure.
 unhurried = settings(deadline=None)
@@ -81,3 +86,124 @@ def test_bad_sizes_are_named(bad):
     arguments = {"n": 3, "batch_prompts": 2, "step": 0, "seed": 0, "shuffle": True} | bad
     with pytest.raises(ValueError, match=rf"{next(iter(bad))}=.*: must be at least"):
         batch_indices(**arguments)
+
+
+@given(st.lists(st.floats(0.01, 10), min_size=1, max_size=5), st.integers(0, 3), st.integers(0, 3))
+def test_the_sources_of_a_block_have_their_share_and_ranks_count_earlier_places(weights, seed, block):
+    choice = SourceChoice(weights, seed)
+    found = [choice.of(place) for place in range((block + 1) * BLOCK)]
+    counts = Counter(source for source, _ in found[block * BLOCK :])
+    for source, weight in enumerate(weights):
+        assert abs(counts[source] - weight / sum(weights) * BLOCK) < 1 + 1e-9
+        assert [rank for s, rank in found if s == source] == list(range(sum(s == source for s, _ in found)))
+
+
+@given(st.integers(0, 4 * BLOCK), st.integers(0, 3))
+def test_the_source_of_a_place_does_not_depend_on_earlier_requests(place, seed):
+    fresh, used = SourceChoice([3, 1], seed), SourceChoice([3, 1], seed)
+    used.of(5 * BLOCK)
+    used.of(0)
+    assert fresh.of(place) == used.of(place)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.integers(1, 9), min_size=2, max_size=3), st.booleans(), st.integers(0, 2))
+def test_each_source_of_a_mixture_repeats_its_own_epochs(sizes, shuffle, seed):
+    mixture = Mixture(tuple("abc"[: len(sizes)]), tuple(sizes), tuple(float(i + 1) for i in range(len(sizes))))
+    found = mixture.order(seed, shuffle).rows(range(60))
+    assert len(set(found)) == 60
+    starts = np.cumsum([0, *sizes])
+    for source, n in enumerate(sizes):
+        own = [(epoch, row - starts[source]) for epoch, row in found if starts[source] <= row < starts[source + 1]]
+        for epoch in range(len(own) // n):
+            part = own[epoch * n : (epoch + 1) * n]
+            assert {e for e, _ in part} == {epoch}
+            assert sorted(row for _, row in part) == list(range(n))
+
+
+def test_any_places_of_a_mixture_are_those_of_the_whole_order():
+    mixture = Mixture(("a", "b"), (5, 3), (0.7, 0.3))
+    whole = mixture.order(1, True).rows(range(200))
+    assert mixture.order(1, True).rows([150, 3, 99]) == [whole[150], whole[3], whole[99]]
+    assert mixture.order(2, True).rows(range(200)) != whole
+
+
+def test_metrics_have_the_fraction_of_each_source():
+    order = Mixture(("a", "b"), (5, 3), (3.0, 1.0)).order(0, True)
+    assert order.metrics() == {}
+    order.rows(range(BLOCK))
+    assert order.metrics() == {"data/a/fraction": 0.75, "data/b/fraction": 0.25}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name, n in (("a", 4), ("b", 6)):
+        rows = [{"prompt": f"{name}{i}", "response": "x", "text": f"{name}{i} " * 4} for i in range(n)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+def test_sources_without_weights_are_one_dataset(folder):
+    both = [f"{folder}/a.jsonl", f"{folder}/b.jsonl"]
+    dataset = PromptData(both).load(make_tokenizer())
+    pattern = PromptData(f"{folder}/*.jsonl").load(make_tokenizer())
+    assert [row["prompt"] for row in dataset.rows] == [row["prompt"] for row in pattern.rows]
+    assert dataset.describe() == "10 rows: a.jsonl 4, b.jsonl 6"
+    assert pattern.describe() == "10 rows"
+    assert dataset.order(0, True).rows(range(25)) == pattern.order(0, True).rows(range(25))
+
+
+def test_a_weighted_mixture_draws_rows_by_weight(folder):
+    sources = [RowSource(f"{folder}/a.jsonl", weight=0.7), RowSource(f"{folder}/b.jsonl", weight=0.3, limit=2)]
+    data = SupervisedData(sources)
+    assert data.describe_source() == f"{folder}/a.jsonl (weight 0.7), {folder}/b.jsonl (weight 0.3)"
+    dataset = data.load(make_tokenizer())
+    assert dataset.describe() == "6 rows: a.jsonl 4 (weight 0.7), b.jsonl 2 (weight 0.3)"
+    rows = dataset.order(0, True).rows(range(1000))
+    assert abs(sum(row < 4 for _, row in rows) - 700) <= 20
+    assert len(dataset.sample(rows[:50]).ids) == 50
+
+
+def test_weights_and_sizes_are_part_of_the_content_hash(folder):
+    def digest(a, b):
+        sources = [RowSource(f"{folder}/a.jsonl", weight=a), RowSource(f"{folder}/b.jsonl", weight=b)]
+        return content_hash(PromptData(sources).load(make_tokenizer()))
+
+    assert digest(1, 2) == digest(1, 2) != digest(2, 1)
+
+
+def test_parts_are_taken_from_each_source_and_dropped_rows_do_not_count(folder):
+    both = [RowSource(f"{folder}/a.jsonl", weight=1), RowSource(f"{folder}/b.jsonl", weight=1)]
+    dataset = PromptData(both, split=Split(0, [1, 1])).load(make_tokenizer())
+    assert dataset.mixture.sizes == (2, 3)
+    with (folder / "a.jsonl").open("a") as file:
+        file.write(json.dumps({"prompt": "long " * 20}) + "\n")
+    assert PromptData(both, max_prompt_tokens=20).load(make_tokenizer()).mixture.sizes == (4, 6)
+    (folder / "b.jsonl").write_text(json.dumps({"prompt": "long " * 20}) + "\n")
+    with pytest.raises(DataError, match=r"no row is left of .*b\.jsonl\. Remove this source, or relax the filters"):
+        PromptData(both, max_prompt_tokens=20).load(make_tokenizer())
+
+
+def test_texts_of_several_sources_are_cut_separately(folder):
+    sources = [RowSource(f"{folder}/a.jsonl", weight=1), RowSource(f"{folder}/b.jsonl", weight=3)]
+    dataset = TextData(sources, block_tokens=4).load(make_tokenizer())
+    alone = [TextData(source.path, block_tokens=4).load(make_tokenizer()) for source in sources]
+    assert dataset.mixture.sizes == tuple(map(len, alone))
+
+
+def test_sources_with_the_same_name_have_different_metrics(folder):
+    (folder / "c").mkdir()
+    (folder / "c" / "a.jsonl").write_text(json.dumps({"prompt": "c"}) + "\n")
+    dataset = PromptData([f"{folder}/a.jsonl", f"{folder}/c/a.jsonl", RowSource(f"{folder}/b.jsonl", name="other")])
+    assert dataset.load(make_tokenizer()).mixture.names == ("a.jsonl", "a.jsonl_2", "other")
+
+
+def test_a_list_needs_sources_and_all_weights_or_none():
+    with pytest.raises(SettingsError, match=r"path=\[\]: must contain at least one source"):
+        PromptData([])
+    with pytest.raises(
+        SettingsError, match=r"path: the source 'b' has no weight, but others have\. Set weight for all"
+    ):
+        PromptData([RowSource("a", weight=1), "b"])
+    with pytest.raises(SettingsError, match="weight=0: must be above 0"):
+        RowSource("a", weight=0)

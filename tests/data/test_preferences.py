@@ -1,8 +1,21 @@
+import json
+
 import pytest
 import torch
 
-from realign.data import LabelKind, PreferenceData, SupervisedData, Template, TooLong
+from realign.data import (
+    LabelKind,
+    PreferenceData,
+    RatedPairs,
+    RewardedData,
+    SupervisedData,
+    Template,
+    TooLong,
+    UnpairedData,
+)
+from realign.data.encoding import decoded_row
 from realign.errors import DataError, SettingsError
+from tests.data.chat_templates import CHATML, REASONING, assistant, chat_tokenizer, system, tool, user
 from tests.data.text_tokenizer import BOS, EOS, WITH_BOS, characters, make_tokenizer
 
 
@@ -126,3 +139,276 @@ def test_bad_margins_and_settings_are_refused(write):
         PreferenceData(write(pair("1", "2", "")), append_eos=False).load(make_tokenizer())
     with pytest.raises(DataError, match="no column 'worse'"):
         PreferenceData(write(pair()), rejected_column="worse").load(make_tokenizer())
+
+
+PROMPT = "<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n"
+PAIR = [[(PROMPT, False), ("2<|im_end|>", True)], [(PROMPT, False), ("3<|im_end|>", True)]]
+
+
+@pytest.fixture
+def load(write):
+    def load(rows, chat_template=CHATML, kind=PreferenceData, **fields):
+        return kind(write(*rows), **fields).load(chat_tokenizer(chat_template))
+
+    return load
+
+
+def runs(dataset, row=0):
+    decoded = decoded_row(dataset.sample([(0, row)]), chat_tokenizer(None).decode)
+    return [[tuple(segment) for segment in sequence.segments] for sequence in decoded]
+
+
+def answers(dataset, row=0):
+    return [sequence[-1][0].removesuffix("<|im_end|>") for sequence in runs(dataset, row)]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": [user("1+1=")], "chosen": [assistant("2")], "rejected": [assistant("3")]},
+        {"prompt": "1+1=", "chosen": [assistant("2")], "rejected": [assistant("3")]},
+        {"chosen": [user("1+1="), assistant("2")], "rejected": [user("1+1="), assistant("3")]},
+        {"prompt": "1+1=", "chosen": [user("1+1="), assistant("2")], "rejected": [user("1+1="), assistant("3")]},
+        {
+            "prompt": [user("1+1=")],
+            "chosen": [user("1+1="), assistant("2")],
+            "rejected": [user("1+1="), assistant("3")],
+        },
+        {"prompt": [user("1+1=")], "chosen": "2", "rejected": "3"},
+        {"prompt": "1+1=", "chosen": [[assistant("2")]], "rejected": [[assistant("3")]]},
+        {
+            "chosen": [{"from": "human", "value": "1+1="}, {"from": "gpt", "value": "2"}],
+            "rejected": [user("1+1="), assistant("3")],
+        },
+    ],
+    ids=[
+        "conversational with explicit prompt",
+        "string prompt",
+        "implicit prompt",
+        "UltraFeedback",
+        "prompt repeated in both",
+        "string responses",
+        "several",
+        "ShareGPT",
+    ],
+)
+def test_message_lists_are_the_same_pair_in_every_layout(load, row):
+    dataset = load([row])
+    assert runs(dataset) == PAIR
+    assert dataset.sample([(0, 0)])["labels"].tolist() == [1, 0]
+
+
+def test_the_common_start_of_both_conversations_is_the_prompt_and_is_not_trained(load):
+    start = [system("be brief"), user("a"), assistant("b"), user("c")]
+    chosen, rejected = [*start, assistant("d")], [*start, assistant("e"), user("f"), assistant("g")]
+    first, second = runs(load([{"chosen": chosen, "rejected": rejected}]))
+    assert [text for text, on in first if on] == ["d<|im_end|>"]
+    assert [text for text, on in second if on] == ["e<|im_end|>", "g<|im_end|>"]
+    assert first[0] == second[0]
+    assert "b<|im_end|>" in first[0][0]
+
+
+def test_a_conversation_that_continues_the_other_one_shares_its_prompt(load):
+    chosen = [user("a"), assistant("b")]
+    assert answers(load([{"chosen": chosen, "rejected": [*chosen, user("c"), assistant("d")]}]))[0] == "b"
+
+
+def test_a_column_prompt_can_be_ignored(load):
+    row = {"prompt": "other", "chosen": [user("1+1="), assistant("2")], "rejected": [user("1+1="), assistant("3")]}
+    with pytest.raises(DataError, match=r"line 1: the prompt 'other' is not a user message .* Set prompt_column=''"):
+        load([row])
+    assert runs(load([row], prompt_column="")) == PAIR
+
+
+def test_equal_conversations_are_dropped_and_counted(load):
+    same = {"chosen": [user("1+1="), assistant("2")], "rejected": [user("1+1="), assistant("2")]}
+    other = {"chosen": [user("1+1="), assistant("2")], "rejected": [user("1+1="), assistant("3")]}
+    dataset = load([same, other])
+    assert (len(dataset), dataset.report.rows_dropped) == (1, {"chosen equals rejected": 1})
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"chosen": [user("a"), assistant("b")], "rejected": [user("c"), assistant("d")]}, "have 0 messages in common"),
+        (
+            {"chosen": [user("a"), assistant("b"), user("c")], "rejected": [user("a"), assistant("b"), user("d")]},
+            "have 2 messages in common, after which both must continue with an assistant message",
+        ),
+        (
+            {"prompt": [user("x")], "chosen": [user("a"), assistant("b")], "rejected": [user("a"), assistant("c")]},
+            "must begin with the messages of the prompt, or with an answer",
+        ),
+        ({"chosen": "a", "rejected": [assistant("b")]}, "expected two strings or two lists"),
+        ({"chosen": "a b", "rejected": "a c"}, r"no common '\\n\\nAssistant:'.* Set prompt_column"),
+        ({"prompt": "a", "chosen": repr([assistant("b")]), "rejected": "c"}, "is the text of chat messages"),
+        ({"prompt": "a", "chosen": {"role": "assistant", "content": "b"}, "rejected": "c"}, "expected a string"),
+    ],
+)
+def test_responses_without_a_common_prompt_are_an_error(load, row, message):
+    with pytest.raises(DataError, match=f"line 1: .*{message}"):
+        load([row])
+
+
+# --- HH-RLHF ---
+
+HH = {
+    "chosen": "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant: d",
+    "rejected": "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant: e",
+}
+
+
+def test_the_prompt_of_a_dialogue_ends_at_the_last_common_assistant(load):
+    prompt = "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant:"
+    assert runs(load([HH])) == [[(prompt, False), (" d<|im_end|>", True)], [(prompt, False), (" e<|im_end|>", True)]]
+
+
+def test_later_human_turns_of_a_dialogue_are_not_trained(load):
+    longer = {**HH, "rejected": "\n\nHuman: a\n\nAssistant: x\n\nHuman: y\n\nAssistant: z"}
+    with pytest.warns(UserWarning, match="Only the last turn of a conversation gets EOS"):
+        first, second = runs(load([longer]))
+    prompt = ("\n\nHuman: a\n\nAssistant:", False)
+    assert first == [prompt, (" b", True), ("\n\nHuman: c\n\nAssistant:", False), (" d<|im_end|>", True)]
+    assert second == [prompt, (" x", True), ("\n\nHuman: y\n\nAssistant:", False), (" z<|im_end|>", True)]
+
+
+def test_a_dialogue_can_be_formatted_with_the_chat_template(load):
+    turns = [user("a"), assistant("b"), user("c")]
+    messages = {"chosen": [*turns, assistant("d")], "rejected": [*turns, assistant("e")]}
+    assert runs(load([HH], template=Template.chat)) == runs(load([messages]))
+    with pytest.raises(DataError, match="the text is not a dialogue"):
+        load([{"chosen": "a", "rejected": "b"}], template=Template.chat)
+    with pytest.raises(DataError, match="prefix and suffix need a prompt column"):
+        load([HH], prefix="a")
+
+
+# --- ratings ---
+
+RATED = {"prompt": "1+1=", "responses": ["2", "3", "4", "5"], "scores": [7, 9.5, 1, 7]}
+
+
+def test_rated_responses_give_the_best_and_the_worst_as_a_pair(load):
+    dataset = load([RATED])
+    sample = dataset.sample([(0, 0)])
+    assert answers(dataset) == ["3", "4"]
+    assert (sample["labels"].tolist(), sample["margins"].tolist()) == ([1, 0], [8.5, 8.5])
+
+
+def test_rated_responses_can_give_all_pairs_with_different_ratings(load):
+    dataset = load([RATED], rated_pairs=RatedPairs.all)
+    found = answers(dataset)
+    assert list(zip(found[::2], found[1::2], strict=True)) == [
+        ("3", "2"),
+        ("3", "5"),
+        ("3", "4"),
+        ("2", "4"),
+        ("5", "4"),
+    ]
+    assert dataset.sample([(0, 0)])["margins"].tolist() == [2.5, 2.5, 2.5, 2.5, 8.5, 8.5, 6, 6, 6, 6]
+
+
+def test_objects_with_a_response_and_a_score_are_recognized_as_in_ultrafeedback(load):
+    completions = [
+        {"response": r, "overall_score": s, "model": "m"}
+        for r, s in zip(RATED["responses"], RATED["scores"], strict=True)
+    ]
+    row = {"source": "x", "instruction": "1+1=", "completions": completions}
+    assert runs(load([row])) == runs(load([RATED]))
+    fields = {"responses_column": "completions.*.response", "labels_column": "completions.*.overall_score"}
+    assert runs(load([row], **fields)) == runs(load([RATED]))
+    assert load([RATED], kind=lambda path: PreferenceData(path, kind="scalar_rating")).labels.tolist() == [7, 9.5, 1, 7]
+
+
+def test_rated_responses_may_be_messages(load):
+    row = {"prompt": [user("1+1=")], "responses": [[assistant("2")], [assistant("3")]], "ratings": [2, 1]}
+    assert runs(load([row])) == PAIR
+
+
+def test_equal_ratings_are_dropped_and_bad_ones_are_an_error(load):
+    dataset = load([RATED, {**RATED, "scores": [1, 1, 1, 1]}])
+    assert dataset.report.rows_dropped == {"all responses have the same rating": 1}
+    with pytest.raises(DataError, match=r"line 1: the labels are \[1, None\]; expected 2 finite numbers"):
+        load([{"prompt": "a", "responses": ["b", "c"], "scores": [1, None]}])
+    with pytest.raises(DataError, match=r"prompt_column='': responses with labels need a prompt"):
+        load([RATED], prompt_column="")
+    with pytest.raises(SettingsError, match="responses_column='a': conflicts with chosen_column"):
+        PreferenceData("rows.jsonl", responses_column="a", chosen_column="b")
+    with pytest.raises(SettingsError, match=r"chosen_column='prompt\.chosen': it is part of prompt_column='prompt'"):
+        PreferenceData("rows.jsonl", prompt_column="prompt", chosen_column="prompt.chosen")
+
+
+def test_chosen_and_rejected_come_before_rated_responses(load):
+    assert answers(load([{**RATED, "chosen": "6", "rejected": "7"}])) == ["6", "7"]
+    assert answers(load([{**RATED, "chosen": "6", "rejected": "7"}], responses_column="responses")) == ["3", "4"]
+
+
+# --- tools, reasoning ---
+
+
+def test_tools_and_tool_turns_of_responses_are_rendered(load):
+    schema = {"type": "function", "function": {"name": "add", "parameters": {}}}
+    call = {"role": "assistant", "tool_calls": [{"name": "add", "arguments": {"a": 1}}]}
+    row = {"prompt": [user("1")], "chosen": [call, tool("2"), assistant("3")], "rejected": [assistant("4")]}
+    first, second = runs(load([{**row, "tools": [schema]}]))
+    assert [on for _, on in first] == [False, True, False, True]
+    assert json.dumps(schema) in second[0][0]
+
+
+def test_reasoning_of_the_prompt_is_shown_as_in_generation(load):
+    start = [user("a"), assistant("b", reasoning_content="why"), user("c")]
+    row = {"prompt": start, "chosen": [assistant("d", reasoning_content="so")], "rejected": [assistant("e")]}
+    first, second = runs(load([row], REASONING))
+    assert first[-1] == ("<think>\nso\n</think>\n\nd<|im_end|>", True)
+    assert "why" not in first[0][0]
+    assert second[0] == first[0]
+
+
+# --- unpaired ---
+
+
+@pytest.mark.parametrize("response", ["completion", "response"])
+@pytest.mark.parametrize(("prompt", "answer"), [("1+1=", "2"), ([user("1+1=")], [assistant("2")])])
+def test_unpaired_responses_have_one_label_each(load, write, prompt, answer, response):
+    rows = [{"prompt": prompt, response: answer, "label": label} for label in (True, False, 1, 0)]
+    dataset = load(rows, kind=UnpairedData)
+    sample = dataset.sample([(0, 3), (0, 0)])
+    assert dataset.keys == ("input_ids", "prompt_mask", "loss_mask", "labels")
+    assert sample.keys == set(dataset.keys)
+    assert sample["labels"].tolist() == [0, 1]
+    assert sample["labels"].dtype == torch.float32
+    supervised = SupervisedData(write(*rows)).load(chat_tokenizer(CHATML)).sample([(0, 3), (0, 0)])
+    for key in supervised.keys:
+        assert torch.equal(sample[key], supervised[key])
+
+
+def test_rewarded_responses_have_one_number_each(load):
+    rows = [{"prompt": "a", "response": "b", "reward": reward} for reward in (0.5, -2, "1e1", True)]
+    dataset = load(rows, kind=RewardedData)
+    sample = dataset.sample([(0, 1), (0, 0), (0, 2), (0, 3)])
+    assert dataset.keys == ("input_ids", "prompt_mask", "loss_mask", "rewards")
+    assert sample.keys == set(dataset.keys)
+    assert sample["rewards"].tolist() == [-2, 0.5, 10, 1]
+    assert sample["rewards"].dtype == torch.float32
+    assert load([{"prompt": "a", "response": "b", "score": 3}], kind=RewardedData, label_column="score").labels == [3]
+
+
+@pytest.mark.parametrize("reward", [None, "good", "nan", float("inf"), [1]])
+def test_rewards_that_are_not_finite_numbers_are_an_error(load, reward):
+    with pytest.raises(DataError, match=r"line 1: .*the reward is .*; expected a finite number"):
+        load([{"prompt": "a", "completion": "b", "reward": reward}], kind=RewardedData)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "a", "completion": "b", "label": None}, "the label is None; expected true or false"),
+        ({"prompt": "a", "completion": "b", "label": "good"}, "the label is 'good'; expected true or false"),
+        ({"prompt": "a", "completion": "b"}, "no column 'label'"),
+        ({"prompt": "a", "completion": "b", "response": "c", "label": 1}, "Set response_column"),
+    ],
+)
+def test_unpaired_rows_that_are_incomplete_are_an_error(load, row, message):
+    with pytest.raises(DataError, match=f"line 1: .*{message}"):
+        load([row], kind=UnpairedData)
+    with pytest.raises(SettingsError, match="it is part of prompt_column='a'"):
+        UnpairedData("rows.jsonl", prompt_column="a", response_column="a.b")

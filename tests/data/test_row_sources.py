@@ -14,20 +14,8 @@ from hypothesis import strategies as st
 from realign.config.construct import build, fill
 from realign.config.errors import ConfigError
 from realign.config.experiment import as_node
-from realign.data import (
-    DataSpec,
-    PreferenceData,
-    PromptData,
-    RowSource,
-    Split,
-    UnpairedData,
-    arrow_files,
-    read_rows,
-    row_files,
-    text_files,
-)
-from realign.data.file_formats import recognize
-from realign.data.row_files import Cursor
+from realign.data import DataSpec, PreferenceData, PromptData, RowSource, Split, Table, UnpairedData, files, read_rows
+from realign.data.files import Cursor, recognize
 from realign.errors import DataError, SettingsError
 from tests.data.text_tokenizer import make_tokenizer
 
@@ -217,7 +205,7 @@ def test_two_columns_with_one_name_are_an_error(tmp_path, suffix):
 
 @pytest.mark.parametrize("suffix", ["parquet", "arrow", "jsonl.gz", "json.gz"])
 def test_a_small_file_with_giant_rows_is_refused(tmp_path, suffix, monkeypatch):
-    monkeypatch.setattr(row_files, "LARGEST_ROW", 2**20)
+    monkeypatch.setattr(files, "LARGEST_ROW", 2**20)
     path, cells = tmp_path / f"rows.{suffix}", ["x" * 50_000]
     if "gz" in suffix:
         rows = [{"prompt": cells[0]}] * 2000
@@ -234,8 +222,7 @@ def test_a_small_file_with_giant_rows_is_refused(tmp_path, suffix, monkeypatch):
 
 @pytest.mark.parametrize("suffix", ["parquet", "arrow", "jsonl", "jsonl.gz", "csv"])
 def test_a_row_above_the_limit_is_named(tmp_path, suffix, monkeypatch):
-    for module in (row_files, arrow_files, text_files):
-        monkeypatch.setattr(module, "LARGEST_ROW", 2**20)
+    monkeypatch.setattr(files, "LARGEST_ROW", 2**20)
     path, cells = tmp_path / f"rows.{suffix}", ["x", "x" * (2**20 + 1), "x"]
     if suffix in ("parquet", "arrow"):
         table = pyarrow.table({"prompt": cells})
@@ -347,7 +334,7 @@ def test_a_format_is_recognized_by_the_content(tmp_path):
     content = write_jsonl(tmp_path / "rows.jsonl", ROWS).read_bytes()
     for name in ("rows.csv", "rows.txt", "rows", "rows.parquet"):
         (tmp_path / name).write_bytes(content)
-        assert type(recognize(tmp_path / name)).__name__ == "JsonLines"
+        assert type(recognize(tmp_path / name)).__name__ == "JsonLinesFile"
     (tmp_path / "list.jsonl").write_text(json.dumps(ROWS, indent=1))
     assert list(read_rows(tmp_path / "list.jsonl").rows) == ROWS
 
@@ -435,3 +422,47 @@ def test_a_source_is_built_from_plain_values_and_wrong_keys_are_named():
         fill(PromptData, {"path": [{"path": "b", "weight": -1}]}, "data")
     with pytest.raises(ConfigError, match=r"data\.path: the source 'b' has no weight"):
         fill(PromptData, {"path": [{"path": "a", "weight": 1}, "b"]}, "data")
+
+
+def parts(n, weights, seed=0):
+    table = Table("all.jsonl", [{"n": i} for i in range(n)], range(1, n + 1), "line")
+    return [Split(part, weights, seed).apply(table) for part in range(len(weights))]
+
+
+@given(st.integers(20, 200), st.lists(st.floats(1, 5), min_size=1, max_size=4), st.integers(0, 3))
+def test_parts_are_disjoint_and_together_the_whole(n, weights, seed):
+    found = [[row["n"] for row in part.rows] for part in parts(n, weights, seed)]
+    assert sorted(n for rows in found for n in rows) == list(range(n))
+    assert all(rows == sorted(rows) for rows in found)
+    for rows, weight in zip(found, weights, strict=True):
+        assert abs(len(rows) - weight / sum(weights) * n) <= 1
+
+
+def test_the_split_of_deepspeed_chat():
+    sft, reward, rl = parts(20, [2, 4, 4])
+    assert [len(part) for part in (sft, reward, rl)] == [4, 8, 8]
+    assert reward.where(0) == f"all.jsonl, line {reward.rows[0]['n'] + 1}"
+    assert [r["n"] for r in parts(20, [2, 4, 4], seed=1)[0].rows] != [r["n"] for r in sft.rows]
+
+
+def test_a_part_is_the_same_in_every_run_and_is_dealt_from_the_limited_rows(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": "a", "n": n}) + "\n" for n in range(30)))
+    first = PromptData(str(path), limit=10, split=Split(0, [1, 1])).load(make_tokenizer())
+    again = PromptData(str(path), limit=10, split=Split(0, [1, 1])).load(make_tokenizer())
+    other = PromptData(str(path), limit=10, split=Split(1, [1, 1])).load(make_tokenizer())
+    assert first.rows == again.rows
+    assert sorted(row["n"] for row in first.rows + other.rows) == list(range(10))
+    assert first.report.rows_read == 5
+    assert first.report.rows_dropped == {}
+
+
+def test_what_cannot_be_split_is_refused():
+    with pytest.raises(SettingsError, match=r"weights=\[1, 0\]: must be a list of positive, finite numbers"):
+        Split(0, [1, 0])
+    with pytest.raises(SettingsError, match=r"part=3: must be below the number of weights \(3\)"):
+        Split(3)
+    with pytest.raises(
+        DataError, match=r"all\.jsonl: split\.part=0 of split\.weights=\[1, 99\] contains none of 5 rows"
+    ):
+        parts(5, [1, 99])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from realign.data import PreferenceData, PromptData, RewardedData, RowSource, Split, SupervisedData, UnpairedData
 from realign.data.dataset import content_hash
-from realign.data.text_files import JsonLines
+from realign.data.files import JsonLinesFile
 from realign.errors import CheckpointError, DataError, SettingsError
 from realign.runtime.checkpoint.schema import ORDER
 from tests.data.text_tokenizer import make_tokenizer
@@ -162,14 +162,14 @@ def test_streamed_samples_equal_those_of_rows_in_memory(files, kind, settings):
 def test_only_the_rows_of_the_first_blocks_are_read_before_the_first_batch(tmp_path, monkeypatch):
     file = write(tmp_path / "rows.jsonl", [row(i) for i in range(500)])
     read = Counter()
-    plain = JsonLines.rows
+    plain = JsonLinesFile.rows
 
     def counted(self, cursor):
         for placed in plain(self, cursor):
             read["rows"] += 1
             yield placed
 
-    monkeypatch.setattr(JsonLines, "rows", counted)
+    monkeypatch.setattr(JsonLinesFile, "rows", counted)
     data = prompts(str(file), shuffle_buffer=16)
     data.check("data")
     dataset = data.load(TOKENIZER)

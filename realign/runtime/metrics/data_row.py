@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.text import Text
 
-from realign.data.decoded import DecodedSequence
+from realign.data.encoding import DecodedSequence
 from realign.rewards.text import shortened, visible
 
 LONGEST = 1000

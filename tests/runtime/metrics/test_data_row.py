@@ -4,7 +4,7 @@ import io
 import pytest
 from rich.console import Console
 
-from realign.data.decoded import DecodedSequence
+from realign.data.encoding import DecodedSequence
 from realign.data.rendering import Segment
 from realign.runtime.metrics.data_row import LONGEST, SEQUENCES, row_text, show_row
 

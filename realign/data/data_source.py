@@ -1,33 +1,29 @@
-"""Base classes of dataset configs: sources, columns, template and length limit."""
+"""Base classes of data nodes: `FileSource` reads rows, `DataSource` formats them, `ImageSource` adds their images."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from realign.data.collect import Collected, collect_tables
+from typing_extensions import override
+
 from realign.data.columns import Row, read_column
-from realign.data.dataset import Dataset, DataSpec, LoadReport, PackedDataset
+from realign.data.dataset import Collected, Dataset, DataSpec, LoadReport, PackedDataset, collect_tables
+from realign.data.encoding import Dropped, Ending, LengthLimit, RowEncoder, RowText, TooLong
 from realign.data.excerpt import Excerpt
-from realign.data.mixture import Mixture
-from realign.data.rendering import AssistantMasks
-from realign.data.row_sources import RowSource, as_sources, titles, weights_of
-from realign.data.rows import Dropped, LengthLimit, RowEncoder, RowText, TooLong
-from realign.data.source_stream import StreamSource
-from realign.data.split import Split
-from realign.data.streaming import StreamedDataset
-from realign.data.table import Table
-from realign.data.templates import Ending, Template
-from realign.data.writer import Writer
-from realign.errors import DataError, SettingsError, TransientError
+from realign.data.images import ImageLoader, RowImages
+from realign.data.order import Mixture
+from realign.data.rendering import AssistantMasks, Segment
+from realign.data.row_sources import RowSource, Split, Table, as_sources, titles
+from realign.data.streaming import StreamedDataset, StreamSource
+from realign.data.writer import Template, Writer, Written
+from realign.errors import ConfigError, DataError, SettingsError, TransientError
 from realign.settings import Count
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-_Text = TypeVar("_Text")
 
 
 @dataclass
@@ -60,15 +56,16 @@ class FileSource(DataSpec):
         shared = {"limit": self.limit, "split": split, "subset": self.subset, "revision": self.revision}
         return as_sources(self.path, shared)
 
+    @override
     def describe_source(self) -> str:
-        """See `DataSpec`."""
-        found = []
+        described = []
         for source in self.sources:
             name = ":".join(filter(None, (source.path, source.split)))
             weight = "" if source.weight is None else f" (weight {source.weight:g})"
-            found.append(f"{name}{weight}")
-        return ", ".join(found)
+            described.append(f"{name}{weight}")
+        return ", ".join(described)
 
+    @override
     def check(self, where: str) -> None:
         """Read the first row of each source to check that it exists and has the columns.
 
@@ -110,8 +107,8 @@ class FileSource(DataSpec):
             DataError: a source does not exist, is malformed or empty.
             TransientError: the hub is not reachable.
         """
-        found = [source.read() for source in self.sources]
-        return [self.split.apply(table) for table in found] if isinstance(self.split, Split) else found
+        tables = [source.read() for source in self.sources]
+        return [self.split.apply(table) for table in tables] if isinstance(self.split, Split) else tables
 
 
 def mixture_of(sources: Sequence[RowSource], sizes: Sequence[int]) -> Mixture | None:
@@ -125,7 +122,8 @@ def mixture_of(sources: Sequence[RowSource], sizes: Sequence[int]) -> Mixture | 
     for source, size in zip(sources, sizes, strict=True):
         if not size:
             raise DataError(f"no row is left of {source.path}. Remove this source, or relax the filters.")
-    return Mixture(titles(sources), tuple(sizes), weights_of(sources))
+    weights = tuple(source.weight for source in sources if source.weight is not None)  # all or none have one
+    return Mixture(titles(sources), tuple(sizes), weights or None)
 
 
 @dataclass
@@ -228,16 +226,17 @@ class DataSource(FileSource):
         return RowEncoder(tokenizer, write, self.length_limit(), self.ending(tokenizer))
 
     @property
+    @override
     def streams(self) -> bool:
-        """See `DataSpec`."""
         return self.streaming
 
+    @override
     def describe_source(self) -> str:
-        """See `DataSpec`."""
         return super().describe_source() + (
             f"; streamed, shuffled {self.shuffle_buffer:,} rows at a time" if self.streaming else ""
         )
 
+    @override
     def load(self, tokenizer: PreTrainedTokenizerBase) -> Dataset:
         """Read the rows and tokenize them; with `streaming`, prepare to read them.
 
@@ -249,16 +248,16 @@ class DataSource(FileSource):
         encoder = self.encoder(tokenizer)
         if self.streaming:
             names = titles(self.sources)
-            found = [
+            streams = [
                 StreamSource(name, source.files(streaming=True), source.weight)
                 for name, source in zip(names, self.sources, strict=True)
             ]
-            return StreamedDataset(found, encoder, self.pack, self.shuffle_buffer, keep_rows=self.keeps_rows)
+            return StreamedDataset(streams, encoder, self.pack, self.shuffle_buffer, keep_rows=self.keeps_rows)
         collected, report, sizes = collect_tables(self.tables(), encoder, keep_rows=self.keeps_rows)
         return self.pack(replace(collected, mixture=mixture_of(self.sources, sizes)), report)
 
     @abstractmethod
-    def pack(self, found: Collected, report: LoadReport) -> PackedDataset:
+    def pack(self, collected: Collected, report: LoadReport) -> PackedDataset:
         """Return encoded rows as a dataset."""
 
     def tools(self, row: Row) -> Any:
@@ -268,12 +267,107 @@ class DataSource(FileSource):
         return read_column(row, self.tools_column) if self.tools_column else None
 
 
-def each_row(table: Table, write: Callable[[int], _Text]) -> list[_Text]:
-    """Return `write(index)` for every row, and add the file and line to its `DataError`s."""
-    written = []
-    for index in range(len(table)):
+_IMAGE_TOKEN = "<|image_pad|>"
+"""Text of an image token, if the tokenizer defines no other."""
+
+
+@dataclass
+class ImageSource(DataSource):
+    """A file of rows that may have images (config node)."""
+
+    images_column: str | None = None
+    """Column with the images of the conversation: a list of paths, PIL images, or objects with `bytes` or `path`, one
+    for each image part of the messages, in order. null: rows have no images. Requires the extra `images`."""
+    image_folder: str = ""
+    """Folder of relative image paths; empty: the working directory."""
+    image_processor: str | None = None
+    """Folder or hub name of the image processor (preprocessor_config.json); null uses the folder of the tokenizer."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        others = {"image_folder": self.image_folder, "image_processor": self.image_processor}
+        if self.images_column is None:
+            if name := next((name for name, value in others.items() if value), None):
+                raise SettingsError(f"{name}={others[name]!r}: it is ignored without images_column. Set images_column.")
+            return
+        for name, wrong, valid in (
+            ("streaming", self.streaming, "false"),
+            ("too_long", self.too_long is TooLong.truncate_left and "truncate_left", "drop"),
+            ("template", self.template is Template.plain and "plain", "auto"),
+        ):
+            if wrong:
+                raise SettingsError(f"{name}={wrong}: incompatible with images_column. Set {name}={valid}.")
+
+    @property
+    @override
+    def has_images(self) -> bool:
+        return self.images_column is not None
+
+    @override
+    def encoder(self, tokenizer: PreTrainedTokenizerBase) -> RowEncoder:
+        """Return the conversion of rows to tokens and images.
+
+        Raises:
+            ConfigError: the image processor cannot be loaded.
+        """
+        encoder = super().encoder(tokenizer)
+        if (column := self.images_column) is None:
+            return encoder
+        loader, write = self._loader(tokenizer), encoder.write
+
+        def with_images(row: Row) -> RowText | Dropped:
+            text = write(row)
+            return text if isinstance(text, Dropped) else _with_image_tokens(row, column, text, loader)
+
+        return replace(encoder, write=with_images)
+
+    def _loader(self, tokenizer: PreTrainedTokenizerBase) -> ImageLoader:
         try:
-            written.append(write(index))
-        except DataError as error:
-            raise DataError(f"{table.where(index)}: {error}") from error
-    return written
+            import PIL  # noqa: F401
+        except ImportError as error:
+            raise ConfigError(
+                f"images_column={self.images_column}: images need Pillow. Install it with: pip install "
+                "'realign-rl[images]'"
+            ) from error
+        from transformers import AutoImageProcessor
+
+        path = self.image_processor or tokenizer.name_or_path
+        try:
+            processor = AutoImageProcessor.from_pretrained(path, trust_remote_code=False)
+            if not hasattr(processor, "merge_size"):
+                raise ValueError(f"{type(processor).__name__} does not merge patches")
+        except Exception as error:  # whatever transformers raises for a folder without a supported processor
+            raise ConfigError(
+                f"image_processor={path!r}: cannot load an image processor of the Qwen-VL families ({error}). Set it "
+                "to a folder with preprocessor_config.json."
+            ) from error
+        return ImageLoader(processor, getattr(tokenizer, "image_token", None) or _IMAGE_TOKEN, self.image_folder)
+
+
+def _with_image_tokens(row: Row, column: str, text: RowText, loader: ImageLoader) -> RowText:
+    """Return the text of a row with as many image tokens for each image as it has merged patches.
+
+    Raises:
+        DataError: an image cannot be read, or the number of images is not the number of image parts.
+    """
+    images = read_column(row, column)
+    sources = tuple(images) if isinstance(images, list | tuple) else () if images is None else (images,)
+    counts = [loader.tokens(source) for source in sources]
+    parts = [written.text.count(loader.token) for written in text.sequences]
+    if max(parts, default=0) != len(sources):
+        raise DataError(
+            f"the row has {len(sources)} images in column {column!r}, but its text has {max(parts, default=0)} "
+            f"image tokens ({loader.token}). Give each image an image part in the messages, and use a chat template "
+            "that renders them."
+        )
+    sequences = [written._replace(segments=_repeated(written, counts, loader.token)) for written in text.sequences]
+    return replace(text, sequences=sequences, images=RowImages(loader, sources))
+
+
+def _repeated(written: Written, counts: Sequence[int], token: str) -> list[Segment]:
+    remaining, segments = iter(counts), []
+    for segment in written.segments:
+        first, *others = segment.text.split(token)
+        expanded = first + "".join(token * next(remaining) + other for other in others)
+        segments.append(segment._replace(text=expanded))
+    return segments

@@ -1,4 +1,4 @@
-"""Read images, and split them into patches with the image processor of a model."""
+"""Images of rows: read them, and split them into patches with the image processor of a model."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _MOST_PIXELS = 2**26
 
 
 @dataclass(frozen=True, eq=False)
-class ImageReader:
-    """Reads images, and splits them into patches.
+class ImageLoader:
+    """Loads images, and splits them into patches.
 
     Attributes:
         processor: Image processor of transformers.
@@ -92,11 +92,11 @@ class RowImages:
     """The images of a row, which are read and split into patches each time that the row is drawn.
 
     Attributes:
-        reader: Reads the images.
+        loader: Loads the images.
         sources: The images, as in the row.
     """
 
-    reader: ImageReader
+    loader: ImageLoader
     sources: tuple[Any, ...]
 
     def patches(self) -> dict[str, Tensor]:
@@ -105,13 +105,10 @@ class RowImages:
         Raises:
             DataError: an image cannot be read.
         """
-        processor = self.reader.processor
+        processor = self.loader.processor
         if not self.sources:
             values = 3 * processor.temporal_patch_size * processor.patch_size**2
             return {PIXELS: torch.zeros(0, values), GRIDS: torch.zeros(0, 3, dtype=torch.int64)}
-        images = [self.reader.pixels(source) for source in self.sources]
-        found = processor(images, return_tensors="pt", input_data_format="channels_last")
-        return {PIXELS: found[PIXELS].float(), GRIDS: found[GRIDS].long()}
-
-
-__all__ = ["ImageReader", "RowImages"]
+        images = [self.loader.pixels(source) for source in self.sources]
+        processed = processor(images, return_tensors="pt", input_data_format="channels_last")
+        return {PIXELS: processed[PIXELS].float(), GRIDS: processed[GRIDS].long()}

@@ -1,7 +1,7 @@
 import pytest
 
-from realign.data.templates import Template, encode, start_tokens
-from realign.data.writer import Writer
+from realign.data.encoding import encode, start_tokens
+from realign.data.writer import Template, Writer
 from realign.errors import ConfigError, DataError
 from tests.data.text_tokenizer import (
     ASSISTANT,

@@ -1,31 +1,38 @@
-"""Convert a row of data to token sequences. The conversion depends on the row only, not on where it was read."""
+"""Turn rows into tokens within a length limit, and tokens back into text.
+
+The conversion depends only on the row, not on where it was read, so rows in memory and streamed rows become the same
+tokens.
+"""
 
 from __future__ import annotations
 
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from itertools import compress, islice
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+from torch import Tensor
 
 from realign.api.long_text import part_over
+from realign.api.sample import SequenceSample
 from realign.data.columns import Row
-from realign.data.image_files import RowImages
-from realign.data.templates import Ending, encode, start_tokens, started
+from realign.data.images import RowImages
+from realign.data.rendering import Segment
 from realign.data.writer import Written
-from realign.errors import DataError
+from realign.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 # Number of rows that are tokenized together.
 _CHUNK = 512
-_Result = TypeVar("_Result")
 
-EQUAL_PAIR = "chosen equals rejected"
+_EQUAL_PAIR = "chosen equals rejected"
 
 
 class TooLong(StrEnum):
@@ -219,17 +226,23 @@ class RowEncoder:
         """
         source = iter(rows)
         while chunk := list(islice(source, _CHUNK)):
-            written = [_placed(place, lambda row=row: self._written(row)) for place, row in chunk]  # type: ignore[misc]
+            written: list[RowText | Dropped] = []
+            for place, row in chunk:
+                with _named(place):
+                    written.append(self._written(row))
+            # One call for all texts of the chunk uses the threads of the tokenizer.
             texts = [
-                s.text for found in written if isinstance(found, RowText) for w in found.sequences for s in w.segments
+                s.text for text in written if isinstance(text, RowText) for w in text.sequences for s in w.segments
             ]
             ids = encode(self.tokenizer, texts)
-            for (place, _), found in zip(chunk, written, strict=True):
-                if isinstance(found, Dropped):
-                    yield found
+            for (place, _), text in zip(chunk, written, strict=True):
+                if isinstance(text, Dropped):
+                    yield text
                     continue
-                parts = [list(islice(ids, len(sequence.segments))) for sequence in found.sequences]
-                yield _placed(place, lambda found=found, parts=parts: self._encoded(found, parts))  # type: ignore[misc]
+                parts = [list(islice(ids, len(sequence.segments))) for sequence in text.sequences]
+                with _named(place):
+                    encoded = self._encoded(text, parts)
+                yield encoded
 
     def _written(self, row: Row) -> RowText | Dropped:
         text = self.write(row)
@@ -237,24 +250,24 @@ class RowEncoder:
 
     def _encoded(self, text: RowText, parts: list[list[list[int]]]) -> Encoded:
         sequences = [self._sequence(written, ids) for written, ids in zip(text.sequences, parts, strict=True)]
-        kept = [True] * len(sequences)
+        selected = [True] * len(sequences)
         if text.pairs:
-            kept = [a.ids != b.ids for a, b in zip(sequences[::2], sequences[1::2], strict=True) for _ in range(2)]
-            if not any(kept):
-                return Dropped(EQUAL_PAIR)
-        labels, margins = (tuple(compress(values, kept)) for values in (text.labels, text.margins))
-        row = EncodedRow(text.row, tuple(compress(sequences, kept)), labels, margins, images=text.images)
+            selected = [a.ids != b.ids for a, b in zip(sequences[::2], sequences[1::2], strict=True) for _ in range(2)]
+            if not any(selected):
+                return Dropped(_EQUAL_PAIR)
+        labels, margins = (tuple(compress(values, selected)) for values in (text.labels, text.margins))
+        row = EncodedRow(text.row, tuple(compress(sequences, selected)), labels, margins, images=text.images)
         return self.limit.fit(row)
 
     def _sequence(self, written: Written, parts: list[list[int]]) -> TokenSequence:
         start = [] if written.chat else self._start
         ids: list[int] = []
         trained = bytearray()
-        for place, (segment, part) in enumerate(zip(written.segments, parts, strict=True)):
-            if not place:
+        for index, (segment, part) in enumerate(zip(written.segments, parts, strict=True)):
+            if index == 0:
                 part = started(part, start)
             if segment.trained and self.end is not None:
-                part = self.end(part) if place == len(parts) - 1 else self._ended(part)
+                part = self.end(part) if index == len(parts) - 1 else self._ended(part)
             ids += part
             trained += bytes([segment.trained]) * len(part)
         if self.end is None and not ids:
@@ -279,9 +292,120 @@ class RowEncoder:
         return turn
 
 
-def _placed(place: str, convert: Callable[[], _Result]) -> _Result:
-    """Return `convert()`, and add the place of the row to its `DataError`s."""
+@contextmanager
+def _named(place: str) -> Iterator[None]:
+    """Add the place of a row to its `DataError`s."""
     try:
-        return convert()
+        yield
     except DataError as error:
         raise DataError(f"{place}: {error}") from error
+
+
+# Number of texts per tokenizer call: enough to use its threads, few enough to store as lists of Python ints.
+_BATCH = 2048
+
+
+@dataclass(frozen=True, eq=False)
+class Ending:
+    """Callable that ends a response with one EOS, and removes the whitespace that a chat template writes after it.
+
+    Raises:
+        ConfigError: `append_eos` is set, and the tokenizer has no EOS token.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    append_eos: bool = True
+    """Whether to end responses with EOS; false leaves them unchanged."""
+
+    def __post_init__(self) -> None:
+        if self.append_eos and self.tokenizer.eos_token_id is None:
+            raise ConfigError("append_eos=true: the tokenizer has no EOS token. Set append_eos=false.")
+
+    def __call__(self, response: list[int]) -> list[int]:
+        """Return the response with its ending."""
+        if not self.append_eos:
+            return response
+        eos = self.tokenizer.eos_token_id
+        if eos in response:
+            end = len(response) - response[::-1].index(eos)
+            if not self.tokenizer.decode(response[end:]).strip():
+                return response[:end]
+        return [*response, eos]
+
+
+def start_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the special tokens that the tokenizer adds before a text (often one BOS, or none).
+
+    Raises:
+        DataError: the tokenizer encodes a text differently with and without special tokens.
+    """
+    bare = tokenizer("x", add_special_tokens=False)["input_ids"]
+    full = tokenizer("x")["input_ids"]
+    for at in range(len(full) - len(bare) + 1):
+        if full[at : at + len(bare)] == bare:
+            return list(full[:at])
+    raise DataError(
+        f"{type(tokenizer).__name__} encodes 'x' as {bare} without special tokens, but as {full} with them. Use a "
+        "tokenizer that adds special tokens only before or after a text."
+    )
+
+
+def started(ids: list[int], start: Sequence[int]) -> list[int]:
+    """Return token ids with the `start` tokens before them, unless they begin with these."""
+    first = list(start)
+    return ids if ids[: len(first)] == first else first + ids
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], start: Sequence[int] = ()) -> Iterator[list[int]]:
+    """Yield the token ids of each text, after the `start` tokens unless it begins with them. Adds no other token."""
+    for begin in range(0, len(texts), _BATCH):
+        batch = tokenizer(
+            list(texts[begin : begin + _BATCH]),
+            add_special_tokens=False,
+            padding=False,
+            truncation=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,  # suppresses its warning about long texts; `LengthLimit` handles them
+        )
+        for ids in batch["input_ids"]:
+            yield started(ids, start)
+
+
+@dataclass(frozen=True)
+class DecodedSequence:
+    """The text of a sequence.
+
+    Attributes:
+        segments: Runs of tokens that are trained, or not, as text with special tokens.
+        label: Label or reward of the sequence; None without labels.
+    """
+
+    segments: list[Segment]
+    label: float | None = None
+
+
+def decoded_row(sample: SequenceSample, decode: Callable[..., str]) -> list[DecodedSequence]:
+    """Return the sequences of the first row of a sample as text; empty if the sample has no tokens.
+
+    Args:
+        sample: Rows with `input_ids` and `loss_mask`, or with `prompt_ids`.
+        decode: Method of the tokenizer.
+    """
+    row = sample.take(range(min(1, len(sample))))
+    if "prompt_ids" in row:
+        return [DecodedSequence([Segment(_text(ids, decode))]) for ids in row.sequences("prompt_ids")]
+    if not {"input_ids", "loss_mask"} <= row.keys:
+        return []
+    labels = next((row[key].tolist() for key in ("labels", "rewards") if key in row), [])
+    decoded = []
+    for index, (ids, loss) in enumerate(zip(row.sequences("input_ids"), row.sequences("loss_mask"), strict=True)):
+        changes = (loss[1:] != loss[:-1]).nonzero()[:, 0] + 1
+        runs = zip(ids.tensor_split(changes.tolist()), loss.tensor_split(changes.tolist()), strict=True)
+        segments = [Segment(_text(run, decode), bool(trained.any())) for run, trained in runs if len(run)]
+        decoded.append(DecodedSequence(segments, labels[index] if labels else None))
+    return decoded
+
+
+def _text(ids: Tensor, decode: Callable[..., str]) -> str:
+    return decode(ids, skip_special_tokens=False)
