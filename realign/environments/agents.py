@@ -25,7 +25,7 @@ from realign.environments.tools import ToolSources
 from realign.environments.turns import shortened
 from realign.errors import ConfigError
 from realign.rewards.pool.functions import is_async, load_object
-from realign.rewards.pool.limits import without_secrets
+from realign.rewards.pool.secrets import without_secrets
 
 START = Response("", (), 0, False)
 """The response that starts an agent."""

@@ -14,7 +14,7 @@ from typing import Any
 from realign.environments.concurrency import Slots
 from realign.environments.event_loops import BlockedLoops
 from realign.environments.results import Step
-from realign.rewards.text import visible
+from realign.text import visible
 
 logger = logging.getLogger(__name__)
 

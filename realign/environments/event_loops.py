@@ -17,7 +17,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, TypeAlias, TypeVar
 
 from realign.environments.failures import EnvironmentFailure
-from realign.rewards.text import log_file, visible
+from realign.text import log_file, visible
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from realign.errors import RewardError
-from realign.rewards.pool.failure_count import present_tally
-from realign.rewards.text import headline, log_file
+from realign.rewards.pool.pool import present_tally
+from realign.text import headline, log_file
 
 logger = logging.getLogger(__name__)
 

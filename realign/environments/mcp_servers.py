@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import quote
 
 from realign.errors import ConfigError
-from realign.rewards.pool.urls import check_url, filled, masked, masked_text
+from realign.rewards.pool.secrets import check_url, filled, masked, masked_text
 
 ServerTool = tuple[Mapping[str, Any], Callable[[dict[str, Any]], Awaitable[Any]]]
 """Schema of a tool in the format of OpenAI, and a function that calls it."""

@@ -11,8 +11,7 @@ import httpx2
 from realign.environments.calls import result_of
 from realign.environments.tools import Toolbox
 from realign.errors import ConfigError
-from realign.rewards.pool.functions import load_function
-from realign.rewards.pool.scopes import Scope, scope_of
+from realign.rewards.pool.functions import Scope, load_function, scope_of
 
 _LIMITS = ("context_length_exceeded", "max_calls_exceeded")
 """Errors of the endpoint that truncate an episode."""

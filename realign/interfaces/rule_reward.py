@@ -32,9 +32,9 @@ from realign.api.rewards import NAMED
 from realign.api.verifier import ANSWER
 from realign.errors import SettingsError
 from realign.interfaces.components.response_cut import Cut, ResponseCut, cut_responses, reward_keys
+from realign.rewards.pool.functions import Scope
 from realign.rewards.pool.limits import Limits, OpenFiles
 from realign.rewards.pool.pool import RewardPool, RewardResults
-from realign.rewards.pool.scopes import Scope
 from realign.rewards.terms import FunctionTerm, RewardTerm
 from realign.settings import Count, Fraction, NonNegative, NonNegativeInt, Positive
 

@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from realign.errors import ConfigError, SettingsError
+from realign.rewards.pool.functions import Prepared
 from realign.rewards.pool.http import LARGEST_ANSWER, Unreachable, reach
-from realign.rewards.pool.prepared import Prepared
-from realign.rewards.pool.urls import ALLOWED_VARIABLES, allowed_variables, check_url, masked
+from realign.rewards.pool.secrets import ALLOWED_VARIABLES, allowed_variables, check_url, masked
 from realign.rewards.terms import RewardTerm
-from realign.rewards.text import shortened, visible
 from realign.settings import Count, Finite, NonNegativeInt, Positive, Settings
+from realign.text import shortened, visible
 
 OPENAI_URL = "https://api.openai.com/v1"
 OPENAI_KEY = "OPENAI_API_KEY"

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from realign.rewards.pool.prepared import Prepared
+from realign.rewards.pool.functions import Prepared
 from realign.rewards.sandbox import Bubblewrap, ProgramLimits, SandboxMode, chosen_sandbox, runs_to_its_end
 from realign.rewards.terms import RewardTerm
 from realign.settings import Count, Positive

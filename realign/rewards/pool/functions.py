@@ -8,15 +8,84 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any, TypeAlias
 
 from realign.errors import ConfigError
 from realign.rewards.pool.http import HttpReward
-from realign.rewards.pool.scopes import ARGUMENTS, Scope, scope_of
+
+
+class Scope(StrEnum):
+    """How many responses a reward function scores in one call; the names of its arguments declare it."""
+
+    response = "response"
+    """One response: `(prompt, response, row) -> float | None`."""
+    group = "group"
+    """All responses to one prompt: `(prompt, responses, row) -> list[float | None]`."""
+    batch = "batch"
+    """All responses of the batch: `(prompts, responses, rows) -> list[float | None]`, one element per response."""
+
+
+ARGUMENTS: Mapping[Scope, tuple[str, ...]] = MappingProxyType(
+    {
+        Scope.response: ("prompt", "response", "row"),
+        Scope.group: ("prompt", "responses", "row"),
+        Scope.batch: ("prompts", "responses", "rows"),
+    }
+)
+"""Positional arguments of a reward function of each scope."""
+_PLURALS = {"prompts", "responses", "rows"}
+
+
+def scope_of(function: Any, name: str) -> Scope:
+    """Return the scope that the names of the function's arguments declare; other names mean one response.
+
+    Raises:
+        ConfigError: singular and plural names are mixed.
+    """
+    try:
+        names = tuple(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return Scope.response  # some functions written in C have no signature
+    declared = next((s for s in (Scope.group, Scope.batch) if names[:3] == ARGUMENTS[s]), None)
+    if declared is None and _PLURALS & set(names[:3]):
+        forms = ", ".join(f"({', '.join(arguments)}) for one {scope}" for scope, arguments in ARGUMENTS.items())
+        raise ConfigError(
+            f"reward function {name!r} takes ({', '.join(names)}). The names of the first three arguments declare what "
+            f"it scores: {forms}."
+        )
+    return declared or Scope.response
+
+
+class Prepared(ABC):
+    """Base class of reward functions that the pool prepares in the process of the run.
+
+    Workers receive the result as a pickle, so they must be able to import its class by the name of its module.
+    """
+
+    @abstractmethod
+    def prepared(self) -> Prepared:
+        """Return the function that the workers call.
+
+        Raises:
+            ConfigError: the machine lacks what the settings require.
+            TransientError: a server that the function needs does not accept connections.
+        """
+
+    @property
+    @abstractmethod
+    def note(self) -> str:
+        """What `prepared` found, for the launch table; empty for nothing to say."""
+
+    @abstractmethod
+    def __call__(self, prompt: str, response: str, row: dict[str, Any]) -> Any:
+        """Return the reward of one response, or None; can be an `async def`."""
+
 
 RewardFunction: TypeAlias = Callable[..., Any]
 """A function with the arguments of one `Scope`; `def` or `async def`."""

@@ -13,33 +13,33 @@ import os
 import pickle
 import sys
 import threading
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from itertools import groupby
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 from realign.errors import ConfigError, RewardError, TransientError
-from realign.rewards.pool.answers import Expected, FailureKind, Problem
-from realign.rewards.pool.failure_count import present_tally
 from realign.rewards.pool.functions import (
+    Prepared,
     RewardFunction,
+    Scope,
     check_function,
     is_async,
     load_function,
+    scope_of,
 )
 from realign.rewards.pool.http import HttpReward
-from realign.rewards.pool.items import Item
-from realign.rewards.pool.limits import Limits, limits_memory, secret_variables
-from realign.rewards.pool.prepared import Prepared
+from realign.rewards.pool.limits import Limits, limits_memory
 from realign.rewards.pool.processes import Answers, WorkerProcesses
-from realign.rewards.pool.scopes import Scope, item_of, members_of, scope_of
-from realign.rewards.pool.timeouts import patient
-from realign.rewards.pool.urls import masked
-from realign.rewards.pool.worker import Concurrency, answer, answer_concurrently
-from realign.rewards.text import headline, log_file
+from realign.rewards.pool.secrets import masked, secret_variables
+from realign.rewards.pool.worker import Concurrency, Expected, FailureKind, Item, Problem, answer, answer_concurrently
 from realign.settings import Count, Fraction, NonNegative, NonNegativeInt, Positive, checked
+from realign.text import headline, log_file
 
 logger = logging.getLogger(__name__)
 
@@ -361,3 +361,119 @@ def _pickled_function(function: Callable[..., Any], name: str) -> bytes:
     if b"__main__" in pickled and not hasattr(sys.modules["__main__"], "__file__"):
         raise ConfigError(f"reward function {name!r} is defined in an interactive session. Define it in a file.")
     return pickled
+
+
+def members_of(scope: Scope, n: int, groups: Sequence[int] | None) -> list[list[int]]:
+    """Return the indices of the responses that each call scores.
+
+    Args:
+        scope: scope of the function.
+        n: number of responses.
+        groups: number of the prompt of each response; None: each response has its own prompt.
+    """
+    if scope is Scope.batch:
+        return [list(range(n))] if n else []
+    if scope is Scope.group and groups is not None:
+        return [list(places) for _, places in groupby(range(n), key=groups.__getitem__)]
+    return [[i] for i in range(n)]
+
+
+def item_of(
+    scope: Scope,
+    places: Sequence[int],
+    prompts: Sequence[str],
+    responses: Sequence[str],
+    rows: Sequence[Mapping[str, Any]],
+) -> Item:
+    """Return the call that scores the responses at these indices."""
+    first = places[0]
+    if scope is Scope.response:
+        return Item((prompts[first], responses[first], dict(rows[first])))
+    texts, expected = [responses[i] for i in places], Expected(len(places), "response", gaps=True)
+    if scope is Scope.group:
+        return Item((prompts[first], texts, dict(rows[first])), expected)
+    return Item(([prompts[i] for i in places], texts, [dict(rows[i]) for i in places]), expected)
+
+
+class Tally:
+    """Counts the failures of the latest calls that together score one batch. Threads may share a tally."""
+
+    def __init__(self, parts: int) -> None:
+        """Create a tally for batches that are scored in `parts` calls."""
+        self.parts = parts
+        self._past: dict[Hashable, deque[int]] = {}
+
+    def add(self, failures: int, of: Hashable = None) -> None:
+        """Add the number of failures of a finished call of `of`, such as one of several reward functions."""
+        self._past.setdefault(of, deque(maxlen=max(0, self.parts - 1))).append(failures)
+
+    def failures(self, of: Hashable = None) -> int:
+        """Return the failures of the last `parts - 1` calls of `of`; the current call completes the batch."""
+        return sum(list(self._past.get(of, ())))
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count the pool calls of this thread as parts of a batch, inside this context."""
+        token = _PRESENT.set(self)
+        try:
+            yield
+        finally:
+            _PRESENT.reset(token)
+
+
+_PRESENT: ContextVar[Tally | None] = ContextVar("tally", default=None)
+
+
+def present_tally() -> Tally:
+    """Return the tally of the current context. Outside any context every call counts as a whole batch."""
+    return _PRESENT.get() or Tally(1)
+
+
+SILENT = (FailureKind.timeout, FailureKind.unreachable)
+
+
+def patient(
+    ask: Callable[[Sequence[Item]], Answers], items: Sequence[Item], *, name: str, patience_s: float, least: int
+) -> Answers:
+    """Yield the answers of `ask`, one per item; retry unreachable servers until `patience_s` is over.
+
+    Items that a server did not answer are sent again, since the server may recover. Items that timed out fail, since
+    the function may hang on them. After `patience_s` seconds without an answer, all remaining items fail.
+
+    Args:
+        ask: answers items; its generator may be closed early.
+        items: the items to answer.
+        name: name of the function, for messages.
+        patience_s: seconds without an answer after which the remaining items fail. An exception counts as an answer.
+        least: number of consecutive silent items required before giving up.
+    """
+    waiting = list(range(len(items)))
+    heard, silent, logged = time.monotonic(), 0, False
+    while waiting:
+        again: list[int] = []
+        last = Problem(FailureKind.unreachable, "")
+        with closing(ask([items[i] for i in waiting])) as answers:
+            for place, found in answers:
+                index, waiting[place] = waiting[place], -1
+                if not isinstance(found, Problem) or found.kind not in SILENT:
+                    heard, silent = time.monotonic(), 0
+                    yield index, found
+                    continue
+                if not logged and found.kind is FailureKind.unreachable:
+                    logged = True
+                    logger.warning(
+                        "%s. Unanswered items are retried for up to patience_s=%g s.", found.message, patience_s
+                    )
+                silent, last = silent + 1, found
+                if found.kind is FailureKind.timeout:
+                    yield index, found
+                else:
+                    again.append(index)
+                if silent >= least and time.monotonic() - heard > patience_s:
+                    break
+        waiting = [*again, *(i for i in waiting if i >= 0)]
+        if waiting and silent >= least and time.monotonic() - heard > patience_s:
+            why = f"no answer for patience_s={patience_s:g} s"
+            logger.warning("reward function %s: %s; %d of %d items get no reward.", name, why, len(waiting), len(items))
+            yield from ((i, Problem(last.kind, f"{last.message}; {why}")) for i in waiting)
+            return

@@ -19,12 +19,20 @@ from typing import TypeAlias
 from pebble import ProcessExpired, ProcessPool
 
 from realign.errors import RewardError
-from realign.rewards.pool.answers import Answer, Expected, FailureKind, Problem, checked_answers
-from realign.rewards.pool.items import Item
-from realign.rewards.pool.limits import Limits
-from realign.rewards.pool.memory_watch import KEPT, RETIRED
-from realign.rewards.pool.spawn import SpawnKept, SpawnWithoutMain
-from realign.rewards.pool.worker import Concurrency, answer_some, answer_some_async, start_worker
+from realign.rewards.pool.keeper import SpawnKept, SpawnWithoutMain
+from realign.rewards.pool.limits import KEPT, RETIRED, Limits
+from realign.rewards.pool.worker import (
+    Answer,
+    Concurrency,
+    Expected,
+    FailureKind,
+    Item,
+    Problem,
+    answer_some,
+    answer_some_async,
+    checked_answers,
+    start_worker,
+)
 
 logger = logging.getLogger(__name__)
 

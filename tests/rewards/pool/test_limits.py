@@ -6,8 +6,8 @@ import pytest
 
 from realign.errors import SettingsError
 from realign.rewards import FailureKind, RewardPool
-from realign.rewards.pool.limits import Limits, limit_process, secret_variables, without_secrets
-from realign.rewards.pool.memory_watch import MemoryWatch
+from realign.rewards.pool.limits import Limits, MemoryWatch, limit_process
+from realign.rewards.pool.secrets import secret_variables, without_secrets
 from realign.rewards.sandbox import SandboxMode
 from realign.rewards.unit_tests import UnitTestsFunction
 

@@ -18,11 +18,9 @@ import torch
 from realign.errors import ConfigError, SettingsError
 from realign.rewards import FailureKind, RewardError, RewardPool
 from realign.rewards.pool import processes
-from realign.rewards.pool.answers import Problem
-from realign.rewards.pool.failure_count import Tally
-from realign.rewards.pool.items import Item
+from realign.rewards.pool.pool import Tally
 from realign.rewards.pool.processes import _Todo
-from realign.rewards.pool.worker import answer
+from realign.rewards.pool.worker import Item, Problem, answer
 
 HERE = Path(__file__).parent
 CASES = f"{HERE / 'reward_cases.py'}:act"
