@@ -1,4 +1,9 @@
-"""Load a reward function by its name: `package.module:function`, `path/to/file.py:function`, or a URL."""
+"""What a reward function can be, and how it is loaded.
+
+A function scores one response, the responses to a prompt, or a batch (`Scope`); the names of its arguments say which.
+Its name is `package.module:function`, `path/to/file.py:function`, or a URL (`load_function`). A `Prepared` function
+examines the machine or its server once, before the run loads a model.
+"""
 
 from __future__ import annotations
 
@@ -141,18 +146,18 @@ def load_object(name: str, kind: str, forms: str) -> Any:
     if place.split(".")[0] in sys.stdlib_module_names and not place.endswith(".py"):
         raise ConfigError(f"{what} is in Python's standard library, which contains none. Nothing was imported.")
     module = _import_file(Path(place), what) if place.endswith(".py") else _import_module(place, what)
-    found: Any = module
+    value: Any = module
     for part in attribute.split("."):
-        if not hasattr(found, part):
-            own = getattr(found, "__name__", place)
+        if not hasattr(value, part):
+            own = getattr(value, "__name__", place)
             there = sorted(  # names defined in the module, without imported ones
                 n
-                for n, value in vars(found).items()
-                if callable(value) and not n.startswith("_") and getattr(value, "__module__", own) == own
+                for n, member in vars(value).items()
+                if callable(member) and not n.startswith("_") and getattr(member, "__module__", own) == own
             )
             raise ConfigError(f"{what}: {place!r} has no {part!r}; {_nearest(part, there)}")
-        found = getattr(found, part)
-    return found
+        value = getattr(value, part)
+    return value
 
 
 def is_async(function: Any) -> bool:
@@ -247,5 +252,5 @@ def _import_file(path: Path, what: str) -> ModuleType:
 def _nearest(name: str, there: Iterable[str]) -> str:
     names = list(there)
     near = difflib.get_close_matches(name, names, n=1)
-    found = f"found {', '.join(names[:12]) or 'nothing'}" + (", ..." if len(names) > 12 else "")
-    return f"{found}; did you mean {near[0]!r}?" if near else found
+    existing = f"found {', '.join(names[:12]) or 'nothing'}" + (", ..." if len(names) > 12 else "")
+    return f"{existing}; did you mean {near[0]!r}?" if near else existing

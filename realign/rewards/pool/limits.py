@@ -1,4 +1,4 @@
-"""Resource limits of the worker processes of the reward pool, and the environment variables they do not inherit.
+"""Resource limits of the worker processes of the reward pool, and the replacement of workers that leak memory.
 
 The limits contain accidents; they are no sandbox. `docs/security.md` lists what they do not prevent.
 """

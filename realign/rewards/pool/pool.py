@@ -275,24 +275,24 @@ class RewardPool:
         values: list[Any] = [None] * n
         failures: list[Failure] = []
         tally = present_tally()
-        whole, answered = tally.parts * n, 0
+        batch, answered = tally.parts * n, 0
         least = 2 * self._processes.workers if self._processes else 1
         asked = patient(self._answers, items, name=self.name, patience_s=self.patience_s, least=least)
         with closing(asked) as answers:
-            for index, found in answers:
+            for index, result in answers:
                 places = members[index]
                 answered += len(places)
-                if not isinstance(found, Problem):
-                    of_responses = found if self.scope is not Scope.response and isinstance(found, list) else None
+                if not isinstance(result, Problem):
+                    of_responses = result if self.scope is not Scope.response and isinstance(result, list) else None
                     for number, place in enumerate(places):
-                        values[place] = found if of_responses is None else of_responses[number]
+                        values[place] = result if of_responses is None else of_responses[number]
                     continue
-                message = found.message + self._withheld(found.message)
-                failures += [Failure(place, found.kind, message) for place in places]
+                message = result.message + self._withheld(result.message)
+                failures += [Failure(place, result.kind, message) for place in places]
                 self._show(failures[-1])
                 before = tally.failures(self)  # read now, since other parts of the batch may have finished
-                if before + len(failures) > self.max_failed_fraction * whole:
-                    raise self._too_many(failures, answered, n, before, whole)
+                if before + len(failures) > self.max_failed_fraction * batch:
+                    raise self._too_many(failures, answered, n, before, batch)
         tally.add(len(failures), self)
         return RewardResults(values, sorted(failures, key=lambda failure: failure.index))
 
@@ -322,12 +322,12 @@ class RewardPool:
             )
 
     def _too_many(
-        self, failures: Sequence[Failure], answered: int, n: int, before: int, whole: int
+        self, failures: Sequence[Failure], answered: int, n: int, before: int, batch: int
     ) -> RewardError | TransientError:
         """Return the error that stops the run. The log contains the first failure of each kind in full."""
         kinds = ", ".join(f"{kind.value} {count}" for kind, count in Counter(f.kind for f in failures).most_common())
         first = failures[0]
-        others = f", and on {before} of the other {whole - n} items of the batch" if whole > n else ""
+        others = f", and on {before} of the other {batch - n} items of the batch" if batch > n else ""
         unreachable = all(failure.kind is FailureKind.unreachable for failure in failures)
         return (TransientError if unreachable else RewardError)(
             f"reward function {self.name} failed on {len(failures)} of {answered} scored items ({kinds}; {n} items in "
@@ -341,14 +341,14 @@ class RewardPool:
             while start < len(items):
                 with self._alone:
                     self._runner = self._runner or asyncio.Runner()
-                    found_all = self._runner.run(answer_concurrently(self._function, items[start:], self._concurrency))
-                yield from enumerate(found_all, start)
-                start += len(found_all)
+                    results = self._runner.run(answer_concurrently(self._function, items[start:], self._concurrency))
+                yield from enumerate(results, start)
+                start += len(results)
             return
         for index, item in enumerate(items):
             with self._alone:
-                found = answer(self._function, item)
-            yield index, found
+                result = answer(self._function, item)
+            yield index, result
 
 
 def _pickled_function(function: Callable[..., Any], name: str) -> bytes:
@@ -396,7 +396,11 @@ def item_of(
 
 
 class Tally:
-    """Counts the failures of the latest calls that together score one batch. Threads may share a tally."""
+    """Counts the failures of the latest calls that together score one batch. Threads may share a tally.
+
+    The run stops when more than a fraction of a batch fails. If a batch is scored prompt by prompt, one bad row can
+    fail a whole call, which must not count as a whole batch.
+    """
 
     def __init__(self, parts: int) -> None:
         """Create a tally for batches that are scored in `parts` calls."""
@@ -429,7 +433,7 @@ def present_tally() -> Tally:
     return _PRESENT.get() or Tally(1)
 
 
-SILENT = (FailureKind.timeout, FailureKind.unreachable)
+_SILENT = (FailureKind.timeout, FailureKind.unreachable)
 
 
 def patient(
@@ -453,20 +457,20 @@ def patient(
         again: list[int] = []
         last = Problem(FailureKind.unreachable, "")
         with closing(ask([items[i] for i in waiting])) as answers:
-            for place, found in answers:
+            for place, result in answers:
                 index, waiting[place] = waiting[place], -1
-                if not isinstance(found, Problem) or found.kind not in SILENT:
+                if not isinstance(result, Problem) or result.kind not in _SILENT:
                     heard, silent = time.monotonic(), 0
-                    yield index, found
+                    yield index, result
                     continue
-                if not logged and found.kind is FailureKind.unreachable:
+                if not logged and result.kind is FailureKind.unreachable:
                     logged = True
                     logger.warning(
-                        "%s. Unanswered items are retried for up to patience_s=%g s.", found.message, patience_s
+                        "%s. Unanswered items are retried for up to patience_s=%g s.", result.message, patience_s
                     )
-                silent, last = silent + 1, found
-                if found.kind is FailureKind.timeout:
-                    yield index, found
+                silent, last = silent + 1, result
+                if result.kind is FailureKind.timeout:
+                    yield index, result
                 else:
                     again.append(index)
                 if silent >= least and time.monotonic() - heard > patience_s:

@@ -1,4 +1,7 @@
-"""URLs of reward and MCP servers: check them, keep credentials out of them, and hide credentials in messages."""
+"""Secrets: which environment variables and parts of URLs look like one, who may use them, and how messages hide them.
+
+Reward workers and programs of a model inherit no secret variable. A URL in a config must not contain a secret.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Code of a worker process of the reward pool: apply limits, call the reward function, check its return value.
+"""What a worker process of the reward pool does: apply limits, call the reward function, check what it returns.
 
-Imports only light modules, so that a worker starts as fast as the user's function allows.
+The process of the run checks the answers of a worker again (`checked_answers`), since a reward function shares its
+process with this code and can change it. Imports only light modules, so that a worker starts as fast as the user's
+function allows.
 """
 
 from __future__ import annotations
@@ -9,24 +11,19 @@ import asyncio
 import functools
 import gc
 import math
-import multiprocessing
-import os
 import pickle
 import signal
-import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
-from multiprocessing import connection
 from numbers import Real
 from typing import Any, NamedTuple, TypeAlias
 
 from realign.rewards.pool.functions import load_function
 from realign.rewards.pool.http import Unreachable
-from realign.rewards.pool.keeper import keeper_sentinels
 from realign.rewards.pool.limits import Limits, allow_cpu, limit_process, retire, watch
 from realign.rewards.pool.secrets import drop_secrets
 from realign.text import shortened, visible
@@ -91,16 +88,16 @@ def as_numbers(value: Any, expected: Expected) -> Answer:
     """Convert a list, a tuple, or a vector of numpy or torch to finite numbers, one per element."""
     if value is None:
         return None
-    found = value.tolist() if getattr(value, "ndim", None) == 1 else value
-    if not isinstance(found, list | tuple):
+    elements = value.tolist() if getattr(value, "ndim", None) == 1 else value
+    if not isinstance(elements, list | tuple):
         return _nonsense(value, "is not a list", str(expected))
-    if len(found) != expected.n:
-        return _nonsense(value, f"has {len(found)} elements", str(expected))
+    if len(elements) != expected.n:
+        return _nonsense(value, f"has {len(elements)} elements", str(expected))
     numbers: list[float | None] = []
-    for place, one in enumerate(found):
-        number = as_number(one)
+    for place, element in enumerate(elements):
+        number = as_number(element)
         if isinstance(number, Problem) or (number is None and not expected.gaps):
-            why = f"holds {one!r} for {expected.of} {place}, no number finite in float32"
+            why = f"holds {element!r} for {expected.of} {place}, no number finite in float32"
             return _nonsense(value, why, str(expected))
         numbers.append(number)
     return numbers
@@ -110,13 +107,13 @@ def as_number(value: Any) -> float | Problem | None:
     """Convert a number, or a scalar of numpy or torch, to a float that is finite in float32."""
     if value is None:
         return None
-    found = value
-    if hasattr(found, "item") and getattr(found, "ndim", None) == 0:  # numpy scalars, 0-d arrays and 0-d tensors
-        found = found.item()
-    if not isinstance(found, Real):
+    scalar = value
+    if hasattr(scalar, "item") and getattr(scalar, "ndim", None) == 0:  # numpy scalars, 0-d arrays and 0-d tensors
+        scalar = scalar.item()
+    if not isinstance(scalar, Real):
         return _nonsense(value, "is not a number")
     try:
-        number = float(found)
+        number = float(scalar)
     except OverflowError:
         number = math.inf
     if math.isnan(number) or abs(number) > _LARGEST:
@@ -130,45 +127,45 @@ def _nonsense(value: Any, why: str, expected: str = "float | None") -> Problem:
     return Problem(FailureKind.nonsense, f"returned {text} ({type(value).__name__}), which {why}; expected {expected}")
 
 
-def checked_answers(found: object, expected: Sequence[Expected]) -> list[Answer] | None:
+def checked_answers(returned: object, expected: Sequence[Expected]) -> list[Answer] | None:
     """Check what a worker returned for a chunk, since a reward function can change the code of its worker.
 
     Args:
-        found: value that the worker returned. Not trusted, so no method of it is called.
+        returned: value that the worker returned. Not trusted, so no method of it is called.
         expected: expected answer to each item of the chunk.
 
     Returns:
-        The answers to the first items of the chunk, at least one; invalid ones are failures. None if `found` is no
-        list of answers.
+        The answers to the first items of the chunk, at least one; invalid ones are failures. None if `returned` is
+        no list of answers.
     """
-    if type(found) is not list or not 0 < len(found) <= len(expected):
+    if type(returned) is not list or not 0 < len(returned) <= len(expected):
         return None
-    return [_checked(one, wanted) for one, wanted in zip(found, expected, strict=False)]
+    return [_checked(value, wanted) for value, wanted in zip(returned, expected, strict=False)]
 
 
-def _checked(found: Any, wanted: Expected) -> Answer:
-    if found is None:
+def _checked(value: Any, wanted: Expected) -> Answer:
+    if value is None:
         return None
-    if type(found) is Problem:
-        fields = vars(found)  # a forged object can lack a field, or contain another type
+    if type(value) is Problem:
+        fields = vars(value)  # a forged object can lack a field, or contain another type
         kind, message = fields.get("kind"), fields.get("message")
         if type(kind) is FailureKind and type(message) is str:
             return Problem(kind, message)
     elif wanted.n is None:
-        if _is_reward(found):
-            return float(found)
-    elif type(found) is list and len(found) == wanted.n and all(_is_reward(x) or _is_gap(x, wanted) for x in found):
-        return list(found)
+        if _is_reward(value):
+            return float(value)
+    elif (
+        type(value) is list
+        and len(value) == wanted.n
+        and all(_is_reward(x) or (x is None and wanted.gaps) for x in value)
+    ):
+        return list(value)
     expected = "one finite number" if wanted.n is None else f"a list of {wanted.n} finite numbers"
     return Problem(
         FailureKind.nonsense,
-        f"the worker returned an invalid answer ({type(found).__name__}); expected {expected}. The reward function "
+        f"the worker returned an invalid answer ({type(value).__name__}); expected {expected}. The reward function "
         "probably changes modules of realign.",
     )
-
-
-def _is_gap(value: object, wanted: Expected) -> bool:
-    return value is None and wanted.gaps
 
 
 def _is_reward(value: object) -> bool:
@@ -266,22 +263,13 @@ def _runner() -> asyncio.Runner:
 
 
 def start_worker(source: str | bytes, limits: Limits) -> None:
-    """Prepare a new worker: exit with the parent process, drop secrets, load the function, apply the limits."""
-    threading.Thread(target=_die_with_parent, daemon=True).start()
+    """Prepare a new worker: drop secrets, load the function, apply the limits."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     drop_secrets(limits.keep_environment)
     # Load the function now, so that its imports do not count against an item. If they fail, every item reports it.
     with suppress(Exception):
         resolve(source)
     limit_process(limits)
-
-
-def _die_with_parent() -> None:
-    """Exit when the run or the keeper of this worker is gone. The keeper then kills what the function started."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    connection.wait([parent.sentinel, *keeper_sentinels()])
-    os._exit(1)
 
 
 def answer_some(
