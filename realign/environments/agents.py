@@ -19,8 +19,8 @@ from functools import partial
 from typing import IO, Any
 
 from realign.api.environment import Environment, Response
+from realign.environments.calls import Step, finite_reward, five_values
 from realign.environments.loading import takes_seed
-from realign.environments.results import Step, finite_reward, five_values
 from realign.environments.tools import ToolSources
 from realign.environments.turns import shortened
 from realign.errors import ConfigError

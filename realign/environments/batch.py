@@ -12,10 +12,9 @@ from types import TracebackType
 from typing import Any, TypeAlias
 
 from realign.api.environment import Environment, Response
-from realign.environments.calls import Answer, Asker, Limits
+from realign.environments.calls import Answer, Asker, Limits, Step, begun, five_values
 from realign.environments.event_loops import LoopBlocked, LoopThread
 from realign.environments.loading import takes_seed, waits
-from realign.environments.results import Step, begun, five_values
 from realign.environments.turns import TurnWriter
 
 logger = logging.getLogger(__name__)

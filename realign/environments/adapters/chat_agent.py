@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from realign.api.environment import Response
-from realign.environments.adapters.packages import imported
+from realign.environments.adapters import imported
 from realign.environments.calls import result_of
 from realign.environments.loading import load_environment, takes_seed
 from realign.environments.turns import parted

@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from realign.api.environment import Response
-from realign.environments.adapters.packages import imported
+from realign.environments.adapters import imported
 
 LARGEST_ANSWER = 64 * 2**20
 """Bytes that a message of the server may have. Larger ones could fill the memory of the run; the episode fails."""

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from realign.api.environment import Response
-from realign.environments.adapters.packages import imported
+from realign.environments.adapters import imported
 
 _GLOBAL_RANDOM = threading.Lock()
 
