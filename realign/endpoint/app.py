@@ -14,9 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from realign.endpoint.answers import Answer
 from realign.endpoint.calls import Call, Caller
-from realign.endpoint.errors import ApiError
 from realign.endpoint.limits import (
     EndpointLimits,
     Guard,
@@ -27,8 +25,9 @@ from realign.endpoint.limits import (
     send_json,
     until_disconnected,
 )
+from realign.endpoint.requests import ApiError
+from realign.endpoint.responses import Answer, Delta, ResponseStream
 from realign.endpoint.sessions import Session, Sessions
-from realign.endpoint.streaming import Delta, ResponseStream
 
 POLL_S = 0.05
 """Seconds between two chunks of a streamed response."""

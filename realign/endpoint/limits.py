@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from realign.endpoint.errors import ApiError
+from realign.endpoint.requests import ApiError
 from realign.settings import Count, Positive, Settings
 
 Scope: TypeAlias = MutableMapping[str, Any]

@@ -20,9 +20,8 @@ from realign.api.requests import Completion, FutureHandle, Handle, Request, Toke
 from realign.api.sampler import Sampler
 from realign.api.seeds import derive_seed
 from realign.endpoint.capture import Capture, CapturedCall, Prompt
-from realign.endpoint.errors import ApiError
-from realign.endpoint.parameters import Parameters
 from realign.endpoint.renderer import Renderer
+from realign.endpoint.requests import ApiError, Parameters
 from realign.endpoint.scoring import Scorer, TokenScores
 
 logger = logging.getLogger(__name__)
