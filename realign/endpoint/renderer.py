@@ -150,8 +150,8 @@ class Renderer:
         """
         context = list(before[-_CONTEXT:])
         with self._lock:
-            whole, head = self._decoded([*context, *ids], special), self._decoded(context, special)
-            return whole[len(head) :] if whole.startswith(head) else self._decoded(list(ids), special)
+            text, head = self._decoded([*context, *ids], special), self._decoded(context, special)
+            return text[len(head) :] if text.startswith(head) else self._decoded(list(ids), special)
 
     def reader(self, prompt: str | Sequence[int], tools: Sequence[Mapping[str, Any]] | None) -> ResponseReader | None:
         """Return a parser of a response; None if the tokenizer has no response template.

@@ -1,6 +1,7 @@
-"""Parameters of requests: validate them, and convert them to the sampling parameters of a sampler.
+"""Requests of the OpenAI API: validate messages, tools and parameters, and convert them for the template and sampler.
 
-A parameter that is neither supported nor without effect raises an error that names it.
+Whatever is wrong with a request is an `ApiError`, which is also the body of the answer. A parameter that is neither
+supported nor without effect raises an error that names it.
 """
 
 from __future__ import annotations
@@ -140,7 +141,7 @@ class Parameters:
 
     def ignored(self, defaults: GenerationConfig) -> list[str]:
         """Return the parameters that have no effect where the sampling distribution is fixed."""
-        found = [
+        names = [
             f"{name}={value:g}"
             for name, value, used in (
                 ("temperature", self.temperature, defaults.temperature),
@@ -148,7 +149,7 @@ class Parameters:
             )
             if value is not None and value != used
         ]
-        return found if self.seed is None else [*found, f"seed={self.seed}"]
+        return names if self.seed is None else [*names, f"seed={self.seed}"]
 
 
 def read_parameters(body: Mapping[str, Any], supported: frozenset[str]) -> Parameters:
@@ -230,11 +231,11 @@ def _number(low: float, high: float) -> Callable[[Any], bool]:
 
 
 def _stops(given: Any) -> tuple[str, ...]:
-    found = [given] if isinstance(given, str) else given or []
-    right = isinstance(found, list) and len(found) <= MOST_STOPS and all(isinstance(s, str) and s for s in found)
+    stops = [given] if isinstance(given, str) else given or []
+    right = isinstance(stops, list) and len(stops) <= MOST_STOPS and all(isinstance(s, str) and s for s in stops)
     if not right:
         raise invalid("stop", f"expected a text, or a list of at most {MOST_STOPS} texts that are not empty")
-    return tuple(found)
+    return tuple(stops)
 
 
 def _has_logprobs(given: Mapping[str, Any], chat: bool) -> bool:
@@ -252,10 +253,10 @@ def _top_logprobs(given: Mapping[str, Any], chat: bool) -> int:
         if chat:
             raise invalid(name, f"expected an integer from 0 to {MOST_TOP}")
         return 0
-    found: int = _checked(given, name, 0, _integer(0, MOST_TOP), f"expected an integer from 0 to {MOST_TOP}")
-    if chat and found and not given.get("logprobs"):
+    top: int = _checked(given, name, 0, _integer(0, MOST_TOP), f"expected an integer from 0 to {MOST_TOP}")
+    if chat and top and not given.get("logprobs"):
         raise invalid(name, "requires logprobs=true")
-    return found
+    return top
 
 
 ROLES = ("system", "developer", "user", "assistant", "tool")

@@ -1,7 +1,8 @@
 """`parse_response` and `ResponseReader`: content, reasoning and tool calls of a sampled response.
 
 The parser is `ResponseParser` of transformers, which interprets the response template of a tokenizer. It reports the
-regions of a text while the text grows: reasoning, content, and tool calls.
+regions of a text while the text grows: reasoning, content, and tool calls. Many tokenizers have no response template.
+TRL contains those of many model families, and `response_template` chooses one by the text of the chat template.
 """
 
 from __future__ import annotations
@@ -17,6 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from realign.api.environment import ToolCall
 from realign.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers.utils.chat_parsing import ResponseParser
+    from transformers.utils.chat_parsing.response_templates import ResponseTemplate
 
 AUTO = "auto"
 """Setting that chooses the response template by the chat template."""
@@ -37,21 +42,21 @@ def response_template(tokenizer: Any, given: str) -> dict[str, Any] | None:
     if not given or (given == AUTO and own is not None):
         return own
     if given.endswith(".json"):
-        found = _of_file(Path(given))
+        template = _of_file(Path(given))
     elif given == AUTO:
-        found = _of_chat_template(tokenizer.chat_template)
-        if found is None:
+        template = _of_chat_template(tokenizer.chat_template)
+        if template is None:
             raise ConfigError(
                 f"response_template={AUTO}: TRL knows no response template for the chat template of the model. Set "
                 f"the family whose format the model uses ({', '.join(_families())}), or a JSON file."
             )
     else:
-        found = _of_family(given)
+        template = _of_family(given)
     try:
-        tokenizer.parse_response("", found, prefix="")
+        tokenizer.parse_response("", template, prefix="")
     except (ValueError, TypeError, AttributeError) as error:
         raise ConfigError(f"response_template={given}: invalid response template ({error}).") from error
-    return found
+    return template
 
 
 def fits(template: Mapping[str, Any], prompt: str) -> bool:
@@ -76,9 +81,9 @@ def _of_family(name: str) -> dict[str, Any]:
         raise ConfigError(
             f"response_template={name}: unknown family. Set one of {', '.join(families)}, or a file that ends in .json."
         )
-    found = _of_chat_template(families[name].read_text(encoding="utf-8"))
-    assert found is not None
-    return found
+    template = _of_chat_template(families[name].read_text(encoding="utf-8"))
+    assert template is not None
+    return template
 
 
 def _families() -> dict[str, Path]:
@@ -114,10 +119,6 @@ def _check_installed() -> None:
     if importlib.util.find_spec("trl") is None:
         raise ConfigError("response_template: the package trl is not installed. Run pip install 'realign-rl[tools]'.")
 
-
-if TYPE_CHECKING:
-    from transformers.utils.chat_parsing import ResponseParser
-    from transformers.utils.chat_parsing.response_templates import ResponseTemplate
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of the reasoning in response templates, as in transformers."""
@@ -273,8 +274,8 @@ class ResponseReader:
                 _collect(self._parser.finalize()[1], self._regions)
             except Exception:  # see `_read`
                 self._failed = True
-        found = self._parsed()
-        return found if found.content or found.tool_calls or found.reasoning else ParsedResponse(plain)
+        parsed = self._parsed()
+        return parsed if parsed.content or parsed.tool_calls or parsed.reasoning else ParsedResponse(plain)
 
     def _started(self) -> tuple[ResponseParser, list[_Region]]:
         from transformers.utils.chat_parsing import ResponseParser
@@ -307,15 +308,15 @@ class ResponseReader:
         Args:
             known: length of a beginning that can be parsed.
         """
-        fails, found = len(self._text), self._regions_of(known) or []
+        fails, parsed = len(self._text), self._regions_of(known) or []
         while fails - known > 1:
             middle = (known + fails) // 2
             regions = self._regions_of(middle)
             if regions is None:
                 fails = middle
             else:
-                known, found = middle, regions
-        return found
+                known, parsed = middle, regions
+        return parsed
 
     def _regions_of(self, length: int) -> list[_Region] | None:
         """Return the regions of a beginning of the text; None if the parser fails."""
@@ -330,14 +331,14 @@ class ResponseReader:
         reasoning: list[str] = []
         calls: list[ToolCall] = []
         for number, region in enumerate(self._regions):
-            found = self._calls_of(region)
-            if found is None:  # an invalid region
+            region_calls = self._calls_of(region)
+            if region_calls is None:  # an invalid region
                 if number and self._regions[number - 1].field == "content":  # keeps the white space in between
                     contents.pop()
                     number -= 1
                 contents.append(self._plain_from(number).strip())
                 break
-            calls += found
+            calls += region_calls
             if region.field in _REASONING:
                 reasoning.append(self._text_of(region))
             elif region.field == "content":
@@ -396,7 +397,7 @@ def _joined(parts: Sequence[str]) -> str:
     return "\n".join(filter(None, parts))
 
 
-def _tool_call(found: Mapping[str, Any]) -> ToolCall:
-    function = found.get("function", found)
+def _tool_call(call: Mapping[str, Any]) -> ToolCall:
+    function = call.get("function", call)
     arguments = function.get("arguments") or {}
     return ToolCall(str(function["name"]), arguments if isinstance(arguments, str) else json.dumps(arguments))

@@ -1,4 +1,4 @@
-"""JSON objects of responses, in the format of the OpenAI API."""
+"""Responses of the OpenAI API: whole ones, and the parts of unfinished ones that can be sent already."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _overlap(text: str, stop: str) -> int:
 
 
 @dataclass(frozen=True)
-class Choice:
+class ResponseChoice:
     """One response, parsed."""
 
     index: int
@@ -117,7 +117,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Answer:
+class ResponseWriter:
     """Builds the objects of one request."""
 
     model: str
@@ -127,7 +127,7 @@ class Answer:
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
+    def whole(self, choices: Sequence[ResponseChoice]) -> dict[str, Any]:
         """Return the response to a request without streaming."""
         entries = [self._choice(choice) for choice in choices]
         return self._object("chat.completion" if self.chat else "text_completion", entries) | {"usage": usage(choices)}
@@ -149,13 +149,13 @@ class Answer:
             return self._chunk(index, {"tool_calls": [{"index": number, **tool_call(prompt, index, number, call)}]})
         return self._chunk(index, {"content": part.content})
 
-    def closing(self, choice: Choice) -> dict[str, Any]:
+    def closing(self, choice: ResponseChoice) -> dict[str, Any]:
         """Return the last chunk of a streamed choice, with everything except the message or the text."""
         chunk = self._chunk(choice.index, {} if self.chat else "")
         chunk["choices"][0] |= {k: v for k, v in self._choice(choice).items() if k not in ("message", "text")}
         return chunk
 
-    def used(self, choices: Sequence[Choice]) -> dict[str, Any]:
+    def used(self, choices: Sequence[ResponseChoice]) -> dict[str, Any]:
         """Return the chunk with the usage, which follows all choices."""
         return self._object(self._kind, []) | {"usage": usage(choices)}
 
@@ -177,7 +177,7 @@ class Answer:
         choice = {"index": index, "delta" if self.chat else "text": delta, "finish_reason": None, "logprobs": None}
         return self._object(self._kind, [choice])
 
-    def _choice(self, choice: Choice) -> dict[str, Any]:
+    def _choice(self, choice: ResponseChoice) -> dict[str, Any]:
         out: dict[str, Any] = {
             "index": choice.index,
             "finish_reason": choice.finish_reason,
@@ -194,7 +194,7 @@ class Answer:
     def _echoed(self, prompt: Prompt) -> str:
         return self.renderer.decode(prompt.ids, special=False) if prompt.text is None else prompt.text
 
-    def _logprobs(self, choice: Choice) -> dict[str, Any]:
+    def _logprobs(self, choice: ResponseChoice) -> dict[str, Any]:
         tokens = self._scored_tokens(choice)
         if self.chat:
             return {"content": [token.chat(self.renderer) for token in tokens], "refusal": None}
@@ -209,7 +209,7 @@ class Answer:
             "text_offset": list(accumulate(lengths, initial=0))[:-1],
         }
 
-    def _scored_tokens(self, choice: Choice) -> list[ScoredToken]:
+    def _scored_tokens(self, choice: ResponseChoice) -> list[ScoredToken]:
         ids = choice.completion.ids.tolist()
         if choice.scores is None:
             return list(map(ScoredToken, ids, choice.completion.logprobs.tolist()))
@@ -230,17 +230,17 @@ class ScoredToken:
 
     def chat(self, renderer: Renderer) -> dict[str, Any]:
         """Return the entry in the log-probs of a chat completion."""
-        top = [_named(renderer, *one) for one in self.top]
+        top = [_named(renderer, *entry) for entry in self.top]
         return _named(renderer, self.id, self.logprob) | {"top_logprobs": top}
 
     def by_text(self, renderer: Renderer) -> dict[str, float] | None:
         """Return log-probs by the text of the token: the most likely tokens, and the token itself."""
         if self.logprob is None:
             return None
-        found: dict[str, float] = {}
+        logprobs: dict[str, float] = {}
         for id, logprob in (*self.top, (self.id, self.logprob)):
-            found.setdefault(renderer.decode([id]), logprob)
-        return found
+            logprobs.setdefault(renderer.decode([id]), logprob)
+        return logprobs
 
 
 def _named(renderer: Renderer, id: int, logprob: float | None) -> dict[str, Any]:
@@ -248,7 +248,7 @@ def _named(renderer: Renderer, id: int, logprob: float | None) -> dict[str, Any]
     return {"token": text, "logprob": logprob, "bytes": list(text.encode(errors="replace"))}
 
 
-def message(choice: Choice) -> dict[str, Any]:
+def message(choice: ResponseChoice) -> dict[str, Any]:
     """Return the message of a response."""
     parsed = choice.parsed
     out: dict[str, Any] = {"role": "assistant", "content": parsed.content, "refusal": None}
@@ -277,7 +277,7 @@ def tool_call(prompt: Prompt, index: int, number: int, call: ToolCall) -> dict[s
     return {"id": id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
-def usage(choices: Sequence[Choice]) -> dict[str, int]:
+def usage(choices: Sequence[ResponseChoice]) -> dict[str, int]:
     """Return the token counts of a request. Each prompt counts once."""
     prompt = sum(len(ids) for ids in {id(c.prompt): c.prompt.ids for c in choices}.values())
     sampled = sum(len(choice.completion.ids) for choice in choices)

@@ -167,8 +167,8 @@ class Session:
         with self._lock:
             if self._closed:
                 raise closed()
-            sampled = [one for one in completions if len(one.ids)]
-            return [capture.add(self.backend.renderer, prompt, one) for one in sampled]
+            sampled = [completion for completion in completions if len(completion.ids)]
+            return [capture.add(self.backend.renderer, prompt, completion) for completion in sampled]
 
     def score(self, ids: Sequence[int], parameters: Parameters) -> TokenScores:
         """Return the log-probs of the tokens of a prompt and its response.

@@ -143,7 +143,7 @@ class Worlds:
         # a truncated turn has no end token, even if its last token id equals one
         tokens = partial(self.writer.between, sampled=() if response.truncated else response.token_ids)
         step = partial(self._made[episode].step, response)
-        return await self._asker.ask(step, lambda found: self._read(found, tokens), keep)
+        return await self._asker.ask(step, lambda returned: self._read(returned, tokens), keep)
 
     async def _close_all(self) -> None:
         await asyncio.gather(*map(self._close, list(self._made)))

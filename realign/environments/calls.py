@@ -1,4 +1,7 @@
-"""Call environments under a deadline: coroutine functions on an event loop, plain functions in threads."""
+"""Calls of environments: how many at a time (`Slots`), their deadline (`Asker`), and what they may return (`Step`).
+
+Coroutine functions run on an event loop, plain functions in threads.
+"""
 
 from __future__ import annotations
 
@@ -40,35 +43,35 @@ class Step:
         return self.terminated or self.truncated
 
 
-def begun(found: Any, tokens: Callable[[Any], Sequence[int]]) -> Step:
+def begun(returned: Any, tokens: Callable[[Any], Sequence[int]]) -> Step:
     """Check the return value of `reset`.
 
     Args:
-        found: the return value, expected to be (observation, info).
+        returned: the return value, expected to be (observation, info).
         tokens: encodes the observation.
 
     Raises:
         ValueError: the return value is invalid.
     """
-    if not isinstance(found, tuple | list) or len(found) != 2 or not isinstance(found[1], Mapping):
-        raise ValueError(f"reset returned {shortened(found)}, expected 2 values: observation, info (a dict)")
-    return Step(tokens(found[0]))
+    if not isinstance(returned, tuple | list) or len(returned) != 2 or not isinstance(returned[1], Mapping):
+        raise ValueError(f"reset returned {shortened(returned)}, expected 2 values: observation, info (a dict)")
+    return Step(tokens(returned[0]))
 
 
-def five_values(found: Any, tokens: Callable[[Any], Sequence[int]]) -> Step:
+def five_values(returned: Any, tokens: Callable[[Any], Sequence[int]]) -> Step:
     """Check the return value of `step`.
 
     Args:
-        found: the return value, expected to be (observation, reward, terminated, truncated, info).
+        returned: the return value, expected to be (observation, reward, terminated, truncated, info).
         tokens: encodes the observation; called only if another turn follows.
 
     Raises:
         ValueError: the return value is invalid.
     """
-    if not isinstance(found, tuple | list) or len(found) != 5:
-        size = f"{len(found)} values" if isinstance(found, tuple | list) else shortened(found)
+    if not isinstance(returned, tuple | list) or len(returned) != 5:
+        size = f"{len(returned)} values" if isinstance(returned, tuple | list) else shortened(returned)
         raise ValueError(f"step returned {size}, expected 5: observation, reward, terminated, truncated, info")
-    observation, reward, terminated, truncated, _ = found
+    observation, reward, terminated, truncated, _ = returned
     ends = []
     for name, value in (("terminated", terminated), ("truncated", truncated)):
         value = _plain(value)
@@ -241,10 +244,10 @@ class Asker:
 
         async def answer() -> Answer:
             self.pulse()
-            found = await self._answer(call, read)
+            answered = await self._answer(call, read)
             if keep is not None and not late:
-                keep(found)
-            return found
+                keep(answered)
+            return answered
 
         limits = self.limits
         async with limits.slots:
@@ -264,11 +267,11 @@ class Asker:
 
     async def _answer(self, call: Callable[[], Any], read: Callable[[Any], Step]) -> Answer:
         try:
-            found = await result_of(call)
+            returned = await result_of(call)
         except BaseException as error:  # includes SystemExit, which would end the event loop if raised in a task
             return Answer(None, _described(error))
         try:
-            return Answer(read(found))
+            return Answer(read(returned))
         except ValueError as error:
             return Answer(None, f"ValueError: environment {self.name}: {error}")
 

@@ -1,4 +1,4 @@
-"""Load an environment class by `package.module:Class` or `path/to/file.py:Class`, and inspect its methods."""
+"""Load an environment class by `package.module:Class` or `path/to/file.py:Class`, also with the tools of a config."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ def load_environment(name: str, arguments: Mapping[str, Any], *, tools: bool = F
         ConfigError: the class does not exist, does not accept the arguments, or lacks the methods of an environment.
             Errors of `check` propagate.
     """
-    found = load_object(name, "environment", "'package.module:Class' or 'path/to/file.py:Class'")
-    if not isinstance(found, type):
-        raise ConfigError(f"environment {name!r} is a {type(found).__name__}; expected a class.")
-    _takes(found, name, **arguments)
+    kind = load_object(name, "environment", "'package.module:Class' or 'path/to/file.py:Class'")
+    if not isinstance(kind, type):
+        raise ConfigError(f"environment {name!r} is a {type(kind).__name__}; expected a class.")
+    _takes(kind, name, **arguments)
     opened: dict[str, Any] = {"tools": None} if tools else {}
     for method, given, named in (("reset", "row", opened), ("step", "response", {})):
-        if not callable(getattr(found, method, None)):
+        if not callable(getattr(kind, method, None)):
             raise ConfigError(f"environment {name!r} has no method {method}({given}).")
-        _takes(getattr(found, method), f"{name}.{method}", "self", given, **named)
-    if callable(check := getattr(found, "check", None)):
+        _takes(getattr(kind, method), f"{name}.{method}", "self", given, **named)
+    if callable(check := getattr(kind, "check", None)):
         check(**arguments)
-    return functools.partial(found, **arguments)
+    return functools.partial(kind, **arguments)
 
 
 def waits(make: Callable[[], Environment]) -> bool:
@@ -105,7 +105,7 @@ class ToolEnvironment:
         self._world: Any = None
 
     async def reset(self, row: Mapping[str, Any], *, seed: int) -> tuple[Observation, Mapping[str, Any]]:
-        """See `Environment.reset`."""
+        """Open the tools, and start the episode with them."""
         tools = await self._tools.open()
 
         def begin() -> Any:
@@ -113,11 +113,11 @@ class ToolEnvironment:
             seeded = {"seed": seed} if takes_seed(self._world.reset) else {}
             return self._world.reset(row, tools=tools, **seeded)
 
-        found: tuple[Observation, Mapping[str, Any]] = await (begin() if waits(self._make) else result_of(begin))
-        return found
+        opening: tuple[Observation, Mapping[str, Any]] = await (begin() if waits(self._make) else result_of(begin))
+        return opening
 
     async def step(self, response: Response) -> tuple[Observation, float, bool, bool, Mapping[str, Any]]:
-        """See `Environment.step`."""
+        """Pass the turn of the policy on."""
         found: tuple[Observation, float, bool, bool, Mapping[str, Any]] = await self._world.step(response)
         return found
 

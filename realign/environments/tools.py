@@ -104,8 +104,10 @@ class Toolbox:
             parsed = json.loads(arguments) if isinstance(arguments, str) else dict(arguments)
             if not isinstance(parsed, dict):
                 raise ValueError("the arguments must be a JSON object")
-            found = await tool.run(parsed)
-            return _encodable(found if isinstance(found, str) else json.dumps(found, default=str, ensure_ascii=False))
+            returned = await tool.run(parsed)
+            return _encodable(
+                returned if isinstance(returned, str) else json.dumps(returned, default=str, ensure_ascii=False)
+            )
         except (ConnectionError, TimeoutError):
             raise
         except Exception as error:
@@ -165,10 +167,10 @@ def load_tools(functions: Sequence[str], servers: Sequence[str]) -> ToolSources:
     """
     tools = []
     for name in functions:
-        found = load_object(name, "tool", _FORMS)
-        if isinstance(found, type) or not callable(found):
-            raise ConfigError(f"tool {name!r} is a {type(found).__name__}; expected a function.")
-        tools.append(function_tool(found))
+        function = load_object(name, "tool", _FORMS)
+        if isinstance(function, type) or not callable(function):
+            raise ConfigError(f"tool {name!r} is a {type(function).__name__}; expected a function.")
+        tools.append(function_tool(function))
     Toolbox(tools)  # checks the names
     return ToolSources(tuple(tools), tuple(map(McpServer.of, servers)))
 
@@ -247,7 +249,7 @@ class McpTools:
 
     async def tools(self) -> list[ServerTool]:
         """Return the tools of the server."""
-        found: list[ServerTool] = []
+        tools: list[ServerTool] = []
         cursor = None
         for _ in range(_PAGES):
             page = await self._client.list_tools(cursor=cursor)
@@ -257,10 +259,10 @@ class McpTools:
                     "description": tool.description or "",
                     "parameters": dict(tool.input_schema),
                 }
-                found.append(({"type": "function", "function": function}, partial(self._call, tool.name)))
+                tools.append(({"type": "function", "function": function}, partial(self._call, tool.name)))
             if (cursor := page.next_cursor) is None:
                 break
-        return found
+        return tools
 
     async def _call(self, name: str, arguments: dict[str, Any]) -> str:
         """Call a tool, and return its text.

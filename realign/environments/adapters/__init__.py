@@ -1,4 +1,4 @@
-"""Environments of other packages as environments or agents of realign. Each package is imported when it is used."""
+"""Environments of other packages as environments or agents of realign. A package is imported when it is used."""
 
 from __future__ import annotations
 

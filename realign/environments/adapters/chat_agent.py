@@ -49,8 +49,8 @@ async def play(
             for turn in range(max_turns):
                 answer = await client.chat.completions.create(model="policy", messages=conversation)
                 said, cut = answer.choices[0].message.content or "", answer.choices[0].finish_reason == "length"
-                found = await result_of(partial(world.step, Response(said, (), turn, cut)))
-                observation, reward, terminated, truncated, _ = found
+                outcome = await result_of(partial(world.step, Response(said, (), turn, cut)))
+                observation, reward, terminated, truncated, _ = outcome
                 total += float(reward)
                 if terminated or truncated:
                     return {"reward": total, "truncated": bool(truncated and not terminated)}

@@ -1,8 +1,8 @@
 """What a reward function can be, and how it is loaded.
 
-A function scores one response, the responses to a prompt, or a batch (`Scope`); the names of its arguments say which.
-Its name is `package.module:function`, `path/to/file.py:function`, or a URL (`load_function`). A `Prepared` function
-examines the machine or its server once, before the run loads a model.
+A function scores one response, the responses to a prompt, or a batch (`RewardScope`); the names of its arguments say
+which. Its name is `package.module:function`, `path/to/file.py:function`, or a URL (`load_function`). A `Prepared`
+function examines the machine or its server once, before the run loads a model.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from realign.errors import ConfigError
 from realign.rewards.pool.http import HttpReward
 
 
-class Scope(StrEnum):
+class RewardScope(StrEnum):
     """How many responses a reward function scores in one call; the names of its arguments declare it."""
 
     response = "response"
@@ -36,18 +36,18 @@ class Scope(StrEnum):
     """All responses of the batch: `(prompts, responses, rows) -> list[float | None]`, one element per response."""
 
 
-ARGUMENTS: Mapping[Scope, tuple[str, ...]] = MappingProxyType(
+ARGUMENTS: Mapping[RewardScope, tuple[str, ...]] = MappingProxyType(
     {
-        Scope.response: ("prompt", "response", "row"),
-        Scope.group: ("prompt", "responses", "row"),
-        Scope.batch: ("prompts", "responses", "rows"),
+        RewardScope.response: ("prompt", "response", "row"),
+        RewardScope.group: ("prompt", "responses", "row"),
+        RewardScope.batch: ("prompts", "responses", "rows"),
     }
 )
 """Positional arguments of a reward function of each scope."""
 _PLURALS = {"prompts", "responses", "rows"}
 
 
-def scope_of(function: Any, name: str) -> Scope:
+def scope_of(function: Any, name: str) -> RewardScope:
     """Return the scope that the names of the function's arguments declare; other names mean one response.
 
     Raises:
@@ -56,15 +56,15 @@ def scope_of(function: Any, name: str) -> Scope:
     try:
         names = tuple(inspect.signature(function).parameters)
     except (TypeError, ValueError):
-        return Scope.response  # some functions written in C have no signature
-    declared = next((s for s in (Scope.group, Scope.batch) if names[:3] == ARGUMENTS[s]), None)
+        return RewardScope.response  # some functions written in C have no signature
+    declared = next((s for s in (RewardScope.group, RewardScope.batch) if names[:3] == ARGUMENTS[s]), None)
     if declared is None and _PLURALS & set(names[:3]):
         forms = ", ".join(f"({', '.join(arguments)}) for one {scope}" for scope, arguments in ARGUMENTS.items())
         raise ConfigError(
             f"reward function {name!r} takes ({', '.join(names)}). The names of the first three arguments declare what "
             f"it scores: {forms}."
         )
-    return declared or Scope.response
+    return declared or RewardScope.response
 
 
 class Prepared(ABC):
@@ -93,9 +93,9 @@ class Prepared(ABC):
 
 
 RewardFunction: TypeAlias = Callable[..., Any]
-"""A function with the arguments of one `Scope`; `def` or `async def`."""
+"""A function with the arguments of one `RewardScope`; `def` or `async def`."""
 
-DENSE_ARGUMENTS = (*ARGUMENTS[Scope.response], "tokens")
+DENSE_ARGUMENTS = (*ARGUMENTS[RewardScope.response], "tokens")
 
 _FORMS = "'package.module:function', 'path/to/file.py:function'"
 

@@ -23,7 +23,7 @@ OpenFiles = Annotated[int, Range(ge=32)]
 
 
 @dataclass(frozen=True)
-class Limits(Settings):
+class WorkerLimits(Settings):
     """Limits of one worker. The processes that the reward function starts inherit them."""
 
     memory_mb: Count | None = None
@@ -48,7 +48,7 @@ def limits_memory() -> bool:
     return sys.platform == "linux"
 
 
-def limit_process(limits: Limits) -> None:
+def limit_process(limits: WorkerLimits) -> None:
     """Apply all limits except CPU time, which `allow_cpu` sets before each call. Also disables core files."""
     if sys.platform == "win32":
         return

@@ -27,17 +27,25 @@ from realign.errors import ConfigError, RewardError, TransientError
 from realign.rewards.pool.functions import (
     Prepared,
     RewardFunction,
-    Scope,
+    RewardScope,
     check_function,
     is_async,
     load_function,
     scope_of,
 )
 from realign.rewards.pool.http import HttpReward
-from realign.rewards.pool.limits import Limits, limits_memory
+from realign.rewards.pool.limits import WorkerLimits, limits_memory
 from realign.rewards.pool.processes import Answers, WorkerProcesses
 from realign.rewards.pool.secrets import masked, secret_variables
-from realign.rewards.pool.worker import Concurrency, Expected, FailureKind, Item, Problem, answer, answer_concurrently
+from realign.rewards.pool.worker import (
+    Concurrency,
+    Expected,
+    FailureKind,
+    Problem,
+    RewardCall,
+    answer,
+    answer_concurrently,
+)
 from realign.settings import Count, Fraction, NonNegative, NonNegativeInt, Positive, checked
 from realign.text import headline, log_file
 
@@ -77,9 +85,9 @@ class RewardResults(Generic[Value]):
 class RewardPool:
     """Worker processes for one reward function `(prompt, response, row) -> float | None`.
 
-    A function may also score all responses to a prompt, or all responses of the batch, in one call; see `Scope`. With
-    `dense` the function is called as `(prompt, response, row, tokens)`. It returns a list with one number per token, or
-    None. An `async def` function is called several times concurrently in each worker.
+    A function may also score all responses to a prompt, or of the batch, in one call; see `RewardScope`. With `dense`
+    the function is called as `(prompt, response, row, tokens)`. It returns a list with one number per token, or None.
+    An `async def` function is called several times concurrently in each worker.
 
     The workers start at the first `score` and run until `close`, the end of a `with` block, or the end of this process.
     They import the function again, but not this process's main script, unless it defines the function. A script
@@ -132,7 +140,7 @@ class RewardPool:
         checked("patience_s", patience_s, NonNegative)
         checked("concurrency", concurrency, Count)
         checked("max_failed_fraction", max_failed_fraction, Fraction)
-        self.limits = Limits(memory_mb, cpu_s, open_files, keep_environment)
+        self.limits = WorkerLimits(memory_mb, cpu_s, open_files, keep_environment)
         if workers and multiprocessing.current_process().name == "pebble_pool_worker":
             raise ConfigError(
                 "the file of the reward function starts a reward pool when a worker imports it. Put that part under "
@@ -211,7 +219,7 @@ class RewardPool:
     def cheap(self) -> bool:
         """Whether the function is plain Python code that scores one response; no server, judge or sandbox."""
         plain = not isinstance(self._function, Prepared | HttpReward) and self._concurrency is None
-        return plain and self.scope is Scope.response
+        return plain and self.scope is RewardScope.response
 
     def score(
         self,
@@ -244,8 +252,8 @@ class RewardPool:
             )
         if groups is not None and len(groups) != len(responses):
             raise ValueError(f"{len(responses)} responses and {len(groups)} groups: the numbers must be equal.")
-        members = members_of(self.scope, len(responses), groups)
-        return self._score([item_of(self.scope, i, prompts, responses, rows) for i in members], members)
+        members = _members_of(self.scope, len(responses), groups)
+        return self._score([_call_of(self.scope, i, prompts, responses, rows) for i in members], members)
 
     def score_tokens(
         self,
@@ -266,10 +274,10 @@ class RewardPool:
         if len(counts) > 1:
             raise ValueError(f"prompts, responses, rows and tokens have different lengths: {sorted(counts)}.")
         asked = zip(prompts, responses, rows, tokens, strict=True)
-        items = [Item((p, r, dict(row), t), Expected(len(t))) for p, r, row, t in asked]
+        items = [RewardCall((p, r, dict(row), t), Expected(len(t))) for p, r, row, t in asked]
         return self._score(items, [[i] for i in range(len(items))])
 
-    def _score(self, items: Sequence[Item], members: Sequence[Sequence[int]]) -> RewardResults[Any]:
+    def _score(self, items: Sequence[RewardCall], members: Sequence[Sequence[int]]) -> RewardResults[Any]:
         """Score the items; `members` are the indices of the responses of each item."""
         n = sum(map(len, members))
         values: list[Any] = [None] * n
@@ -277,13 +285,15 @@ class RewardPool:
         tally = present_tally()
         batch, answered = tally.parts * n, 0
         least = 2 * self._processes.workers if self._processes else 1
-        asked = patient(self._answers, items, name=self.name, patience_s=self.patience_s, least=least)
+        asked = _patient(self._answers, items, name=self.name, patience_s=self.patience_s, least=least)
         with closing(asked) as answers:
             for index, result in answers:
                 places = members[index]
                 answered += len(places)
                 if not isinstance(result, Problem):
-                    of_responses = result if self.scope is not Scope.response and isinstance(result, list) else None
+                    of_responses = (
+                        result if self.scope is not RewardScope.response and isinstance(result, list) else None
+                    )
                     for number, place in enumerate(places):
                         values[place] = result if of_responses is None else of_responses[number]
                     continue
@@ -296,7 +306,7 @@ class RewardPool:
         tally.add(len(failures), self)
         return RewardResults(values, sorted(failures, key=lambda failure: failure.index))
 
-    def _answers(self, items: Sequence[Item]) -> Answers:
+    def _answers(self, items: Sequence[RewardCall]) -> Answers:
         return self._processes.answers(items) if self._processes else self._inline(items)
 
     def _withheld(self, message: str) -> str:
@@ -335,7 +345,7 @@ class RewardPool:
             f"{first.index}: {headline(first.message)} (details: see {log_file(logger)})."
         )
 
-    def _inline(self, items: Sequence[Item]) -> Answers:
+    def _inline(self, items: Sequence[RewardCall]) -> Answers:
         if self._concurrency is not None:
             start = 0
             while start < len(items):
@@ -363,7 +373,7 @@ def _pickled_function(function: Callable[..., Any], name: str) -> bytes:
     return pickled
 
 
-def members_of(scope: Scope, n: int, groups: Sequence[int] | None) -> list[list[int]]:
+def _members_of(scope: RewardScope, n: int, groups: Sequence[int] | None) -> list[list[int]]:
     """Return the indices of the responses that each call scores.
 
     Args:
@@ -371,28 +381,28 @@ def members_of(scope: Scope, n: int, groups: Sequence[int] | None) -> list[list[
         n: number of responses.
         groups: number of the prompt of each response; None: each response has its own prompt.
     """
-    if scope is Scope.batch:
+    if scope is RewardScope.batch:
         return [list(range(n))] if n else []
-    if scope is Scope.group and groups is not None:
+    if scope is RewardScope.group and groups is not None:
         return [list(places) for _, places in groupby(range(n), key=groups.__getitem__)]
     return [[i] for i in range(n)]
 
 
-def item_of(
-    scope: Scope,
+def _call_of(
+    scope: RewardScope,
     places: Sequence[int],
     prompts: Sequence[str],
     responses: Sequence[str],
     rows: Sequence[Mapping[str, Any]],
-) -> Item:
+) -> RewardCall:
     """Return the call that scores the responses at these indices."""
     first = places[0]
-    if scope is Scope.response:
-        return Item((prompts[first], responses[first], dict(rows[first])))
+    if scope is RewardScope.response:
+        return RewardCall((prompts[first], responses[first], dict(rows[first])))
     texts, expected = [responses[i] for i in places], Expected(len(places), "response", gaps=True)
-    if scope is Scope.group:
-        return Item((prompts[first], texts, dict(rows[first])), expected)
-    return Item(([prompts[i] for i in places], texts, [dict(rows[i]) for i in places]), expected)
+    if scope is RewardScope.group:
+        return RewardCall((prompts[first], texts, dict(rows[first])), expected)
+    return RewardCall(([prompts[i] for i in places], texts, [dict(rows[i]) for i in places]), expected)
 
 
 class Tally:
@@ -436,8 +446,13 @@ def present_tally() -> Tally:
 _SILENT = (FailureKind.timeout, FailureKind.unreachable)
 
 
-def patient(
-    ask: Callable[[Sequence[Item]], Answers], items: Sequence[Item], *, name: str, patience_s: float, least: int
+def _patient(
+    ask: Callable[[Sequence[RewardCall]], Answers],
+    items: Sequence[RewardCall],
+    *,
+    name: str,
+    patience_s: float,
+    least: int,
 ) -> Answers:
     """Yield the answers of `ask`, one per item; retry unreachable servers until `patience_s` is over.
 

@@ -20,14 +20,14 @@ from pebble import ProcessExpired, ProcessPool
 
 from realign.errors import RewardError
 from realign.rewards.pool.keeper import SpawnKept, SpawnWithoutMain
-from realign.rewards.pool.limits import KEPT, RETIRED, Limits
+from realign.rewards.pool.limits import KEPT, RETIRED, WorkerLimits
 from realign.rewards.pool.worker import (
     Answer,
     Concurrency,
     Expected,
     FailureKind,
-    Item,
     Problem,
+    RewardCall,
     answer_some,
     answer_some_async,
     checked_answers,
@@ -70,7 +70,7 @@ class WorkerProcesses:
         *,
         workers: int,
         timeout_s: float,
-        limits: Limits,
+        limits: WorkerLimits,
         concurrency: Concurrency | None = None,
     ) -> None:
         self.name = name
@@ -101,7 +101,7 @@ class WorkerProcesses:
             with suppress(InvalidStateError):
                 future.set_exception(BrokenProcessPool("the workers were stopped"))
 
-    def answers(self, items: Sequence[Item]) -> Answers:
+    def answers(self, items: Sequence[RewardCall]) -> Answers:
         """Yield (index, answer) in order of completion, each index once. Closing the generator cancels pending items.
 
         If a chunk ends its worker, its items are sent again one by one, so that only the item at fault fails.

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from realign.rewards.pool.functions import load_function
 from realign.rewards.pool.http import Unreachable
-from realign.rewards.pool.limits import Limits, allow_cpu, limit_process, retire, watch
+from realign.rewards.pool.limits import WorkerLimits, allow_cpu, limit_process, retire, watch
 from realign.rewards.pool.secrets import drop_secrets
 from realign.text import shortened, visible
 
@@ -81,10 +81,10 @@ ONE = Expected()
 
 def as_answer(value: Any, expected: Expected) -> Answer:
     """Convert the return value of a reward function to what is expected, or to a failure."""
-    return as_number(value) if expected.n is None else as_numbers(value, expected)
+    return _as_number(value) if expected.n is None else _as_numbers(value, expected)
 
 
-def as_numbers(value: Any, expected: Expected) -> Answer:
+def _as_numbers(value: Any, expected: Expected) -> Answer:
     """Convert a list, a tuple, or a vector of numpy or torch to finite numbers, one per element."""
     if value is None:
         return None
@@ -95,7 +95,7 @@ def as_numbers(value: Any, expected: Expected) -> Answer:
         return _nonsense(value, f"has {len(elements)} elements", str(expected))
     numbers: list[float | None] = []
     for place, element in enumerate(elements):
-        number = as_number(element)
+        number = _as_number(element)
         if isinstance(number, Problem) or (number is None and not expected.gaps):
             why = f"holds {element!r} for {expected.of} {place}, no number finite in float32"
             return _nonsense(value, why, str(expected))
@@ -103,7 +103,7 @@ def as_numbers(value: Any, expected: Expected) -> Answer:
     return numbers
 
 
-def as_number(value: Any) -> float | Problem | None:
+def _as_number(value: Any) -> float | Problem | None:
     """Convert a number, or a scalar of numpy or torch, to a float that is finite in float32."""
     if value is None:
         return None
@@ -172,7 +172,7 @@ def _is_reward(value: object) -> bool:
     return type(value) is float and abs(value) <= _LARGEST
 
 
-class Item(NamedTuple):
+class RewardCall(NamedTuple):
     """One call of a reward function: its positional arguments, and what it must return."""
 
     arguments: tuple[Any, ...]
@@ -188,7 +188,7 @@ class Concurrency(NamedTuple):
     """Time limit of one call, after which it is cancelled. After the same time, a chunk starts no further call."""
 
 
-def answer(function: Callable[..., Any], item: Item) -> Answer:
+def answer(function: Callable[..., Any], item: RewardCall) -> Answer:
     """Call the function on one item. Every outcome except the end of the process becomes an `Answer`."""
     try:
         return as_answer(function(*item.arguments), item.expected)
@@ -199,7 +199,7 @@ def answer(function: Callable[..., Any], item: Item) -> Answer:
 
 
 async def answer_concurrently(
-    function: Callable[..., Any], items: Sequence[Item], how: Concurrency, cpu_s: float | None = None
+    function: Callable[..., Any], items: Sequence[RewardCall], how: Concurrency, cpu_s: float | None = None
 ) -> list[Answer]:
     """Call an `async def` function on the items, several at a time. Answers at least one item, but maybe not all.
 
@@ -219,7 +219,7 @@ async def answer_concurrently(
     return list(await asyncio.gather(*tasks))
 
 
-async def _awaited(function: Callable[..., Any], item: Item, timeout_s: float) -> Answer:
+async def _awaited(function: Callable[..., Any], item: RewardCall, timeout_s: float) -> Answer:
     try:
         async with asyncio.timeout(timeout_s) as limit:
             return as_answer(await function(*item.arguments), item.expected)
@@ -262,7 +262,7 @@ def _runner() -> asyncio.Runner:
     return asyncio.Runner()
 
 
-def start_worker(source: str | bytes, limits: Limits) -> None:
+def start_worker(source: str | bytes, limits: WorkerLimits) -> None:
     """Prepare a new worker: drop secrets, load the function, apply the limits."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     drop_secrets(limits.keep_environment)

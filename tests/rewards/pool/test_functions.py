@@ -10,7 +10,7 @@ import pytest
 from realign.errors import ConfigError, RealignError, RewardError
 from realign.rewards import FailureKind, RewardPool, exact_answer, load_function
 from realign.rewards.pool import processes
-from realign.rewards.pool.functions import Prepared, Scope
+from realign.rewards.pool.functions import Prepared, RewardScope
 
 CASES = Path(__file__).parent / "reward_cases.py"
 
@@ -142,7 +142,11 @@ def test_every_scope_gives_the_rewards_of_single_calls(name, workers):
 
 
 def test_the_names_of_the_arguments_declare_the_scope():
-    names = {"length": Scope.response, "lengths_of_a_group": Scope.group, "awaited_batch": Scope.batch}
+    names = {
+        "length": RewardScope.response,
+        "lengths_of_a_group": RewardScope.group,
+        "awaited_batch": RewardScope.batch,
+    }
     assert {name: pool(name).scope for name in names} == names
     with pytest.raises(
         ConfigError, match=r"takes \(prompt, responses, rows\).*\(prompt, responses, row\) for one group"
