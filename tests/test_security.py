@@ -27,12 +27,11 @@ from realign.draw import FORMATS
 from realign.engines import TransformersModel
 from realign.errors import DataError
 from realign.rewards.pool.functions import load_function
-from realign.rewards.pool.items import Item
-from realign.rewards.pool.worker import answer
-from realign.rewards.text import visible
+from realign.rewards.pool.worker import RewardCall, answer
 from realign.runtime.metrics.live_display import LiveDisplay
 from realign.runtime.metrics.samples import show
 from realign.runtime.output_folder import check_output_folder
+from realign.text import visible
 from tests import security_traps
 from tests.config_parts import EXPERIMENT, write_experiment
 from tests.tiny import save_tiny
@@ -392,7 +391,7 @@ def test_an_error_that_quotes_a_response_reaches_no_terminal():
     def fails(prompt: str, response: str, row: dict[str, Any]) -> float:
         raise ValueError(response)
 
-    message = answer(fails, Item(("", MARKUP, {}))).message
+    message = answer(fails, RewardCall(("", MARKUP, {}))).message
     assert r"\x1b]0;title\x07" in message
     assert not any(mark in message for mark in ("\x1b", "\x9b", "\x07"))
 

@@ -13,8 +13,8 @@ from realign.data.encoding import encode, start_tokens
 from realign.data.messages import Message
 from realign.data.writer import Writer
 from realign.engines import TransformersModel
-from realign.rewards.text import visible
 from realign.runtime.models import open_sampler
+from realign.text import visible
 
 
 @dataclass

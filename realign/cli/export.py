@@ -28,7 +28,7 @@ from realign.engines.files.tokenizers import (
 )
 from realign.errors import ConfigError, DataError, TransientError
 from realign.report.files import is_run
-from realign.rewards.text import visible
+from realign.text import visible
 
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 CARD = "README.md"

@@ -15,9 +15,8 @@ from realign.config.trees import get
 from realign.engines.files.adapters import AdapterFolder
 from realign.engines.files.model_folder import read_object
 from realign.report.files import json_lines, number, yaml_object
-from realign.rewards.pool.limits import secret_variables
-from realign.rewards.pool.urls import masked_text
-from realign.rewards.text import visible
+from realign.rewards.pool.secrets import masked_text, secret_variables
+from realign.text import visible
 from realign.version import installed_version
 
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from realign.config.errors import ConfigError
-from realign.rewards.text import visible
+from realign.text import visible
 
 NAME = "report.html"
 """Name of a report if `--out` is not set."""

@@ -25,9 +25,9 @@ from realign.config import ConfigError, build_experiment, compose
 from realign.demo import reasoning
 from realign.demo.launch import Demo, launch, median, remove_earlier
 from realign.demo.smollm2 import smollm2
-from realign.rewards.text import visible
 from realign.runtime import Evaluation, Experiment, RunResult, run
 from realign.runtime.metrics.curves import draw_curves
+from realign.text import visible
 
 NAME = "llm"
 TASK, RUN, PICTURE = "task", "grpo", "curves.png"

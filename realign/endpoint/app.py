@@ -14,9 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from realign.endpoint.answers import Answer
-from realign.endpoint.calls import Call, Caller
-from realign.endpoint.errors import ApiError
+from realign.endpoint.calls import ApiCall, Caller
 from realign.endpoint.limits import (
     EndpointLimits,
     Guard,
@@ -27,8 +25,9 @@ from realign.endpoint.limits import (
     send_json,
     until_disconnected,
 )
+from realign.endpoint.requests import ApiError
+from realign.endpoint.responses import Delta, ResponseStream, ResponseWriter
 from realign.endpoint.sessions import Session, Sessions
-from realign.endpoint.streaming import Delta, ResponseStream
 
 POLL_S = 0.05
 """Seconds between two chunks of a streamed response."""
@@ -88,9 +87,9 @@ class Calls:
         await until_disconnected(receive, self._serve(session, body, send))
 
     async def _serve(self, session: Session, body: dict[str, Any], send: Send) -> None:
-        start: Callable[[Session, dict[str, Any]], Awaitable[Call]] = self._caller.complete
+        start: Callable[[Session, dict[str, Any]], Awaitable[ApiCall]] = self._caller.complete
         call = await (self._caller.chat if self._chat else start)(session, body)
-        answer = Answer(self._model, self._chat, call.parameters, session.backend.renderer)
+        answer = ResponseWriter(self._model, self._chat, call.parameters, session.backend.renderer)
         try:
             if call.parameters.stream:
                 await self._stream(call, answer, send)
@@ -99,7 +98,7 @@ class Calls:
         finally:
             self._caller.end(call)
 
-    async def _stream(self, call: Call, answer: Answer, send: Send) -> None:
+    async def _stream(self, call: ApiCall, answer: ResponseWriter, send: Send) -> None:
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         try:
@@ -108,7 +107,7 @@ class Calls:
             await _event(send, error.body())
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
-    async def _chunks(self, call: Call, answer: Answer, send: Send) -> None:
+    async def _chunks(self, call: ApiCall, answer: ResponseWriter, send: Send) -> None:
         prompts = [prompt for prompt, _ in call.flat]
         streams = [ResponseStream(call.parameters.stop) for _ in prompts]
         for index, prompt in enumerate(prompts):

@@ -1,31 +1,43 @@
-"""`Caller`: renders prompts, submits requests and waits for responses, in threads, for an event loop."""
+"""`Caller`: renders prompts, submits requests and waits for responses, in threads, for an event loop.
+
+A forced tool call (`call_beginning`) begins with the tokens that the chat template writes before the arguments.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
 
 from realign.api.requests import Completion, Handle
-from realign.endpoint.answers import Choice
 from realign.endpoint.capture import Capture, Prompt
-from realign.endpoint.errors import ApiError, invalid
 from realign.endpoint.limits import EndpointLimits
-from realign.endpoint.messages import forced_tools, read_messages, read_tools
-from realign.endpoint.parameters import CHAT, COMPLETIONS, MOST_CHOICES, Parameters, read_parameters
-from realign.endpoint.response_parsing import ParsedResponse, ResponseReader
+from realign.endpoint.renderer import Renderer
+from realign.endpoint.requests import (
+    CHAT,
+    COMPLETIONS,
+    MOST_CHOICES,
+    ApiError,
+    Parameters,
+    forced_tools,
+    invalid,
+    read_messages,
+    read_parameters,
+    read_tools,
+)
+from realign.endpoint.response_parsing import ParsedResponse, ResponseReader, can_parse
+from realign.endpoint.responses import ResponseChoice
 from realign.endpoint.sessions import Session, closed
-from realign.endpoint.tool_choice import call_beginning, with_beginning
 from realign.environments.event_loops import DaemonThreads
 
 T = TypeVar("T")
 
 
 @dataclass
-class Call:
+class ApiCall:
     """A request that the sampler is processing."""
 
     session: Session
@@ -81,7 +93,7 @@ class Caller:
         """End idle threads."""
         self._threads.shutdown(wait=False)
 
-    async def chat(self, session: Session, body: Mapping[str, Any]) -> Call:
+    async def chat(self, session: Session, body: Mapping[str, Any]) -> ApiCall:
         """Start the responses of a chat request.
 
         Raises:
@@ -106,12 +118,12 @@ class Caller:
             session.check_length(text)
             prompt = capture.prompt(renderer, text)
             if forced:
-                prompt = with_beginning(renderer, prompt, call_beginning(renderer, messages, forced, tools, options))
+                prompt = _with_beginning(renderer, prompt, call_beginning(renderer, messages, forced, tools, options))
             yield prompt
 
-        return await self._start(Call(session, capture, parameters, True, tools), prompts)
+        return await self._start(ApiCall(session, capture, parameters, True, tools), prompts)
 
-    async def complete(self, session: Session, body: Mapping[str, Any]) -> Call:
+    async def complete(self, session: Session, body: Mapping[str, Any]) -> ApiCall:
         """Start the responses of a completion request.
 
         Raises:
@@ -124,17 +136,17 @@ class Caller:
         renderer, capture = session.backend.renderer, session.capture_of(body.get("model"))
         size = len(renderer.tokenizer)
 
-        def prompt(one: str | list[int]) -> Prompt:
-            if isinstance(one, str):
-                session.check_length(one)
-                return capture.prompt(renderer, one, start=renderer.start_tokens())
-            if any(not 0 <= i < size for i in one):
+        def prompt(given_prompt: str | list[int]) -> Prompt:
+            if isinstance(given_prompt, str):
+                session.check_length(given_prompt)
+                return capture.prompt(renderer, given_prompt, start=renderer.start_tokens())
+            if any(not 0 <= i < size for i in given_prompt):
                 raise ValueError(f"the prompt has token ids outside 0 to {size - 1}")
-            return capture.prompt_of_ids(one)
+            return capture.prompt_of_ids(given_prompt)
 
-        return await self._start(Call(session, capture, parameters, False), lambda: map(prompt, given))
+        return await self._start(ApiCall(session, capture, parameters, False), lambda: map(prompt, given))
 
-    async def _start(self, call: Call, prompts: Callable[[], Iterator[Prompt]]) -> Call:
+    async def _start(self, call: ApiCall, prompts: Callable[[], Iterator[Prompt]]) -> ApiCall:
         """Prepare the prompts of a call and submit them, in a thread. Stops early if the client leaves."""
 
         def going() -> bool:
@@ -142,7 +154,7 @@ class Caller:
                 raise closed()
             return True
 
-        def start() -> Call:
+        def start() -> ApiCall:
             try:
                 call.prompts = [prompt for prompt in prompts() if going()]
             except ValueError as error:
@@ -167,19 +179,19 @@ class Caller:
             started.add_done_callback(self._drop)
             raise
 
-    def _drop(self, started: asyncio.Future[Call]) -> None:
+    def _drop(self, started: asyncio.Future[ApiCall]) -> None:
         """Cancel a call whose client left while it was being started."""
         if not started.cancelled() and started.exception() is None:
             self._threads.submit(_cancel, started.result())
 
-    async def finish(self, call: Call) -> list[Choice]:
+    async def finish(self, call: ApiCall) -> list[ResponseChoice]:
         """Wait for the responses, capture them, and parse them, in one thread.
 
         Raises:
             ApiError: a response was canceled, the sampler failed, or the request or the session has ended.
         """
 
-        def finished() -> list[Choice]:
+        def finished() -> list[ResponseChoice]:
             torch.set_num_threads(self._torch_threads)
             completions = [call.session.result(handle) for _, handle in call.flat]
             if call.ended:
@@ -188,17 +200,17 @@ class Caller:
             for prompt, handles in zip(call.prompts, call.handles, strict=True):
                 call.session.keep(call.capture, prompt, rest[: len(handles)])
                 rest = rest[len(handles) :]
-            return [choice(call, index, one) for index, one in enumerate(completions)]
+            return [choice(call, index, completion) for index, completion in enumerate(completions)]
 
         return await self._aside(finished)
 
-    async def so_far(self, call: Call, index: int, reader: ResponseReader | None) -> ParsedResponse:
+    async def so_far(self, call: ApiCall, index: int, reader: ResponseReader | None) -> ParsedResponse:
         """Return the parts of an unfinished response.
 
         Args:
             call: the request.
             index: index of the response.
-            reader: see `Call.reader`.
+            reader: see `ApiCall.reader`.
 
         Raises:
             ApiError: the sampler failed.
@@ -218,19 +230,19 @@ class Caller:
     async def _aside(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
-    def end(self, call: Call) -> None:
+    def end(self, call: ApiCall) -> None:
         """End a request: cancel its unfinished responses, without waiting."""
         call.ended = True
         if not all(handle.done for _, handle in call.flat):
             self._threads.submit(_cancel, call)
 
 
-def _cancel(call: Call) -> None:
+def _cancel(call: ApiCall) -> None:
     for _, handle in call.flat:
         handle.cancel()
 
 
-def choice(call: Call, index: int, completion: Completion) -> Choice:
+def choice(call: ApiCall, index: int, completion: Completion) -> ResponseChoice:
     """Parse a response, and score its tokens if the request needs it.
 
     Raises:
@@ -242,7 +254,7 @@ def choice(call: Call, index: int, completion: Completion) -> Choice:
     content, stopped = cut(parsed.content, call.parameters.stop)
     parsed = ParsedResponse(content, parsed.tool_calls, parsed.reasoning)
     scores = call.session.score([*prompt.ids, *sampled], call.parameters) if call.parameters.scores else None
-    return Choice(index, prompt, completion, parsed, stopped, scores)
+    return ResponseChoice(index, prompt, completion, parsed, stopped, scores)
 
 
 def _given(prompt: Prompt) -> int:
@@ -261,14 +273,98 @@ def _prompts(given: Any) -> list[str | list[int]]:
     if isinstance(given, str):
         return [given]
     if isinstance(given, list) and given:
-        if all(isinstance(one, str) for one in given):
+        if all(isinstance(prompt, str) for prompt in given):
             return given
         if _ids(given):
             return [given]
-        if all(isinstance(one, list) and one and _ids(one) for one in given):
+        if all(isinstance(prompt, list) and prompt and _ids(prompt) for prompt in given):
             return given
     raise invalid("prompt", "expected a text, a list of texts, a list of token ids, or a list of such lists")
 
 
 def _ids(given: list[Any]) -> bool:
     return all(isinstance(i, int) and not isinstance(i, bool) for i in given)
+
+
+def call_beginning(
+    renderer: Renderer,
+    messages: Sequence[Mapping[str, Any]],
+    names: Sequence[str],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """Return the token ids that every call of one of these tools begins with.
+
+    Args:
+        renderer: renders the chat template.
+        messages: the conversation before the response.
+        names: names of the tools, at least one.
+        tools: all tools of the request.
+        options: further variables of the chat template.
+
+    Raises:
+        ApiError: the tokenizer cannot parse tool calls, or its chat template renders no such tokens.
+    """
+    if not can_parse(renderer.tokenizer):
+        raise _unsupported("the tokenizer has no response template, which finds tool calls")
+    before = renderer.render(messages, tools, options)
+    texts = [
+        text
+        for tool in tools or ()
+        if tool["function"]["name"] in names
+        for text in _calls(renderer, messages, tool["function"], tools, options)
+    ]
+    if not texts or not all(text.startswith(before) for text in texts):
+        raise _unsupported("the chat template renders no call after the prompt")
+    common = _common([renderer.encode(text.removeprefix(before)) for text in texts])
+    if not common:
+        raise _unsupported("calls in the format of the chat template have no common beginning")
+    return common
+
+
+def _calls(
+    renderer: Renderer,
+    messages: Sequence[Mapping[str, Any]],
+    function: Mapping[str, Any],
+    tools: Sequence[Mapping[str, Any]] | None,
+    options: Mapping[str, Any] | None,
+) -> Iterator[str]:
+    """Yield the conversation with calls of a function, whose arguments differ."""
+    parameters = list((function.get("parameters") or {}).get("properties") or {})
+    variants: tuple[dict[str, Any], ...] = ({}, {"a": "b"}, {"zy": 1})
+    if parameters:  # some templates need the arguments of the tool
+        variants = (*variants, dict.fromkeys(parameters, "b"), dict.fromkeys(parameters, "zy"))
+    for arguments in variants:
+        call = {
+            "id": "call00000",
+            "type": "function",
+            "function": {"name": function["name"], "arguments": arguments},
+        }
+        answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+        try:
+            yield renderer.render([*messages, answer], tools, options, answered=True)
+        except ValueError:  # the template cannot render these arguments
+            continue
+
+
+def _common(lists: Sequence[Sequence[int]]) -> list[int]:
+    """Return the longest common beginning of several lists."""
+    places = zip(*lists, strict=False)
+    equal = [len(set(tokens)) == 1 for tokens in places]
+    return list(lists[0][: equal.index(False) if False in equal else len(equal)])
+
+
+def _with_beginning(renderer: Renderer, prompt: Prompt, ids: Sequence[int]) -> Prompt:
+    """Return a prompt that ends with the beginning of the response."""
+    assert prompt.text is not None
+    text = prompt.text + renderer.decode(ids, before=prompt.ids)
+    return replace(prompt, ids=(*prompt.ids, *ids), text=text, begun=len(ids))
+
+
+def _unsupported(why: str) -> ApiError:
+    return ApiError(
+        400,
+        f"Unsupported value: 'tool_choice' cannot force a call, since {why}.",
+        param="tool_choice",
+        code="unsupported_value",
+    )

@@ -119,10 +119,10 @@ class Capture:
         """
         sampled = tuple(completion.ids.tolist())
         text = None if prompt.text is None else prompt.text + renderer.decode(sampled, before=prompt.ids)
-        kept = Completion(
+        on_cpu = Completion(
             completion.ids.cpu(), completion.logprobs.cpu(), completion.versions.cpu(), completion.truncated
         )
-        call = CapturedCall(prompt.parent, prompt.ids + sampled, len(prompt.ids), kept, text)
+        call = CapturedCall(prompt.parent, prompt.ids + sampled, len(prompt.ids), on_cpu, text)
         with self._lock:
             self._calls.append(call)
         return call

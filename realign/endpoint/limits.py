@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from realign.endpoint.errors import ApiError
+from realign.endpoint.requests import ApiError
 from realign.settings import Count, Positive, Settings
 
 Scope: TypeAlias = MutableMapping[str, Any]
@@ -115,12 +115,12 @@ async def read_body(receive: Receive, limits: EndpointLimits) -> dict[str, Any]:
     if size > limits.max_body_bytes:
         raise ApiError(413, f"The request body exceeds {limits.max_body_mb:g} MB.", code="body_too_large")
     try:
-        found = json.loads(bytes(body))
+        request = json.loads(bytes(body))
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"The request body is not valid JSON: {error}.", code="invalid_json") from error
-    if not isinstance(found, dict):
+    if not isinstance(request, dict):
         raise ApiError(400, "The request body must be a JSON object.", code="invalid_json")
-    return found
+    return request
 
 
 async def until_disconnected(receive: Receive, work: Awaitable[None]) -> None:

@@ -17,12 +17,12 @@ from realign.endpoint.response_parsing import (
     ParsedResponse,
     ResponseReader,
     can_parse,
+    fits,
     loaded_template,
     special_tokens,
     text_of,
 )
-from realign.endpoint.response_templates import fits
-from realign.endpoint.response_templates import response_template as found_response_template
+from realign.endpoint.response_parsing import response_template as found_response_template
 from realign.errors import ConfigError, DataError
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class Renderer:
     Args:
         tokenizer: tokenizer of transformers.
         options: variables of the chat template.
-        response_template: see `response_templates.response_template`.
+        response_template: see `response_parsing.response_template`.
 
     Raises:
         ConfigError: the response template cannot be found or is invalid, or does not fit the chat template.
@@ -150,8 +150,8 @@ class Renderer:
         """
         context = list(before[-_CONTEXT:])
         with self._lock:
-            whole, head = self._decoded([*context, *ids], special), self._decoded(context, special)
-            return whole[len(head) :] if whole.startswith(head) else self._decoded(list(ids), special)
+            text, head = self._decoded([*context, *ids], special), self._decoded(context, special)
+            return text[len(head) :] if text.startswith(head) else self._decoded(list(ids), special)
 
     def reader(self, prompt: str | Sequence[int], tools: Sequence[Mapping[str, Any]] | None) -> ResponseReader | None:
         """Return a parser of a response; None if the tokenizer has no response template.

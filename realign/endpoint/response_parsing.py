@@ -1,16 +1,19 @@
 """`parse_response` and `ResponseReader`: content, reasoning and tool calls of a sampled response.
 
 The parser is `ResponseParser` of transformers, which interprets the response template of a tokenizer. It reports the
-regions of a text while the text grows: reasoning, content, and tool calls.
+regions of a text while the text grows: reasoning, content, and tool calls. Many tokenizers have no response template.
+TRL contains those of many model families, and `response_template` chooses one by the text of the chat template.
 """
 
 from __future__ import annotations
 
 import copy
+import importlib.util
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from realign.api.environment import ToolCall
@@ -19,6 +22,103 @@ from realign.errors import ConfigError
 if TYPE_CHECKING:
     from transformers.utils.chat_parsing import ResponseParser
     from transformers.utils.chat_parsing.response_templates import ResponseTemplate
+
+AUTO = "auto"
+"""Setting that chooses the response template by the chat template."""
+
+
+def response_template(tokenizer: Any, given: str) -> dict[str, Any] | None:
+    """Return the response template for a tokenizer; None if it has none and no other one is requested.
+
+    Args:
+        tokenizer: tokenizer of transformers.
+        given: empty: the tokenizer's own one; `auto`: otherwise the one that TRL has for the same chat template; a
+            family, such as `qwen3`: the one that TRL has for this family; or the path of a JSON file.
+
+    Raises:
+        ConfigError: the template cannot be found or is invalid, or the extra `tools` is missing.
+    """
+    own: dict[str, Any] | None = getattr(tokenizer, "response_template", None)
+    if not given or (given == AUTO and own is not None):
+        return own
+    if given.endswith(".json"):
+        template = _of_file(Path(given))
+    elif given == AUTO:
+        template = _of_chat_template(tokenizer.chat_template)
+        if template is None:
+            raise ConfigError(
+                f"response_template={AUTO}: TRL knows no response template for the chat template of the model. Set "
+                f"the family whose format the model uses ({', '.join(_families())}), or a JSON file."
+            )
+    else:
+        template = _of_family(given)
+    try:
+        tokenizer.parse_response("", template, prefix="")
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(f"response_template={given}: invalid response template ({error}).") from error
+    return template
+
+
+def fits(template: Mapping[str, Any], prompt: str) -> bool:
+    """Return whether a prompt contains the text after which a response template expects a response."""
+    literals = template.get("start_anchor", ())
+    if isinstance(literals, str):
+        return literals in prompt
+    pattern = template.get("start_anchor_pattern")
+    return any(text in prompt for text in literals) or (pattern is not None and bool(re.search(pattern, prompt)))
+
+
+def _of_file(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"response_template={path}: cannot read the file as JSON ({error}).") from error
+
+
+def _of_family(name: str) -> dict[str, Any]:
+    families = _families()
+    if name not in families:
+        raise ConfigError(
+            f"response_template={name}: unknown family. Set one of {', '.join(families)}, or a file that ends in .json."
+        )
+    template = _of_chat_template(families[name].read_text(encoding="utf-8"))
+    assert template is not None
+    return template
+
+
+def _families() -> dict[str, Path]:
+    """Return the chat templates in TRL that have a response template, by name."""
+    _check_installed()
+    import trl
+
+    folder = Path(str(trl.__file__)).parent / "chat_templates"
+    known = {path.stem: path for path in sorted(folder.glob("*.jinja"))}
+    return {
+        name: path for name, path in known.items() if _of_chat_template(path.read_text(encoding="utf-8")) is not None
+    }
+
+
+def _of_chat_template(text: str | None) -> dict[str, Any] | None:
+    """Return the response template that TRL has for a chat template; None if TRL does not know it."""
+    _check_installed()
+    from trl.chat_template_utils import add_response_schema
+
+    class Tokenizer:
+        chat_template = text
+        response_template: dict[str, Any] | None = None
+
+    tokenizer = Tokenizer()
+    try:
+        add_response_schema(tokenizer)
+    except ValueError:
+        return None
+    return copy.deepcopy(tokenizer.response_template)
+
+
+def _check_installed() -> None:
+    if importlib.util.find_spec("trl") is None:
+        raise ConfigError("response_template: the package trl is not installed. Run pip install 'realign-rl[tools]'.")
+
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of the reasoning in response templates, as in transformers."""
@@ -174,8 +274,8 @@ class ResponseReader:
                 _collect(self._parser.finalize()[1], self._regions)
             except Exception:  # see `_read`
                 self._failed = True
-        found = self._parsed()
-        return found if found.content or found.tool_calls or found.reasoning else ParsedResponse(plain)
+        parsed = self._parsed()
+        return parsed if parsed.content or parsed.tool_calls or parsed.reasoning else ParsedResponse(plain)
 
     def _started(self) -> tuple[ResponseParser, list[_Region]]:
         from transformers.utils.chat_parsing import ResponseParser
@@ -208,15 +308,15 @@ class ResponseReader:
         Args:
             known: length of a beginning that can be parsed.
         """
-        fails, found = len(self._text), self._regions_of(known) or []
+        fails, parsed = len(self._text), self._regions_of(known) or []
         while fails - known > 1:
             middle = (known + fails) // 2
             regions = self._regions_of(middle)
             if regions is None:
                 fails = middle
             else:
-                known, found = middle, regions
-        return found
+                known, parsed = middle, regions
+        return parsed
 
     def _regions_of(self, length: int) -> list[_Region] | None:
         """Return the regions of a beginning of the text; None if the parser fails."""
@@ -231,14 +331,14 @@ class ResponseReader:
         reasoning: list[str] = []
         calls: list[ToolCall] = []
         for number, region in enumerate(self._regions):
-            found = self._calls_of(region)
-            if found is None:  # an invalid region
+            region_calls = self._calls_of(region)
+            if region_calls is None:  # an invalid region
                 if number and self._regions[number - 1].field == "content":  # keeps the white space in between
                     contents.pop()
                     number -= 1
                 contents.append(self._plain_from(number).strip())
                 break
-            calls += found
+            calls += region_calls
             if region.field in _REASONING:
                 reasoning.append(self._text_of(region))
             elif region.field == "content":
@@ -297,7 +397,7 @@ def _joined(parts: Sequence[str]) -> str:
     return "\n".join(filter(None, parts))
 
 
-def _tool_call(found: Mapping[str, Any]) -> ToolCall:
-    function = found.get("function", found)
+def _tool_call(call: Mapping[str, Any]) -> ToolCall:
+    function = call.get("function", call)
     arguments = function.get("arguments") or {}
     return ToolCall(str(function["name"]), arguments if isinstance(arguments, str) else json.dumps(arguments))

@@ -48,14 +48,14 @@ class Scorer:
 
         def scored(output: ModelOutput, part: SequenceSample) -> SequenceSample:
             hidden_TH, head, given_T = output.hidden_states(), output.lm_head, part["input_ids"]
-            found: list[list[Tensor]] = []
+            chunks: list[list[Tensor]] = []
             for start in range(0, len(given_T), _CHUNK):
                 rows = slice(start, start + _CHUNK)
                 logprobs_CV = torch.log_softmax(head.logits(hidden_TH[rows]) / temperature, -1)
                 best = logprobs_CV.topk(top)
                 own_C = logprobs_CV.gather(1, given_T[rows].to(logprobs_CV.device)[:, None])[:, 0]
-                found.append([own_C, *best.values.unbind(1), *best.indices.unbind(1)])
-            own_T, *tops = (torch.cat(parts) for parts in zip(*found, strict=True))
+                chunks.append([own_C, *best.values.unbind(1), *best.indices.unbind(1)])
+            own_T, *tops = (torch.cat(parts) for parts in zip(*chunks, strict=True))
             values = dict(zip([*names, *(f"{name}_ids" for name in names)], tops, strict=True))
             return part.with_tokens(own=own_T, **values)
 
@@ -65,6 +65,3 @@ class Scorer:
         columns = [zip(out[f"{name}_ids"].tolist(), out[name].tolist(), strict=True) for name in names]
         per_token = list(zip(*columns, strict=True)) if columns else [()] * len(ids)
         return TokenScores(logprobs, [(), *per_token[1:]])
-
-
-__all__ = ["Scorer", "TokenScores"]

@@ -20,9 +20,8 @@ from realign.api.requests import Completion, FutureHandle, Handle, Request, Toke
 from realign.api.sampler import Sampler
 from realign.api.seeds import derive_seed
 from realign.endpoint.capture import Capture, CapturedCall, Prompt
-from realign.endpoint.errors import ApiError
-from realign.endpoint.parameters import Parameters
 from realign.endpoint.renderer import Renderer
+from realign.endpoint.requests import ApiError, Parameters
 from realign.endpoint.scoring import Scorer, TokenScores
 
 logger = logging.getLogger(__name__)
@@ -168,8 +167,8 @@ class Session:
         with self._lock:
             if self._closed:
                 raise closed()
-            sampled = [one for one in completions if len(one.ids)]
-            return [capture.add(self.backend.renderer, prompt, one) for one in sampled]
+            sampled = [completion for completion in completions if len(completion.ids)]
+            return [capture.add(self.backend.renderer, prompt, completion) for completion in sampled]
 
     def score(self, ids: Sequence[int], parameters: Parameters) -> TokenScores:
         """Return the log-probs of the tokens of a prompt and its response.

@@ -1,8 +1,7 @@
 """Conversations with environments: load an environment class, run many instances concurrently, encode observations."""
 
 from realign.environments.batch import Worlds
-from realign.environments.calls import Answer, Limits
-from realign.environments.concurrency import Slots
+from realign.environments.calls import Answer, Limits, Slots
 from realign.environments.episode import Episode
 from realign.environments.failures import EnvironmentFailure, Failures
 from realign.environments.loading import load_environment

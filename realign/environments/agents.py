@@ -19,13 +19,13 @@ from functools import partial
 from typing import IO, Any
 
 from realign.api.environment import Environment, Response
+from realign.environments.calls import Step, finite_reward, five_values
 from realign.environments.loading import takes_seed
-from realign.environments.results import Step, finite_reward, five_values
 from realign.environments.tools import ToolSources
 from realign.environments.turns import shortened
 from realign.errors import ConfigError
 from realign.rewards.pool.functions import is_async, load_object
-from realign.rewards.pool.limits import without_secrets
+from realign.rewards.pool.secrets import without_secrets
 
 START = Response("", (), 0, False)
 """The response that starts an agent."""
@@ -57,23 +57,22 @@ def load_agent(name: str, arguments: Mapping[str, Any], tools: ToolSources | Non
         ConfigError: the function does not exist, or does not accept the arguments, or `tools` are given and it is no
             `async def`.
     """
-    found = load_object(name, "agent", _FORMS)
-    if isinstance(found, type) or not callable(found):
-        raise ConfigError(f"agent {name!r} is a {type(found).__name__}; expected a function.")
+    program = load_object(name, "agent", _FORMS)
+    if isinstance(program, type) or not callable(program):
+        raise ConfigError(f"agent {name!r} is a {type(program).__name__}; expected a function.")
     try:
-        seeded = {"seed": 0} if takes_seed(found) and "seed" not in arguments else {}
+        seeded = {"seed": 0} if takes_seed(program) and "seed" not in arguments else {}
         opened = {} if tools is None else {"tools": None}
-        inspect.signature(found).bind("", "", {}, **arguments, **seeded, **opened)
+        inspect.signature(program).bind("", "", {}, **arguments, **seeded, **opened)
     except TypeError as error:
         given = [*arguments, *([] if tools is None else ["tools"])]
         shown = ", ".join(["base_url", "api_key", "row", *(f"{key}=" for key in given)])
         raise ConfigError(f"agent {name!r} cannot be called as {name.rpartition(':')[2]}({shown}): {error}") from None
-    function = partial(found, **arguments)
-    kept = bool(seeded)
-    if tools is not None and not is_async(found):
+    function = partial(program, **arguments)
+    if tools is not None and not is_async(program):
         raise ConfigError(f"agent {name!r}: tools and mcp require an `async def`, since calls of tools are awaited.")
-    made: Any = partial(_AsyncAgent, tools=tools) if is_async(found) else _PlainAgent
-    return partial(made, function, kept)
+    made: Any = partial(_AsyncAgent, tools=tools) if is_async(program) else _PlainAgent
+    return partial(made, function, bool(seeded))
 
 
 def load_command(command: Sequence[str], keep_environment: Sequence[str]) -> Callable[[], Environment]:
@@ -141,19 +140,19 @@ def outcome(returned: Any) -> Outcome:
     return "", returned["reward"], truncated is False, truncated, {}
 
 
-def read_outcome(roles: Sequence[str], found: Any, tokens: Callable[[Any], Sequence[int]]) -> Step:
+def read_outcome(roles: Sequence[str], returned: Any, tokens: Callable[[Any], Sequence[int]]) -> Step:
     """Check the result of an agent's step.
 
     Args:
         roles: names of the roles of the episode; empty: it has none.
-        found: result of the step.
+        returned: result of the step.
         tokens: encodes observations.
 
     Raises:
         ValueError: a reward is invalid, or the agent returned the rewards of other roles.
     """
-    step = five_values(found, tokens)
-    rewards = found[4].get(_REWARDS, {})
+    step = five_values(returned, tokens)
+    rewards = returned[4].get(_REWARDS, {})
     if not isinstance(rewards, Mapping) or set(rewards) != set(roles):
         expected = f"the key 'rewards' with a reward for each of {', '.join(roles)}" if roles else "one reward"
         raise ValueError(f"the agent returned the rewards {shortened(rewards)}, expected {expected}")

@@ -12,10 +12,9 @@ from types import TracebackType
 from typing import Any, TypeAlias
 
 from realign.api.environment import Environment, Response
-from realign.environments.calls import Answer, Asker, Limits
+from realign.environments.calls import Answer, Asker, Limits, Step, begun, five_values
 from realign.environments.event_loops import LoopBlocked, LoopThread
 from realign.environments.loading import takes_seed, waits
-from realign.environments.results import Step, begun, five_values
 from realign.environments.turns import TurnWriter
 
 logger = logging.getLogger(__name__)
@@ -144,7 +143,7 @@ class Worlds:
         # a truncated turn has no end token, even if its last token id equals one
         tokens = partial(self.writer.between, sampled=() if response.truncated else response.token_ids)
         step = partial(self._made[episode].step, response)
-        return await self._asker.ask(step, lambda found: self._read(found, tokens), keep)
+        return await self._asker.ask(step, lambda returned: self._read(returned, tokens), keep)
 
     async def _close_all(self) -> None:
         await asyncio.gather(*map(self._close, list(self._made)))

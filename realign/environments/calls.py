@@ -1,4 +1,7 @@
-"""Call environments under a deadline: coroutine functions on an event loop, plain functions in threads."""
+"""Calls of environments: how many at a time (`Slots`), their deadline (`Asker`), and what they may return (`Step`).
+
+Coroutine functions run on an event loop, plain functions in threads.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,173 @@ import inspect
 import logging
 import threading
 import traceback
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
+from weakref import WeakSet
 
-from realign.environments.concurrency import Slots
+import torch
+
 from realign.environments.event_loops import BlockedLoops
-from realign.environments.results import Step
-from realign.rewards.text import visible
+from realign.environments.turns import shortened
+from realign.text import visible
+
+LARGEST = torch.finfo(torch.float32).max
+"""Largest absolute reward, since rewards are stored in fp32."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """Checked result of `reset` or `step`: the observation tokens, and the reward and end flags of the turn."""
+
+    tokens: Sequence[int] = ()
+    reward: float = 0.0
+    terminated: bool = False
+    truncated: bool = False
+    role_rewards: Mapping[str, float] = field(default_factory=dict)
+    """Reward of each role, at the end of an agent's episode with roles."""
+
+    @property
+    def over(self) -> bool:
+        """Whether the episode is over."""
+        return self.terminated or self.truncated
+
+
+def begun(returned: Any, tokens: Callable[[Any], Sequence[int]]) -> Step:
+    """Check the return value of `reset`.
+
+    Args:
+        returned: the return value, expected to be (observation, info).
+        tokens: encodes the observation.
+
+    Raises:
+        ValueError: the return value is invalid.
+    """
+    if not isinstance(returned, tuple | list) or len(returned) != 2 or not isinstance(returned[1], Mapping):
+        raise ValueError(f"reset returned {shortened(returned)}, expected 2 values: observation, info (a dict)")
+    return Step(tokens(returned[0]))
+
+
+def five_values(returned: Any, tokens: Callable[[Any], Sequence[int]]) -> Step:
+    """Check the return value of `step`.
+
+    Args:
+        returned: the return value, expected to be (observation, reward, terminated, truncated, info).
+        tokens: encodes the observation; called only if another turn follows.
+
+    Raises:
+        ValueError: the return value is invalid.
+    """
+    if not isinstance(returned, tuple | list) or len(returned) != 5:
+        size = f"{len(returned)} values" if isinstance(returned, tuple | list) else shortened(returned)
+        raise ValueError(f"step returned {size}, expected 5: observation, reward, terminated, truncated, info")
+    observation, reward, terminated, truncated, _ = returned
+    ends = []
+    for name, value in (("terminated", terminated), ("truncated", truncated)):
+        value = _plain(value)
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} is {shortened(value)}, expected True or False")
+        ends.append(value)
+    number, over = finite_reward(reward), any(ends)
+    return Step(() if over else tokens(observation), number, ends[0], ends[1] and not ends[0])
+
+
+def finite_reward(reward: Any) -> float:
+    """Return a reward as a number.
+
+    Raises:
+        ValueError: it is no number, or not finite in float32.
+    """
+    number = _plain(reward)
+    if not isinstance(number, int | float) or not abs(number) <= LARGEST:
+        raise ValueError(f"the reward is {shortened(reward)}, expected a number that is finite in float32")
+    return float(number)
+
+
+def _plain(value: Any) -> Any:
+    """Convert scalars of numpy and torch to Python scalars."""
+    return value.item() if getattr(value, "ndim", None) == 0 and hasattr(value, "item") else value
+
+
+_Task: TypeAlias = "asyncio.Task[Any]"
+
+
+class Slots:
+    """A first-in first-out semaphore for tasks of several event loops. A task holds at most one slot.
+
+    `asyncio.Semaphore` belongs to one loop, and `threading.Semaphore` blocks the event loop while it waits. The tasks
+    of a blocked loop cannot release their slots, so `abandon` releases them.
+    """
+
+    def __init__(self, number: int) -> None:
+        """Allow `number` tasks at a time."""
+        self._lock = threading.Lock()  # guards the attributes below
+        self._free = number
+        self._waiting: deque[tuple[_Task, asyncio.Future[None]]] = deque()
+        self._holders: dict[_Task, asyncio.AbstractEventLoop] = {}
+        self._abandoned: WeakSet[asyncio.AbstractEventLoop] = WeakSet()
+
+    async def __aenter__(self) -> None:
+        """Wait for a slot.
+
+        Raises:
+            CancelledError: the loop was abandoned.
+        """
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        with self._lock:
+            if loop in self._abandoned:
+                raise asyncio.CancelledError("the event loop was abandoned")
+            if self._free:
+                self._free -= 1
+                self._holders[task] = loop
+                return
+            turn: asyncio.Future[None] = loop.create_future()
+            self._waiting.append((task, turn))
+        try:
+            await turn
+        except asyncio.CancelledError:
+            with self._lock:
+                if (task, turn) in self._waiting:
+                    self._waiting.remove((task, turn))
+                self._release(task)  # the slot may have been granted before the task was cancelled
+            raise
+
+    async def __aexit__(self, *raised: object) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        with self._lock:
+            self._release(task)
+
+    def abandon(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Release the slots of this loop's tasks, and reject further tasks of the loop."""
+        with self._lock:
+            self._abandoned.add(loop)
+            self._waiting = deque((task, turn) for task, turn in self._waiting if turn.get_loop() is not loop)
+            for task in [task for task, home in self._holders.items() if home is loop]:
+                self._release(task)
+
+    def _release(self, task: _Task) -> None:
+        """Pass the slot of this task to the next waiting task, if it holds one. The caller holds the lock."""
+        if self._holders.pop(task, None) is None:
+            return
+        while self._waiting:
+            following, turn = self._waiting.popleft()
+            loop = turn.get_loop()
+            try:
+                loop.call_soon_threadsafe(_grant, turn)
+            except RuntimeError:  # the loop is closed, so its task no longer waits
+                continue
+            self._holders[following] = loop
+            return
+        self._free += 1
+
+
+def _grant(turn: asyncio.Future[None]) -> None:
+    if not turn.done():
+        turn.set_result(None)
+
 
 logger = logging.getLogger(__name__)
 
@@ -82,10 +244,10 @@ class Asker:
 
         async def answer() -> Answer:
             self.pulse()
-            found = await self._answer(call, read)
+            answered = await self._answer(call, read)
             if keep is not None and not late:
-                keep(found)
-            return found
+                keep(answered)
+            return answered
 
         limits = self.limits
         async with limits.slots:
@@ -105,11 +267,11 @@ class Asker:
 
     async def _answer(self, call: Callable[[], Any], read: Callable[[Any], Step]) -> Answer:
         try:
-            found = await result_of(call)
+            returned = await result_of(call)
         except BaseException as error:  # includes SystemExit, which would end the event loop if raised in a task
             return Answer(None, _described(error))
         try:
-            return Answer(read(found))
+            return Answer(read(returned))
         except ValueError as error:
             return Answer(None, f"ValueError: environment {self.name}: {error}")
 

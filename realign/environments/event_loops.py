@@ -17,7 +17,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, TypeAlias, TypeVar
 
 from realign.environments.failures import EnvironmentFailure
-from realign.rewards.text import log_file, visible
+from realign.text import log_file, visible
 
 logger = logging.getLogger(__name__)
 
@@ -93,31 +93,31 @@ class LoopThread:
             LoopBlocked: the loop made no progress for `patience_s` and was abandoned.
             TimeoutError: there is no result after `most_s` seconds.
         """
-        found: Future[T] = Future()
+        future: Future[T] = Future()
 
         async def working() -> None:
             try:
-                found.set_result(await work())
+                future.set_result(await work())
             except BaseException as error:
-                found.set_exception(error)
+                future.set_exception(error)
 
         self._post(lambda: self._start(working()))
         silent_s = waited_s = 0.0  # sums of checks, not clock time: suspending the process must not count
         try:
-            while not found.done():
+            while not future.done():
                 before = self._pulses
                 self._post(self._beat)
-                wait((found,), self._look_s)
+                wait((future,), self._look_s)
                 waited_s += self._look_s
                 silent_s = 0.0 if self._pulses != before else silent_s + self._look_s
-                if silent_s > self._patience_s and not found.done():
+                if silent_s > self._patience_s and not future.done():
                     raise LoopBlocked(self.abandon())
-                if waited_s >= most_s and not found.done():
+                if waited_s >= most_s and not future.done():
                     raise TimeoutError(f"no result within {most_s:g} s")
         except BaseException:  # for example from a signal handler
             self._post(self._cancel)
             raise
-        return found.result()
+        return future.result()
 
     def abandon(self) -> str:
         """Abandon the loop, which then ends by itself once it is no longer blocked. Returns the stack of its thread."""
@@ -127,7 +127,7 @@ class LoopThread:
         if frame is None:
             return "  (the thread has ended)"
         stack = traceback.extract_stack(frame)
-        calls = list(dropwhile(lambda each: not _MACHINERY.isdisjoint(_places(each.filename)), stack))
+        calls = list(dropwhile(lambda call: not _MACHINERY.isdisjoint(_places(call.filename)), stack))
         return visible("".join(traceback.format_list(calls or stack)).rstrip())
 
     def close(self, within_s: float) -> bool:
@@ -193,7 +193,7 @@ class BlockedLoops:
             EnvironmentFailure: more than `MOST_BLOCKED` threads are currently blocked.
         """
         with self._lock:
-            self._threads = [each for each in self._threads if each.alive] + [thread]
+            self._threads = [other for other in self._threads if other.alive] + [thread]
             first, self._logged, blocked = not self._logged, True, len(self._threads)
         if first:
             logger.warning(
@@ -228,14 +228,14 @@ class DaemonThreads(ThreadPoolExecutor):
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
         """Run a call in a daemon thread."""
-        found: Future[T] = Future()
+        future: Future[T] = Future()
 
         def work() -> None:
-            if found.set_running_or_notify_cancel():
+            if future.set_running_or_notify_cancel():
                 try:
-                    found.set_result(fn(*args, **kwargs))
+                    future.set_result(fn(*args, **kwargs))
                 except BaseException as error:
-                    found.set_exception(error)
+                    future.set_exception(error)
 
         with self._guard:
             calls = self._idle.pop() if self._idle else None
@@ -243,7 +243,7 @@ class DaemonThreads(ThreadPoolExecutor):
             calls = SimpleQueue()
             threading.Thread(target=self._serve, args=(calls,), daemon=True).start()
         calls.put(work)
-        return found
+        return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """End the idle threads. Other threads end after their calls."""

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from realign.errors import RewardError
-from realign.rewards.pool.failure_count import present_tally
-from realign.rewards.text import headline, log_file
+from realign.rewards.pool.pool import present_tally
+from realign.text import headline, log_file
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class Failures:
             EnvironmentFailure: the fraction of failed episodes is above `max_failed_fraction`.
         """
         tally = present_tally()
-        before, whole = tally.failures(), tally.parts * episodes
+        before, batch = tally.failures(), tally.parts * episodes
         tally.add(len(failures))
         if failures and not self._shown:
             self._shown = True
@@ -46,10 +46,10 @@ class Failures:
                 self.name,
                 failures[0],
             )
-        if failures and before + len(failures) > self.max_failed_fraction * whole:
+        if failures and before + len(failures) > self.max_failed_fraction * batch:
             kinds = Counter(map(headline, failures))
             raise EnvironmentFailure(
-                f"environment {self.name} failed in {before + len(failures)} of {whole} episodes "
+                f"environment {self.name} failed in {before + len(failures)} of {batch} episodes "
                 f"({'; '.join(f'{n} times {kind}' for kind, n in kinds.most_common(3))}), which exceeds "
                 f"max_failed_fraction={self.max_failed_fraction} (details: see {log_file(logger)})."
             )

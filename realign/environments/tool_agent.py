@@ -11,8 +11,7 @@ import httpx2
 from realign.environments.calls import result_of
 from realign.environments.tools import Toolbox
 from realign.errors import ConfigError
-from realign.rewards.pool.functions import load_function
-from realign.rewards.pool.scopes import Scope, scope_of
+from realign.rewards.pool.functions import RewardScope, load_function, scope_of
 
 _LIMITS = ("context_length_exceeded", "max_calls_exceeded")
 """Errors of the endpoint that truncate an episode."""
@@ -46,7 +45,7 @@ async def chat(
         ValueError: the endpoint or the reward function failed.
     """
     score_of = load_function(reward)
-    if scope_of(score_of, reward) is not Scope.response:
+    if scope_of(score_of, reward) is not RewardScope.response:
         raise ConfigError(f"reward={reward}: expected a function with the arguments (prompt, response, row).")
     question = row[prompt]
     messages = [{"role": "system", "content": system}] if system else []
@@ -79,8 +78,8 @@ async def _ask(client: httpx2.AsyncClient, messages: list[Any], tools: Toolbox) 
     body = {"model": "policy", "messages": messages, "tools": tools.schemas}
     answer = await client.post("chat/completions", json=body)
     if answer.is_success:
-        found: dict[str, Any] = answer.json()["choices"][0]["message"]
-        return {name: value for name, value in found.items() if value is not None}
+        message: dict[str, Any] = answer.json()["choices"][0]["message"]
+        return {name: value for name, value in message.items() if value is not None}
     if answer.json().get("error", {}).get("code") in _LIMITS:
         return None
     raise ValueError(f"the endpoint answered with status {answer.status_code}: {answer.text}")

@@ -80,10 +80,10 @@ class TurnWriter:
         before = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
         conversation = [*before, *map(dict, messages)]
         try:
-            whole = self._chat_template.render(conversation, self.options, add_generation_prompt=True)
+            rendered = self._chat_template.render(conversation, self.options, add_generation_prompt=True)
         except DataError as error:
             raise ValueError(str(error)) from error
-        _, answer, behind = whole.partition(_ANSWER)
+        _, answer, behind = rendered.partition(_ANSWER)
         if not answer:
             raise ValueError("the chat template omits the assistant's message; set chat=false")
         return behind

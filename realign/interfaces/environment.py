@@ -41,7 +41,7 @@ from realign.api.verifier import Verifier
 from realign.endpoint.renderer import Renderer
 from realign.endpoint.response_parsing import ParsedResponse, can_parse
 from realign.environments import Answer, Episode, Failures, Limits, Slots, TurnWriter, Worlds, load_environment
-from realign.environments.tool_environment import load_with_tools
+from realign.environments.loading import load_with_tools
 from realign.environments.tools import load_tools
 from realign.errors import GraphError, SettingsError
 from realign.settings import Count, Fraction, Positive

@@ -32,9 +32,9 @@ from realign.api.rewards import NAMED
 from realign.api.verifier import ANSWER
 from realign.errors import SettingsError
 from realign.interfaces.components.response_cut import Cut, ResponseCut, cut_responses, reward_keys
-from realign.rewards.pool.limits import Limits, OpenFiles
+from realign.rewards.pool.functions import RewardScope
+from realign.rewards.pool.limits import OpenFiles, WorkerLimits
 from realign.rewards.pool.pool import RewardPool, RewardResults
-from realign.rewards.pool.scopes import Scope
 from realign.rewards.terms import FunctionTerm, RewardTerm
 from realign.settings import Count, Fraction, NonNegative, NonNegativeInt, Positive
 
@@ -99,7 +99,7 @@ class RuleRewardInterface(ModelInterface):
             raise SettingsError(
                 f"known_answer_template={self.known_answer_template!r}: must contain {ANSWER}, the place of the answer"
             )
-        Limits(self.memory_mb, self.cpu_s, self.open_files, self.keep_environment)  # validates the settings
+        WorkerLimits(self.memory_mb, self.cpu_s, self.open_files, self.keep_environment)  # validates the settings
         self._terms = self._checked_terms()
         self._pools: dict[str, RewardPool] = {}
         self._notes: dict[str, str] = {}
@@ -160,7 +160,7 @@ class RuleRewardInterface(ModelInterface):
 
     def plan(self) -> Plan:
         """See `ModelInterface.plan`. Whether a function needs whole batches is known after `open`."""
-        return Plan(whole_batch=any(pool.scope is Scope.batch for pool in self._pools.values()))
+        return Plan(whole_batch=any(pool.scope is RewardScope.batch for pool in self._pools.values()))
 
     def describe(self, batch_prompts: int) -> dict[str, str]:
         """Return the rows of the launch table. Whether programs run in a sandbox is known after `open`."""

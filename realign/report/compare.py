@@ -12,9 +12,9 @@ from rich.text import Text
 
 from realign.report.data import run_data
 from realign.report.page import unique_keys
-from realign.rewards.text import visible
 from realign.runtime.metrics.courses import number
 from realign.runtime.metrics.run_summary import duration
+from realign.text import visible
 
 MOST = 16
 """Metrics in the table."""

@@ -20,13 +20,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
+
 from realign.errors import ConfigError, SettingsError
+from realign.rewards.pool.functions import Prepared
 from realign.rewards.pool.http import LARGEST_ANSWER, Unreachable, reach
-from realign.rewards.pool.prepared import Prepared
-from realign.rewards.pool.urls import ALLOWED_VARIABLES, allowed_variables, check_url, masked
+from realign.rewards.pool.secrets import ALLOWED_VARIABLES, allowed_variables, check_url, masked
 from realign.rewards.terms import RewardTerm
-from realign.rewards.text import shortened, visible
 from realign.settings import Count, Finite, NonNegativeInt, Positive, Settings
+from realign.text import shortened, visible
 
 OPENAI_URL = "https://api.openai.com/v1"
 OPENAI_KEY = "OPENAI_API_KEY"
@@ -78,8 +80,8 @@ class Score(Settings, ABC):
 class Number(Score):
     """The last number in the answer."""
 
+    @override
     def found(self, answer: str) -> str | None:
-        """See `Score`."""
         numbers = re.findall(_NUMBER, answer)
         return numbers[-1] if numbers else None
 
@@ -100,8 +102,8 @@ class Pattern(Score):
         if groups != 1:
             raise SettingsError(f"pattern={self.pattern!r}: has {groups} groups; it must have one group, the score")
 
+    @override
     def found(self, answer: str) -> str | None:
-        """See `Score`."""
         matches = re.findall(self.pattern, answer)
         return matches[-1] if matches else None
 
@@ -111,8 +113,8 @@ class Structured(Score):
     """Structured output: the server makes the answer match a JSON schema with a reason and a score."""
 
     @property
+    @override
     def request(self) -> dict[str, Any]:
-        """See `Score`."""
         fields = {"reason": {"type": "string"}, "score": {"type": "number"}}
         schema = {"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False}
         return {
@@ -122,8 +124,8 @@ class Structured(Score):
             }
         }
 
+    @override
     def found(self, answer: str) -> float | None:
-        """See `Score`."""
         score = json.loads(answer)["score"] if answer.strip().startswith("{") else None
         return None if isinstance(score, bool) else score
 
@@ -167,8 +169,8 @@ class Judge(RewardTerm):
         if reserved := sorted({"model", "messages", "n", "stream", *self.score.request} & self.options.keys()):
             raise SettingsError(f"options.{reserved[0]}: the judge sets this argument. Remove it")
 
+    @override
     def load(self) -> Callable[..., Any]:
-        """See `RewardTerm`."""
         if importlib.util.find_spec("openai") is None:
             raise ConfigError("realign.rewards.judge needs the package openai: pip install 'realign-rl[judge]'")
         name = self._key_variable
@@ -184,13 +186,14 @@ class Judge(RewardTerm):
                 )
         return JudgeFunction(self)
 
+    @override
     def deadline_s(self, default: float) -> float:
-        """See `RewardTerm`; the limit allows for all retries."""
+        # one call makes all retries of its request
         return (self.retries + 1) * self.timeout_s + self.retries * _LONGEST_PAUSE_S
 
     @property
+    @override
     def variables(self) -> tuple[str, ...]:
-        """See `RewardTerm`."""
         return () if self._key_variable is None else (self._key_variable,)
 
     @property
@@ -262,8 +265,8 @@ class JudgeFunction(Prepared):
         self._answers: OrderedDict[str, asyncio.Future[str]] = OrderedDict()
 
     @property
+    @override
     def note(self) -> str:
-        """See `Prepared`."""
         return ""
 
     def prepared(self) -> JudgeFunction:
@@ -368,6 +371,3 @@ class JudgeFunction(Prepared):
         with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=file.parent, delete=False) as part:
             json.dump({"request": json.loads(sent), "answer": answer}, part)
         os.replace(part.name, file)
-
-
-__all__ = ["Judge", "Number", "Pattern", "Score", "Structured"]

@@ -21,9 +21,9 @@ from enum import StrEnum
 from pathlib import Path
 
 from realign.errors import ConfigError
-from realign.rewards.pool.limits import without_secrets
+from realign.rewards.pool.secrets import without_secrets
 from realign.rewards.seccomp import seccomp_filter, supported
-from realign.rewards.text import shortened
+from realign.text import shortened
 
 logger = logging.getLogger(__name__)
 

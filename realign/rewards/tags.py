@@ -24,7 +24,7 @@ def tagged_answer(prompt: str, response: str, row: dict[str, Any]) -> float:
 
 def _answer(prompt: str, response: str) -> str | None:
     text = "<think>" + response if prompt.rstrip().endswith("<think>") else response
-    found = _FORM.fullmatch(text)
-    if found is None or any(text.count(tag) != 1 for tag in _TAGS):
+    match = _FORM.fullmatch(text)
+    if match is None or any(text.count(tag) != 1 for tag in _TAGS):
         return None
-    return found["answer"].strip()
+    return match["answer"].strip()

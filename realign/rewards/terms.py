@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from typing_extensions import override
+
 from realign.errors import SettingsError
 from realign.rewards.pool.http import OpenRlhfReward
 from realign.settings import Count, Finite, Positive, Settings
@@ -83,20 +85,17 @@ class FunctionTerm(RewardTerm):
                 "which is not a URL. Remove protocol."
             )
 
+    @override
     def load(self) -> str | Callable[..., Any]:
-        """See `RewardTerm`."""
         if isinstance(self.protocol, Openrlhf):
             return OpenRlhfReward(self.function, label_column=self.protocol.label_column)
         return self.function
 
+    @override
     def deadline_s(self, default: float) -> float:
-        """See `RewardTerm`."""
         return default if self.timeout_s is None else self.timeout_s
 
     @property
+    @override
     def special_tokens(self) -> bool:
-        """See `RewardTerm`."""
         return isinstance(self.protocol, Openrlhf) and self.protocol.special_tokens
-
-
-__all__ = ["FunctionTerm", "HttpProtocol", "Openrlhf", "Realign", "RewardTerm"]

@@ -11,7 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from realign.rewards.pool.prepared import Prepared
+from typing_extensions import override
+
+from realign.rewards.pool.functions import Prepared
 from realign.rewards.sandbox import Bubblewrap, ProgramLimits, SandboxMode, chosen_sandbox, runs_to_its_end
 from realign.rewards.terms import RewardTerm
 from realign.settings import Count, Positive
@@ -37,8 +39,8 @@ class UnitTestsFunction(Prepared):
         return replace(self, sandbox=sandbox, mode=SandboxMode.off if sandbox is None else SandboxMode.required)
 
     @property
+    @override
     def note(self) -> str:
-        """See `Prepared`."""
         return "without a sandbox" if self.sandbox is None else "in a bubblewrap sandbox"
 
     def __call__(self, prompt: str, response: str, row: dict[str, Any]) -> float:
@@ -79,11 +81,11 @@ class UnitTests(RewardTerm):
     disk_mb: Count = 64
     """Size of the file system of a program in MiB, which is in memory. Only in the sandbox."""
 
+    @override
     def load(self) -> Callable[..., Any]:
-        """See `RewardTerm`."""
         limits = ProgramLimits(self.timeout_s, self.memory_mb, self.processes, self.disk_mb)
         return UnitTestsFunction(limits, self.sandbox)
 
+    @override
     def deadline_s(self, default: float) -> float:
-        """See `RewardTerm`."""
         return max(default, self.timeout_s + _MARGIN_S)

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AddedToken, PreTrainedTokenizerFast
 
 from realign.endpoint import Renderer
-from realign.endpoint.messages import read_messages
+from realign.endpoint.requests import read_messages
 
 FOLDER = Path(__file__).parent / "templates"
 RESPONSE_TEMPLATES: dict[str, Any] = json.loads((FOLDER / "response_templates.json").read_text(encoding="utf-8"))

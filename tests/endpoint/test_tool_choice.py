@@ -12,8 +12,8 @@ from openai import OpenAI
 
 from realign.api import GenerationConfig
 from realign.endpoint import Backend, Endpoint, EndpointLimits, Renderer, Session, Sessions
-from realign.endpoint.errors import ApiError
-from realign.endpoint.tool_choice import call_beginning
+from realign.endpoint.calls import call_beginning
+from realign.endpoint.requests import ApiError
 from tests.endpoint.test_app import END, HELLO, KEY
 from tests.samplers import TableSampler
 from tests.tiny import TEXT, VOCAB, tiny_tokenizer

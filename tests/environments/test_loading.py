@@ -1,13 +1,23 @@
+"""Environments by name, and environments that get the tools of a config: Python functions, and MCP servers (slow)."""
+
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from realign.environments import load_environment
-from realign.environments.loading import takes_seed
+from realign.api.environment import Response, ToolCall
+from realign.environments import Limits, Slots, TurnWriter, Worlds, load_environment
+from realign.environments.loading import load_with_tools, takes_seed
+from realign.environments.tools import load_tools
 from realign.errors import ConfigError
 from tests.environments import environment_fixtures as fixtures
+from tests.environments import tool_fixtures
+from tests.environments.test_mcp_servers import COMMAND
+from tests.tiny import tiny_tokenizer
 
 FILE = Path(fixtures.__file__)
 MODULE = fixtures.__name__
@@ -52,3 +62,85 @@ def test_a_seed_is_given_to_those_who_take_one():
     assert takes_seed(fixtures.Tool().reset)
     assert takes_seed(lambda row, **more: None)
     assert not takes_seed(fixtures.Plain().reset)
+
+
+FIXTURES = tool_fixtures.__name__
+needs_mcp = pytest.mark.skipif(importlib.util.find_spec("mcp") is None, reason="needs the extra mcp")
+
+
+@contextmanager
+def worlds(name: str, functions: list[str], servers: list[str], timeout_s: float = 60) -> Iterator[Worlds]:
+    make = load_with_tools(f"{FIXTURES}:{name}", {}, load_tools(functions, servers))
+    with Worlds(name, make, TurnWriter(tiny_tokenizer()), Limits(timeout_s, Slots(8))) as found:
+        yield found
+
+
+def calling(name: str, arguments: str) -> Response:
+    return Response("", (5,), 0, False, "", (ToolCall(name, arguments),))
+
+
+def saying(text: str) -> Response:
+    return Response(text, (5,), 1, False, text)
+
+
+def observed(answer) -> str:
+    assert answer.step is not None, answer.failure
+    return tiny_tokenizer().decode(answer.step.tokens)
+
+
+@pytest.mark.parametrize("name", ["Given", "PlainReset"])
+def test_reset_gets_the_tools_and_steps_call_them(name, monkeypatch):
+    kind = getattr(tool_fixtures, name)
+    monkeypatch.setattr(kind, "closed", 0)
+    with worlds(name, [f"{FIXTURES}:multiply"], []) as found:
+        assert [answer.failure for answer in found.reset([({"start": "go"}, 1), ({"start": "go"}, 2)])] == ["", ""]
+        called = found.step({0: calling("multiply", '{"a": 3, "b": 4}'), 1: calling("divide", "{}")})
+        assert observed(called[0]) == "12"
+        assert observed(called[1]).startswith("error: there is no tool")
+        ended = found.step({0: saying("12"), 1: saying("12")})
+        assert [answer.step.reward for answer in ended] == [1.0, 0.0]
+        assert all(answer.step.over for answer in ended)
+    assert kind.closed == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("Calling", r"cannot be called as Calling\.reset\(self, row, tools=\)"),
+        ("PlainStep", "require an `async def step`"),
+        ("Missing", "has no 'Missing'"),
+    ],
+)
+def test_a_class_that_cannot_call_tools_is_a_configuration_error(name, found):
+    with pytest.raises(ConfigError, match=found):
+        load_with_tools(f"{FIXTURES}:{name}", {}, load_tools([f"{FIXTURES}:multiply"], []))
+
+
+def test_schemas_of_functions_are_those_of_the_toolbox():
+    (schema,) = load_tools([f"{FIXTURES}:multiply"], []).schemas()
+    assert schema["function"]["name"] == "multiply"
+
+
+@pytest.mark.slow
+@needs_mcp
+def test_the_tools_of_an_mcp_server_are_called_by_steps_and_each_episode_has_its_own_connection():
+    sources = load_tools([f"{FIXTURES}:lookup"], [COMMAND])
+    assert [schema["function"]["name"] for schema in sources.schemas()][:2] == ["lookup", "multiply"]
+    with worlds("Given", [f"{FIXTURES}:lookup"], [COMMAND]) as found:
+        assert not any(answer.failure for answer in found.reset([({}, k) for k in range(3)]))
+        called = found.step({k: calling("multiply", f'{{"a": {k}, "b": 10}}') for k in range(3)})
+        assert [observed(answer) for answer in called] == ["0", "10", "20"]
+        ended, lost, other = found.step({0: calling("end", "{}"), 1: saying("10"), 2: calling("fail", "{}")})
+        assert "MCP server ended in a call of the tool 'end'" in ended.failure
+        assert lost.step.reward == 1.0
+        assert observed(other).startswith("error: ValueError")
+        (last,) = found.step({2: saying("20")})
+        assert last.step.reward == 1.0
+
+
+@pytest.mark.slow
+@needs_mcp
+def test_a_server_that_cannot_be_reached_fails_its_episodes_only():
+    with worlds("Given", [], ["false"]) as found:
+        (answer,) = found.reset([({}, 0)])
+        assert "cannot connect to the MCP server 'false'" in answer.failure

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from realign.environments.mcp_servers import McpServer
-from realign.environments.tools import load_tools
+from realign.environments.tools import McpServer, load_tools
 from realign.errors import ConfigError
 
 SPEC = importlib.util.find_spec("mcp")

@@ -24,7 +24,7 @@ from realign.interfaces.grpo import GRPOActorInterface
 from realign.interfaces.ppo import PPOActorInterface, dataflow
 from realign.interfaces.reward_model import RewardModelInterface
 from realign.interfaces.rule_reward import RuleRewardInterface
-from realign.rewards.pool.failure_count import Tally
+from realign.rewards.pool.pool import Tally
 from realign.rewards.terms import FunctionTerm
 from realign.testing import BigramEngine
 from tests.endpoint.chat_families import (

@@ -19,7 +19,7 @@ from realign.interfaces import grpo, ppo, raft
 from realign.interfaces.components import RewardShaping
 from realign.interfaces.components.response_cut import ResponseCut
 from realign.interfaces.rule_reward import RuleRewardInterface
-from realign.rewards.pool.failure_count import Tally
+from realign.rewards.pool.pool import Tally
 from realign.rewards.terms import FunctionTerm, Openrlhf
 from realign.runtime import Evaluation, Experiment, run
 from realign.runtime.evaluation.scores import sequence_stats

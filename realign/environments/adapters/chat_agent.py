@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from realign.api.environment import Response
-from realign.environments.adapters.packages import imported
+from realign.environments.adapters import imported
 from realign.environments.calls import result_of
 from realign.environments.loading import load_environment, takes_seed
 from realign.environments.turns import parted
@@ -49,8 +49,8 @@ async def play(
             for turn in range(max_turns):
                 answer = await client.chat.completions.create(model="policy", messages=conversation)
                 said, cut = answer.choices[0].message.content or "", answer.choices[0].finish_reason == "length"
-                found = await result_of(partial(world.step, Response(said, (), turn, cut)))
-                observation, reward, terminated, truncated, _ = found
+                outcome = await result_of(partial(world.step, Response(said, (), turn, cut)))
+                observation, reward, terminated, truncated, _ = outcome
                 total += float(reward)
                 if terminated or truncated:
                     return {"reward": total, "truncated": bool(truncated and not terminated)}

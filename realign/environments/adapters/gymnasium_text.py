@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from realign.api.environment import Response
-from realign.environments.adapters.packages import imported
+from realign.environments.adapters import imported
 from realign.errors import ConfigError
 
 _MARKED = re.compile(r"\x1b\[[\d;]*m(.*?)\x1b\[0m", re.DOTALL)

@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from realign.api.environment import Response
-from realign.environments.adapters.packages import imported
+from realign.environments.adapters import imported
 
 LARGEST_ANSWER = 64 * 2**20
 """Bytes that a message of the server may have. Larger ones could fill the memory of the run; the episode fails."""
@@ -47,13 +47,13 @@ class OpenEnvSession:
         """Open a session, and start its episode."""
         local = urlsplit(self._url).hostname in ("localhost", "127.0.0.1", "::1")
         self._socket = await self._client.connect(self._url, max_size=LARGEST_ANSWER, proxy=None if local else True)
-        found = await self._call("reset", {"seed": seed % 2**31} | {name: row[name] for name in self._columns})
-        return self._text(found), {}
+        answer = await self._call("reset", {"seed": seed % 2**31} | {name: row[name] for name in self._columns})
+        return self._text(answer), {}
 
     async def step(self, response: Response) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Send the text of the policy as an action."""
-        found = await self._call("step", {self._action: response.text})
-        return self._text(found), float(found.get("reward") or 0.0), bool(found.get("done")), False, {}
+        answer = await self._call("step", {self._action: response.text})
+        return self._text(answer), float(answer.get("reward") or 0.0), bool(answer.get("done")), False, {}
 
     async def close(self) -> None:
         """End the session."""
@@ -72,5 +72,5 @@ class OpenEnvSession:
             raise ValueError(f"the OpenEnv server answered {answer.get('data')}")
         return dict(answer["data"])
 
-    def _text(self, found: Mapping[str, Any]) -> str:
-        return str(found["observation"][self._observation])
+    def _text(self, answer: Mapping[str, Any]) -> str:
+        return str(answer["observation"][self._observation])

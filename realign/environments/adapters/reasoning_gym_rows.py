@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from realign.environments.adapters.packages import imported
+from realign.environments.adapters import imported
 from realign.errors import ConfigError
 from realign.safe_yaml import load_yaml
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from realign.api.environment import Response
-from realign.environments.adapters.packages import imported
+from realign.environments.adapters import imported
 
 _GLOBAL_RANDOM = threading.Lock()
 
@@ -54,8 +54,8 @@ class TextArenaGame:
 
     def _observed(self) -> str:
         """Return what the game has written since the last call, without the moves of the player."""
-        found = self._game.state.get_current_player_observation()
-        return "".join(f"{text}\n" for sender, text, kind in found if sender != 0 and kind not in self._hidden)
+        messages = self._game.state.get_current_player_observation()
+        return "".join(f"{text}\n" for sender, text, kind in messages if sender != 0 and kind not in self._hidden)
 
     @contextmanager
     def _own_random(self) -> Iterator[None]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from realign.errors import ConfigError
-from realign.rewards.pool.limits import without_secrets
+from realign.rewards.pool.secrets import without_secrets
 
 WORKER = Path(__file__).with_name("verifiers_worker.py")
 
@@ -87,14 +87,14 @@ class _Worker:
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            found = json.loads(line)
-            answer = self._waiting.pop(found["number"], None)
+            message = json.loads(line)
+            answer = self._waiting.pop(message["number"], None)
             if answer is None or not answer.set_running_or_notify_cancel():
                 continue
-            if "error" in found:
-                answer.set_exception(ValueError(found["error"]))
+            if "error" in message:
+                answer.set_exception(ValueError(message["error"]))
             else:
-                answer.set_result(found["reward"])
+                answer.set_result(message["reward"])
         code = self._process.wait()
         for answer in list(self._waiting.values()):
             if answer.set_running_or_notify_cancel():

@@ -84,7 +84,7 @@ def chat_module() -> types.ModuleType:
     return module
 
 
-class Worker:
+class VerifiersWorker:
     """Episodes of one environment."""
 
     def __init__(self, raw: dict[str, Any]) -> None:
@@ -126,18 +126,18 @@ class Worker:
         return float(sum(trace.reward for trace in episode.traces))
 
 
-async def serve(worker: Worker, out: Any) -> None:
+async def serve(worker: VerifiersWorker, out: Any) -> None:
     """Serve requests until stdin ends."""
     running: dict[int, asyncio.Task[None]] = {}
 
     async def answer(number: int, **request: Any) -> None:
-        found: dict[str, Any]
+        outcome: dict[str, Any]
         try:
-            found = {"reward": await worker.reward(**request)}
+            outcome = {"reward": await worker.reward(**request)}
         except Exception as error:
-            found = {"error": f"{type(error).__name__}: {error}"}
+            outcome = {"error": f"{type(error).__name__}: {error}"}
         running.pop(number)
-        out.write(json.dumps({"number": number, **found}) + "\n")
+        out.write(json.dumps({"number": number, **outcome}) + "\n")
         out.flush()
 
     while line := await asyncio.to_thread(sys.stdin.readline):
@@ -158,7 +158,7 @@ async def serve(worker: Worker, out: Any) -> None:
 def main() -> None:
     """Serve requests, or write rows."""
     out, sys.stdout = sys.stdout, sys.stderr  # logs must not be mixed with answers
-    worker = Worker(json.loads(sys.argv[1]))
+    worker = VerifiersWorker(json.loads(sys.argv[1]))
     if len(sys.argv) == 2:
         asyncio.run(serve(worker, out))
         return

@@ -1,4 +1,9 @@
-"""Load a reward function by its name: `package.module:function`, `path/to/file.py:function`, or a URL."""
+"""What a reward function can be, and how it is loaded.
+
+A function scores one response, the responses to a prompt, or a batch (`RewardScope`); the names of its arguments say
+which. Its name is `package.module:function`, `path/to/file.py:function`, or a URL (`load_function`). A `Prepared`
+function examines the machine or its server once, before the run loads a model.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +13,89 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any, TypeAlias
 
 from realign.errors import ConfigError
 from realign.rewards.pool.http import HttpReward
-from realign.rewards.pool.scopes import ARGUMENTS, Scope, scope_of
+
+
+class RewardScope(StrEnum):
+    """How many responses a reward function scores in one call; the names of its arguments declare it."""
+
+    response = "response"
+    """One response: `(prompt, response, row) -> float | None`."""
+    group = "group"
+    """All responses to one prompt: `(prompt, responses, row) -> list[float | None]`."""
+    batch = "batch"
+    """All responses of the batch: `(prompts, responses, rows) -> list[float | None]`, one element per response."""
+
+
+ARGUMENTS: Mapping[RewardScope, tuple[str, ...]] = MappingProxyType(
+    {
+        RewardScope.response: ("prompt", "response", "row"),
+        RewardScope.group: ("prompt", "responses", "row"),
+        RewardScope.batch: ("prompts", "responses", "rows"),
+    }
+)
+"""Positional arguments of a reward function of each scope."""
+_PLURALS = {"prompts", "responses", "rows"}
+
+
+def scope_of(function: Any, name: str) -> RewardScope:
+    """Return the scope that the names of the function's arguments declare; other names mean one response.
+
+    Raises:
+        ConfigError: singular and plural names are mixed.
+    """
+    try:
+        names = tuple(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return RewardScope.response  # some functions written in C have no signature
+    declared = next((s for s in (RewardScope.group, RewardScope.batch) if names[:3] == ARGUMENTS[s]), None)
+    if declared is None and _PLURALS & set(names[:3]):
+        forms = ", ".join(f"({', '.join(arguments)}) for one {scope}" for scope, arguments in ARGUMENTS.items())
+        raise ConfigError(
+            f"reward function {name!r} takes ({', '.join(names)}). The names of the first three arguments declare what "
+            f"it scores: {forms}."
+        )
+    return declared or RewardScope.response
+
+
+class Prepared(ABC):
+    """Base class of reward functions that the pool prepares in the process of the run.
+
+    Workers receive the result as a pickle, so they must be able to import its class by the name of its module.
+    """
+
+    @abstractmethod
+    def prepared(self) -> Prepared:
+        """Return the function that the workers call.
+
+        Raises:
+            ConfigError: the machine lacks what the settings require.
+            TransientError: a server that the function needs does not accept connections.
+        """
+
+    @property
+    @abstractmethod
+    def note(self) -> str:
+        """What `prepared` found, for the launch table; empty for nothing to say."""
+
+    @abstractmethod
+    def __call__(self, prompt: str, response: str, row: dict[str, Any]) -> Any:
+        """Return the reward of one response, or None; can be an `async def`."""
+
 
 RewardFunction: TypeAlias = Callable[..., Any]
-"""A function with the arguments of one `Scope`; `def` or `async def`."""
+"""A function with the arguments of one `RewardScope`; `def` or `async def`."""
 
-DENSE_ARGUMENTS = (*ARGUMENTS[Scope.response], "tokens")
+DENSE_ARGUMENTS = (*ARGUMENTS[RewardScope.response], "tokens")
 
 _FORMS = "'package.module:function', 'path/to/file.py:function'"
 
@@ -72,18 +146,18 @@ def load_object(name: str, kind: str, forms: str) -> Any:
     if place.split(".")[0] in sys.stdlib_module_names and not place.endswith(".py"):
         raise ConfigError(f"{what} is in Python's standard library, which contains none. Nothing was imported.")
     module = _import_file(Path(place), what) if place.endswith(".py") else _import_module(place, what)
-    found: Any = module
+    value: Any = module
     for part in attribute.split("."):
-        if not hasattr(found, part):
-            own = getattr(found, "__name__", place)
+        if not hasattr(value, part):
+            own = getattr(value, "__name__", place)
             there = sorted(  # names defined in the module, without imported ones
                 n
-                for n, value in vars(found).items()
-                if callable(value) and not n.startswith("_") and getattr(value, "__module__", own) == own
+                for n, member in vars(value).items()
+                if callable(member) and not n.startswith("_") and getattr(member, "__module__", own) == own
             )
             raise ConfigError(f"{what}: {place!r} has no {part!r}; {_nearest(part, there)}")
-        found = getattr(found, part)
-    return found
+        value = getattr(value, part)
+    return value
 
 
 def is_async(function: Any) -> bool:
@@ -178,5 +252,5 @@ def _import_file(path: Path, what: str) -> ModuleType:
 def _nearest(name: str, there: Iterable[str]) -> str:
     names = list(there)
     near = difflib.get_close_matches(name, names, n=1)
-    found = f"found {', '.join(names[:12]) or 'nothing'}" + (", ..." if len(names) > 12 else "")
-    return f"{found}; did you mean {near[0]!r}?" if near else found
+    existing = f"found {', '.join(names[:12]) or 'nothing'}" + (", ..." if len(names) > 12 else "")
+    return f"{existing}; did you mean {near[0]!r}?" if near else existing

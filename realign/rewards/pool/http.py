@@ -26,8 +26,8 @@ from urllib.request import (
 )
 
 from realign.errors import TransientError
-from realign.rewards.pool.urls import check_url, filled, masked
-from realign.rewards.text import visible
+from realign.rewards.pool.secrets import check_url, filled, masked
+from realign.text import visible
 
 _REACH_S = 10.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 5.0

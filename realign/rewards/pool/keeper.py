@@ -1,8 +1,9 @@
-"""The keeper of a reward worker: a small parent process that kills everything that the reward function started.
+"""How the processes of a reward pool start and end: each has a keeper, which kills everything its function started.
 
-The process that the pool starts becomes the keeper. It forks the worker, and never runs a user's code. The worker can
-end by an exit, a crash or SIGKILL. Then, or when the pool or the run ends, the keeper kills all descendants of the
-worker. Finally, it ends like the worker.
+A worker is spawned without running the parent's main script again (`SpawnWithoutMain`). The process that the pool
+starts becomes the keeper. It forks the worker, and never runs a user's code. The worker can end by an exit, a crash or
+SIGKILL. Then, or when the pool or the run ends, the keeper kills all descendants of the worker. Finally, it ends like
+the worker.
 
 On Linux the keeper is a child subreaper: descendants whose parent ends become its children, also after a double fork or
 in another session or process group. On other POSIX systems it kills the process group of the worker. Windows has no
@@ -11,15 +12,22 @@ in another session or process group. On other POSIX systems it kills the process
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from multiprocessing import connection
+from multiprocessing.context import SpawnContext, SpawnProcess
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
+
+from pebble.pool.channel import WorkerChannel
+from pebble.pool.process import Acknowledgement
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -28,22 +36,24 @@ _PR_SET_CHILD_SUBREAPER = 36
 _KILL_S = 2.0
 _PAUSE_S = 0.01
 
-_sentinels: list[int] = []
+
+class Keeper(NamedTuple):
+    """The keeper of this process, as the worker sees it."""
+
+    pid: int
+    """The pid by which the pool knows the worker, since the keeper is the process that the pool started."""
+    sentinel: int
+    """File descriptor that becomes readable when the keeper has ended."""
 
 
-def keeper_sentinels() -> tuple[int, ...]:
-    """Return file descriptors that become readable when the keeper of this worker has ended; none without a keeper."""
-    return tuple(_sentinels)
-
-
-def become_worker(parent: int) -> int | None:
+def become_worker(parent: int) -> Keeper | None:
     """Fork: return in the worker, and stay in the keeper until the worker and all its descendants have ended.
 
     Args:
         parent: file descriptor that becomes readable when the run ends.
 
     Returns:
-        The pid of the keeper, by which the pool knows the worker; None on a platform without keepers.
+        The keeper of this worker; None on a platform without keepers.
     """
     if sys.platform == "win32":
         return None
@@ -59,8 +69,7 @@ def become_worker(parent: int) -> int | None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != keeper:
         os._exit(1)
-    _sentinels[:] = [ended]
-    return keeper
+    return Keeper(keeper, ended)
 
 
 def _keep(worker: int, parent: int, held: int) -> NoReturn:
@@ -97,11 +106,11 @@ def _reaped(worker: int) -> int | None:
     status = None
     with suppress(ChildProcessError):
         while True:
-            pid, found = os.waitpid(-1, os.WNOHANG)
+            pid, ended = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
                 break
             if pid == worker:
-                status = found
+                status = ended
     return status
 
 
@@ -129,10 +138,10 @@ def _descendants() -> list[int]:
     children: dict[int, list[int]] = {}
     for pid, parent in _parents():
         children.setdefault(parent, []).append(pid)
-    found = list(children.get(os.getpid(), ()))
-    for pid in found:  # grows during the loop
-        found.extend(children.get(pid, ()))
-    return found
+    descendants = list(children.get(os.getpid(), ()))
+    for pid in descendants:  # grows during the loop
+        descendants.extend(children.get(pid, ()))
+    return descendants
 
 
 def _parents() -> Iterator[tuple[int, int]]:
@@ -157,10 +166,10 @@ def _end_like(status: int) -> NoReturn:
     os._exit(os.WEXITSTATUS(status))
 
 
-def _close_others(kept: set[int]) -> None:
-    """Close all file descriptors except `kept`, so that the pipes of the pool belong to the worker only."""
+def _close_others(fds: set[int]) -> None:
+    """Close all file descriptors except `fds`, so that the pipes of the pool belong to the worker only."""
     start = 0
-    for fd in [*sorted(kept), min(os.sysconf("SC_OPEN_MAX"), 2**16)]:
+    for fd in [*sorted(fds), min(os.sysconf("SC_OPEN_MAX"), 2**16)]:
         if start < fd:  # `closerange(0, 0)` would close every descriptor
             os.closerange(start, fd)
         start = fd + 1
@@ -174,3 +183,81 @@ def _prctl(option: int, value: int) -> None:
 
     call: Callable[..., Any] = ctypes.CDLL(None).prctl
     call(option, ctypes.c_ulong(value), 0, 0, 0)
+
+
+# Two pools may start workers concurrently in different threads; the lock keeps hiding and restoring in order.
+_main_lock = threading.Lock()
+
+
+@contextmanager
+def _hidden_main() -> Iterator[None]:
+    """Hide the file of `__main__`, so that a process spawned inside this context does not run it again.
+
+    By default, a spawned process executes the parent's script under another name. For a training script this costs
+    seconds of imports; without a guard it starts the training again. Python has no public switch for it.
+    """
+    main = sys.modules["__main__"]
+    with _main_lock:
+        names: dict[str, Any] = vars(main)
+        hidden: dict[str, Any] = {name: names[name] for name in ("__file__", "__spec__") if name in names}
+        names["__spec__"] = None
+        names.pop("__file__", None)
+        try:
+            yield
+        finally:
+            names.update(hidden)
+
+
+class _KeptProcess(SpawnProcess):
+    """A worker process of `pebble` with a keeper, which is the process that `pebble` starts and stops."""
+
+    def run(self) -> None:
+        parent = multiprocessing.parent_process()
+        assert parent is not None
+        ends = [parent.sentinel]
+        if (keeper := become_worker(parent.sentinel)) is not None:
+            ends.append(keeper.sentinel)
+            _, channel = self._args  # type: ignore[attr-defined]
+            _known_as(keeper.pid, channel)
+        threading.Thread(target=_exit_after, args=(ends,), daemon=True).start()
+        super().run()
+
+
+class _KeptProcessWithoutMain(_KeptProcess):
+    def start(self) -> None:
+        with _hidden_main():
+            super().start()
+
+
+class SpawnKept(SpawnContext):
+    """A multiprocessing context whose processes are pool workers with a keeper."""
+
+    Process = _KeptProcess
+
+
+class SpawnWithoutMain(SpawnContext):
+    """A multiprocessing context whose processes are kept pool workers without the parent's main script."""
+
+    Process = _KeptProcessWithoutMain
+
+
+def _exit_after(ends: Sequence[int]) -> None:
+    """Exit when the run or the keeper of this worker is gone. The keeper then kills what the function started."""
+    connection.wait(ends)
+    os._exit(1)
+
+
+def _known_as(keeper: int, channel: WorkerChannel) -> None:
+    """Let the worker acknowledge tasks with the pid of its keeper, which is the pid that `pebble` knows.
+
+    This is the one place that reaches into `pebble`. The context of a pool is public (`ProcessPool(context=...)`). But
+    a worker acknowledges each task with `os.getpid()`, and the pool looks up that number among the pids of the
+    processes it started. Only an ancestor of a worker can be its subreaper, so the started process is the keeper and
+    the two pids differ. `pebble` has no public hook for this; `tests/rewards/pool/test_keeper.py` fails if it changes.
+    """
+    send = channel.send
+
+    def send_known(message: object) -> None:
+        send(replace(message, worker=keeper) if isinstance(message, Acknowledgement) else message)
+
+    channel.send = send_known

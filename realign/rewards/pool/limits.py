@@ -1,36 +1,29 @@
-"""Resource limits of the worker processes of the reward pool, and the environment variables they do not inherit.
+"""Resource limits of the worker processes of the reward pool, and the replacement of workers that leak memory.
 
 The limits contain accidents; they are no sandbox. `docs/security.md` lists what they do not prevent.
 """
 
 from __future__ import annotations
 
+import functools
+import gc
 import math
 import os
-import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 from realign.errors import SettingsError
 from realign.settings import Count, Positive, Range, Settings
-
-_SECRET_NAME = re.compile(
-    r"SECRET|PASSW|PASSPHRASE|CREDENTIAL|APIKEY|^PGPASS"  # anywhere in a name
-    r"|(^|_)(TOKENS?|KEYS?|AUTH|PAT|COOKIE|SIG|SIGNATURE)(_|$)|_PWD$"  # as a separate word
-    r"|^(AWS|AZURE)_"
-)
-_URL_WITH_PASSWORD = re.compile(r"://[^/@\s]*:[^/@\s]+@")
-
 
 OpenFiles = Annotated[int, Range(ge=32)]
 """Number of file descriptors. Python itself needs 32."""
 
 
 @dataclass(frozen=True)
-class Limits(Settings):
+class WorkerLimits(Settings):
     """Limits of one worker. The processes that the reward function starts inherit them."""
 
     memory_mb: Count | None = None
@@ -50,43 +43,12 @@ class Limits(Settings):
             )
 
 
-def looks_secret(name: str) -> bool:
-    """Return whether the name of a variable or parameter looks like that of a secret."""
-    return _SECRET_NAME.search(name.upper()) is not None
-
-
-def secret_variables(environment: Mapping[str, str], keep: Sequence[str] = ()) -> list[str]:
-    """Return the names of the variables that look like secrets, except those in `keep`.
-
-    A variable looks like a secret if its name has a word such as TOKEN, KEY, SECRET or PASSWORD, or starts with AWS_ or
-    AZURE_. So does a variable whose value is a URL with a password, except proxies, which the workers may need.
-    """
-    return sorted(
-        name
-        for name, value in environment.items()
-        if name not in keep
-        and (looks_secret(name) or (_URL_WITH_PASSWORD.search(value) and not name.lower().endswith("_proxy")))
-    )
-
-
-def without_secrets(environment: Mapping[str, str], keep: Sequence[str] = ()) -> dict[str, str]:
-    """Return the environment without `secret_variables`."""
-    dropped = set(secret_variables(environment, keep))
-    return {name: value for name, value in environment.items() if name not in dropped}
-
-
-def drop_secrets(keep: Sequence[str]) -> None:
-    """Remove the variables that look like secrets from this process, and so from the processes it starts."""
-    for name in secret_variables(os.environ, keep):
-        del os.environ[name]
-
-
 def limits_memory() -> bool:
     """Return whether this platform enforces a memory limit."""
     return sys.platform == "linux"
 
 
-def limit_process(limits: Limits) -> None:
+def limit_process(limits: WorkerLimits) -> None:
     """Apply all limits except CPU time, which `allow_cpu` sets before each call. Also disables core files."""
     if sys.platform == "win32":
         return
@@ -119,3 +81,54 @@ def allow_cpu(cpu_s: float | None) -> None:
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
     limit = math.ceil(used.ru_utime + used.ru_stime + cpu_s)
     resource.setrlimit(resource.RLIMIT_CPU, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+
+
+RETIRED = 71
+"""Exit code of a worker that must be replaced. It has not started the items it received."""
+KEPT = 0.5
+"""Fraction of the memory free after the first call that a function may keep between two calls."""
+
+
+class MemoryWatch:
+    """Compares the memory of this process between two calls with its memory after the first call."""
+
+    def __init__(self) -> None:
+        self._after_first: int | None = None
+
+    def leaks(self) -> bool:
+        """Return whether the process keeps more memory than `KEPT` allows; False without a memory limit."""
+        if not limits_memory():
+            return False
+        import resource
+
+        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+        if limit == resource.RLIM_INFINITY:
+            return False
+        if self._after_first is None:
+            self._after_first = _address_space()
+            return False
+        most = self._after_first + KEPT * (limit - self._after_first)
+        if _address_space() <= most:
+            return False
+        gc.collect()
+        return _address_space() > most
+
+    @property
+    def called(self) -> bool:
+        """Whether a call has finished."""
+        return self._after_first is not None
+
+
+@functools.lru_cache(maxsize=1)
+def watch() -> MemoryWatch:
+    """Return the memory watch of this process."""
+    return MemoryWatch()
+
+
+def retire() -> NoReturn:
+    """Exit this worker, so that the pool replaces it. Its keeper kills the processes that it started."""
+    os._exit(RETIRED)
+
+
+def _address_space() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")

@@ -13,33 +13,41 @@ import os
 import pickle
 import sys
 import threading
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from itertools import groupby
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 from realign.errors import ConfigError, RewardError, TransientError
-from realign.rewards.pool.answers import Expected, FailureKind, Problem
-from realign.rewards.pool.failure_count import present_tally
 from realign.rewards.pool.functions import (
+    Prepared,
     RewardFunction,
+    RewardScope,
     check_function,
     is_async,
     load_function,
+    scope_of,
 )
 from realign.rewards.pool.http import HttpReward
-from realign.rewards.pool.items import Item
-from realign.rewards.pool.limits import Limits, limits_memory, secret_variables
-from realign.rewards.pool.prepared import Prepared
+from realign.rewards.pool.limits import WorkerLimits, limits_memory
 from realign.rewards.pool.processes import Answers, WorkerProcesses
-from realign.rewards.pool.scopes import Scope, item_of, members_of, scope_of
-from realign.rewards.pool.timeouts import patient
-from realign.rewards.pool.urls import masked
-from realign.rewards.pool.worker import Concurrency, answer, answer_concurrently
-from realign.rewards.text import headline, log_file
+from realign.rewards.pool.secrets import masked, secret_variables
+from realign.rewards.pool.worker import (
+    Concurrency,
+    Expected,
+    FailureKind,
+    Problem,
+    RewardCall,
+    answer,
+    answer_concurrently,
+)
 from realign.settings import Count, Fraction, NonNegative, NonNegativeInt, Positive, checked
+from realign.text import headline, log_file
 
 logger = logging.getLogger(__name__)
 
@@ -77,9 +85,9 @@ class RewardResults(Generic[Value]):
 class RewardPool:
     """Worker processes for one reward function `(prompt, response, row) -> float | None`.
 
-    A function may also score all responses to a prompt, or all responses of the batch, in one call; see `Scope`. With
-    `dense` the function is called as `(prompt, response, row, tokens)`. It returns a list with one number per token, or
-    None. An `async def` function is called several times concurrently in each worker.
+    A function may also score all responses to a prompt, or of the batch, in one call; see `RewardScope`. With `dense`
+    the function is called as `(prompt, response, row, tokens)`. It returns a list with one number per token, or None.
+    An `async def` function is called several times concurrently in each worker.
 
     The workers start at the first `score` and run until `close`, the end of a `with` block, or the end of this process.
     They import the function again, but not this process's main script, unless it defines the function. A script
@@ -132,7 +140,7 @@ class RewardPool:
         checked("patience_s", patience_s, NonNegative)
         checked("concurrency", concurrency, Count)
         checked("max_failed_fraction", max_failed_fraction, Fraction)
-        self.limits = Limits(memory_mb, cpu_s, open_files, keep_environment)
+        self.limits = WorkerLimits(memory_mb, cpu_s, open_files, keep_environment)
         if workers and multiprocessing.current_process().name == "pebble_pool_worker":
             raise ConfigError(
                 "the file of the reward function starts a reward pool when a worker imports it. Put that part under "
@@ -211,7 +219,7 @@ class RewardPool:
     def cheap(self) -> bool:
         """Whether the function is plain Python code that scores one response; no server, judge or sandbox."""
         plain = not isinstance(self._function, Prepared | HttpReward) and self._concurrency is None
-        return plain and self.scope is Scope.response
+        return plain and self.scope is RewardScope.response
 
     def score(
         self,
@@ -244,8 +252,8 @@ class RewardPool:
             )
         if groups is not None and len(groups) != len(responses):
             raise ValueError(f"{len(responses)} responses and {len(groups)} groups: the numbers must be equal.")
-        members = members_of(self.scope, len(responses), groups)
-        return self._score([item_of(self.scope, i, prompts, responses, rows) for i in members], members)
+        members = _members_of(self.scope, len(responses), groups)
+        return self._score([_call_of(self.scope, i, prompts, responses, rows) for i in members], members)
 
     def score_tokens(
         self,
@@ -266,37 +274,39 @@ class RewardPool:
         if len(counts) > 1:
             raise ValueError(f"prompts, responses, rows and tokens have different lengths: {sorted(counts)}.")
         asked = zip(prompts, responses, rows, tokens, strict=True)
-        items = [Item((p, r, dict(row), t), Expected(len(t))) for p, r, row, t in asked]
+        items = [RewardCall((p, r, dict(row), t), Expected(len(t))) for p, r, row, t in asked]
         return self._score(items, [[i] for i in range(len(items))])
 
-    def _score(self, items: Sequence[Item], members: Sequence[Sequence[int]]) -> RewardResults[Any]:
+    def _score(self, items: Sequence[RewardCall], members: Sequence[Sequence[int]]) -> RewardResults[Any]:
         """Score the items; `members` are the indices of the responses of each item."""
         n = sum(map(len, members))
         values: list[Any] = [None] * n
         failures: list[Failure] = []
         tally = present_tally()
-        whole, answered = tally.parts * n, 0
+        batch, answered = tally.parts * n, 0
         least = 2 * self._processes.workers if self._processes else 1
-        asked = patient(self._answers, items, name=self.name, patience_s=self.patience_s, least=least)
+        asked = _patient(self._answers, items, name=self.name, patience_s=self.patience_s, least=least)
         with closing(asked) as answers:
-            for index, found in answers:
+            for index, result in answers:
                 places = members[index]
                 answered += len(places)
-                if not isinstance(found, Problem):
-                    of_responses = found if self.scope is not Scope.response and isinstance(found, list) else None
+                if not isinstance(result, Problem):
+                    of_responses = (
+                        result if self.scope is not RewardScope.response and isinstance(result, list) else None
+                    )
                     for number, place in enumerate(places):
-                        values[place] = found if of_responses is None else of_responses[number]
+                        values[place] = result if of_responses is None else of_responses[number]
                     continue
-                message = found.message + self._withheld(found.message)
-                failures += [Failure(place, found.kind, message) for place in places]
+                message = result.message + self._withheld(result.message)
+                failures += [Failure(place, result.kind, message) for place in places]
                 self._show(failures[-1])
                 before = tally.failures(self)  # read now, since other parts of the batch may have finished
-                if before + len(failures) > self.max_failed_fraction * whole:
-                    raise self._too_many(failures, answered, n, before, whole)
+                if before + len(failures) > self.max_failed_fraction * batch:
+                    raise self._too_many(failures, answered, n, before, batch)
         tally.add(len(failures), self)
         return RewardResults(values, sorted(failures, key=lambda failure: failure.index))
 
-    def _answers(self, items: Sequence[Item]) -> Answers:
+    def _answers(self, items: Sequence[RewardCall]) -> Answers:
         return self._processes.answers(items) if self._processes else self._inline(items)
 
     def _withheld(self, message: str) -> str:
@@ -322,12 +332,12 @@ class RewardPool:
             )
 
     def _too_many(
-        self, failures: Sequence[Failure], answered: int, n: int, before: int, whole: int
+        self, failures: Sequence[Failure], answered: int, n: int, before: int, batch: int
     ) -> RewardError | TransientError:
         """Return the error that stops the run. The log contains the first failure of each kind in full."""
         kinds = ", ".join(f"{kind.value} {count}" for kind, count in Counter(f.kind for f in failures).most_common())
         first = failures[0]
-        others = f", and on {before} of the other {whole - n} items of the batch" if whole > n else ""
+        others = f", and on {before} of the other {batch - n} items of the batch" if batch > n else ""
         unreachable = all(failure.kind is FailureKind.unreachable for failure in failures)
         return (TransientError if unreachable else RewardError)(
             f"reward function {self.name} failed on {len(failures)} of {answered} scored items ({kinds}; {n} items in "
@@ -335,20 +345,20 @@ class RewardPool:
             f"{first.index}: {headline(first.message)} (details: see {log_file(logger)})."
         )
 
-    def _inline(self, items: Sequence[Item]) -> Answers:
+    def _inline(self, items: Sequence[RewardCall]) -> Answers:
         if self._concurrency is not None:
             start = 0
             while start < len(items):
                 with self._alone:
                     self._runner = self._runner or asyncio.Runner()
-                    found_all = self._runner.run(answer_concurrently(self._function, items[start:], self._concurrency))
-                yield from enumerate(found_all, start)
-                start += len(found_all)
+                    results = self._runner.run(answer_concurrently(self._function, items[start:], self._concurrency))
+                yield from enumerate(results, start)
+                start += len(results)
             return
         for index, item in enumerate(items):
             with self._alone:
-                found = answer(self._function, item)
-            yield index, found
+                result = answer(self._function, item)
+            yield index, result
 
 
 def _pickled_function(function: Callable[..., Any], name: str) -> bytes:
@@ -361,3 +371,128 @@ def _pickled_function(function: Callable[..., Any], name: str) -> bytes:
     if b"__main__" in pickled and not hasattr(sys.modules["__main__"], "__file__"):
         raise ConfigError(f"reward function {name!r} is defined in an interactive session. Define it in a file.")
     return pickled
+
+
+def _members_of(scope: RewardScope, n: int, groups: Sequence[int] | None) -> list[list[int]]:
+    """Return the indices of the responses that each call scores.
+
+    Args:
+        scope: scope of the function.
+        n: number of responses.
+        groups: number of the prompt of each response; None: each response has its own prompt.
+    """
+    if scope is RewardScope.batch:
+        return [list(range(n))] if n else []
+    if scope is RewardScope.group and groups is not None:
+        return [list(places) for _, places in groupby(range(n), key=groups.__getitem__)]
+    return [[i] for i in range(n)]
+
+
+def _call_of(
+    scope: RewardScope,
+    places: Sequence[int],
+    prompts: Sequence[str],
+    responses: Sequence[str],
+    rows: Sequence[Mapping[str, Any]],
+) -> RewardCall:
+    """Return the call that scores the responses at these indices."""
+    first = places[0]
+    if scope is RewardScope.response:
+        return RewardCall((prompts[first], responses[first], dict(rows[first])))
+    texts, expected = [responses[i] for i in places], Expected(len(places), "response", gaps=True)
+    if scope is RewardScope.group:
+        return RewardCall((prompts[first], texts, dict(rows[first])), expected)
+    return RewardCall(([prompts[i] for i in places], texts, [dict(rows[i]) for i in places]), expected)
+
+
+class Tally:
+    """Counts the failures of the latest calls that together score one batch. Threads may share a tally.
+
+    The run stops when more than a fraction of a batch fails. If a batch is scored prompt by prompt, one bad row can
+    fail a whole call, which must not count as a whole batch.
+    """
+
+    def __init__(self, parts: int) -> None:
+        """Create a tally for batches that are scored in `parts` calls."""
+        self.parts = parts
+        self._past: dict[Hashable, deque[int]] = {}
+
+    def add(self, failures: int, of: Hashable = None) -> None:
+        """Add the number of failures of a finished call of `of`, such as one of several reward functions."""
+        self._past.setdefault(of, deque(maxlen=max(0, self.parts - 1))).append(failures)
+
+    def failures(self, of: Hashable = None) -> int:
+        """Return the failures of the last `parts - 1` calls of `of`; the current call completes the batch."""
+        return sum(list(self._past.get(of, ())))
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count the pool calls of this thread as parts of a batch, inside this context."""
+        token = _PRESENT.set(self)
+        try:
+            yield
+        finally:
+            _PRESENT.reset(token)
+
+
+_PRESENT: ContextVar[Tally | None] = ContextVar("tally", default=None)
+
+
+def present_tally() -> Tally:
+    """Return the tally of the current context. Outside any context every call counts as a whole batch."""
+    return _PRESENT.get() or Tally(1)
+
+
+_SILENT = (FailureKind.timeout, FailureKind.unreachable)
+
+
+def _patient(
+    ask: Callable[[Sequence[RewardCall]], Answers],
+    items: Sequence[RewardCall],
+    *,
+    name: str,
+    patience_s: float,
+    least: int,
+) -> Answers:
+    """Yield the answers of `ask`, one per item; retry unreachable servers until `patience_s` is over.
+
+    Items that a server did not answer are sent again, since the server may recover. Items that timed out fail, since
+    the function may hang on them. After `patience_s` seconds without an answer, all remaining items fail.
+
+    Args:
+        ask: answers items; its generator may be closed early.
+        items: the items to answer.
+        name: name of the function, for messages.
+        patience_s: seconds without an answer after which the remaining items fail. An exception counts as an answer.
+        least: number of consecutive silent items required before giving up.
+    """
+    waiting = list(range(len(items)))
+    heard, silent, logged = time.monotonic(), 0, False
+    while waiting:
+        again: list[int] = []
+        last = Problem(FailureKind.unreachable, "")
+        with closing(ask([items[i] for i in waiting])) as answers:
+            for place, result in answers:
+                index, waiting[place] = waiting[place], -1
+                if not isinstance(result, Problem) or result.kind not in _SILENT:
+                    heard, silent = time.monotonic(), 0
+                    yield index, result
+                    continue
+                if not logged and result.kind is FailureKind.unreachable:
+                    logged = True
+                    logger.warning(
+                        "%s. Unanswered items are retried for up to patience_s=%g s.", result.message, patience_s
+                    )
+                silent, last = silent + 1, result
+                if result.kind is FailureKind.timeout:
+                    yield index, result
+                else:
+                    again.append(index)
+                if silent >= least and time.monotonic() - heard > patience_s:
+                    break
+        waiting = [*again, *(i for i in waiting if i >= 0)]
+        if waiting and silent >= least and time.monotonic() - heard > patience_s:
+            why = f"no answer for patience_s={patience_s:g} s"
+            logger.warning("reward function %s: %s; %d of %d items get no reward.", name, why, len(waiting), len(items))
+            yield from ((i, Problem(last.kind, f"{last.message}; {why}")) for i in waiting)
+            return

@@ -19,12 +19,20 @@ from typing import TypeAlias
 from pebble import ProcessExpired, ProcessPool
 
 from realign.errors import RewardError
-from realign.rewards.pool.answers import Answer, Expected, FailureKind, Problem, checked_answers
-from realign.rewards.pool.items import Item
-from realign.rewards.pool.limits import Limits
-from realign.rewards.pool.memory_watch import KEPT, RETIRED
-from realign.rewards.pool.spawn import SpawnKept, SpawnWithoutMain
-from realign.rewards.pool.worker import Concurrency, answer_some, answer_some_async, start_worker
+from realign.rewards.pool.keeper import SpawnKept, SpawnWithoutMain
+from realign.rewards.pool.limits import KEPT, RETIRED, WorkerLimits
+from realign.rewards.pool.worker import (
+    Answer,
+    Concurrency,
+    Expected,
+    FailureKind,
+    Problem,
+    RewardCall,
+    answer_some,
+    answer_some_async,
+    checked_answers,
+    start_worker,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +70,7 @@ class WorkerProcesses:
         *,
         workers: int,
         timeout_s: float,
-        limits: Limits,
+        limits: WorkerLimits,
         concurrency: Concurrency | None = None,
     ) -> None:
         self.name = name
@@ -93,7 +101,7 @@ class WorkerProcesses:
             with suppress(InvalidStateError):
                 future.set_exception(BrokenProcessPool("the workers were stopped"))
 
-    def answers(self, items: Sequence[Item]) -> Answers:
+    def answers(self, items: Sequence[RewardCall]) -> Answers:
         """Yield (index, answer) in order of completion, each index once. Closing the generator cancels pending items.
 
         If a chunk ends its worker, its items are sent again one by one, so that only the item at fault fails.

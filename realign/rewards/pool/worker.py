@@ -1,6 +1,8 @@
-"""Code of a worker process of the reward pool: apply limits, call the reward function, check its return value.
+"""What a worker process of the reward pool does: apply limits, call the reward function, check what it returns.
 
-Imports only light modules, so that a worker starts as fast as the user's function allows.
+The process of the run checks the answers of a worker again (`checked_answers`), since a reward function shares its
+process with this code and can change it. Imports only light modules, so that a worker starts as fast as the user's
+function allows.
 """
 
 from __future__ import annotations
@@ -8,25 +10,173 @@ from __future__ import annotations
 import asyncio
 import functools
 import gc
-import multiprocessing
-import os
+import math
 import pickle
 import signal
-import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from multiprocessing import connection
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from enum import StrEnum
+from numbers import Real
+from typing import Any, NamedTuple, TypeAlias
 
-from realign.rewards.pool.answers import Answer, FailureKind, Problem, as_answer
 from realign.rewards.pool.functions import load_function
 from realign.rewards.pool.http import Unreachable
-from realign.rewards.pool.items import Item
-from realign.rewards.pool.keeper import keeper_sentinels
-from realign.rewards.pool.limits import Limits, allow_cpu, drop_secrets, limit_process
-from realign.rewards.pool.memory_watch import retire, watch
+from realign.rewards.pool.limits import WorkerLimits, allow_cpu, limit_process, retire, watch
+from realign.rewards.pool.secrets import drop_secrets
+from realign.text import shortened, visible
+
+# Rewards become fp32 tensors, so numbers that overflow in fp32 are rejected like infinite ones.
+_LARGEST = 3.4028234663852886e38
+_LONGEST_MESSAGE = 20_000
+
+
+class FailureKind(StrEnum):
+    """Reason why an item has no reward. A function that exits its process with code 0 is reported as a timeout."""
+
+    exception = "exception"
+    timeout = "timeout"
+    crash = "crash"
+    memory = "memory"
+    nonsense = "nonsense"
+    unreachable = "unreachable"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A failed item. Its message can quote a model, a server or a user's function, so it is escaped and shortened."""
+
+    kind: FailureKind
+    message: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "message", visible(shortened(self.message, _LONGEST_MESSAGE)))
+
+
+Answer: TypeAlias = float | list[float | None] | Problem | None
+
+
+class Expected(NamedTuple):
+    """What a function must return for one item: one number, or a list of numbers. None is always allowed."""
+
+    n: int | None = None
+    """Length of the list; None: one number."""
+    of: str = "token"
+    """What an element of the list is the reward of: a token of the response, or a response of the item."""
+    gaps: bool = False
+    """Whether an element of the list may be None."""
+
+    def __str__(self) -> str:
+        if self.n is None:
+            return "float | None"
+        where = "of the response" if self.of == "token" else "in the same order"
+        number = "numbers or None" if self.gaps else "numbers"
+        return f"a list of {self.n} {number} (one per {self.of} {where}) | None"
+
+
+ONE = Expected()
+
+
+def as_answer(value: Any, expected: Expected) -> Answer:
+    """Convert the return value of a reward function to what is expected, or to a failure."""
+    return _as_number(value) if expected.n is None else _as_numbers(value, expected)
+
+
+def _as_numbers(value: Any, expected: Expected) -> Answer:
+    """Convert a list, a tuple, or a vector of numpy or torch to finite numbers, one per element."""
+    if value is None:
+        return None
+    elements = value.tolist() if getattr(value, "ndim", None) == 1 else value
+    if not isinstance(elements, list | tuple):
+        return _nonsense(value, "is not a list", str(expected))
+    if len(elements) != expected.n:
+        return _nonsense(value, f"has {len(elements)} elements", str(expected))
+    numbers: list[float | None] = []
+    for place, element in enumerate(elements):
+        number = _as_number(element)
+        if isinstance(number, Problem) or (number is None and not expected.gaps):
+            why = f"holds {element!r} for {expected.of} {place}, no number finite in float32"
+            return _nonsense(value, why, str(expected))
+        numbers.append(number)
+    return numbers
+
+
+def _as_number(value: Any) -> float | Problem | None:
+    """Convert a number, or a scalar of numpy or torch, to a float that is finite in float32."""
+    if value is None:
+        return None
+    scalar = value
+    if hasattr(scalar, "item") and getattr(scalar, "ndim", None) == 0:  # numpy scalars, 0-d arrays and 0-d tensors
+        scalar = scalar.item()
+    if not isinstance(scalar, Real):
+        return _nonsense(value, "is not a number")
+    try:
+        number = float(scalar)
+    except OverflowError:
+        number = math.inf
+    if math.isnan(number) or abs(number) > _LARGEST:
+        return _nonsense(value, "is not finite in float32")
+    return number
+
+
+def _nonsense(value: Any, why: str, expected: str = "float | None") -> Problem:
+    text = repr(value)
+    text = text if len(text) <= 200 else text[:200] + "..."
+    return Problem(FailureKind.nonsense, f"returned {text} ({type(value).__name__}), which {why}; expected {expected}")
+
+
+def checked_answers(returned: object, expected: Sequence[Expected]) -> list[Answer] | None:
+    """Check what a worker returned for a chunk, since a reward function can change the code of its worker.
+
+    Args:
+        returned: value that the worker returned. Not trusted, so no method of it is called.
+        expected: expected answer to each item of the chunk.
+
+    Returns:
+        The answers to the first items of the chunk, at least one; invalid ones are failures. None if `returned` is
+        no list of answers.
+    """
+    if type(returned) is not list or not 0 < len(returned) <= len(expected):
+        return None
+    return [_checked(value, wanted) for value, wanted in zip(returned, expected, strict=False)]
+
+
+def _checked(value: Any, wanted: Expected) -> Answer:
+    if value is None:
+        return None
+    if type(value) is Problem:
+        fields = vars(value)  # a forged object can lack a field, or contain another type
+        kind, message = fields.get("kind"), fields.get("message")
+        if type(kind) is FailureKind and type(message) is str:
+            return Problem(kind, message)
+    elif wanted.n is None:
+        if _is_reward(value):
+            return float(value)
+    elif (
+        type(value) is list
+        and len(value) == wanted.n
+        and all(_is_reward(x) or (x is None and wanted.gaps) for x in value)
+    ):
+        return list(value)
+    expected = "one finite number" if wanted.n is None else f"a list of {wanted.n} finite numbers"
+    return Problem(
+        FailureKind.nonsense,
+        f"the worker returned an invalid answer ({type(value).__name__}); expected {expected}. The reward function "
+        "probably changes modules of realign.",
+    )
+
+
+def _is_reward(value: object) -> bool:
+    return type(value) is float and abs(value) <= _LARGEST
+
+
+class RewardCall(NamedTuple):
+    """One call of a reward function: its positional arguments, and what it must return."""
+
+    arguments: tuple[Any, ...]
+    expected: Expected = ONE
 
 
 class Concurrency(NamedTuple):
@@ -38,7 +188,7 @@ class Concurrency(NamedTuple):
     """Time limit of one call, after which it is cancelled. After the same time, a chunk starts no further call."""
 
 
-def answer(function: Callable[..., Any], item: Item) -> Answer:
+def answer(function: Callable[..., Any], item: RewardCall) -> Answer:
     """Call the function on one item. Every outcome except the end of the process becomes an `Answer`."""
     try:
         return as_answer(function(*item.arguments), item.expected)
@@ -49,7 +199,7 @@ def answer(function: Callable[..., Any], item: Item) -> Answer:
 
 
 async def answer_concurrently(
-    function: Callable[..., Any], items: Sequence[Item], how: Concurrency, cpu_s: float | None = None
+    function: Callable[..., Any], items: Sequence[RewardCall], how: Concurrency, cpu_s: float | None = None
 ) -> list[Answer]:
     """Call an `async def` function on the items, several at a time. Answers at least one item, but maybe not all.
 
@@ -69,7 +219,7 @@ async def answer_concurrently(
     return list(await asyncio.gather(*tasks))
 
 
-async def _awaited(function: Callable[..., Any], item: Item, timeout_s: float) -> Answer:
+async def _awaited(function: Callable[..., Any], item: RewardCall, timeout_s: float) -> Answer:
     try:
         async with asyncio.timeout(timeout_s) as limit:
             return as_answer(await function(*item.arguments), item.expected)
@@ -112,23 +262,14 @@ def _runner() -> asyncio.Runner:
     return asyncio.Runner()
 
 
-def start_worker(source: str | bytes, limits: Limits) -> None:
-    """Prepare a new worker: exit with the parent process, drop secrets, load the function, apply the limits."""
-    threading.Thread(target=_die_with_parent, daemon=True).start()
+def start_worker(source: str | bytes, limits: WorkerLimits) -> None:
+    """Prepare a new worker: drop secrets, load the function, apply the limits."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     drop_secrets(limits.keep_environment)
     # Load the function now, so that its imports do not count against an item. If they fail, every item reports it.
     with suppress(Exception):
         resolve(source)
     limit_process(limits)
-
-
-def _die_with_parent() -> None:
-    """Exit when the run or the keeper of this worker is gone. The keeper then kills what the function started."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    connection.wait([parent.sentinel, *keeper_sentinels()])
-    os._exit(1)
 
 
 def answer_some(

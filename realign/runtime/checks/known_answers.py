@@ -12,11 +12,11 @@ from realign.api import Model, SequenceSample
 from realign.api.verifier import ANSWER, Verifier
 from realign.engines.distributed.ranks import current
 from realign.errors import ConfigError, RewardError
-from realign.rewards.text import shortened, visible
 from realign.runtime.checks.located import located
 from realign.runtime.datasets import Datasets
 from realign.runtime.experiment import Experiment
 from realign.runtime.rollout.prompts import PromptStream
+from realign.text import shortened, visible
 
 READ = 64
 """Number of rows among which the check looks for answers that differ."""

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from realign.data.encoding import DecodedSequence
-from realign.rewards.text import shortened, visible
+from realign.text import shortened, visible
 
 LONGEST = 1000
 """Maximum number of characters of a run of tokens; its middle is omitted."""

@@ -22,7 +22,7 @@ import torch
 from realign.api import RPC, Model, SequenceSample
 from realign.api.sampler import Sampler
 from realign.engines.shared_model import SharedEngine
-from realign.rewards.pool.failure_count import Tally
+from realign.rewards.pool.pool import Tally
 from realign.runtime.experiment import Experiment
 from realign.runtime.rollout.background import SamplingEngine, owner_of
 from realign.runtime.rollout.prompts import PromptStream

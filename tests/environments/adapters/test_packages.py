@@ -5,8 +5,7 @@ import sys
 import pytest
 
 from realign.environments import load_environment
-from realign.environments.adapters import reasoning_gym_rows
-from realign.environments.adapters.packages import imported
+from realign.environments.adapters import imported, reasoning_gym_rows
 from realign.errors import ConfigError
 
 ADAPTERS = "realign.environments.adapters"

@@ -7,7 +7,7 @@ from pebble.common import Result, ResultStatus
 
 from realign.rewards.pool import worker
 from realign.rewards.pool.http import Unreachable
-from realign.rewards.pool.memory_watch import RETIRED
+from realign.rewards.pool.limits import RETIRED
 
 
 def patches(prompt, response, row):

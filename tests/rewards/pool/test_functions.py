@@ -1,11 +1,16 @@
+"""Reward functions that score a group or a batch in one call, and `async def` functions."""
+
 import sys
 import traceback
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from realign.errors import ConfigError, RealignError
-from realign.rewards import exact_answer, load_function
+from realign.errors import ConfigError, RealignError, RewardError
+from realign.rewards import FailureKind, RewardPool, exact_answer, load_function
+from realign.rewards.pool import processes
+from realign.rewards.pool.functions import Prepared, RewardScope
 
 CASES = Path(__file__).parent / "reward_cases.py"
 
@@ -110,3 +115,166 @@ def test_a_file_that_exits_on_import_is_a_config_error(tmp_path, monkeypatch):
     file.write_text("import sys\nsys.exit(0)\n")
     with pytest.raises(ConfigError, match=r"exiting_reward\.py:f': its module exits while it is imported"):
         load_function(f"{file}:f")
+
+
+FILE = Path(__file__).parent / "scoped_rewards.py"
+PROMPTS = ["a", "a", "a", "b", "c", "c"]
+RESPONSES = ["x", "", "xyz", "xx", "x", "xxxx"]
+ROWS = [{"price": 1}] * 3 + [{"price": 10}] + [{"price": 100}] * 2
+GROUPS = [0, 0, 0, 1, 2, 2]
+
+
+def pool(name, **changes):
+    settings = {"workers": 0, "timeout_s": 20.0, "memory_mb": None, "max_failed_fraction": 1.0}
+    return RewardPool(f"{FILE}:{name}", **(settings | changes))
+
+
+def score(name, **changes):
+    with pool(name, **changes) as rewards:
+        return rewards.score(PROMPTS, RESPONSES, ROWS, GROUPS)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    "name", ["lengths_of_a_group", "lengths_of_a_batch", "awaited_length", "awaited_group", "awaited_batch"]
+)
+def test_every_scope_gives_the_rewards_of_single_calls(name, workers):
+    assert score(name, workers=workers).values == score("length").values == [1.0, 0.0, 3.0, 20.0, 100.0, 400.0]
+
+
+def test_the_names_of_the_arguments_declare_the_scope():
+    names = {
+        "length": RewardScope.response,
+        "lengths_of_a_group": RewardScope.group,
+        "awaited_batch": RewardScope.batch,
+    }
+    assert {name: pool(name).scope for name in names} == names
+    with pytest.raises(
+        ConfigError, match=r"takes \(prompt, responses, rows\).*\(prompt, responses, row\) for one group"
+    ):
+        pool("mixed_names")
+
+
+def test_a_group_function_sees_all_responses_to_a_prompt_and_may_leave_some_without_reward():
+    found = score("above_the_shortest")
+    assert found.values == [1.0, None, 3.0, 0.0, 0.0, 3.0]
+    assert found.failures == []
+    assert found.abstained == 1
+
+
+def test_without_groups_each_response_is_compared_with_itself():
+    with pool("above_the_shortest") as rewards:
+        assert rewards.score(PROMPTS, RESPONSES, ROWS).values == [0.0, None, 0.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_failed_call_fails_each_response_of_its_group_and_no_other(workers):
+    found = score("fails_on_b", workers=workers)
+    assert found.values == [1.0, 1.0, 1.0, None, 1.0, 1.0]
+    assert [(f.index, f.kind) for f in found.failures] == [(3, FailureKind.exception)]
+
+
+def test_a_list_of_another_length_is_nonsense():
+    found = score("too_few")
+    assert found.values == [None, None, None, 1.0, None, None]
+    assert {f.kind for f in found.failures} == {FailureKind.nonsense}
+    assert "expected a list of 3 numbers or None (one per response in the same order)" in found.failures[0].message
+
+
+def test_the_failed_fraction_counts_responses():
+    with pytest.raises(RewardError, match=r"failed on 1 of 4 scored items .*6 items in total"):
+        score("fails_on_b", max_failed_fraction=0.1)
+    with pytest.raises(RewardError, match=r"failed on 6 of 6 scored items"):
+        score("fails_on_the_batch", max_failed_fraction=0.99)
+    assert len(score("fails_on_the_batch").failures) == 6
+
+
+def test_no_responses_need_no_call():
+    for name in ("lengths_of_a_group", "lengths_of_a_batch", "awaited_length"):
+        with pool(name) as rewards:
+            assert rewards.score([], [], [], []).values == []
+
+
+@pytest.mark.parametrize(("workers", "most"), [(0, 5), (1, 5), (2, 3)])
+def test_concurrency_limits_the_calls_of_all_workers(workers, most):
+    rows = [{"s": 0.02}] * 40
+    with pool("most_at_a_time", workers=workers, concurrency=5) as rewards:
+        values = rewards.score(["p"] * 40, ["r"] * 40, rows).values
+    assert max(values) == most
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_every_failure_of_a_concurrent_call_stays_alone(workers):
+    rows = [{"value": float(i)} for i in range(40)]
+    bad = {
+        3: ("raise", FailureKind.exception),
+        5: ("hang", FailureKind.timeout),
+        7: ("exit", FailureKind.exception),
+        9: ("timeout", FailureKind.exception),
+    }
+    for index, (what, _) in bad.items():
+        rows[index] = {"do": what}
+    with pool("behaves", workers=workers, timeout_s=2.0) as rewards:
+        found = rewards.score(["p"] * 40, ["r"] * 40, rows)
+    assert {f.index: f.kind for f in found.failures} == {i: kind for i, (_, kind) in bad.items()}
+    assert found.values == [None if i in bad else float(i) for i in range(40)]
+    message = {f.index: f.message for f in found.failures}
+    assert "no answer within timeout_s=2.0 s; the call was cancelled" in message[5]
+    assert "TimeoutError: of the function" in message[9]
+
+
+def test_a_call_that_blocks_the_event_loop_or_ends_the_process_fails_alone(monkeypatch):
+    monkeypatch.setattr(processes, "_GRACE_S", 0.5)
+    rows = [{"value": 1.0}, {"do": "block"}, {"value": 2.0}, {"do": "os_exit"}, {"value": 3.0}]
+    with pool("behaves", workers=1, timeout_s=2.0) as rewards:
+        found = rewards.score(["p"] * 5, ["r"] * 5, rows)
+    assert found.values == [1.0, None, 2.0, None, 3.0]
+    assert [f.kind for f in found.failures] == [FailureKind.timeout, FailureKind.crash]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_calls_of_one_worker_share_one_event_loop_so_that_clients_keep_their_connections(workers):
+    with pool("loops_seen", workers=workers) as rewards:
+        for _ in range(3):
+            assert set(rewards.score(PROMPTS, RESPONSES, ROWS).values) == {1.0}
+
+
+def test_dense_rewards_need_a_plain_function_of_one_response():
+    with pytest.raises(ConfigError, match="is async, which dense rewards do not support"):
+        pool("awaited_length", dense=True)
+
+
+class Shift(Prepared):
+    """A function that returns how often it was prepared."""
+
+    def __init__(self, times: int = 0) -> None:
+        self.times = times
+
+    def prepared(self) -> "Shift":
+        if self.times < 0:
+            raise ConfigError("the machine lacks something")
+        return Shift(self.times + 1)
+
+    @property
+    def note(self) -> str:
+        return f"prepared {self.times} time"
+
+    def __call__(self, prompt: str, response: str, row: dict[str, Any]) -> float:
+        return float(self.times)
+
+
+by_name = Shift()
+SETTINGS: dict[str, Any] = {"timeout_s": 60.0, "memory_mb": None, "max_failed_fraction": 0.0}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("function", [f"{__name__}:by_name", Shift()])
+def test_a_pool_prepares_a_function_once_before_the_workers_start(function, workers):
+    with RewardPool(function, workers=workers, **SETTINGS) as pool:
+        assert pool.score(["", ""], ["", ""], [{}, {}]).values == [1.0, 1.0]
+        assert pool.note == "prepared 1 time"
+
+
+def test_a_function_that_cannot_be_prepared_ends_the_run_before_any_call():
+    with pytest.raises(ConfigError, match="the machine lacks something"):
+        RewardPool(Shift(-1), workers=1, **SETTINGS)

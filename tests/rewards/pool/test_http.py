@@ -17,7 +17,7 @@ from realign.interfaces.rule_reward import RuleRewardInterface
 from realign.rewards import FailureKind, RewardPool, load_function
 from realign.rewards.pool import http
 from realign.rewards.pool.http import HttpReward, OpenRlhfReward, Unreachable
-from realign.rewards.pool.urls import masked
+from realign.rewards.pool.secrets import masked
 from realign.rewards.terms import FunctionTerm, Openrlhf
 from tests.tiny import random_sample, tiny_tokenizer
 

@@ -6,8 +6,8 @@ import pytest
 
 from realign.errors import SettingsError
 from realign.rewards import FailureKind, RewardPool
-from realign.rewards.pool.limits import Limits, limit_process, secret_variables, without_secrets
-from realign.rewards.pool.memory_watch import MemoryWatch
+from realign.rewards.pool.limits import MemoryWatch, WorkerLimits, limit_process
+from realign.rewards.pool.secrets import secret_variables, without_secrets
 from realign.rewards.sandbox import SandboxMode
 from realign.rewards.unit_tests import UnitTestsFunction
 
@@ -101,12 +101,12 @@ def test_a_worker_cannot_take_its_limits_back():
 @pytest.mark.parametrize("setting", [{"cpu_s": 0}, {"cpu_s": float("inf")}, {"open_files": 3}, {"memory_mb": 0}])
 def test_bad_limits_are_named(setting):
     with pytest.raises(SettingsError, match=rf"^{next(iter(setting))}=.*: must be"):
-        Limits(**setting)
+        WorkerLimits(**setting)
 
 
 def test_one_name_given_as_text_is_refused():
     with pytest.raises(SettingsError, match="keep_environment='HF_TOKEN': must be a list of names of variables"):
-        Limits(keep_environment="HF_TOKEN")
+        WorkerLimits(keep_environment="HF_TOKEN")
 
 
 @POSIX
@@ -116,6 +116,6 @@ def test_macos_has_no_memory_limit_and_needs_no_proc(monkeypatch):
     monkeypatch.setattr("sys.platform", "darwin")
     monkeypatch.setattr("resource.setrlimit", lambda kind, values: lowered.append(kind))
     monkeypatch.setattr("pathlib.Path.read_text", None)
-    limit_process(Limits(memory_mb=64, open_files=32))
+    limit_process(WorkerLimits(memory_mb=64, open_files=32))
     assert lowered == [resource.RLIMIT_CORE, resource.RLIMIT_NOFILE]
     assert not MemoryWatch().leaks()

@@ -18,11 +18,9 @@ import torch
 from realign.errors import ConfigError, SettingsError
 from realign.rewards import FailureKind, RewardError, RewardPool
 from realign.rewards.pool import processes
-from realign.rewards.pool.answers import Problem
-from realign.rewards.pool.failure_count import Tally
-from realign.rewards.pool.items import Item
+from realign.rewards.pool.pool import Tally
 from realign.rewards.pool.processes import _Todo
-from realign.rewards.pool.worker import answer
+from realign.rewards.pool.worker import Problem, RewardCall, answer
 
 HERE = Path(__file__).parent
 CASES = f"{HERE / 'reward_cases.py'}:act"
@@ -180,7 +178,7 @@ def test_none_is_an_abstention_not_a_failure():
     ],
 )
 def test_numbers_of_every_make_are_accepted(value, expected):
-    found = answer(lambda p, r, row: value, Item(("", "", {})))
+    found = answer(lambda p, r, row: value, RewardCall(("", "", {})))
     assert type(found) is float
     assert found == expected
 
@@ -193,7 +191,7 @@ def test_numbers_of_every_make_are_accepted(value, expected):
     ],
 )
 def test_what_is_not_a_number_is_nonsense(value):
-    found = answer(lambda p, r, row: value, Item(("", "", {})))
+    found = answer(lambda p, r, row: value, RewardCall(("", "", {})))
     assert isinstance(found, Problem)
     assert found.kind == FailureKind.nonsense
     assert "returned" in found.message

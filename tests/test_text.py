@@ -7,7 +7,7 @@ import unicodedata
 
 import pytest
 
-from realign.rewards.text import headline, log_file, shortened, visible
+from realign.text import headline, log_file, shortened, visible
 
 
 def raised(error: BaseException) -> str:

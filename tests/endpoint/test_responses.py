@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from realign.api.environment import ToolCall
 from realign.endpoint.response_parsing import ParsedResponse
-from realign.endpoint.streaming import Delta, ResponseStream, TextStream
+from realign.endpoint.responses import Delta, ResponseStream, TextStream
 
 
 def parts(texts: list[str], whole: str, stops: tuple[str, ...] = ()) -> list[str]:

@@ -1,11 +1,11 @@
-"""JSON objects of responses, in the format of the OpenAI API."""
+"""Responses of the OpenAI API: whole ones, and the parts of unfinished ones that can be sent already."""
 
 from __future__ import annotations
 
 import hashlib
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -13,15 +13,90 @@ from typing import Any
 from realign.api.environment import ToolCall
 from realign.api.requests import Completion
 from realign.endpoint.capture import Prompt
-from realign.endpoint.parameters import Parameters
 from realign.endpoint.renderer import Renderer
+from realign.endpoint.requests import Parameters
 from realign.endpoint.response_parsing import ParsedResponse
 from realign.endpoint.scoring import TokenScores
-from realign.endpoint.streaming import Delta
+
+
+class TextStream:
+    """Yields the parts of a growing text. Keeps back what further tokens may change or remove.
+
+    Args:
+        stops: stop strings, which must not be sent.
+    """
+
+    def __init__(self, stops: Sequence[str] = ()) -> None:
+        self._stops = tuple(stops)
+        self._sent = ""
+
+    def part(self, text: str) -> str:
+        """Return the further part of the text so far; empty if nothing can be sent yet."""
+        stable = text.rstrip("\ufffd")  # an incomplete character
+        stable = stable[: len(stable) - max((_overlap(stable, stop) for stop in self._stops), default=0)]
+        if any(stop in stable for stop in self._stops) or not stable.startswith(self._sent):
+            return ""
+        return self._next(stable)
+
+    def rest(self, text: str) -> str:
+        """Return the last part, given the whole text."""
+        return self._next(text) if text.startswith(self._sent) else ""
+
+    def _next(self, text: str) -> str:
+        part, self._sent = text[len(self._sent) :], text
+        return part
 
 
 @dataclass(frozen=True)
-class Choice:
+class Delta:
+    """A further part of a response, of one kind."""
+
+    content: str = ""
+    reasoning: str = ""
+    call: tuple[int, ToolCall] | None = None
+    """Index of a tool call in the response, and the call."""
+
+
+class ResponseStream:
+    """Yields the parts of a growing response. A tool call is one part, which is sent when the call is complete.
+
+    Args:
+        stops: stop strings, which must not be sent.
+    """
+
+    def __init__(self, stops: Sequence[str] = ()) -> None:
+        self._content, self._reasoning = TextStream(stops), TextStream()
+        self._calls = 0
+
+    def part(self, parsed: ParsedResponse) -> list[Delta]:
+        """Return the further parts of an unfinished response."""
+        return list(
+            self._deltas(self._reasoning.part(parsed.reasoning or ""), self._content.part(parsed.content), parsed)
+        )
+
+    def rest(self, parsed: ParsedResponse) -> list[Delta]:
+        """Return the last parts, given the whole response."""
+        return list(
+            self._deltas(self._reasoning.rest(parsed.reasoning or ""), self._content.rest(parsed.content), parsed)
+        )
+
+    def _deltas(self, reasoning: str, content: str, parsed: ParsedResponse) -> Iterator[Delta]:
+        if reasoning:
+            yield Delta(reasoning=reasoning)
+        if content:
+            yield Delta(content)
+        known, self._calls = self._calls, max(self._calls, len(parsed.tool_calls))
+        for number in range(known, len(parsed.tool_calls)):
+            yield Delta(call=(number, parsed.tool_calls[number]))
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Return the length of the longest end of the text with which the stop string begins."""
+    return next((n for n in range(min(len(stop), len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+@dataclass(frozen=True)
+class ResponseChoice:
     """One response, parsed."""
 
     index: int
@@ -42,7 +117,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Answer:
+class ResponseWriter:
     """Builds the objects of one request."""
 
     model: str
@@ -52,7 +127,7 @@ class Answer:
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
+    def whole(self, choices: Sequence[ResponseChoice]) -> dict[str, Any]:
         """Return the response to a request without streaming."""
         entries = [self._choice(choice) for choice in choices]
         return self._object("chat.completion" if self.chat else "text_completion", entries) | {"usage": usage(choices)}
@@ -74,13 +149,13 @@ class Answer:
             return self._chunk(index, {"tool_calls": [{"index": number, **tool_call(prompt, index, number, call)}]})
         return self._chunk(index, {"content": part.content})
 
-    def closing(self, choice: Choice) -> dict[str, Any]:
+    def closing(self, choice: ResponseChoice) -> dict[str, Any]:
         """Return the last chunk of a streamed choice, with everything except the message or the text."""
         chunk = self._chunk(choice.index, {} if self.chat else "")
         chunk["choices"][0] |= {k: v for k, v in self._choice(choice).items() if k not in ("message", "text")}
         return chunk
 
-    def used(self, choices: Sequence[Choice]) -> dict[str, Any]:
+    def used(self, choices: Sequence[ResponseChoice]) -> dict[str, Any]:
         """Return the chunk with the usage, which follows all choices."""
         return self._object(self._kind, []) | {"usage": usage(choices)}
 
@@ -102,7 +177,7 @@ class Answer:
         choice = {"index": index, "delta" if self.chat else "text": delta, "finish_reason": None, "logprobs": None}
         return self._object(self._kind, [choice])
 
-    def _choice(self, choice: Choice) -> dict[str, Any]:
+    def _choice(self, choice: ResponseChoice) -> dict[str, Any]:
         out: dict[str, Any] = {
             "index": choice.index,
             "finish_reason": choice.finish_reason,
@@ -119,7 +194,7 @@ class Answer:
     def _echoed(self, prompt: Prompt) -> str:
         return self.renderer.decode(prompt.ids, special=False) if prompt.text is None else prompt.text
 
-    def _logprobs(self, choice: Choice) -> dict[str, Any]:
+    def _logprobs(self, choice: ResponseChoice) -> dict[str, Any]:
         tokens = self._scored_tokens(choice)
         if self.chat:
             return {"content": [token.chat(self.renderer) for token in tokens], "refusal": None}
@@ -134,7 +209,7 @@ class Answer:
             "text_offset": list(accumulate(lengths, initial=0))[:-1],
         }
 
-    def _scored_tokens(self, choice: Choice) -> list[ScoredToken]:
+    def _scored_tokens(self, choice: ResponseChoice) -> list[ScoredToken]:
         ids = choice.completion.ids.tolist()
         if choice.scores is None:
             return list(map(ScoredToken, ids, choice.completion.logprobs.tolist()))
@@ -155,17 +230,17 @@ class ScoredToken:
 
     def chat(self, renderer: Renderer) -> dict[str, Any]:
         """Return the entry in the log-probs of a chat completion."""
-        top = [_named(renderer, *one) for one in self.top]
+        top = [_named(renderer, *entry) for entry in self.top]
         return _named(renderer, self.id, self.logprob) | {"top_logprobs": top}
 
     def by_text(self, renderer: Renderer) -> dict[str, float] | None:
         """Return log-probs by the text of the token: the most likely tokens, and the token itself."""
         if self.logprob is None:
             return None
-        found: dict[str, float] = {}
+        logprobs: dict[str, float] = {}
         for id, logprob in (*self.top, (self.id, self.logprob)):
-            found.setdefault(renderer.decode([id]), logprob)
-        return found
+            logprobs.setdefault(renderer.decode([id]), logprob)
+        return logprobs
 
 
 def _named(renderer: Renderer, id: int, logprob: float | None) -> dict[str, Any]:
@@ -173,7 +248,7 @@ def _named(renderer: Renderer, id: int, logprob: float | None) -> dict[str, Any]
     return {"token": text, "logprob": logprob, "bytes": list(text.encode(errors="replace"))}
 
 
-def message(choice: Choice) -> dict[str, Any]:
+def message(choice: ResponseChoice) -> dict[str, Any]:
     """Return the message of a response."""
     parsed = choice.parsed
     out: dict[str, Any] = {"role": "assistant", "content": parsed.content, "refusal": None}
@@ -202,7 +277,7 @@ def tool_call(prompt: Prompt, index: int, number: int, call: ToolCall) -> dict[s
     return {"id": id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
-def usage(choices: Sequence[Choice]) -> dict[str, int]:
+def usage(choices: Sequence[ResponseChoice]) -> dict[str, int]:
     """Return the token counts of a request. Each prompt counts once."""
     prompt = sum(len(ids) for ids in {id(c.prompt): c.prompt.ids for c in choices}.values())
     sampled = sum(len(choice.completion.ids) for choice in choices)

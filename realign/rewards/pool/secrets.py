@@ -1,15 +1,56 @@
-"""URLs of reward and MCP servers: check them, keep credentials out of them, and hide credentials in messages."""
+"""Secrets: which environment variables and parts of URLs look like one, who may use them, and how messages hide them.
+
+Reward workers and programs of a model inherit no secret variable. A URL in a config must not contain a secret.
+"""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from urllib.parse import parse_qsl, quote, unquote_plus, urlsplit
 
 from realign.errors import ConfigError
-from realign.rewards.pool.limits import looks_secret, secret_variables
-from realign.rewards.text import shortened, visible
+from realign.text import shortened, visible
+
+_SECRET_NAME = re.compile(
+    r"SECRET|PASSW|PASSPHRASE|CREDENTIAL|APIKEY|^PGPASS"  # anywhere in a name
+    r"|(^|_)(TOKENS?|KEYS?|AUTH|PAT|COOKIE|SIG|SIGNATURE)(_|$)|_PWD$"  # as a separate word
+    r"|^(AWS|AZURE)_"
+)
+_URL_WITH_PASSWORD = re.compile(r"://[^/@\s]*:[^/@\s]+@")
+
+
+def looks_secret(name: str) -> bool:
+    """Return whether the name of a variable or parameter looks like that of a secret."""
+    return _SECRET_NAME.search(name.upper()) is not None
+
+
+def secret_variables(environment: Mapping[str, str], keep: Sequence[str] = ()) -> list[str]:
+    """Return the names of the variables that look like secrets, except those in `keep`.
+
+    A variable looks like a secret if its name has a word such as TOKEN, KEY, SECRET or PASSWORD, or starts with AWS_ or
+    AZURE_. So does a variable whose value is a URL with a password, except proxies, which the workers may need.
+    """
+    return sorted(
+        name
+        for name, value in environment.items()
+        if name not in keep
+        and (looks_secret(name) or (_URL_WITH_PASSWORD.search(value) and not name.lower().endswith("_proxy")))
+    )
+
+
+def without_secrets(environment: Mapping[str, str], keep: Sequence[str] = ()) -> dict[str, str]:
+    """Return the environment without `secret_variables`."""
+    dropped = set(secret_variables(environment, keep))
+    return {name: value for name, value in environment.items() if name not in dropped}
+
+
+def drop_secrets(keep: Sequence[str]) -> None:
+    """Remove the variables that look like secrets from this process, and so from the processes it starts."""
+    for name in secret_variables(os.environ, keep):
+        del os.environ[name]
+
 
 ALLOWED_VARIABLES = "REALIGN_URL_VARIABLES"
 """Environment variable: names, separated by commas, of the secrets that may be part of the URL of such a server. No

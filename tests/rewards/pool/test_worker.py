@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from realign.rewards import FailureKind, RewardPool
-from realign.rewards.pool.answers import ONE, Expected, Problem, checked_answers
+from realign.rewards.pool.worker import ONE, Expected, Problem, checked_answers
 
 PATCHES = f"{Path(__file__).parent / 'patching_rewards.py'}"
 ANYTHING = {
