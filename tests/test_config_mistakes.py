@@ -1,4 +1,4 @@
-"""Test configuration errors on shipped experiments: what is refused, and which facts the user reads.
+"""Test configuration errors on shipped experiments: which mistakes raise an error, and which facts the user reads.
 
 Each row of config_mistakes.yaml is run by `check` and as a launch. The wording of a message may change. Its facts may
 not: class, exit code, the key, and the names that help to repair the mistake. Most mistakes are found before a model or
