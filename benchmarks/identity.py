@@ -64,13 +64,16 @@ FILES = {
 name: linked
 models:
   actor: {optimizer: {lr: 2.0e-6}}
-  ref: {path: "${models.actor.path}", dtype: "${models.actor.dtype}"}
+  ref: {path: "${models.actor.path}"}
 interfaces:
   actor: {kl: {place: loss, coef: "${models.actor.optimizer.lr}"}, objective: {high: 0.001}}
 evaluation: {data: {path: h.jsonl}, generation: {max_new_tokens: "${interfaces.actor.generation.max_new_tokens}"}}
 """,
     "conf/experiment/on_preset.yaml": """defaults: [mine, /algorithm/dapo, _self_]
 interfaces: {actor: {objective: {high: 0.3}, truncation: {overlong_buffer: 2}}}
+""",
+    "conf/experiment/grouped.yaml": """defaults: [_self_, mine, override /rollout: async]
+interfaces: {actor: {epochs: 2, n_minibatches: 4}}
 """,
     "conf/experiment/own_class.yaml": """defaults: [mine, _self_]
 interfaces: {actor: {_target_: parts.MyActor, mine: 0.25, objective: {_target_: parts.Mine, power: 3}}}
@@ -387,7 +390,7 @@ OTHERS: list[list[str]] = [
     ["hydra/job_logging=none"],
 ]
 OF_FOLDER: list[list[str]] = [
-    *([f"experiment={name}"] for name in ("mine", "linked", "on_preset", "own_class", "swept", "nothing")),
+    *([f"experiment={name}"] for name in ("mine", "linked", "on_preset", "grouped", "own_class", "swept", "nothing")),
     *([f"experiment={name}", "algorithm=own"] for name in ("mine", "linked", "on_preset", "own_class")),
     *([f"experiment={name}", "algorithm=rloo"] for name in ("mine", "linked", "on_preset", "own_class")),
     *([f"experiment={name}", f"{A}.objective=clip"] for name in ("mine", "linked", "on_preset", "own_class")),
@@ -399,6 +402,8 @@ OF_FOLDER: list[list[str]] = [
     ["experiment=mine", "algorithm=bad_owner"],
     ["experiment=mine", "algorithm=nothing"],
     ["experiment=mine", "rollout=fast"],
+    ["experiment=grouped", "algorithm=gspo", "rollout=sync"],
+    ["experiment=mine", "algorithm=null", "rollout@rollout=async"],
     ["experiment=grpo", "algorithm=own", *RULE],
     ["alone.yaml"],
     ["alone.yaml", "algorithm=gspo"],
