@@ -37,6 +37,60 @@ ENVIRONMENT = """class Mine:
         self.turns += 1
         return "more ", response.text.count("a") / 7, self.turns == 2, False, {}
 """
+PARTS = '''"""Components of a user."""
+from dataclasses import dataclass
+
+from realign.interfaces.components.objectives import Clip
+from realign.interfaces.grpo import GRPOActorInterface
+
+
+@dataclass
+class Mine(Clip):
+    power: int = 2
+
+
+@dataclass
+class MyActor(GRPOActorInterface):
+    mine: float = 0.5
+'''
+START = "models: {actor: {path: m}}\ndata: {path: p.jsonl}\n"
+FILES = {
+    "conf/experiment/mine.yaml": f"""defaults: [/experiment/grpo, _self_]
+{START}interfaces:
+  actor: {{objective: gspo, n_minibatches: 2, kl: {{place: none}}}}
+  reward: {{function: "reward.py:score"}}
+""",
+    "conf/experiment/linked.yaml": """defaults: [mine, _self_]
+name: linked
+models:
+  actor: {optimizer: {lr: 2.0e-6}}
+  ref: {path: "${models.actor.path}"}
+interfaces:
+  actor: {kl: {place: loss, coef: "${models.actor.optimizer.lr}"}, objective: {high: 0.001}}
+evaluation: {data: {path: h.jsonl}, generation: {max_new_tokens: "${interfaces.actor.generation.max_new_tokens}"}}
+""",
+    "conf/experiment/on_preset.yaml": """defaults: [mine, /algorithm/dapo, _self_]
+interfaces: {actor: {objective: {high: 0.3}, truncation: {overlong_buffer: 2}}}
+""",
+    "conf/experiment/grouped.yaml": """defaults: [_self_, mine, override /rollout: async]
+interfaces: {actor: {epochs: 2, n_minibatches: 4}}
+""",
+    "conf/experiment/own_class.yaml": """defaults: [mine, _self_]
+interfaces: {actor: {_target_: parts.MyActor, mine: 0.25, objective: {_target_: parts.Mine, power: 3}}}
+""",
+    "conf/experiment/swept.yaml": """defaults: [mine, _self_]
+hydra: {sweeper: {params: {interfaces.actor.objective: "clip,gspo"}}}
+""",
+    "conf/algorithm/own.yaml": """owns: [interfaces.actor.objective, interfaces.actor.kl, interfaces.actor.correction]
+interfaces: {actor: {objective: {_target_: parts.Mine, high: 0.25}, kl: {place: none}, correction: none}}
+""",
+    "conf/algorithm/bad_owner.yaml": "owns: [interfaces.actor.objectiv]\ninterfaces: {actor: {epochs: 1}}\n",
+    "conf/rollout/fast.yaml": "rollout: {_target_: realign.runtime.rollout.spec.Async, max_staleness: 3}\n",
+    "alone.yaml": f"""defaults: [/experiment/grpo, _self_]
+{START}interfaces: {{reward: {{function: "reward.py:score"}}, actor: {{advantage: gae, critic: own}}}}
+""",
+}
+"""Files of a user: `conf` is the folder of --config-dir, and `alone.yaml` is given as a word."""
 
 
 # --- what both trees run ---------------------------------------------------------------------------------------------
@@ -81,6 +135,11 @@ def materials(folder: Path) -> None:
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in values))
     (folder / "reward.py").write_text(REWARD)
     (folder / "mine.py").write_text(ENVIRONMENT)
+    (folder / "parts.py").write_text(PARTS)
+    for name, text in FILES.items():
+        file = folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text if name.startswith("alone") else f"# @package _global_\n{text}")
 
 
 LEARNED = ["models.actor.path=m", "models.reward.path=r", "data.path=p.jsonl"]
@@ -192,6 +251,8 @@ def cases() -> dict[str, dict[str, Any]]:
         "moe": {"run": [*grpo, "models.actor.path=moe"]},
         "resume grpo": {"run": [*grpo, *resume], "resume": 2},
         "resume ppo": {"run": [*ppo, *resume], "resume": 2},
+        "sweep": {"run": [*grpo, f"{A}.objective=gspo,clip", "seed=0,1"], "sweep": True},
+        "sweep of a file": {"run": ["experiment=swept", *SHORT, *N4], "sweep": True},
         "two ranks": {"run": grpo, "ranks": 2},
         "two ranks ppo": {"run": ppo, "ranks": 2},
     }
@@ -199,18 +260,183 @@ def cases() -> dict[str, dict[str, Any]]:
 
 
 def resolutions() -> dict[str, list[str]]:
-    """Return the command lines of which only the resolved values are compared: every experiment with every preset."""
+    """Return the command lines of which only the resolved values are compared.
+
+    These are every experiment with every preset. Words that begin with `--` stand first; `--cfg` compares what the
+    command line prints. `spellings` has the ways to write a setting.
+    """
     from tests.test_config import MUST_BE_GIVEN
 
     names = sorted(path.stem for path in (ROOT / "experiments" / "experiment").glob("*.yaml"))
     presets = [None, *sorted(path.stem for path in (ROOT / "experiments" / "algorithm").glob("*.yaml"))]
     out = {}
     for name in names:
+        base = [f"experiment={name}", *MUST_BE_GIVEN.get(name, [])]
         for preset in presets:
-            base = [f"experiment={name}", *MUST_BE_GIVEN.get(name, [])]
             more = ["interfaces.actor.truncation.overlong_buffer=2"] if preset == "dapo" else []
             out[f"{name} x {preset}"] = base if preset is None else [*base, f"algorithm={preset}", *more]
+        for group in ("rollout=async", "rollout=async_staleness_4", "runtime=ray"):
+            out[f"{name} x {group}"] = [*base, group]
+        out[f"{name} printed"] = ["--cfg", *base]
+    for preset in presets[1:]:
+        more = ["interfaces.actor.truncation.overlong_buffer=2"] if preset == "dapo" else []
+        words = ["experiment=grpo", *MUST_BE_GIVEN["grpo"], f"algorithm={preset}", *more]
+        out[f"grpo x {preset} printed"] = ["--cfg", *words]
+        for name in ("grpo", "ppo", "dpo"):
+            given = MUST_BE_GIVEN[name]
+            out[f"{preset} before {name}"] = [*more, f"algorithm={preset}", *given, f"experiment={name}"]
+            out[f"+algorithm={preset} {name}"] = [f"experiment={name}", *given, f"+algorithm={preset}", *more]
     return out
+
+
+A = "interfaces.actor"
+COMPONENTS = "realign.interfaces.components"
+WORDS: dict[str, tuple[list[str], str, str]] = {
+    # place: words, module of the classes, a field that is not in all classes
+    f"{A}.objective": (["cispo", "clip", "gmpo", "gspo", "proximal_kl", "reinforce", "sapo"], "objectives", "high=0.3"),
+    f"{A}.advantage": (["gae", "group_relative", "n_step", "teacher_kl"], "advantages", "lam=0.9"),
+    f"{A}.aggregation": (["constant", "seq_mean_token_mean", "seq_mean_token_sum", "token_mean"], "aggregation", "x=1"),
+    f"{A}.correction": (["importance_correction", "correction", "none"], "correction", "weight.max=2"),
+    f"{A}.kl": (["kl_penalty", "none"], "kl", "coef=0.1"),
+    f"{A}.value": (["value_objective", "none"], "value_loss", "coef=0.1"),
+    f"{A}.early_stop": (["early_stop", "none"], "early_stop", "kl=0.1"),
+    "models.actor.head": (["causal", "score", "value"], "", "vocabulary=5"),
+    "models.actor.trains": (["all", "lora", "top_layers"], "", "rank=4"),
+    "models.actor.sampler": (["in_process_sampling", "sglang", "vllm"], "", "max_slots=4"),
+    "models.actor.load_balancing": (["load_balancing", "none"], "", "coef=0.1"),
+    "models.actor": (["transformers_model", "shared_model"], "", "dtype=float32"),
+    "data": (["prompt_data", "supervised_data"], "", "limit=5"),
+    "graph": (["dataflow"], "", "x=1"),
+    "callbacks.stop": (["early_stopping", "none"], "", "metric=reward"),
+    "trackers.board": (["tensor_board", "none"], "", "x=1"),
+    "dynamic_sampling": (["dynamic_sampling", "none"], "", "max_batches=5"),
+    "evaluation": (["evaluation", "none"], "", "every_steps=5"),
+    "calibration": (["reward_calibration", "none"], "", "samples=16"),
+    "checkpoint": (["none"], "", "keep=3"),
+}
+CLASSES = {"gae": "GAE", "kl_penalty": "KLPenalty", "proximal_kl": "ProximalKL", "teacher_kl": "TeacherKL"}
+"""Class of each word that is not its name in capitals."""
+OTHERS: list[list[str]] = [
+    # values that remove something
+    *(
+        [f"{key}={nothing}"]
+        for key in ("models.ref", "models.actor", A, "graph", "data")
+        for nothing in ("null", "none")
+    ),
+    *([f"~{key}"] for key in (f"{A}.kl", f"{A}.kl.coef", "models.actor.optimizer", "models", A, "data", "steps", "x")),
+    [f"~{A}.kl.place=loss"],
+    [f"~{A}.kl.place=none"],
+    # prefixes
+    [f"+{A}.epochs=2"],
+    [f"++{A}.epochs=2"],
+    [f"+{A}.kl.coef=0.5"],
+    ["+steps=3"],
+    ["++steps=3"],
+    ["+new=3"],
+    ["++new.key=3"],
+    ["+models.other.path=m"],
+    ["models.other.path=m"],
+    ["+callbacks.mine={_target_: realign.runtime.callbacks.EarlyStopping, metric: reward}"],
+    # interpolations, mappings, lists, quotes
+    ["name=x_${seed}", "seed=3"],
+    [f"{A}.kl.coef=${{models.actor.optimizer.lr}}"],
+    ["models.ref.path=${models.actor.path}"],
+    ["models.ref=${models.actor}"],
+    ["models.ref=${models.actor}", "models.ref.dtype=float32"],
+    ["models.actor.path=${nothing}"],
+    ["output_dir=${oc.env:NO_SUCH_VARIABLE}"],
+    ["output_dir=${oc.env:NO_SUCH_VARIABLE,runs/x}"],
+    [f"{A}.kl={{place: loss, coef: 0.5}}"],
+    [f"{A}={{kl: {{place: none}}, epochs: 2}}"],
+    ["interfaces={actor: {epochs: 2}}"],
+    ["models={actor: {dtype: float32}, ref: {path: m}}"],
+    ["evaluation.data.path=h.jsonl"],
+    ["evaluation.data={path: h.jsonl}", "evaluation.every_steps=7"],
+    ["evaluations.a.data.path=h.jsonl", "evaluations.b.data.path=h.jsonl", "evaluations.b.generation.n=4"],
+    ["models.actor.optimizer.betas=[0.8,0.9]"],
+    ["resume_allow=[steps]"],
+    ["resume_allow=[steps,seed]"],
+    ["name='with space'"],
+    ['name="with space"'],
+    ["name=with space"],
+    ["name=ümlaut (1)"],
+    ["data.path=[p.jsonl,h.jsonl]"],
+    ["data.path=[{path: p.jsonl, weight: 2},h.jsonl]"],
+    ["data.split={by: x}"],
+    # two words for one key
+    ["steps=3", "steps=4"],
+    [f"{A}.objective=gspo", f"{A}.objective=clip"],
+    [f"{A}.objective=gspo", f"{A}.objective._target_={COMPONENTS}.objectives.Clip"],
+    [f"{A}.correction=none", f"{A}.correction.weight.max=3"],
+    ["experiment=ppo", "models.reward.path=r"],
+    # sweeps raise an error without -m
+    ["seed=1,2"],
+    [f"{A}.objective=gspo,clip"],
+    # other interfaces, and what they drop
+    [f"{A}._target_=realign.interfaces.ppo.PPOActorInterface"],
+    [f"{A}._target_=realign.interfaces.sft.SFTInterface"],
+    [f"{A}._target_=realign.interfaces.raft.RAFTActorInterface"],
+    [f"{A}._target_=parts.MyActor"],
+    [f"{A}._target_=parts.MyActor", f"{A}.mine=0.25", f"{A}.objective=gspo"],
+    [f"{A}.objective._target_=parts.Mine"],
+    [f"{A}.objective._target_=parts.Mine", f"{A}.objective.power=4", f"{A}.objective.high=0.3"],
+    [f"{A}.objective=mine"],
+    # the hydra node
+    ["hydra.run.dir=elsewhere"],
+    ["hydra.sweeper.params={seed: '1,2'}"],
+    ["hydra.job.chdir=true"],
+    ["hydra.searchpath=[pkg://os]"],
+    ["hydra/launcher=basic"],
+    ["hydra/job_logging=none"],
+]
+OF_FOLDER: list[list[str]] = [
+    *([f"experiment={name}"] for name in ("mine", "linked", "on_preset", "grouped", "own_class", "swept", "nothing")),
+    *([f"experiment={name}", "algorithm=own"] for name in ("mine", "linked", "on_preset", "own_class")),
+    *([f"experiment={name}", "algorithm=rloo"] for name in ("mine", "linked", "on_preset", "own_class")),
+    *([f"experiment={name}", f"{A}.objective=clip"] for name in ("mine", "linked", "on_preset", "own_class")),
+    *([f"experiment={name}", f"{A}.objective.high=0.5"] for name in ("mine", "linked", "on_preset", "own_class")),
+    *(["experiment=mine", "algorithm=own", word] for word in (f"{A}.objective=gspo", f"{A}.objective.power=3")),
+    *(["experiment=mine", "algorithm=own", word] for word in (f"{A}.kl.place=loss", f"{A}.correction=null")),
+    *(["experiment=mine", "algorithm=own", word] for word in (f"~{A}.objective", f"{A}.objective=null")),
+    ["algorithm=own", "experiment=mine"],
+    ["experiment=mine", "algorithm=bad_owner"],
+    ["experiment=mine", "algorithm=nothing"],
+    ["experiment=mine", "rollout=fast"],
+    ["experiment=grouped", "algorithm=gspo", "rollout=sync"],
+    ["experiment=mine", "algorithm=null", "rollout@rollout=async"],
+    ["experiment=grpo", "algorithm=own", *RULE],
+    ["alone.yaml"],
+    ["alone.yaml", "algorithm=gspo"],
+    ["experiment=./alone.yaml", f"{A}.advantage.lam=0.9"],
+]
+
+
+def spellings() -> Iterator[tuple[list[str], list[str]]]:
+    """Yield the first words of a command line, and the words that set something."""
+    for base in (["experiment=grpo", *RULE], ["experiment=ppo", *LEARNED]):
+        for place, (words, module, field) in WORDS.items():
+            for word in [*words, "null", "wrong_word"] if base[0] == "experiment=grpo" else words[-1:]:
+                name = CLASSES.get(word, word.title().replace("_", ""))
+                path = f"{COMPONENTS}.{module}.{name}"
+                yield base, [f"{place}={word}"]
+                yield base, [f"{place}={word}", f"{place}.{field}"]
+                yield base, [f"{place}.{field}", f"{place}={word}"]
+                if module and word not in ("null", "wrong_word", "none"):
+                    yield base, [f"{place}._target_={path}"]
+                    yield base, [f"{place}.{field}", f"{place}._target_={path}"]
+                    yield base, [f"{place}={{_target_: {path}, {field.replace('=', ': ')}}}"]
+                    yield base, ["algorithm=gspo", f"{place}={word}"]
+            yield base, [f"~{place}"]
+            yield base, [f"+{place}={words[0]}"]
+            yield base, [f"++{place}={words[0]}"]
+            yield base, [f"{place}.{field}"]
+            yield base, ["algorithm=gspo", f"{place}.{field}"]
+        for words in OTHERS:
+            yield base, words
+    for words in OF_FOLDER:
+        yield ["--config-dir=conf"], words
+    for words in OF_FOLDER[:9]:
+        yield ["--cfg", "--config-dir=conf"], words
 
 
 # --- in one tree -----------------------------------------------------------------------------------------------------
@@ -221,13 +447,20 @@ def worker(jobs: Path, out: Path) -> None:
     from realign.config import build_experiment, compose
     from realign.runtime import run
 
+    sys.path.insert(0, os.getcwd())  # as the command line does, for the classes of a user
     todo = json.loads(jobs.read_text())
     with out.open("w") as file:
         for name, overrides in todo["resolved"].items():
+            flags = [word for word in overrides if word.startswith("--")]
+            words = [word for word in overrides if not word.startswith("--")]
             try:
-                result: Any = canonical(build_experiment(compose(overrides)).resolved)
+                if "--cfg" in flags:
+                    result: Any = printed([*flags[1:], *words])
+                else:
+                    config_dir = "conf" if flags else None
+                    result = canonical(build_experiment(compose(words, config_dir)).resolved)
             except Exception as error:
-                result = f"{type(error).__name__}: {error}"
+                result = {"refused": type(error).__name__, "key": key_of(str(error))}
             file.write(json.dumps(["resolved", name, result], sort_keys=True, default=str) + "\n")
         for name, case in todo["cases"].items():
             folder = Path("out") / re.sub(r"\W+", "_", name)
@@ -244,6 +477,9 @@ def worker(jobs: Path, out: Path) -> None:
                         "realign",
                     ]
                     subprocess.run([sys.executable, *launch, *overrides], check=True, capture_output=True, timeout=600)
+                elif case.get("sweep"):
+                    sweep = ["-m", "realign", "-m", "--config-dir=conf", *overrides, f"hydra.sweep.dir={folder}"]
+                    subprocess.run([sys.executable, *sweep], check=True, capture_output=True, timeout=600)
                 elif steps := case.get("resume"):
                     run(build_experiment(compose([*overrides, f"steps={steps}"])))
                     run(build_experiment(compose([*overrides, "resume=auto", "resume_allow=[steps]"])))
@@ -257,6 +493,31 @@ def worker(jobs: Path, out: Path) -> None:
                 traceback.print_exc()
             file.write(json.dumps(["case", name, result], sort_keys=True) + "\n")
             file.flush()
+
+
+KEY = re.compile(
+    r"(?<![\w/])(?:(?:models|interfaces|graph|sync|data|evaluations?|calibration|dynamic_sampling|trackers|callbacks|runtime"
+    r"|rollout|microbatch|checkpoint|records|hydra)\b(?:\.\w+)*|steps|seed|name|output_dir|resume\w*|new)(?![\w/])"
+)
+"""A key of the config in a message."""
+
+
+def key_of(message: str) -> str:
+    """Return the first key that a message names. Its wording may change."""
+    match = KEY.search(message)
+    return match[0].removesuffix("._target_") if match else ""
+
+
+def printed(words: list[str]) -> Any:
+    """Return what `realign --cfg job` prints, or the exit code and the key of its error."""
+    import yaml
+
+    call = subprocess.run(
+        [sys.executable, "-m", "realign", "--cfg", "job", *words], capture_output=True, text=True, timeout=120
+    )
+    if call.returncode:
+        return {"exit code": call.returncode, "key": key_of(call.stderr)}
+    return canonical(yaml.safe_load(call.stdout))
 
 
 def canonical(value: Any) -> Any:
@@ -324,7 +585,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("commit")
     parser.add_argument(
-        "only", nargs="*", help="cases to run, such as lora, experiment=ppo or resolved; all by default"
+        "only", nargs="*", help="cases to run, such as lora, experiment=ppo, resolved or spellings; all by default"
     )
     given = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="identity-"))
@@ -347,6 +608,8 @@ def compare(folder: Path, base: Path, only: list[str]) -> int:
     if not only or "resolved" in only:
         asked = subprocess.run([*call, "--resolutions"], check=True, capture_output=True, text=True, env=old)
         jobs["resolved"] = json.loads(asked.stdout)
+    if not only or "spellings" in only:
+        jobs["resolved"] |= {f"{' '.join(words)} over {' '.join(base)}": [*base, *words] for base, words in spellings()}
     (folder / "jobs.json").write_text(json.dumps(jobs))
     running = {}
     for name, tree in (("old", base), ("new", ROOT)):
