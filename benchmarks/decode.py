@@ -30,11 +30,11 @@ from benchmarks.peer.process import missing
 from benchmarks.peer.work import SCENARIOS, Scenario
 from benchmarks.report import alternate, arguments, facts, table
 from realign.api import GenerationConfig, Model, SequenceSample
+from realign.engines.network.kv_cache import DecodeContext, KVCache
 from realign.engines.network.settings import NetworkSettings
-from realign.engines.sampling.compiled_library import CompiledDecode
-from realign.engines.sampling.compiled_trunk import CompiledTrunk
+from realign.engines.sampling.compiled.library import CompiledDecode
+from realign.engines.sampling.compiled.trunk import CompiledTrunk
 from realign.engines.sampling.in_process import InProcessSampling
-from realign.engines.sampling.kv_cache import DecodeContext, KVCache
 
 PROMPT = 40
 """Tokens of each prompt."""

@@ -28,12 +28,11 @@ from benchmarks.peer.side_realign import forced_lengths
 from benchmarks.peer.work import SCENARIOS, Scenario
 from benchmarks.report import alternate, arguments, facts, table
 from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample
-from realign.engines.network.cpu_lanes import ParallelPasses
 from realign.engines.network.output import PackedOutput
+from realign.engines.network.passes import ParallelPasses, SharedPrompts
 from realign.engines.network.settings import NetworkSettings
-from realign.engines.network.shared_prefix import SharedPrompts
-from realign.engines.sampling import trunk
-from realign.engines.sampling.compiled_library import CompiledDecode
+from realign.engines.sampling import rollout_model as trunk
+from realign.engines.sampling.compiled.library import CompiledDecode
 from realign.engines.sampling.in_process import InProcessSampling
 
 BUDGET = 8192

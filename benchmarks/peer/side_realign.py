@@ -21,7 +21,7 @@ from realign.data import PromptData
 from realign.engines import OptimizerSpec, Score, TransformersModel, Value
 from realign.engines.network.network import Network
 from realign.engines.precision import DType
-from realign.engines.sampling.slots import Rollout
+from realign.engines.sampling.decode import Rollout
 from realign.engines.training.stepper import Stepper
 from realign.interfaces.components import Critic, KLPenalty, KLPlace
 from realign.interfaces.critic import PPOCriticInterface

@@ -10,7 +10,7 @@ import torch
 from benchmarks import levers
 from benchmarks.batches import make_rollout
 from benchmarks.peer.work import SCENARIOS
-from realign.engines.sampling import trunk
+from realign.engines.sampling import rollout_model as trunk
 
 TINY = replace(SCENARIOS["tiny"], prompts=3, group=4)
 

@@ -31,12 +31,11 @@ from realign.engines.distributed.spec import Sharding
 from realign.engines.distributed.state import ShardedState
 from realign.engines.distributed.stepper import ShardedStepper
 from realign.engines.files.weights import check_weights, mix_into, named_weights, shapes_of
-from realign.engines.network.cpu_lanes import ParallelPasses
 from realign.engines.network.network import Network
+from realign.engines.network.passes import Layout, ParallelPasses, Passes
 from realign.engines.network.settings import NetworkSettings
-from realign.engines.network.shared_prefix import Layout, Passes
 from realign.engines.network.value_head import ValueNetwork
-from realign.engines.sampling.rollout import PROMPTS
+from realign.engines.sampling.generate import PROMPTS
 from realign.engines.training.callbacks import added, check_loss
 from realign.engines.training.engine import TransformersEngine
 from realign.engines.training.expert_load import StepLoad, counting, listening

@@ -24,10 +24,10 @@ from realign.engines.distributed.tensor_parallel import split_layers
 from realign.engines.network.branches import read_stack
 from realign.engines.network.heads import read_body
 from realign.engines.network.network import Network
+from realign.engines.network.passes import Layout
 from realign.engines.network.settings import NetworkSettings
-from realign.engines.network.shared_prefix import Layout
 from realign.engines.network.value_head import ValueNetwork
-from realign.engines.sampling.weight_fusion import Fusion
+from realign.engines.sampling.compiled.fusion import Fusion
 from realign.errors import ConfigError
 
 NOTHING = SequenceSample(("nothing",), {TOKENS: torch.zeros(0, dtype=torch.int64)}, {TOKENS: Lengths.of([[0]])})

@@ -24,7 +24,7 @@ from realign.api.sample import TOKENS, SequenceSample
 from realign.engines.network.attention import AttentionContext, use_attention
 from realign.engines.network.heads import IMAGE_FAMILIES, read_body
 from realign.engines.network.kernels import CONTEXT
-from realign.engines.network.shared_prefix import Layout
+from realign.engines.network.passes import Layout
 from realign.errors import DataError
 
 NO_IMAGES = (

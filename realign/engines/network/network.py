@@ -18,26 +18,20 @@ from realign.api.router_experts import ROUTER_EXPERTS
 from realign.api.sample import TOKENS, SequenceSample
 from realign.engines.network.attention import NotPackableError, layout_inputs
 from realign.engines.network.branches import Heard, ReferenceBranch, check_layers, layers_that_train, read_stack
-from realign.engines.network.cpu_lanes import ParallelPasses, rewrites_rope
-from realign.engines.network.encoder_decoder import EncoderDecoder
+from realign.engines.network.encoder_decoder import EncoderDecoder, EncoderDecoderCache
 from realign.engines.network.heads import is_encoder_decoder, read_body, read_head
 from realign.engines.network.images import NO_IMAGES, ImageReader, image_reader
 from realign.engines.network.output import PackedOutput, ScalarBranch, ScalarHead
 from realign.engines.network.passed_context import pass_context_on
+from realign.engines.network.passes import Layout, ParallelPasses, Passes, SharedPrompts, rewrites_rope
 from realign.engines.network.probe import Autocast, compile_probed, probe, probe_branch, probe_head, probe_shared
-from realign.engines.network.q_heads import GuidedHead
 from realign.engines.network.recurrence import segment_recurrent_layers
-from realign.engines.network.router_replay import RouterReplay
-from realign.engines.network.routers import Routers
-from realign.engines.network.settings import NetworkSettings
-from realign.engines.network.shared_prefix import Layout, Passes, SharedPrompts
-from realign.engines.network.torch_compile import TorchCompile
+from realign.engines.network.routers import RouterReplay, Routers
+from realign.engines.network.settings import NetworkSettings, TorchCompile
 from realign.engines.network.trains import All
-from realign.engines.network.unpacked import UnpackedModel, cost
-from realign.engines.network.value_head import ValueNetwork
-from realign.engines.sampling.encoder_decoder_cache import EncoderDecoderCache
-from realign.engines.sampling.own_cache import OwnCache
-from realign.engines.sampling.weight_fusion import Fusion
+from realign.engines.network.unpacked import OwnCache, UnpackedModel, cost
+from realign.engines.network.value_head import GuidedHead, ValueNetwork
+from realign.engines.sampling.compiled.fusion import Fusion
 from realign.errors import ConfigError
 from realign.functional.logprobs import LMHead
 

@@ -19,14 +19,13 @@ from realign.api.lengths import Lengths
 from realign.engines.network.attention import ATTENTION, Backend, NotPackableError, layout_inputs, use_attention
 from realign.engines.network.branches import Branch
 from realign.engines.network.compiled_layers import compile_layers
+from realign.engines.network.decoder import ModuleTrunk, PackedDecoder
 from realign.engines.network.heads import read_body
 from realign.engines.network.output import ScalarHead
-from realign.engines.network.shared_prefix import Layout
-from realign.engines.network.torch_compile import TorchCompile
+from realign.engines.network.passes import Layout
+from realign.engines.network.settings import TorchCompile
 from realign.engines.network.unpacked import describe
 from realign.engines.precision import full_fp32
-from realign.engines.sampling.decoder import PackedDecoder
-from realign.engines.sampling.trunk import ModuleTrunk
 from realign.errors import ConfigError
 from realign.functional.logprobs import LMHead
 

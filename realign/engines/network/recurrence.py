@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from realign.engines.network.heads import read_body
-from realign.engines.network.padding import similar_lengths
+from realign.engines.network.passes import similar_lengths
 
 if TYPE_CHECKING:  # transformers is slow to import
     from transformers.cache_utils import Cache, LinearAttentionLayer

@@ -1,17 +1,37 @@
-"""`NetworkSettings`: how a network computes its passes and rollouts."""
+"""Backends of `torch.compile`, apart from what uses them, which imports transformers.
+
+`NetworkSettings`: how a network computes its passes and rollouts.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 
 import torch
 
-from realign.engines.network.cpu_lanes import ParallelPasses
 from realign.engines.network.kernels import Backend
-from realign.engines.network.shared_prefix import SharedPrompts
-from realign.engines.network.torch_compile import TorchCompile
+from realign.engines.network.passes import ParallelPasses, SharedPrompts
 from realign.engines.network.trains import All, Trained
 from realign.engines.sampling.in_process import InProcessSampling
+
+
+class TorchCompile(StrEnum):
+    """Backend of `torch.compile` for the decoder layers in training and scoring."""
+
+    off = "off"
+    """Layers are not compiled."""
+    inductor = "inductor"
+    """Generates kernels: Triton on CUDA, C++ on CPU."""
+    aot_eager = "aot_eager"
+    """Captures forward and backward graphs and runs the operators of torch, for debugging."""
+    eager = "eager"
+    """Captures forward graphs and runs the operators of torch, for debugging."""
+
+    @property
+    def compiles(self) -> bool:
+        """Whether layers are compiled."""
+        return self is not TorchCompile.off
 
 
 @dataclass(frozen=True)

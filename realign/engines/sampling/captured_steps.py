@@ -15,9 +15,9 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from realign.engines.sampling.decoder import PackedCache, PackedDecoder
-from realign.engines.sampling.fused_layers import FusedTrunk
-from realign.engines.sampling.kv_cache import DecodeContext
+from realign.engines.network.decoder import PackedCache, PackedDecoder
+from realign.engines.network.kv_cache import DecodeContext
+from realign.engines.sampling.compiled.fused_layers import FusedTrunk
 
 SHORTEST = 256
 """Smallest length that attention reads in a captured step, in tokens."""

@@ -21,12 +21,10 @@ from realign.api.sample import TOKENS, SequenceSample
 from realign.api.seeds import derive_seed
 from realign.api.stats import Stats, merge_stats
 from realign.api.trace import keep_traces, with_responses
-from realign.engines.network.cpu_lanes import side_by_side
 from realign.engines.network.network import Network
-from realign.engines.network.q_heads import TargetUpdate
+from realign.engines.network.passes import Layout, Passes, side_by_side
 from realign.engines.network.settings import NetworkSettings
-from realign.engines.network.shared_prefix import Layout, Passes
-from realign.engines.network.value_head import ValueNetwork
+from realign.engines.network.value_head import TargetUpdate, ValueNetwork
 from realign.engines.training.callbacks import check_loss
 from realign.engines.training.ema import WeightAverage
 from realign.engines.training.expert_load import LoadBalancer, StepLoad, counting, differentiate_with_hidden, listening

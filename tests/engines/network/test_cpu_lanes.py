@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from realign.api import GenerationConfig, Lengths, MicroBatchSpec, SequenceSample, stat_values
 from realign.engines import Causal, OptimizerSpec, SharedModel, TopLayers, TransformersModel, ValueHead
-from realign.engines.network.cpu_lanes import MIN_ROWS, ParallelPasses, in_lanes, side_by_side
-from realign.engines.network.shared_prefix import SharedPrompts
-from realign.engines.sampling import trunk as trunks
+from realign.engines.network.passes import MIN_ROWS, ParallelPasses, SharedPrompts, in_lanes, side_by_side
+from realign.engines.sampling import rollout_model as trunks
 from realign.engines.shared_model import Share
 from realign.errors import RunError
 from tests.tiny import random_sample, save_tiny, tiny_engine

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from realign.engines.network.attention import AttentionArgs, AttentionContext
-from realign.engines.sampling.kv_cache import DecodeContext
+from realign.engines.network.kv_cache import DecodeContext
 
 
 class Linear(NamedTuple):

@@ -21,13 +21,14 @@ from realign.api.lengths import Lengths
 from realign.api.router_experts import with_experts
 from realign.api.sample import SequenceSample
 from realign.engines.network.images import CURE, NO_IMAGES, ImagePrompt, ImageReader, PromptInput, prompts_with_images
-from realign.engines.sampling.counter_rng import response_keys
-from realign.engines.sampling.resources import RolloutResources
-from realign.engines.sampling.responses import Responses
-from realign.engines.sampling.rollout_model import RolloutModel
-from realign.engines.sampling.slots import Rollout
-from realign.engines.sampling.stopping import Stopping
-from realign.engines.sampling.trunk import one_core_for_small_products, positions_of
+from realign.engines.sampling.decode import Responses, Rollout, Stopping
+from realign.engines.sampling.draw import response_keys
+from realign.engines.sampling.rollout_model import (
+    RolloutModel,
+    RolloutResources,
+    one_core_for_small_products,
+    positions_of,
+)
 from realign.errors import ConfigError, DataError, RunError
 from realign.functional.packed import cu_seqlens_of, position_ids, sequence_index
 

@@ -1,4 +1,6 @@
-"""Build a `FusedTrunk` from the modules of a model, if it computes the same.
+"""Choice of the implementation of decode steps: the modules of transformers, `FusedTrunk`, or `CompiledTrunk`.
+
+Build a `FusedTrunk` from the modules of a model, if it computes the same.
 
 Each rollout reads the current weights, so optimizer steps take effect. A model is fused only if all its parts are
 known, and if a comparison gave the same hidden states.
@@ -7,9 +9,11 @@ known, and if a comparison gave the same hidden states.
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
 import torch
@@ -19,15 +23,119 @@ from transformers.activations import SiLUActivation
 
 from realign.engines.device_memory import free_bytes
 from realign.engines.network.attention import AttentionArgs, PackedContext
+from realign.engines.network.decoder import ModuleTrunk, Trunk
+from realign.engines.network.kv_cache import DecodeContext, KeptMemory, KVCache, PrefillContext, copied_all
 from realign.engines.precision import full_fp32
-from realign.engines.sampling.compiled_library import CompiledDecode
-from realign.engines.sampling.decode_path import TOLERANCE, DecodeChoice, DecodePath
-from realign.engines.sampling.fused_layers import FusedTrunk, Layer, Linear, RMSNorm, for_few_rows
-from realign.engines.sampling.kept_memory import KeptMemory, copied_all
-from realign.engines.sampling.kv_cache import DecodeContext, KVCache, PrefillContext
-from realign.engines.sampling.trunk import ModuleTrunk, Trunk
+from realign.engines.sampling.compiled.fused_layers import FusedTrunk, Layer, Linear, RMSNorm, for_few_rows
+from realign.engines.sampling.compiled.library import CompiledDecode, LibraryError, load_library
+from realign.engines.sampling.compiled.trunk import CompiledTrunk, check_supported
+from realign.errors import ConfigError
 from realign.functional.head import no_autocast
 from realign.functional.packed import cu_seqlens_of, position_ids
+
+TOLERANCE = 2e-5
+"""Largest fp32 rounding error, relative to the largest hidden state; ADR 31 gives measurements.
+
+Rounding differs by about 1e-6. For SmolLM2-135M, 2e-5 corresponds to about 1e-3 nats, the default of `ratio_tolerance`.
+"""
+
+logger = logging.getLogger(__name__)
+
+
+class DecodePath(StrEnum):
+    """Implementation of the decode steps of a rollout. The paths differ by rounding."""
+
+    modules = "modules"
+    """Modules of the transformers model."""
+    fused = "fused"
+    """`FusedTrunk`, with operators of torch."""
+    compiled = "compiled"
+    """`CompiledTrunk`, with the compiled library."""
+
+
+class DecodeChoice:
+    """Chooses what computes the decode steps of a model, and warns if a resumed run chooses something else.
+
+    Args:
+        model: name of the model's class, for the log.
+        compiled: whether decode steps of a fused trunk run in the compiled library, see `CompiledTrunk`.
+    """
+
+    def __init__(self, model: str, compiled: CompiledDecode) -> None:
+        self.compiled = compiled
+        self.now: DecodePath | None = None
+        """What computed the decode steps of the last rollout; None if no rollout has run."""
+        self.resumed: str | None = None
+        """The `DecodePath` of the checkpoint from which the run resumed, until the first rollout."""
+        self._model = model
+        self._difference: float | None = None
+        """Difference of the library from torch, measured once; training changes its digits, not its size."""
+        self._logged: str | None = None
+
+    @property
+    def saved(self) -> str | None:
+        """The `DecodePath` that a checkpoint records; None if no rollout has run."""
+        return self.resumed if self.now is None else self.now.value
+
+    def fastest(self, trunk: FusedTrunk) -> Trunk:
+        """Return the trunk with compiled decode steps, if the setting allows them and this machine has the library.
+
+        Raises:
+            ConfigError: the setting requires the library.
+        """
+        if self.compiled is CompiledDecode.off:
+            self.record(DecodePath.fused, "compiled_decode=off")
+            return trunk
+        try:
+            compiled = self._compiled_trunk(trunk)
+        except ValueError as error:
+            self.record(DecodePath.fused, str(error))
+            if self._logged != str(error):
+                logger.info("Decode steps of %s run in torch, since %s", self._model, error)
+            self._logged = str(error)
+            return trunk
+        self.record(DecodePath.compiled, "a compiled library is available")
+        return compiled
+
+    def _compiled_trunk(self, trunk: FusedTrunk) -> CompiledTrunk:
+        """Return the trunk with compiled decode steps.
+
+        Raises:
+            ValueError: the library does not implement the trunk, is not available, or computes something else.
+        """
+        check_supported(trunk)
+        library = load_library()
+        if isinstance(library, LibraryError):
+            raise ValueError(str(library))
+        compiled = CompiledTrunk(trunk, library)
+        if self._difference is None:
+            self._difference = compiled.difference()
+        if not self._difference <= TOLERANCE:
+            raise ValueError(
+                f"hidden states of the compiled library differ by {self._difference:.1e} (relative) from torch"
+            )
+        return compiled
+
+    def record(self, path: DecodePath, reason: str) -> None:
+        """Record what computes the decode steps, and warn if it differs from that of the resumed run.
+
+        Raises:
+            ConfigError: the setting requires the library.
+        """
+        if self.compiled is CompiledDecode.on and path is not DecodePath.compiled:
+            raise ConfigError(
+                f"sampler.compiled_decode=on: decode steps cannot be compiled, since {reason}. "
+                "Set compiled_decode=auto."
+            )
+        if self.resumed is not None and self.resumed != path:
+            warnings.warn(
+                f"Decode steps of the checkpoint ran in {self.resumed!r}, and those of this run in {path.value!r}, "
+                f"since {reason}. The run continues. Its samples can differ slightly from those of an uninterrupted "
+                "run.",
+                stacklevel=2,
+            )
+        self.now, self.resumed = path, None
+
 
 FAMILIES = frozenset({"llama", "mistral", "phi3", "qwen2", "qwen3"})
 """Values of `model_type` whose layers `fused_layers` implements."""
@@ -37,8 +145,6 @@ ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
 
 CPU_BYTES = 2**32
 """Memory limit for copies of weights on a CPU, in bytes. On an accelerator it is a quarter of the free memory."""
-
-logger = logging.getLogger(__name__)
 
 PROBE_LENGTHS = (9, 4, 14, 5)
 PROBE_STEPS = 3

@@ -6,13 +6,14 @@ from transformers import AutoModelForCausalLM
 from transformers import GenerationConfig as TransformersGenerationConfig
 
 from realign.api import GenerationConfig, Lengths, SequenceSample
+from realign.engines.network import decoder
 from realign.engines.network.attention import ATTENTION
 from realign.engines.network.heads import read_head
-from realign.engines.sampling import decoder, waiting
-from realign.engines.sampling import slots as decoding
+from realign.engines.network.kv_cache import KVCache
+from realign.engines.sampling import decode as decoding
+from realign.engines.sampling import decode as waiting
+from realign.engines.sampling.generate import generate
 from realign.engines.sampling.in_process import InProcessSampling
-from realign.engines.sampling.kv_cache import KVCache
-from realign.engines.sampling.rollout import generate
 from realign.engines.sampling.rollout_model import RolloutModel
 from realign.errors import ConfigError, DataError, RunError
 from realign.functional.logprobs import LMHead

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from realign.engines.network.attention import AttentionContext
-from realign.engines.sampling.fused_layers import FusedTrunk, Layer, Linear
-from realign.engines.sampling.kv_cache import DecodeContext, KVCache, PrefillContext
+from realign.engines.network.kv_cache import DecodeContext, KVCache, PrefillContext
+from realign.engines.sampling.compiled.fused_layers import FusedTrunk, Layer, Linear
 from realign.functional.packed import cu_seqlens_of, position_ids
 
 ROWS_PER_THREAD = 8

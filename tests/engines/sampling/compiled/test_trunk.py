@@ -12,19 +12,18 @@ from hypothesis import strategies as st
 from realign.api import GenerationConfig, MicroBatchSpec
 from realign.engines import Lora, TransformersModel
 from realign.engines.network.heads import read_head
-from realign.engines.sampling import decode_path
-from realign.engines.sampling.compiled_library import CompiledDecode, LibraryError, load_library
-from realign.engines.sampling.compiled_trunk import LARGE_PRODUCT, ROWS_PER_THREAD, CompiledTrunk
-from realign.engines.sampling.decode_path import TOLERANCE, DecodePath
+from realign.engines.network.kv_cache import DecodeContext, KVCache
+from realign.engines.sampling.compiled import fusion as decode_path
+from realign.engines.sampling.compiled.fusion import TOLERANCE, DecodePath, Fusion
+from realign.engines.sampling.compiled.library import CompiledDecode, LibraryError, load_library
+from realign.engines.sampling.compiled.trunk import LARGE_PRODUCT, ROWS_PER_THREAD, CompiledTrunk
+from realign.engines.sampling.generate import generate
 from realign.engines.sampling.in_process import InProcessSampling
-from realign.engines.sampling.kv_cache import DecodeContext, KVCache
-from realign.engines.sampling.rollout import generate
 from realign.engines.sampling.rollout_model import RolloutModel
-from realign.engines.sampling.weight_fusion import Fusion
 from realign.errors import ConfigError, SettingsError
-from tests.engines.sampling.native import requires_compiler
-from tests.engines.sampling.test_fused_layers import KNOWN, rollout
-from tests.engines.sampling.test_rollout import prompts, responses, same, sample_of
+from tests.engines.sampling.compiled.native import requires_compiler
+from tests.engines.sampling.compiled.test_fusion import KNOWN, rollout
+from tests.engines.sampling.test_generate import prompts, responses, same, sample_of
 from tests.tiny import VOCAB, resources, save_tiny, tiny_engine, tiny_model
 
 LENGTH = 48

@@ -8,19 +8,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from realign.api import GenerationConfig, MicroBatchSpec
 from realign.engines import Lora, TransformersModel
+from realign.engines.network import kv_cache
 from realign.engines.network.attention import PackedContext
+from realign.engines.network.decoder import ModuleTrunk
 from realign.engines.network.heads import read_head
-from realign.engines.sampling import kv_cache
-from realign.engines.sampling import weight_fusion as fusion
-from realign.engines.sampling.compiled_library import CompiledDecode
-from realign.engines.sampling.fused_layers import FusedTrunk, RMSNorm, for_few_rows
-from realign.engines.sampling.rollout import generate
+from realign.engines.sampling.compiled import fusion
+from realign.engines.sampling.compiled.fused_layers import FusedTrunk, RMSNorm, for_few_rows
+from realign.engines.sampling.compiled.fusion import Fusion
+from realign.engines.sampling.compiled.library import CompiledDecode
+from realign.engines.sampling.generate import generate
 from realign.engines.sampling.rollout_model import RolloutModel
-from realign.engines.sampling.trunk import ModuleTrunk
-from realign.engines.sampling.weight_fusion import Fusion
 from realign.engines.training.optimizer import OptimizerSpec
 from realign.functional.packed import cu_seqlens_of, position_ids
-from tests.engines.sampling.test_rollout import prompts, responses, same, sample_of
+from tests.engines.sampling.test_generate import prompts, responses, same, sample_of
 from tests.tiny import FAMILIES, OTHERS, VOCAB, random_sample, resources, save_tiny, tiny_engine, tiny_model
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

@@ -13,14 +13,43 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from realign.engines.network.attention import AttentionContext
+from realign.engines.network.heads import read_body
 from realign.engines.network.images import ImagePrompt, ImageReader, PromptInput, ids_of
+from realign.engines.network.kernels import CONTEXT
+from realign.engines.network.kv_cache import (
+    DecodeContext,
+    KeptMemory,
+    KeyValues,
+    KVCache,
+    PrefillContext,
+    bytes_per_slot,
+)
 from realign.engines.network.recurrence import States
 from realign.engines.network.routers import Routed, Routers
-from realign.engines.sampling.expert_record import DTYPE
-from realign.engines.sampling.kept_memory import KeptMemory
-from realign.engines.sampling.kv_cache import DecodeContext, KeyValues, KVCache, PrefillContext, bytes_per_slot
-from realign.engines.sampling.trunk import Trunk
 from realign.functional.packed import cu_seqlens_of, position_ids
+
+DTYPE = torch.int16
+
+
+class Trunk(Protocol):
+    """A model without its last layer."""
+
+    def __call__(self, ids_N: Tensor, positions_N: Tensor, context: AttentionContext) -> Tensor:
+        """Return the last hidden states [N, H] of tokens at `positions_N`."""
+        ...
+
+
+class ModuleTrunk:
+    """Trunk that runs the original modules of a transformers model."""
+
+    def __init__(self, model: Any) -> None:
+        self._base = read_body(model)
+
+    def __call__(self, ids_N: Tensor, positions_N: Tensor, context: AttentionContext) -> Tensor:
+        """See `Trunk`."""
+        inputs = {"input_ids": ids_N[None], "position_ids": positions_N[None], CONTEXT: context}
+        hidden: Tensor = self._base(**inputs, attention_mask=None, use_cache=False).last_hidden_state
+        return hidden[0]
 
 
 class SlotCache(Protocol):

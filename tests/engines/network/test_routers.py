@@ -7,8 +7,8 @@ from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample,
 from realign.api.router_experts import ROUTER_EXPERTS, experts_per_token, without_experts
 from realign.engines import LoadBalancing, OptimizerSpec
 from realign.engines.network.attention import ATTENTION, use_attention
-from realign.engines.network.router_replay import RouterReplay
-from realign.engines.network.shared_prefix import SharedPrompts
+from realign.engines.network.passes import SharedPrompts
+from realign.engines.network.routers import RouterReplay
 from realign.engines.sampling.in_process import InProcessSampling
 from realign.engines.training.engine import TransformersEngine
 from realign.errors import ConfigError

@@ -8,18 +8,17 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from realign.engines.sampling import compiled_library as library
-from realign.engines.sampling import decode_path
-from realign.engines.sampling.compiled_library import (
+from realign.engines.sampling.compiled import fusion as decode_path
+from realign.engines.sampling.compiled import library
+from realign.engines.sampling.compiled.fusion import DecodePath, Fusion
+from realign.engines.sampling.compiled.library import (
     LibraryError,
     cache_folder,
     find_compiler,
     load_library,
     open_library,
 )
-from realign.engines.sampling.decode_path import DecodePath
-from realign.engines.sampling.weight_fusion import Fusion
-from tests.engines.sampling.native import requires_compiler
+from tests.engines.sampling.compiled.native import requires_compiler
 from tests.tiny import tiny_model
 
 

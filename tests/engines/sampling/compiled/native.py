@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from realign.engines.sampling.compiled_library import COMPILERS, find_compiler
+from realign.engines.sampling.compiled.library import COMPILERS, find_compiler
 
 requires_compiler = pytest.mark.skipif(
     find_compiler() is None, reason=f"no C++ compiler is installed (CXX, {', '.join(COMPILERS)})"

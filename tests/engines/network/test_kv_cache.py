@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from realign.engines.network.attention import AttentionArgs, PackedContext
-from realign.engines.sampling.kv_cache import DecodeContext, KVCache, PrefillContext, bytes_per_slot
+from realign.engines.network.kv_cache import DecodeContext, KVCache, PrefillContext, bytes_per_slot
 from realign.functional.packed import cu_seqlens_of
 
 MODULE = torch.nn.Identity()
