@@ -178,7 +178,7 @@ class TransformersModel(Settings, ModelSpec):
             load_in_4bit=self.load_in_4bit,
             lanes=torch.get_num_threads() if together and not (value_head and value_head.layers) else 1,
             fused_rollout=self.fused_rollout,
-            sampling=settings.sampling,
+            sampling=self._sampling,
             offload=self.sharding.offload,
             reshard=self.sharding.reshard,
         )
@@ -201,7 +201,6 @@ class TransformersModel(Settings, ModelSpec):
             fused_rollout=self.fused_rollout and not self.load_in_4bit,
             parallel_passes=self.parallel_passes,
             torch_compile=self.torch_compile,
-            sampling=self._sampling,
         )
 
     @property
@@ -362,6 +361,7 @@ class TransformersModel(Settings, ModelSpec):
             tokenizer,
             settings,
             seed=seed,
+            sampling=self._sampling,
             value_head=value_head,
             optimizer=self.optimizer,
             gradient_checkpointing=self.gradient_checkpointing,

@@ -31,7 +31,6 @@ from realign.engines.network.settings import NetworkSettings, TorchCompile
 from realign.engines.network.trains import All
 from realign.engines.network.unpacked import OwnCache, UnpackedModel, cost
 from realign.engines.network.value_head import GuidedHead, ValueNetwork
-from realign.engines.sampling.compiled.fusion import Fusion
 from realign.errors import ConfigError
 from realign.functional.logprobs import LMHead
 
@@ -49,6 +48,7 @@ class Network(nn.Module):
         unpacked: runs a model that cannot run packed; None if it runs packed.
         own_cache: samples from such a model; None if it runs packed, or has a scalar head.
         replay: replays choices of experts; None if the model cannot.
+        fuses: whether rollouts may join the weights of a layer, see `realign.engines.sampling.compiled`.
         images: reads the images of prompts; None if the network does not support images.
     """
 
@@ -87,8 +87,7 @@ class Network(nn.Module):
         wanted = settings.parallel_passes is ParallelPasses.auto
         self._parallel = wanted and self.device.type == "cpu" and not alone
         pair = is_encoder_decoder(module.config)
-        fused = settings.fused_rollout and not pair and isinstance(self.head, LMHead)
-        self.fusion = Fusion(module, settings.sampling.compiled_decode) if fused else None
+        self.fuses = settings.fused_rollout and not pair and isinstance(self.head, LMHead)
         half_precision = settings.dtype == torch.bfloat16
         self.autocast: Callable[[], AbstractContextManager[Any]] = partial(
             torch.autocast, self.device.type, dtype=torch.bfloat16, enabled=half_precision
@@ -131,7 +130,8 @@ class Network(nn.Module):
         elif isinstance(self.head, LMHead):
             self.own_cache = OwnCache(self.module)
         self._shares = self._parallel = False
-        self.fusion = self.replay = None
+        self.fuses = False
+        self.replay = None
         self._no_replay = f"{reason} Replay requires a model that can run packed."
         decoding = None if self.own_cache is None else self.own_cache.describe()
         logger.warning(cost(self.name, self.unpacked.reason, decoding))
@@ -313,6 +313,11 @@ class Network(nn.Module):
     def limited(self, head: LMHead) -> LMHead:
         """Return the head restricted to the tokens of `head.vocabulary`."""
         return head if self._vocabulary is None else head.first(self._vocabulary)
+
+    @property
+    def rollout_module(self) -> Any:
+        """The transformers model that rollouts run, which is complete on every rank while they run."""
+        return self.module
 
     @property
     def rollout_value_head(self) -> ValueNetwork | None:

@@ -13,7 +13,6 @@ import torch
 from realign.engines.network.kernels import Backend
 from realign.engines.network.passes import ParallelPasses, SharedPrompts
 from realign.engines.network.trains import All, Trained
-from realign.engines.sampling.in_process import InProcessSampling
 
 
 class TorchCompile(StrEnum):
@@ -56,8 +55,6 @@ class NetworkSettings:
     """Whether to compute micro-batches concurrently on a CPU."""
     torch_compile: TorchCompile = TorchCompile.off
     """Backend that compiles the decoder layers for training and scoring."""
-    sampling: InProcessSampling = field(default_factory=InProcessSampling)
-    """Settings of rollouts."""
 
     def allowed(self, *, load_balancing: bool) -> NetworkSettings:
         """Return the settings, without parallel passes if load balancing or `torch_compile` rules them out."""

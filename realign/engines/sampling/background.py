@@ -45,6 +45,7 @@ from realign.api.sampler import PROMPTS, Capabilities, WeightSource
 from realign.engines.network.decoder import Decoder
 from realign.engines.network.images import PromptInput, followed_by
 from realign.engines.network.network import Network
+from realign.engines.sampling.compiled.fusion import Fusion
 from realign.engines.sampling.decode import PREFILL_TOKENS, Responses, Rollout, Stopping
 from realign.engines.sampling.draw import response_keys
 from realign.engines.sampling.generate import check_logprobs, checked_prompts, packed
@@ -76,6 +77,11 @@ class Samplable(PipelinableEngine, Protocol):
     @property
     def device(self) -> torch.device:
         """Device of the weights."""
+        ...
+
+    @property
+    def fusion(self) -> Fusion | None:
+        """Runs the layers with fewer operators where possible; None if the model or its settings exclude it."""
         ...
 
     @property
@@ -547,7 +553,7 @@ class DecodingLoop:
     def _prepared(self, config: GenerationConfig, length: int) -> tuple[Decoder, LMHead]:
         engine = self._engine
         with engine.network.autocast():
-            model = RolloutModel.of(engine.network, engine.module, config)
+            model = RolloutModel.of(engine.network, engine.module, config, engine.fusion)
             return model.prepared(length, self._cores, engine.resources)
 
 

@@ -142,13 +142,14 @@ class RolloutModel:
     """Routers of the model whose choices are recorded; None records nothing."""
 
     @classmethod
-    def of(cls, network: Network, module: Any, config: GenerationConfig) -> RolloutModel:
+    def of(cls, network: Network, module: Any, config: GenerationConfig, fusion: Fusion | None = None) -> RolloutModel:
         """Return the model with which a network samples.
 
         Args:
             network: the network that training runs.
             module: the transformers model of the network, or a full copy of it.
             config: sampling settings.
+            fusion: runs the layers with fewer operators where possible; None runs the modules.
 
         Raises:
             ValueError: the model has a scalar head.
@@ -160,7 +161,7 @@ class RolloutModel:
         return cls(
             module,
             network.sampling_head(head, config),
-            fusion=network.fusion,
+            fusion=fusion,
             own_cache=network.own_cache,
             images=network.images,
             routers=network.recorded_routers(config, module),

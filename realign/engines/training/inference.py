@@ -21,6 +21,7 @@ from realign.engines.network.heads import value_outputs
 from realign.engines.network.network import Network, Run
 from realign.engines.network.output import ScalarHead
 from realign.engines.network.passes import Layout, Passes, side_by_side
+from realign.engines.sampling.compiled.fusion import Fusion
 from realign.engines.sampling.in_process import InProcessSampling
 from realign.engines.sampling.rollout_model import RolloutModel, RolloutResources, positions_of
 from realign.engines.training.callbacks import added
@@ -40,6 +41,7 @@ class InferenceEngine(PipelinableEngine):
         self.device = network.device
         self.tokenizer = tokenizer
         self.resources = RolloutResources.of(name, sampling, self.device)
+        self.fusion = Fusion(network.rollout_module, sampling.compiled_decode) if network.fuses else None
         self._seed = seed
 
     def describe(self) -> str:
@@ -159,7 +161,7 @@ class InferenceEngine(PipelinableEngine):
         """
         from realign.engines.sampling.generate import generate
 
-        model = RolloutModel.of(self.network, self._rollout_module(), config)
+        model = RolloutModel.of(self.network, self._rollout_module(), config, self.fusion)
         with torch.no_grad(), self.network.autocast():
             return generate(
                 model,

@@ -143,7 +143,7 @@ def test_an_optimizer_step_is_seen_by_the_next_rollout(checkpointing):
 
         spec = MicroBatchSpec(max_tokens_per_microbatch=64)
         engine.train_batch(random_sample([[9, 7], [12]]), spec, loss, lambda sample: torch.tensor(3.0))
-        return first, engine.generate(data, config, seed=1), engine.network.fusion
+        return first, engine.generate(data, config, seed=1), engine.fusion
 
     (first, second, fused), (want_first, want_second, none) = run(True), run(False)
     assert none is None
@@ -174,7 +174,7 @@ def test_low_precision_stays_close_to_the_modules(family):
 def test_a_rollout_in_low_precision():
     engine = tiny_engine("qwen3", dtype=torch.bfloat16)
     out = engine.generate(sample_of(prompts()), GenerationConfig(max_new_tokens=12, n=2), seed=0)
-    assert engine.network.fusion.obstacle is None
+    assert engine.fusion.obstacle is None
     spec = MicroBatchSpec(max_tokens_per_microbatch=512)
     scored = engine.forward(
         out, spec, lambda o, d: d.with_data({"again": o.logprobs()}, lengths=d.lengths["input_ids"])
@@ -187,7 +187,7 @@ def test_the_flag_of_the_model(tmp_path):
     folder = save_tiny(tmp_path / "model")
     for flag in (True, False):
         engine = TransformersModel(str(folder), device="cpu", fused_rollout=flag).load("actor", seed=0).machine
-        assert (engine.network.fusion is not None) == flag
+        assert (engine.fusion is not None) == flag
 
 
 def test_fewer_operators():

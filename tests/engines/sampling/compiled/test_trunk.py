@@ -141,7 +141,7 @@ def test_log_probs_of_a_rollout_equal_those_of_a_scoring_pass():
         out, spec, lambda o, d: d.with_data({"again": o.logprobs(temperature=0.7)}, lengths=d.lengths["input_ids"])
     )
     mask = out["loss_mask"]
-    assert engine.network.fusion.path.now is DecodePath.compiled
+    assert engine.fusion.path.now is DecodePath.compiled
     torch.testing.assert_close(out["logprobs"][mask], scored["again"][mask], atol=1e-5, rtol=1e-5)
 
 
@@ -241,7 +241,7 @@ def test_the_setting_reaches_the_engine(tmp_path):
     folder = str(save_tiny(tmp_path / "model"))
     for setting in CompiledDecode:
         spec = TransformersModel(folder, device="cpu", sampler=InProcessSampling(compiled_decode=setting))
-        assert spec.load("actor", seed=0).machine.network.fusion.path.compiled is setting
+        assert spec.load("actor", seed=0).machine.fusion.path.compiled is setting
 
 
 def test_on_requires_fused_rollouts_and_a_library(monkeypatch):
