@@ -1,6 +1,8 @@
-"""Model interface of a rollout: prefill of prompts, and decode steps over cached states in slots.
+"""Run a model token by token: prefill of prompts, and decode steps over the cached states of texts in slots.
 
-Shapes: B rows being decoded, H hidden size, T packed tokens.
+`PackedDecoder` serves the families that run packed. `unpacked.OwnCache` serves the others.
+
+Shapes: B rows being decoded, H hidden size, N tokens of a pass, T packed tokens, W experts of all routers per token.
 """
 
 from __future__ import annotations

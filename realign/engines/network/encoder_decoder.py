@@ -4,13 +4,10 @@ A sequence of a sample consists of a prompt and a response. The decoder starts w
 first hidden state predicts the first token of the response. The hidden state that predicts token t has the index t - 1,
 as in a causal model. Nothing predicts the tokens of the prompt.
 
-Shapes: T packed tokens, S sequences, B rows of a batch, L tokens of a row, N computed tokens, H hidden size.
+Rollouts use the cache of transformers for self-attention and cross-attention. The encoder reads each prompt once.
 
-Decoder of encoder-decoder models: rollouts with the cache of transformers for self-attention and cross-attention.
-
-The encoder reads each prompt once. Responses of a prompt that start together share a batch; see `own_cache`.
-
-Shapes: M members of a group, L tokens of a text, H hidden size.
+Shapes: T packed tokens, S sequences, B rows of a batch, M members of a group, L tokens of a row, N computed tokens, H
+hidden size.
 """
 
 from __future__ import annotations
@@ -37,6 +34,8 @@ LOSS_MASK = "loss_mask"
 
 PROMPTS, RESPONSES = (5, 9, 1), (4, 1, 6)
 """Lengths of the texts with which a model is probed."""
+
+CACHE = "past_key_values"
 
 
 class EncoderDecoder:
@@ -175,9 +174,6 @@ def prompt_lengths(data: SequenceSample, lengths: IntArray) -> IntArray:
             )
         found[s] = trained[0]
     return found
-
-
-CACHE = "past_key_values"
 
 
 class EncoderDecoderCache(OwnCache):

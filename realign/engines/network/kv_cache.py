@@ -1,6 +1,6 @@
-"""`KeptMemory`: memory that the rollouts of an engine use again, instead of allocating it for each rollout.
+"""KV cache for generation, and the attention contexts that write it (prefill) and read it (decoding).
 
-KV cache for generation, and the attention contexts that write it (prefill) and read it (decoding).
+`KeptMemory` is memory that the rollouts of an engine use again, instead of allocating it for each rollout.
 
 Shapes: B rows being decoded (one per slot, from slot 0 without gaps), Hq query heads, Hk key-value heads, D head
 size, P tokens of a prompt. Hk and D may differ between layers.
@@ -21,122 +21,11 @@ from realign.engines.network.attention import ATTENTION, AttentionArgs, PackedCo
 from realign.engines.network.recurrence import RowsForward, States, run_prompts, run_step
 
 T = TypeVar("T")
-
-
-class KeptMemory:
-    """Memory of joined weights, and blocks of KV caches that no rollout uses.
-
-    Weights have one place each, since all rollouts of an engine use the same weights. A block of a KV cache belongs to
-    one rollout at a time.
-    """
-
-    def __init__(self) -> None:
-        self._weights: dict[Hashable, Tensor] = {}
-        self._blocks: dict[Hashable, list[Tensor]] = {}
-
-    def copied(self, name: Hashable, x: Tensor) -> Tensor:
-        """Copy a tensor into the memory of the last tensor with this name, if that is large enough.
-
-        Args:
-            name: name of the weight.
-            x: a tensor without gaps in memory; the copy has the same strides.
-        """
-        kept = self._weights.get(name)
-        if kept is None or not _fits(kept, x.numel(), x):
-            kept = self._weights[name] = x.new_empty(x.numel())
-        return kept.as_strided(x.size(), x.stride()).copy_(x)
-
-    def take(self, name: Hashable, elements: int, like: Tensor) -> Tensor:
-        """Return an uninitialized block [at least `elements`] that no other rollout uses.
-
-        A block that is too small is replaced.
-
-        Args:
-            name: name of the part of the cache.
-            elements: number of elements.
-            like: tensor with the dtype and the device of the block.
-        """
-        blocks = self._blocks.setdefault(name, [])
-        fitting = [i for i, block in enumerate(blocks) if _fits(block, elements, like)]
-        if fitting:
-            return blocks.pop(min(fitting, key=lambda i: blocks[i].numel()))
-        if blocks:
-            blocks.pop()
-        return like.new_empty(elements)
-
-    def give_back(self, name: Hashable, block: Tensor) -> None:
-        """Return a block from `take`."""
-        self._blocks.setdefault(name, []).append(block)
-
-    def free(self) -> None:
-        """Free all memory that no rollout uses."""
-        self._weights.clear()
-        self._blocks.clear()
-
-    @property
-    def weight_bytes(self) -> int:
-        """Memory of weights, in bytes."""
-        return sum(x.nbytes for x in self._weights.values())
-
-    @property
-    def cache_bytes(self) -> int:
-        """Memory of blocks that no rollout uses, in bytes."""
-        return sum(x.nbytes for blocks in self._blocks.values() for x in blocks)
-
-
-def _fits(kept: Tensor, elements: int, like: Tensor) -> bool:
-    return kept.numel() >= elements and kept.dtype == like.dtype and kept.device == like.device
-
-
-def copied_all(x: T, name: str, memory: KeptMemory) -> T:
-    """Copy the tensors of nested named tuples into kept memory. Other values stay as they are."""
-    if isinstance(x, Tensor):
-        return memory.copied(name, x)  # type: ignore[return-value]
-    fields: tuple[str, ...] = getattr(x, "_fields", ())
-    return type(x)(*(copied_all(getattr(x, field), f"{name}.{field}", memory) for field in fields)) if fields else x
-
-
 KeyValues: TypeAlias = Mapping[int, tuple[Tensor, Tensor]]
 """Keys [Hk, P, D] and values [Hk, P, Dv] of one prompt, by layer."""
 
 BUCKET = 32
 """Increment, in tokens, of the cache length that attention reads; limits the number of different shapes."""
-
-
-@dataclass(eq=False)
-class PrefillContext(PackedContext):
-    """Packed attention that stores each layer's keys and values, and the states of recurrent layers.
-
-    Attributes:
-        states: for each recurrent layer, the states after each sequence.
-    """
-
-    states: dict[int, list[States]] = field(default_factory=dict, init=False, repr=False)
-    _seen: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False)
-
-    def attend(self, layer: int, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Tensor:
-        """See `AttentionContext.attend`."""
-        self._seen[layer] = (k[0], v[0])
-        return super().attend(layer, module, q, k, v, args)
-
-    def recur(self, layer: int, forward: RowsForward, hidden_TH: Tensor) -> Tensor:
-        """See `RecurrentContext.recur`."""
-        out, self.states[layer] = run_prompts(layer, forward, hidden_TH.split(self._lengths))
-        return torch.cat(out)
-
-    def per_sequence(self, lengths: Sequence[int]) -> Iterator[KeyValues]:
-        """Yield the stored keys and values of each packed sequence.
-
-        They are views, which keep the memory of the whole pack alive.
-
-        Raises:
-            ValueError: the model did not use this context.
-        """
-        if not self._seen and not self.states:
-            raise ValueError(f"generation requires a model loaded with attn_implementation={ATTENTION!r}")
-        parts = {layer: (k.split(lengths, 1), v.split(lengths, 1)) for layer, (k, v) in self._seen.items()}
-        for i in range(len(lengths)):
-            yield {layer: (ks[i], vs[i]) for layer, (ks, vs) in parts.items()}
 
 
 class KVCache:
@@ -244,6 +133,42 @@ def bytes_per_slot(like: KeyValues, length: int) -> int:
     return sum(x.shape[0] * length * x.shape[2] * x.element_size() for kv in like.values() for x in kv)
 
 
+@dataclass(eq=False)
+class PrefillContext(PackedContext):
+    """Packed attention that stores each layer's keys and values, and the states of recurrent layers.
+
+    Attributes:
+        states: for each recurrent layer, the states after each sequence.
+    """
+
+    states: dict[int, list[States]] = field(default_factory=dict, init=False, repr=False)
+    _seen: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False)
+
+    def attend(self, layer: int, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Tensor:
+        """See `AttentionContext.attend`."""
+        self._seen[layer] = (k[0], v[0])
+        return super().attend(layer, module, q, k, v, args)
+
+    def recur(self, layer: int, forward: RowsForward, hidden_TH: Tensor) -> Tensor:
+        """See `RecurrentContext.recur`."""
+        out, self.states[layer] = run_prompts(layer, forward, hidden_TH.split(self._lengths))
+        return torch.cat(out)
+
+    def per_sequence(self, lengths: Sequence[int]) -> Iterator[KeyValues]:
+        """Yield the stored keys and values of each packed sequence.
+
+        They are views, which keep the memory of the whole pack alive.
+
+        Raises:
+            ValueError: the model did not use this context.
+        """
+        if not self._seen and not self.states:
+            raise ValueError(f"generation requires a model loaded with attn_implementation={ATTENTION!r}")
+        parts = {layer: (k.split(lengths, 1), v.split(lengths, 1)) for layer, (k, v) in self._seen.items()}
+        for i in range(len(lengths)):
+            yield {layer: (ks[i], vs[i]) for layer, (ks, vs) in parts.items()}
+
+
 class DecodeContext:
     """Attention of one new token in each of B rows to that row's cache slot, for one decode step.
 
@@ -331,3 +256,76 @@ def _written_out(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, args: AttentionA
         weights = torch.cat([scores, sinks], -1).softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32))
         weights = weights[..., :-1]
     return torch.bmm(weights.to(v.dtype), flat_v).view(rows, heads, group, -1)
+
+
+class KeptMemory:
+    """Memory of joined weights, and blocks of KV caches that no rollout uses.
+
+    Weights have one place each, since all rollouts of an engine use the same weights. A block of a KV cache belongs to
+    one rollout at a time.
+    """
+
+    def __init__(self) -> None:
+        self._weights: dict[Hashable, Tensor] = {}
+        self._blocks: dict[Hashable, list[Tensor]] = {}
+
+    def copied(self, name: Hashable, x: Tensor) -> Tensor:
+        """Copy a tensor into the memory of the last tensor with this name, if that is large enough.
+
+        Args:
+            name: name of the weight.
+            x: a tensor without gaps in memory; the copy has the same strides.
+        """
+        kept = self._weights.get(name)
+        if kept is None or not _fits(kept, x.numel(), x):
+            kept = self._weights[name] = x.new_empty(x.numel())
+        return kept.as_strided(x.size(), x.stride()).copy_(x)
+
+    def take(self, name: Hashable, elements: int, like: Tensor) -> Tensor:
+        """Return an uninitialized block [at least `elements`] that no other rollout uses.
+
+        A block that is too small is replaced.
+
+        Args:
+            name: name of the part of the cache.
+            elements: number of elements.
+            like: tensor with the dtype and the device of the block.
+        """
+        blocks = self._blocks.setdefault(name, [])
+        fitting = [i for i, block in enumerate(blocks) if _fits(block, elements, like)]
+        if fitting:
+            return blocks.pop(min(fitting, key=lambda i: blocks[i].numel()))
+        if blocks:
+            blocks.pop()
+        return like.new_empty(elements)
+
+    def give_back(self, name: Hashable, block: Tensor) -> None:
+        """Return a block from `take`."""
+        self._blocks.setdefault(name, []).append(block)
+
+    def free(self) -> None:
+        """Free all memory that no rollout uses."""
+        self._weights.clear()
+        self._blocks.clear()
+
+    @property
+    def weight_bytes(self) -> int:
+        """Memory of weights, in bytes."""
+        return sum(x.nbytes for x in self._weights.values())
+
+    @property
+    def cache_bytes(self) -> int:
+        """Memory of blocks that no rollout uses, in bytes."""
+        return sum(x.nbytes for blocks in self._blocks.values() for x in blocks)
+
+
+def copied_all(x: T, name: str, memory: KeptMemory) -> T:
+    """Copy the tensors of nested named tuples into kept memory. Other values stay as they are."""
+    if isinstance(x, Tensor):
+        return memory.copied(name, x)  # type: ignore[return-value]
+    fields: tuple[str, ...] = getattr(x, "_fields", ())
+    return type(x)(*(copied_all(getattr(x, field), f"{name}.{field}", memory) for field in fields)) if fields else x
+
+
+def _fits(kept: Tensor, elements: int, like: Tensor) -> bool:
+    return kept.numel() >= elements and kept.dtype == like.dtype and kept.device == like.device

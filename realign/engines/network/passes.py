@@ -1,20 +1,16 @@
-"""Concurrent passes on a CPU: each lane (thread) runs a micro-batch with a part of the cores.
+"""Passes over a batch: its micro-batches, the rows of each, and how many run at once.
 
-Threads that compute one operator together must synchronize at its end. That takes microseconds if they spin, and up
-to 0.2 ms if they sleep (`OMP_WAIT_POLICY=PASSIVE`, virtual machines). The latter is longer than most operators of a
-model that trains on a CPU. Micro-batches need no synchronization until their gradients are added.
+**Shared prefixes.** A packed pass computes the common prefix of a group's sequences once. In a causal model the result
+for a token depends only on the token, its position and the previous tokens, so it is the same for all sequences that
+share the prefix. Responses that attend to one copy of their prompt get the same results as with a copy each. Losses
+still receive every token of every sequence.
 
-Shared-prefix layout: a packed pass computes the common prefix of a group's sequences once.
-
-In a causal model the result for a token depends only on the token, its position and the previous tokens. It is
-therefore the same for a prefix that all sequences of a group share. Responses that attend to one copy of their prompt
-get the same results as with a copy per response. Losses still receive every token of every sequence.
+**Lanes.** On a CPU, several micro-batches run concurrently, each in a lane (thread) with a part of the cores. Threads
+that compute one operator together must synchronize at its end. That takes microseconds if they spin, and up to 0.2 ms
+if they sleep (`OMP_WAIT_POLICY=PASSIVE`, virtual machines), which is longer than most operators of a model that trains
+on a CPU. Micro-batches need no synchronization until their gradients are added.
 
 Shapes: P prompts, S sequences, T packed tokens, R rows of the pass, N pieces of it.
-
-Batches of right-padded rows for code that cannot run packed.
-
-In causal code the result for a token depends only on previous tokens, so padding after a sequence changes nothing.
 """
 
 from __future__ import annotations
@@ -38,9 +34,23 @@ from realign.api.sample import TOKENS, SequenceSample
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-
 MIN_ROWS = 128
 """Minimum number of rows per lane. Splitting a smaller pass into two saves no time."""
+
+MIN_SAVED = 0.05
+"""Minimum fraction of a group's tokens that sharing must save. Attention in two pieces has a small overhead: on a CPU
+(4 layers, hidden size 256, groups of 2 and 8) training was equally fast at a fraction of 0.03, and 5% faster at
+0.06."""
+
+SHORTEST = 0.75
+"""Length of the shortest sequence of a batch, as a fraction of the longest."""
+
+
+class SharedPrompts(StrEnum):
+    """Whether training and scoring passes compute the prompt of a group once."""
+
+    auto = "auto"
+    off = "off"
 
 
 class ParallelPasses(StrEnum):
@@ -50,84 +60,50 @@ class ParallelPasses(StrEnum):
     off = "off"
 
 
-def in_lanes(lengths: Lengths, rows: int, spec: MicroBatchSpec, threads: int) -> tuple[int, MicroBatchSpec]:
-    """Choose the number of concurrent passes (lanes), and divide the budget and the rows among them.
+@dataclass(frozen=True, eq=False)
+class Passes:
+    """The passes over a batch: its micro-batches and the layout of each."""
 
-    Args:
-        lengths: sequence lengths of the batch.
-        rows: number of rows of all its passes together.
-        spec: the budget for all concurrent passes together.
-        threads: maximum number of lanes.
+    batches: MicroBatches[SequenceSample]
+    layouts: tuple[Layout, ...]
+    lanes: int = 1
+    """Number of passes that run concurrently."""
 
-    Returns:
-        The number of lanes and the spec of one lane. They are 1 and `spec` if the batch is too small to split, or if
-        the budget does not fit two of the longest sequences (with `whole_groups`: groups).
-    """
-    limit = spec.max_tokens_per_microbatch
-    longest = int((lengths.per_prompt if spec.whole_groups else lengths.flat).max(initial=1))
-    lanes = min(threads, rows // MIN_ROWS, threads if limit is None else limit // max(1, longest))
-    if lanes < 2:
-        return 1, spec
-    share = None if limit is None else limit // lanes
-    rounds = 1 if limit is None else -(-rows // limit)
-    return lanes, replace(
-        spec, max_tokens_per_microbatch=share, n_microbatches=max(spec.n_microbatches, lanes * rounds)
-    )
+    @classmethod
+    def of(cls, data: SequenceSample, spec: MicroBatchSpec, *, share: bool, threads: int = 1) -> Passes:
+        """Split a batch into micro-batches by a budget of rows.
 
+        Args:
+            data: the batch; must be on the host if `share` is set.
+            spec: the budget for all concurrent passes together.
+            share: whether to compute common prefixes once, in groups where that saves at least `MIN_SAVED`.
+            threads: maximum number of concurrent passes.
 
-def rewrites_rope(module: nn.Module) -> bool:
-    """Return whether each pass modifies the rotary frequencies for its longest sequence.
+        Raises:
+            ValueError: see `plan_microbatches`.
+        """
+        lengths = data.lengths[TOKENS]
+        if not share:
+            lanes, spec = in_lanes(lengths, lengths.total, spec, threads)
+            batches = data.split(spec)
+            return cls(batches, tuple(Layout.plain(part.lengths[TOKENS]) for part in batches), lanes)
+        experts = experts_per_token(data)
+        replayed = None if experts is None else experts.numpy()
+        prefix_P = worthwhile(common_prefixes(data[TOKENS].numpy(), lengths, replayed), lengths)
+        saved = int((prefix_P * (lengths.counts - 1).clip(min=0)).sum())
+        lanes, spec = in_lanes(lengths, lengths.total - saved, spec, threads)
+        batches = data.split(spec, prefixes=prefix_P)
+        owners = [prefix_P[np.unique(lengths.prompt_of_sequence[chosen])] for chosen in batches.plan]
+        layouts = (Layout.of(part.lengths[TOKENS], n) for part, n in zip(batches, owners, strict=True))
+        return cls(batches, tuple(layouts), lanes)
 
-    Such passes cannot run concurrently.
-    """
-    found = (getattr(part, "rope_type", None) for part in module.modules())
-    kinds = {kind for x in found for kind in (x.values() if isinstance(x, Mapping) else [x])}
-    return any(kind is not None and ("dynamic" in kind or kind == "longrope") for kind in kinds)
+    def __iter__(self) -> Iterator[tuple[SequenceSample, Layout]]:
+        return zip(self.batches, self.layouts, strict=True)
 
-
-def side_by_side(work: Callable[[Item], Result], items: Iterable[Item], lanes: int) -> Iterator[Result]:
-    """Yield `work(item)` for each item, in order; `lanes` threads run concurrently.
-
-    The lanes divide the threads of torch among them. At most `lanes` + 1 results are pending. Inside `work`,
-    thread-local state of torch (grad mode, autocast) has its default. An exception cancels the remaining items.
-    """
-    if lanes == 1:
-        yield from map(work, items)
-        return
-    threads = torch.get_num_threads()
-
-    def alone(item: Item) -> Result:
-        torch.set_num_threads(max(1, threads // lanes))
-        return work(item)
-
-    waiting: deque[Future[Result]] = deque()
-    try:
-        with ThreadPoolExecutor(lanes, thread_name_prefix="pass") as pool:
-            try:
-                for item in items:
-                    waiting.append(pool.submit(alone, item))
-                    if len(waiting) > lanes:
-                        yield waiting.popleft().result()
-                while waiting:
-                    yield waiting.popleft().result()
-            finally:
-                for future in waiting:
-                    future.cancel()
-    finally:
-        torch.set_num_threads(threads)  # the lanes lowered MKL's process-wide thread count
-
-
-MIN_SAVED = 0.05
-"""Minimum fraction of a group's tokens that sharing must save. Attention in two pieces has a small overhead: on a CPU
-(4 layers, hidden size 256, groups of 2 and 8) training was equally fast at a fraction of 0.03, and 5% faster at
-0.06."""
-
-
-class SharedPrompts(StrEnum):
-    """Whether training and scoring passes compute the prompt of a group once."""
-
-    auto = "auto"
-    off = "off"
+    @property
+    def saved(self) -> int:
+        """Number of tokens of the batch that are not computed because they share a row."""
+        return sum(layout.saved for layout in self.layouts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -202,52 +178,6 @@ class Layout:
         return 0 if self.token_R is None or self.row_T is None else len(self.row_T) - len(self.token_R)
 
 
-@dataclass(frozen=True, eq=False)
-class Passes:
-    """The passes over a batch: its micro-batches and the layout of each."""
-
-    batches: MicroBatches[SequenceSample]
-    layouts: tuple[Layout, ...]
-    lanes: int = 1
-    """Number of passes that run concurrently."""
-
-    @classmethod
-    def of(cls, data: SequenceSample, spec: MicroBatchSpec, *, share: bool, threads: int = 1) -> Passes:
-        """Split a batch into micro-batches by a budget of rows.
-
-        Args:
-            data: the batch; must be on the host if `share` is set.
-            spec: the budget for all concurrent passes together.
-            share: whether to compute common prefixes once, in groups where that saves at least `MIN_SAVED`.
-            threads: maximum number of concurrent passes.
-
-        Raises:
-            ValueError: see `plan_microbatches`.
-        """
-        lengths = data.lengths[TOKENS]
-        if not share:
-            lanes, spec = in_lanes(lengths, lengths.total, spec, threads)
-            batches = data.split(spec)
-            return cls(batches, tuple(Layout.plain(part.lengths[TOKENS]) for part in batches), lanes)
-        experts = experts_per_token(data)
-        replayed = None if experts is None else experts.numpy()
-        prefix_P = worthwhile(common_prefixes(data[TOKENS].numpy(), lengths, replayed), lengths)
-        saved = int((prefix_P * (lengths.counts - 1).clip(min=0)).sum())
-        lanes, spec = in_lanes(lengths, lengths.total - saved, spec, threads)
-        batches = data.split(spec, prefixes=prefix_P)
-        owners = [prefix_P[np.unique(lengths.prompt_of_sequence[chosen])] for chosen in batches.plan]
-        layouts = (Layout.of(part.lengths[TOKENS], n) for part, n in zip(batches, owners, strict=True))
-        return cls(batches, tuple(layouts), lanes)
-
-    def __iter__(self) -> Iterator[tuple[SequenceSample, Layout]]:
-        return zip(self.batches, self.layouts, strict=True)
-
-    @property
-    def saved(self) -> int:
-        """Number of tokens of the batch that are not computed because they share a row."""
-        return sum(layout.saved for layout in self.layouts)
-
-
 def common_prefixes(ids_T: IntArray, lengths: Lengths, experts_TN: npt.NDArray[np.int16] | None = None) -> IntArray:
     """Return the length of the common prefix of each prompt's sequences, [P]; 0 for fewer than two sequences.
 
@@ -281,8 +211,71 @@ def _places(lengths: IntArray) -> IntArray:
     return np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
 
 
-SHORTEST = 0.75
-"""Length of the shortest sequence of a batch, as a fraction of the longest."""
+def in_lanes(lengths: Lengths, rows: int, spec: MicroBatchSpec, threads: int) -> tuple[int, MicroBatchSpec]:
+    """Choose the number of concurrent passes (lanes), and divide the budget and the rows among them.
+
+    Args:
+        lengths: sequence lengths of the batch.
+        rows: number of rows of all its passes together.
+        spec: the budget for all concurrent passes together.
+        threads: maximum number of lanes.
+
+    Returns:
+        The number of lanes and the spec of one lane. They are 1 and `spec` if the batch is too small to split, or if
+        the budget does not fit two of the longest sequences (with `whole_groups`: groups).
+    """
+    limit = spec.max_tokens_per_microbatch
+    longest = int((lengths.per_prompt if spec.whole_groups else lengths.flat).max(initial=1))
+    lanes = min(threads, rows // MIN_ROWS, threads if limit is None else limit // max(1, longest))
+    if lanes < 2:
+        return 1, spec
+    share = None if limit is None else limit // lanes
+    rounds = 1 if limit is None else -(-rows // limit)
+    return lanes, replace(
+        spec, max_tokens_per_microbatch=share, n_microbatches=max(spec.n_microbatches, lanes * rounds)
+    )
+
+
+def side_by_side(work: Callable[[Item], Result], items: Iterable[Item], lanes: int) -> Iterator[Result]:
+    """Yield `work(item)` for each item, in order; `lanes` threads run concurrently.
+
+    The lanes divide the threads of torch among them. At most `lanes` + 1 results are pending. Inside `work`,
+    thread-local state of torch (grad mode, autocast) has its default. An exception cancels the remaining items.
+    """
+    if lanes == 1:
+        yield from map(work, items)
+        return
+    threads = torch.get_num_threads()
+
+    def alone(item: Item) -> Result:
+        torch.set_num_threads(max(1, threads // lanes))
+        return work(item)
+
+    waiting: deque[Future[Result]] = deque()
+    try:
+        with ThreadPoolExecutor(lanes, thread_name_prefix="pass") as pool:
+            try:
+                for item in items:
+                    waiting.append(pool.submit(alone, item))
+                    if len(waiting) > lanes:
+                        yield waiting.popleft().result()
+                while waiting:
+                    yield waiting.popleft().result()
+            finally:
+                for future in waiting:
+                    future.cancel()
+    finally:
+        torch.set_num_threads(threads)  # the lanes lowered MKL's process-wide thread count
+
+
+def rewrites_rope(module: nn.Module) -> bool:
+    """Return whether each pass modifies the rotary frequencies for its longest sequence.
+
+    Such passes cannot run concurrently.
+    """
+    found = (getattr(part, "rope_type", None) for part in module.modules())
+    kinds = {kind for x in found for kind in (x.values() if isinstance(x, Mapping) else [x])}
+    return any(kind is not None and ("dynamic" in kind or kind == "longrope") for kind in kinds)
 
 
 def similar_lengths(lengths: Sequence[int], shortest: float = SHORTEST) -> Iterator[list[int]]:

@@ -1,15 +1,12 @@
-"""Routers of a mixture-of-experts model: layers that choose the experts of each token.
+"""Routers of a mixture-of-experts model: layers that choose the experts of each token, and the replay of their choices.
 
-Shapes: L routers, R rows of a pass, E experts per router, K chosen experts per row.
-
-Router replay: passes of the training engine use the experts that the sampler's routers chose (arXiv:2510.11370).
-
+Router replay (arXiv:2510.11370): passes of the training engine use the experts that the sampler's routers chose.
 Rounding differs between a rollout and a training pass, and the weights change between the two. A router whose best
 experts are close to each other then chooses others for some tokens, and their log-probs jump. With replay, the experts
 are those of the rollout (key `router_experts`). Their weights are computed from the current router logits, so the
 gradient still reaches the router.
 
-Shapes: T packed tokens, R rows of a pass, L routers, K chosen experts per row, E experts per router.
+Shapes: T packed tokens, R rows of a pass, L routers, E experts per router, K chosen experts per row.
 """
 
 from __future__ import annotations

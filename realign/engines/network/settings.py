@@ -1,7 +1,4 @@
-"""Backends of `torch.compile`, apart from what uses them, which imports transformers.
-
-`NetworkSettings`: how a network computes its passes and rollouts.
-"""
+"""`NetworkSettings`: how a network computes its passes. Reading them does not import transformers."""
 
 from __future__ import annotations
 

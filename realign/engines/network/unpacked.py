@@ -1,17 +1,15 @@
-"""Fallback for model families that cannot run packed: sequences in right-padded rows, with the family's own attention.
+"""Fallback for model families that cannot run packed: right-padded rows, with the attention and cache of transformers.
 
 In a causal model the result for a token depends only on previous tokens, so padding after a sequence changes nothing.
 `UnpackedModel` verifies this property for each model, and rejects models without it. Rows of a batch have similar
 lengths, so padding costs little. Every batch is a separate forward pass, so training is slower than with packing.
 
-Shapes: T packed tokens, S sequences, H hidden size.
+`OwnCache` decodes with such a model. Responses that start together have the same length at every step, so they share a
+batch and a cache. If the family's cache gives other results than a pass over the whole text, each step recomputes the
+text.
 
-Decoder of models that cannot run packed: the cache of transformers, one for the responses of a prompt.
-
-Responses that start together have the same length at every step, so they share a batch. If the family's cache gives
-other results than a pass over the whole text, each step recomputes the text.
-
-Shapes: B rows being decoded, M members of a group, L tokens of a text, H hidden size.
+Shapes: T packed tokens, S sequences, B rows of a batch or rows being decoded, M members of a group, L tokens of a text,
+H hidden size.
 """
 
 from __future__ import annotations
@@ -49,6 +47,12 @@ UNPACKED_FAMILIES = frozenset(
 )  # fmt: skip
 """Families of transformers 5.23 that run unpacked (docs/supported-models.yaml). Only the memory estimate reads this
 set, since it knows a model by its config alone. A loaded model is probed."""
+
+_CACHES = ("past_key_values", "cache_params", "state")
+"""Names of the cache in the inputs and outputs of transformers models."""
+
+PROMPT, STEPS = 9, 4
+"""Lengths of the text with which `OwnCache` compares cached and recomputed hidden states."""
 
 
 class UnpackedModel:
@@ -161,13 +165,6 @@ def cost(role: str, reason: str, decoding: str | None) -> str:
         "forward pass for each batch of sequences of similar length, and shared prompts are computed for each response."
         f"{rollouts} value_head.layers, branch=reference and sharding are not available."
     )
-
-
-_CACHES = ("past_key_values", "cache_params", "state")
-"""Names of the cache in the inputs and outputs of transformers models."""
-
-PROMPT, STEPS = 9, 4
-"""Lengths of the text with which `OwnCache` compares cached and recomputed hidden states."""
 
 
 @dataclass(eq=False)

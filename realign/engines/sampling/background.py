@@ -1,26 +1,11 @@
-"""`Samplable`: what a decoding loop needs from an engine.
+"""`StreamingEngine`: the in-process sampler of asynchronous rollouts, whose weights can change while it samples.
 
-`Stream`: a rollout whose sequences can be added and removed while it runs, and whose weights can change.
+Callers wait in their own threads, or keep handles. A `DecodingLoop` decodes the sequences of all callers together.
+Calls that are pending at the same time, with the same sampling settings, share a `Stream`. New weights take effect
+between two decode steps. Unfinished responses continue under the new weights (interruptible generation,
+arXiv:2505.24298). Every token carries the version of the weights that sampled it.
 
-Shapes: S sequences, B of them being decoded, N tokens of the longest response.
-
-Requests of callers, and the rollouts that they share.
-
-Shapes: S sequences.
-
-`DecodingLoop`: a thread that decodes the responses of many callers, and runs their other work between two steps.
-
-Calls that are pending at the same time, with the same sampling settings, share a rollout. All methods are thread-safe.
-
-Shapes: S sequences, N tokens of the longest response.
-
-`StreamingEngine`: the in-process sampler of asynchronous rollouts, whose weights can change while it samples.
-
-Callers wait in their own threads, or keep handles. A `DecodingLoop` decodes the sequences of all callers together. New
-weights take effect between two decode steps. Unfinished responses continue under the new weights (interruptible
-generation, arXiv:2505.24298). Every token carries the version of the weights that sampled it.
-
-Shapes: S sequences, N tokens of the longest response, T packed tokens.
+Shapes: S sequences, B of them being decoded, N tokens of the longest response, T packed tokens.
 """
 
 from __future__ import annotations
@@ -54,265 +39,155 @@ from realign.engines.shared_model import SharedEngine
 from realign.errors import ConfigError
 from realign.functional.logprobs import LMHead
 
-
-@runtime_checkable
-class Samplable(PipelinableEngine, Protocol):
-    """Engine over a transformers model whose layers a decoding loop can run."""
-
-    @property
-    def module(self) -> Any:
-        """The transformers model."""
-        ...
-
-    @property
-    def network(self) -> Network:
-        """The network that training runs."""
-        ...
-
-    @property
-    def tokenizer(self) -> Any:
-        """The tokenizer."""
-        ...
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the weights."""
-        ...
-
-    @property
-    def fusion(self) -> Fusion | None:
-        """Runs the layers with fewer operators where possible; None if the model or its settings exclude it."""
-        ...
-
-    @property
-    def resources(self) -> RolloutResources:
-        """Settings of the sampler, and the memory that rollouts share."""
-        ...
-
-    def free_kept_memory(self) -> None:
-        """Free the memory that is kept between rollouts, if any, and the captured steps that use it."""
-        ...
+T = TypeVar("T")
 
 
-class Taken(NamedTuple):
-    """Finished sequences, in the order of the call."""
+class StreamingEngine(SharedEngine):
+    """Samples from a dedicated engine for callers in many threads.
 
-    responses: Responses
-    versions_SN: Tensor
-    """Policy version of each sampled token."""
-    experts: list[Tensor]
-    """See `ExpertRecord.of`; empty if the rollout does not record experts."""
+    Implements `realign.api.Sampler` and `realign.api.PipelinableEngine`. All methods are thread-safe. A dedicated
+    thread decodes, and runs the work that other threads submit between two decode steps.
 
+    A call that is sampled alone returns the same bits as the wrapped engine's `generate`. When calls are sampled
+    concurrently, log-probs may differ by rounding. Tokens may differ where rounding changes the draw.
 
-class Stream(Rollout):
-    """A rollout that accepts and releases sequences at any time, and records the policy version of every token."""
+    Args:
+        name: role of the model, used in messages.
+        engine: a copy of the policy that no other component uses.
+        version: policy version of its weights.
+        recompute: whether a weight update recomputes the KV cache of unfinished responses; if False, they keep the
+            keys and values of the old weights.
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        head: LMHead,
-        config: GenerationConfig,
-        stopping: Stopping,
-        resources: RolloutResources,
-        *,
-        reach: int,
-        version: int,
-    ) -> None:
-        """Start without sequences.
-
-        Args:
-            decoder: layers of the model, see `Rollout`.
-            head: last layer of the model.
-            config: sampling settings.
-            stopping: stop conditions.
-            resources: settings of the sampler, and the memory for the KV cache, see `Rollout`.
-            reach: positions that the decoder supports.
-            version: policy version of the weights.
-        """
-        super().__init__(decoder, head, config, stopping, resources)
-        self.reach = reach
-        """Positions that the decoder supports."""
-        self.version = version
-        """Policy version of the weights."""
-        self.versions = torch.zeros(0, config.max_new_tokens, dtype=torch.int32, device=self.device)
-        """[rows of `responses`, N] int32: policy version of each sampled token; other entries are undefined."""
-        self._free: list[int] = []
-        self._texts: dict[int, PromptInput] = {}
-        self._freed = (0, 0)  # slots and length of the freed cache
-
-    def add(self, prompts: Sequence[PromptInput], keys_S: Tensor) -> Tensor:
-        """See `Rollout.add`."""
-        sequences_S = super().add(prompts, keys_S)
-        for i, sequence in enumerate(sequences_S.tolist()):
-            self._texts[sequence] = prompts[i * len(prompts) // len(keys_S)]
-        return sequences_S
-
-    def _new_rows(self, count: int) -> Tensor:
-        """Return free rows of `responses`, reusing released rows before adding new ones."""
-        again, self._free = self._free[:count], self._free[count:]
-        new = super()._new_rows(count - len(again))
-        self.versions = torch.cat([self.versions, self.versions.new_zeros(len(new), self.versions.shape[1])])
-        return torch.cat([torch.tensor(again, dtype=torch.int64, device=self.device), new])
-
-    def _begun(self, sequences: Tensor) -> None:
-        self.versions[sequences] = self.version
-
-    def take(self, sequences_S: Tensor) -> Taken:
-        """Return finished sequences, and release their rows."""
-        responses = Responses(*(x[sequences_S] for x in self.responses))
-        experts: list[Tensor] = []
-        if self.experts is not None:
-            experts = self.experts.of(sequences_S.tolist(), responses.lengths.tolist())
-        taken = Taken(responses, self.versions[sequences_S], experts)
-        self._forget(sequences_S.tolist())
-        return taken
-
-    def _forget(self, sequences: list[int]) -> None:
-        """Release rows of `responses`."""
-        self._free += sequences
-        if self.experts is not None:
-            self.experts.forget(sequences)
-        for sequence in sequences:
-            del self._texts[sequence]
-
-    def so_far(self, sequence: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return copies of the tokens, log-probs and versions [N] of an unfinished sequence."""
-        row = self._row(sequence)
-        count = 0 if row is None else int(self.rows[3, row])
-        parts = (self.responses.tokens, self.responses.logprobs, self.versions)
-        tokens_N, logprobs_N, versions_N = (x[sequence, :count].clone() for x in parts)
-        return tokens_N, logprobs_N, versions_N
-
-    def remove(self, sequence: int) -> None:
-        """Drop an unfinished sequence; release its slot and its row of `responses`."""
-        row = self._row(sequence)
-        if row is not None:
-            self._retire(torch.tensor([row], device=self.device))
-        else:
-            self.waiting.remove(sequence)
-        self._forget([sequence])
-
-    def _row(self, sequence: int) -> int | None:
-        """Return the slot of a sequence that is being decoded; None if it waits."""
-        found = (self.rows[0, : self.active] == sequence).nonzero()
-        return int(found[0]) if len(found) else None
-
-    def free_cache(self) -> None:
-        """Free the KV cache of all sequences. Decoding is not allowed until `fill_cache`."""
-        self.waiting.forget_prefills()
-        if self.cache is not None:
-            self._freed = (self.cache.slots, self.cache.length)
-            self.release()
-
-    def fill_cache(self) -> None:
-        """Allocate the KV cache that `free_cache` freed, and recompute its contents."""
-        if self.active:
-            self._read_again()
-
-    def update(self, decoder: Decoder, head: LMHead, version: int, *, recompute: bool) -> None:
-        """Continue with new weights, those of `decoder` and `head`.
-
-        Args:
-            decoder: new layers, for the same number of positions.
-            head: new last layer, for the same vocabulary.
-            version: policy version of the new weights.
-            recompute: whether to recompute the KV cache under the new weights; if False, old keys and values are
-                kept. Ignored while the cache is freed, since `fill_cache` recomputes everything.
-        """
-        self.decoder, self.head, self.version = decoder, head, version
-        self.waiting.forget_prefills()
-        if not self.active:
-            return
-        sequences_B, counts_B = self.rows[0, : self.active], self.rows[3, : self.active]
-        later_BN = torch.arange(self.versions.shape[1], device=self.device) >= counts_B[:, None]
-        self.versions[sequences_B] = self.versions[sequences_B].masked_fill(later_BN, version)
-        if recompute and self.cache is not None:
-            self._read_again()
-
-    def _read_again(self) -> None:
-        """Recompute the KV cache of all rows from prompts and responses.
-
-        The newest token of each row is excluded, since the next decode step writes it.
-        """
-        sequences, counts = self.rows[0, : self.active].tolist(), self.rows[3, : self.active].tolist()
-        texts = [
-            followed_by(self._texts[sequence], self.responses.tokens[sequence, : count - 1])
-            for sequence, count in zip(sequences, counts, strict=True)
-        ]
-        first = 0
-        while first < len(texts):
-            last, total = first + 1, len(texts[first])
-            while last < len(texts) and total + len(texts[last]) <= PREFILL_TOKENS:
-                total += len(texts[last])
-                last += 1
-            _, states = self.decoder.prefill(texts[first:last])
-            for row, state in enumerate(states, first):
-                if self.cache is None:
-                    self.cache = self.decoder.new_cache(state, *self._freed, self.resources.memory)
-                self.cache.fill(row, row + 1, state)
-            first = last
-
-
-@dataclass(eq=False)
-class Call:
-    """A pending request of one caller.
-
-    `config.n` is 1, so that calls with different numbers of responses can share a rollout.
+    Raises:
+        ConfigError: the engine cannot generate.
     """
 
-    prompts: list[PromptInput]
-    """Token ids of each prompt, with its images, on the device of the weights."""
-    keys_S: Tensor
-    """Keys of the random numbers, in prompt order; see `counter_rng.response_keys`."""
-    config: GenerationConfig
-    sequences_S: Tensor | None = None
-    """Rows of the rollout's responses; None if the call has not started."""
-    left: int = 0
-    """Number of unfinished sequences."""
-    result: Future[Taken] = field(default_factory=Future)
-    kept: tuple[Tensor, Tensor, Tensor] | None = None
-    """Tokens, log-probs and versions of a canceled response."""
+    engine: Samplable
+
+    def __init__(self, name: str, engine: PipelinableEngine, *, version: int = 0, recompute: bool = True) -> None:
+        if not isinstance(engine, Samplable) or "logprobs" not in engine.outputs:
+            raise ConfigError(f"models.{name}: {type(engine).__name__} cannot sample asynchronously. Set rollout=sync.")
+        if engine.encoder_decoder:
+            raise ConfigError(f"models.{name}: encoder-decoder models cannot sample asynchronously. Set rollout=sync.")
+        super().__init__(name, name, engine)
+        self.loop = DecodingLoop(name, engine, version=version, recompute=recompute)
 
     @property
-    def sequence(self) -> int:
-        """Row of the single sequence of a started call."""
-        assert self.sequences_S is not None
-        return int(self.sequences_S[0])
+    def version(self) -> int:
+        """See `Sampler.version`."""
+        return self.loop.version
+
+    def capabilities(self) -> Capabilities:
+        """See `Sampler.capabilities`."""
+        return replace(IN_PROCESS, abort=True)
+
+    def submit(self, request: Request) -> StreamingHandle:
+        """See `Sampler.submit`. Each request prefills its prompt; `generate` shares the prefill between responses."""
+        prompt = SequenceSample.from_sequences([request.id], {PROMPTS: [[request.prompt_ids]]})
+        keys_S = response_keys(request.seed, [request.id], request.response_index + 1)[-1:]
+        return StreamingHandle(request, self.loop, self._add(prompt, keys_S, request.config))
+
+    def _add(self, data: SequenceSample, keys_S: Tensor, config: GenerationConfig) -> Call:
+        """Validate the prompts and queue a call for the loop."""
+        found = checked_prompts(self.engine.module, data, config, self.engine.network.images)
+        prompts = [p.to(self.engine.device) for p in found]
+        call = Call(prompts, keys_S, replace(config, n=1))
+        self.loop.add(call)
+        return call
+
+    def generate(self, data: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
+        """See `Sampler.generate`.
+
+        Raises:
+            RuntimeError: the engine was closed, or an error ended its loop.
+        """
+        if not len(data):
+            return self.engine.generate(data, config, seed=seed).with_tokens(versions=torch.zeros(0).int())
+        call = self._add(data, response_keys(seed, data.ids, config.n), config)
+        responses, versions_SN, experts = call.result.result()
+        out = packed(data, responses, config.n)
+        sampled_SN = torch.arange(versions_SN.shape[1], device=versions_SN.device) < responses.lengths[:, None]
+        versions_T = torch.full_like(out["input_ids"], -1, dtype=torch.int32)
+        versions_T[out["loss_mask"]] = versions_SN[sampled_SN].to(versions_T.device)
+        out = out.with_tokens(versions=versions_T)
+        return with_experts(out, experts) if config.router_replay else out
+
+    def update(self, source: WeightSource, version: int) -> None:
+        """See `Sampler.update`. The next decode step samples with these weights.
+
+        Raises:
+            RuntimeError: the engine was closed, or an error ended its loop.
+            ValueError: names or shapes of the weights do not match the model.
+        """
+        self.loop.load_weights(source.weights(), version)
+
+    def forward(self, data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
+        """See `PipelinableEngine.forward`. Decoding pauses during the call."""
+        return self.loop.between_steps(lambda: self.engine.forward(data, mb_spec, post_hook))
+
+    def pause(self) -> None:
+        """See `Sampler.pause`. Returns after the current decode step."""
+        self.loop.pause(True)
+
+    def resume(self) -> None:
+        """See `Sampler.resume`."""
+        self.loop.pause(False)
+
+    def sleep(self) -> None:
+        """See `Sampler.sleep`. Frees the KV cache of all responses, and keeps the tokens sampled so far."""
+        self.loop.sleep()
+
+    def wake(self) -> None:
+        """See `Sampler.wake`. Recomputes the KV cache from prompts and the tokens sampled so far."""
+        self.loop.wake()
+
+    def close(self) -> None:
+        """Stop the loop. Calls that wait for responses raise RuntimeError."""
+        self.loop.close()
 
 
-@dataclass(eq=False)
-class SharedRollout:
-    """The rollout of all calls with one config."""
+class StreamingHandle:
+    """Handle of one response of a `StreamingEngine`. Implements `realign.api.requests.Handle`."""
 
-    stream: Stream
-    calls: dict[int, Call] = field(default_factory=dict)
-    """The call of each unfinished sequence."""
+    def __init__(self, request: Request, loop: DecodingLoop, call: Call) -> None:
+        """Wrap a call that has exactly one sequence."""
+        self.request = request
+        self._loop = loop
+        self._call = call
 
-    def add(self, call: Call) -> None:
-        """Queue the sequences of a call."""
-        call.sequences_S = self.stream.add(call.prompts, call.keys_S)
-        call.left = len(call.keys_S)
-        self.calls |= dict.fromkeys(call.sequences_S.tolist(), call)
+    @property
+    def done(self) -> bool:
+        """See `Handle.done`."""
+        return self._call.result.done()
 
-    def deliver(self) -> None:
-        """Set the result of each call whose last sequence has ended."""
-        for sequence in torch.cat(self.stream.finished).tolist() if self.stream.finished else []:
-            call = self.calls[sequence]
-            call.left -= 1
-            if not call.left:
-                assert call.sequences_S is not None
-                call.result.set_result(self.stream.take(call.sequences_S))
-            del self.calls[sequence]  # last, since an error ends all calls that are still listed
-        self.stream.finished.clear()
+    def tokens(self) -> Tokens:
+        """See `Handle.tokens`. Waits until the current decode step ends.
 
-    def remove(self, call: Call) -> None:
-        """Drop the single sequence of an unfinished call, and store its tokens in `call.kept`."""
-        call.kept = self.stream.so_far(call.sequence)
-        self.stream.remove(call.sequence)
-        del self.calls[call.sequence]
+        Raises:
+            RuntimeError: the sampler was closed before the response ended.
+        """
+        if not self._call.result.done():
+            return self._tokens(self._loop.so_far(self._call))
+        if self._call.result.exception() is None:
+            return self.result()
+        return self._tokens(self._call.kept)
 
+    def _tokens(self, found: tuple[Tensor, Tensor, Tensor] | None) -> Tokens:
+        device = self.request.prompt_ids.device
+        return Tokens.none(self.request.prompt_ids) if found is None else Tokens(*(x.to(device) for x in found))
 
-T = TypeVar("T")
+    def result(self, timeout_s: float | None = None) -> Completion:
+        """See `Handle.result`."""
+        responses, versions_SN, _ = self._call.result.result(timeout_s)
+        count, device = int(responses.lengths[0]), self.request.prompt_ids.device
+        check_logprobs(responses.logprobs)
+        found = (responses.tokens, responses.logprobs, versions_SN)
+        ids, logprobs, versions = (x[0, :count].to(device) for x in found)
+        return Completion(ids, logprobs, versions, bool(responses.truncated[0]))
+
+    def cancel(self) -> bool:
+        """See `Handle.cancel`. The slot is free before the next decode step."""
+        return self._loop.cancel(self._call)
 
 
 class DecodingLoop:
@@ -557,149 +432,258 @@ class DecodingLoop:
             return model.prepared(length, self._cores, engine.resources)
 
 
-class StreamingHandle:
-    """Handle of one response of a `StreamingEngine`. Implements `realign.api.requests.Handle`."""
+@dataclass(eq=False)
+class SharedRollout:
+    """The rollout of all calls with one config."""
 
-    def __init__(self, request: Request, loop: DecodingLoop, call: Call) -> None:
-        """Wrap a call that has exactly one sequence."""
-        self.request = request
-        self._loop = loop
-        self._call = call
+    stream: Stream
+    calls: dict[int, Call] = field(default_factory=dict)
+    """The call of each unfinished sequence."""
 
-    @property
-    def done(self) -> bool:
-        """See `Handle.done`."""
-        return self._call.result.done()
+    def add(self, call: Call) -> None:
+        """Queue the sequences of a call."""
+        call.sequences_S = self.stream.add(call.prompts, call.keys_S)
+        call.left = len(call.keys_S)
+        self.calls |= dict.fromkeys(call.sequences_S.tolist(), call)
 
-    def tokens(self) -> Tokens:
-        """See `Handle.tokens`. Waits until the current decode step ends.
+    def deliver(self) -> None:
+        """Set the result of each call whose last sequence has ended."""
+        for sequence in torch.cat(self.stream.finished).tolist() if self.stream.finished else []:
+            call = self.calls[sequence]
+            call.left -= 1
+            if not call.left:
+                assert call.sequences_S is not None
+                call.result.set_result(self.stream.take(call.sequences_S))
+            del self.calls[sequence]  # last, since an error ends all calls that are still listed
+        self.stream.finished.clear()
 
-        Raises:
-            RuntimeError: the sampler was closed before the response ended.
-        """
-        if not self._call.result.done():
-            return self._tokens(self._loop.so_far(self._call))
-        if self._call.result.exception() is None:
-            return self.result()
-        return self._tokens(self._call.kept)
-
-    def _tokens(self, found: tuple[Tensor, Tensor, Tensor] | None) -> Tokens:
-        device = self.request.prompt_ids.device
-        return Tokens.none(self.request.prompt_ids) if found is None else Tokens(*(x.to(device) for x in found))
-
-    def result(self, timeout_s: float | None = None) -> Completion:
-        """See `Handle.result`."""
-        responses, versions_SN, _ = self._call.result.result(timeout_s)
-        count, device = int(responses.lengths[0]), self.request.prompt_ids.device
-        check_logprobs(responses.logprobs)
-        found = (responses.tokens, responses.logprobs, versions_SN)
-        ids, logprobs, versions = (x[0, :count].to(device) for x in found)
-        return Completion(ids, logprobs, versions, bool(responses.truncated[0]))
-
-    def cancel(self) -> bool:
-        """See `Handle.cancel`. The slot is free before the next decode step."""
-        return self._loop.cancel(self._call)
+    def remove(self, call: Call) -> None:
+        """Drop the single sequence of an unfinished call, and store its tokens in `call.kept`."""
+        call.kept = self.stream.so_far(call.sequence)
+        self.stream.remove(call.sequence)
+        del self.calls[call.sequence]
 
 
-class StreamingEngine(SharedEngine):
-    """Samples from a dedicated engine for callers in many threads.
+@dataclass(eq=False)
+class Call:
+    """A pending request of one caller.
 
-    Implements `realign.api.Sampler` and `realign.api.PipelinableEngine`. All methods are thread-safe. A dedicated
-    thread decodes, and runs the work that other threads submit between two decode steps.
-
-    A call that is sampled alone returns the same bits as the wrapped engine's `generate`. When calls are sampled
-    concurrently, log-probs may differ by rounding. Tokens may differ where rounding changes the draw.
-
-    Args:
-        name: role of the model, used in messages.
-        engine: a copy of the policy that no other component uses.
-        version: policy version of its weights.
-        recompute: whether a weight update recomputes the KV cache of unfinished responses; if False, they keep the
-            keys and values of the old weights.
-
-    Raises:
-        ConfigError: the engine cannot generate.
+    `config.n` is 1, so that calls with different numbers of responses can share a rollout.
     """
 
-    engine: Samplable
-
-    def __init__(self, name: str, engine: PipelinableEngine, *, version: int = 0, recompute: bool = True) -> None:
-        if not isinstance(engine, Samplable) or "logprobs" not in engine.outputs:
-            raise ConfigError(f"models.{name}: {type(engine).__name__} cannot sample asynchronously. Set rollout=sync.")
-        if engine.encoder_decoder:
-            raise ConfigError(f"models.{name}: encoder-decoder models cannot sample asynchronously. Set rollout=sync.")
-        super().__init__(name, name, engine)
-        self.loop = DecodingLoop(name, engine, version=version, recompute=recompute)
+    prompts: list[PromptInput]
+    """Token ids of each prompt, with its images, on the device of the weights."""
+    keys_S: Tensor
+    """Keys of the random numbers, in prompt order; see `counter_rng.response_keys`."""
+    config: GenerationConfig
+    sequences_S: Tensor | None = None
+    """Rows of the rollout's responses; None if the call has not started."""
+    left: int = 0
+    """Number of unfinished sequences."""
+    result: Future[Taken] = field(default_factory=Future)
+    kept: tuple[Tensor, Tensor, Tensor] | None = None
+    """Tokens, log-probs and versions of a canceled response."""
 
     @property
-    def version(self) -> int:
-        """See `Sampler.version`."""
-        return self.loop.version
+    def sequence(self) -> int:
+        """Row of the single sequence of a started call."""
+        assert self.sequences_S is not None
+        return int(self.sequences_S[0])
 
-    def capabilities(self) -> Capabilities:
-        """See `Sampler.capabilities`."""
-        return replace(IN_PROCESS, abort=True)
 
-    def submit(self, request: Request) -> StreamingHandle:
-        """See `Sampler.submit`. Each request prefills its prompt; `generate` shares the prefill between responses."""
-        prompt = SequenceSample.from_sequences([request.id], {PROMPTS: [[request.prompt_ids]]})
-        keys_S = response_keys(request.seed, [request.id], request.response_index + 1)[-1:]
-        return StreamingHandle(request, self.loop, self._add(prompt, keys_S, request.config))
+class Stream(Rollout):
+    """A rollout that accepts and releases sequences at any time, and records the policy version of every token."""
 
-    def _add(self, data: SequenceSample, keys_S: Tensor, config: GenerationConfig) -> Call:
-        """Validate the prompts and queue a call for the loop."""
-        found = checked_prompts(self.engine.module, data, config, self.engine.network.images)
-        prompts = [p.to(self.engine.device) for p in found]
-        call = Call(prompts, keys_S, replace(config, n=1))
-        self.loop.add(call)
-        return call
+    def __init__(
+        self,
+        decoder: Decoder,
+        head: LMHead,
+        config: GenerationConfig,
+        stopping: Stopping,
+        resources: RolloutResources,
+        *,
+        reach: int,
+        version: int,
+    ) -> None:
+        """Start without sequences.
 
-    def generate(self, data: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
-        """See `Sampler.generate`.
-
-        Raises:
-            RuntimeError: the engine was closed, or an error ended its loop.
+        Args:
+            decoder: layers of the model, see `Rollout`.
+            head: last layer of the model.
+            config: sampling settings.
+            stopping: stop conditions.
+            resources: settings of the sampler, and the memory for the KV cache, see `Rollout`.
+            reach: positions that the decoder supports.
+            version: policy version of the weights.
         """
-        if not len(data):
-            return self.engine.generate(data, config, seed=seed).with_tokens(versions=torch.zeros(0).int())
-        call = self._add(data, response_keys(seed, data.ids, config.n), config)
-        responses, versions_SN, experts = call.result.result()
-        out = packed(data, responses, config.n)
-        sampled_SN = torch.arange(versions_SN.shape[1], device=versions_SN.device) < responses.lengths[:, None]
-        versions_T = torch.full_like(out["input_ids"], -1, dtype=torch.int32)
-        versions_T[out["loss_mask"]] = versions_SN[sampled_SN].to(versions_T.device)
-        out = out.with_tokens(versions=versions_T)
-        return with_experts(out, experts) if config.router_replay else out
+        super().__init__(decoder, head, config, stopping, resources)
+        self.reach = reach
+        """Positions that the decoder supports."""
+        self.version = version
+        """Policy version of the weights."""
+        self.versions = torch.zeros(0, config.max_new_tokens, dtype=torch.int32, device=self.device)
+        """[rows of `responses`, N] int32: policy version of each sampled token; other entries are undefined."""
+        self._free: list[int] = []
+        self._texts: dict[int, PromptInput] = {}
+        self._freed = (0, 0)  # slots and length of the freed cache
 
-    def update(self, source: WeightSource, version: int) -> None:
-        """See `Sampler.update`. The next decode step samples with these weights.
+    def add(self, prompts: Sequence[PromptInput], keys_S: Tensor) -> Tensor:
+        """See `Rollout.add`."""
+        sequences_S = super().add(prompts, keys_S)
+        for i, sequence in enumerate(sequences_S.tolist()):
+            self._texts[sequence] = prompts[i * len(prompts) // len(keys_S)]
+        return sequences_S
 
-        Raises:
-            RuntimeError: the engine was closed, or an error ended its loop.
-            ValueError: names or shapes of the weights do not match the model.
+    def _new_rows(self, count: int) -> Tensor:
+        """Return free rows of `responses`, reusing released rows before adding new ones."""
+        again, self._free = self._free[:count], self._free[count:]
+        new = super()._new_rows(count - len(again))
+        self.versions = torch.cat([self.versions, self.versions.new_zeros(len(new), self.versions.shape[1])])
+        return torch.cat([torch.tensor(again, dtype=torch.int64, device=self.device), new])
+
+    def _begun(self, sequences: Tensor) -> None:
+        self.versions[sequences] = self.version
+
+    def take(self, sequences_S: Tensor) -> Taken:
+        """Return finished sequences, and release their rows."""
+        responses = Responses(*(x[sequences_S] for x in self.responses))
+        experts: list[Tensor] = []
+        if self.experts is not None:
+            experts = self.experts.of(sequences_S.tolist(), responses.lengths.tolist())
+        taken = Taken(responses, self.versions[sequences_S], experts)
+        self._forget(sequences_S.tolist())
+        return taken
+
+    def _forget(self, sequences: list[int]) -> None:
+        """Release rows of `responses`."""
+        self._free += sequences
+        if self.experts is not None:
+            self.experts.forget(sequences)
+        for sequence in sequences:
+            del self._texts[sequence]
+
+    def so_far(self, sequence: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return copies of the tokens, log-probs and versions [N] of an unfinished sequence."""
+        row = self._row(sequence)
+        count = 0 if row is None else int(self.rows[3, row])
+        parts = (self.responses.tokens, self.responses.logprobs, self.versions)
+        tokens_N, logprobs_N, versions_N = (x[sequence, :count].clone() for x in parts)
+        return tokens_N, logprobs_N, versions_N
+
+    def remove(self, sequence: int) -> None:
+        """Drop an unfinished sequence; release its slot and its row of `responses`."""
+        row = self._row(sequence)
+        if row is not None:
+            self._retire(torch.tensor([row], device=self.device))
+        else:
+            self.waiting.remove(sequence)
+        self._forget([sequence])
+
+    def _row(self, sequence: int) -> int | None:
+        """Return the slot of a sequence that is being decoded; None if it waits."""
+        found = (self.rows[0, : self.active] == sequence).nonzero()
+        return int(found[0]) if len(found) else None
+
+    def free_cache(self) -> None:
+        """Free the KV cache of all sequences. Decoding is not allowed until `fill_cache`."""
+        self.waiting.forget_prefills()
+        if self.cache is not None:
+            self._freed = (self.cache.slots, self.cache.length)
+            self.release()
+
+    def fill_cache(self) -> None:
+        """Allocate the KV cache that `free_cache` freed, and recompute its contents."""
+        if self.active:
+            self._read_again()
+
+    def update(self, decoder: Decoder, head: LMHead, version: int, *, recompute: bool) -> None:
+        """Continue with new weights, those of `decoder` and `head`.
+
+        Args:
+            decoder: new layers, for the same number of positions.
+            head: new last layer, for the same vocabulary.
+            version: policy version of the new weights.
+            recompute: whether to recompute the KV cache under the new weights; if False, old keys and values are
+                kept. Ignored while the cache is freed, since `fill_cache` recomputes everything.
         """
-        self.loop.load_weights(source.weights(), version)
+        self.decoder, self.head, self.version = decoder, head, version
+        self.waiting.forget_prefills()
+        if not self.active:
+            return
+        sequences_B, counts_B = self.rows[0, : self.active], self.rows[3, : self.active]
+        later_BN = torch.arange(self.versions.shape[1], device=self.device) >= counts_B[:, None]
+        self.versions[sequences_B] = self.versions[sequences_B].masked_fill(later_BN, version)
+        if recompute and self.cache is not None:
+            self._read_again()
 
-    def forward(self, data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
-        """See `PipelinableEngine.forward`. Decoding pauses during the call."""
-        return self.loop.between_steps(lambda: self.engine.forward(data, mb_spec, post_hook))
+    def _read_again(self) -> None:
+        """Recompute the KV cache of all rows from prompts and responses.
 
-    def pause(self) -> None:
-        """See `Sampler.pause`. Returns after the current decode step."""
-        self.loop.pause(True)
+        The newest token of each row is excluded, since the next decode step writes it.
+        """
+        sequences, counts = self.rows[0, : self.active].tolist(), self.rows[3, : self.active].tolist()
+        texts = [
+            followed_by(self._texts[sequence], self.responses.tokens[sequence, : count - 1])
+            for sequence, count in zip(sequences, counts, strict=True)
+        ]
+        first = 0
+        while first < len(texts):
+            last, total = first + 1, len(texts[first])
+            while last < len(texts) and total + len(texts[last]) <= PREFILL_TOKENS:
+                total += len(texts[last])
+                last += 1
+            _, states = self.decoder.prefill(texts[first:last])
+            for row, state in enumerate(states, first):
+                if self.cache is None:
+                    self.cache = self.decoder.new_cache(state, *self._freed, self.resources.memory)
+                self.cache.fill(row, row + 1, state)
+            first = last
 
-    def resume(self) -> None:
-        """See `Sampler.resume`."""
-        self.loop.pause(False)
 
-    def sleep(self) -> None:
-        """See `Sampler.sleep`. Frees the KV cache of all responses, and keeps the tokens sampled so far."""
-        self.loop.sleep()
+class Taken(NamedTuple):
+    """Finished sequences, in the order of the call."""
 
-    def wake(self) -> None:
-        """See `Sampler.wake`. Recomputes the KV cache from prompts and the tokens sampled so far."""
-        self.loop.wake()
+    responses: Responses
+    versions_SN: Tensor
+    """Policy version of each sampled token."""
+    experts: list[Tensor]
+    """See `ExpertRecord.of`; empty if the rollout does not record experts."""
 
-    def close(self) -> None:
-        """Stop the loop. Calls that wait for responses raise RuntimeError."""
-        self.loop.close()
+
+@runtime_checkable
+class Samplable(PipelinableEngine, Protocol):
+    """Engine over a transformers model whose layers a decoding loop can run."""
+
+    @property
+    def module(self) -> Any:
+        """The transformers model."""
+        ...
+
+    @property
+    def network(self) -> Network:
+        """The network that training runs."""
+        ...
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the weights."""
+        ...
+
+    @property
+    def fusion(self) -> Fusion | None:
+        """Runs the layers with fewer operators where possible; None if the model or its settings exclude it."""
+        ...
+
+    @property
+    def resources(self) -> RolloutResources:
+        """Settings of the sampler, and the memory that rollouts share."""
+        ...
+
+    def free_kept_memory(self) -> None:
+        """Free the memory that is kept between rollouts, if any, and the captured steps that use it."""
+        ...

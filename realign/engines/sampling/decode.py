@@ -1,24 +1,10 @@
-"""`Responses`: the tokens that a rollout has sampled.
+"""`Rollout`: sequences enter slots of a static cache, get one token per step, and leave when they end.
 
-Shapes: S sequences (responses), N tokens of the longest response.
+The rest of the file is what a rollout consists of: the queue of prompts that wait for slots, the responses sampled so
+far, the stop conditions, and the record of chosen experts.
 
-Stop conditions other than the length limit: stop tokens and stop strings.
-
-`ExpertRecord`: the experts that the routers of a mixture of experts chose for the tokens of a rollout.
-
-The choice for a token is recorded when the model reads the token for the first time. Later passes over it, such as
-those that recompute the KV cache after a weight update, do not change the record.
-
-Shapes: S sequences, N tokens of the longest response, P tokens of a prompt, W experts of all routers per token.
-
-`WaitingQueue`: prompts whose responses wait for slots, and the prefill of these prompts.
-
-Shapes: S sequences (responses, n to each prompt), H hidden size.
-
-Decoding loop: sequences enter slots of a static cache, get one token per step, and leave when they end.
-
-Shapes: S sequences (responses, n to each prompt), B of them being decoded, N tokens of the longest response, T packed
-prompt tokens, H hidden size.
+Shapes: S sequences (responses, n to each prompt), B of them being decoded, N tokens of the longest response, P tokens
+of a prompt, T packed prompt tokens, H hidden size, W experts of all routers per token.
 """
 
 from __future__ import annotations
@@ -42,257 +28,11 @@ from realign.engines.sampling.rollout_model import RolloutResources
 from realign.errors import ConfigError
 from realign.functional.logprobs import LMHead
 
-
-class Responses(NamedTuple):
-    """Responses in prompt order, n per prompt; response s is in row s, starting at column 0."""
-
-    tokens: Tensor
-    """[S, N] int64."""
-    logprobs: Tensor
-    """[S, N] fp32, 0 after the end."""
-    lengths: Tensor
-    """[S] int64."""
-    truncated: Tensor
-    """[S] bool."""
-
-
-def empty_responses(count: int, tokens: int, device: torch.device) -> Responses:
-    """Allocate `count` empty responses of up to `tokens` tokens."""
-    return Responses(
-        torch.zeros(count, tokens, dtype=torch.int64, device=device),
-        torch.zeros(count, tokens, device=device),
-        torch.zeros(count, dtype=torch.int64, device=device),
-        torch.zeros(count, dtype=torch.bool, device=device),
-    )
-
-
 MARGIN = 8
 """Extra tokens decoded before a possible stop string, since the first tokens of a tail may decode differently."""
 
-
-class Stopping:
-    """Decides which rows have ended. Response lengths come only from here; masks are never inferred from token ids.
-
-    With `fixed_length`, no response ends early, and stop tokens are ordinary tokens.
-    """
-
-    def __init__(
-        self,
-        config: GenerationConfig,
-        eos_token_ids: Sequence[int],
-        tokenizer: Any,
-        words: int,
-        device: torch.device,
-    ) -> None:
-        """Select the stop tokens, from `config` or else from `eos_token_ids`; `words` is the vocabulary size.
-
-        Raises:
-            ConfigError: a stop token is not in the vocabulary; stop strings have no tokenizer; or stop strings are
-                combined with `fixed_length`.
-        """
-        chosen = eos_token_ids if config.stop_token_ids is None else config.stop_token_ids
-        ids = [] if config.fixed_length else sorted(set(chosen))
-        if outside := [i for i in ids if not 0 <= i < words]:
-            raise ConfigError(
-                f"stop token {outside[0]} is not in the vocabulary (0 to {words - 1}). Change "
-                "generation.stop_token_ids, or the end tokens of the model folder."
-            )
-        if config.stop_strings and config.fixed_length:
-            raise ConfigError(
-                f"generation.stop_strings={config.stop_strings}: incompatible with fixed_length. Remove one of the two."
-            )
-        if config.stop_strings and tokenizer is None:
-            raise ConfigError(f"generation.stop_strings={config.stop_strings}: no tokenizer. Use stop_token_ids.")
-        self.is_stop_V = torch.zeros(words, dtype=torch.bool, device=device)
-        self.is_stop_V[ids] = True
-        self._min_new = config.min_new_tokens if ids else 0
-        self.strings = tuple(config.stop_strings)
-        self._tokenizer = tokenizer
-        self._tail = MARGIN + max((len(s.encode()) for s in self.strings), default=0)
-
-    def blocked(self, counts_B: Tensor) -> Tensor | None:
-        """Return the tokens that rows with `counts_B` tokens must not sample, [B, V] bool; None if all are
-        allowed.
-        """
-        if self._min_new == 0:
-            return None
-        return (counts_B < self._min_new)[:, None] & self.is_stop_V
-
-    def has_stop_string(self, tokens_BN: Tensor, counts_B: Tensor) -> Tensor:
-        """Return [B] bool: whether the first `counts_B` tokens of a row contain a stop string. Call it at every
-        token.
-
-        Only the tail of a response is decoded. A token has at least one byte, so a stop string spans at most as many
-        tokens as it has bytes. A match is confirmed on the whole response, since a tail may decode differently by
-        itself.
-        """
-        columns = counts_B[:, None] - torch.arange(self._tail, 0, -1, device=counts_B.device)
-        tails = tokens_BN.gather(1, columns.clamp_(min=0)).tolist()
-        hits = [
-            self._contains(tail[-count:]) and (count <= self._tail or self._contains(tokens_BN[row, :count].tolist()))
-            for row, (tail, count) in enumerate(zip(tails, counts_B.tolist(), strict=True))
-        ]
-        return torch.tensor(hits, device=counts_B.device)
-
-    def _contains(self, tokens: list[int]) -> bool:
-        text = self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return any(s in text for s in self.strings)
-
-
-class ExpertRecord:
-    """The choices of all sequences of a rollout."""
-
-    def __init__(self, width: int, tokens: int, device: torch.device) -> None:
-        """Start without sequences.
-
-        Args:
-            width: number of experts of all routers per token.
-            tokens: maximum number of tokens of a response.
-            device: device of the rollout.
-        """
-        self._responses_SNW = torch.empty(0, tokens, width, dtype=DTYPE, device=device)
-        self._prompts: dict[int, Tensor] = {}
-
-    def grow(self, count: int) -> None:
-        """Add rows for more sequences."""
-        _, tokens, width = self._responses_SNW.shape
-        self._responses_SNW = torch.cat([self._responses_SNW, self._responses_SNW.new_empty(count, tokens, width)])
-
-    def begin(self, sequences: Iterable[int], prompt_PW: Tensor) -> None:
-        """Set the choices for the prompt of sequences that start."""
-        self._prompts |= dict.fromkeys(sequences, prompt_PW)
-
-    def add(self, cells_B: Tensor, chosen_BW: Tensor) -> None:
-        """Set the choices for one token in each of B rows; `cells_B` are indices into the flattened [S * N]."""
-        self._responses_SNW.view(-1, chosen_BW.shape[1]).index_copy_(0, cells_B, chosen_BW)
-
-    def of(self, sequences: Sequence[int], lengths: Sequence[int]) -> list[Tensor]:
-        """Return the choices of ended sequences, [P + length, W] each. That for the last token is unknown."""
-        found = []
-        for sequence, length in zip(sequences, lengths, strict=True):
-            response_NW = self._responses_SNW[sequence, :length].clone()
-            response_NW[-1:] = UNKNOWN
-            found.append(torch.cat([self._prompts[sequence], response_NW]))
-        return found
-
-    def forget(self, sequences: Iterable[int]) -> None:
-        """Free the choices for the prompts of sequences whose rows are released."""
-        for sequence in sequences:
-            self._prompts.pop(sequence, None)
-
-
 PREFILL_TOKENS = 2**13
 """Maximum number of prompt tokens in one prefill pass; a longer prompt is prefilled alone."""
-
-
-class Prefilled(NamedTuple):
-    """Prefill result of a prompt."""
-
-    state: Any
-    """State of the prompt, see `Decoder.prefill`."""
-    hidden_H: Tensor
-    """Hidden state of the last prompt token, from which the first response tokens are sampled."""
-    chosen_PW: Tensor | None
-    """Experts chosen for the prompt tokens; None if they are not recorded."""
-
-
-class Begun(NamedTuple):
-    """Responses of one prompt that leave the queue."""
-
-    read: Prefilled
-    length: int
-    """Number of prompt tokens."""
-    sequences: Tensor
-    """[n] rows of `Rollout.responses`."""
-    keys: Tensor
-    """[n] keys of their random numbers."""
-
-
-@dataclass(eq=False)
-class _Prompt:
-    """A prompt with responses that have not started; see `Begun` for the fields."""
-
-    text: PromptInput
-    sequences: Tensor
-    keys: Tensor
-    read: Prefilled | None = None
-
-
-class WaitingQueue:
-    """Responses that have not started, grouped by prompt, in first-in, first-out order. Its length counts responses."""
-
-    def __init__(self) -> None:
-        self._prompts: deque[_Prompt] = deque()
-        self._responses = 0
-
-    def __len__(self) -> int:
-        return self._responses
-
-    def add(self, text: PromptInput, sequences: Tensor, keys: Tensor) -> None:
-        """Append the responses of a prompt.
-
-        Args:
-            text: the prompt, on the device of the model.
-            sequences: [n] rows of `Rollout.responses` for the responses.
-            keys: [n] keys of their random numbers.
-        """
-        self._prompts.append(_Prompt(text, sequences, keys))
-        self._responses += len(keys)
-
-    def begin(self, most: int) -> Begun | None:
-        """Remove and return up to `most` responses of the first prompt; None if that has not been prefilled."""
-        if not self._prompts or (read := self._prompts[0].read) is None:
-            return None
-        prompt = self._prompts[0]
-        begun = Begun(read, len(prompt.text), prompt.sequences[:most], prompt.keys[:most])
-        self._keep(prompt, prompt.sequences[most:], prompt.keys[most:])
-        return begun
-
-    def remove(self, sequence: int) -> None:
-        """Remove the response with this row of `Rollout.responses`."""
-        prompt = next(p for p in self._prompts if sequence in p.sequences.tolist())
-        stays = prompt.sequences != sequence
-        self._keep(prompt, prompt.sequences[stays], prompt.keys[stays])
-
-    def _keep(self, prompt: _Prompt, sequences: Tensor, keys: Tensor) -> None:
-        """Keep only these responses of a prompt."""
-        self._responses -= len(prompt.keys) - len(keys)
-        prompt.sequences, prompt.keys = sequences, keys
-        if not len(keys):
-            self._prompts.remove(prompt)
-
-    def prefill(self, decoder: Decoder, wanted: int) -> None:
-        """Prefill the prompts of the next `wanted` responses, or as many of them as fit one pass."""
-        new: list[_Prompt] = []
-        total = 0
-        for prompt in self._prompts:
-            if wanted <= 0:
-                break
-            wanted -= len(prompt.keys)
-            if prompt.read is not None:
-                continue
-            total += len(prompt.text)
-            if new and total > PREFILL_TOKENS:
-                break
-            new.append(prompt)
-        if not new:
-            return
-        last_hidden, states = decoder.prefill([prompt.text for prompt in new])
-        chosen: Sequence[Tensor | None] = [None] * len(new)
-        if decoder.record_width:
-            chosen = decoder.chosen_NW.split([len(prompt.text) for prompt in new])
-        for prompt, *read in zip(new, states, last_hidden, chosen, strict=True):
-            prompt.read = Prefilled(*read)
-
-    def prefilled_state(self) -> Any:
-        """Return the state of a prompt that has been prefilled."""
-        return next(prompt.read.state for prompt in self._prompts if prompt.read is not None)
-
-    def forget_prefills(self) -> None:
-        """Drop the results of prefills, for example since the weights have changed."""
-        for prompt in self._prompts:
-            prompt.read = None
-
 
 CACHE_BYTES = 2**30
 """Memory for the KV cache on a CPU, in bytes, if the number of slots is not given."""
@@ -308,19 +48,6 @@ AT_ONCE = 16
 
 _NUMBERS = 6
 """Number of bookkeeping entries per row in `Rollout.rows`; random numbers follow them."""
-
-
-def cache_bytes(device: torch.device, fraction: float, free: int | None = None) -> int:
-    """Return the memory for the KV cache if the number of slots is not given, in bytes.
-
-    Args:
-        device: device of the model, which already has the weights.
-        fraction: fraction of the free memory of a GPU.
-        free: free memory of the GPU, in bytes; None reads it now.
-    """
-    if device.type != "cuda":
-        return CACHE_BYTES
-    return int(fraction * (free_bytes(device) if free is None else free))
 
 
 class Rollout:
@@ -576,3 +303,259 @@ class Rollout:
                 self.cache.move(movers, gaps, self.longest)
         self.active = left
         self.longest = int(self.rows[2, :left].max()) if left else 0
+
+
+def cache_bytes(device: torch.device, fraction: float, free: int | None = None) -> int:
+    """Return the memory for the KV cache if the number of slots is not given, in bytes.
+
+    Args:
+        device: device of the model, which already has the weights.
+        fraction: fraction of the free memory of a GPU.
+        free: free memory of the GPU, in bytes; None reads it now.
+    """
+    if device.type != "cuda":
+        return CACHE_BYTES
+    return int(fraction * (free_bytes(device) if free is None else free))
+
+
+class WaitingQueue:
+    """Responses that have not started, grouped by prompt, in first-in, first-out order. Its length counts responses."""
+
+    def __init__(self) -> None:
+        self._prompts: deque[_Prompt] = deque()
+        self._responses = 0
+
+    def __len__(self) -> int:
+        return self._responses
+
+    def add(self, text: PromptInput, sequences: Tensor, keys: Tensor) -> None:
+        """Append the responses of a prompt.
+
+        Args:
+            text: the prompt, on the device of the model.
+            sequences: [n] rows of `Rollout.responses` for the responses.
+            keys: [n] keys of their random numbers.
+        """
+        self._prompts.append(_Prompt(text, sequences, keys))
+        self._responses += len(keys)
+
+    def begin(self, most: int) -> Begun | None:
+        """Remove and return up to `most` responses of the first prompt; None if that has not been prefilled."""
+        if not self._prompts or (read := self._prompts[0].read) is None:
+            return None
+        prompt = self._prompts[0]
+        begun = Begun(read, len(prompt.text), prompt.sequences[:most], prompt.keys[:most])
+        self._keep(prompt, prompt.sequences[most:], prompt.keys[most:])
+        return begun
+
+    def remove(self, sequence: int) -> None:
+        """Remove the response with this row of `Rollout.responses`."""
+        prompt = next(p for p in self._prompts if sequence in p.sequences.tolist())
+        stays = prompt.sequences != sequence
+        self._keep(prompt, prompt.sequences[stays], prompt.keys[stays])
+
+    def _keep(self, prompt: _Prompt, sequences: Tensor, keys: Tensor) -> None:
+        """Keep only these responses of a prompt."""
+        self._responses -= len(prompt.keys) - len(keys)
+        prompt.sequences, prompt.keys = sequences, keys
+        if not len(keys):
+            self._prompts.remove(prompt)
+
+    def prefill(self, decoder: Decoder, wanted: int) -> None:
+        """Prefill the prompts of the next `wanted` responses, or as many of them as fit one pass."""
+        new: list[_Prompt] = []
+        total = 0
+        for prompt in self._prompts:
+            if wanted <= 0:
+                break
+            wanted -= len(prompt.keys)
+            if prompt.read is not None:
+                continue
+            total += len(prompt.text)
+            if new and total > PREFILL_TOKENS:
+                break
+            new.append(prompt)
+        if not new:
+            return
+        last_hidden, states = decoder.prefill([prompt.text for prompt in new])
+        chosen: Sequence[Tensor | None] = [None] * len(new)
+        if decoder.record_width:
+            chosen = decoder.chosen_NW.split([len(prompt.text) for prompt in new])
+        for prompt, *read in zip(new, states, last_hidden, chosen, strict=True):
+            prompt.read = Prefilled(*read)
+
+    def prefilled_state(self) -> Any:
+        """Return the state of a prompt that has been prefilled."""
+        return next(prompt.read.state for prompt in self._prompts if prompt.read is not None)
+
+    def forget_prefills(self) -> None:
+        """Drop the results of prefills, for example since the weights have changed."""
+        for prompt in self._prompts:
+            prompt.read = None
+
+
+@dataclass(eq=False)
+class _Prompt:
+    """A prompt with responses that have not started; see `Begun` for the fields."""
+
+    text: PromptInput
+    sequences: Tensor
+    keys: Tensor
+    read: Prefilled | None = None
+
+
+class Begun(NamedTuple):
+    """Responses of one prompt that leave the queue."""
+
+    read: Prefilled
+    length: int
+    """Number of prompt tokens."""
+    sequences: Tensor
+    """[n] rows of `Rollout.responses`."""
+    keys: Tensor
+    """[n] keys of their random numbers."""
+
+
+class Prefilled(NamedTuple):
+    """Prefill result of a prompt."""
+
+    state: Any
+    """State of the prompt, see `Decoder.prefill`."""
+    hidden_H: Tensor
+    """Hidden state of the last prompt token, from which the first response tokens are sampled."""
+    chosen_PW: Tensor | None
+    """Experts chosen for the prompt tokens; None if they are not recorded."""
+
+
+class Responses(NamedTuple):
+    """Responses in prompt order, n per prompt; response s is in row s, starting at column 0."""
+
+    tokens: Tensor
+    """[S, N] int64."""
+    logprobs: Tensor
+    """[S, N] fp32, 0 after the end."""
+    lengths: Tensor
+    """[S] int64."""
+    truncated: Tensor
+    """[S] bool."""
+
+
+def empty_responses(count: int, tokens: int, device: torch.device) -> Responses:
+    """Allocate `count` empty responses of up to `tokens` tokens."""
+    return Responses(
+        torch.zeros(count, tokens, dtype=torch.int64, device=device),
+        torch.zeros(count, tokens, device=device),
+        torch.zeros(count, dtype=torch.int64, device=device),
+        torch.zeros(count, dtype=torch.bool, device=device),
+    )
+
+
+class Stopping:
+    """Decides which rows have ended. Response lengths come only from here; masks are never inferred from token ids.
+
+    With `fixed_length`, no response ends early, and stop tokens are ordinary tokens.
+    """
+
+    def __init__(
+        self,
+        config: GenerationConfig,
+        eos_token_ids: Sequence[int],
+        tokenizer: Any,
+        words: int,
+        device: torch.device,
+    ) -> None:
+        """Select the stop tokens, from `config` or else from `eos_token_ids`; `words` is the vocabulary size.
+
+        Raises:
+            ConfigError: a stop token is not in the vocabulary; stop strings have no tokenizer; or stop strings are
+                combined with `fixed_length`.
+        """
+        chosen = eos_token_ids if config.stop_token_ids is None else config.stop_token_ids
+        ids = [] if config.fixed_length else sorted(set(chosen))
+        if outside := [i for i in ids if not 0 <= i < words]:
+            raise ConfigError(
+                f"stop token {outside[0]} is not in the vocabulary (0 to {words - 1}). Change "
+                "generation.stop_token_ids, or the end tokens of the model folder."
+            )
+        if config.stop_strings and config.fixed_length:
+            raise ConfigError(
+                f"generation.stop_strings={config.stop_strings}: incompatible with fixed_length. Remove one of the two."
+            )
+        if config.stop_strings and tokenizer is None:
+            raise ConfigError(f"generation.stop_strings={config.stop_strings}: no tokenizer. Use stop_token_ids.")
+        self.is_stop_V = torch.zeros(words, dtype=torch.bool, device=device)
+        self.is_stop_V[ids] = True
+        self._min_new = config.min_new_tokens if ids else 0
+        self.strings = tuple(config.stop_strings)
+        self._tokenizer = tokenizer
+        self._tail = MARGIN + max((len(s.encode()) for s in self.strings), default=0)
+
+    def blocked(self, counts_B: Tensor) -> Tensor | None:
+        """Return the tokens that rows with `counts_B` tokens must not sample, [B, V] bool; None if all are
+        allowed.
+        """
+        if self._min_new == 0:
+            return None
+        return (counts_B < self._min_new)[:, None] & self.is_stop_V
+
+    def has_stop_string(self, tokens_BN: Tensor, counts_B: Tensor) -> Tensor:
+        """Return [B] bool: whether the first `counts_B` tokens of a row contain a stop string. Call it at every
+        token.
+
+        Only the tail of a response is decoded. A token has at least one byte, so a stop string spans at most as many
+        tokens as it has bytes. A match is confirmed on the whole response, since a tail may decode differently by
+        itself.
+        """
+        columns = counts_B[:, None] - torch.arange(self._tail, 0, -1, device=counts_B.device)
+        tails = tokens_BN.gather(1, columns.clamp_(min=0)).tolist()
+        hits = [
+            self._contains(tail[-count:]) and (count <= self._tail or self._contains(tokens_BN[row, :count].tolist()))
+            for row, (tail, count) in enumerate(zip(tails, counts_B.tolist(), strict=True))
+        ]
+        return torch.tensor(hits, device=counts_B.device)
+
+    def _contains(self, tokens: list[int]) -> bool:
+        text = self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return any(s in text for s in self.strings)
+
+
+class ExpertRecord:
+    """The choices of all sequences of a rollout."""
+
+    def __init__(self, width: int, tokens: int, device: torch.device) -> None:
+        """Start without sequences.
+
+        Args:
+            width: number of experts of all routers per token.
+            tokens: maximum number of tokens of a response.
+            device: device of the rollout.
+        """
+        self._responses_SNW = torch.empty(0, tokens, width, dtype=DTYPE, device=device)
+        self._prompts: dict[int, Tensor] = {}
+
+    def grow(self, count: int) -> None:
+        """Add rows for more sequences."""
+        _, tokens, width = self._responses_SNW.shape
+        self._responses_SNW = torch.cat([self._responses_SNW, self._responses_SNW.new_empty(count, tokens, width)])
+
+    def begin(self, sequences: Iterable[int], prompt_PW: Tensor) -> None:
+        """Set the choices for the prompt of sequences that start."""
+        self._prompts |= dict.fromkeys(sequences, prompt_PW)
+
+    def add(self, cells_B: Tensor, chosen_BW: Tensor) -> None:
+        """Set the choices for one token in each of B rows; `cells_B` are indices into the flattened [S * N]."""
+        self._responses_SNW.view(-1, chosen_BW.shape[1]).index_copy_(0, cells_B, chosen_BW)
+
+    def of(self, sequences: Sequence[int], lengths: Sequence[int]) -> list[Tensor]:
+        """Return the choices of ended sequences, [P + length, W] each. That for the last token is unknown."""
+        found = []
+        for sequence, length in zip(sequences, lengths, strict=True):
+            response_NW = self._responses_SNW[sequence, :length].clone()
+            response_NW[-1:] = UNKNOWN
+            found.append(torch.cat([self._prompts[sequence], response_NW]))
+        return found
+
+    def forget(self, sequences: Iterable[int]) -> None:
+        """Free the choices for the prompts of sequences whose rows are released."""
+        for sequence in sequences:
+            self._prompts.pop(sequence, None)

@@ -1,9 +1,4 @@
-"""Model interface of a rollout: the last hidden states of tokens, with attention defined by a context.
-
-`RolloutResources`: settings of an engine's own sampler, and what its rollouts keep for the next one.
-
-`RolloutModel`: a language model as rollouts run it, with the decoder that each rollout builds from it.
-"""
+"""`RolloutModel`: the decoder that rollouts build from the current weights, their memory, and the cores they use."""
 
 from __future__ import annotations
 
@@ -36,92 +31,6 @@ SMALL_PRODUCT = 2**23
 
 READING = 13
 """Multiply-adds that take as long as reading one weight, the dominant cost of a product with one row."""
-
-
-def positions_of(model: Any) -> int | None:
-    """Return the maximum sequence length of a model (`max_position_embeddings`); None if no limit is known."""
-    limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return limit
-
-
-class Cores:
-    """Limits trunk passes with small matrix products, such as decode steps, to one CPU core.
-
-    The setting applies to the thread that runs the trunk. MKL has one thread count for all threads.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        """Measure the matrix sizes of the trunk's modules."""
-        layers = (m for m in module.modules() if not isinstance(m, nn.Embedding))
-        sizes = [p.numel() for layer in layers for p in layer.parameters(recurse=False) if p.ndim == 2]
-        self._mean = sum(sizes) / max(1, len(sizes))
-        self._on_cpu = next(module.parameters()).device.type == "cpu"
-        self._threads = self._now = torch.get_num_threads()
-
-    def saved_by(self, trunk: Trunk) -> Trunk:
-        """Wrap the trunk, so that each pass sets its number of cores."""
-        if not self._on_cpu:
-            return trunk
-
-        def thrifty(ids_N: Tensor, positions_N: Tensor, context: AttentionContext) -> Tensor:
-            self._set(1 if self._mean * (len(ids_N) + READING) <= SMALL_PRODUCT else self._threads)
-            return trunk(ids_N, positions_N, context)
-
-        return thrifty
-
-    def give_back(self) -> None:
-        """Restore the original number of cores."""
-        self._set(self._threads)
-
-    def _set(self, threads: int) -> None:
-        if threads != self._now:
-            torch.set_num_threads(threads)
-            self._now = threads
-
-
-@contextmanager
-def one_core_for_small_products(module: nn.Module) -> Iterator[Cores]:
-    """Return the `Cores` of a rollout, and restore the number of cores on exit."""
-    cores = Cores(module)
-    try:
-        yield cores
-    finally:
-        cores.give_back()
-
-
-@dataclass(frozen=True)
-class RolloutResources:
-    """Settings of the in-process sampler of an engine, and the memory that its rollouts share."""
-
-    settings: InProcessSampling = field(default_factory=InProcessSampling)
-    memory: KeptMemory | None = None
-    """Memory for weights and KV cache that is kept between rollouts; None allocates it for each rollout."""
-    captured: CapturedSteps | None = None
-    """Captured decode steps, which require `memory`; None launches each operator."""
-
-    @classmethod
-    def of(cls, name: str, settings: InProcessSampling, device: torch.device) -> RolloutResources:
-        """Return the resources of the model of a role.
-
-        Args:
-            name: the role, for messages.
-            settings: settings of its sampler.
-            device: device of its weights.
-
-        Raises:
-            ConfigError: `cuda_graphs` requires another device, or memory that is kept.
-        """
-        if settings.cuda_graphs and (device.type != "cuda" or not settings.keep_memory):
-            raise ConfigError(f"models.{name}.sampler.cuda_graphs=true: requires device=cuda and keep_memory=true.")
-        memory = KeptMemory() if settings.keep_memory else None
-        return cls(settings, memory, CapturedSteps(CudaGraphs()) if settings.cuda_graphs else None)
-
-    def free(self) -> None:
-        """Free the memory that is kept between rollouts, if any, and the captured steps that use it."""
-        if self.captured is not None:
-            self.captured.clear()
-        if self.memory is not None:
-            self.memory.free()
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,3 +102,89 @@ class RolloutModel:
         if captured is not None and plain and isinstance(trunk, FusedTrunk):
             return CapturedDecoder(trunk, captured), head
         return PackedDecoder(cores.saved_by(trunk), self.routers, self.images), head
+
+
+@dataclass(frozen=True)
+class RolloutResources:
+    """Settings of the in-process sampler of an engine, and the memory that its rollouts share."""
+
+    settings: InProcessSampling = field(default_factory=InProcessSampling)
+    memory: KeptMemory | None = None
+    """Memory for weights and KV cache that is kept between rollouts; None allocates it for each rollout."""
+    captured: CapturedSteps | None = None
+    """Captured decode steps, which require `memory`; None launches each operator."""
+
+    @classmethod
+    def of(cls, name: str, settings: InProcessSampling, device: torch.device) -> RolloutResources:
+        """Return the resources of the model of a role.
+
+        Args:
+            name: the role, for messages.
+            settings: settings of its sampler.
+            device: device of its weights.
+
+        Raises:
+            ConfigError: `cuda_graphs` requires another device, or memory that is kept.
+        """
+        if settings.cuda_graphs and (device.type != "cuda" or not settings.keep_memory):
+            raise ConfigError(f"models.{name}.sampler.cuda_graphs=true: requires device=cuda and keep_memory=true.")
+        memory = KeptMemory() if settings.keep_memory else None
+        return cls(settings, memory, CapturedSteps(CudaGraphs()) if settings.cuda_graphs else None)
+
+    def free(self) -> None:
+        """Free the memory that is kept between rollouts, if any, and the captured steps that use it."""
+        if self.captured is not None:
+            self.captured.clear()
+        if self.memory is not None:
+            self.memory.free()
+
+
+class Cores:
+    """Limits trunk passes with small matrix products, such as decode steps, to one CPU core.
+
+    The setting applies to the thread that runs the trunk. MKL has one thread count for all threads.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        """Measure the matrix sizes of the trunk's modules."""
+        layers = (m for m in module.modules() if not isinstance(m, nn.Embedding))
+        sizes = [p.numel() for layer in layers for p in layer.parameters(recurse=False) if p.ndim == 2]
+        self._mean = sum(sizes) / max(1, len(sizes))
+        self._on_cpu = next(module.parameters()).device.type == "cpu"
+        self._threads = self._now = torch.get_num_threads()
+
+    def saved_by(self, trunk: Trunk) -> Trunk:
+        """Wrap the trunk, so that each pass sets its number of cores."""
+        if not self._on_cpu:
+            return trunk
+
+        def thrifty(ids_N: Tensor, positions_N: Tensor, context: AttentionContext) -> Tensor:
+            self._set(1 if self._mean * (len(ids_N) + READING) <= SMALL_PRODUCT else self._threads)
+            return trunk(ids_N, positions_N, context)
+
+        return thrifty
+
+    def give_back(self) -> None:
+        """Restore the original number of cores."""
+        self._set(self._threads)
+
+    def _set(self, threads: int) -> None:
+        if threads != self._now:
+            torch.set_num_threads(threads)
+            self._now = threads
+
+
+@contextmanager
+def one_core_for_small_products(module: nn.Module) -> Iterator[Cores]:
+    """Return the `Cores` of a rollout, and restore the number of cores on exit."""
+    cores = Cores(module)
+    try:
+        yield cores
+    finally:
+        cores.give_back()
+
+
+def positions_of(model: Any) -> int | None:
+    """Return the maximum sequence length of a model (`max_position_embeddings`); None if no limit is known."""
+    limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return limit

@@ -1,6 +1,4 @@
-"""Choice of the implementation of decode steps: the modules of transformers, `FusedTrunk`, or `CompiledTrunk`.
-
-Build a `FusedTrunk` from the modules of a model, if it computes the same.
+"""Choose what computes the layers of a rollout: the modules of transformers, a `FusedTrunk`, or a `CompiledTrunk`.
 
 Each rollout reads the current weights, so optimizer steps take effect. A model is fused only if all its parts are
 known, and if a comparison gave the same hidden states.
@@ -40,6 +38,17 @@ Rounding differs by about 1e-6. For SmolLM2-135M, 2e-5 corresponds to about 1e-3
 """
 
 logger = logging.getLogger(__name__)
+FAMILIES = frozenset({"llama", "mistral", "phi3", "qwen2", "qwen3"})
+"""Values of `model_type` whose layers `fused_layers` implements."""
+
+ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
+"""Types of rotary positions that do not depend on the text length."""
+
+CPU_BYTES = 2**32
+"""Memory limit for copies of weights on a CPU, in bytes. On an accelerator it is a quarter of the free memory."""
+
+PROBE_LENGTHS = (9, 4, 14, 5)
+PROBE_STEPS = 3
 
 
 class DecodePath(StrEnum):
@@ -51,6 +60,71 @@ class DecodePath(StrEnum):
     """`FusedTrunk`, with operators of torch."""
     compiled = "compiled"
     """`CompiledTrunk`, with the compiled library."""
+
+
+class Fusion:
+    """Decides whether a model's rollouts can run on a `FusedTrunk`. The first rollout makes the comparison.
+
+    Args:
+        model: the transformers model.
+        compiled: whether decode steps of a fused trunk run in the compiled library, see `CompiledTrunk`.
+    """
+
+    def __init__(self, model: Any, compiled: CompiledDecode = CompiledDecode.auto) -> None:
+        self._model = model
+        self._args: list[AttentionArgs] | None = None
+        self.path = DecodeChoice(type(model).__name__, compiled)
+        """The choice of what computes the decode steps."""
+        self.obstacle: str | None = None
+        """Reason why the last rollout ran the model's own modules; None if it was fused, or no rollout has run."""
+        self._difference: str | None = None
+        self._logged: str | None = None
+
+    @property
+    def known(self) -> bool:
+        """Whether a comparison has succeeded."""
+        return self._args is not None
+
+    @torch.no_grad()
+    def compare(self) -> None:
+        """Run the comparison now.
+
+        A resumed run calls this with its initial weights, so that it gets the same outcome as the original run.
+        """
+        with suppress(_Unknown):
+            self._args = self._compared()
+
+    def _compared(self) -> list[AttentionArgs]:
+        """See `_compared`. A difference is final: measuring it again after each step would only change its digits."""
+        if self._difference is not None:
+            raise _Different(self._difference)
+        try:
+            return _compared(self._model)
+        except _Different as error:
+            self._difference = str(error)
+            raise
+
+    @torch.no_grad()
+    def trunk(self, length: int, dtype: torch.dtype, memory: KeptMemory | None = None) -> Trunk:
+        """Return the trunk for a rollout with the current weights: a fused one if possible, else the modules.
+
+        Args:
+            length: number of positions to support.
+            dtype: dtype of matrix products.
+            memory: kept memory for the copies of the weights; None allocates it.
+        """
+        try:
+            if self._args is None:
+                self._args = self._compared()
+            trunk = self.path.fastest(_read(self._model, self._args, length, dtype, memory))
+            self.obstacle = None
+            return trunk
+        except _Unknown as error:
+            self.path.record(DecodePath.modules, str(error))
+            if self._logged != str(error):
+                logger.info("Rollouts of %s call its modules, since %s", type(self._model).__name__, error)
+            self.obstacle = self._logged = str(error)
+            return ModuleTrunk(self._model)
 
 
 class DecodeChoice:
@@ -137,90 +211,12 @@ class DecodeChoice:
         self.now, self.resumed = path, None
 
 
-FAMILIES = frozenset({"llama", "mistral", "phi3", "qwen2", "qwen3"})
-"""Values of `model_type` whose layers `fused_layers` implements."""
-
-ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
-"""Types of rotary positions that do not depend on the text length."""
-
-CPU_BYTES = 2**32
-"""Memory limit for copies of weights on a CPU, in bytes. On an accelerator it is a quarter of the free memory."""
-
-PROBE_LENGTHS = (9, 4, 14, 5)
-PROBE_STEPS = 3
-
-
 class _Unknown(Exception):
     """The model has a feature that `fused_layers` does not support."""
 
 
 class _Different(_Unknown):
     """The fused layers compute other hidden states than the modules."""
-
-
-class Fusion:
-    """Decides whether a model's rollouts can run on a `FusedTrunk`. The first rollout makes the comparison.
-
-    Args:
-        model: the transformers model.
-        compiled: whether decode steps of a fused trunk run in the compiled library, see `CompiledTrunk`.
-    """
-
-    def __init__(self, model: Any, compiled: CompiledDecode = CompiledDecode.auto) -> None:
-        self._model = model
-        self._args: list[AttentionArgs] | None = None
-        self.path = DecodeChoice(type(model).__name__, compiled)
-        """The choice of what computes the decode steps."""
-        self.obstacle: str | None = None
-        """Reason why the last rollout ran the model's own modules; None if it was fused, or no rollout has run."""
-        self._difference: str | None = None
-        self._logged: str | None = None
-
-    @property
-    def known(self) -> bool:
-        """Whether a comparison has succeeded."""
-        return self._args is not None
-
-    @torch.no_grad()
-    def compare(self) -> None:
-        """Run the comparison now.
-
-        A resumed run calls this with its initial weights, so that it gets the same outcome as the original run.
-        """
-        with suppress(_Unknown):
-            self._args = self._compared()
-
-    def _compared(self) -> list[AttentionArgs]:
-        """See `_compared`. A difference is final: measuring it again after each step would only change its digits."""
-        if self._difference is not None:
-            raise _Different(self._difference)
-        try:
-            return _compared(self._model)
-        except _Different as error:
-            self._difference = str(error)
-            raise
-
-    @torch.no_grad()
-    def trunk(self, length: int, dtype: torch.dtype, memory: KeptMemory | None = None) -> Trunk:
-        """Return the trunk for a rollout with the current weights: a fused one if possible, else the modules.
-
-        Args:
-            length: number of positions to support.
-            dtype: dtype of matrix products.
-            memory: kept memory for the copies of the weights; None allocates it.
-        """
-        try:
-            if self._args is None:
-                self._args = self._compared()
-            trunk = self.path.fastest(_read(self._model, self._args, length, dtype, memory))
-            self.obstacle = None
-            return trunk
-        except _Unknown as error:
-            self.path.record(DecodePath.modules, str(error))
-            if self._logged != str(error):
-                logger.info("Rollouts of %s call its modules, since %s", type(self._model).__name__, error)
-            self.obstacle = self._logged = str(error)
-            return ModuleTrunk(self._model)
 
 
 @dataclass(eq=False)
