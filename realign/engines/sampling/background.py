@@ -31,7 +31,7 @@ from realign.engines.network.decoder import Decoder
 from realign.engines.network.images import PromptInput, followed_by
 from realign.engines.network.network import Network
 from realign.engines.sampling.compiled.fusion import Fusion
-from realign.engines.sampling.decode import PREFILL_TOKENS, Responses, Rollout, Stopping
+from realign.engines.sampling.decode import PREFILL_TOKENS, Entry, Responses, Rollout, Stopping
 from realign.engines.sampling.draw import response_keys
 from realign.engines.sampling.generate import check_logprobs, checked_prompts, packed
 from realign.engines.sampling.rollout_model import Cores, RolloutModel, RolloutResources
@@ -565,7 +565,7 @@ class Stream(Rollout):
     def so_far(self, sequence: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return copies of the tokens, log-probs and versions [N] of an unfinished sequence."""
         row = self._row(sequence)
-        count = 0 if row is None else int(self.rows[3, row])
+        count = 0 if row is None else int(self.rows[Entry.COUNT, row])
         parts = (self.responses.tokens, self.responses.logprobs, self.versions)
         tokens_N, logprobs_N, versions_N = (x[sequence, :count].clone() for x in parts)
         return tokens_N, logprobs_N, versions_N
@@ -581,8 +581,8 @@ class Stream(Rollout):
 
     def _row(self, sequence: int) -> int | None:
         """Return the slot of a sequence that is being decoded; None if it waits."""
-        found = (self.rows[0, : self.active] == sequence).nonzero()
-        return int(found[0]) if len(found) else None
+        slots = (self._active(Entry.SEQUENCE) == sequence).nonzero()
+        return int(slots[0]) if len(slots) else None
 
     def free_cache(self) -> None:
         """Free the KV cache of all sequences. Decoding is not allowed until `fill_cache`."""
@@ -610,7 +610,7 @@ class Stream(Rollout):
         self.waiting.forget_prefills()
         if not self.active:
             return
-        sequences_B, counts_B = self.rows[0, : self.active], self.rows[3, : self.active]
+        sequences_B, counts_B = self._active(Entry.SEQUENCE), self._active(Entry.COUNT)
         later_BN = torch.arange(self.versions.shape[1], device=self.device) >= counts_B[:, None]
         self.versions[sequences_B] = self.versions[sequences_B].masked_fill(later_BN, version)
         if recompute and self.cache is not None:
@@ -621,7 +621,7 @@ class Stream(Rollout):
 
         The newest token of each row is excluded, since the next decode step writes it.
         """
-        sequences, counts = self.rows[0, : self.active].tolist(), self.rows[3, : self.active].tolist()
+        sequences, counts = self._active(Entry.SEQUENCE).tolist(), self._active(Entry.COUNT).tolist()
         texts = [
             followed_by(self._texts[sequence], self.responses.tokens[sequence, : count - 1])
             for sequence, count in zip(sequences, counts, strict=True)

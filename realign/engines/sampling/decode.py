@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any, NamedTuple
 
 import torch
@@ -46,8 +47,27 @@ SYNC_EVERY = 8
 AT_ONCE = 16
 """Random numbers generated at a time for each row."""
 
-_NUMBERS = 6
-"""Number of bookkeeping entries per row in `Rollout.rows`; random numbers follow them."""
+class Entry(IntEnum):
+    """Entries of `Rollout.rows`, which has a column for each row being decoded.
+
+    Entries are in one tensor, so that a row moves to another slot by one copy. `Rollout._record` advances `POSITION`,
+    `COUNT` and `CELL` together, which are therefore neighbors.
+    """
+
+    SEQUENCE = 0
+    """Row of `Rollout.responses`."""
+    TOKEN = 1
+    """The newest token."""
+    POSITION = 2
+    """Position of the newest token."""
+    COUNT = 3
+    """Number of sampled tokens."""
+    CELL = 4
+    """Index of the next token in the flattened `responses`."""
+    KEY = 5
+    """Key of the random numbers."""
+    NUMBERS = 6
+    """The first of `AT_ONCE` random numbers, as the bits of fp64."""
 
 
 class Rollout:
@@ -95,9 +115,8 @@ class Rollout:
         """Finished sequences, as rows of `responses`."""
         self.cache: SlotCache | None = None
         self.longest = 0
-        # Column b describes row b: sequence, newest token, its position, number of sampled tokens, index of the next
-        # token in the flattened `responses`, key of the random numbers, then random numbers (fp64 bits).
-        self.rows = torch.zeros(_NUMBERS + AT_ONCE, 0, dtype=torch.int64, device=self.device)
+        self.rows = torch.zeros(Entry.NUMBERS + AT_ONCE, 0, dtype=torch.int64, device=self.device)
+        """[entries, slots] int64: column b describes row b, see `Entry`."""
         self.numbers_used = AT_ONCE
 
     def add(self, prompts: Sequence[PromptInput], keys_S: Tensor) -> Tensor:
@@ -128,6 +147,10 @@ class Rollout:
         if self.experts is not None:
             self.experts.grow(count)
         return torch.arange(first, first + count, device=self.device)
+
+    def _active(self, entry: Entry) -> Tensor:
+        """Return an entry of the rows that are being decoded, a view [B] of `rows`."""
+        return self.rows[entry, : self.active]
 
     @property
     def busy(self) -> bool:
@@ -173,19 +196,19 @@ class Rollout:
             cache.fill(self.active, self.active + count, read.state)
             if self.experts is not None and read.chosen_PW is not None:
                 self.experts.begin(begun.sequences.tolist(), read.chosen_PW)
-            self.rows[2, self.active : self.active + count] = begun.length - 1
+            self.rows[Entry.POSITION, self.active : self.active + count] = begun.length - 1
             self.longest = max(self.longest, begun.length)
             hidden.append(read.hidden_H.expand(count, -1))
             sequences.append(begun.sequences)
             keys.append(begun.keys)
             self.active += count
         rows = self.rows[:, start : self.active]
-        rows[0] = torch.cat(sequences)
-        rows[3] = 0
-        rows[4] = rows[0] * self.config.max_new_tokens
-        rows[5] = torch.cat(keys)
+        rows[Entry.SEQUENCE] = torch.cat(sequences)
+        rows[Entry.COUNT] = 0
+        rows[Entry.CELL] = rows[Entry.SEQUENCE] * self.config.max_new_tokens
+        rows[Entry.KEY] = torch.cat(keys)
         self.numbers_used = AT_ONCE
-        self._begun(rows[0])
+        self._begun(rows[Entry.SEQUENCE])
         self._record(torch.cat(hidden), start)
         self._retire_ended(start)
 
@@ -225,18 +248,18 @@ class Rollout:
         last synchronization (`some_ended`) repeat their last step, which changes nothing.
         """
         assert self.cache is not None
-        tokens_B, positions_B = self.rows[1, : self.active], self.rows[2, : self.active]
+        tokens_B, positions_B = self._active(Entry.TOKEN), self._active(Entry.POSITION)
         self.cache.reach(self.longest + 1, None if self.waiting else self.active)
         hidden_BH = self.decoder.step(self.cache, tokens_B, positions_B, self.longest)
         self.longest = min(self.longest + 1, self.cache.length - 1)  # the longest row may have ended
         if self.experts is not None:
-            self.experts.add(self.rows[4, : self.active] - 1, self.decoder.chosen_NW)
+            self.experts.add(self._active(Entry.CELL) - 1, self.decoder.chosen_NW)
         self._record(hidden_BH, 0, some_ended=some_ended)
 
     def _record(self, hidden_BH: Tensor, first: int, *, some_ended: bool = False) -> None:
         """Sample and store a token for the rows from `first` on, except those that have ended (`some_ended`)."""
-        rows = self.rows[:_NUMBERS, first : self.active]
-        _, tokens_B, _, counts_B, cells_B, _ = rows
+        rows = self.rows[:, first : self.active]
+        tokens_B, counts_B, cells_B = rows[Entry.TOKEN], rows[Entry.COUNT], rows[Entry.CELL]
         tokens, logprobs = self.responses.tokens.view(-1), self.responses.logprobs.view(-1)
         drawn_B, logprobs_B = self._draw(hidden_BH, counts_B)
         more: int | Tensor = 1
@@ -249,11 +272,12 @@ class Rollout:
         tokens.index_copy_(0, cells_B, drawn_B)
         logprobs.index_copy_(0, cells_B, logprobs_B)
         tokens_B.copy_(drawn_B)
-        rows[2:5].add_(more)
+        rows[Entry.POSITION : Entry.CELL + 1].add_(more)
 
     def _retire_ended(self, first: int) -> None:
         """Read on the host which of the rows from `first` on have ended, and retire them."""
-        sequences_B, tokens_B, _, counts_B, _, _ = self.rows[:_NUMBERS, first : self.active]
+        rows = self.rows[:, first : self.active]
+        sequences_B, tokens_B, counts_B = rows[Entry.SEQUENCE], rows[Entry.TOKEN], rows[Entry.COUNT]
         ended_B = self.stopping.is_stop_V[tokens_B]
         if self.stopping.strings:
             ended_B = ended_B | self.stopping.has_stop_string(self.responses.tokens[sequences_B], counts_B)
@@ -283,10 +307,10 @@ class Rollout:
         All rows advance by one token per step, so numbers for `AT_ONCE` steps are generated together.
         """
         if len(counts_B) < self.active:  # sequences that have just started; the others are ahead
-            return uniforms(self.rows[5, self.active - len(counts_B) : self.active], counts_B, 1)[0]
-        numbers = self.rows[_NUMBERS:, : self.active]
+            return uniforms(self._active(Entry.KEY)[self.active - len(counts_B) :], counts_B, 1)[0]
+        numbers = self.rows[Entry.NUMBERS :, : self.active]
         if self.numbers_used == AT_ONCE:
-            numbers.copy_(uniforms(self.rows[5, : self.active], counts_B, AT_ONCE).view(torch.int64))
+            numbers.copy_(uniforms(self._active(Entry.KEY), counts_B, AT_ONCE).view(torch.int64))
             self.numbers_used = 0
         self.numbers_used += 1
         return numbers[self.numbers_used - 1].view(torch.float64)
@@ -302,7 +326,7 @@ class Rollout:
             if self.cache is not None:  # if None, `fill_cache` recomputes it from these rows
                 self.cache.move(movers, gaps, self.longest)
         self.active = left
-        self.longest = int(self.rows[2, :left].max()) if left else 0
+        self.longest = int(self._active(Entry.POSITION).max()) if left else 0
 
 
 def cache_bytes(device: torch.device, fraction: float, free: int | None = None) -> int:
