@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from typing_extensions import override
 
 from realign.api.lengths import IntArray
 from realign.api.sample import TOKENS, SequenceSample
@@ -187,19 +188,21 @@ class EncoderDecoderCache(OwnCache):
         self._model = model
         super().__init__(model.module)
 
+    @override
     def describe(self) -> str:
-        """See `OwnCache.describe`."""
         found = super().describe()
         return found if self.cached else found.replace("whole text", "whole response")
 
+    @override
     def _whole(self, ids_ML: Tensor) -> Tensor:
-        """See `OwnCache._whole`; the first `PROMPT` tokens are the prompt."""
+        # the first `PROMPT` tokens are the prompt
         members, length = ids_ML.shape
         hidden_TH = self._model.whole(ids_ML.flatten(), np.full(members, length), np.full(members, PROMPT))
         return hidden_TH.view(members, length, -1)
 
+    @override
     def prefill(self, texts: Sequence[PromptInput]) -> tuple[Tensor, list[Group]]:
-        """See `Decoder.prefill`. The hidden state of a prompt is that of the start token."""
+        # the hidden state of a prompt is that of the start token, which predicts the first token of the response
         hidden, states = [], []
         for ids in map(ids_of, texts):
             group = Group(ids.new_zeros(1, 0), dict(self._model.encode([ids])))
@@ -208,8 +211,9 @@ class EncoderDecoderCache(OwnCache):
             states.append(group)
         return torch.stack(hidden), states
 
+    @override
     def _append(self, group: Group, tokens_M1: Tensor, positions_M1: Tensor) -> Tensor:
-        """See `OwnCache._append`; positions of the decoder follow from the number of tokens that it has read."""
+        # the decoder derives its positions from the number of tokens that it has read
         group.ids_ML = torch.cat([group.ids_ML, tokens_M1], 1)
         read_ML = tokens_M1 if self.cached else group.ids_ML
         out = self._model.decoder(input_ids=read_ML, use_cache=self.cached, **group.past)

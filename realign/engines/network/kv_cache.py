@@ -16,6 +16,7 @@ from typing import TypeAlias, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import override
 
 from realign.engines.network.attention import ATTENTION, AttentionArgs, PackedContext
 from realign.engines.network.recurrence import RowsForward, States, run_prompts, run_step
@@ -144,13 +145,13 @@ class PrefillContext(PackedContext):
     states: dict[int, list[States]] = field(default_factory=dict, init=False, repr=False)
     _seen: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False)
 
+    @override
     def attend(self, layer: int, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Tensor:
-        """See `AttentionContext.attend`."""
         self._seen[layer] = (k[0], v[0])
         return super().attend(layer, module, q, k, v, args)
 
+    @override
     def recur(self, layer: int, forward: RowsForward, hidden_TH: Tensor) -> Tensor:
-        """See `RecurrentContext.recur`."""
         out, self.states[layer] = run_prompts(layer, forward, hidden_TH.split(self._lengths))
         return torch.cat(out)
 

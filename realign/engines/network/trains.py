@@ -19,6 +19,7 @@ from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from realign.engines.files.adapters import PREFIX, WEIGHTS, absolute
 from realign.engines.files.pretrained import quiet_transformers
@@ -113,8 +114,8 @@ class TopLayers(Trained):
         """True, since the layers below do not train."""
         return True
 
+    @override
     def prepare(self, module: Any, *, path: str, seed: int) -> None:
-        """See `Trained.prepare`."""
         check_layers("layers", self.layers, read_stack(module))
         train_top(module, self.layers)
 
@@ -149,12 +150,12 @@ class Lora(Trained):
         """True, since the base model does not train."""
         return True
 
+    @override
     def check(self, what: str) -> None:
-        """See `Trained.check`."""
         require_peft(what)
 
+    @override
     def prepare(self, module: Any, *, path: str, seed: int) -> None:
-        """See `Trained.prepare`; adds the adapters."""
         add_adapters(
             module,
             rank=self.rank,
@@ -166,25 +167,25 @@ class Lora(Trained):
         )
 
     @property
+    @override
     def only_adds(self) -> bool:
-        """See `Trained.only_adds`."""
         return True
 
     @property
+    @override
     def adapter_rank(self) -> int | None:
-        """See `Trained.adapter_rank`."""
         return self.rank
 
+    @override
     def without(self, module: Any) -> AbstractContextManager[None]:
-        """See `Trained.without`."""
         return adapters_off(module)
 
+    @override
     def dropouts(self, module: nn.Module) -> list[nn.Module]:
-        """See `Trained.dropouts`."""
         return adapter_dropouts(module) if self.dropout else []
 
+    @override
     def save(self, module: Any, folder: Path) -> None:
-        """See `Trained.save`."""
         if self.merge_on_save:
             with quiet_transformers():
                 module.save_pretrained(folder, state_dict=merged_state(module))

@@ -20,6 +20,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from typing_extensions import override
 
 from realign.api.q_values import QValues
 from realign.api.seeds import derive_seed
@@ -152,8 +153,8 @@ class GuidedHead(LMHead):
     q_heads: QNetwork
     advantage_scale: float
 
+    @override
     def logits(self, hidden_NH: Tensor) -> Tensor:
-        """See `LMHead.logits`."""
         return super().logits(hidden_NH) + self.advantage_scale * self.q_heads.smallest_target(hidden_NH)
 
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from realign.api.engine import PipelinableEngine, PostHook
 from realign.api.generation import GenerationConfig
@@ -31,7 +32,7 @@ from realign.engines.network.decoder import Decoder
 from realign.engines.network.images import PromptInput, followed_by
 from realign.engines.network.network import Network
 from realign.engines.sampling.compiled.fusion import Fusion
-from realign.engines.sampling.decode import PREFILL_TOKENS, Entry, Responses, Rollout, Stopping
+from realign.engines.sampling.decode import PREFILL_TOKENS, Responses, Rollout, RowEntry, Stopping
 from realign.engines.sampling.draw import response_keys
 from realign.engines.sampling.generate import check_logprobs, checked_prompts, packed
 from realign.engines.sampling.rollout_model import Cores, RolloutModel, RolloutResources
@@ -121,8 +122,9 @@ class StreamingEngine(SharedEngine):
         """
         self.loop.load_weights(source.weights(), version)
 
+    @override
     def forward(self, data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
-        """See `PipelinableEngine.forward`. Decoding pauses during the call."""
+        # decoding pauses during the call
         return self.loop.between_steps(lambda: self.engine.forward(data, mb_spec, post_hook))
 
     def pause(self) -> None:
@@ -527,8 +529,8 @@ class Stream(Rollout):
         self._texts: dict[int, PromptInput] = {}
         self._freed = (0, 0)  # slots and length of the freed cache
 
+    @override
     def add(self, prompts: Sequence[PromptInput], keys_S: Tensor) -> Tensor:
-        """See `Rollout.add`."""
         sequences_S = super().add(prompts, keys_S)
         for i, sequence in enumerate(sequences_S.tolist()):
             self._texts[sequence] = prompts[i * len(prompts) // len(keys_S)]
@@ -565,7 +567,7 @@ class Stream(Rollout):
     def so_far(self, sequence: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return copies of the tokens, log-probs and versions [N] of an unfinished sequence."""
         row = self._row(sequence)
-        count = 0 if row is None else int(self.rows[Entry.COUNT, row])
+        count = 0 if row is None else int(self.rows[RowEntry.COUNT, row])
         parts = (self.responses.tokens, self.responses.logprobs, self.versions)
         tokens_N, logprobs_N, versions_N = (x[sequence, :count].clone() for x in parts)
         return tokens_N, logprobs_N, versions_N
@@ -581,7 +583,7 @@ class Stream(Rollout):
 
     def _row(self, sequence: int) -> int | None:
         """Return the slot of a sequence that is being decoded; None if it waits."""
-        slots = (self._active(Entry.SEQUENCE) == sequence).nonzero()
+        slots = (self._active(RowEntry.SEQUENCE) == sequence).nonzero()
         return int(slots[0]) if len(slots) else None
 
     def free_cache(self) -> None:
@@ -610,7 +612,7 @@ class Stream(Rollout):
         self.waiting.forget_prefills()
         if not self.active:
             return
-        sequences_B, counts_B = self._active(Entry.SEQUENCE), self._active(Entry.COUNT)
+        sequences_B, counts_B = self._active(RowEntry.SEQUENCE), self._active(RowEntry.COUNT)
         later_BN = torch.arange(self.versions.shape[1], device=self.device) >= counts_B[:, None]
         self.versions[sequences_B] = self.versions[sequences_B].masked_fill(later_BN, version)
         if recompute and self.cache is not None:
@@ -621,7 +623,7 @@ class Stream(Rollout):
 
         The newest token of each row is excluded, since the next decode step writes it.
         """
-        sequences, counts = self._active(Entry.SEQUENCE).tolist(), self._active(Entry.COUNT).tolist()
+        sequences, counts = self._active(RowEntry.SEQUENCE).tolist(), self._active(RowEntry.COUNT).tolist()
         texts = [
             followed_by(self._texts[sequence], self.responses.tokens[sequence, : count - 1])
             for sequence, count in zip(sequences, counts, strict=True)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from realign.engines.network.decoder import PackedCache, PackedDecoder
 from realign.engines.network.kv_cache import DecodeContext
@@ -132,8 +133,8 @@ class CapturedDecoder(PackedDecoder):
         self._fused = trunk
         self._steps = steps
 
+    @override
     def step(self, cache: PackedCache, tokens_B: Tensor, positions_B: Tensor, longest: int) -> Tensor:
-        """See `Decoder.step`."""
         return self._steps.run(self._fused, cache, tokens_B, positions_B, longest)
 
 

@@ -47,7 +47,8 @@ SYNC_EVERY = 8
 AT_ONCE = 16
 """Random numbers generated at a time for each row."""
 
-class Entry(IntEnum):
+
+class RowEntry(IntEnum):
     """Entries of `Rollout.rows`, which has a column for each row being decoded.
 
     Entries are in one tensor, so that a row moves to another slot by one copy. `Rollout._record` advances `POSITION`,
@@ -115,8 +116,8 @@ class Rollout:
         """Finished sequences, as rows of `responses`."""
         self.cache: SlotCache | None = None
         self.longest = 0
-        self.rows = torch.zeros(Entry.NUMBERS + AT_ONCE, 0, dtype=torch.int64, device=self.device)
-        """[entries, slots] int64: column b describes row b, see `Entry`."""
+        self.rows = torch.zeros(RowEntry.NUMBERS + AT_ONCE, 0, dtype=torch.int64, device=self.device)
+        """[entries, slots] int64: column b describes row b, see `RowEntry`."""
         self.numbers_used = AT_ONCE
 
     def add(self, prompts: Sequence[PromptInput], keys_S: Tensor) -> Tensor:
@@ -148,7 +149,7 @@ class Rollout:
             self.experts.grow(count)
         return torch.arange(first, first + count, device=self.device)
 
-    def _active(self, entry: Entry) -> Tensor:
+    def _active(self, entry: RowEntry) -> Tensor:
         """Return an entry of the rows that are being decoded, a view [B] of `rows`."""
         return self.rows[entry, : self.active]
 
@@ -196,19 +197,19 @@ class Rollout:
             cache.fill(self.active, self.active + count, read.state)
             if self.experts is not None and read.chosen_PW is not None:
                 self.experts.begin(begun.sequences.tolist(), read.chosen_PW)
-            self.rows[Entry.POSITION, self.active : self.active + count] = begun.length - 1
+            self.rows[RowEntry.POSITION, self.active : self.active + count] = begun.length - 1
             self.longest = max(self.longest, begun.length)
             hidden.append(read.hidden_H.expand(count, -1))
             sequences.append(begun.sequences)
             keys.append(begun.keys)
             self.active += count
         rows = self.rows[:, start : self.active]
-        rows[Entry.SEQUENCE] = torch.cat(sequences)
-        rows[Entry.COUNT] = 0
-        rows[Entry.CELL] = rows[Entry.SEQUENCE] * self.config.max_new_tokens
-        rows[Entry.KEY] = torch.cat(keys)
+        rows[RowEntry.SEQUENCE] = torch.cat(sequences)
+        rows[RowEntry.COUNT] = 0
+        rows[RowEntry.CELL] = rows[RowEntry.SEQUENCE] * self.config.max_new_tokens
+        rows[RowEntry.KEY] = torch.cat(keys)
         self.numbers_used = AT_ONCE
-        self._begun(rows[Entry.SEQUENCE])
+        self._begun(rows[RowEntry.SEQUENCE])
         self._record(torch.cat(hidden), start)
         self._retire_ended(start)
 
@@ -248,18 +249,18 @@ class Rollout:
         last synchronization (`some_ended`) repeat their last step, which changes nothing.
         """
         assert self.cache is not None
-        tokens_B, positions_B = self._active(Entry.TOKEN), self._active(Entry.POSITION)
+        tokens_B, positions_B = self._active(RowEntry.TOKEN), self._active(RowEntry.POSITION)
         self.cache.reach(self.longest + 1, None if self.waiting else self.active)
         hidden_BH = self.decoder.step(self.cache, tokens_B, positions_B, self.longest)
         self.longest = min(self.longest + 1, self.cache.length - 1)  # the longest row may have ended
         if self.experts is not None:
-            self.experts.add(self._active(Entry.CELL) - 1, self.decoder.chosen_NW)
+            self.experts.add(self._active(RowEntry.CELL) - 1, self.decoder.chosen_NW)
         self._record(hidden_BH, 0, some_ended=some_ended)
 
     def _record(self, hidden_BH: Tensor, first: int, *, some_ended: bool = False) -> None:
         """Sample and store a token for the rows from `first` on, except those that have ended (`some_ended`)."""
         rows = self.rows[:, first : self.active]
-        tokens_B, counts_B, cells_B = rows[Entry.TOKEN], rows[Entry.COUNT], rows[Entry.CELL]
+        tokens_B, counts_B, cells_B = rows[RowEntry.TOKEN], rows[RowEntry.COUNT], rows[RowEntry.CELL]
         tokens, logprobs = self.responses.tokens.view(-1), self.responses.logprobs.view(-1)
         drawn_B, logprobs_B = self._draw(hidden_BH, counts_B)
         more: int | Tensor = 1
@@ -272,12 +273,12 @@ class Rollout:
         tokens.index_copy_(0, cells_B, drawn_B)
         logprobs.index_copy_(0, cells_B, logprobs_B)
         tokens_B.copy_(drawn_B)
-        rows[Entry.POSITION : Entry.CELL + 1].add_(more)
+        rows[RowEntry.POSITION : RowEntry.CELL + 1].add_(more)
 
     def _retire_ended(self, first: int) -> None:
         """Read on the host which of the rows from `first` on have ended, and retire them."""
         rows = self.rows[:, first : self.active]
-        sequences_B, tokens_B, counts_B = rows[Entry.SEQUENCE], rows[Entry.TOKEN], rows[Entry.COUNT]
+        sequences_B, tokens_B, counts_B = rows[RowEntry.SEQUENCE], rows[RowEntry.TOKEN], rows[RowEntry.COUNT]
         ended_B = self.stopping.is_stop_V[tokens_B]
         if self.stopping.strings:
             ended_B = ended_B | self.stopping.has_stop_string(self.responses.tokens[sequences_B], counts_B)
@@ -307,10 +308,10 @@ class Rollout:
         All rows advance by one token per step, so numbers for `AT_ONCE` steps are generated together.
         """
         if len(counts_B) < self.active:  # sequences that have just started; the others are ahead
-            return uniforms(self._active(Entry.KEY)[self.active - len(counts_B) :], counts_B, 1)[0]
-        numbers = self.rows[Entry.NUMBERS :, : self.active]
+            return uniforms(self._active(RowEntry.KEY)[self.active - len(counts_B) :], counts_B, 1)[0]
+        numbers = self.rows[RowEntry.NUMBERS :, : self.active]
         if self.numbers_used == AT_ONCE:
-            numbers.copy_(uniforms(self._active(Entry.KEY), counts_B, AT_ONCE).view(torch.int64))
+            numbers.copy_(uniforms(self._active(RowEntry.KEY), counts_B, AT_ONCE).view(torch.int64))
             self.numbers_used = 0
         self.numbers_used += 1
         return numbers[self.numbers_used - 1].view(torch.float64)
@@ -326,7 +327,7 @@ class Rollout:
             if self.cache is not None:  # if None, `fill_cache` recomputes it from these rows
                 self.cache.move(movers, gaps, self.longest)
         self.active = left
-        self.longest = int(self._active(Entry.POSITION).max()) if left else 0
+        self.longest = int(self._active(RowEntry.POSITION).max()) if left else 0
 
 
 def cache_bytes(device: torch.device, fraction: float, free: int | None = None) -> int:

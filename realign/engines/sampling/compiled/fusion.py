@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
+from typing_extensions import override
 
 from realign.engines.device_memory import free_bytes
 from realign.engines.network.attention import AttentionArgs, PackedContext
@@ -225,8 +226,8 @@ class _Recorder(PackedContext):
 
     args: list[AttentionArgs] = field(default_factory=list, init=False)
 
+    @override
     def attend(self, layer: int, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Tensor:
-        """See `AttentionContext.attend`."""
         self.args.append(args)
         return super().attend(layer, module, q, k, v, args)
 
