@@ -35,17 +35,6 @@ from realign.engines.network.recurrence import RowsForward, run_sequences
 from realign.errors import ConfigError
 from realign.functional.packed import cu_seqlens_of, position_ids
 
-__all__ = [
-    "ATTENTION",
-    "AttentionArgs",
-    "AttentionContext",
-    "Backend",
-    "NotPackableError",
-    "PackedContext",
-    "packed_inputs",
-    "use_attention",
-]
-
 ATTENTION = "realign"
 
 # Keywords of a model call that reach the attention function and do not change its result.

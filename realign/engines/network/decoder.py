@@ -16,7 +16,7 @@ from torch import Tensor
 
 from realign.engines.network.attention import AttentionContext
 from realign.engines.network.heads import read_body
-from realign.engines.network.images import ImagePrompt, ImageReader, PromptInput, ids_of
+from realign.engines.network.images import ImageInputs, ImagePrompt, PromptInput, ids_of
 from realign.engines.network.kernels import CONTEXT
 from realign.engines.network.kv_cache import (
     DecodeContext,
@@ -215,7 +215,7 @@ class PackedDecoder:
 
     reads_rows = False
 
-    def __init__(self, trunk: Trunk, routers: Routers | None = None, images: ImageReader | None = None) -> None:
+    def __init__(self, trunk: Trunk, routers: Routers | None = None, images: ImageInputs | None = None) -> None:
         """Run `trunk`, and record the choices of its `routers`, if any."""
         self.trunk = trunk
         self.images = images

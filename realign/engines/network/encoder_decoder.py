@@ -26,7 +26,7 @@ from realign.api.sample import TOKENS, SequenceSample
 from realign.engines.network.heads import read_head
 from realign.engines.network.images import PromptInput, ids_of
 from realign.engines.network.passes import similar_lengths
-from realign.engines.network.unpacked import PROMPT, TOLERANCE, Group, OwnCache, probing, relative_error
+from realign.engines.network.unpacked import PROMPT, TOLERANCE, OwnCache, ResponseGroup, probing, relative_error
 from realign.errors import ConfigError, DataError
 from realign.functional.logprobs import LMHead
 
@@ -58,8 +58,8 @@ class EncoderDecoder:
         self.reason = reason
         family = f"model family {module.config.model_type!r}"
         sources = (module.config, getattr(module, "generation_config", None))
-        found = (getattr(source, "decoder_start_token_id", None) for source in sources)
-        start = next((token for token in found if token is not None), None)
+        tokens = (getattr(source, "decoder_start_token_id", None) for source in sources)
+        start = next((token for token in tokens if token is not None), None)
         if start is None:
             raise ConfigError(f"{family}: config.json has no decoder_start_token_id. Add it.")
         self.start = int(start)
@@ -158,7 +158,7 @@ def prompt_lengths(data: SequenceSample, lengths: IntArray) -> IntArray:
             f"An encoder-decoder model needs the key {LOSS_MASK!r}, which separates the prompt from the response. Add "
             "it to the keys that the interface reads."
         )
-    mask_T, starts, found = data[LOSS_MASK].cpu().numpy(), np.cumsum(lengths) - lengths, lengths.copy()
+    mask_T, starts, prompt_S = data[LOSS_MASK].cpu().numpy(), np.cumsum(lengths) - lengths, lengths.copy()
     for s, (start, length) in enumerate(zip(starts, lengths, strict=True)):
         trained = np.flatnonzero(mask_T[start : start + length])
         if not len(trained):
@@ -173,8 +173,8 @@ def prompt_lengths(data: SequenceSample, lengths: IntArray) -> IntArray:
                 f"{LOSS_MASK}: a sequence has several responses. An encoder-decoder model reads one prompt and writes "
                 "one response. Use data with one trained turn (data.train_on_turns=last), and no environment or tools."
             )
-        found[s] = trained[0]
-    return found
+        prompt_S[s] = trained[0]
+    return prompt_S
 
 
 class EncoderDecoderCache(OwnCache):
@@ -190,8 +190,8 @@ class EncoderDecoderCache(OwnCache):
 
     @override
     def describe(self) -> str:
-        found = super().describe()
-        return found if self.cached else found.replace("whole text", "whole response")
+        text = super().describe()
+        return text if self.cached else text.replace("whole text", "whole response")
 
     @override
     def _whole(self, ids_ML: Tensor) -> Tensor:
@@ -201,18 +201,18 @@ class EncoderDecoderCache(OwnCache):
         return hidden_TH.view(members, length, -1)
 
     @override
-    def prefill(self, texts: Sequence[PromptInput]) -> tuple[Tensor, list[Group]]:
+    def prefill(self, texts: Sequence[PromptInput]) -> tuple[Tensor, list[ResponseGroup]]:
         # the hidden state of a prompt is that of the start token, which predicts the first token of the response
         hidden, states = [], []
         for ids in map(ids_of, texts):
-            group = Group(ids.new_zeros(1, 0), dict(self._model.encode([ids])))
+            group = ResponseGroup(ids.new_zeros(1, 0), dict(self._model.encode([ids])))
             start = torch.full((1, 1), self._model.start, device=ids.device)
             hidden.append(self._append(group, start, start)[0])
             states.append(group)
         return torch.stack(hidden), states
 
     @override
-    def _append(self, group: Group, tokens_M1: Tensor, positions_M1: Tensor) -> Tensor:
+    def _append(self, group: ResponseGroup, tokens_M1: Tensor, positions_M1: Tensor) -> Tensor:
         # the decoder derives its positions from the number of tokens that it has read
         group.ids_ML = torch.cat([group.ids_ML, tokens_M1], 1)
         read_ML = tokens_M1 if self.cached else group.ids_ML

@@ -201,11 +201,11 @@ def _device_obstacle(backend: Backend, device: torch.device, dtype: torch.dtype)
         return why
     if backend is Backend.varlen and _varlen_parameters() is None:
         return "needs a version of torch with torch.nn.attention.varlen"
-    found = capability(device)
-    if backend is Backend.flash3 and found is not None and found[0] != 9:
-        return f"needs compute capability 9.0, but the device has {found[0]}.{found[1]}"
-    if found is not None and found < (8, 0):
-        return f"needs compute capability 8.0, but the device has {found[0]}.{found[1]}"
+    has = capability(device)
+    if backend is Backend.flash3 and has is not None and has[0] != 9:
+        return f"needs compute capability 9.0, but the device has {has[0]}.{has[1]}"
+    if has is not None and has < (8, 0):
+        return f"needs compute capability 8.0, but the device has {has[0]}.{has[1]}"
     return None
 
 

@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
-from realign.engines.network.attention import ATTENTION, AttentionArgs, PackedContext
+from realign.engines.network.attention import ATTENTION, PackedContext
+from realign.engines.network.kernels import AttentionArgs
 from realign.engines.network.recurrence import RowsForward, States, run_prompts, run_step
 
 T = TypeVar("T")
@@ -277,10 +278,10 @@ class KeptMemory:
             name: name of the weight.
             x: a tensor without gaps in memory; the copy has the same strides.
         """
-        kept = self._weights.get(name)
-        if kept is None or not _fits(kept, x.numel(), x):
-            kept = self._weights[name] = x.new_empty(x.numel())
-        return kept.as_strided(x.size(), x.stride()).copy_(x)
+        memory = self._weights.get(name)
+        if memory is None or not _fits(memory, x.numel(), x):
+            memory = self._weights[name] = x.new_empty(x.numel())
+        return memory.as_strided(x.size(), x.stride()).copy_(x)
 
     def take(self, name: Hashable, elements: int, like: Tensor) -> Tensor:
         """Return an uninitialized block [at least `elements`] that no other rollout uses.

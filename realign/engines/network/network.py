@@ -19,8 +19,8 @@ from realign.api.sample import TOKENS, SequenceSample
 from realign.engines.network.attention import NotPackableError, layout_inputs
 from realign.engines.network.branches import Heard, ReferenceBranch, check_layers, layers_that_train, read_stack
 from realign.engines.network.encoder_decoder import EncoderDecoder, EncoderDecoderCache
-from realign.engines.network.heads import is_encoder_decoder, read_body, read_head
-from realign.engines.network.images import NO_IMAGES, ImageReader, image_reader
+from realign.engines.network.heads import IMAGE_FAMILIES, is_encoder_decoder, read_body, read_head
+from realign.engines.network.images import NO_IMAGES, ImageInputs
 from realign.engines.network.output import PackedOutput, ScalarBranch, ScalarHead
 from realign.engines.network.passed_context import pass_context_on
 from realign.engines.network.passes import Layout, ParallelPasses, Passes, SharedPrompts, rewrites_rope
@@ -108,8 +108,9 @@ class Network(nn.Module):
         if self._shares and self.device.type != "cpu":
             self._shares = self._can_share(half)
         # after the probe, which changes the attention of all layers
+        reads_images = module.config.model_type in IMAGE_FAMILIES
         plain = self.unpacked is None and value_head is None and self.trains == All()
-        self.images: ImageReader | None = image_reader(module) if plain else None
+        self.images = ImageInputs(module) if reads_images and plain else None
         if settings.torch_compile.compiles:
             self._compile(settings.torch_compile)
 
@@ -370,10 +371,10 @@ class Network(nn.Module):
 
     def outer_ids(self) -> set[int]:
         """Return the ids of the weights outside of the layers: embeddings, heads and the value head."""
-        found = {id(p) for part in self.modules() if isinstance(part, nn.Embedding) for p in part.parameters()}
+        ids = {id(p) for part in self.modules() if isinstance(part, nn.Embedding) for p in part.parameters()}
         head = self.head
-        found.add(id(head.weight_VH if isinstance(head, LMHead) else head.weight_1H))
-        return found | {id(p) for p in (() if self.value_head is None else self.value_head.parameters())}
+        ids.add(id(head.weight_VH if isinstance(head, LMHead) else head.weight_1H))
+        return ids | {id(p) for p in (() if self.value_head is None else self.value_head.parameters())}
 
     def fixed_names(self) -> set[str]:
         """Return the names, in the module's state dict, of the weights that do not train."""
@@ -394,8 +395,8 @@ class Network(nn.Module):
         Raises:
             ValueError: the state belongs to a module with other trained weights.
         """
-        found = self.module.load_state_dict(state, strict=False)
-        if wrong := [*found.unexpected_keys, *sorted(set(found.missing_keys) ^ self.fixed_names())]:
+        result = self.module.load_state_dict(state, strict=False)
+        if wrong := [*result.unexpected_keys, *sorted(set(result.missing_keys) ^ self.fixed_names())]:
             raise ValueError(
                 f"models.{self.name}: the saved state has different trained weights: {wrong[0]!r}"
                 + (f" and {len(wrong) - 1} more" if wrong[1:] else "")

@@ -273,8 +273,8 @@ def rewrites_rope(module: nn.Module) -> bool:
 
     Such passes cannot run concurrently.
     """
-    found = (getattr(part, "rope_type", None) for part in module.modules())
-    kinds = {kind for x in found for kind in (x.values() if isinstance(x, Mapping) else [x])}
+    rope_types = (getattr(part, "rope_type", None) for part in module.modules())
+    kinds = {kind for x in rope_types for kind in (x.values() if isinstance(x, Mapping) else [x])}
     return any(kind is not None and ("dynamic" in kind or kind == "longrope") for kind in kinds)
 
 

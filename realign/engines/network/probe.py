@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from realign.api.lengths import Lengths
-from realign.engines.network.attention import ATTENTION, Backend, NotPackableError, layout_inputs, use_attention
+from realign.engines.network.attention import ATTENTION, NotPackableError, layout_inputs, use_attention
 from realign.engines.network.branches import Branch
 from realign.engines.network.compiled_layers import compile_layers
 from realign.engines.network.decoder import ModuleTrunk, PackedDecoder
 from realign.engines.network.heads import read_body
+from realign.engines.network.kernels import Backend
 from realign.engines.network.output import ScalarHead
 from realign.engines.network.passes import Layout
 from realign.engines.network.settings import TorchCompile

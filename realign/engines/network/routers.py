@@ -100,16 +100,16 @@ class Routers:
             for router in self.modules:
                 sizes.add(_check(router, family))
         if len(sizes) > 1:
-            found = "; ".join(sorted(map(str, sizes)))
-            raise ConfigError(f"{family} has different routers (experts, chosen experts, softmax, weights): {found}.")
+            kinds = "; ".join(sorted(map(str, sizes)))
+            raise ConfigError(f"{family} has different routers (experts, chosen experts, softmax, weights): {kinds}.")
         self.experts, self.chosen, self.softmax, self.gates = sizes.pop()
 
     @property
     def biases(self) -> list[Tensor]:
         """The biases [E] of all routers; empty if a router has none."""
-        found = [dict(router.named_buffers(recurse=False)).get(BIAS) for router in self.modules]
-        biases = [bias for bias in found if bias is not None]
-        return biases if len(biases) == len(found) else []
+        buffers = [dict(router.named_buffers(recurse=False)).get(BIAS) for router in self.modules]
+        biases = [bias for bias in buffers if bias is not None]
+        return biases if len(biases) == len(buffers) else []
 
     @contextmanager
     def heard_by(self, listener: Listener, *, first: bool = False) -> Iterator[None]:
@@ -127,9 +127,9 @@ class Routers:
 
     def of_copy(self, module: Any) -> Routers:
         """Return the routers of a copy of the model."""
-        found = copy.copy(self)
-        found.modules, found.device = _find(module), next(module.parameters()).device
-        return found
+        routers = copy.copy(self)
+        routers.modules, routers.device = _find(module), next(module.parameters()).device
+        return routers
 
     @property
     def width(self) -> int:

@@ -168,7 +168,7 @@ def cost(role: str, reason: str, decoding: str | None) -> str:
 
 
 @dataclass(eq=False)
-class Group:
+class ResponseGroup:
     """Responses of equal length that run as a batch: all of one prompt that started together."""
 
     ids_ML: Tensor
@@ -176,10 +176,10 @@ class Group:
     past: dict[str, Any]
     """The cache of transformers, by the name of the model's keyword; without it, each step recomputes the text."""
 
-    def members(self, rows: Sequence[int]) -> Group:
+    def members(self, rows: Sequence[int]) -> ResponseGroup:
         """Return a copy with the given members, in this order."""
         index = torch.tensor(rows, device=self.ids_ML.device)
-        return Group(self.ids_ML[index], _select(self.past, index, len(self.ids_ML)))
+        return ResponseGroup(self.ids_ML[index], _select(self.past, index, len(self.ids_ML)))
 
 
 class GroupedCache:
@@ -188,13 +188,13 @@ class GroupedCache:
     def __init__(self, slots: int, length: int) -> None:
         self.slots = slots
         self.length = length
-        self._at: list[tuple[Group, int] | None] = [None] * slots
+        self._at: list[tuple[ResponseGroup, int] | None] = [None] * slots
 
     def reach(self, length: int, slots: int | None = None) -> int:
         """See `SlotCache.reach`; there is nothing to prepare."""
         return length
 
-    def fill(self, first: int, last: int, prompt: Group) -> None:
+    def fill(self, first: int, last: int, prompt: ResponseGroup) -> None:
         """See `SlotCache.fill`."""
         group = prompt.members([0] * (last - first))
         for member, slot in enumerate(range(first, last)):
@@ -214,18 +214,18 @@ class GroupedCache:
         """See `SlotCache.release`."""
         self._at.clear()
 
-    def groups(self, rows: int) -> Iterator[tuple[Group, list[int]]]:
+    def groups(self, rows: int) -> Iterator[tuple[ResponseGroup, list[int]]]:
         """Yield each group of the first `rows` slots, and the slots of its members in order.
 
         Members that no slot uses any longer are dropped.
         """
-        found: dict[int, list[tuple[int, int]]] = {}
-        groups: dict[int, Group] = {}
+        members_of: dict[int, list[tuple[int, int]]] = {}
+        groups: dict[int, ResponseGroup] = {}
         for slot, place in enumerate(self._at[:rows]):
             assert place is not None
             groups[id(place[0])] = place[0]
-            found.setdefault(id(place[0]), []).append((place[1], slot))
-        for key, members in found.items():
+            members_of.setdefault(id(place[0]), []).append((place[1], slot))
+        for key, members in members_of.items():
             group, members = groups[key], sorted(members)
             if len(members) < len(group.ids_ML):
                 group = group.members([member for member, _ in members])
@@ -301,22 +301,22 @@ class OwnCache:
         """See `Decoder.chosen_NW`."""
         raise ValueError("a model that runs unpacked does not record experts")
 
-    def prefill(self, texts: Sequence[PromptInput]) -> tuple[Tensor, list[Group]]:
+    def prefill(self, texts: Sequence[PromptInput]) -> tuple[Tensor, list[ResponseGroup]]:
         """See `Decoder.prefill`. A pass for each text; texts of unpacked models have no images."""
         hidden, states = [], []
         for ids in map(ids_of, texts):
             out = self._body(input_ids=ids[None], use_cache=self.cached)
             hidden.append(out.last_hidden_state[0, -1])
-            states.append(Group(ids[None], _cache_of(out) if self.cached else {}))
+            states.append(ResponseGroup(ids[None], _cache_of(out) if self.cached else {}))
         return torch.stack(hidden), states
 
-    def bytes_per_slot(self, like: Group, length: int) -> int:
+    def bytes_per_slot(self, like: ResponseGroup, length: int) -> int:
         """See `Decoder.bytes_per_slot`. Tensors with an axis for the tokens grow with the length."""
         tokens = like.ids_ML.shape[1]
         parts = _tensors(like.past)
         return 8 * length + sum(x.nbytes * (length if tokens in x.shape[1:] else tokens) // tokens for x in parts)
 
-    def new_cache(self, like: Group, slots: int, length: int, memory: KeptMemory | None = None) -> GroupedCache:
+    def new_cache(self, like: ResponseGroup, slots: int, length: int, memory: KeptMemory | None = None) -> GroupedCache:
         """See `Decoder.new_cache`. Groups do not use kept memory."""
         return GroupedCache(slots, length)
 
@@ -332,7 +332,7 @@ class OwnCache:
         assert hidden_BH is not None
         return hidden_BH
 
-    def _append(self, group: Group, tokens_M1: Tensor, positions_M1: Tensor) -> Tensor:
+    def _append(self, group: ResponseGroup, tokens_M1: Tensor, positions_M1: Tensor) -> Tensor:
         """Append a token to each member of a group, and return its hidden states [M, H]."""
         group.ids_ML = torch.cat([group.ids_ML, tokens_M1], 1)
         if group.past:

@@ -97,12 +97,12 @@ class ValueNetwork(nn.Module):
         if not file.is_file():
             return
         with safe_open(file, framework="pt") as opened:
-            found = opened.metadata() or {}
-        found = json.loads(found[METADATA]) if METADATA in found else found  # earlier versions: one key per setting
+            metadata = opened.metadata() or {}
+        saved = json.loads(metadata.get(METADATA, "{}"))
         for name, wanted in self._shape.items():
-            if found.get(name) != wanted:
+            if saved.get(name) != wanted:
                 raise ConfigError(
-                    f"{what}.{name}={wanted}: {str(file)!r} was saved with {name}={found.get(name)}. Use that value."
+                    f"{what}.{name}={wanted}: {str(file)!r} was saved with {name}={saved.get(name)}. Use that value."
                 )
         try:
             self.load_state_dict(load_file(file))

@@ -88,11 +88,11 @@ class StreamingEngine(SharedEngine):
         keys_S = response_keys(request.seed, [request.id], request.response_index + 1)[-1:]
         return StreamingHandle(request, self.loop, self._add(prompt, keys_S, request.config))
 
-    def _add(self, data: SequenceSample, keys_S: Tensor, config: GenerationConfig) -> Call:
+    def _add(self, data: SequenceSample, keys_S: Tensor, config: GenerationConfig) -> SamplingCall:
         """Validate the prompts and queue a call for the loop."""
-        found = checked_prompts(self.engine.module, data, config, self.engine.network.images)
-        prompts = [p.to(self.engine.device) for p in found]
-        call = Call(prompts, keys_S, replace(config, n=1))
+        checked = checked_prompts(self.engine.module, data, config, self.engine.network.images)
+        prompts = [p.to(self.engine.device) for p in checked]
+        call = SamplingCall(prompts, keys_S, replace(config, n=1))
         self.loop.add(call)
         return call
 
@@ -151,7 +151,7 @@ class StreamingEngine(SharedEngine):
 class StreamingHandle:
     """Handle of one response of a `StreamingEngine`. Implements `realign.api.requests.Handle`."""
 
-    def __init__(self, request: Request, loop: DecodingLoop, call: Call) -> None:
+    def __init__(self, request: Request, loop: DecodingLoop, call: SamplingCall) -> None:
         """Wrap a call that has exactly one sequence."""
         self.request = request
         self._loop = loop
@@ -174,17 +174,17 @@ class StreamingHandle:
             return self.result()
         return self._tokens(self._call.kept)
 
-    def _tokens(self, found: tuple[Tensor, Tensor, Tensor] | None) -> Tokens:
+    def _tokens(self, parts: tuple[Tensor, Tensor, Tensor] | None) -> Tokens:
         device = self.request.prompt_ids.device
-        return Tokens.none(self.request.prompt_ids) if found is None else Tokens(*(x.to(device) for x in found))
+        return Tokens.none(self.request.prompt_ids) if parts is None else Tokens(*(x.to(device) for x in parts))
 
     def result(self, timeout_s: float | None = None) -> Completion:
         """See `Handle.result`."""
         responses, versions_SN, _ = self._call.result.result(timeout_s)
         count, device = int(responses.lengths[0]), self.request.prompt_ids.device
         check_logprobs(responses.logprobs)
-        found = (responses.tokens, responses.logprobs, versions_SN)
-        ids, logprobs, versions = (x[0, :count].to(device) for x in found)
+        parts = (responses.tokens, responses.logprobs, versions_SN)
+        ids, logprobs, versions = (x[0, :count].to(device) for x in parts)
         return Completion(ids, logprobs, versions, bool(responses.truncated[0]))
 
     def cancel(self) -> bool:
@@ -208,7 +208,7 @@ class DecodingLoop:
         self._threads = torch.get_num_threads()
         self._cores = Cores(engine.module)
         self._changed = threading.Condition()  # guards the attributes below, except the thread's `_running`
-        self._calls: list[Call] = []
+        self._calls: list[SamplingCall] = []
         self._paused = False
         self._asleep = False
         self._jobs: list[tuple[Callable[[], Any], Future[Any]]] = []
@@ -222,7 +222,7 @@ class DecodingLoop:
         """Rollouts with unfinished responses. Read them in `between_steps`, since the thread changes them."""
         return [running.stream for running in self._running]
 
-    def add(self, call: Call) -> None:
+    def add(self, call: SamplingCall) -> None:
         """Queue a call. Its `result` is set when its last response ends."""
         with self._changed:
             self._check_open()
@@ -255,7 +255,7 @@ class DecodingLoop:
 
         self.between_steps(load)
 
-    def so_far(self, call: Call) -> tuple[Tensor, Tensor, Tensor] | None:
+    def so_far(self, call: SamplingCall) -> tuple[Tensor, Tensor, Tensor] | None:
         """Return the current tokens, log-probs and versions of a call's response; None if it has not started."""
 
         def read() -> tuple[Tensor, Tensor, Tensor] | None:
@@ -268,7 +268,7 @@ class DecodingLoop:
 
         return self.between_steps(read)
 
-    def cancel(self, call: Call) -> bool:
+    def cancel(self, call: SamplingCall) -> bool:
         """Cancel the single sequence of a call; return False if it has already ended."""
 
         def drop() -> bool:
@@ -291,7 +291,7 @@ class DecodingLoop:
         except RuntimeError:  # the loop has ended, so the call has ended too
             return False
 
-    def _running_of(self, call: Call) -> SharedRollout | None:
+    def _running_of(self, call: SamplingCall) -> SharedRollout | None:
         return next((r for r in self._running if call in r.calls.values()), None)
 
     def pause(self, paused: bool) -> None:
@@ -410,7 +410,7 @@ class DecodingLoop:
                 running.stream.release()
         self._running = [running for running in self._running if running.calls]
 
-    def _begin(self, call: Call) -> None:
+    def _begin(self, call: SamplingCall) -> None:
         longest = max(map(len, call.prompts)) + call.config.max_new_tokens
         running = next((r for r in self._running if r.stream.config == call.config), None)
         if running is None:
@@ -439,10 +439,10 @@ class SharedRollout:
     """The rollout of all calls with one config."""
 
     stream: Stream
-    calls: dict[int, Call] = field(default_factory=dict)
+    calls: dict[int, SamplingCall] = field(default_factory=dict)
     """The call of each unfinished sequence."""
 
-    def add(self, call: Call) -> None:
+    def add(self, call: SamplingCall) -> None:
         """Queue the sequences of a call."""
         call.sequences_S = self.stream.add(call.prompts, call.keys_S)
         call.left = len(call.keys_S)
@@ -459,7 +459,7 @@ class SharedRollout:
             del self.calls[sequence]  # last, since an error ends all calls that are still listed
         self.stream.finished.clear()
 
-    def remove(self, call: Call) -> None:
+    def remove(self, call: SamplingCall) -> None:
         """Drop the single sequence of an unfinished call, and store its tokens in `call.kept`."""
         call.kept = self.stream.so_far(call.sequence)
         self.stream.remove(call.sequence)
@@ -467,7 +467,7 @@ class SharedRollout:
 
 
 @dataclass(eq=False)
-class Call:
+class SamplingCall:
     """A pending request of one caller.
 
     `config.n` is 1, so that calls with different numbers of responses can share a rollout.

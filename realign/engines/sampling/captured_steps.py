@@ -109,10 +109,10 @@ class CapturedSteps:
             return
         caches = [x for layer in range(len(trunk.layers)) for x in cache.kv[layer]]
         tensors = [*_tensors(trunk.layers), *_tensors(trunk.norm), trunk.embedding, trunk.turns, *caches]
-        found = (cache.slots, cache.length, *(x.data_ptr() for x in tensors))
-        if len({addresses for addresses, _, _ in self._steps} | {found}) > MOST_CACHES:
+        addresses = (cache.slots, cache.length, *(x.data_ptr() for x in tensors))
+        if len({known for known, _, _ in self._steps} | {addresses}) > MOST_CACHES:
             self.clear()
-        self._latest, self._addresses = latest, found
+        self._latest, self._addresses = latest, addresses
 
     def _new_step(self, trunk: FusedTrunk, cache: PackedCache, rows: int, length: int) -> _Captured:
         """Capture a step. The first run writes to the last position, which each row writes before it reads it."""

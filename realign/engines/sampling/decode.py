@@ -364,12 +364,12 @@ class WaitingQueue:
         self._prompts.append(_Prompt(text, sequences, keys))
         self._responses += len(keys)
 
-    def begin(self, most: int) -> Begun | None:
+    def begin(self, most: int) -> StartedResponses | None:
         """Remove and return up to `most` responses of the first prompt; None if that has not been prefilled."""
         if not self._prompts or (read := self._prompts[0].read) is None:
             return None
         prompt = self._prompts[0]
-        begun = Begun(read, len(prompt.text), prompt.sequences[:most], prompt.keys[:most])
+        begun = StartedResponses(read, len(prompt.text), prompt.sequences[:most], prompt.keys[:most])
         self._keep(prompt, prompt.sequences[most:], prompt.keys[most:])
         return begun
 
@@ -421,7 +421,7 @@ class WaitingQueue:
 
 @dataclass(eq=False)
 class _Prompt:
-    """A prompt with responses that have not started; see `Begun` for the fields."""
+    """A prompt with responses that have not started; see `StartedResponses` for the fields."""
 
     text: PromptInput
     sequences: Tensor
@@ -429,7 +429,7 @@ class _Prompt:
     read: Prefilled | None = None
 
 
-class Begun(NamedTuple):
+class StartedResponses(NamedTuple):
     """Responses of one prompt that leave the queue."""
 
     read: Prefilled
@@ -573,12 +573,12 @@ class ExpertRecord:
 
     def of(self, sequences: Sequence[int], lengths: Sequence[int]) -> list[Tensor]:
         """Return the choices of ended sequences, [P + length, W] each. That for the last token is unknown."""
-        found = []
+        choices = []
         for sequence, length in zip(sequences, lengths, strict=True):
             response_NW = self._responses_SNW[sequence, :length].clone()
             response_NW[-1:] = UNKNOWN
-            found.append(torch.cat([self._prompts[sequence], response_NW]))
-        return found
+            choices.append(torch.cat([self._prompts[sequence], response_NW]))
+        return choices
 
     def forget(self, sequences: Iterable[int]) -> None:
         """Free the choices for the prompts of sequences whose rows are released."""

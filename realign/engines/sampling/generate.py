@@ -20,7 +20,7 @@ from realign.api.image_keys import PIXELS
 from realign.api.lengths import Lengths
 from realign.api.router_experts import with_experts
 from realign.api.sample import SequenceSample
-from realign.engines.network.images import CURE, NO_IMAGES, ImagePrompt, ImageReader, PromptInput, prompts_with_images
+from realign.engines.network.images import CURE, NO_IMAGES, ImageInputs, ImagePrompt, PromptInput, prompts_with_images
 from realign.engines.sampling.decode import Responses, Rollout, Stopping
 from realign.engines.sampling.draw import response_keys
 from realign.engines.sampling.rollout_model import (
@@ -96,7 +96,7 @@ def generate(
 
 
 def checked_prompts(
-    model: Any, data: SequenceSample, config: GenerationConfig, images: ImageReader | None
+    model: Any, data: SequenceSample, config: GenerationConfig, images: ImageInputs | None
 ) -> list[PromptInput]:
     """Return the prompts, one per id.
 
@@ -130,7 +130,7 @@ def checked_prompts(
     return _with_images(data, images)
 
 
-def _with_images(data: SequenceSample, images: ImageReader | None) -> list[PromptInput]:
+def _with_images(data: SequenceSample, images: ImageInputs | None) -> list[PromptInput]:
     if images is None and PIXELS in data and len(data[PIXELS]):
         raise ConfigError(NO_IMAGES)
     prompts = prompts_with_images(data, PROMPTS)

@@ -14,7 +14,7 @@ from realign.api.generation import GenerationConfig
 from realign.engines.network.attention import AttentionContext
 from realign.engines.network.decoder import Decoder, ModuleTrunk, PackedDecoder, Trunk
 from realign.engines.network.heads import read_head
-from realign.engines.network.images import ImageReader
+from realign.engines.network.images import ImageInputs
 from realign.engines.network.kv_cache import KeptMemory
 from realign.engines.network.network import Network
 from realign.engines.network.routers import Routers
@@ -45,7 +45,7 @@ class RolloutModel:
     """Runs the layers with fewer operators where possible; None runs the modules."""
     own_cache: OwnCache | None = None
     """Decodes with a model that cannot run packed; None runs packed."""
-    images: ImageReader | None = None
+    images: ImageInputs | None = None
     """Reads the images of prompts; None if the model does not support images."""
     routers: Routers | None = None
     """Routers of the model whose choices are recorded; None records nothing."""

@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from realign.engines.network.attention import AttentionArgs, PackedContext
+from realign.engines.network.attention import PackedContext
+from realign.engines.network.kernels import AttentionArgs
 from realign.engines.network.kv_cache import DecodeContext, KVCache, PrefillContext, bytes_per_slot
 from realign.functional.packed import cu_seqlens_of
 

@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from realign.engines.network.attention import AttentionArgs, AttentionContext
+from realign.engines.network.attention import AttentionContext
+from realign.engines.network.kernels import AttentionArgs
 from realign.engines.network.kv_cache import DecodeContext
 
 
@@ -65,7 +66,7 @@ class RMSNorm(NamedTuple):
         return torch.linalg.vector_norm(x, 2, -1, True).hypot_(self.floor)
 
 
-class Layer(NamedTuple):
+class FusedLayer(NamedTuple):
     """One decoder layer."""
 
     attention_norm: RMSNorm
@@ -89,7 +90,7 @@ class FusedTrunk:
     """A `Trunk` over copied and joined weights, a snapshot from its construction."""
 
     embedding: Tensor
-    layers: list[Layer]
+    layers: list[FusedLayer]
     norm: RMSNorm
     turns: Tensor
     """[length, 1, D / 2] complex: rotation of each rotary pair at each position."""
@@ -105,7 +106,7 @@ class FusedTrunk:
         return self.norm(x_NH)
 
 
-def _attention(i: int, layer: Layer, h_NH: Tensor, turns: Tensor, context: AttentionContext) -> Tensor:
+def _attention(i: int, layer: FusedLayer, h_NH: Tensor, turns: Tensor, context: AttentionContext) -> Tensor:
     """Return the attention output of layer `i`, [N, Hq * D], before the output projection."""
     queries, keys, values = layer.heads
     qkv = layer.qkv(h_NH).view(len(h_NH), queries + keys + values, -1)

@@ -21,11 +21,12 @@ from transformers.activations import SiLUActivation
 from typing_extensions import override
 
 from realign.engines.device_memory import free_bytes
-from realign.engines.network.attention import AttentionArgs, PackedContext
+from realign.engines.network.attention import PackedContext
 from realign.engines.network.decoder import ModuleTrunk, Trunk
+from realign.engines.network.kernels import AttentionArgs
 from realign.engines.network.kv_cache import DecodeContext, KeptMemory, KVCache, PrefillContext, copied_all
 from realign.engines.precision import full_fp32
-from realign.engines.sampling.compiled.fused_layers import FusedTrunk, Layer, Linear, RMSNorm, for_few_rows
+from realign.engines.sampling.compiled.fused_layers import FusedLayer, FusedTrunk, Linear, RMSNorm, for_few_rows
 from realign.engines.sampling.compiled.library import CompiledDecode, LibraryError, load_library
 from realign.engines.sampling.compiled.trunk import CompiledTrunk, check_supported
 from realign.errors import ConfigError
@@ -306,9 +307,9 @@ def _check_parts(model: Any) -> None:
 
 
 def _check_children(what: str, module: nn.Module, needed: set[str], allowed: set[str]) -> None:
-    found = {name for name, _ in module.named_children()}
-    if not needed <= found <= needed | allowed:
-        raise _Unknown(f"{what} consists of {sorted(found)} instead of {sorted(needed)}")
+    children = {name for name, _ in module.named_children()}
+    if not needed <= children <= needed | allowed:
+        raise _Unknown(f"{what} consists of {sorted(children)} instead of {sorted(needed)}")
 
 
 def _check_plain(module: nn.Module, kind: type[nn.Module]) -> None:
@@ -362,7 +363,7 @@ def _check_memory(layers: Iterable[nn.Module], dtype: torch.dtype, kept: int) ->
         raise _Unknown(f"copies of the weights need {copied} bytes, more than {name}")
 
 
-def _read_layer(layer: Any, args: AttentionArgs, order_D: Tensor, dtype: torch.dtype) -> Layer:
+def _read_layer(layer: Any, args: AttentionArgs, order_D: Tensor, dtype: torch.dtype) -> FusedLayer:
     attention, mlp = layer.self_attn, layer.mlp
     size = len(order_D)
     if hasattr(attention, "qkv_proj"):
@@ -388,7 +389,7 @@ def _read_layer(layer: Any, args: AttentionArgs, order_D: Tensor, dtype: torch.d
         qk_norm = RMSNorm.of(weight, q.variance_epsilon)
     inner = (mlp.gate_up_proj,) if hasattr(mlp, "gate_up_proj") else (mlp.gate_proj, mlp.up_proj)
     activation = mlp.act_fn if hasattr(mlp, "act_fn") else mlp.activation_fn
-    return Layer(
+    return FusedLayer(
         attention_norm=_norm(layer.input_layernorm),
         qkv=_linear(joined, biases, dtype),
         heads=(queries, keys, keys),
@@ -413,10 +414,10 @@ def _linear(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Linear:
 
 def _biases(*linears: Any) -> Tensor | None:
     """Return the joined biases of the layers; None if no layer has one."""
-    found = [x.bias for x in linears if x.bias is not None]
-    if len(found) not in (0, len(linears)):
+    biases = [x.bias for x in linears if x.bias is not None]
+    if len(biases) not in (0, len(linears)):
         raise _Unknown("only some of the joined layers have a bias")
-    return _cat(found) if found else None
+    return _cat(biases) if biases else None
 
 
 def _cat(parts: list[Tensor]) -> Tensor:

@@ -96,15 +96,15 @@ def find_compiler() -> str | None:
 
 def _check_private(path: Path) -> None:
     """Raise LibraryError if a user other than this one and root owns the file or folder, or can write to it."""
-    found = path.stat()
-    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    status = path.stat()
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise LibraryError(
             f"other users can write to {path}, and its code would run. Run chmod go-w {path}, or select another folder "
             "with XDG_CACHE_HOME"
         )
-    if found.st_uid not in (0, os.geteuid()):
+    if status.st_uid not in (0, os.geteuid()):
         raise LibraryError(
-            f"{path} belongs to another user (uid {found.st_uid}), and its code would run. Select another folder with "
+            f"{path} belongs to another user (uid {status.st_uid}), and its code would run. Select another folder with "
             "XDG_CACHE_HOME"
         )
 
@@ -149,9 +149,9 @@ def _version(compiler: str | None) -> str:
     """Return the path, size and modification time of the compiler, which change with its version."""
     if compiler is None:
         return ""
-    found = Path(compiler).resolve()
-    facts = found.stat()
-    return f"{found} {facts.st_size} {facts.st_mtime_ns}"
+    file = Path(compiler).resolve()
+    facts = file.stat()
+    return f"{file} {facts.st_size} {facts.st_mtime_ns}"
 
 
 def _cpu() -> str:
@@ -160,8 +160,9 @@ def _cpu() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
-    found = {line for line in lines if line.partition("\t")[0].strip() in ("flags", "Features", "model", "cpu family")}
-    return "\n".join([platform.machine(), platform.processor(), *sorted(found)])
+    names = ("flags", "Features", "model", "cpu family")
+    facts = {line for line in lines if line.partition("\t")[0].strip() in names}
+    return "\n".join([platform.machine(), platform.processor(), *sorted(facts)])
 
 
 def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
@@ -172,6 +173,3 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
     for function in (library.realign_row_scratch, library.realign_call_scratch):
         function.argtypes, function.restype = [pointer], count
     return library
-
-
-__all__ = ["CompiledDecode", "LibraryError", "cache_folder", "find_compiler", "load_library", "open_library"]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from realign.engines.network.attention import AttentionContext
 from realign.engines.network.kv_cache import DecodeContext, KVCache, PrefillContext
-from realign.engines.sampling.compiled.fused_layers import FusedTrunk, Layer, Linear
+from realign.engines.sampling.compiled.fused_layers import FusedLayer, FusedTrunk, Linear
 from realign.functional.packed import cu_seqlens_of, position_ids
 
 ROWS_PER_THREAD = 8
@@ -193,7 +193,7 @@ def check_supported(fused: FusedTrunk) -> None:
             raise ValueError("query heads are not a multiple of the key heads")
 
 
-def _layer(layer: Layer) -> _Layer:
+def _layer(layer: FusedLayer) -> _Layer:
     norm = layer.qk_norm
     return _Layer(
         layer.attention_norm.weight.data_ptr(),
@@ -221,6 +221,3 @@ def _linear(linear: Linear) -> tuple[int, int | None]:
     assert linear.weight.t().is_contiguous()
     assert linear.bias is None or linear.bias.is_contiguous()
     return linear.weight.data_ptr(), None if linear.bias is None else linear.bias.data_ptr()
-
-
-__all__ = ["CompiledTrunk", "check_supported"]
