@@ -70,17 +70,14 @@ class EncoderDecoder:
                 f"{family} is not supported: logits of padded batches differ by {error:.1e} (relative) from its own."
             )
 
-    @property
-    def _device(self) -> torch.device:
-        device: torch.device = next(self.module.parameters()).device
-        return device
-
     def _difference(self) -> float:
         """Return the largest relative difference of logits from the model's own forward pass."""
         words = self.module.get_input_embeddings().weight.shape[0]
         prompts, responses = np.array(PROMPTS), np.array(RESPONSES)
         lengths, drawn = prompts + responses, torch.Generator().manual_seed(0)
-        ids_T = torch.randint(1, words, (int(lengths.sum()),), generator=drawn).to(self._device)
+        ids_T = torch.randint(1, words, (int(lengths.sum()),), generator=drawn).to(
+            next(self.module.parameters()).device
+        )
         hidden_TH, head = self.whole(ids_T, lengths, prompts), read_head(self.module)
         assert isinstance(head, LMHead)
         texts, states = (x.split(lengths.tolist()) for x in (ids_T, hidden_TH))

@@ -259,7 +259,8 @@ def flash_attention(backend: Backend, q: Tensor, k: Tensor, v: Tensor, args: Att
     Under `torch.use_deterministic_algorithms`, the backward pass is deterministic.
     """
     keywords: dict[str, Any] = {} if backend is Backend.flash3 else {"dropout_p": args.dropout}
-    out = _flash_function(backend)(
+    function = _hub_module().flash_attn_varlen_func if backend is Backend.hub else _imported(backend)
+    out = function(
         *(x[0].transpose(0, 1) for x in (q, k, v)),
         cu_seqlens_q=packing.cu_queries,
         cu_seqlens_k=packing.cu_keys,
@@ -274,10 +275,6 @@ def flash_attention(backend: Backend, q: Tensor, k: Tensor, v: Tensor, args: Att
     )
     result: Tensor = out[0] if isinstance(out, tuple) else out  # early versions of flash-attn 3 also return sums
     return result[None]
-
-
-def _flash_function(backend: Backend) -> Any:
-    return _hub_module().flash_attn_varlen_func if backend is Backend.hub else _imported(backend)
 
 
 def _imported(backend: Backend) -> Any:
