@@ -476,7 +476,7 @@ class SamplingCall:
     prompts: list[PromptInput]
     """Token ids of each prompt, with its images, on the device of the weights."""
     keys_S: Tensor
-    """Keys of the random numbers, in prompt order; see `counter_rng.response_keys`."""
+    """Keys of the random numbers, in prompt order; see `draw.response_keys`."""
     config: GenerationConfig
     sequences_S: Tensor | None = None
     """Rows of the rollout's responses; None if the call has not started."""

@@ -125,7 +125,7 @@ class Rollout:
 
         Args:
             prompts: token ids of each prompt, with its images, on the device of the head.
-            keys_S: keys from `counter_rng.response_keys`, in prompt order.
+            keys_S: keys from `draw.response_keys`, in prompt order.
 
         Returns:
             [S] the rows of `responses` that will contain the responses.

@@ -157,7 +157,7 @@ class InferenceEngine(PipelinableEngine):
 
         Raises:
             ValueError: the model has a scalar head.
-            RealignError: see `rollout.generate`.
+            RealignError: see `generate.generate`.
         """
         from realign.engines.sampling.generate import generate
 

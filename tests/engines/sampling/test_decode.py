@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from realign.api import GenerationConfig
 from realign.engines.network.decoder import ModuleTrunk, PackedDecoder
 from realign.engines.network.heads import read_head
-from realign.engines.sampling import decode as waiting
+from realign.engines.sampling import decode
 from realign.engines.sampling.background import StreamingEngine
 from realign.engines.sampling.compiled.fusion import Fusion
 from realign.engines.sampling.compiled.library import CompiledDecode
@@ -216,7 +216,7 @@ def test_responses_begin_in_order_and_a_group_can_begin_in_parts() -> None:
 
 
 def test_a_prefill_reads_only_the_wanted_prompts_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "PREFILL_TOKENS", 7)
+    monkeypatch.setattr(decode, "PREFILL_TOKENS", 7)
     queue, decoder = queue_of(9, 3, 4, 5), CountingDecoder()
     for wanted in (1, 3, 8, 8, 8):
         queue.prefill(decoder, wanted)  # type: ignore[arg-type]

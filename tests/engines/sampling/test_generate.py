@@ -10,8 +10,7 @@ from realign.engines.network import decoder
 from realign.engines.network.attention import ATTENTION
 from realign.engines.network.heads import read_head
 from realign.engines.network.kv_cache import KVCache
-from realign.engines.sampling import decode as decoding
-from realign.engines.sampling import decode as waiting
+from realign.engines.sampling import decode
 from realign.engines.sampling.generate import generate
 from realign.engines.sampling.in_process import InProcessSampling
 from realign.engines.sampling.rollout_model import RolloutModel
@@ -102,11 +101,11 @@ def test_slots_and_prefill_do_not_change_greedy_results(family, monkeypatch):
         got = rollout(model, max_slots=slots, **config)
         assert responses(got) == responses(want)
         assert torch.allclose(got["logprobs"], want["logprobs"], atol=1e-5)
-    monkeypatch.setattr(waiting, "PREFILL_TOKENS", 8)
+    monkeypatch.setattr(decode, "PREFILL_TOKENS", 8)
     assert responses(rollout(model, **config)) == responses(want)
-    monkeypatch.setattr(decoding, "CACHE_BYTES", 1)
+    monkeypatch.setattr(decode, "CACHE_BYTES", 1)
     assert responses(rollout(model, **config)) == responses(want)
-    monkeypatch.setattr(decoding, "LOGIT_ELEMENTS", 2 * VOCAB)
+    monkeypatch.setattr(decode, "LOGIT_ELEMENTS", 2 * VOCAB)
     assert responses(rollout(model, max_slots=7, **config)) == responses(want)
 
 
@@ -124,14 +123,14 @@ def test_the_cache_of_a_gpu_follows_from_its_free_memory(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (600, 1000))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 300)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 100)
-    assert decoding.cache_bytes(torch.device("cuda"), 0.5) == 400
-    assert decoding.cache_bytes(torch.device("cuda"), 0.5, free=100) == 50
-    assert decoding.cache_bytes(torch.device("cpu"), 0.5) == decoding.CACHE_BYTES
+    assert decode.cache_bytes(torch.device("cuda"), 0.5) == 400
+    assert decode.cache_bytes(torch.device("cuda"), 0.5, free=100) == 50
+    assert decode.cache_bytes(torch.device("cpu"), 0.5) == decode.CACHE_BYTES
 
 
 def test_the_fraction_of_the_free_memory_reaches_the_cache(monkeypatch):
     seen = []
-    monkeypatch.setattr(decoding, "cache_bytes", lambda device, fraction: seen.append(fraction) or 1)
+    monkeypatch.setattr(decode, "cache_bytes", lambda device, fraction: seen.append(fraction) or 1)
     data = SequenceSample(("a",)).with_data({"prompt_ids": torch.tensor([4, 5])}, lengths=Lengths.of([[2]]))
     engine = tiny_engine(sampling=InProcessSampling(cache_fraction=0.25))
     engine.generate(data, GenerationConfig(n=2, max_new_tokens=2), seed=0)
@@ -140,7 +139,7 @@ def test_the_fraction_of_the_free_memory_reaches_the_cache(monkeypatch):
 
 def test_cache_is_cut_to_a_memory_budget(monkeypatch):
     per_slot = 3 * 2 * (2 * 16) * (max(LENGTHS) + 24) * 4  # layers, keys and values, heads x size, tokens, bytes
-    monkeypatch.setattr(decoding, "CACHE_BYTES", 5 * per_slot + 1)
+    monkeypatch.setattr(decode, "CACHE_BYTES", 5 * per_slot + 1)
     seen = []
 
     class Counted(KVCache):

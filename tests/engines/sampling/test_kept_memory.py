@@ -9,7 +9,7 @@ from realign.api import GenerationConfig
 from realign.engines.distributed.offload import Offload
 from realign.engines.network import decoder as decoders
 from realign.engines.network.kv_cache import KeptMemory, KVCache
-from realign.engines.sampling import decode as slots
+from realign.engines.sampling import decode
 from realign.engines.sampling.background import StreamingEngine
 from realign.engines.sampling.compiled import fusion
 from realign.engines.sampling.compiled.fused_layers import FusedTrunk
@@ -176,7 +176,7 @@ def test_kept_memory_counts_as_free_for_the_number_of_slots_and_for_the_copies(m
     with pytest.raises(fusion._Unknown, match="more than the limit"):
         fusion._check_memory(layers, torch.float32, 0)
     fusion._check_memory(layers, torch.float32, memory.weight_bytes)
-    monkeypatch.setattr(slots, "free_bytes", lambda device: 1000)
-    run = object.__new__(slots.Rollout)
+    monkeypatch.setattr(decode, "free_bytes", lambda device: 1000)
+    run = object.__new__(decode.Rollout)
     run.resources, run.device = engine.resources, torch.device("cuda")
     assert run._cache_bytes() == int(0.5 * (1000 + memory.cache_bytes))

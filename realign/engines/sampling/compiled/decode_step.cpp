@@ -1,6 +1,6 @@
 // One decode step of a Llama-style trunk in fp32 on one CPU core: the counterpart of `fused_layers.FusedTrunk`.
 //
-// `compiled_library.py` compiles this file, and `compiled_trunk.py` calls `realign_decode` with raw pointers, so it
+// `library.py` compiles this file, and `trunk.py` calls `realign_decode` with raw pointers, so it
 // needs no headers of torch. A row's result depends only on this row: every sum has a fixed order, which is the same
 // for any number of rows. Rows can therefore be divided among threads without changing a bit.
 
@@ -230,7 +230,7 @@ void activate(float* gate, const float* up, int64_t n) {
 
 extern "C" {
 
-// Weights are [inputs, outputs]; a bias or norm that the layer lacks is null. `compiled_trunk.py` has the same fields.
+// Weights are [inputs, outputs]; a bias or norm that the layer lacks is null. `trunk.py` has the same fields.
 struct Layer {
     const float *attention_norm, *qkv, *qkv_bias, *qk_norm, *output, *output_bias;
     const float *mlp_norm, *gate_up, *gate_up_bias, *down, *down_bias;

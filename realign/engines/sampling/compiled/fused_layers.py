@@ -2,7 +2,7 @@
 
 Projections that read the same hidden states are joined into one matrix. The rows of queries and keys are permuted so
 that each rotary pair is adjacent. The rotation is then one complex product, and attention scores do not change.
-Residuals are added in place. `weight_fusion` builds these layers from the modules of a model.
+Residuals are added in place. `fusion` builds these layers from the modules of a model.
 
 Shapes: N tokens, Hq query heads, Hk key-value heads, D head size, K inputs of a linear layer.
 """

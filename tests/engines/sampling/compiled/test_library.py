@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from realign.engines.sampling.compiled import fusion as decode_path
+from realign.engines.sampling.compiled import fusion as fusion_module
 from realign.engines.sampling.compiled import library
 from realign.engines.sampling.compiled.fusion import DecodePath, Fusion
 from realign.engines.sampling.compiled.library import (
@@ -146,9 +146,9 @@ def test_a_rollout_without_a_private_folder_runs_in_torch(tmp_path, monkeypatch,
     (tmp_path / "realign").mkdir(mode=0o777)
     (tmp_path / "realign").chmod(0o777)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(decode_path, "load_library", load_library.__wrapped__)
+    monkeypatch.setattr(fusion_module, "load_library", load_library.__wrapped__)
     fusion = Fusion(tiny_model("qwen2"))
-    with caplog.at_level(logging.INFO, logger=decode_path.__name__):
+    with caplog.at_level(logging.INFO, logger=fusion_module.__name__):
         fusion.trunk(8, torch.float32)
     assert fusion.path.now is DecodePath.fused
     assert "run in torch, since other users can write to" in caplog.text

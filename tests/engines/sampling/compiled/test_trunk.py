@@ -13,7 +13,7 @@ from realign.api import GenerationConfig, MicroBatchSpec
 from realign.engines import Lora, TransformersModel
 from realign.engines.network.heads import read_head
 from realign.engines.network.kv_cache import DecodeContext, KVCache
-from realign.engines.sampling.compiled import fusion as decode_path
+from realign.engines.sampling.compiled import fusion as fusion_module
 from realign.engines.sampling.compiled.fusion import TOLERANCE, DecodePath, Fusion
 from realign.engines.sampling.compiled.library import CompiledDecode, LibraryError, load_library
 from realign.engines.sampling.compiled.trunk import LARGE_PRODUCT, ROWS_PER_THREAD, CompiledTrunk
@@ -163,10 +163,10 @@ def test_torch_computes_steps_for_which_it_is_faster():
 
 
 def test_without_a_library_torch_decodes_and_the_log_says_why_once(monkeypatch, caplog):
-    monkeypatch.setattr(decode_path, "load_library", lambda: LibraryError("no C++ compiler is installed"))
+    monkeypatch.setattr(fusion_module, "load_library", lambda: LibraryError("no C++ compiler is installed"))
     model = tiny_model("qwen2")
     fusion = Fusion(model)
-    with caplog.at_level(logging.INFO, logger=decode_path.__name__):
+    with caplog.at_level(logging.INFO, logger=fusion_module.__name__):
         assert same(rollout(model, fusion), rollout(model, fusion))
     assert fusion.path.now is DecodePath.fused
     lines = [r.getMessage() for r in caplog.records]
@@ -174,7 +174,7 @@ def test_without_a_library_torch_decodes_and_the_log_says_why_once(monkeypatch, 
 
 
 def test_on_raises_an_error_without_a_library(monkeypatch, tmp_path):
-    monkeypatch.setattr(decode_path, "load_library", lambda: LibraryError("no C++ compiler is installed"))
+    monkeypatch.setattr(fusion_module, "load_library", lambda: LibraryError("no C++ compiler is installed"))
     with pytest.raises(ConfigError, match=r"compiled_decode=on: .*, since no C\+\+ compiler is installed"):
         Fusion(tiny_model("qwen2"), CompiledDecode.on).trunk(8, torch.float32)
     with pytest.raises(ConfigError, match="model family 'gpt2' is not supported"):
@@ -182,7 +182,7 @@ def test_on_raises_an_error_without_a_library(monkeypatch, tmp_path):
 
 
 def test_off_never_loads_the_library(monkeypatch):
-    monkeypatch.setattr(decode_path, "load_library", lambda: pytest.fail("loaded"))
+    monkeypatch.setattr(fusion_module, "load_library", lambda: pytest.fail("loaded"))
     fusion = Fusion(tiny_model("qwen2"), CompiledDecode.off)
     fusion.trunk(8, torch.float32)
     assert fusion.path.now is DecodePath.fused
@@ -207,7 +207,7 @@ def test_a_library_that_computes_something_else_is_not_used_and_the_log_says_why
     measured = iter([0.01, 0.02])
     monkeypatch.setattr(CompiledTrunk, "difference", lambda _: next(measured))
     fusion = Fusion(tiny_model("qwen2"))
-    with caplog.at_level(logging.INFO, logger=decode_path.__name__):
+    with caplog.at_level(logging.INFO, logger=fusion_module.__name__):
         for _ in range(3):
             fusion.trunk(8, torch.float32)
             assert fusion.path.now is DecodePath.fused
