@@ -583,7 +583,7 @@ class Stream(Rollout):
 
     def _row(self, sequence: int) -> int | None:
         """Return the slot of a sequence that is being decoded; None if it waits."""
-        slots = (self._active(RowEntry.SEQUENCE) == sequence).nonzero()
+        slots = (self._entry(RowEntry.SEQUENCE) == sequence).nonzero()
         return int(slots[0]) if len(slots) else None
 
     def free_cache(self) -> None:
@@ -612,7 +612,7 @@ class Stream(Rollout):
         self.waiting.forget_prefills()
         if not self.active:
             return
-        sequences_B, counts_B = self._active(RowEntry.SEQUENCE), self._active(RowEntry.COUNT)
+        sequences_B, counts_B = self._entry(RowEntry.SEQUENCE), self._entry(RowEntry.COUNT)
         later_BN = torch.arange(self.versions.shape[1], device=self.device) >= counts_B[:, None]
         self.versions[sequences_B] = self.versions[sequences_B].masked_fill(later_BN, version)
         if recompute and self.cache is not None:
@@ -623,7 +623,7 @@ class Stream(Rollout):
 
         The newest token of each row is excluded, since the next decode step writes it.
         """
-        sequences, counts = self._active(RowEntry.SEQUENCE).tolist(), self._active(RowEntry.COUNT).tolist()
+        sequences, counts = self._entry(RowEntry.SEQUENCE).tolist(), self._entry(RowEntry.COUNT).tolist()
         texts = [
             followed_by(self._texts[sequence], self.responses.tokens[sequence, : count - 1])
             for sequence, count in zip(sequences, counts, strict=True)

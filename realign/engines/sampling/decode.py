@@ -149,7 +149,7 @@ class Rollout:
             self.experts.grow(count)
         return torch.arange(first, first + count, device=self.device)
 
-    def _active(self, entry: RowEntry) -> Tensor:
+    def _entry(self, entry: RowEntry) -> Tensor:
         """Return an entry of the rows that are being decoded, a view [B] of `rows`."""
         return self.rows[entry, : self.active]
 
@@ -208,7 +208,7 @@ class Rollout:
         rows[RowEntry.COUNT] = 0
         rows[RowEntry.CELL] = rows[RowEntry.SEQUENCE] * self.config.max_new_tokens
         rows[RowEntry.KEY] = torch.cat(keys)
-        self.numbers_used = AT_ONCE
+        self.numbers_used = AT_ONCE  # the numbers drawn ahead lack these rows
         self._begun(rows[RowEntry.SEQUENCE])
         self._record(torch.cat(hidden), start)
         self._retire_ended(start)
@@ -249,12 +249,13 @@ class Rollout:
         last synchronization (`some_ended`) repeat their last step, which changes nothing.
         """
         assert self.cache is not None
-        tokens_B, positions_B = self._active(RowEntry.TOKEN), self._active(RowEntry.POSITION)
+        tokens_B, positions_B = self._entry(RowEntry.TOKEN), self._entry(RowEntry.POSITION)
+        # slots that no waiting sequence will use stay uninitialized
         self.cache.reach(self.longest + 1, None if self.waiting else self.active)
         hidden_BH = self.decoder.step(self.cache, tokens_B, positions_B, self.longest)
         self.longest = min(self.longest + 1, self.cache.length - 1)  # the longest row may have ended
         if self.experts is not None:
-            self.experts.add(self._active(RowEntry.CELL) - 1, self.decoder.chosen_NW)
+            self.experts.add(self._entry(RowEntry.CELL) - 1, self.decoder.chosen_NW)
         self._record(hidden_BH, 0, some_ended=some_ended)
 
     def _record(self, hidden_BH: Tensor, first: int, *, some_ended: bool = False) -> None:
@@ -264,7 +265,7 @@ class Rollout:
         tokens, logprobs = self.responses.tokens.view(-1), self.responses.logprobs.view(-1)
         drawn_B, logprobs_B = self._draw(hidden_BH, counts_B)
         more: int | Tensor = 1
-        if some_ended:  # write the last token of such a row again
+        if some_ended:  # write the last token of such a row again, since the host does not know yet which have ended
             ended_B = self.stopping.is_stop_V[tokens_B] | (counts_B >= self.config.max_new_tokens)
             cells_B = cells_B - ended_B.long()
             drawn_B = torch.where(ended_B, tokens_B, drawn_B)
@@ -308,10 +309,10 @@ class Rollout:
         All rows advance by one token per step, so numbers for `AT_ONCE` steps are generated together.
         """
         if len(counts_B) < self.active:  # sequences that have just started; the others are ahead
-            return uniforms(self._active(RowEntry.KEY)[self.active - len(counts_B) :], counts_B, 1)[0]
+            return uniforms(self._entry(RowEntry.KEY)[self.active - len(counts_B) :], counts_B, 1)[0]
         numbers = self.rows[RowEntry.NUMBERS :, : self.active]
         if self.numbers_used == AT_ONCE:
-            numbers.copy_(uniforms(self._active(RowEntry.KEY), counts_B, AT_ONCE).view(torch.int64))
+            numbers.copy_(uniforms(self._entry(RowEntry.KEY), counts_B, AT_ONCE).view(torch.int64))
             self.numbers_used = 0
         self.numbers_used += 1
         return numbers[self.numbers_used - 1].view(torch.float64)
@@ -321,13 +322,14 @@ class Rollout:
         left = self.active - len(done)
         stays = torch.ones(self.active, dtype=torch.bool, device=self.device)
         stays[done] = False
+        # only as many rows move as there are gaps below `left`, since a move copies a slot of the KV cache
         gaps, movers = done[done < left], stays[left:].nonzero()[:, 0] + left
         if len(gaps):
             self.rows[:, gaps] = self.rows[:, movers]
             if self.cache is not None:  # if None, `fill_cache` recomputes it from these rows
                 self.cache.move(movers, gaps, self.longest)
         self.active = left
-        self.longest = int(self._active(RowEntry.POSITION).max()) if left else 0
+        self.longest = int(self._entry(RowEntry.POSITION).max()) if left else 0
 
 
 def cache_bytes(device: torch.device, fraction: float, free: int | None = None) -> int:

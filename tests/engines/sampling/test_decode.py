@@ -159,9 +159,9 @@ def test_stop_strings_and_models_that_run_unpacked_synchronize_at_every_step() -
     model = tiny_model(**UNTIED)
     config, device = GenerationConfig(stop_strings=["a"]), torch.device("cpu")
     decoder = tiny_engine("bloom").network.own_cache
-    for chosen, decode in ((config, tiny_packed(model)), (GenerationConfig(), decoder)):
+    for chosen, model_decoder in ((config, tiny_packed(model)), (GenerationConfig(), decoder)):
         stopping = Stopping(chosen, STOPS, tiny_tokenizer(), VOCAB, device)
-        assert Rollout(decode, read_head(model), chosen, stopping, resources(sync_every=7)).sync_every == 1
+        assert Rollout(model_decoder, read_head(model), chosen, stopping, resources(sync_every=7)).sync_every == 1
     config = GenerationConfig()
     stopping = Stopping(config, STOPS, None, VOCAB, device)
     for every, want in ((7, 7), (None, 1)):
