@@ -30,11 +30,10 @@ from benchmarks.peer.process import missing
 from benchmarks.peer.work import SCENARIOS, Scenario
 from benchmarks.report import alternate, arguments, facts, table
 from realign.api import GenerationConfig, Model, SequenceSample
-from realign.engines.network.settings import NetworkSettings
-from realign.engines.sampling.compiled_library import CompiledDecode
-from realign.engines.sampling.compiled_trunk import CompiledTrunk
+from realign.engines.network.kv_cache import DecodeContext, KVCache
+from realign.engines.sampling.compiled.library import CompiledDecode
+from realign.engines.sampling.compiled.trunk import CompiledTrunk
 from realign.engines.sampling.in_process import InProcessSampling
-from realign.engines.sampling.kv_cache import DecodeContext, KVCache
 
 PROMPT = 40
 """Tokens of each prompt."""
@@ -53,7 +52,7 @@ def prompts_for(rows: int) -> list[list[int]]:
 
 def our_side(scenario: Scenario, setting: CompiledDecode) -> tuple[Model, Side]:
     """Return an actor and its rollouts."""
-    actor = make_actor(scenario, network=NetworkSettings(sampling=InProcessSampling(compiled_decode=setting)))
+    actor = make_actor(scenario, sampling=InProcessSampling(compiled_decode=setting))
 
     def sample(rows: int, tokens: int) -> object:
         ids = [[torch.tensor(prompt)] for prompt in prompts_for(rows)]
@@ -74,7 +73,7 @@ def llama_side(model: Any, folder: Path, rows: int, tokens: int) -> Side:
 
 def trunk_ratio(actor: Model, rows: int, repeats: int) -> tuple[float, float]:
     """Return the seconds of a decode step of the layers in torch and in the library."""
-    compiled = actor.machine.network.fusion.trunk(2 * PROMPT, torch.float32)
+    compiled = actor.machine.fusion.trunk(2 * PROMPT, torch.float32)
     assert isinstance(compiled, CompiledTrunk)
     layers, size = compiled.fused.layers, 2 * compiled.fused.turns.shape[-1]
     like = {i: (torch.zeros(x.heads[1], 1, size),) * 2 for i, x in enumerate(layers)}

@@ -19,7 +19,6 @@ from benchmarks.peer.side_realign import forced_lengths
 from benchmarks.peer.side_trl import ForcedLengths
 from benchmarks.peer.work import EOS, PAD, Scenario
 from realign.api import GenerationConfig, Lengths, SequenceSample
-from realign.engines.network.settings import NetworkSettings
 from realign.engines.sampling.in_process import InProcessSampling
 
 
@@ -64,7 +63,7 @@ def _actor(plan: Plan, given: list[Tensor], **settings: Any) -> tuple[Any, Seque
         device=plan.device,
         dtype=plan.dtype,
         config={"tie_word_embeddings": True, "max_position_embeddings": positions(scenario)},
-        network=NetworkSettings(sampling=InProcessSampling(**settings)),
+        sampling=InProcessSampling(**settings),
     ).machine
     cut = Lengths.of([[len(p)] for p in given])
     data = SequenceSample(tuple(range(len(given)))).with_data({"prompt_ids": torch.cat(given)}, lengths=cut)

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch
 
 from realign.api import GenerationConfig, SequenceSample
-from realign.engines.sampling.slots import Rollout
+from realign.engines.sampling.decode import Rollout
 from realign.engines.training.engine import TransformersEngine
 
 

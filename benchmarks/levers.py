@@ -28,12 +28,11 @@ from benchmarks.peer.side_realign import forced_lengths
 from benchmarks.peer.work import SCENARIOS, Scenario
 from benchmarks.report import alternate, arguments, facts, table
 from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample
-from realign.engines.network.cpu_lanes import ParallelPasses
 from realign.engines.network.output import PackedOutput
+from realign.engines.network.passes import ParallelPasses, SharedPrompts
 from realign.engines.network.settings import NetworkSettings
-from realign.engines.network.shared_prefix import SharedPrompts
-from realign.engines.sampling import trunk
-from realign.engines.sampling.compiled_library import CompiledDecode
+from realign.engines.sampling import rollout_model
+from realign.engines.sampling.compiled.library import CompiledDecode
 from realign.engines.sampling.in_process import InProcessSampling
 
 BUDGET = 8192
@@ -47,7 +46,9 @@ class Lever:
     part: str
     """Part of a step that it speeds up: rollout or training."""
     network: NetworkSettings | None = None
-    """Settings that turn the optimization off."""
+    """Settings of the network that turn the optimization off."""
+    sampling: InProcessSampling | None = None
+    """Settings of rollouts that turn it off."""
     patches: Callable[[], Any] | None = None
     """Function that returns a context in which the code lacks the optimization."""
     repeated_prompts: bool = False
@@ -80,16 +81,16 @@ LEVERS = {
     "compiled_decode": Lever(
         "compiled decode steps",
         "rollout",
-        network=NetworkSettings(sampling=InProcessSampling(compiled_decode=CompiledDecode.off)),
+        sampling=InProcessSampling(compiled_decode=CompiledDecode.off),
     ),
     "one_core": Lever(
-        "one core for small products", "rollout", patches=partial(patch.object, trunk, "SMALL_PRODUCT", 0)
+        "one core for small products", "rollout", patches=partial(patch.object, rollout_model, "SMALL_PRODUCT", 0)
     ),
     "group_prefill": Lever("prefill of a group's prompt computed once", "rollout", repeated_prompts=True),
     "slots": Lever(
         "as many slots as fit instead of 16",
         "rollout",
-        network=NetworkSettings(sampling=InProcessSampling(max_slots=16)),
+        sampling=InProcessSampling(max_slots=16),
     ),
     "shared_prompts": Lever(
         "prompt of a group computed once",
@@ -116,7 +117,8 @@ def without(lever: Lever | None) -> Iterator[None]:
 
 def rollout(scenario: Scenario, lever: Lever | None) -> Callable[[], object]:
     """Return a call that samples the scenario's responses."""
-    actor = make_actor(scenario, network=lever.network if lever else None)
+    settings = {} if lever is None else {"network": lever.network, "sampling": lever.sampling}
+    actor = make_actor(scenario, **settings)
     given, n = prompts(scenario), scenario.group
     if lever is not None and lever.repeated_prompts:
         given, n = [prompt for prompt in given for _ in range(n)], 1

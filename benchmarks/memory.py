@@ -35,8 +35,8 @@ from realign.api.memory import MemoryWork, RoleMemory
 from realign.engines import Causal, OptimizerSpec
 from realign.engines.memory import MemoryModel
 from realign.engines.model_shape import shape_of
+from realign.engines.network.passes import SharedPrompts
 from realign.engines.network.settings import NetworkSettings
-from realign.engines.network.shared_prefix import SharedPrompts
 
 MIB = 2**20
 CHILD = "child"

@@ -37,7 +37,7 @@ from benchmarks.memory import MemoryCount
 from benchmarks.peer.work import SCENARIOS, Scenario
 from benchmarks.report import Seconds, alternate, arguments, facts, table
 from realign.api import MicroBatchSpec
-from realign.engines.network.cpu_lanes import ParallelPasses
+from realign.engines.network.passes import ParallelPasses
 from realign.engines.network.settings import NetworkSettings
 
 ROOT = Path(__file__).parents[1]

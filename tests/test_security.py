@@ -293,7 +293,7 @@ def test_no_text_is_evaluated_and_only_known_files_start_programs():
             if name in ("eval", "exec", "os.system", "os.popen") or name.startswith("subprocess.") or shell:
                 found.append(f"{file.relative_to(PACKAGE)}: {name}")
     assert found == [
-        "engines/sampling/compiled_library.py: subprocess.run",
+        "engines/sampling/compiled/library.py: subprocess.run",
         "engines/servers/guard.py: subprocess.Popen",
         "engines/servers/launch.py: subprocess.Popen",
         "environments/adapters/verifiers_agent.py: subprocess.Popen",

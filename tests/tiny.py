@@ -23,7 +23,7 @@ from realign.api import SequenceSample
 from realign.engines.network.attention import ATTENTION
 from realign.engines.network.settings import NetworkSettings
 from realign.engines.sampling.in_process import InProcessSampling
-from realign.engines.sampling.resources import RolloutResources
+from realign.engines.sampling.rollout_model import RolloutResources
 from realign.engines.training.engine import TransformersEngine
 from realign.engines.training.optimizer import OptimizerSpec
 

@@ -21,7 +21,7 @@ from realign.data import PromptData
 from realign.engines import OptimizerSpec, Score, TransformersModel, Value
 from realign.engines.network.network import Network
 from realign.engines.precision import DType
-from realign.engines.sampling.slots import Rollout
+from realign.engines.sampling.decode import Rollout, RowEntry
 from realign.engines.training.stepper import Stepper
 from realign.interfaces.components import Critic, KLPenalty, KLPlace
 from realign.interfaces.critic import PPOCriticInterface
@@ -199,7 +199,7 @@ def forced_lengths(side: Any) -> Iterator[None]:
 
     def forced(self: Rollout, hidden_BH: Tensor, counts_B: Tensor) -> tuple[Tensor, Tensor]:
         tokens_B, logprobs_B = draw(self, hidden_BH, counts_B)
-        sequences_B = self.rows[0, self.active - len(counts_B) : self.active]
+        sequences_B = self.rows[RowEntry.SEQUENCE, self.active - len(counts_B) : self.active]
         last_B = counts_B + 1 >= on(counts_B.device)[sequences_B]
         tokens_B = torch.where(last_B, EOS, torch.where(tokens_B == EOS, EOS + 1, tokens_B))
         return tokens_B, logprobs_B

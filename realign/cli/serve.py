@@ -90,7 +90,7 @@ class Serve(Settings):
         Args:
             key: key that clients must send.
         """
-        from realign.engines.sampling.background_sampler import StreamingEngine
+        from realign.engines.sampling.background import StreamingEngine
 
         model = self.model.load("serve", seed=self.seed)
         open_sampler(self.model, model)

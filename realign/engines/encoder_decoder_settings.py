@@ -7,7 +7,7 @@ from typing import Any
 from realign.api.sampler_spec import SamplerSpec
 from realign.engines.network.heads import Causal, Head, is_encoder_decoder
 from realign.engines.network.trains import TopLayers, Trained
-from realign.engines.sampling.compiled_library import CompiledDecode
+from realign.engines.sampling.compiled.library import CompiledDecode
 from realign.engines.sampling.in_process import InProcessSampling
 from realign.errors import ConfigError
 

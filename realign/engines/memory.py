@@ -13,12 +13,11 @@ from torch import nn
 
 from realign.api.memory import MemoryWork, RoleMemory
 from realign.engines.model_shape import ModelShape
-from realign.engines.network.cpu_lanes import MIN_ROWS
 from realign.engines.network.heads import ValueHead, ValueHidden
+from realign.engines.network.passes import MIN_ROWS
+from realign.engines.sampling.compiled.fusion import CPU_BYTES, FAMILIES
+from realign.engines.sampling.decode import LOGIT_ELEMENTS, PREFILL_TOKENS, cache_bytes
 from realign.engines.sampling.in_process import InProcessSampling
-from realign.engines.sampling.slots import LOGIT_ELEMENTS, cache_bytes
-from realign.engines.sampling.waiting import PREFILL_TOKENS
-from realign.engines.sampling.weight_fusion import CPU_BYTES, FAMILIES
 from realign.engines.training.optimizer import OptimizerSpec
 from realign.functional.logprobs import chunk_tokens
 

@@ -15,9 +15,9 @@ from realign.engines.files.folders import check_path
 from realign.engines.files.inspection import no_trained_head
 from realign.engines.files.pretrained import quiet_transformers, readable
 from realign.engines.network.heads import Head, ValueHead, head_mapping, is_encoder_decoder, read_head
-from realign.engines.network.lora import merge_adapter
 from realign.engines.network.passed_context import pass_context_on
 from realign.engines.network.recurrence import segment_recurrent_layers
+from realign.engines.network.trains import merge_adapter
 from realign.engines.network.value_head import ValueNetwork
 from realign.errors import DataError
 

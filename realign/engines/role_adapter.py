@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from realign.engines.files.adapters import AdapterFolder, AdapterStart, check_continues, find_adapter, is_adapter
-from realign.engines.network.lora import require_peft_for
-from realign.engines.network.trains import Lora, Trained
+from realign.engines.network.trains import Lora, Trained, require_peft_for
 from realign.errors import ConfigError
 
 

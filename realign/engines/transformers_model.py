@@ -25,18 +25,15 @@ from realign.engines.files.pretrained import readable
 from realign.engines.files.role_tokenizer import check_inherited, check_source, read_source
 from realign.engines.files.tokenizers import has_tokenizer
 from realign.engines.module_reader import ModuleReader, read_value_head
-from realign.engines.network.cpu_lanes import ParallelPasses
 from realign.engines.network.heads import Causal, Head
 from realign.engines.network.kernels import Backend, missing_package, preferred_kernel
-from realign.engines.network.lora import load_adapters
-from realign.engines.network.settings import NetworkSettings
-from realign.engines.network.shared_prefix import SharedPrompts
-from realign.engines.network.torch_compile import TorchCompile
-from realign.engines.network.trains import All, Trained
+from realign.engines.network.passes import ParallelPasses, SharedPrompts
+from realign.engines.network.settings import NetworkSettings, TorchCompile
+from realign.engines.network.trains import All, Trained, load_adapters
 from realign.engines.precision import DType, enable_tf32, products_dtype, use_deterministic_algorithms
 from realign.engines.quantization import check_4bit, keep_layout, settings_4bit
 from realign.engines.role_adapter import RoleAdapter
-from realign.engines.sampling.compiled_library import CompiledDecode
+from realign.engines.sampling.compiled.library import CompiledDecode
 from realign.engines.sampling.in_process import InProcessSampling
 from realign.engines.shared_model import Share, SharedModel
 from realign.engines.training.load_balancing import LoadBalancing
@@ -181,7 +178,7 @@ class TransformersModel(Settings, ModelSpec):
             load_in_4bit=self.load_in_4bit,
             lanes=torch.get_num_threads() if together and not (value_head and value_head.layers) else 1,
             fused_rollout=self.fused_rollout,
-            sampling=settings.sampling,
+            sampling=self._sampling,
             offload=self.sharding.offload,
             reshard=self.sharding.reshard,
         )
@@ -204,7 +201,6 @@ class TransformersModel(Settings, ModelSpec):
             fused_rollout=self.fused_rollout and not self.load_in_4bit,
             parallel_passes=self.parallel_passes,
             torch_compile=self.torch_compile,
-            sampling=self._sampling,
         )
 
     @property
@@ -365,6 +361,7 @@ class TransformersModel(Settings, ModelSpec):
             tokenizer,
             settings,
             seed=seed,
+            sampling=self._sampling,
             value_head=value_head,
             optimizer=self.optimizer,
             gradient_checkpointing=self.gradient_checkpointing,
@@ -384,7 +381,7 @@ class TransformersModel(Settings, ModelSpec):
 
     def background_sampler(self, name: str, *, seed: int, recompute: bool) -> Sampler:
         """See `realign.api.sampler_spec.SamplesInBackground`; uses a copy of the model without its moving average."""
-        from realign.engines.sampling.background_sampler import StreamingEngine
+        from realign.engines.sampling.background import StreamingEngine
 
         engine = self.for_sampling().load(name, seed=seed).machine
         return StreamingEngine(name, engine, recompute=recompute)

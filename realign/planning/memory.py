@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from realign.engines.sampling.slots import CACHE_BYTES
+from realign.engines.sampling.decode import CACHE_BYTES
 from realign.planning.devices import Device
 from realign.planning.placements import Placement, RoleGroup, Sampling
 from realign.planning.roofline import Network

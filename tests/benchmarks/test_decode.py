@@ -9,7 +9,7 @@ from benchmarks import decode
 from benchmarks.batches import make_actor
 from benchmarks.peer.side_llama import _gguf_name
 from benchmarks.peer.work import SCENARIOS
-from tests.engines.sampling.native import requires_compiler
+from tests.engines.sampling.compiled.native import requires_compiler
 
 
 @requires_compiler

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks import gpu, gpu_plan
-from realign.engines.sampling.slots import Rollout
+from realign.engines.sampling.decode import Rollout
 
 
 @pytest.mark.slow

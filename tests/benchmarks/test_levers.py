@@ -10,7 +10,7 @@ import torch
 from benchmarks import levers
 from benchmarks.batches import make_rollout
 from benchmarks.peer.work import SCENARIOS
-from realign.engines.sampling import trunk
+from realign.engines.sampling import rollout_model
 
 TINY = replace(SCENARIOS["tiny"], prompts=3, group=4)
 
@@ -53,10 +53,10 @@ def test_a_step_without_a_lever_is_the_same_step(name, monkeypatch):
 
 
 def test_nothing_of_a_lever_stays(monkeypatch):
-    before = trunk.SMALL_PRODUCT
+    before = rollout_model.SMALL_PRODUCT
     with levers.without(levers.LEVERS["one_core"]):
-        assert trunk.SMALL_PRODUCT == 0
-    assert before == trunk.SMALL_PRODUCT
+        assert rollout_model.SMALL_PRODUCT == 0
+    assert before == rollout_model.SMALL_PRODUCT
     with levers.without(None):
         pass
 

@@ -22,7 +22,7 @@ from openai import AsyncOpenAI, OpenAI
 from realign.api import GenerationConfig, MicroBatchSpec, SequenceSample
 from realign.endpoint import Backend, Endpoint, EndpointLimits, Renderer, Session, Sessions, server
 from realign.endpoint.server import SPARE
-from realign.engines.sampling.background_sampler import StreamingEngine
+from realign.engines.sampling.background import StreamingEngine
 from tests.samplers import TableSampler
 from tests.tiny import TEXT, VOCAB, tiny_engine, tiny_tokenizer
 

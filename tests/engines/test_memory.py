@@ -24,9 +24,9 @@ from realign.engines import (
 )
 from realign.engines.memory import MemoryModel, moment_bytes
 from realign.engines.model_shape import shape_of
-from realign.engines.network.shared_prefix import SharedPrompts
-from realign.engines.sampling import decoder
-from realign.engines.sampling.kv_cache import KVCache
+from realign.engines.network import decoder
+from realign.engines.network.kv_cache import KVCache
+from realign.engines.network.passes import SharedPrompts
 from tests.tiny import random_sample, save_tiny, tiny_config, tiny_engine
 
 CPU = torch.device("cpu")

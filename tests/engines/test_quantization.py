@@ -68,7 +68,7 @@ def test_linear_layers_are_loaded_as_nf4_on_the_device(tmp_path, stubbed, dtype)
     assert {name: found[name] for name in settings} == settings
     assert stubbed["device_map"] == {"": torch.device("cpu")}
     assert stubbed["dtype"] == torch.float32
-    assert engine.network.fusion is None
+    assert engine.fusion is None
     train(engine)
 
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from realign.engines.sampling.decode import CACHE_BYTES
 from realign.engines.sampling.in_process import InProcessSampling
-from realign.engines.sampling.slots import CACHE_BYTES
 from realign.planning.devices import CPU_CORE, DEVICES, Accelerator, Assumed, Device
 from realign.planning.memory import ACTIVATION_NUMBERS, WEIGHT_BYTES, fits, in_process_slots, memory_of
 from realign.planning.placements import Placement, RoleGroup, Sampling

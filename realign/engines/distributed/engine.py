@@ -31,12 +31,11 @@ from realign.engines.distributed.spec import Sharding
 from realign.engines.distributed.state import ShardedState
 from realign.engines.distributed.stepper import ShardedStepper
 from realign.engines.files.weights import check_weights, mix_into, named_weights, shapes_of
-from realign.engines.network.cpu_lanes import ParallelPasses
 from realign.engines.network.network import Network
+from realign.engines.network.passes import Layout, ParallelPasses, Passes
 from realign.engines.network.settings import NetworkSettings
-from realign.engines.network.shared_prefix import Layout, Passes
 from realign.engines.network.value_head import ValueNetwork
-from realign.engines.sampling.rollout import PROMPTS
+from realign.engines.sampling.generate import PROMPTS
 from realign.engines.training.callbacks import added, check_loss
 from realign.engines.training.engine import TransformersEngine
 from realign.engines.training.expert_load import StepLoad, counting, listening
@@ -309,7 +308,7 @@ class ShardedEngine(TransformersEngine):
 
         Tensors may be full tensors, or `Saved` references to files, from which each rank reads only its shard.
         """
-        if state.get("fused") and self.network.fusion is not None:
+        if state.get("fused") and self.fusion is not None:
             self.network.sampler()  # with the run's initial weights, see `Fusion.compare`
         super().load_state_dict(self._sharded_state.own(state), weights_only=weights_only)
         self.network.gathered.outdate()

@@ -24,10 +24,9 @@ from realign.engines.distributed.tensor_parallel import split_layers
 from realign.engines.network.branches import read_stack
 from realign.engines.network.heads import read_body
 from realign.engines.network.network import Network
+from realign.engines.network.passes import Layout
 from realign.engines.network.settings import NetworkSettings
-from realign.engines.network.shared_prefix import Layout
 from realign.engines.network.value_head import ValueNetwork
-from realign.engines.sampling.weight_fusion import Fusion
 from realign.errors import ConfigError
 
 NOTHING = SequenceSample(("nothing",), {TOKENS: torch.zeros(0, dtype=torch.int64)}, {TOKENS: Lengths.of([[0]])})
@@ -117,7 +116,6 @@ class ShardedNetwork(Network):
         layers = read_stack(module).layers
         self.grid = Grid.of(sharding, self.device)
         self.gathered = GatheredCopy(module, self.value_head)
-        self.fusion = None if self.fusion is None else Fusion(self.gathered.module, self.fusion.path.compiled)
         summed: set[str] = set()
         if sharding.tensor_parallel > 1:
             copied = split_layers(name, module, layers, self.grid.mesh["tp"])
@@ -153,6 +151,11 @@ class ShardedNetwork(Network):
                 part.set_force_sum_reduction_for_comms(True)
         # the losses of some ranks may not reach a head, but all ranks must reduce the same tensors
         root.set_reduce_scatter_unused_params(True)
+
+    @property
+    def rollout_module(self) -> Any:
+        """See `Network.rollout_module`."""
+        return self.gathered.module
 
     @property
     def rollout_value_head(self) -> ValueNetwork | None:

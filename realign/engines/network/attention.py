@@ -2,7 +2,7 @@
 
 A model loaded with `attn_implementation=ATTENTION` calls `_dispatch` in every layer. The caller passes the keyword
 `realign_context` to the model. This context determines which tokens attend to each other: packed sequences in this
-module, prefill and decoding in `realign.engines.sampling.kv_cache`. Importing this module registers the name with
+module, prefill and decoding in `realign.engines.network.kv_cache`. Importing this module registers the name with
 transformers. No model class or instance is patched.
 
 Shapes: T packed tokens, Hq query heads, Hk key-value heads, D head size.
@@ -30,21 +30,10 @@ from realign.engines.network.kernels import (
     explicit_attention,
     packed_attention,
 )
+from realign.engines.network.passes import Layout
 from realign.engines.network.recurrence import RowsForward, run_sequences
-from realign.engines.network.shared_prefix import Layout
 from realign.errors import ConfigError
 from realign.functional.packed import cu_seqlens_of, position_ids
-
-__all__ = [
-    "ATTENTION",
-    "AttentionArgs",
-    "AttentionContext",
-    "Backend",
-    "NotPackableError",
-    "PackedContext",
-    "packed_inputs",
-    "use_attention",
-]
 
 ATTENTION = "realign"
 

@@ -17,7 +17,7 @@ from realign.engines.network.attention import PackedContext, exclude_attention_f
 from realign.engines.network.branches import read_stack
 from realign.engines.network.kernels import CONTEXT
 from realign.engines.network.recurrence import has_recurrent_layers
-from realign.engines.network.torch_compile import TorchCompile
+from realign.engines.network.settings import TorchCompile
 from realign.errors import ConfigError
 
 

@@ -4,7 +4,10 @@ A sequence of a sample consists of a prompt and a response. The decoder starts w
 first hidden state predicts the first token of the response. The hidden state that predicts token t has the index t - 1,
 as in a causal model. Nothing predicts the tokens of the prompt.
 
-Shapes: T packed tokens, S sequences, B rows of a batch, L tokens of a row, N computed tokens, H hidden size.
+Rollouts use the cache of transformers for self-attention and cross-attention. The encoder reads each prompt once.
+
+Shapes: T packed tokens, S sequences, B rows of a batch, M members of a group, L tokens of a row, N computed tokens, H
+hidden size.
 """
 
 from __future__ import annotations
@@ -16,12 +19,14 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from typing_extensions import override
 
 from realign.api.lengths import IntArray
 from realign.api.sample import TOKENS, SequenceSample
 from realign.engines.network.heads import read_head
-from realign.engines.network.padding import similar_lengths
-from realign.engines.network.unpacked import TOLERANCE, probing, relative_error
+from realign.engines.network.images import PromptInput, ids_of
+from realign.engines.network.passes import similar_lengths
+from realign.engines.network.unpacked import PROMPT, TOLERANCE, OwnCache, ResponseGroup, probing, relative_error
 from realign.errors import ConfigError, DataError
 from realign.functional.logprobs import LMHead
 
@@ -30,6 +35,8 @@ LOSS_MASK = "loss_mask"
 
 PROMPTS, RESPONSES = (5, 9, 1), (4, 1, 6)
 """Lengths of the texts with which a model is probed."""
+
+CACHE = "past_key_values"
 
 
 class EncoderDecoder:
@@ -51,8 +58,8 @@ class EncoderDecoder:
         self.reason = reason
         family = f"model family {module.config.model_type!r}"
         sources = (module.config, getattr(module, "generation_config", None))
-        found = (getattr(source, "decoder_start_token_id", None) for source in sources)
-        start = next((token for token in found if token is not None), None)
+        tokens = (getattr(source, "decoder_start_token_id", None) for source in sources)
+        start = next((token for token in tokens if token is not None), None)
         if start is None:
             raise ConfigError(f"{family}: config.json has no decoder_start_token_id. Add it.")
         self.start = int(start)
@@ -63,17 +70,14 @@ class EncoderDecoder:
                 f"{family} is not supported: logits of padded batches differ by {error:.1e} (relative) from its own."
             )
 
-    @property
-    def _device(self) -> torch.device:
-        device: torch.device = next(self.module.parameters()).device
-        return device
-
     def _difference(self) -> float:
         """Return the largest relative difference of logits from the model's own forward pass."""
         words = self.module.get_input_embeddings().weight.shape[0]
         prompts, responses = np.array(PROMPTS), np.array(RESPONSES)
         lengths, drawn = prompts + responses, torch.Generator().manual_seed(0)
-        ids_T = torch.randint(1, words, (int(lengths.sum()),), generator=drawn).to(self._device)
+        ids_T = torch.randint(1, words, (int(lengths.sum()),), generator=drawn).to(
+            next(self.module.parameters()).device
+        )
         hidden_TH, head = self.whole(ids_T, lengths, prompts), read_head(self.module)
         assert isinstance(head, LMHead)
         texts, states = (x.split(lengths.tolist()) for x in (ids_T, hidden_TH))
@@ -151,7 +155,7 @@ def prompt_lengths(data: SequenceSample, lengths: IntArray) -> IntArray:
             f"An encoder-decoder model needs the key {LOSS_MASK!r}, which separates the prompt from the response. Add "
             "it to the keys that the interface reads."
         )
-    mask_T, starts, found = data[LOSS_MASK].cpu().numpy(), np.cumsum(lengths) - lengths, lengths.copy()
+    mask_T, starts, prompt_S = data[LOSS_MASK].cpu().numpy(), np.cumsum(lengths) - lengths, lengths.copy()
     for s, (start, length) in enumerate(zip(starts, lengths, strict=True)):
         trained = np.flatnonzero(mask_T[start : start + length])
         if not len(trained):
@@ -166,8 +170,51 @@ def prompt_lengths(data: SequenceSample, lengths: IntArray) -> IntArray:
                 f"{LOSS_MASK}: a sequence has several responses. An encoder-decoder model reads one prompt and writes "
                 "one response. Use data with one trained turn (data.train_on_turns=last), and no environment or tools."
             )
-        found[s] = trained[0]
-    return found
+        prompt_S[s] = trained[0]
+    return prompt_S
 
 
-__all__ = ["EncoderDecoder", "prompt_lengths"]
+class EncoderDecoderCache(OwnCache):
+    """Decodes responses with the decoder of an encoder-decoder model. Implements `Decoder`.
+
+    A group stores the tokens that the decoder has read, starting with the start token.
+    """
+
+    def __init__(self, model: EncoderDecoder) -> None:
+        """Compare decoding with and without the cache of the model."""
+        self._model = model
+        super().__init__(model.module)
+
+    @override
+    def describe(self) -> str:
+        text = super().describe()
+        return text if self.cached else text.replace("whole text", "whole response")
+
+    @override
+    def _whole(self, ids_ML: Tensor) -> Tensor:
+        # the first `PROMPT` tokens are the prompt
+        members, length = ids_ML.shape
+        hidden_TH = self._model.whole(ids_ML.flatten(), np.full(members, length), np.full(members, PROMPT))
+        return hidden_TH.view(members, length, -1)
+
+    @override
+    def prefill(self, texts: Sequence[PromptInput]) -> tuple[Tensor, list[ResponseGroup]]:
+        # the hidden state of a prompt is that of the start token, which predicts the first token of the response
+        hidden, states = [], []
+        for ids in map(ids_of, texts):
+            group = ResponseGroup(ids.new_zeros(1, 0), dict(self._model.encode([ids])))
+            start = torch.full((1, 1), self._model.start, device=ids.device)
+            hidden.append(self._append(group, start, start)[0])
+            states.append(group)
+        return torch.stack(hidden), states
+
+    @override
+    def _append(self, group: ResponseGroup, tokens_M1: Tensor, positions_M1: Tensor) -> Tensor:
+        # the decoder derives its positions from the number of tokens that it has read
+        group.ids_ML = torch.cat([group.ids_ML, tokens_M1], 1)
+        read_ML = tokens_M1 if self.cached else group.ids_ML
+        out = self._model.decoder(input_ids=read_ML, use_cache=self.cached, **group.past)
+        if self.cached:
+            group.past[CACHE] = out.past_key_values
+        hidden: Tensor = out.last_hidden_state[:, -1]
+        return hidden

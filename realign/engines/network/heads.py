@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from realign.engines.network.output import ScalarHead
 from realign.errors import ConfigError, SettingsError
@@ -115,17 +116,17 @@ class Causal(Head):
     the embedding, are never sampled. The reference model needs the same number. null means all tokens."""
 
     @property
+    @override
     def outputs(self) -> frozenset[str]:
-        """See `Head.outputs`."""
         return frozenset({"logprobs"} | value_outputs(self.value_head))
 
     @property
+    @override
     def is_scalar(self) -> bool:
-        """See `Head.is_scalar`."""
         return False
 
+    @override
     def auto_class(self, config: Any) -> Any:
-        """See `Head.auto_class`."""
         return language_model_class(config)
 
 
@@ -139,18 +140,18 @@ class _ScalarHead(Head):
     trains."""
 
     @property
+    @override
     def outputs(self) -> frozenset[str]:
-        """See `Head.outputs`."""
         return frozenset({"values", "scores"})
 
     @property
+    @override
     def is_scalar(self) -> bool:
-        """See `Head.is_scalar`."""
         return True
 
     @property
+    @override
     def replaces(self) -> bool:
-        """See `Head.replaces`."""
         return self.init is not None
 
     def _check_decoder(self, config: Any) -> None:
@@ -161,8 +162,8 @@ class _ScalarHead(Head):
                 "model. For a critic, set head.value_head of the actor, and share its model."
             )
 
+    @override
     def start(self, module: Any, *, seed: int) -> None:
-        """See `Head.start`."""
         if self.init is not None:
             init_head(module, self.init, seed=seed)
 
@@ -171,8 +172,8 @@ class _ScalarHead(Head):
 class Score(_ScalarHead):
     """A reward model: one number per sequence."""
 
+    @override
     def auto_class(self, config: Any) -> Any:
-        """See `Head.auto_class`."""
         self._check_decoder(config)
         from transformers import AutoModelForSequenceClassification
 
@@ -183,8 +184,8 @@ class Score(_ScalarHead):
 class Value(_ScalarHead):
     """A critic: one number per token."""
 
+    @override
     def auto_class(self, config: Any) -> Any:
-        """See `Head.auto_class`."""
         self._check_decoder(config)
         from transformers import AutoModelForTokenClassification
 

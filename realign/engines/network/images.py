@@ -24,7 +24,7 @@ from realign.api.sample import TOKENS, SequenceSample
 from realign.engines.network.attention import AttentionContext, use_attention
 from realign.engines.network.heads import IMAGE_FAMILIES, read_body
 from realign.engines.network.kernels import CONTEXT
-from realign.engines.network.shared_prefix import Layout
+from realign.engines.network.passes import Layout
 from realign.errors import DataError
 
 NO_IMAGES = (
@@ -62,8 +62,8 @@ def ids_of(prompt: PromptInput) -> Tensor:
 
 def followed_by(prompt: PromptInput, ids: Tensor) -> PromptInput:
     """Return a prompt with further tokens."""
-    whole = torch.cat([ids_of(prompt), ids])
-    return whole if isinstance(prompt, Tensor) else replace(prompt, ids=whole)
+    longer = torch.cat([ids_of(prompt), ids])
+    return longer if isinstance(prompt, Tensor) else replace(prompt, ids=longer)
 
 
 def prompts_with_images(data: SequenceSample, key: str) -> list[PromptInput]:
@@ -102,10 +102,10 @@ def place(ids_L: IntArray, grids_I3: IntArray, token: int, merge: int) -> Placed
     features_L = np.full(len(ids_L), -1, dtype=np.int64)
     done = at = seen = 0
     for t, h, w in (grids_I3 // [1, merge, merge]).tolist():
-        found = np.flatnonzero(ids_L[done:] == token)
-        if not len(found):
+        image_tokens = np.flatnonzero(ids_L[done:] == token)
+        if not len(image_tokens):
             break
-        begin = done + int(found[0])
+        begin = done + int(image_tokens[0])
         end = begin + t * h * w
         if end > len(ids_L) or (ids_L[begin:end] != token).any():
             raise ValueError(f"an image of {t} x {h} x {w} merged patches needs {end - begin} consecutive image tokens")
@@ -120,7 +120,7 @@ def place(ids_L: IntArray, grids_I3: IntArray, token: int, merge: int) -> Placed
     return Placed(positions_3L, features_L, at + len(ids_L) - done)
 
 
-class ImageReader:
+class ImageInputs:
     """Computes the inputs of the layers of a model for packed text with images."""
 
     def __init__(self, module: Any) -> None:
@@ -143,10 +143,10 @@ class ImageReader:
         placed = []
         for prompt, ids_L in zip(lengths.prompt_of_sequence.tolist(), _split(ids_T, lengths.flat), strict=True):
             try:
-                found = place(ids_L, grids[prompt], self._token, self._merge)
+                tokens = place(ids_L, grids[prompt], self._token, self._merge)
             except ValueError as error:
                 raise DataError(f"id {data.ids[prompt]!r}: {error}. {CURE}") from error
-            placed.append(_shifted(found, int(offset_P[prompt])))
+            placed.append(_shifted(tokens, int(offset_P[prompt])))
         rows = slice(None) if layout.token_R is None else layout.token_R.to(ids_T.device)
         return self._inputs(ids_T, placed, data[PIXELS], data[GRIDS], rows)
 
@@ -174,7 +174,7 @@ class ImageReader:
         ids_T = torch.cat([ids_of(prompt) for prompt in prompts])
         inputs = self._inputs(ids_T, placed, pixels_Pd, grids_I3)
         hidden: Tensor = self._body(**inputs, **{CONTEXT: context}, use_cache=False).last_hidden_state
-        return hidden[0], [found.next for found in placed]
+        return hidden[0], [tokens.next for tokens in placed]
 
     def check(self, prompt: ImagePrompt) -> None:
         """Check that a prompt contains the tokens of all its images.
@@ -183,8 +183,8 @@ class ImageReader:
             ValueError: it does not.
         """
         grids_I3 = _on_host(prompt.grids_I3)
-        found = place(_on_host(prompt.ids), grids_I3, self._token, self._merge)
-        if (tokens := int((found.features_L >= 0).sum())) != (expected := self._count(grids_I3)):
+        placed = place(_on_host(prompt.ids), grids_I3, self._token, self._merge)
+        if (tokens := int((placed.features_L >= 0).sum())) != (expected := self._count(grids_I3)):
             raise ValueError(f"the prompt has {tokens} image tokens, but its images have {expected} merged patches")
 
     def _per_prompt(self, data: SequenceSample) -> list[IntArray]:
@@ -209,8 +209,8 @@ class ImageReader:
         grids_I3: Tensor,
         rows: slice | Tensor = slice(None),
     ) -> dict[str, Tensor]:
-        positions_3T = torch.from_numpy(np.concatenate([found.positions_3L for found in placed], 1)).to(ids_T.device)
-        features_T = torch.from_numpy(np.concatenate([found.features_L for found in placed])).to(ids_T.device)
+        positions_3T = torch.from_numpy(np.concatenate([tokens.positions_3L for tokens in placed], 1)).to(ids_T.device)
+        features_T = torch.from_numpy(np.concatenate([tokens.features_L for tokens in placed])).to(ids_T.device)
         features_R = features_T[rows]
         embeds_RH = self._body.get_input_embeddings()(ids_T[rows])
         image_R = (features_R >= 0).nonzero()[:, 0]
@@ -223,14 +223,9 @@ class ImageReader:
         return {"inputs_embeds": embeds_RH[None], "position_ids": positions_3T[:, rows][:, None]}
 
 
-def image_reader(module: Any) -> ImageReader | None:
-    """Return the reader of images of a loaded model; None if its family is not one of `IMAGE_FAMILIES`."""
-    return ImageReader(module) if module.config.model_type in IMAGE_FAMILIES else None
-
-
-def _shifted(found: Placed, offset: int) -> Placed:
+def _shifted(placed: Placed, offset: int) -> Placed:
     """Return the features as indices among those of several prompts."""
-    return found._replace(features_L=np.where(found.features_L < 0, -1, found.features_L + offset))
+    return placed._replace(features_L=np.where(placed.features_L < 0, -1, placed.features_L + offset))
 
 
 def _on_host(x: Tensor) -> IntArray:

@@ -201,11 +201,11 @@ def _device_obstacle(backend: Backend, device: torch.device, dtype: torch.dtype)
         return why
     if backend is Backend.varlen and _varlen_parameters() is None:
         return "needs a version of torch with torch.nn.attention.varlen"
-    found = capability(device)
-    if backend is Backend.flash3 and found is not None and found[0] != 9:
-        return f"needs compute capability 9.0, but the device has {found[0]}.{found[1]}"
-    if found is not None and found < (8, 0):
-        return f"needs compute capability 8.0, but the device has {found[0]}.{found[1]}"
+    has = capability(device)
+    if backend is Backend.flash3 and has is not None and has[0] != 9:
+        return f"needs compute capability 9.0, but the device has {has[0]}.{has[1]}"
+    if has is not None and has < (8, 0):
+        return f"needs compute capability 8.0, but the device has {has[0]}.{has[1]}"
     return None
 
 
@@ -259,7 +259,8 @@ def flash_attention(backend: Backend, q: Tensor, k: Tensor, v: Tensor, args: Att
     Under `torch.use_deterministic_algorithms`, the backward pass is deterministic.
     """
     keywords: dict[str, Any] = {} if backend is Backend.flash3 else {"dropout_p": args.dropout}
-    out = _flash_function(backend)(
+    function = _hub_module().flash_attn_varlen_func if backend is Backend.hub else _imported(backend)
+    out = function(
         *(x[0].transpose(0, 1) for x in (q, k, v)),
         cu_seqlens_q=packing.cu_queries,
         cu_seqlens_k=packing.cu_keys,
@@ -274,10 +275,6 @@ def flash_attention(backend: Backend, q: Tensor, k: Tensor, v: Tensor, args: Att
     )
     result: Tensor = out[0] if isinstance(out, tuple) else out  # early versions of flash-attn 3 also return sums
     return result[None]
-
-
-def _flash_function(backend: Backend) -> Any:
-    return _hub_module().flash_attn_varlen_func if backend is Backend.hub else _imported(backend)
 
 
 def _imported(backend: Backend) -> Any:

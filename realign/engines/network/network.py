@@ -18,26 +18,19 @@ from realign.api.router_experts import ROUTER_EXPERTS
 from realign.api.sample import TOKENS, SequenceSample
 from realign.engines.network.attention import NotPackableError, layout_inputs
 from realign.engines.network.branches import Heard, ReferenceBranch, check_layers, layers_that_train, read_stack
-from realign.engines.network.cpu_lanes import ParallelPasses, rewrites_rope
-from realign.engines.network.encoder_decoder import EncoderDecoder
-from realign.engines.network.heads import is_encoder_decoder, read_body, read_head
-from realign.engines.network.images import NO_IMAGES, ImageReader, image_reader
+from realign.engines.network.encoder_decoder import EncoderDecoder, EncoderDecoderCache
+from realign.engines.network.heads import IMAGE_FAMILIES, is_encoder_decoder, read_body, read_head
+from realign.engines.network.images import NO_IMAGES, ImageInputs
 from realign.engines.network.output import PackedOutput, ScalarBranch, ScalarHead
 from realign.engines.network.passed_context import pass_context_on
+from realign.engines.network.passes import Layout, ParallelPasses, Passes, SharedPrompts, rewrites_rope
 from realign.engines.network.probe import Autocast, compile_probed, probe, probe_branch, probe_head, probe_shared
-from realign.engines.network.q_heads import GuidedHead
 from realign.engines.network.recurrence import segment_recurrent_layers
-from realign.engines.network.router_replay import RouterReplay
-from realign.engines.network.routers import Routers
-from realign.engines.network.settings import NetworkSettings
-from realign.engines.network.shared_prefix import Layout, Passes, SharedPrompts
-from realign.engines.network.torch_compile import TorchCompile
+from realign.engines.network.routers import RouterReplay, Routers
+from realign.engines.network.settings import NetworkSettings, TorchCompile
 from realign.engines.network.trains import All
-from realign.engines.network.unpacked import UnpackedModel, cost
-from realign.engines.network.value_head import ValueNetwork
-from realign.engines.sampling.encoder_decoder_cache import EncoderDecoderCache
-from realign.engines.sampling.own_cache import OwnCache
-from realign.engines.sampling.weight_fusion import Fusion
+from realign.engines.network.unpacked import OwnCache, UnpackedModel, cost
+from realign.engines.network.value_head import GuidedHead, ValueNetwork
 from realign.errors import ConfigError
 from realign.functional.logprobs import LMHead
 
@@ -55,6 +48,7 @@ class Network(nn.Module):
         unpacked: runs a model that cannot run packed; None if it runs packed.
         own_cache: samples from such a model; None if it runs packed, or has a scalar head.
         replay: replays choices of experts; None if the model cannot.
+        fuses: whether rollouts may join the weights of a layer, see `realign.engines.sampling.compiled`.
         images: reads the images of prompts; None if the network does not support images.
     """
 
@@ -93,8 +87,7 @@ class Network(nn.Module):
         wanted = settings.parallel_passes is ParallelPasses.auto
         self._parallel = wanted and self.device.type == "cpu" and not alone
         pair = is_encoder_decoder(module.config)
-        fused = settings.fused_rollout and not pair and isinstance(self.head, LMHead)
-        self.fusion = Fusion(module, settings.sampling.compiled_decode) if fused else None
+        self.fuses = settings.fused_rollout and not pair and isinstance(self.head, LMHead)
         half_precision = settings.dtype == torch.bfloat16
         self.autocast: Callable[[], AbstractContextManager[Any]] = partial(
             torch.autocast, self.device.type, dtype=torch.bfloat16, enabled=half_precision
@@ -115,8 +108,9 @@ class Network(nn.Module):
         if self._shares and self.device.type != "cpu":
             self._shares = self._can_share(half)
         # after the probe, which changes the attention of all layers
+        reads_images = module.config.model_type in IMAGE_FAMILIES
         plain = self.unpacked is None and value_head is None and self.trains == All()
-        self.images: ImageReader | None = image_reader(module) if plain else None
+        self.images = ImageInputs(module) if reads_images and plain else None
         if settings.torch_compile.compiles:
             self._compile(settings.torch_compile)
 
@@ -137,7 +131,8 @@ class Network(nn.Module):
         elif isinstance(self.head, LMHead):
             self.own_cache = OwnCache(self.module)
         self._shares = self._parallel = False
-        self.fusion = self.replay = None
+        self.fuses = False
+        self.replay = None
         self._no_replay = f"{reason} Replay requires a model that can run packed."
         decoding = None if self.own_cache is None else self.own_cache.describe()
         logger.warning(cost(self.name, self.unpacked.reason, decoding))
@@ -321,6 +316,11 @@ class Network(nn.Module):
         return head if self._vocabulary is None else head.first(self._vocabulary)
 
     @property
+    def rollout_module(self) -> Any:
+        """The transformers model that rollouts run, which is complete on every rank while they run."""
+        return self.module
+
+    @property
     def rollout_value_head(self) -> ValueNetwork | None:
         """The value head that rollouts run, which is complete on every rank."""
         return self.value_head
@@ -371,10 +371,10 @@ class Network(nn.Module):
 
     def outer_ids(self) -> set[int]:
         """Return the ids of the weights outside of the layers: embeddings, heads and the value head."""
-        found = {id(p) for part in self.modules() if isinstance(part, nn.Embedding) for p in part.parameters()}
+        ids = {id(p) for part in self.modules() if isinstance(part, nn.Embedding) for p in part.parameters()}
         head = self.head
-        found.add(id(head.weight_VH if isinstance(head, LMHead) else head.weight_1H))
-        return found | {id(p) for p in (() if self.value_head is None else self.value_head.parameters())}
+        ids.add(id(head.weight_VH if isinstance(head, LMHead) else head.weight_1H))
+        return ids | {id(p) for p in (() if self.value_head is None else self.value_head.parameters())}
 
     def fixed_names(self) -> set[str]:
         """Return the names, in the module's state dict, of the weights that do not train."""
@@ -395,8 +395,8 @@ class Network(nn.Module):
         Raises:
             ValueError: the state belongs to a module with other trained weights.
         """
-        found = self.module.load_state_dict(state, strict=False)
-        if wrong := [*found.unexpected_keys, *sorted(set(found.missing_keys) ^ self.fixed_names())]:
+        result = self.module.load_state_dict(state, strict=False)
+        if wrong := [*result.unexpected_keys, *sorted(set(result.missing_keys) ^ self.fixed_names())]:
             raise ValueError(
                 f"models.{self.name}: the saved state has different trained weights: {wrong[0]!r}"
                 + (f" and {len(wrong) - 1} more" if wrong[1:] else "")

@@ -159,9 +159,9 @@ class PackedOutput:
         if self.branch is None or self.branch.q_values is None:
             raise ValueError("q_values requires Q heads (head.value_head.q_heads), but this model has none")
         tokens_N = self._tokens(where_T)
-        found = self.branch.q_values(self._branch_RH[self._rows(tokens_N - 1)], self.input_ids_T[tokens_N])
+        values = self.branch.q_values(self._branch_RH[self._rows(tokens_N - 1)], self.input_ids_T[tokens_N])
         zeros_T = torch.zeros(len(self.input_ids_T), device=tokens_N.device)
-        return QValues(*(zeros_T.expand(*x.shape[:-1], -1).index_copy(-1, tokens_N, x) for x in found))
+        return QValues(*(zeros_T.expand(*x.shape[:-1], -1).index_copy(-1, tokens_N, x) for x in values))
 
     def _here(self, x: Tensor) -> Tensor:
         return x.to(self.hidden_RH.device, non_blocking=True)

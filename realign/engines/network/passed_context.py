@@ -45,6 +45,3 @@ def _add(attention: Any, arguments: Any, keywords: Mapping[str, Any]) -> Any:
     if not torch.is_grad_enabled():  # with gradients, a checkpointed layer computes attention again, without its hook
         vars(attention)[_KEPT] = None  # it may contain large tensors
     return None if context is None else (arguments, {CONTEXT: context, **keywords})
-
-
-__all__ = ["pass_context_on"]

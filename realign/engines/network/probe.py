@@ -16,17 +16,17 @@ import torch
 from torch import Tensor
 
 from realign.api.lengths import Lengths
-from realign.engines.network.attention import ATTENTION, Backend, NotPackableError, layout_inputs, use_attention
+from realign.engines.network.attention import ATTENTION, NotPackableError, layout_inputs, use_attention
 from realign.engines.network.branches import Branch
 from realign.engines.network.compiled_layers import compile_layers
+from realign.engines.network.decoder import ModuleTrunk, PackedDecoder
 from realign.engines.network.heads import read_body
+from realign.engines.network.kernels import Backend
 from realign.engines.network.output import ScalarHead
-from realign.engines.network.shared_prefix import Layout
-from realign.engines.network.torch_compile import TorchCompile
+from realign.engines.network.passes import Layout
+from realign.engines.network.settings import TorchCompile
 from realign.engines.network.unpacked import describe
 from realign.engines.precision import full_fp32
-from realign.engines.sampling.decoder import PackedDecoder
-from realign.engines.sampling.trunk import ModuleTrunk
 from realign.errors import ConfigError
 from realign.functional.logprobs import LMHead
 
@@ -46,6 +46,7 @@ _TOLERANCE_BF16 = 3e-2
 Autocast = Callable[[], AbstractContextManager[Any]]
 
 
+@torch.no_grad()
 def probe(
     model: Any, head: LMHead | ScalarHead, *, attention: Backend, autocast: Autocast | None, share: bool = False
 ) -> None:
@@ -62,8 +63,32 @@ def probe(
         NotPackableError: the family cannot run packed.
         ConfigError: the results differ. The message names the family and what differs.
     """
-    with torch.no_grad(), full_fp32(next(model.parameters()).device):
-        _probe(model, head, attention, autocast, share)
+    with full_fp32(next(model.parameters()).device):
+        family = f"model family {model.config.model_type!r}"
+        ids_T = _random_ids(model)
+        with _own_attention(model, family):
+            alone_TH, own = _alone(model, ids_T)
+        packed_TH = _packed(model, ids_T, Backend.sdpa if autocast else attention, family)
+        error = _relative(packed_TH, alone_TH).max().item()
+        if not error <= _TOLERANCE_FP32:
+            raise NotPackableError(
+                f"{family} cannot run packed: hidden states of packed sequences differ by {error:.1e} (relative) from "
+                "hidden states of single sequences."
+            )
+        if isinstance(head, LMHead):
+            _probe_decoding(model, ids_T, alone_TH, family)
+        if share:
+            _probe_shared(model, ids_T, alone_TH, Backend.sdpa if autocast else attention, family)
+        _probe_head(model, head, alone_TH, own)
+        if autocast is None:
+            return
+        with autocast():
+            error = _relative(_packed(model, ids_T, attention, family), alone_TH).median().item()
+        if not error <= _TOLERANCE_BF16:
+            raise ConfigError(
+                f"{family} with attention={attention.value} in bfloat16 differs by {error:.1e} (relative) from fp32. "
+                "Set dtype=float32."
+            )
 
 
 @torch.no_grad()
@@ -71,34 +96,6 @@ def probe_head(model: Any, head: LMHead | ScalarHead) -> None:
     """Check the head of a model that runs unpacked; see `probe`."""
     with full_fp32(next(model.parameters()).device):
         _probe_head(model, head, *_alone(model, _random_ids(model)))
-
-
-def _probe(model: Any, head: LMHead | ScalarHead, attention: Backend, autocast: Autocast | None, share: bool) -> None:
-    family = f"model family {model.config.model_type!r}"
-    ids_T = _random_ids(model)
-    with _own_attention(model, family):
-        alone_TH, own = _alone(model, ids_T)
-    packed_TH = _packed(model, ids_T, Backend.sdpa if autocast else attention, family)
-    error = _relative(packed_TH, alone_TH).max().item()
-    if not error <= _TOLERANCE_FP32:
-        raise NotPackableError(
-            f"{family} cannot run packed: hidden states of packed sequences differ by {error:.1e} (relative) from "
-            "hidden states of single sequences."
-        )
-    if isinstance(head, LMHead):
-        _probe_decoding(model, ids_T, alone_TH, family)
-    if share:
-        _probe_shared(model, ids_T, alone_TH, Backend.sdpa if autocast else attention, family)
-    _probe_head(model, head, alone_TH, own)
-    if autocast is None:
-        return
-    with autocast():
-        error = _relative(_packed(model, ids_T, attention, family), alone_TH).median().item()
-    if not error <= _TOLERANCE_BF16:
-        raise ConfigError(
-            f"{family} with attention={attention.value} in bfloat16 differs by {error:.1e} (relative) from fp32. Set "
-            "dtype=float32."
-        )
 
 
 @torch.no_grad()

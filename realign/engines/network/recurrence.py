@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from realign.engines.network.heads import read_body
-from realign.engines.network.padding import similar_lengths
+from realign.engines.network.passes import similar_lengths
 
 if TYPE_CHECKING:  # transformers is slow to import
     from transformers.cache_utils import Cache, LinearAttentionLayer
@@ -195,5 +195,5 @@ def _cache_with(layer: int, own: LinearAttentionLayer) -> Cache:
 
 def _states_of(own: LinearAttentionLayer) -> dict[str, Tensor]:
     """Return the states in a layer's cache of transformers, by name."""
-    found = {f"{kind}.{i}": x for kind in _KINDS for i, x in getattr(own, f"{kind}_states").items()}
-    return {name: x for name, x in found.items() if x is not None}
+    states = {f"{kind}.{i}": x for kind in _KINDS for i, x in getattr(own, f"{kind}_states").items()}
+    return {name: x for name, x in states.items() if x is not None}

@@ -1,6 +1,12 @@
-"""Routers of a mixture-of-experts model: layers that choose the experts of each token.
+"""Routers of a mixture-of-experts model: layers that choose the experts of each token, and the replay of their choices.
 
-Shapes: L routers, R rows of a pass, E experts per router, K chosen experts per row.
+Router replay (arXiv:2510.11370): passes of the training engine use the experts that the sampler's routers chose.
+Rounding differs between a rollout and a training pass, and the weights change between the two. A router whose best
+experts are close to each other then chooses others for some tokens, and their log-probs jump. With replay, the experts
+are those of the rollout (key `router_experts`). Their weights are computed from the current router logits, so the
+gradient still reaches the router.
+
+Shapes: T packed tokens, R rows of a pass, L routers, E experts per router, K chosen experts per row.
 """
 
 from __future__ import annotations
@@ -16,6 +22,10 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from realign.api.router_experts import ROUTER_EXPERTS, experts_per_token
+from realign.api.sample import SequenceSample
+from realign.api.stats import Mean, Stats, merge_stats
+from realign.engines.network.passes import Layout
 from realign.engines.precision import full_fp32
 from realign.errors import ConfigError
 
@@ -90,16 +100,16 @@ class Routers:
             for router in self.modules:
                 sizes.add(_check(router, family))
         if len(sizes) > 1:
-            found = "; ".join(sorted(map(str, sizes)))
-            raise ConfigError(f"{family} has different routers (experts, chosen experts, softmax, weights): {found}.")
+            kinds = "; ".join(sorted(map(str, sizes)))
+            raise ConfigError(f"{family} has different routers (experts, chosen experts, softmax, weights): {kinds}.")
         self.experts, self.chosen, self.softmax, self.gates = sizes.pop()
 
     @property
     def biases(self) -> list[Tensor]:
         """The biases [E] of all routers; empty if a router has none."""
-        found = [dict(router.named_buffers(recurse=False)).get(BIAS) for router in self.modules]
-        biases = [bias for bias in found if bias is not None]
-        return biases if len(biases) == len(found) else []
+        buffers = [dict(router.named_buffers(recurse=False)).get(BIAS) for router in self.modules]
+        biases = [bias for bias in buffers if bias is not None]
+        return biases if len(biases) == len(buffers) else []
 
     @contextmanager
     def heard_by(self, listener: Listener, *, first: bool = False) -> Iterator[None]:
@@ -117,9 +127,9 @@ class Routers:
 
     def of_copy(self, module: Any) -> Routers:
         """Return the routers of a copy of the model."""
-        found = copy.copy(self)
-        found.modules, found.device = _find(module), next(module.parameters()).device
-        return found
+        routers = copy.copy(self)
+        routers.modules, routers.device = _find(module), next(module.parameters()).device
+        return routers
 
     @property
     def width(self) -> int:
@@ -171,3 +181,105 @@ def _check(router: nn.Module, family: str) -> tuple[int, int, bool, GateRule | N
 
 def _same(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and torch.allclose(a.float(), b, atol=_TOLERANCE)
+
+
+class RouterReplay:
+    """Replays recorded choices in the passes of one model.
+
+    Attributes:
+        routers: routers of the model.
+    """
+
+    def __init__(self, module: Any) -> None:
+        """Find the routers of a transformers model.
+
+        Raises:
+            ConfigError: the model has no routers, or their choices cannot be replayed.
+        """
+        self.routers = Routers(module)
+        if self.routers.gates is None:
+            raise ConfigError(
+                f"model family {module.config.model_type!r} has routers whose expert weights follow no known rule."
+            )
+        self._active = False
+        self._experts_RLK: Tensor | None = None  # kept after a pass, for layers that the backward pass recomputes
+        self._changed: list[Tensor] | None = None
+        self._stats: list[Stats] = []
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Replay in all passes within the context, and in layers that their backward passes recompute."""
+        self._active = True
+        try:
+            with self.routers.heard_by(self._hear, first=True):
+                yield
+        finally:
+            self._active, self._experts_RLK = False, None
+
+    @contextmanager
+    def of(self, part: SequenceSample, layout: Layout, *, counts: bool) -> Iterator[None]:
+        """Replay the choices of a micro-batch in a pass over it, if it has any.
+
+        Args:
+            part: the micro-batch, on the device of the model.
+            layout: the layout of its rows.
+            counts: whether the pass counts changed choices for `take_stats`.
+
+        Raises:
+            ValueError: the choices are those of another model.
+        """
+        self._experts_RLK = self._rows(part, layout)
+        if self._experts_RLK is None:
+            yield
+            return
+        self._changed = [] if counts else None
+        with ExitStack() as stack:
+            if not self._active:
+                stack.enter_context(self.active())
+            yield
+        if self._changed:
+            self._stats.append(_changes(torch.stack(self._changed, 1), layout))
+        self._changed = None  # layers that are recomputed for the gradient do not count again
+
+    def _rows(self, part: SequenceSample, layout: Layout) -> Tensor | None:
+        """Return the recorded experts of each row, [R, L, K]; None if nothing was recorded."""
+        experts = experts_per_token(part)
+        if experts is None:
+            return None
+        if experts.shape[1] != self.routers.width:
+            raise ValueError(
+                f"key {ROUTER_EXPERTS!r} has {experts.shape[1]} experts per token, but the routers of this model "
+                f"choose {self.routers.width}. Sample with the same model"
+            )
+        if layout.token_R is not None:
+            experts = experts[layout.token_R.to(experts.device)]
+        return experts.long().view(len(experts), len(self.routers.modules), -1)
+
+    def _hear(self, router: int, routed: Routed) -> Routed:
+        if self._experts_RLK is None or self.routers.gates is None:
+            return routed
+        recorded_RK = self._experts_RLK[:, router]
+        known_R1 = recorded_RK[:, :1] >= 0
+        if self._changed is not None:
+            differs_RK = recorded_RK.sort(-1).values != routed.chosen_RK.sort(-1).values
+            self._changed.append(torch.where(known_R1[:, 0], differs_RK.any(-1).float(), torch.nan))
+        chosen_RK = torch.where(known_R1, recorded_RK, routed.chosen_RK)
+        scores_RK = self.routers.gates.weights(routed.logits_RE, chosen_RK)
+        return Routed(routed.logits_RE, scores_RK.to(routed.scores_RK.dtype), chosen_RK)
+
+    def take_stats(self) -> Stats:
+        """Return the fractions of changed choices in all counted passes, and reset them; empty without replay."""
+        stats, self._stats = merge_stats(self._stats), []
+        return stats
+
+
+def _changes(changed_RL: Tensor, layout: Layout) -> Stats:
+    """Return the metrics of a pass; `changed_RL` is NaN for tokens without a record."""
+    known_R = changed_RL[:, 0].isfinite()
+    weight_R = torch.where(known_R, layout.tokens_per_row(changed_RL.device), 0)
+    changed_RL = changed_RL.nan_to_num()
+    tokens = weight_R.sum()
+    return {
+        "router_changes": Mean((changed_RL.mean(-1) * weight_R).sum(), tokens),
+        "router_changed_tokens": Mean((changed_RL.amax(-1) * weight_R).sum(), tokens),
+    }

@@ -1,17 +1,33 @@
-"""`NetworkSettings`: how a network computes its passes and rollouts."""
+"""`NetworkSettings`: how a network computes its passes. Reading them does not import transformers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 
 import torch
 
-from realign.engines.network.cpu_lanes import ParallelPasses
 from realign.engines.network.kernels import Backend
-from realign.engines.network.shared_prefix import SharedPrompts
-from realign.engines.network.torch_compile import TorchCompile
+from realign.engines.network.passes import ParallelPasses, SharedPrompts
 from realign.engines.network.trains import All, Trained
-from realign.engines.sampling.in_process import InProcessSampling
+
+
+class TorchCompile(StrEnum):
+    """Backend of `torch.compile` for the decoder layers in training and scoring."""
+
+    off = "off"
+    """Layers are not compiled."""
+    inductor = "inductor"
+    """Generates kernels: Triton on CUDA, C++ on CPU."""
+    aot_eager = "aot_eager"
+    """Captures forward and backward graphs and runs the operators of torch, for debugging."""
+    eager = "eager"
+    """Captures forward graphs and runs the operators of torch, for debugging."""
+
+    @property
+    def compiles(self) -> bool:
+        """Whether layers are compiled."""
+        return self is not TorchCompile.off
 
 
 @dataclass(frozen=True)
@@ -36,8 +52,6 @@ class NetworkSettings:
     """Whether to compute micro-batches concurrently on a CPU."""
     torch_compile: TorchCompile = TorchCompile.off
     """Backend that compiles the decoder layers for training and scoring."""
-    sampling: InProcessSampling = field(default_factory=InProcessSampling)
-    """Settings of rollouts."""
 
     def allowed(self, *, load_balancing: bool) -> NetworkSettings:
         """Return the settings, without parallel passes if load balancing or `torch_compile` rules them out."""

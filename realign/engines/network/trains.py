@@ -1,31 +1,37 @@
 """Which weights of a model train (config node `models.ROLE.trains`): all, the top layers, or LoRA adapters.
 
-A model without an optimizer is frozen, regardless of this node. `branches` and `lora` change the modules.
+A model without an optimizer is frozen, regardless of this node. LoRA (arXiv:2106.09685) uses peft: low-rank updates of
+the linear layers of a frozen model. The functions below the choices add, merge, save and load adapters.
 """
 
 from __future__ import annotations
 
+import copy
 import re
+import warnings
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
 
+from realign.engines.files.adapters import PREFIX, WEIGHTS, absolute
 from realign.engines.files.pretrained import quiet_transformers
 from realign.engines.network.branches import check_layers, read_stack, train_top
-from realign.engines.network.lora import (
-    adapter_dropouts,
-    adapters_off,
-    add_adapters,
-    merged_state,
-    require_peft,
-    save_adapters,
-)
-from realign.errors import SettingsError
+from realign.engines.network.heads import is_encoder_decoder, read_head
+from realign.engines.network.output import ScalarHead
+from realign.errors import ConfigError, DataError, SettingsError
 from realign.settings import Count, Range, Settings
+
+ADAPTER = "default"
+SCALAR_HEADS = ("score", "classifier")
+"""Names of scalar heads in model families of transformers. All weights of a scalar head train with the adapters."""
 
 
 class Trained(Settings, ABC):
@@ -108,8 +114,8 @@ class TopLayers(Trained):
         """True, since the layers below do not train."""
         return True
 
+    @override
     def prepare(self, module: Any, *, path: str, seed: int) -> None:
-        """See `Trained.prepare`."""
         check_layers("layers", self.layers, read_stack(module))
         train_top(module, self.layers)
 
@@ -144,12 +150,12 @@ class Lora(Trained):
         """True, since the base model does not train."""
         return True
 
+    @override
     def check(self, what: str) -> None:
-        """See `Trained.check`."""
         require_peft(what)
 
+    @override
     def prepare(self, module: Any, *, path: str, seed: int) -> None:
-        """See `Trained.prepare`; adds the adapters."""
         add_adapters(
             module,
             rank=self.rank,
@@ -161,27 +167,232 @@ class Lora(Trained):
         )
 
     @property
+    @override
     def only_adds(self) -> bool:
-        """See `Trained.only_adds`."""
         return True
 
     @property
+    @override
     def adapter_rank(self) -> int | None:
-        """See `Trained.adapter_rank`."""
         return self.rank
 
+    @override
     def without(self, module: Any) -> AbstractContextManager[None]:
-        """See `Trained.without`."""
         return adapters_off(module)
 
+    @override
     def dropouts(self, module: nn.Module) -> list[nn.Module]:
-        """See `Trained.dropouts`."""
         return adapter_dropouts(module) if self.dropout else []
 
+    @override
     def save(self, module: Any, folder: Path) -> None:
-        """See `Trained.save`."""
         if self.merge_on_save:
             with quiet_transformers():
                 module.save_pretrained(folder, state_dict=merged_state(module))
         else:
             save_adapters(module, folder)
+
+
+def require_peft(what: str) -> None:
+    """Raise ConfigError with the name of the setting `what` and the extra, if peft is not installed."""
+    if find_spec("peft") is None:
+        raise ConfigError(f"{what}=lora: peft is not installed. Run pip install 'realign-rl[peft]'.")
+
+
+def add_adapters(
+    module: Any, *, rank: int, alpha: int, target_modules: str | list[str], dropout: float, path: str, seed: int
+) -> None:
+    """Add adapters to a transformers model in place. Only the adapters and a scalar head then require gradients.
+
+    Args:
+        module: the model.
+        rank: rank of an update.
+        alpha: LoRA alpha; an update is multiplied by alpha / rank.
+        target_modules: names or name suffixes of the adapted layers, or all-linear.
+        dropout: dropout probability on the input of A.
+        path: folder or hub name of the base model; saved in the config of the adapters.
+        seed: seed of the A matrices.
+
+    Raises:
+        ConfigError: the target modules do not exist or cannot be adapted.
+    """
+    from peft import LoraConfig, inject_adapter_in_model
+    from transformers.pytorch_utils import Conv1D
+
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=alpha,
+        target_modules=target_modules,
+        exclude_modules=_scalar_heads(module) or None,
+        lora_dropout=dropout,
+        fan_in_fan_out=any(isinstance(layer, Conv1D) for layer in module.modules()),
+        base_model_name_or_path=absolute(path),
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        inject_adapter_in_model(config, module, adapter_name=ADAPTER)
+    adapted = set(_adapted(module).values())
+    for name, layer in (("embeddings", module.get_input_embeddings()), ("head", module.get_output_embeddings())):
+        if layer in adapted:
+            raise ConfigError(
+                f"target_modules={target_modules}: LoRA cannot adapt the {name}. Remove the layer from the list."
+            )
+    head = read_head(module)
+    if isinstance(head, ScalarHead):
+        for x in (head.weight_1H, head.bias_1):
+            if x is not None:
+                x.requires_grad_(True)
+
+
+@contextmanager
+def adapters_off(module: Any) -> Iterator[None]:
+    """Disable the adapters, so that the model is its frozen base model within the context."""
+    layers = list(_adapted(module).values())
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+
+
+@torch.no_grad()
+def merged_state(module: Any) -> dict[str, Tensor]:
+    """Return the state dict of an equivalent model with merged adapters; the module is not changed."""
+    deltas: dict[int, Tensor] = {}
+    for layer in _adapted(module).values():
+        base = getattr(layer.get_base_layer(), getattr(layer, "parameter_name", "weight"))  # experts have other names
+        deltas[id(base)] = layer.get_delta_weight(ADAPTER)
+    return {
+        key: x.detach() + deltas[id(x)] if id(x) in deltas else x.detach()
+        for key, x in _without_adapters(module).items()
+    }
+
+
+@torch.no_grad()
+def base_state(module: Any) -> dict[str, Tensor]:
+    """Return the state dict of the model without its adapters; the module is not changed."""
+    return {key: x.detach() for key, x in _without_adapters(module).items()}
+
+
+def _without_adapters(module: Any) -> dict[str, Tensor]:
+    """Return the weights of the base model, under the names that they have without adapters."""
+    layers = _adapted(module).values()
+    own = {id(p) for layer in layers for name in layer.adapter_layer_names for p in getattr(layer, name).parameters()}
+    state = module.state_dict(keep_vars=True)
+    return {key.replace(".base_layer", ""): x for key, x in state.items() if id(x) not in own}
+
+
+def save_base(module: Any, folder: Path) -> None:
+    """Write the model without its adapters to a folder."""
+    with quiet_transformers():
+        module.save_pretrained(folder, state_dict=base_state(module))
+
+
+def save_adapters(module: Any, folder: Path) -> None:
+    """Write adapters and scalar head to a folder for `peft.PeftModel.from_pretrained` with the same base model."""
+    from peft import get_peft_model_state_dict
+    from safetensors.torch import save_file
+
+    state = get_peft_model_state_dict(module, adapter_name=ADAPTER)
+    config = copy.copy(module.peft_config[ADAPTER])
+    config.task_type = "SEQ_2_SEQ_LM" if is_encoder_decoder(module.config) else "CAUSAL_LM"  # for Auto classes of peft
+    if heads := _scalar_heads(module):
+        config.task_type, config.modules_to_save = None, heads
+        state |= {k: x for k, x in module.state_dict().items() if k.startswith(tuple(f"{name}." for name in heads))}
+    folder.mkdir()
+    save_file({f"{PREFIX}{k}": x.contiguous() for k, x in state.items()}, folder / WEIGHTS)
+    config.save_pretrained(folder)
+
+
+def load_adapters(module: Any, folder: Path) -> None:
+    """Load the adapters and scalar head in a folder into a module to which `add_adapters` added adapters.
+
+    Raises:
+        DataError: the folder has other weights than the module.
+    """
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+
+    state, head = _read_adapter(folder, "")
+    _check_same(folder, state.keys(), get_peft_model_state_dict(module, adapter_name=ADAPTER).keys())
+    set_peft_model_state_dict(module, state, adapter_name=ADAPTER)
+    _load_head(module, folder, head)
+
+
+def merge_adapter(module: Any, folder: Path) -> Any:
+    """Return the module with an adapter of peft (of any type) added to its weights.
+
+    Raises:
+        ConfigError: peft is not installed.
+        DataError: the weights of the adapter do not fit the module.
+    """
+    require_peft_for(folder)
+    from peft import PeftConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+
+    config = PeftConfig.from_pretrained(str(folder))
+    config.task_type = None  # peft would wrap the head
+    config.base_model_name_or_path = module.name_or_path
+    config.modules_to_save = [name for name in config.modules_to_save or () if name not in SCALAR_HEADS] or None
+    state, head = _read_adapter(folder, PREFIX)
+    with torch.random.fork_rng(), warnings.catch_warnings():  # initial values, all of which are replaced
+        warnings.simplefilter("ignore")  # deprecations inside transformers, and modules that this model lacks
+        adapted: Any = get_peft_model(module, config, adapter_name=ADAPTER, autocast_adapter_dtype=False)
+    _check_same(folder, state.keys(), get_peft_model_state_dict(adapted, adapter_name=ADAPTER).keys())
+    set_peft_model_state_dict(adapted, state, adapter_name=ADAPTER)
+    merged = adapted.merge_and_unload(safe_merge=True).requires_grad_(True)
+    _load_head(merged, folder, head)
+    return merged
+
+
+def _read_adapter(folder: Path, prefix: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the weights of the adapter, whose names start with `prefix`, and those of the scalar head, by name."""
+    from safetensors.torch import load_file
+
+    state = {name.removeprefix(PREFIX): x for name, x in load_file(folder / WEIGHTS).items()}
+    head = {name: x for name, x in state.items() if name.startswith(tuple(f"{name}." for name in SCALAR_HEADS))}
+    return {f"{prefix}{name}": x for name, x in state.items() if name not in head}, head
+
+
+def _load_head(module: Any, folder: Path, head: Mapping[str, Tensor]) -> None:
+    """Load a scalar head, whose name differs between reward models and critics of some families."""
+    if not head:
+        return
+    own = next(iter(_scalar_heads(module)), None)
+    if own is None:
+        raise DataError(
+            f"the adapter in {str(folder)!r} has a weight {min(head)!r}, which the model has no place for. Set "
+            "head=score."
+        )
+    module.load_state_dict({f"{own}.{name.partition('.')[2]}": x for name, x in head.items()}, strict=False)
+
+
+def require_peft_for(folder: Path) -> None:
+    """Raise ConfigError if peft, which reads adapter folders, is not installed."""
+    if find_spec("peft") is None:
+        raise ConfigError(
+            f"{str(folder)!r} is an adapter folder, but peft is not installed. Run pip install 'realign-rl[peft]'."
+        )
+
+
+def _check_same(folder: Path, found: Collection[str], expected: Collection[str]) -> None:
+    """Raise DataError with the name of a weight that only the folder or only the module has."""
+    if unknown := sorted(set(found) - set(expected)):
+        raise DataError(f"the adapter in {str(folder)!r} has a weight {unknown[0]!r}, which the model has no place for")
+    if missing := sorted(set(expected) - set(found)):
+        raise DataError(f"the adapter in {str(folder)!r} lacks the weight {missing[0]!r}")
+
+
+def adapter_dropouts(module: nn.Module) -> list[nn.Module]:
+    """Return the dropout layers of the adapters."""
+    return [dropout for layer in _adapted(module).values() for dropout in layer.lora_dropout.values()]
+
+
+def _scalar_heads(module: Any) -> list[str]:
+    return [name for name in SCALAR_HEADS if hasattr(module, name)]
+
+
+def _adapted(module: Any) -> dict[str, Any]:
+    from peft.tuners.lora import LoraLayer
+
+    return {name: layer for name, layer in module.named_modules() if isinstance(layer, LoraLayer)}

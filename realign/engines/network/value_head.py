@@ -1,13 +1,18 @@
-"""A value head on a language model, so that one forward pass of a shared trunk computes policy and values.
+"""Heads beside the language-model head of one trunk: a value head, and Q heads (ILQL, arXiv:2206.11871).
 
-It may include Q heads.
+One forward pass computes the policy, the values of states, and the values of all tokens of the vocabulary. Q heads
+have target heads, which follow them by Polyak averaging.
+
+Shapes: T packed tokens, N hidden states, K Q heads, V vocabulary, H hidden size.
 """
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +20,21 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from typing_extensions import override
 
+from realign.api.q_values import QValues
 from realign.api.seeds import derive_seed
 from realign.engines.network.branches import Branch, Heard, check_layers, read_stack
-from realign.engines.network.heads import ValueHead, head_layers, init_linear
-from realign.engines.network.q_heads import QNetwork
+from realign.engines.network.heads import QHeads, ValueHead, ValueHidden, head_layers, init_linear
 from realign.errors import ConfigError, DataError
+from realign.functional.logprobs import LMHead, token_logprobs
+
+ONLINE, TARGET = "q_heads.online.", "q_heads.target."
+"""Substrings of the names of the weights of the heads, and of their targets."""
 
 FILE = "value_head.safetensors"
 """File name of the value head in the model folder."""
+
 METADATA = "value_head"
 """Metadata key of the settings of the value head, as JSON."""
 
@@ -86,12 +97,12 @@ class ValueNetwork(nn.Module):
         if not file.is_file():
             return
         with safe_open(file, framework="pt") as opened:
-            found = opened.metadata() or {}
-        found = json.loads(found[METADATA]) if METADATA in found else found  # earlier versions: one key per setting
+            metadata = opened.metadata() or {}
+        saved = json.loads(metadata.get(METADATA, "{}"))
         for name, wanted in self._shape.items():
-            if found.get(name) != wanted:
+            if saved.get(name) != wanted:
                 raise ConfigError(
-                    f"{what}.{name}={wanted}: {str(file)!r} was saved with {name}={found.get(name)}. Use that value."
+                    f"{what}.{name}={wanted}: {str(file)!r} was saved with {name}={saved.get(name)}. Use that value."
                 )
         try:
             self.load_state_dict(load_file(file))
@@ -102,3 +113,85 @@ class ValueNetwork(nn.Module):
     def _shape(self) -> dict[str, str]:
         q_heads = {} if self.spec.q_heads is None else {"q_heads.n": str(self.spec.q_heads.n)}
         return {"layers": str(self.spec.layers), "hidden": self.spec.hidden.value} | q_heads
+
+
+class QNetwork(nn.Module):
+    """The parameters of the Q heads and of their target heads. They compute in fp32 from the hidden states."""
+
+    def __init__(self, spec: QHeads, hidden: ValueHidden, hidden_size: int, words: int, *, seed: int) -> None:
+        """Initialize each head at random, as torch initializes linear layers; the targets are copies."""
+        super().__init__()
+        seeds = [derive_seed(seed, "q_heads", k) for k in range(spec.n)]
+        self.online = nn.ModuleList(head_layers(hidden, hidden_size, words, seed=seed) for seed in seeds)
+        self.target = copy.deepcopy(self.online).requires_grad_(False)
+
+    def at(self, hidden_NH: Tensor, tokens_N: Tensor) -> QValues:
+        """Return the values of one token per hidden state: [K, N] and [N], without storing those of all tokens."""
+        with torch.autocast(hidden_NH.device.type, enabled=False):
+            hidden_NH = hidden_NH.float()
+            inputs = [_inner(head, hidden_NH) for head in self.online]
+            heads = list(zip(self.online, inputs, strict=True))
+            logprobs = [token_logprobs(inner_NH, _last(head), tokens_N)[0] for head, inner_NH in heads]
+            values = [_chosen(head, inner_NH, tokens_N) for head, inner_NH in heads]
+            with torch.no_grad():
+                targets = [_chosen(head, _inner(head, hidden_NH), tokens_N) for head in self.target]
+        return QValues(torch.stack(values), torch.stack(targets).amin(0), torch.stack(logprobs))
+
+    def smallest_target(self, hidden_NH: Tensor) -> Tensor:
+        """Return the smallest value of the target heads for each token of the vocabulary: [N, V] fp32."""
+        with torch.autocast(hidden_NH.device.type, enabled=False):
+            return torch.stack([head(hidden_NH.float()) for head in self.target]).amin(0)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class GuidedHead(LMHead):
+    """A head for sampling: the logits plus `advantage_scale` times the smallest target Q value of each token.
+
+    Adding the advantage Q - V instead gives the same distribution, since V is the same for all tokens.
+    """
+
+    q_heads: QNetwork
+    advantage_scale: float
+
+    @override
+    def logits(self, hidden_NH: Tensor) -> Tensor:
+        return super().logits(hidden_NH) + self.advantage_scale * self.q_heads.smallest_target(hidden_NH)
+
+
+class TargetUpdate:
+    """Polyak averaging of the target heads: target = (1 - rate) * target + rate * online."""
+
+    def __init__(self, names: Iterable[str], parameters: Iterable[Tensor], rate: float) -> None:
+        """Pair the weights of the online and target heads by name.
+
+        Args:
+            names: names of the parameters.
+            parameters: the parameters, or the slices of them that this process stores.
+            rate: fraction of the online heads' weights.
+        """
+        own = dict(zip(names, parameters, strict=True))
+        self.pairs = [(x, own[name.replace(TARGET, ONLINE)]) for name, x in own.items() if TARGET in name]
+        self.rate = rate
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Update the targets after an optimizer step."""
+        for target, online in self.pairs:
+            target.lerp_(online, self.rate)
+
+
+def _inner(head: Any, hidden_NH: Tensor) -> Tensor:
+    """Return the input [N, H'] of the last layer of a Q head."""
+    inner_NH: Tensor = head[:-1](hidden_NH)
+    return inner_NH
+
+
+def _last(head: Any) -> LMHead:
+    """Return the last layer of a Q head, whose logits are the values of all tokens."""
+    return LMHead(head[-1].weight, head[-1].bias)
+
+
+def _chosen(head: Any, inner_NH: Tensor, tokens_N: Tensor) -> Tensor:
+    """Return the values [N] of the given tokens."""
+    values_N: Tensor = (inner_NH * head[-1].weight[tokens_N]).sum(-1) + head[-1].bias[tokens_N]
+    return values_N

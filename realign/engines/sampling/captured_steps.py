@@ -14,10 +14,11 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from realign.engines.sampling.decoder import PackedCache, PackedDecoder
-from realign.engines.sampling.fused_layers import FusedTrunk
-from realign.engines.sampling.kv_cache import DecodeContext
+from realign.engines.network.decoder import PackedCache, PackedDecoder
+from realign.engines.network.kv_cache import DecodeContext
+from realign.engines.sampling.compiled.fused_layers import FusedTrunk
 
 SHORTEST = 256
 """Smallest length that attention reads in a captured step, in tokens."""
@@ -108,10 +109,10 @@ class CapturedSteps:
             return
         caches = [x for layer in range(len(trunk.layers)) for x in cache.kv[layer]]
         tensors = [*_tensors(trunk.layers), *_tensors(trunk.norm), trunk.embedding, trunk.turns, *caches]
-        found = (cache.slots, cache.length, *(x.data_ptr() for x in tensors))
-        if len({addresses for addresses, _, _ in self._steps} | {found}) > MOST_CACHES:
+        addresses = (cache.slots, cache.length, *(x.data_ptr() for x in tensors))
+        if len({known for known, _, _ in self._steps} | {addresses}) > MOST_CACHES:
             self.clear()
-        self._latest, self._addresses = latest, found
+        self._latest, self._addresses = latest, addresses
 
     def _new_step(self, trunk: FusedTrunk, cache: PackedCache, rows: int, length: int) -> _Captured:
         """Capture a step. The first run writes to the last position, which each row writes before it reads it."""
@@ -132,8 +133,8 @@ class CapturedDecoder(PackedDecoder):
         self._fused = trunk
         self._steps = steps
 
+    @override
     def step(self, cache: PackedCache, tokens_B: Tensor, positions_B: Tensor, longest: int) -> Tensor:
-        """See `Decoder.step`."""
         return self._steps.run(self._fused, cache, tokens_B, positions_B, longest)
 
 

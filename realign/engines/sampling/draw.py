@@ -1,20 +1,36 @@
-"""Sample the next token: temperature, top-k, top-p, then one draw with a given uniform number (pure functions).
+"""Draw the next token: temperature, top-k, top-p, then one draw with the token's own random number (pure functions).
 
 The log-prob of a token is its log-prob under the distribution from which it was drawn.
+
+Token t of response j to prompt `id` is drawn with a uniform number that depends only on (seed, id, j, t). The result
+is therefore independent of batching, slots, the number of decoding waves, and the rank that decodes.
+
+The generator is SplitMix64 (Steele, Lea and Flood, 2014). The t-th number of a stream is a mix of `key + t * GAMMA`.
+It is computed without the earlier numbers, by about a dozen tensor operators on any device. Philox, also
+counter-based, needs about ten times as many. The key of a prompt is taken from a SHA-256 digest, and the keys of its
+responses are mixed from it. Two streams of N tokens overlap with probability N / 2^63.
+
+Shapes: B sequences, K positions or candidate tokens, N rows, V vocabulary.
 """
 
 from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from realign.api.generation import GenerationConfig
+from realign.api.seeds import derive_seed
 from realign.functional.packed import at_least_fp32
 
+GAMMA = 0x9E3779B97F4A7C15
+"""The odd number nearest to 2^64 divided by the golden ratio."""
+
+_FACTORS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 CPU_ELEMENTS = 2**17
 """Number of logits processed at a time on a CPU, so that intermediate results stay in the cache."""
-
 
 BLOCK = 256
 """Tokens per block. Probabilities are summed per block before the cumulative sum."""
@@ -49,28 +65,6 @@ def sample(
     uniforms = uniform_N.split(rows)
     parts = [_sample(logits_NV[i : i + rows], config, u, b) for i, u, b in zip(starts, uniforms, blocked, strict=True)]
     return torch.cat([tokens for tokens, _ in parts]), torch.cat([logprobs for _, logprobs in parts])
-
-
-def most_likely(logits_NV: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Tensor | None]:
-    """Return the `top_k` largest logits, cut to the smallest set whose probability mass reaches `top_p`.
-
-    Returns:
-        Logits [N, K], in descending order, -inf where `top_p` cuts, and their token ids [N, K]. If both filters are
-        off, the input and None.
-    """
-    if top_k == 0 and top_p == 1:
-        return logits_NV, None
-    words = logits_NV.shape[-1]
-    if 0 < top_k < words:
-        kept_NK, ids_NK = logits_NV.topk(top_k, sorted=True)
-    else:
-        kept_NK, ids_NK = logits_NV.sort(-1, descending=True)
-    if top_p < 1:
-        probs_NK = kept_NK.softmax(-1)
-        before_NK = probs_NK.cumsum(-1) - probs_NK
-        before_NK[:, 0] = 0
-        kept_NK = kept_NK.masked_fill(before_NK >= top_p, -torch.inf)
-    return kept_NK, ids_NK
 
 
 def _sample(
@@ -116,6 +110,28 @@ def draw(probs_NV: Tensor, uniform_N: Tensor) -> Tensor:
     return tokens_NK.gather(-1, inner_N1)[:, 0]
 
 
+def most_likely(logits_NV: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Tensor | None]:
+    """Return the `top_k` largest logits, cut to the smallest set whose probability mass reaches `top_p`.
+
+    Returns:
+        Logits [N, K], in descending order, -inf where `top_p` cuts, and their token ids [N, K]. If both filters are
+        off, the input and None.
+    """
+    if top_k == 0 and top_p == 1:
+        return logits_NV, None
+    words = logits_NV.shape[-1]
+    if 0 < top_k < words:
+        kept_NK, ids_NK = logits_NV.topk(top_k, sorted=True)
+    else:
+        kept_NK, ids_NK = logits_NV.sort(-1, descending=True)
+    if top_p < 1:
+        probs_NK = kept_NK.softmax(-1)
+        before_NK = probs_NK.cumsum(-1) - probs_NK
+        before_NK[:, 0] = 0
+        kept_NK = kept_NK.masked_fill(before_NK >= top_p, -torch.inf)
+    return kept_NK, ids_NK
+
+
 def _running_sum(x_NK: Tensor) -> Tensor:
     """Return the cumulative sum of each row, [N, K] fp64.
 
@@ -141,3 +157,39 @@ def _passed(sums_NK: Tensor, target_N1: Tensor) -> Tensor:
 
 def _pick(x_NV: Tensor, index_N: Tensor) -> Tensor:
     return x_NV.gather(-1, index_N[:, None])[:, 0]
+
+
+def response_keys(seed: int, ids: Iterable[Hashable], n: int) -> Tensor:
+    """Return the stream keys of `n` responses to each prompt, [B] int64 on the CPU, in prompt order.
+
+    Args:
+        seed: seed of the call.
+        ids: prompt ids; ids with the same string form get the same keys.
+        n: responses per prompt.
+    """
+    prompts_P = torch.tensor([derive_seed(seed, "response", str(i)) for i in ids], dtype=torch.int64)
+    return _mixed(prompts_P[:, None] + torch.arange(1, n + 1) * _signed(GAMMA)).flatten()
+
+
+def uniforms(keys_B: Tensor, first_B: Tensor, count: int) -> Tensor:
+    """Return uniform numbers [K, B] float64 in [0, 1) for `count` (= K) tokens per sequence, from `first_B` on."""
+    places_KB = first_B + torch.arange(1, count + 1, device=keys_B.device)[:, None]
+    bits_KB = _mixed(places_KB.mul_(_signed(GAMMA)).add_(keys_B))
+    return _shifted(bits_KB, 11).double().mul_(2.0**-53)
+
+
+def _mixed(z: Tensor) -> Tensor:
+    """Apply SplitMix64's output function to `z` in place."""
+    for bits, factor in _FACTORS:
+        z.bitwise_xor_(_shifted(z, bits)).mul_(_signed(factor))
+    return z.bitwise_xor_(_shifted(z, 31))
+
+
+def _shifted(z: Tensor, bits: int) -> Tensor:
+    """Shift right logically, as if `z` were unsigned."""
+    return (z >> bits).bitwise_and_((1 << 64 - bits) - 1)
+
+
+def _signed(x: int) -> int:
+    """Return the int64 with the same bits as `x`; int64 products wrap around like unsigned ones."""
+    return x - (1 << 64) if x >= 1 << 63 else x

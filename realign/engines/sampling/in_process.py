@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 import torch
+from typing_extensions import override
 
 from realign.api.in_process_sampler import IN_PROCESS
 from realign.api.sampler import Capabilities
 from realign.api.sampler_spec import SamplerSpec
-from realign.engines.sampling.compiled_library import CompiledDecode, LibraryError, load_library
+from realign.engines.sampling.compiled.library import CompiledDecode, LibraryError, load_library
 from realign.errors import ConfigError
 from realign.settings import Count, Range
 
@@ -59,6 +60,6 @@ class InProcessSampling(SamplerSpec):
         if isinstance(library := load_library(), LibraryError):
             raise ConfigError(f"{where}.compiled_decode=on: {library}. Install a C++ compiler, or set it to auto.")
 
+    @override
     def capabilities(self) -> Capabilities:
-        """See `SamplerSpec.capabilities`."""
         return IN_PROCESS

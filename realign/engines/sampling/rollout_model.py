@@ -1,25 +1,36 @@
-"""`RolloutModel`: a language model as rollouts run it, with the decoder that each rollout builds from it."""
+"""`RolloutModel`: the decoder that rollouts build from the current weights, their memory, and the cores they use."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from realign.api.generation import GenerationConfig
+from realign.engines.network.attention import AttentionContext
+from realign.engines.network.decoder import Decoder, ModuleTrunk, PackedDecoder, Trunk
 from realign.engines.network.heads import read_head
-from realign.engines.network.images import ImageReader
+from realign.engines.network.images import ImageInputs
+from realign.engines.network.kv_cache import KeptMemory
 from realign.engines.network.network import Network
 from realign.engines.network.routers import Routers
-from realign.engines.sampling.captured_steps import CapturedDecoder
-from realign.engines.sampling.decoder import Decoder, PackedDecoder
-from realign.engines.sampling.fused_layers import FusedTrunk, for_few_rows
-from realign.engines.sampling.own_cache import OwnCache
-from realign.engines.sampling.resources import RolloutResources
-from realign.engines.sampling.trunk import Cores, ModuleTrunk
-from realign.engines.sampling.weight_fusion import Fusion
+from realign.engines.network.unpacked import OwnCache
+from realign.engines.sampling.captured_steps import CapturedDecoder, CapturedSteps, CudaGraphs
+from realign.engines.sampling.compiled.fused_layers import FusedTrunk, for_few_rows
+from realign.engines.sampling.compiled.fusion import Fusion
+from realign.engines.sampling.in_process import InProcessSampling
+from realign.errors import ConfigError
 from realign.functional.logprobs import LMHead
+
+SMALL_PRODUCT = 2**23
+"""Multiply-adds up to which one core computes a matrix product as fast as two (measured on 2 cores with MKL)."""
+
+READING = 13
+"""Multiply-adds that take as long as reading one weight, the dominant cost of a product with one row."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,19 +45,20 @@ class RolloutModel:
     """Runs the layers with fewer operators where possible; None runs the modules."""
     own_cache: OwnCache | None = None
     """Decodes with a model that cannot run packed; None runs packed."""
-    images: ImageReader | None = None
+    images: ImageInputs | None = None
     """Reads the images of prompts; None if the model does not support images."""
     routers: Routers | None = None
     """Routers of the model whose choices are recorded; None records nothing."""
 
     @classmethod
-    def of(cls, network: Network, module: Any, config: GenerationConfig) -> RolloutModel:
+    def of(cls, network: Network, module: Any, config: GenerationConfig, fusion: Fusion | None = None) -> RolloutModel:
         """Return the model with which a network samples.
 
         Args:
             network: the network that training runs.
             module: the transformers model of the network, or a full copy of it.
             config: sampling settings.
+            fusion: runs the layers with fewer operators where possible; None runs the modules.
 
         Raises:
             ValueError: the model has a scalar head.
@@ -58,7 +70,7 @@ class RolloutModel:
         return cls(
             module,
             network.sampling_head(head, config),
-            fusion=network.fusion,
+            fusion=fusion,
             own_cache=network.own_cache,
             images=network.images,
             routers=network.recorded_routers(config, module),
@@ -90,3 +102,89 @@ class RolloutModel:
         if captured is not None and plain and isinstance(trunk, FusedTrunk):
             return CapturedDecoder(trunk, captured), head
         return PackedDecoder(cores.saved_by(trunk), self.routers, self.images), head
+
+
+@dataclass(frozen=True)
+class RolloutResources:
+    """Settings of the in-process sampler of an engine, and the memory that its rollouts share."""
+
+    settings: InProcessSampling = field(default_factory=InProcessSampling)
+    memory: KeptMemory | None = None
+    """Memory for weights and KV cache that is kept between rollouts; None allocates it for each rollout."""
+    captured: CapturedSteps | None = None
+    """Captured decode steps, which require `memory`; None launches each operator."""
+
+    @classmethod
+    def of(cls, name: str, settings: InProcessSampling, device: torch.device) -> RolloutResources:
+        """Return the resources of the model of a role.
+
+        Args:
+            name: the role, for messages.
+            settings: settings of its sampler.
+            device: device of its weights.
+
+        Raises:
+            ConfigError: `cuda_graphs` requires another device, or memory that is kept.
+        """
+        if settings.cuda_graphs and (device.type != "cuda" or not settings.keep_memory):
+            raise ConfigError(f"models.{name}.sampler.cuda_graphs=true: requires device=cuda and keep_memory=true.")
+        memory = KeptMemory() if settings.keep_memory else None
+        return cls(settings, memory, CapturedSteps(CudaGraphs()) if settings.cuda_graphs else None)
+
+    def free(self) -> None:
+        """Free the memory that is kept between rollouts, if any, and the captured steps that use it."""
+        if self.captured is not None:
+            self.captured.clear()
+        if self.memory is not None:
+            self.memory.free()
+
+
+class Cores:
+    """Limits trunk passes with small matrix products, such as decode steps, to one CPU core.
+
+    The setting applies to the thread that runs the trunk. MKL has one thread count for all threads.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        """Measure the matrix sizes of the trunk's modules."""
+        layers = (m for m in module.modules() if not isinstance(m, nn.Embedding))
+        sizes = [p.numel() for layer in layers for p in layer.parameters(recurse=False) if p.ndim == 2]
+        self._mean = sum(sizes) / max(1, len(sizes))
+        self._on_cpu = next(module.parameters()).device.type == "cpu"
+        self._threads = self._now = torch.get_num_threads()
+
+    def saved_by(self, trunk: Trunk) -> Trunk:
+        """Wrap the trunk, so that each pass sets its number of cores."""
+        if not self._on_cpu:
+            return trunk
+
+        def thrifty(ids_N: Tensor, positions_N: Tensor, context: AttentionContext) -> Tensor:
+            self._set(1 if self._mean * (len(ids_N) + READING) <= SMALL_PRODUCT else self._threads)
+            return trunk(ids_N, positions_N, context)
+
+        return thrifty
+
+    def give_back(self) -> None:
+        """Restore the original number of cores."""
+        self._set(self._threads)
+
+    def _set(self, threads: int) -> None:
+        if threads != self._now:
+            torch.set_num_threads(threads)
+            self._now = threads
+
+
+@contextmanager
+def one_core_for_small_products(module: nn.Module) -> Iterator[Cores]:
+    """Return the `Cores` of a rollout, and restore the number of cores on exit."""
+    cores = Cores(module)
+    try:
+        yield cores
+    finally:
+        cores.give_back()
+
+
+def positions_of(model: Any) -> int | None:
+    """Return the maximum sequence length of a model (`max_position_embeddings`); None if no limit is known."""
+    limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return limit

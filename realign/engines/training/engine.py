@@ -21,12 +21,11 @@ from realign.api.sample import TOKENS, SequenceSample
 from realign.api.seeds import derive_seed
 from realign.api.stats import Stats, merge_stats
 from realign.api.trace import keep_traces, with_responses
-from realign.engines.network.cpu_lanes import side_by_side
 from realign.engines.network.network import Network
-from realign.engines.network.q_heads import TargetUpdate
+from realign.engines.network.passes import Layout, Passes, side_by_side
 from realign.engines.network.settings import NetworkSettings
-from realign.engines.network.shared_prefix import Layout, Passes
-from realign.engines.network.value_head import ValueNetwork
+from realign.engines.network.value_head import TargetUpdate, ValueNetwork
+from realign.engines.sampling.in_process import InProcessSampling
 from realign.engines.training.callbacks import check_loss
 from realign.engines.training.ema import WeightAverage
 from realign.engines.training.expert_load import LoadBalancer, StepLoad, counting, differentiate_with_hidden, listening
@@ -54,6 +53,7 @@ class TransformersEngine(InferenceEngine):
         settings: NetworkSettings | None = None,
         *,
         seed: int,
+        sampling: InProcessSampling | None = None,
         value_head: ValueNetwork | None = None,
         optimizer: OptimizerSpec | None = None,
         gradient_checkpointing: bool = False,
@@ -65,8 +65,9 @@ class TransformersEngine(InferenceEngine):
             name: role of the model, used in messages and seeds.
             module: the model, on its device.
             tokenizer: saved with the model; its end token ends responses.
-            settings: how the network computes its passes and rollouts; None means the defaults.
+            settings: how the network computes its passes; None means the defaults.
             seed: root seed of the run.
+            sampling: settings of rollouts; None means the defaults.
             value_head: value network of this model, on its device.
             optimizer: trains the parameters that require a gradient; None freezes the model.
             gradient_checkpointing: recompute layers in the backward pass.
@@ -78,7 +79,7 @@ class TransformersEngine(InferenceEngine):
         settings = (settings or NetworkSettings()).allowed(load_balancing=load_balancing is not None)
         self._balancer = LoadBalancer(name, module, load_balancing)  # before a sharded network divides the routers
         network = self._network(name, module, settings, value_head)
-        super().__init__(name, network, tokenizer, settings.sampling, seed=seed)
+        super().__init__(name, network, tokenizer, sampling or InProcessSampling(), seed=seed)
         self._balancer.check(network.unpacked)
         if optimizer is None:
             network.requires_grad_(False)
@@ -87,7 +88,7 @@ class TransformersEngine(InferenceEngine):
         decay = optimizer.ema_decay if optimizer else None
         self._average = None if decay is None else WeightAverage(network.owned(), decay)
         self._targets = self._target_update()
-        self._state = EngineState(name, network, self._stepper, self._average)
+        self._state = EngineState(name, network, self.fusion, self._stepper, self._average)
         self._saver = self._make_saver()
         self._accumulated: Accumulated | None = None
         self._load: StepLoad | None = None

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from realign.api.stats import Stats
 from realign.engines.network.encoder_decoder import EncoderDecoder
+from realign.engines.network.passes import Layout
 from realign.engines.network.routers import Routed, Routers
-from realign.engines.network.shared_prefix import Layout
 from realign.engines.network.unpacked import UnpackedModel
 from realign.engines.training.load_balancing import LoadBalancing
 from realign.engines.training.stepper import single

@@ -16,16 +16,14 @@ from realign.api.microbatch import MicroBatchSpec
 from realign.api.sample import TOKENS, SequenceSample
 from realign.engines.files.tokenizers import end_tokens, end_tokens_beside
 from realign.engines.files.weights import check_weights, mix_into, named_weights, shapes_of
-from realign.engines.network.cpu_lanes import side_by_side
 from realign.engines.network.encoder_decoder import EncoderDecoder
 from realign.engines.network.heads import value_outputs
 from realign.engines.network.network import Network, Run
 from realign.engines.network.output import ScalarHead
-from realign.engines.network.shared_prefix import Layout, Passes
+from realign.engines.network.passes import Layout, Passes, side_by_side
+from realign.engines.sampling.compiled.fusion import Fusion
 from realign.engines.sampling.in_process import InProcessSampling
-from realign.engines.sampling.resources import RolloutResources
-from realign.engines.sampling.rollout_model import RolloutModel
-from realign.engines.sampling.trunk import positions_of
+from realign.engines.sampling.rollout_model import RolloutModel, RolloutResources, positions_of
 from realign.engines.training.callbacks import added
 from realign.errors import ConfigError
 from realign.functional.logprobs import LMHead
@@ -43,6 +41,7 @@ class InferenceEngine(PipelinableEngine):
         self.device = network.device
         self.tokenizer = tokenizer
         self.resources = RolloutResources.of(name, sampling, self.device)
+        self.fusion = Fusion(network.rollout_module, sampling.compiled_decode) if network.fuses else None
         self._seed = seed
 
     def describe(self) -> str:
@@ -158,11 +157,11 @@ class InferenceEngine(PipelinableEngine):
 
         Raises:
             ValueError: the model has a scalar head.
-            RealignError: see `rollout.generate`.
+            RealignError: see `generate.generate`.
         """
-        from realign.engines.sampling.rollout import generate
+        from realign.engines.sampling.generate import generate
 
-        model = RolloutModel.of(self.network, self._rollout_module(), config)
+        model = RolloutModel.of(self.network, self._rollout_module(), config, self.fusion)
         with torch.no_grad(), self.network.autocast():
             return generate(
                 model,

@@ -12,7 +12,7 @@ from realign.api.engine import LossFn
 from realign.api.microbatch import MicroBatchSpec
 from realign.api.sample import SequenceSample
 from realign.engines.network.network import Network
-from realign.engines.network.shared_prefix import Layout, Passes
+from realign.engines.network.passes import Layout, Passes
 from realign.engines.training.stepper import Stepper
 
 IsFinite: TypeAlias = Callable[[SequenceSample, Layout | None], bool]

@@ -11,8 +11,8 @@ from torch import nn
 from realign.engines.files.folders import AVERAGED, save_folder
 from realign.engines.files.image_processor import copy_image_processor
 from realign.engines.files.tokenizers import save_tokenizer
-from realign.engines.network.lora import save_adapters, save_base
 from realign.engines.network.network import Network, nonfinite_weight
+from realign.engines.network.trains import save_adapters, save_base
 from realign.engines.network.value_head import ValueNetwork
 from realign.engines.training.ema import WeightAverage
 from realign.errors import RunError

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from realign.engines.network.network import Network
+from realign.engines.sampling.compiled.fusion import Fusion
 from realign.engines.training.ema import WeightAverage
 from realign.engines.training.stepper import Stepper
 
@@ -18,17 +19,25 @@ PARTS = {"value_head": "a value head", "optimizer": "an optimizer", "ema": "aver
 class EngineState:
     """Weights, optimizer moments, step counts and averaged weights of an engine."""
 
-    def __init__(self, name: str, network: Network, stepper: Stepper | None, average: WeightAverage | None) -> None:
+    def __init__(
+        self,
+        name: str,
+        network: Network,
+        fusion: Fusion | None,
+        stepper: Stepper | None,
+        average: WeightAverage | None,
+    ) -> None:
         """Collect the parts of the engine of role `name`; parts that the engine lacks are None."""
         self._name = name
         self._network = network
+        self._fusion = fusion
         self._stepper = stepper
         self._average = average
 
     def state_dict(self) -> dict[str, Any]:
         """See `TransformersEngine.state_dict`."""
         state = {name: None if part is None else part.state_dict() for name, part in self._parts().items()}
-        module, fusion = self._network.module_state(fixed=False), self._network.fusion
+        module, fusion = self._network.module_state(fixed=False), self._fusion
         decode = None if fusion is None else fusion.path.saved
         return {"module": module, **state, "fused": fusion is not None and fusion.known, "decode": decode}
 
@@ -50,10 +59,10 @@ class EngineState:
             ValueError: only one of state and engine has an optimizer, a value head or averaged weights; or a
                 different set of weights is trained.
         """
-        if state.get("fused") and self._network.fusion is not None:
-            self._network.fusion.compare()
-        if self._network.fusion is not None:
-            self._network.fusion.path.resumed = state.get("decode")
+        if self._fusion is not None:
+            if state.get("fused"):
+                self._fusion.compare()
+            self._fusion.path.resumed = state.get("decode")
         parts = self._parts()
         if weights_only:
             parts = {"value_head": parts["value_head"]}

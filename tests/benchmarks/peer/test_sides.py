@@ -10,7 +10,7 @@ from benchmarks.peer.side_realign import Side
 from benchmarks.peer.side_trl import ForcedLengths
 from benchmarks.peer.work import EOS, GREEDY, SCENARIOS, write_prompts
 from realign.engines.network.network import Network
-from realign.engines.sampling.slots import Rollout
+from realign.engines.sampling.decode import Rollout
 from realign.engines.training.stepper import Stepper
 from realign.interfaces.critic import PPOCriticInterface
 from realign.interfaces.ppo import PPOActorInterface

@@ -12,7 +12,8 @@ from torch import nn
 from realign.api import MicroBatchSpec, stat_values
 from realign.engines import OptimizerSpec, TransformersModel
 from realign.engines.network import kernels
-from realign.engines.network.attention import ATTENTION, AttentionArgs, Backend, PackedContext, packed_inputs
+from realign.engines.network.attention import ATTENTION, PackedContext, packed_inputs
+from realign.engines.network.kernels import AttentionArgs, Backend
 from realign.errors import ConfigError
 from realign.functional.packed import cu_seqlens_of
 from tests.flash_stand_in import forget_kernels, install_broken, install_flash, pretend_cuda

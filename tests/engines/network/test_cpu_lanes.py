@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from realign.api import GenerationConfig, Lengths, MicroBatchSpec, SequenceSample, stat_values
 from realign.engines import Causal, OptimizerSpec, SharedModel, TopLayers, TransformersModel, ValueHead
-from realign.engines.network.cpu_lanes import MIN_ROWS, ParallelPasses, in_lanes, side_by_side
-from realign.engines.network.shared_prefix import SharedPrompts
-from realign.engines.sampling import trunk as trunks
+from realign.engines.network.passes import MIN_ROWS, ParallelPasses, SharedPrompts, in_lanes, side_by_side
+from realign.engines.sampling import rollout_model
 from realign.engines.shared_model import Share
 from realign.errors import RunError
 from tests.tiny import random_sample, save_tiny, tiny_engine
@@ -235,11 +234,11 @@ def test_a_rollout_takes_one_core_for_small_products(monkeypatch):
     def trunk(ids_N, positions_N, context):
         seen.append((len(ids_N), torch.get_num_threads()))
 
-    with trunks.one_core_for_small_products(engine.module) as cores:
+    with rollout_model.one_core_for_small_products(engine.module) as cores:
         thrifty = cores.saved_by(trunk)
         for rows in (1, 100_000, 5):
             thrifty(torch.zeros(rows), torch.zeros(rows), None)
-        monkeypatch.setattr(trunks, "SMALL_PRODUCT", 0)
+        monkeypatch.setattr(rollout_model, "SMALL_PRODUCT", 0)
         thrifty(torch.zeros(1), torch.zeros(1), None)
     assert seen == [(1, 1), (100_000, 3), (5, 1), (1, 3)]
 

@@ -12,7 +12,7 @@ from realign.api.sampler import PROMPTS
 from realign.engines import Causal, OptimizerSpec, TransformersModel, ValueHead
 from realign.engines.network.trains import Lora, TopLayers
 from realign.engines.network.value_head import ValueNetwork
-from realign.engines.sampling.background_sampler import StreamingEngine
+from realign.engines.sampling.background import StreamingEngine
 from realign.engines.sampling.in_process import InProcessSampling
 from realign.errors import ConfigError, DataError
 from tests.encoder_decoders import FAMILIES, family_pair, own_logprobs, sample_of, save_pair, tiny_pair
@@ -257,8 +257,8 @@ def test_a_sequence_that_is_not_a_prompt_with_one_response_is_an_error(masks, me
 )
 def test_a_setting_that_encoder_decoder_models_do_not_support_is_an_error(settings, message, tmp_path):
     from realign.engines import Score, Value
-    from realign.engines.network.torch_compile import TorchCompile
-    from realign.engines.sampling.compiled_library import CompiledDecode
+    from realign.engines.network.settings import TorchCompile
+    from realign.engines.sampling.compiled.library import CompiledDecode
     from realign.engines.servers.vllm import Vllm
 
     heads = {"score": Score(), "value": Value(), "branch": Causal(value_head=ValueHead(layers=1))}

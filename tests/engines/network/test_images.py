@@ -9,7 +9,7 @@ import torch
 from realign.api import GenerationConfig, Lengths, MicroBatchSpec
 from realign.engines import OptimizerSpec
 from realign.engines.network.images import place
-from realign.engines.sampling.background_sampler import StreamingEngine
+from realign.engines.sampling.background import StreamingEngine
 from realign.engines.sampling.in_process import InProcessSampling
 from realign.errors import ConfigError, DataError
 from tests.images import (

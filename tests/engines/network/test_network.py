@@ -7,6 +7,8 @@ import torch
 
 from realign.api import GenerationConfig, MicroBatchSpec, SequenceSample
 from realign.engines import Causal, OptimizerSpec, SharedModel, TopLayers, TransformersModel
+from realign.engines.network.passes import ParallelPasses
+from realign.engines.network.settings import NetworkSettings, TorchCompile
 from realign.errors import ConfigError
 from tests.tiny import save_tiny, tiny_model
 
@@ -83,3 +85,10 @@ def test_a_response_with_another_token_and_settings_out_of_range_are_refused(fol
         machine.forward(data, MicroBatchSpec(), keep)
     with pytest.raises(ConfigError, match=r"models\.actor\.head\.vocabulary=98: must be at most 97"):
         load(folder, vocabulary=98)
+
+
+def test_load_balancing_and_compiled_layers_rule_out_parallel_passes() -> None:
+    plain, compiled = NetworkSettings(), NetworkSettings(torch_compile=TorchCompile.eager)
+    assert plain.allowed(load_balancing=False) == plain
+    for found in (plain.allowed(load_balancing=True), compiled.allowed(load_balancing=False)):
+        assert found.parallel_passes is ParallelPasses.off

@@ -12,7 +12,7 @@ from realign.api import Lengths, MicroBatchSpec, SequenceSample
 from realign.api.stats import stat_values
 from realign.engines import Causal, Lora, OptimizerSpec, SharedModel, TopLayers, TransformersModel, ValueHead
 from realign.engines.network.attention import PackedContext
-from realign.engines.network.shared_prefix import (
+from realign.engines.network.passes import (
     MIN_SAVED,
     Layout,
     Passes,

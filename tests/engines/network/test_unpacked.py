@@ -8,10 +8,9 @@ import torch
 
 from realign.api import GenerationConfig, MicroBatchSpec, SequenceSample
 from realign.engines import OptimizerSpec
-from realign.engines.network.padding import similar_lengths
-from realign.engines.network.unpacked import UnpackedModel
+from realign.engines.network.passes import similar_lengths
+from realign.engines.network.unpacked import OwnCache, UnpackedModel
 from realign.engines.sampling.in_process import InProcessSampling
-from realign.engines.sampling.own_cache import OwnCache
 from realign.engines.training.engine import TransformersEngine
 from realign.errors import ConfigError
 from tests.families import family_model

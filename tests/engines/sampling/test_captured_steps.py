@@ -14,13 +14,13 @@ from torch.utils._pytree import tree_leaves
 
 from realign.api import GenerationConfig
 from realign.engines import InProcessSampling, OptimizerSpec, TransformersModel
-from realign.engines.sampling.background_sampler import StreamingEngine
+from realign.engines.network.decoder import PackedDecoder
+from realign.engines.sampling.background import StreamingEngine
 from realign.engines.sampling.captured_steps import MOST_CACHES, SHORTEST, CapturedDecoder, CapturedSteps
-from realign.engines.sampling.compiled_library import CompiledDecode
-from realign.engines.sampling.decoder import PackedDecoder
-from realign.engines.sampling.weight_fusion import Fusion
+from realign.engines.sampling.compiled.fusion import Fusion
+from realign.engines.sampling.compiled.library import CompiledDecode
 from realign.errors import ConfigError
-from tests.engines.sampling.test_rollout import UNTIED, prompts, responses, sample_of
+from tests.engines.sampling.test_generate import UNTIED, prompts, responses, sample_of
 from tests.engines.training.test_engine import STEP, train
 from tests.tiny import random_sample, save_tiny, tiny_engine, tiny_model
 

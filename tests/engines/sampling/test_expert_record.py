@@ -6,13 +6,11 @@ import torch
 from realign.api import GenerationConfig, MicroBatchSpec, SequenceSample
 from realign.api.router_experts import ROUTER_EXPERTS
 from realign.engines import OptimizerSpec
+from realign.engines.network.decoder import ModuleTrunk, PackedDecoder
 from realign.engines.network.heads import read_head
-from realign.engines.sampling.background_sampler import StreamingEngine
-from realign.engines.sampling.continuous import Stream
-from realign.engines.sampling.counter_rng import response_keys
-from realign.engines.sampling.decoder import PackedDecoder
-from realign.engines.sampling.stopping import Stopping
-from realign.engines.sampling.trunk import ModuleTrunk
+from realign.engines.sampling.background import Stream, StreamingEngine
+from realign.engines.sampling.decode import Stopping
+from realign.engines.sampling.draw import response_keys
 from tests.tiny import resources, tiny_engine
 
 CONFIG = GenerationConfig(n=2, max_new_tokens=12, fixed_length=True, router_replay=True)

@@ -7,18 +7,17 @@ import torch
 
 from realign.api import GenerationConfig
 from realign.engines.distributed.offload import Offload
-from realign.engines.sampling import decoder as decoders
-from realign.engines.sampling import slots
-from realign.engines.sampling import weight_fusion as fusion
-from realign.engines.sampling.background_sampler import StreamingEngine
-from realign.engines.sampling.counter_rng import response_keys
-from realign.engines.sampling.fused_layers import FusedTrunk
+from realign.engines.network import decoder as decoders
+from realign.engines.network.kv_cache import KeptMemory, KVCache
+from realign.engines.sampling import decode
+from realign.engines.sampling.background import StreamingEngine
+from realign.engines.sampling.compiled import fusion
+from realign.engines.sampling.compiled.fused_layers import FusedTrunk
+from realign.engines.sampling.draw import response_keys
 from realign.engines.sampling.in_process import InProcessSampling
-from realign.engines.sampling.kept_memory import KeptMemory
-from realign.engines.sampling.kv_cache import KVCache
 from realign.engines.training.engine import TransformersEngine
 from realign.engines.training.optimizer import OptimizerSpec
-from tests.engines.sampling.test_rollout import prompts, same, sample_of
+from tests.engines.sampling.test_generate import prompts, same, sample_of
 from tests.engines.training.test_engine import train
 from tests.tiny import random_sample, tiny_engine
 
@@ -177,7 +176,7 @@ def test_kept_memory_counts_as_free_for_the_number_of_slots_and_for_the_copies(m
     with pytest.raises(fusion._Unknown, match="more than the limit"):
         fusion._check_memory(layers, torch.float32, 0)
     fusion._check_memory(layers, torch.float32, memory.weight_bytes)
-    monkeypatch.setattr(slots, "free_bytes", lambda device: 1000)
-    run = object.__new__(slots.Rollout)
+    monkeypatch.setattr(decode, "free_bytes", lambda device: 1000)
+    run = object.__new__(decode.Rollout)
     run.resources, run.device = engine.resources, torch.device("cuda")
     assert run._cache_bytes() == int(0.5 * (1000 + memory.cache_bytes))

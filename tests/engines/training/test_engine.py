@@ -19,9 +19,9 @@ from realign.api import (
     stat_values,
 )
 from realign.engines import OptimizerSpec, Schedule
-from realign.engines.sampling import weight_fusion as fusion
+from realign.engines.sampling.compiled import fusion
 from realign.engines.sampling.in_process import InProcessSampling
-from realign.engines.sampling.resources import RolloutResources
+from realign.engines.sampling.rollout_model import RolloutResources
 from realign.engines.training.engine import TransformersEngine
 from realign.errors import RunError
 from realign.functional import AggregationMode, aggregate, aggregation_weight, nll_loss
@@ -653,7 +653,7 @@ def test_generate_passes_on_the_engines_tokens_and_precision(monkeypatch):
         seen.update(autocast=torch.is_autocast_enabled("cpu"), head=model.head.weight_VH)
         return data
 
-    monkeypatch.setattr("realign.engines.sampling.rollout.generate", fake)
+    monkeypatch.setattr("realign.engines.sampling.generate.generate", fake)
     sampling = InProcessSampling(max_slots=5, cache_fraction=0.25, sync_every=3, keep_memory=True)
     engine = tiny_engine(optimizer=STEP, dtype=torch.bfloat16, sampling=sampling)
     engine.module.generation_config.eos_token_id = [7, 5]

@@ -9,8 +9,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 from realign.api import Lengths, MicroBatchSpec, stat_values
 from realign.engines import LoadBalancing, Lora, OptimizerSpec, TransformersModel
 from realign.engines.network.attention import ATTENTION, use_attention
+from realign.engines.network.passes import Layout, SharedPrompts
 from realign.engines.network.routers import BIAS, Routers
-from realign.engines.network.shared_prefix import Layout, SharedPrompts
 from realign.engines.training.engine import TransformersEngine
 from realign.errors import ConfigError, SettingsError
 from realign.functional import nll_loss

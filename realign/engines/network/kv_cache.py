@@ -1,0 +1,333 @@
+"""KV cache for generation, and the attention contexts that write it (prefill) and read it (decoding).
+
+`KeptMemory` is memory that the rollouts of an engine use again, instead of allocating it for each rollout.
+
+Shapes: B rows being decoded (one per slot, from slot 0 without gaps), Hq query heads, Hk key-value heads, D head
+size, P tokens of a prompt. Hk and D may differ between layers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from typing_extensions import override
+
+from realign.engines.network.attention import ATTENTION, PackedContext
+from realign.engines.network.kernels import AttentionArgs
+from realign.engines.network.recurrence import RowsForward, States, run_prompts, run_step
+
+T = TypeVar("T")
+KeyValues: TypeAlias = Mapping[int, tuple[Tensor, Tensor]]
+"""Keys [Hk, P, D] and values [Hk, P, Dv] of one prompt, by layer."""
+
+BUCKET = 32
+"""Increment, in tokens, of the cache length that attention reads; limits the number of different shapes."""
+
+
+class KVCache:
+    """Static cache of `slots` rows of `length` tokens, with the head shapes of an example prompt's keys and values.
+
+    Memory is committed on first use, as responses grow, since few responses may reach the full length.
+    """
+
+    def __init__(self, like: KeyValues, slots: int, length: int, memory: KeptMemory | None = None) -> None:
+        """Allocate the cache, in blocks of `memory` if given; `release` returns them."""
+        self.slots = slots
+        self.length = length
+        self._memory = memory
+        self._blocks: dict[tuple[int, int], Tensor] = {}
+        self._layers = {layer: (self._empty(layer, 0, k), self._empty(layer, 1, v)) for layer, (k, v) in like.items()}
+        self._ready = 0
+        self._clean = slots  # the first `_clean` slots are initialized up to `_ready`
+        self._rows: dict[int, Tensor] = {}
+        self._part = (0, 0)
+        self._views: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def _empty(self, layer: int, part: int, like: Tensor) -> Tensor:
+        """Return uninitialized memory [slots, Hk, length, D] for the keys (part 0) or values of a layer."""
+        shape = (self.slots, like.shape[0], self.length, like.shape[2])
+        if self._memory is None:
+            return like.new_empty(shape)
+        block = self._memory.take((layer, part), math.prod(shape), like)
+        self._blocks[layer, part] = block
+        return block[: math.prod(shape)].view(shape)
+
+    def release(self) -> None:
+        """Return the blocks to the kept memory, if any. The cache must not be used after that."""
+        if self._memory is not None:
+            for name, block in self._blocks.items():
+                self._memory.give_back(name, block)
+        self._blocks.clear()
+        self._layers.clear()
+        self._views.clear()
+
+    def __getitem__(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys [slots, Hk, length, D] and values [slots, Hk, length, Dv] of a layer."""
+        return self._layers[layer]
+
+    def reach(self, length: int, slots: int | None = None) -> int:
+        """Prepare the cache for rows of `length` tokens, and return the number of tokens that attention reads.
+
+        New memory is filled with zeros, since masked entries are multiplied by 0, and 0 * NaN is NaN. `slots` limits
+        this to the first slots, for callers that will probably not use the other slots again.
+        """
+        reached = min(self.length, -(-length // BUCKET) * BUCKET)
+        if reached > self._ready:
+            self._clear(slice(0, slots), slice(self._ready, reached))
+            self._ready = reached
+            self._clean = min(self._clean, self.slots if slots is None else slots)
+        return reached
+
+    def _clear(self, slots: slice, tokens: slice) -> None:
+        for kv in self._layers.values():
+            for cache in kv:
+                cache[slots, :, tokens] = 0
+
+    def fill(self, first: int, last: int, prompt: KeyValues) -> None:
+        """Copy a prompt to the start of the slots `first` (inclusive) to `last` (exclusive)."""
+        if last > self._clean:
+            self._clear(slice(self._clean, None), slice(0, self._ready))
+            self._clean = self.slots
+        for layer, kv in prompt.items():
+            self.reach(kv[0].shape[1])
+            for cache, x in zip(self._layers[layer], kv, strict=True):
+                cache[first:last, :, : x.shape[1]] = x
+
+    def resize(self, slots: int, length: int) -> None:
+        """Grow to more slots or longer slots, keeping their contents."""
+        old = self._layers
+        self.slots, self.length = slots, length
+        self._layers = {i: (self._empty(i, 0, k[0]), self._empty(i, 1, v[0])) for i, (k, v) in old.items()}
+        for layer, kv in old.items():
+            for cache, x in zip(self._layers[layer], kv, strict=True):
+                cache[: self._clean, :, : self._ready] = x[: self._clean, :, : self._ready]
+        self._rows, self._part, self._views = {}, (0, 0), {}
+
+    def move(self, source_M: Tensor, target_M: Tensor, length: int) -> None:
+        """Copy the first `length` tokens of the slots `source_M` to the slots `target_M`."""
+        for kv in self._layers.values():
+            for cache in kv:
+                cache[target_M, :, :length] = cache[source_M, :, :length]
+
+    def read(self, layer: int, slots: int, length: int) -> tuple[Tensor, Tensor]:
+        """Return the first `length` keys and values of the first `slots` slots; the next call reuses the views."""
+        if self._part != (slots, length):
+            self._part = (slots, length)
+            self._views = {i: (k[:slots, :, :length], v[:slots, :, :length]) for i, (k, v) in self._layers.items()}
+        return self._views[layer]
+
+    def rows(self, heads: int) -> Tensor:
+        """Return the offsets [slots, heads] of first tokens in a layer viewed as [slots * heads * length, D]."""
+        if heads not in self._rows:
+            device = next(iter(self._layers.values()))[0].device
+            self._rows[heads] = torch.arange(self.slots * heads, device=device).view(-1, heads) * self.length
+        return self._rows[heads]
+
+
+def bytes_per_slot(like: KeyValues, length: int) -> int:
+    """Return the memory of one slot of `length` tokens, in bytes."""
+    return sum(x.shape[0] * length * x.shape[2] * x.element_size() for kv in like.values() for x in kv)
+
+
+@dataclass(eq=False)
+class PrefillContext(PackedContext):
+    """Packed attention that stores each layer's keys and values, and the states of recurrent layers.
+
+    Attributes:
+        states: for each recurrent layer, the states after each sequence.
+    """
+
+    states: dict[int, list[States]] = field(default_factory=dict, init=False, repr=False)
+    _seen: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False)
+
+    @override
+    def attend(self, layer: int, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Tensor:
+        self._seen[layer] = (k[0], v[0])
+        return super().attend(layer, module, q, k, v, args)
+
+    @override
+    def recur(self, layer: int, forward: RowsForward, hidden_TH: Tensor) -> Tensor:
+        out, self.states[layer] = run_prompts(layer, forward, hidden_TH.split(self._lengths))
+        return torch.cat(out)
+
+    def per_sequence(self, lengths: Sequence[int]) -> Iterator[KeyValues]:
+        """Yield the stored keys and values of each packed sequence.
+
+        They are views, which keep the memory of the whole pack alive.
+
+        Raises:
+            ValueError: the model did not use this context.
+        """
+        if not self._seen and not self.states:
+            raise ValueError(f"generation requires a model loaded with attn_implementation={ATTENTION!r}")
+        parts = {layer: (k.split(lengths, 1), v.split(lengths, 1)) for layer, (k, v) in self._seen.items()}
+        for i in range(len(lengths)):
+            yield {layer: (ks[i], vs[i]) for layer, (ks, vs) in parts.items()}
+
+
+class DecodeContext:
+    """Attention of one new token in each of B rows to that row's cache slot, for one decode step.
+
+    The new key and value are written first. Indices and masks are computed once per step, and shared by all layers
+    with the same number of heads and the same window.
+    """
+
+    def __init__(
+        self, cache: KVCache, positions_B: Tensor, longest: int, states: Mapping[int, States] | None = None
+    ) -> None:
+        """Set the positions of the B new tokens. Passing the largest one as `longest` avoids a device sync.
+
+        `states` are those of the recurrent layers, for at least B rows; the step updates them.
+        """
+        self._states = states or {}
+        self.cache = cache
+        self._positions_B = positions_B
+        self._length = cache.reach(longest + 1)
+        self._index: dict[int, Tensor] = {}
+        self._masks: dict[tuple[int | None, int, torch.dtype], Tensor] = {}
+
+    def attend(self, layer: int, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Tensor:
+        """Attend with q [1, Hq, B, D] and the new k, v [1, Hk, B, D] of a layer; return [1, B, Hq, Dv]."""
+        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+        return self.attend_rows(layer, q, k, v, args)[None]
+
+    def recur(self, layer: int, forward: RowsForward, hidden_TH: Tensor) -> Tensor:
+        """See `RecurrentContext.recur`; hidden_TH are the B new tokens."""
+        rows = {name: x[: len(hidden_TH)] for name, x in self._states[layer].items()}
+        return run_step(layer, forward, hidden_TH, rows)
+
+    def attend_rows(self, layer: int, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Tensor:
+        """Attend with q [B, Hq, D] and the new k, v [B, Hk, D] of a layer; return [B, Hq, Dv]."""
+        rows, heads = k.shape[:2]
+        index = self._write_index(heads)
+        for cache, x in zip(self.cache[layer], (k, v), strict=True):
+            cache.view(-1, cache.shape[-1]).index_copy_(0, index, x.reshape(-1, x.shape[-1]))
+        queries = q.reshape(rows, heads, -1, q.shape[-1])
+        mask = self._mask(args.sliding_window, heads, q.dtype)
+        out = _attend(queries, *self.cache.read(layer, rows, self._length), mask, args)
+        return out.reshape(rows, q.shape[1], -1)
+
+    def _write_index(self, heads: int) -> Tensor:
+        """Return the offsets [B * Hk] of the new tokens in a layer's cache viewed as [slots * Hk * length, D]."""
+        if heads not in self._index:
+            first = self.cache.rows(heads)[: len(self._positions_B)]
+            self._index[heads] = (first + self._positions_B[:, None]).flatten()
+        return self._index[heads]
+
+    def _mask(self, window: int | None, heads: int, dtype: torch.dtype) -> Tensor:
+        """Return the additive mask [B, Hk, 1, length]: 0 for visible tokens, -inf elsewhere."""
+        key = (window if window is not None and window < self._length else None, heads, dtype)
+        if key not in self._masks:
+            at = torch.arange(self._length, device=self._positions_B.device)
+            last = self._positions_B[:, None, None, None]
+            hidden = at > last if key[0] is None else (at > last) | (at <= last - key[0])
+            self._masks[key] = torch.where(hidden.expand(-1, heads, -1, -1), -torch.inf, 0.0).to(dtype)
+        return self._masks[key]
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, args: AttentionArgs) -> Tensor:
+    """Attend q [B, Hk, Hq / Hk, D] to k, v [B, Hk, length, D]; the third axis of q is the heads that share keys.
+
+    In fp32 on a CPU, two batched products are up to three times as fast as the fused kernel at these shapes. In half
+    precision, only the fused kernel keeps the scores in fp32.
+    """
+    plain = args.softcap is None and args.sinks_H is None
+    if plain and (q.device.type != "cpu" or q.dtype not in (torch.float32, torch.float64)):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=args.scaling)
+    return _written_out(q, k, v, mask, args)
+
+
+def _written_out(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, args: AttentionArgs) -> Tensor:
+    rows, heads, group, _ = q.shape
+    flat_q, flat_k, flat_v, flat_mask = (x.flatten(0, 1) for x in (q, k, v, mask))
+    if args.softcap is None:
+        scores = torch.baddbmm(flat_mask, flat_q, flat_k.transpose(1, 2), alpha=args.scaling)
+    else:
+        scores = torch.bmm(flat_q, flat_k.transpose(1, 2)) * (args.scaling / args.softcap)
+        scores = args.softcap * torch.tanh(scores) + flat_mask
+    if args.sinks_H is None:
+        weights = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32))
+    else:
+        sinks = args.sinks_H.to(scores.dtype).view(1, heads, group, 1).expand(rows, -1, -1, -1).flatten(0, 1)
+        weights = torch.cat([scores, sinks], -1).softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32))
+        weights = weights[..., :-1]
+    return torch.bmm(weights.to(v.dtype), flat_v).view(rows, heads, group, -1)
+
+
+class KeptMemory:
+    """Memory of joined weights, and blocks of KV caches that no rollout uses.
+
+    Weights have one place each, since all rollouts of an engine use the same weights. A block of a KV cache belongs to
+    one rollout at a time.
+    """
+
+    def __init__(self) -> None:
+        self._weights: dict[Hashable, Tensor] = {}
+        self._blocks: dict[Hashable, list[Tensor]] = {}
+
+    def copied(self, name: Hashable, x: Tensor) -> Tensor:
+        """Copy a tensor into the memory of the last tensor with this name, if that is large enough.
+
+        Args:
+            name: name of the weight.
+            x: a tensor without gaps in memory; the copy has the same strides.
+        """
+        memory = self._weights.get(name)
+        if memory is None or not _fits(memory, x.numel(), x):
+            memory = self._weights[name] = x.new_empty(x.numel())
+        return memory.as_strided(x.size(), x.stride()).copy_(x)
+
+    def take(self, name: Hashable, elements: int, like: Tensor) -> Tensor:
+        """Return an uninitialized block [at least `elements`] that no other rollout uses.
+
+        A block that is too small is replaced.
+
+        Args:
+            name: name of the part of the cache.
+            elements: number of elements.
+            like: tensor with the dtype and the device of the block.
+        """
+        blocks = self._blocks.setdefault(name, [])
+        fitting = [i for i, block in enumerate(blocks) if _fits(block, elements, like)]
+        if fitting:
+            return blocks.pop(min(fitting, key=lambda i: blocks[i].numel()))
+        if blocks:
+            blocks.pop()
+        return like.new_empty(elements)
+
+    def give_back(self, name: Hashable, block: Tensor) -> None:
+        """Return a block from `take`."""
+        self._blocks.setdefault(name, []).append(block)
+
+    def free(self) -> None:
+        """Free all memory that no rollout uses."""
+        self._weights.clear()
+        self._blocks.clear()
+
+    @property
+    def weight_bytes(self) -> int:
+        """Memory of weights, in bytes."""
+        return sum(x.nbytes for x in self._weights.values())
+
+    @property
+    def cache_bytes(self) -> int:
+        """Memory of blocks that no rollout uses, in bytes."""
+        return sum(x.nbytes for blocks in self._blocks.values() for x in blocks)
+
+
+def copied_all(x: T, name: str, memory: KeptMemory) -> T:
+    """Copy the tensors of nested named tuples into kept memory. Other values stay as they are."""
+    if isinstance(x, Tensor):
+        return memory.copied(name, x)  # type: ignore[return-value]
+    fields: tuple[str, ...] = getattr(x, "_fields", ())
+    return type(x)(*(copied_all(getattr(x, field), f"{name}.{field}", memory) for field in fields)) if fields else x
+
+
+def _fits(kept: Tensor, elements: int, like: Tensor) -> bool:
+    return kept.numel() >= elements and kept.dtype == like.dtype and kept.device == like.device

@@ -1,0 +1,296 @@
+"""Passes over a batch: its micro-batches, the rows of each, and how many run at once.
+
+**Shared prefixes.** A packed pass computes the common prefix of a group's sequences once. In a causal model the result
+for a token depends only on the token, its position and the previous tokens, so it is the same for all sequences that
+share the prefix. Responses that attend to one copy of their prompt get the same results as with a copy each. Losses
+still receive every token of every sequence.
+
+**Lanes.** On a CPU, several micro-batches run concurrently, each in a lane (thread) with a part of the cores. Threads
+that compute one operator together must synchronize at its end. That takes microseconds if they spin, and up to 0.2 ms
+if they sleep (`OMP_WAIT_POLICY=PASSIVE`, virtual machines), which is longer than most operators of a model that trains
+on a CPU. Micro-batches need no synchronization until their gradients are added.
+
+Shapes: P prompts, S sequences, T packed tokens, R rows of the pass, N pieces of it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from realign.api.lengths import IntArray, Lengths
+from realign.api.microbatch import MicroBatches, MicroBatchSpec
+from realign.api.router_experts import experts_per_token
+from realign.api.sample import TOKENS, SequenceSample
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+MIN_ROWS = 128
+"""Minimum number of rows per lane. Splitting a smaller pass into two saves no time."""
+
+MIN_SAVED = 0.05
+"""Minimum fraction of a group's tokens that sharing must save. Attention in two pieces has a small overhead: on a CPU
+(4 layers, hidden size 256, groups of 2 and 8) training was equally fast at a fraction of 0.03, and 5% faster at
+0.06."""
+
+SHORTEST = 0.75
+"""Length of the shortest sequence of a batch, as a fraction of the longest."""
+
+
+class SharedPrompts(StrEnum):
+    """Whether training and scoring passes compute the prompt of a group once."""
+
+    auto = "auto"
+    off = "off"
+
+
+class ParallelPasses(StrEnum):
+    """Whether the micro-batches of a batch are computed concurrently on a CPU."""
+
+    auto = "auto"
+    off = "off"
+
+
+@dataclass(frozen=True, eq=False)
+class Passes:
+    """The passes over a batch: its micro-batches and the layout of each."""
+
+    batches: MicroBatches[SequenceSample]
+    layouts: tuple[Layout, ...]
+    lanes: int = 1
+    """Number of passes that run concurrently."""
+
+    @classmethod
+    def of(cls, data: SequenceSample, spec: MicroBatchSpec, *, share: bool, threads: int = 1) -> Passes:
+        """Split a batch into micro-batches by a budget of rows.
+
+        Args:
+            data: the batch; must be on the host if `share` is set.
+            spec: the budget for all concurrent passes together.
+            share: whether to compute common prefixes once, in groups where that saves at least `MIN_SAVED`.
+            threads: maximum number of concurrent passes.
+
+        Raises:
+            ValueError: see `plan_microbatches`.
+        """
+        lengths = data.lengths[TOKENS]
+        if not share:
+            lanes, spec = in_lanes(lengths, lengths.total, spec, threads)
+            batches = data.split(spec)
+            return cls(batches, tuple(Layout.plain(part.lengths[TOKENS]) for part in batches), lanes)
+        experts = experts_per_token(data)
+        replayed = None if experts is None else experts.numpy()
+        prefix_P = worthwhile(common_prefixes(data[TOKENS].numpy(), lengths, replayed), lengths)
+        saved = int((prefix_P * (lengths.counts - 1).clip(min=0)).sum())
+        lanes, spec = in_lanes(lengths, lengths.total - saved, spec, threads)
+        batches = data.split(spec, prefixes=prefix_P)
+        owners = [prefix_P[np.unique(lengths.prompt_of_sequence[chosen])] for chosen in batches.plan]
+        layouts = (Layout.of(part.lengths[TOKENS], n) for part, n in zip(batches, owners, strict=True))
+        return cls(batches, tuple(layouts), lanes)
+
+    def __iter__(self) -> Iterator[tuple[SequenceSample, Layout]]:
+        return zip(self.batches, self.layouts, strict=True)
+
+    @property
+    def saved(self) -> int:
+        """Number of tokens of the batch that are not computed because they share a row."""
+        return sum(layout.saved for layout in self.layouts)
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """The rows of a pass. They consist of pieces: a whole sequence, a shared prefix, or the rest after a prefix.
+
+    Attributes:
+        pieces: [N] number of rows of each piece.
+        after: [N] index of the piece that this one continues, or -1.
+        token_R: [R] index of the packed token in each row; None means that row t has token t.
+        row_T: [T] row of each packed token; None means that token t has row t.
+    """
+
+    pieces: IntArray
+    after: IntArray
+    token_R: Tensor | None = None
+    row_T: Tensor | None = None
+
+    @classmethod
+    def plain(cls, lengths: Lengths) -> Layout:
+        """Return a layout with one row per token."""
+        return cls(lengths.flat, np.full(len(lengths.flat), -1))
+
+    @classmethod
+    def of(cls, lengths: Lengths, prefix_P: IntArray) -> Layout:
+        """Return a layout with one shared piece for the first `prefix_P` tokens of each prompt's sequences."""
+        shares_P = (prefix_P > 0) & (lengths.counts > 1)
+        if not shares_P.any():
+            return cls.plain(lengths)
+        owner_S = lengths.prompt_of_sequence
+        prefix_S = np.where(shares_P, prefix_P, 0)[owner_S]
+        opens_S = np.zeros(len(owner_S), dtype=bool)  # a shared piece precedes this sequence's own piece
+        opens_S[lengths.sequence_starts[:-1][shares_P]] = True
+        own_S = np.arange(len(owner_S)) + np.cumsum(opens_S)
+        before_S = np.where(prefix_S > 0, own_S[lengths.sequence_starts[:-1][owner_S]] - 1, -1)
+        pieces, first, after = (np.empty(len(owner_S) + opens_S.sum(), dtype=np.int64) for _ in range(3))
+        pieces[own_S], first[own_S], after[own_S] = lengths.flat - prefix_S, lengths.starts[:-1] + prefix_S, before_S
+        shared = before_S[opens_S]
+        pieces[shared], first[shared], after[shared] = prefix_S[opens_S], lengths.starts[:-1][opens_S], -1
+        row_N = np.cumsum(pieces) - pieces
+        place_T = _places(lengths.flat)
+        own_T = np.repeat(row_N[own_S] - prefix_S, lengths.flat) + place_T
+        shared_T = np.repeat(row_N[before_S], lengths.flat) + place_T
+        row_T = np.where(place_T < np.repeat(prefix_S, lengths.flat), shared_T, own_T)
+        token_R = np.repeat(first, pieces) + _places(pieces)
+        return cls(pieces, after, torch.from_numpy(token_R), torch.from_numpy(row_T))
+
+    @property
+    def cu_seqlens(self) -> Tensor:
+        """int32 [N + 1] boundaries of the pieces, on the host."""
+        return torch.from_numpy(np.concatenate([[0], np.cumsum(self.pieces)]).astype(np.int32))
+
+    @property
+    def position_R(self) -> Tensor:
+        """[R] position of each row in its sequence, on the host."""
+        offset_N = np.where(self.after < 0, 0, self.pieces[self.after])
+        return torch.from_numpy(_places(self.pieces) + np.repeat(offset_N, self.pieces))
+
+    def rows_on(self, device: torch.device) -> Tensor | None:
+        """Return `row_T` on a device, without a sync."""
+        return None if self.row_T is None else self.row_T.to(device, non_blocking=True)
+
+    def tokens_per_row(self, device: torch.device) -> Tensor:
+        """Return the number of packed tokens in each row, fp32 [R]: more than 1 for a shared prefix."""
+        if (row_T := self.rows_on(device)) is None:
+            return torch.ones(int(self.pieces.sum()), device=device)
+        return torch.bincount(row_T, minlength=int(self.pieces.sum())).float()
+
+    @property
+    def saved(self) -> int:
+        """Number of tokens that are not computed because they share a row."""
+        return 0 if self.token_R is None or self.row_T is None else len(self.row_T) - len(self.token_R)
+
+
+def common_prefixes(ids_T: IntArray, lengths: Lengths, experts_TN: npt.NDArray[np.int16] | None = None) -> IntArray:
+    """Return the length of the common prefix of each prompt's sequences, [P]; 0 for fewer than two sequences.
+
+    Args:
+        ids_T: the tokens.
+        lengths: the lengths of the sequences.
+        experts_TN: experts that a pass replays, which are equal in a common prefix; None if it replays none.
+    """
+    prefix_P = np.zeros(len(lengths.counts), dtype=np.int64)
+    for p in np.flatnonzero(lengths.counts > 1).tolist():
+        sequences = slice(*lengths.sequence_starts[p : p + 2].tolist())
+        shortest = int(lengths.flat[sequences].min())
+        places = lengths.starts[:-1][sequences][:, None] + np.arange(shortest)
+        tokens = ids_T[places]
+        differs = (tokens != tokens[0]).any(0)
+        if experts_TN is not None:
+            experts = experts_TN[places]
+            differs |= (experts != experts[0]).any((0, 2))
+        prefix_P[p] = differs.argmax() if differs.any() else shortest
+    return prefix_P
+
+
+def worthwhile(prefix_P: IntArray, lengths: Lengths) -> IntArray:
+    """Return `prefix_P`, with 0 where sharing saves a fraction below `MIN_SAVED` of the group's tokens."""
+    saved_P = prefix_P * (lengths.counts - 1)
+    return np.where(saved_P >= MIN_SAVED * lengths.per_prompt, prefix_P, 0)
+
+
+def _places(lengths: IntArray) -> IntArray:
+    """Return 0, 1, 2, ... for each of the given lengths, concatenated."""
+    return np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+
+
+def in_lanes(lengths: Lengths, rows: int, spec: MicroBatchSpec, threads: int) -> tuple[int, MicroBatchSpec]:
+    """Choose the number of concurrent passes (lanes), and divide the budget and the rows among them.
+
+    Args:
+        lengths: sequence lengths of the batch.
+        rows: number of rows of all its passes together.
+        spec: the budget for all concurrent passes together.
+        threads: maximum number of lanes.
+
+    Returns:
+        The number of lanes and the spec of one lane. They are 1 and `spec` if the batch is too small to split, or if
+        the budget does not fit two of the longest sequences (with `whole_groups`: groups).
+    """
+    limit = spec.max_tokens_per_microbatch
+    longest = int((lengths.per_prompt if spec.whole_groups else lengths.flat).max(initial=1))
+    lanes = min(threads, rows // MIN_ROWS, threads if limit is None else limit // max(1, longest))
+    if lanes < 2:
+        return 1, spec
+    share = None if limit is None else limit // lanes
+    rounds = 1 if limit is None else -(-rows // limit)
+    return lanes, replace(
+        spec, max_tokens_per_microbatch=share, n_microbatches=max(spec.n_microbatches, lanes * rounds)
+    )
+
+
+def side_by_side(work: Callable[[Item], Result], items: Iterable[Item], lanes: int) -> Iterator[Result]:
+    """Yield `work(item)` for each item, in order; `lanes` threads run concurrently.
+
+    The lanes divide the threads of torch among them. At most `lanes` + 1 results are pending. Inside `work`,
+    thread-local state of torch (grad mode, autocast) has its default. An exception cancels the remaining items.
+    """
+    if lanes == 1:
+        yield from map(work, items)
+        return
+    threads = torch.get_num_threads()
+
+    def alone(item: Item) -> Result:
+        torch.set_num_threads(max(1, threads // lanes))
+        return work(item)
+
+    waiting: deque[Future[Result]] = deque()
+    try:
+        with ThreadPoolExecutor(lanes, thread_name_prefix="pass") as pool:
+            try:
+                for item in items:
+                    waiting.append(pool.submit(alone, item))
+                    if len(waiting) > lanes:
+                        yield waiting.popleft().result()
+                while waiting:
+                    yield waiting.popleft().result()
+            finally:
+                for future in waiting:
+                    future.cancel()
+    finally:
+        torch.set_num_threads(threads)  # the lanes lowered MKL's process-wide thread count
+
+
+def rewrites_rope(module: nn.Module) -> bool:
+    """Return whether each pass modifies the rotary frequencies for its longest sequence.
+
+    Such passes cannot run concurrently.
+    """
+    rope_types = (getattr(part, "rope_type", None) for part in module.modules())
+    kinds = {kind for x in rope_types for kind in (x.values() if isinstance(x, Mapping) else [x])}
+    return any(kind is not None and ("dynamic" in kind or kind == "longrope") for kind in kinds)
+
+
+def similar_lengths(lengths: Sequence[int], shortest: float = SHORTEST) -> Iterator[list[int]]:
+    """Yield the indices of the sequences of each batch, by decreasing length; empty sequences are in no batch.
+
+    Args:
+        lengths: the lengths.
+        shortest: see `SHORTEST`; 1 yields batches of equal lengths.
+    """
+    batch: list[int] = []
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if batch and lengths[i] < lengths[batch[0]] * shortest:
+            yield batch
+            batch = []
+        if lengths[i]:
+            batch.append(i)
+    if batch:
+        yield batch

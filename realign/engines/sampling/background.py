@@ -1,0 +1,691 @@
+"""`StreamingEngine`: the in-process sampler of asynchronous rollouts, whose weights can change while it samples.
+
+Callers wait in their own threads, or keep handles. A `DecodingLoop` decodes the sequences of all callers together.
+Calls that are pending at the same time, with the same sampling settings, share a `Stream`. New weights take effect
+between two decode steps. Unfinished responses continue under the new weights (interruptible generation,
+arXiv:2505.24298). Every token carries the version of the weights that sampled it.
+
+Shapes: S sequences, B of them being decoded, N tokens of the longest response, T packed tokens.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from realign.api.engine import PipelinableEngine, PostHook
+from realign.api.generation import GenerationConfig
+from realign.api.in_process_sampler import IN_PROCESS
+from realign.api.microbatch import MicroBatchSpec
+from realign.api.requests import Completion, Request, Tokens
+from realign.api.router_experts import with_experts
+from realign.api.sample import SequenceSample
+from realign.api.sampler import PROMPTS, Capabilities, WeightSource
+from realign.engines.network.decoder import Decoder
+from realign.engines.network.images import PromptInput, followed_by
+from realign.engines.network.network import Network
+from realign.engines.sampling.compiled.fusion import Fusion
+from realign.engines.sampling.decode import PREFILL_TOKENS, Responses, Rollout, RowEntry, Stopping
+from realign.engines.sampling.draw import response_keys
+from realign.engines.sampling.generate import check_logprobs, checked_prompts, packed
+from realign.engines.sampling.rollout_model import Cores, RolloutModel, RolloutResources
+from realign.engines.shared_model import SharedEngine
+from realign.errors import ConfigError
+from realign.functional.logprobs import LMHead
+
+T = TypeVar("T")
+
+
+class StreamingEngine(SharedEngine):
+    """Samples from a dedicated engine for callers in many threads.
+
+    Implements `realign.api.Sampler` and `realign.api.PipelinableEngine`. All methods are thread-safe. A dedicated
+    thread decodes, and runs the work that other threads submit between two decode steps.
+
+    A call that is sampled alone returns the same bits as the wrapped engine's `generate`. When calls are sampled
+    concurrently, log-probs may differ by rounding. Tokens may differ where rounding changes the draw.
+
+    Args:
+        name: role of the model, used in messages.
+        engine: a copy of the policy that no other component uses.
+        version: policy version of its weights.
+        recompute: whether a weight update recomputes the KV cache of unfinished responses; if False, they keep the
+            keys and values of the old weights.
+
+    Raises:
+        ConfigError: the engine cannot generate.
+    """
+
+    engine: Samplable
+
+    def __init__(self, name: str, engine: PipelinableEngine, *, version: int = 0, recompute: bool = True) -> None:
+        if not isinstance(engine, Samplable) or "logprobs" not in engine.outputs:
+            raise ConfigError(f"models.{name}: {type(engine).__name__} cannot sample asynchronously. Set rollout=sync.")
+        if engine.encoder_decoder:
+            raise ConfigError(f"models.{name}: encoder-decoder models cannot sample asynchronously. Set rollout=sync.")
+        super().__init__(name, name, engine)
+        self.loop = DecodingLoop(name, engine, version=version, recompute=recompute)
+
+    @property
+    def version(self) -> int:
+        """See `Sampler.version`."""
+        return self.loop.version
+
+    def capabilities(self) -> Capabilities:
+        """See `Sampler.capabilities`."""
+        return replace(IN_PROCESS, abort=True)
+
+    def submit(self, request: Request) -> StreamingHandle:
+        """See `Sampler.submit`. Each request prefills its prompt; `generate` shares the prefill between responses."""
+        prompt = SequenceSample.from_sequences([request.id], {PROMPTS: [[request.prompt_ids]]})
+        keys_S = response_keys(request.seed, [request.id], request.response_index + 1)[-1:]
+        return StreamingHandle(request, self.loop, self._add(prompt, keys_S, request.config))
+
+    def _add(self, data: SequenceSample, keys_S: Tensor, config: GenerationConfig) -> SamplingCall:
+        """Validate the prompts and queue a call for the loop."""
+        checked = checked_prompts(self.engine.module, data, config, self.engine.network.images)
+        prompts = [p.to(self.engine.device) for p in checked]
+        call = SamplingCall(prompts, keys_S, replace(config, n=1))
+        self.loop.add(call)
+        return call
+
+    def generate(self, data: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
+        """See `Sampler.generate`.
+
+        Raises:
+            RuntimeError: the engine was closed, or an error ended its loop.
+        """
+        if not len(data):
+            return self.engine.generate(data, config, seed=seed).with_tokens(versions=torch.zeros(0).int())
+        call = self._add(data, response_keys(seed, data.ids, config.n), config)
+        responses, versions_SN, experts = call.result.result()
+        out = packed(data, responses, config.n)
+        sampled_SN = torch.arange(versions_SN.shape[1], device=versions_SN.device) < responses.lengths[:, None]
+        versions_T = torch.full_like(out["input_ids"], -1, dtype=torch.int32)
+        versions_T[out["loss_mask"]] = versions_SN[sampled_SN].to(versions_T.device)
+        out = out.with_tokens(versions=versions_T)
+        return with_experts(out, experts) if config.router_replay else out
+
+    def update(self, source: WeightSource, version: int) -> None:
+        """See `Sampler.update`. The next decode step samples with these weights.
+
+        Raises:
+            RuntimeError: the engine was closed, or an error ended its loop.
+            ValueError: names or shapes of the weights do not match the model.
+        """
+        self.loop.load_weights(source.weights(), version)
+
+    @override
+    def forward(self, data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
+        # decoding pauses during the call
+        return self.loop.between_steps(lambda: self.engine.forward(data, mb_spec, post_hook))
+
+    def pause(self) -> None:
+        """See `Sampler.pause`. Returns after the current decode step."""
+        self.loop.pause(True)
+
+    def resume(self) -> None:
+        """See `Sampler.resume`."""
+        self.loop.pause(False)
+
+    def sleep(self) -> None:
+        """See `Sampler.sleep`. Frees the KV cache of all responses, and keeps the tokens sampled so far."""
+        self.loop.sleep()
+
+    def wake(self) -> None:
+        """See `Sampler.wake`. Recomputes the KV cache from prompts and the tokens sampled so far."""
+        self.loop.wake()
+
+    def close(self) -> None:
+        """Stop the loop. Calls that wait for responses raise RuntimeError."""
+        self.loop.close()
+
+
+class StreamingHandle:
+    """Handle of one response of a `StreamingEngine`. Implements `realign.api.requests.Handle`."""
+
+    def __init__(self, request: Request, loop: DecodingLoop, call: SamplingCall) -> None:
+        """Wrap a call that has exactly one sequence."""
+        self.request = request
+        self._loop = loop
+        self._call = call
+
+    @property
+    def done(self) -> bool:
+        """See `Handle.done`."""
+        return self._call.result.done()
+
+    def tokens(self) -> Tokens:
+        """See `Handle.tokens`. Waits until the current decode step ends.
+
+        Raises:
+            RuntimeError: the sampler was closed before the response ended.
+        """
+        if not self._call.result.done():
+            return self._tokens(self._loop.so_far(self._call))
+        if self._call.result.exception() is None:
+            return self.result()
+        return self._tokens(self._call.kept)
+
+    def _tokens(self, parts: tuple[Tensor, Tensor, Tensor] | None) -> Tokens:
+        device = self.request.prompt_ids.device
+        return Tokens.none(self.request.prompt_ids) if parts is None else Tokens(*(x.to(device) for x in parts))
+
+    def result(self, timeout_s: float | None = None) -> Completion:
+        """See `Handle.result`."""
+        responses, versions_SN, _ = self._call.result.result(timeout_s)
+        count, device = int(responses.lengths[0]), self.request.prompt_ids.device
+        check_logprobs(responses.logprobs)
+        parts = (responses.tokens, responses.logprobs, versions_SN)
+        ids, logprobs, versions = (x[0, :count].to(device) for x in parts)
+        return Completion(ids, logprobs, versions, bool(responses.truncated[0]))
+
+    def cancel(self) -> bool:
+        """See `Handle.cancel`. The slot is free before the next decode step."""
+        return self._loop.cancel(self._call)
+
+
+class DecodingLoop:
+    """Decodes calls with one engine in a dedicated thread, until `close` or an error.
+
+    Attributes:
+        version: policy version of the engine's weights.
+    """
+
+    def __init__(self, name: str, engine: Samplable, *, version: int, recompute: bool) -> None:
+        """Start the thread; see `StreamingEngine` for the arguments."""
+        self.version = version
+        self._name = name
+        self._engine = engine
+        self._recompute = recompute
+        self._threads = torch.get_num_threads()
+        self._cores = Cores(engine.module)
+        self._changed = threading.Condition()  # guards the attributes below, except the thread's `_running`
+        self._calls: list[SamplingCall] = []
+        self._paused = False
+        self._asleep = False
+        self._jobs: list[tuple[Callable[[], Any], Future[Any]]] = []
+        self._error: BaseException | None = None
+        self._running: list[SharedRollout] = []
+        self._thread = threading.Thread(target=self._run, name=f"rollout of {name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def streams(self) -> list[Stream]:
+        """Rollouts with unfinished responses. Read them in `between_steps`, since the thread changes them."""
+        return [running.stream for running in self._running]
+
+    def add(self, call: SamplingCall) -> None:
+        """Queue a call. Its `result` is set when its last response ends."""
+        with self._changed:
+            self._check_open()
+            self._calls.append(call)
+            self._changed.notify_all()
+
+    def between_steps(self, work: Callable[[], T]) -> T:
+        """Run `work` on the thread between two decode steps, and wait for its result.
+
+        Raises:
+            RuntimeError: the loop was closed, or an error ended it.
+        """
+        result: Future[T] = Future()
+        with self._changed:
+            self._check_open()
+            self._jobs.append((work, result))
+            self._changed.notify_all()
+        return result.result()
+
+    def load_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Continue all responses with new weights, from the next decode step on."""
+
+        def load() -> None:
+            self._engine.load_weights(weights)
+            self.version = version
+            for stream in self.streams:
+                decoder, head = self._prepared(stream.config, stream.reach)
+                with self._engine.network.autocast():  # recompute under the same autocast as the first prefill
+                    stream.update(decoder, head, version, recompute=self._recompute)
+
+        self.between_steps(load)
+
+    def so_far(self, call: SamplingCall) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Return the current tokens, log-probs and versions of a call's response; None if it has not started."""
+
+        def read() -> tuple[Tensor, Tensor, Tensor] | None:
+            if call.result.done() and call.result.exception() is None:
+                responses, versions_SN, _ = call.result.result()
+                count = int(responses.lengths[0])
+                return responses.tokens[0, :count], responses.logprobs[0, :count], versions_SN[0, :count]
+            running = self._running_of(call)
+            return call.kept if running is None else running.stream.so_far(call.sequence)
+
+        return self.between_steps(read)
+
+    def cancel(self, call: SamplingCall) -> bool:
+        """Cancel the single sequence of a call; return False if it has already ended."""
+
+        def drop() -> bool:
+            if call.result.done():
+                return False
+            with self._changed:
+                if call in self._calls:
+                    self._calls.remove(call)
+            running = self._running_of(call)
+            if running is not None:
+                running.remove(call)
+                self._drop_finished()
+            call.result.set_exception(CancelledError())
+            return True
+
+        if call.result.done():
+            return False
+        try:
+            return self.between_steps(drop)
+        except RuntimeError:  # the loop has ended, so the call has ended too
+            return False
+
+    def _running_of(self, call: SamplingCall) -> SharedRollout | None:
+        return next((r for r in self._running if call in r.calls.values()), None)
+
+    def pause(self, paused: bool) -> None:
+        """Stop or continue decoding. Returns after the current decode step."""
+
+        def change() -> None:
+            with self._changed:
+                self._paused = paused
+
+        self.between_steps(change)
+
+    def sleep(self) -> None:
+        """Stop decoding and free the KV cache of all responses; keep the tokens sampled so far."""
+
+        def free() -> None:
+            with self._changed:
+                self._asleep = True
+            for stream in self.streams:
+                stream.free_cache()
+            self._engine.free_kept_memory()
+
+        self.between_steps(free)
+
+    def wake(self) -> None:
+        """Continue after `sleep`: recompute the KV cache from prompts and the tokens sampled so far."""
+
+        def fill() -> None:
+            if self._asleep:
+                with self._engine.network.autocast():
+                    for stream in self.streams:
+                        stream.fill_cache()
+            with self._changed:
+                self._asleep = False
+
+        self.between_steps(fill)
+
+    @property
+    def _decodes(self) -> bool:
+        return not (self._paused or self._asleep)
+
+    def close(self) -> None:
+        """End the thread. Pending calls raise RuntimeError."""
+        with self._changed:
+            self._error = self._error or RuntimeError("the sampler was closed")
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _check_open(self) -> None:
+        if self._error is not None:
+            raise self._ended()
+
+    def _ended(self) -> RuntimeError:
+        ended = RuntimeError(f"models.{self._name}: sampling stopped: {self._error}")
+        ended.__cause__ = self._error
+        return ended
+
+    def _run(self) -> None:
+        """Run the decoding loop; this is the target of the thread."""
+        try:
+            torch.set_num_threads(self._threads)
+            with torch.no_grad():
+                while self._wait():
+                    self._do_jobs()
+                    with self._engine.network.autocast():  # entered again, since autocast caches casts of the weights
+                        while self._decodes and not self._jobs and self._error is None and self._advance():
+                            pass
+                    self._cores.give_back()
+        except BaseException as error:
+            self._error = error
+        with self._changed:
+            ended = [result for _, result in self._jobs] + [call.result for call in self._calls]
+            ended += {call.result for running in self._running for call in running.calls.values()}
+        for result in ended:
+            result.set_exception(self._ended())
+
+    def _wait(self) -> bool:
+        """Wait until there is work to do; return False if the loop was closed."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._jobs or self._error or (self._decodes and (self._calls or self._running))
+            )
+            return self._error is None
+
+    def _do_jobs(self) -> None:
+        with self._changed:
+            jobs, self._jobs = self._jobs, []
+        for work, result in jobs:
+            try:
+                result.set_result(work())
+            except Exception as error:
+                result.set_exception(error)
+
+    def _advance(self) -> bool:
+        """Start new calls, advance each rollout (see `Rollout.advance`), and deliver finished responses.
+
+        Returns False if no work is left.
+        """
+        if self._calls:
+            with self._changed:
+                calls, self._calls = self._calls, []
+            for call in calls:
+                try:
+                    self._begin(call)
+                except Exception as error:  # for example settings that do not fit the model
+                    call.result.set_exception(error)
+        for running in self._running:
+            running.stream.advance()
+            running.deliver()
+        self._drop_finished()
+        return bool(self._running or self._calls)
+
+    def _drop_finished(self) -> None:
+        """Drop rollouts without unfinished responses, and release their KV caches."""
+        for running in self._running:
+            if not running.calls:
+                running.stream.release()
+        self._running = [running for running in self._running if running.calls]
+
+    def _begin(self, call: SamplingCall) -> None:
+        longest = max(map(len, call.prompts)) + call.config.max_new_tokens
+        running = next((r for r in self._running if r.stream.config == call.config), None)
+        if running is None:
+            running = SharedRollout(self._stream(call.config, longest))
+            self._running.append(running)
+        elif longest > running.stream.reach:
+            running.stream.reach = max(longest, 2 * running.stream.reach)
+            running.stream.decoder, running.stream.head = self._prepared(call.config, running.stream.reach)
+        running.add(call)
+
+    def _stream(self, config: GenerationConfig, reach: int) -> Stream:
+        decoder, head = self._prepared(config, reach)
+        weight, engine = head.weight_VH, self._engine
+        stopping = Stopping(config, engine.eos_token_ids, engine.tokenizer, len(weight), weight.device)
+        return Stream(decoder, head, config, stopping, engine.resources, reach=reach, version=self.version)
+
+    def _prepared(self, config: GenerationConfig, length: int) -> tuple[Decoder, LMHead]:
+        engine = self._engine
+        with engine.network.autocast():
+            model = RolloutModel.of(engine.network, engine.module, config, engine.fusion)
+            return model.prepared(length, self._cores, engine.resources)
+
+
+@dataclass(eq=False)
+class SharedRollout:
+    """The rollout of all calls with one config."""
+
+    stream: Stream
+    calls: dict[int, SamplingCall] = field(default_factory=dict)
+    """The call of each unfinished sequence."""
+
+    def add(self, call: SamplingCall) -> None:
+        """Queue the sequences of a call."""
+        call.sequences_S = self.stream.add(call.prompts, call.keys_S)
+        call.left = len(call.keys_S)
+        self.calls |= dict.fromkeys(call.sequences_S.tolist(), call)
+
+    def deliver(self) -> None:
+        """Set the result of each call whose last sequence has ended."""
+        for sequence in torch.cat(self.stream.finished).tolist() if self.stream.finished else []:
+            call = self.calls[sequence]
+            call.left -= 1
+            if not call.left:
+                assert call.sequences_S is not None
+                call.result.set_result(self.stream.take(call.sequences_S))
+            del self.calls[sequence]  # last, since an error ends all calls that are still listed
+        self.stream.finished.clear()
+
+    def remove(self, call: SamplingCall) -> None:
+        """Drop the single sequence of an unfinished call, and store its tokens in `call.kept`."""
+        call.kept = self.stream.so_far(call.sequence)
+        self.stream.remove(call.sequence)
+        del self.calls[call.sequence]
+
+
+@dataclass(eq=False)
+class SamplingCall:
+    """A pending request of one caller.
+
+    `config.n` is 1, so that calls with different numbers of responses can share a rollout.
+    """
+
+    prompts: list[PromptInput]
+    """Token ids of each prompt, with its images, on the device of the weights."""
+    keys_S: Tensor
+    """Keys of the random numbers, in prompt order; see `draw.response_keys`."""
+    config: GenerationConfig
+    sequences_S: Tensor | None = None
+    """Rows of the rollout's responses; None if the call has not started."""
+    left: int = 0
+    """Number of unfinished sequences."""
+    result: Future[Taken] = field(default_factory=Future)
+    kept: tuple[Tensor, Tensor, Tensor] | None = None
+    """Tokens, log-probs and versions of a canceled response."""
+
+    @property
+    def sequence(self) -> int:
+        """Row of the single sequence of a started call."""
+        assert self.sequences_S is not None
+        return int(self.sequences_S[0])
+
+
+class Stream(Rollout):
+    """A rollout that accepts and releases sequences at any time, and records the policy version of every token."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        head: LMHead,
+        config: GenerationConfig,
+        stopping: Stopping,
+        resources: RolloutResources,
+        *,
+        reach: int,
+        version: int,
+    ) -> None:
+        """Start without sequences.
+
+        Args:
+            decoder: layers of the model, see `Rollout`.
+            head: last layer of the model.
+            config: sampling settings.
+            stopping: stop conditions.
+            resources: settings of the sampler, and the memory for the KV cache, see `Rollout`.
+            reach: positions that the decoder supports.
+            version: policy version of the weights.
+        """
+        super().__init__(decoder, head, config, stopping, resources)
+        self.reach = reach
+        """Positions that the decoder supports."""
+        self.version = version
+        """Policy version of the weights."""
+        self.versions = torch.zeros(0, config.max_new_tokens, dtype=torch.int32, device=self.device)
+        """[rows of `responses`, N] int32: policy version of each sampled token; other entries are undefined."""
+        self._free: list[int] = []
+        self._texts: dict[int, PromptInput] = {}
+        self._freed = (0, 0)  # slots and length of the freed cache
+
+    @override
+    def add(self, prompts: Sequence[PromptInput], keys_S: Tensor) -> Tensor:
+        sequences_S = super().add(prompts, keys_S)
+        for i, sequence in enumerate(sequences_S.tolist()):
+            self._texts[sequence] = prompts[i * len(prompts) // len(keys_S)]
+        return sequences_S
+
+    def _new_rows(self, count: int) -> Tensor:
+        """Return free rows of `responses`, reusing released rows before adding new ones."""
+        again, self._free = self._free[:count], self._free[count:]
+        new = super()._new_rows(count - len(again))
+        self.versions = torch.cat([self.versions, self.versions.new_zeros(len(new), self.versions.shape[1])])
+        return torch.cat([torch.tensor(again, dtype=torch.int64, device=self.device), new])
+
+    def _begun(self, sequences: Tensor) -> None:
+        self.versions[sequences] = self.version
+
+    def take(self, sequences_S: Tensor) -> Taken:
+        """Return finished sequences, and release their rows."""
+        responses = Responses(*(x[sequences_S] for x in self.responses))
+        experts: list[Tensor] = []
+        if self.experts is not None:
+            experts = self.experts.of(sequences_S.tolist(), responses.lengths.tolist())
+        taken = Taken(responses, self.versions[sequences_S], experts)
+        self._forget(sequences_S.tolist())
+        return taken
+
+    def _forget(self, sequences: list[int]) -> None:
+        """Release rows of `responses`."""
+        self._free += sequences
+        if self.experts is not None:
+            self.experts.forget(sequences)
+        for sequence in sequences:
+            del self._texts[sequence]
+
+    def so_far(self, sequence: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return copies of the tokens, log-probs and versions [N] of an unfinished sequence."""
+        row = self._row(sequence)
+        count = 0 if row is None else int(self.rows[RowEntry.COUNT, row])
+        parts = (self.responses.tokens, self.responses.logprobs, self.versions)
+        tokens_N, logprobs_N, versions_N = (x[sequence, :count].clone() for x in parts)
+        return tokens_N, logprobs_N, versions_N
+
+    def remove(self, sequence: int) -> None:
+        """Drop an unfinished sequence; release its slot and its row of `responses`."""
+        row = self._row(sequence)
+        if row is not None:
+            self._retire(torch.tensor([row], device=self.device))
+        else:
+            self.waiting.remove(sequence)
+        self._forget([sequence])
+
+    def _row(self, sequence: int) -> int | None:
+        """Return the slot of a sequence that is being decoded; None if it waits."""
+        slots = (self._entry(RowEntry.SEQUENCE) == sequence).nonzero()
+        return int(slots[0]) if len(slots) else None
+
+    def free_cache(self) -> None:
+        """Free the KV cache of all sequences. Decoding is not allowed until `fill_cache`."""
+        self.waiting.forget_prefills()
+        if self.cache is not None:
+            self._freed = (self.cache.slots, self.cache.length)
+            self.release()
+
+    def fill_cache(self) -> None:
+        """Allocate the KV cache that `free_cache` freed, and recompute its contents."""
+        if self.active:
+            self._read_again()
+
+    def update(self, decoder: Decoder, head: LMHead, version: int, *, recompute: bool) -> None:
+        """Continue with new weights, those of `decoder` and `head`.
+
+        Args:
+            decoder: new layers, for the same number of positions.
+            head: new last layer, for the same vocabulary.
+            version: policy version of the new weights.
+            recompute: whether to recompute the KV cache under the new weights; if False, old keys and values are
+                kept. Ignored while the cache is freed, since `fill_cache` recomputes everything.
+        """
+        self.decoder, self.head, self.version = decoder, head, version
+        self.waiting.forget_prefills()
+        if not self.active:
+            return
+        sequences_B, counts_B = self._entry(RowEntry.SEQUENCE), self._entry(RowEntry.COUNT)
+        later_BN = torch.arange(self.versions.shape[1], device=self.device) >= counts_B[:, None]
+        self.versions[sequences_B] = self.versions[sequences_B].masked_fill(later_BN, version)
+        if recompute and self.cache is not None:
+            self._read_again()
+
+    def _read_again(self) -> None:
+        """Recompute the KV cache of all rows from prompts and responses.
+
+        The newest token of each row is excluded, since the next decode step writes it.
+        """
+        sequences, counts = self._entry(RowEntry.SEQUENCE).tolist(), self._entry(RowEntry.COUNT).tolist()
+        texts = [
+            followed_by(self._texts[sequence], self.responses.tokens[sequence, : count - 1])
+            for sequence, count in zip(sequences, counts, strict=True)
+        ]
+        first = 0
+        while first < len(texts):
+            last, total = first + 1, len(texts[first])
+            while last < len(texts) and total + len(texts[last]) <= PREFILL_TOKENS:
+                total += len(texts[last])
+                last += 1
+            _, states = self.decoder.prefill(texts[first:last])
+            for row, state in enumerate(states, first):
+                if self.cache is None:
+                    self.cache = self.decoder.new_cache(state, *self._freed, self.resources.memory)
+                self.cache.fill(row, row + 1, state)
+            first = last
+
+
+class Taken(NamedTuple):
+    """Finished sequences, in the order of the call."""
+
+    responses: Responses
+    versions_SN: Tensor
+    """Policy version of each sampled token."""
+    experts: list[Tensor]
+    """See `ExpertRecord.of`; empty if the rollout does not record experts."""
+
+
+@runtime_checkable
+class Samplable(PipelinableEngine, Protocol):
+    """Engine over a transformers model whose layers a decoding loop can run."""
+
+    @property
+    def module(self) -> Any:
+        """The transformers model."""
+        ...
+
+    @property
+    def network(self) -> Network:
+        """The network that training runs."""
+        ...
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the weights."""
+        ...
+
+    @property
+    def fusion(self) -> Fusion | None:
+        """Runs the layers with fewer operators where possible; None if the model or its settings exclude it."""
+        ...
+
+    @property
+    def resources(self) -> RolloutResources:
+        """Settings of the sampler, and the memory that rollouts share."""
+        ...
+
+    def free_kept_memory(self) -> None:
+        """Free the memory that is kept between rollouts, if any, and the captured steps that use it."""
+        ...

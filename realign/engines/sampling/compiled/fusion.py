@@ -1,0 +1,424 @@
+"""Choose what computes the layers of a rollout: the modules of transformers, a `FusedTrunk`, or a `CompiledTrunk`.
+
+Each rollout reads the current weights, so optimizer steps take effect. A model is fused only if all its parts are
+known, and if a comparison gave the same hidden states.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.activations import SiLUActivation
+from typing_extensions import override
+
+from realign.engines.device_memory import free_bytes
+from realign.engines.network.attention import PackedContext
+from realign.engines.network.decoder import ModuleTrunk, Trunk
+from realign.engines.network.kernels import AttentionArgs
+from realign.engines.network.kv_cache import DecodeContext, KeptMemory, KVCache, PrefillContext, copied_all
+from realign.engines.precision import full_fp32
+from realign.engines.sampling.compiled.fused_layers import FusedLayer, FusedTrunk, Linear, RMSNorm, for_few_rows
+from realign.engines.sampling.compiled.library import CompiledDecode, LibraryError, load_library
+from realign.engines.sampling.compiled.trunk import CompiledTrunk, check_supported
+from realign.errors import ConfigError
+from realign.functional.head import no_autocast
+from realign.functional.packed import cu_seqlens_of, position_ids
+
+TOLERANCE = 2e-5
+"""Largest fp32 rounding error, relative to the largest hidden state; ADR 31 gives measurements.
+
+Rounding differs by about 1e-6. For SmolLM2-135M, 2e-5 corresponds to about 1e-3 nats, the default of `ratio_tolerance`.
+"""
+
+logger = logging.getLogger(__name__)
+FAMILIES = frozenset({"llama", "mistral", "phi3", "qwen2", "qwen3"})
+"""Values of `model_type` whose layers `fused_layers` implements."""
+
+ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
+"""Types of rotary positions that do not depend on the text length."""
+
+CPU_BYTES = 2**32
+"""Memory limit for copies of weights on a CPU, in bytes. On an accelerator it is a quarter of the free memory."""
+
+PROBE_LENGTHS = (9, 4, 14, 5)
+PROBE_STEPS = 3
+
+
+class DecodePath(StrEnum):
+    """Implementation of the decode steps of a rollout. The paths differ by rounding."""
+
+    modules = "modules"
+    """Modules of the transformers model."""
+    fused = "fused"
+    """`FusedTrunk`, with operators of torch."""
+    compiled = "compiled"
+    """`CompiledTrunk`, with the compiled library."""
+
+
+class Fusion:
+    """Decides whether a model's rollouts can run on a `FusedTrunk`. The first rollout makes the comparison.
+
+    Args:
+        model: the transformers model.
+        compiled: whether decode steps of a fused trunk run in the compiled library, see `CompiledTrunk`.
+    """
+
+    def __init__(self, model: Any, compiled: CompiledDecode = CompiledDecode.auto) -> None:
+        self._model = model
+        self._args: list[AttentionArgs] | None = None
+        self.path = DecodeChoice(type(model).__name__, compiled)
+        """The choice of what computes the decode steps."""
+        self.obstacle: str | None = None
+        """Reason why the last rollout ran the model's own modules; None if it was fused, or no rollout has run."""
+        self._difference: str | None = None
+        self._logged: str | None = None
+
+    @property
+    def known(self) -> bool:
+        """Whether a comparison has succeeded."""
+        return self._args is not None
+
+    @torch.no_grad()
+    def compare(self) -> None:
+        """Run the comparison now.
+
+        A resumed run calls this with its initial weights, so that it gets the same outcome as the original run.
+        """
+        with suppress(_Unknown):
+            self._args = self._compared()
+
+    def _compared(self) -> list[AttentionArgs]:
+        """See `_compared`. A difference is final: measuring it again after each step would only change its digits."""
+        if self._difference is not None:
+            raise _Different(self._difference)
+        try:
+            return _compared(self._model)
+        except _Different as error:
+            self._difference = str(error)
+            raise
+
+    @torch.no_grad()
+    def trunk(self, length: int, dtype: torch.dtype, memory: KeptMemory | None = None) -> Trunk:
+        """Return the trunk for a rollout with the current weights: a fused one if possible, else the modules.
+
+        Args:
+            length: number of positions to support.
+            dtype: dtype of matrix products.
+            memory: kept memory for the copies of the weights; None allocates it.
+        """
+        try:
+            if self._args is None:
+                self._args = self._compared()
+            trunk = self.path.fastest(_read(self._model, self._args, length, dtype, memory))
+            self.obstacle = None
+            return trunk
+        except _Unknown as error:
+            self.path.record(DecodePath.modules, str(error))
+            if self._logged != str(error):
+                logger.info("Rollouts of %s call its modules, since %s", type(self._model).__name__, error)
+            self.obstacle = self._logged = str(error)
+            return ModuleTrunk(self._model)
+
+
+class DecodeChoice:
+    """Chooses what computes the decode steps of a model, and warns if a resumed run chooses something else.
+
+    Args:
+        model: name of the model's class, for the log.
+        compiled: whether decode steps of a fused trunk run in the compiled library, see `CompiledTrunk`.
+    """
+
+    def __init__(self, model: str, compiled: CompiledDecode) -> None:
+        self.compiled = compiled
+        self.now: DecodePath | None = None
+        """What computed the decode steps of the last rollout; None if no rollout has run."""
+        self.resumed: str | None = None
+        """The `DecodePath` of the checkpoint from which the run resumed, until the first rollout."""
+        self._model = model
+        self._difference: float | None = None
+        """Difference of the library from torch, measured once; training changes its digits, not its size."""
+        self._logged: str | None = None
+
+    @property
+    def saved(self) -> str | None:
+        """The `DecodePath` that a checkpoint records; None if no rollout has run."""
+        return self.resumed if self.now is None else self.now.value
+
+    def fastest(self, trunk: FusedTrunk) -> Trunk:
+        """Return the trunk with compiled decode steps, if the setting allows them and this machine has the library.
+
+        Raises:
+            ConfigError: the setting requires the library.
+        """
+        if self.compiled is CompiledDecode.off:
+            self.record(DecodePath.fused, "compiled_decode=off")
+            return trunk
+        try:
+            compiled = self._compiled_trunk(trunk)
+        except ValueError as error:
+            self.record(DecodePath.fused, str(error))
+            if self._logged != str(error):
+                logger.info("Decode steps of %s run in torch, since %s", self._model, error)
+            self._logged = str(error)
+            return trunk
+        self.record(DecodePath.compiled, "a compiled library is available")
+        return compiled
+
+    def _compiled_trunk(self, trunk: FusedTrunk) -> CompiledTrunk:
+        """Return the trunk with compiled decode steps.
+
+        Raises:
+            ValueError: the library does not implement the trunk, is not available, or computes something else.
+        """
+        check_supported(trunk)
+        library = load_library()
+        if isinstance(library, LibraryError):
+            raise ValueError(str(library))
+        compiled = CompiledTrunk(trunk, library)
+        if self._difference is None:
+            self._difference = compiled.difference()
+        if not self._difference <= TOLERANCE:
+            raise ValueError(
+                f"hidden states of the compiled library differ by {self._difference:.1e} (relative) from torch"
+            )
+        return compiled
+
+    def record(self, path: DecodePath, reason: str) -> None:
+        """Record what computes the decode steps, and warn if it differs from that of the resumed run.
+
+        Raises:
+            ConfigError: the setting requires the library.
+        """
+        if self.compiled is CompiledDecode.on and path is not DecodePath.compiled:
+            raise ConfigError(
+                f"sampler.compiled_decode=on: decode steps cannot be compiled, since {reason}. "
+                "Set compiled_decode=auto."
+            )
+        if self.resumed is not None and self.resumed != path:
+            warnings.warn(
+                f"Decode steps of the checkpoint ran in {self.resumed!r}, and those of this run in {path.value!r}, "
+                f"since {reason}. The run continues. Its samples can differ slightly from those of an uninterrupted "
+                "run.",
+                stacklevel=2,
+            )
+        self.now, self.resumed = path, None
+
+
+class _Unknown(Exception):
+    """The model has a feature that `fused_layers` does not support."""
+
+
+class _Different(_Unknown):
+    """The fused layers compute other hidden states than the modules."""
+
+
+@dataclass(eq=False)
+class _Recorder(PackedContext):
+    """Packed attention that records the attention arguments of each layer."""
+
+    args: list[AttentionArgs] = field(default_factory=list, init=False)
+
+    @override
+    def attend(self, layer: int, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Tensor:
+        self.args.append(args)
+        return super().attend(layer, module, q, k, v, args)
+
+
+def _compared(model: Any) -> list[AttentionArgs]:
+    """Compare prefill and decoding with the modules, and return the attention arguments of each layer.
+
+    Raises:
+        _Unknown: the model has unknown parts.
+        _Different: the hidden states differ.
+    """
+    _check_parts(model)
+    device, words = next(model.parameters()).device, len(model.get_input_embeddings().weight)
+    ids_T = torch.randint(words, (sum(PROBE_LENGTHS),), generator=torch.Generator().manual_seed(0)).to(device)
+    cu_seqlens = cu_seqlens_of(PROBE_LENGTHS).to(device)
+    positions_T = position_ids(cu_seqlens)
+    recorder = _Recorder(cu_seqlens, lengths=PROBE_LENGTHS)
+    with no_autocast(ids_T), full_fp32(device):
+        want_TH = ModuleTrunk(model)(ids_T, positions_T, recorder)
+        if len(recorder.args) != len(model.base_model.layers) or any(a.sinks_H is not None for a in recorder.args):
+            raise _Unknown("its layers do not each call attention once, without sinks")
+        trunk = _read(model, recorder.args, max(PROBE_LENGTHS), torch.float32)
+        got_TH = _prefilled_and_decoded(trunk, ids_T, positions_T)
+    error = float((got_TH - want_TH).abs().max() / want_TH.abs().max())
+    if not error <= TOLERANCE:
+        raise _Different(f"hidden states differ by {error:.1e} (relative) from the modules")
+    return recorder.args
+
+
+def _prefilled_and_decoded(trunk: Trunk, ids_T: Tensor, positions_T: Tensor) -> Tensor:
+    """Return hidden states [T, H]; the last `PROBE_STEPS` tokens of each sequence are decoded one by one."""
+    device = ids_T.device
+    ends = cu_seqlens_of(PROBE_LENGTHS)[1:].to(device).long()
+    prompts = [n - PROBE_STEPS for n in PROBE_LENGTHS]
+    given_T = torch.ones(len(ids_T), dtype=torch.bool, device=device)
+    for step in range(PROBE_STEPS):
+        given_T[ends - PROBE_STEPS + step] = False
+    prefill = PrefillContext(cu_seqlens_of(prompts).to(device), lengths=prompts)
+    first_TH = trunk(ids_T[given_T], positions_T[given_T], prefill)
+    hidden_TH = first_TH.new_empty(len(ids_T), first_TH.shape[1])
+    hidden_TH[given_T] = first_TH
+    read = list(prefill.per_sequence(prompts))
+    cache = KVCache(read[0], len(prompts), max(PROBE_LENGTHS))
+    for row, kv in enumerate(read):
+        cache.fill(row, row + 1, kv)
+    for step in range(PROBE_STEPS):
+        at = ends - PROBE_STEPS + step
+        context = DecodeContext(cache, positions_T[at], max(PROBE_LENGTHS) - PROBE_STEPS + step)
+        hidden_TH[at] = trunk(ids_T[at], positions_T[at], context)
+    return hidden_TH
+
+
+def _check_parts(model: Any) -> None:
+    """Raise `_Unknown` if the model has a part that `_read` does not support."""
+    base, config = model.base_model, model.config
+    if config.model_type not in FAMILIES:
+        raise _Unknown(f"model family {config.model_type!r} is not supported")
+    _check_children("the model", base, {"embed_tokens", "layers", "norm", "rotary_emb"}, set())
+    rope = getattr(base.rotary_emb, "rope_type", None)
+    if rope not in ROPE_TYPES:
+        raise _Unknown(f"rotary positions of type {rope!r} are not supported")
+    for layer in base.layers:
+        dropouts = {"resid_attn_dropout", "resid_mlp_dropout"}
+        _check_children("a layer", layer, {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}, dropouts)
+        attention, mlp = layer.self_attn, layer.mlp
+        projections = {"qkv_proj"} if hasattr(attention, "qkv_proj") else {"q_proj", "k_proj", "v_proj"}
+        norms = {"q_norm", "k_norm"} if hasattr(attention, "q_norm") else set()
+        _check_children("attention", attention, projections | norms | {"o_proj"}, set())
+        inner = {"gate_up_proj"} if hasattr(mlp, "gate_up_proj") else {"gate_proj", "up_proj"}
+        _check_children("an mlp", mlp, inner | {"down_proj"}, {"act_fn", "activation_fn"})
+        for linear in (*(getattr(attention, n) for n in projections), attention.o_proj, mlp.down_proj):
+            _check_plain(linear, nn.Linear)
+        for name in inner:
+            _check_plain(getattr(mlp, name), nn.Linear)
+    _check_plain(base.embed_tokens, nn.Embedding)
+
+
+def _check_children(what: str, module: nn.Module, needed: set[str], allowed: set[str]) -> None:
+    children = {name for name, _ in module.named_children()}
+    if not needed <= children <= needed | allowed:
+        raise _Unknown(f"{what} consists of {sorted(children)} instead of {sorted(needed)}")
+
+
+def _check_plain(module: nn.Module, kind: type[nn.Module]) -> None:
+    """Raise `_Unknown` unless the module has only an fp32 weight and optionally a bias (no adapter or shard)."""
+    weight: Any = module.weight
+    if type(module) is not kind or type(weight) is not nn.Parameter or weight.dtype != torch.float32:
+        found = f"{type(module).__module__}.{type(module).__qualname__} in {str(weight.dtype).removeprefix('torch.')}"
+        raise _Unknown(f"a layer is {found} instead of a plain float32 {kind.__name__} (an adapter or a cast)")
+
+
+def _read(
+    model: Any, args: list[AttentionArgs], length: int, dtype: torch.dtype, memory: KeptMemory | None = None
+) -> FusedTrunk:
+    """Copy and join the weights into a `FusedTrunk`.
+
+    Raises:
+        _Unknown: a module has forward hooks, which would not run; or the copies are too large.
+    """
+    base = model.base_model
+    if any(m._forward_hooks or m._forward_pre_hooks for m in base.modules()):
+        raise _Unknown("a module has forward hooks")
+    _check_memory(base.layers, dtype, 0 if memory is None else memory.weight_bytes)
+    device = next(model.parameters()).device
+    cos, sin = base.rotary_emb(base.embed_tokens.weight[:1], torch.arange(length, device=device)[None])
+    attention = base.layers[0].self_attn
+    half = cos.shape[-1] // 2
+    pairs = attention.head_dim // 2
+    turns = torch.ones(length, 1, pairs, dtype=torch.complex64, device=device)
+    turns[:, 0, :half] = torch.complex(cos[0, :, :half].float(), sin[0, :, :half].float())
+    order = torch.arange(attention.head_dim, device=device)
+    order[: 2 * half] = order[: 2 * half].view(2, half).t().flatten()
+    embedding, norm = base.embed_tokens.weight.detach(), _norm(base.norm)
+    layers = []
+    for i, (layer, a) in enumerate(zip(base.layers, args, strict=True)):
+        read = _read_layer(layer, a, order, dtype)
+        layers.append(read if memory is None else copied_all(read, f"layer {i}", memory))
+    if memory is not None:
+        norm, turns = copied_all(norm, "norm", memory), memory.copied("turns", turns)
+    return FusedTrunk(embedding, layers, norm, turns)
+
+
+def _check_memory(layers: Iterable[nn.Module], dtype: torch.dtype, kept: int) -> None:
+    """Check that the copies of the weights fit, of which memory of `kept` bytes exists already."""
+    weights = [p for layer in layers for p in layer.parameters()]
+    copied = sum(p.numel() for p in weights) * dtype.itemsize
+    device = weights[0].device
+    limit, name = CPU_BYTES, f"the limit of {CPU_BYTES}"
+    if device.type == "cuda":  # without the number, which differs in each rollout
+        limit, name = free_bytes(device) // 4, "a quarter of the free memory"
+    if copied - kept > limit:
+        raise _Unknown(f"copies of the weights need {copied} bytes, more than {name}")
+
+
+def _read_layer(layer: Any, args: AttentionArgs, order_D: Tensor, dtype: torch.dtype) -> FusedLayer:
+    attention, mlp = layer.self_attn, layer.mlp
+    size = len(order_D)
+    if hasattr(attention, "qkv_proj"):
+        keys = attention.num_key_value_heads
+        parts = attention.qkv_proj.weight.unflatten(0, (-1, size)).split_with_sizes
+        queries = attention.qkv_proj.out_features // size - 2 * keys
+        weights, biases = parts((queries, keys, keys)), _biases(attention.qkv_proj)
+    else:
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        weights = tuple(p.weight.unflatten(0, (-1, size)) for p in projections)
+        biases = _biases(*projections)
+        queries, keys = len(weights[0]), len(weights[1])
+    joined = torch.cat([weights[0][:, order_D], weights[1][:, order_D], weights[2]]).flatten(0, 1)
+    if biases is not None:
+        by_head = biases.view(-1, size)
+        biases = torch.cat([by_head[: queries + keys, order_D], by_head[queries + keys :]]).flatten()
+    qk_norm = None
+    if hasattr(attention, "q_norm"):
+        q, k = attention.q_norm, attention.k_norm
+        weight = torch.cat([q.weight[order_D].expand(queries, -1), k.weight[order_D].expand(keys, -1)])
+        if q.variance_epsilon != k.variance_epsilon:
+            raise _Unknown("queries and keys are normalized with different eps")
+        qk_norm = RMSNorm.of(weight, q.variance_epsilon)
+    inner = (mlp.gate_up_proj,) if hasattr(mlp, "gate_up_proj") else (mlp.gate_proj, mlp.up_proj)
+    activation = mlp.act_fn if hasattr(mlp, "act_fn") else mlp.activation_fn
+    return FusedLayer(
+        attention_norm=_norm(layer.input_layernorm),
+        qkv=_linear(joined, biases, dtype),
+        heads=(queries, keys, keys),
+        qk_norm=qk_norm,
+        args=args,
+        output=_linear(attention.o_proj.weight, attention.o_proj.bias, dtype),
+        mlp_norm=_norm(layer.post_attention_layernorm),
+        gate_up=_linear(_cat([p.weight for p in inner]), _biases(*inner), dtype),
+        activation=F.silu if isinstance(activation, nn.SiLU | SiLUActivation) else activation,
+        down=_linear(mlp.down_proj.weight, mlp.down_proj.bias, dtype),
+        module=attention,
+    )
+
+
+def _norm(module: Any) -> RMSNorm:
+    return RMSNorm.of(module.weight, module.variance_epsilon)
+
+
+def _linear(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Linear:
+    return Linear(for_few_rows(weight.detach().to(dtype)), None if bias is None else bias.detach().to(dtype))
+
+
+def _biases(*linears: Any) -> Tensor | None:
+    """Return the joined biases of the layers; None if no layer has one."""
+    biases = [x.bias for x in linears if x.bias is not None]
+    if len(biases) not in (0, len(linears)):
+        raise _Unknown("only some of the joined layers have a bias")
+    return _cat(biases) if biases else None
+
+
+def _cat(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

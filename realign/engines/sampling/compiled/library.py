@@ -1,0 +1,175 @@
+"""Compile `decode_step.cpp` on first use, cache the shared library on disk, and load it.
+
+The library does not depend on torch, so a build takes about a second. Its file name contains a hash of the source, the
+compiler, its flags, the CPU, and the versions of torch and Python. Concurrent builds are safe: each process compiles to
+a temporary file, and renames it to the final name. Loading a library runs its code, so folder and file must not be
+writable by other users.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import tempfile
+from enum import StrEnum
+from functools import cache
+from pathlib import Path
+
+import torch
+
+SOURCE = Path(__file__).with_name("decode_step.cpp")
+
+COMPILERS = ("c++", "g++", "clang++")
+"""Commands that are tried in this order if the variable CXX is not set."""
+
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-fno-math-errno", "-ffp-contract=fast", "-fPIC", "-shared")
+
+TIMEOUT_S = 300
+"""Time limit of a build in seconds. A build takes about a second on an idle machine."""
+
+
+class CompiledDecode(StrEnum):
+    """Whether decode steps on a CPU run in a compiled library."""
+
+    auto = "auto"
+    """If a C++ compiler is installed, or the library is in the cache."""
+    on = "on"
+    """Always; without the library, the first rollout raises an error."""
+    off = "off"
+
+
+class LibraryError(Exception):
+    """The library cannot be built or loaded. The message is a reason that completes a sentence after "since"."""
+
+
+def cache_folder() -> Path:
+    """Return the folder of built libraries: `realign` in XDG_CACHE_HOME, or in `~/.cache`."""
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return (Path(home) / "realign").expanduser()
+
+
+@cache
+def load_library() -> ctypes.CDLL | LibraryError:
+    """Return the library, or the reason why this process has none; the first call builds it if necessary."""
+    try:
+        return open_library(cache_folder())
+    except LibraryError as error:
+        return error
+
+
+def open_library(folder: Path) -> ctypes.CDLL:
+    """Load the library from `folder`. If its file is missing or cannot be loaded, build it.
+
+    Raises:
+        LibraryError: no compiler is installed, the build failed, the folder is not writable, or other users can write
+            to the folder or the file.
+    """
+    compiler = find_compiler()
+    path = folder / f"decode-step-{_key(compiler)}.so"
+    if path.exists():
+        _check_private(folder)
+        _check_private(path)
+        try:
+            return _declared(ctypes.CDLL(str(path)))
+        except (OSError, AttributeError):  # damaged: build it again
+            path.unlink(missing_ok=True)
+    if compiler is None:
+        names = os.environ.get("CXX") or ", ".join(COMPILERS)
+        raise LibraryError(f"no C++ compiler is installed (tried {names})")
+    _build(compiler, path)
+    try:
+        return _declared(ctypes.CDLL(str(path)))
+    except (OSError, AttributeError) as error:
+        raise LibraryError(f"the built library cannot be loaded ({error})") from error
+
+
+def find_compiler() -> str | None:
+    """Return the path of the C++ compiler; None if none is installed."""
+    own = os.environ.get("CXX")
+    return next((path for name in ([own] if own else COMPILERS) if (path := shutil.which(name))), None)
+
+
+def _check_private(path: Path) -> None:
+    """Raise LibraryError if a user other than this one and root owns the file or folder, or can write to it."""
+    status = path.stat()
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise LibraryError(
+            f"other users can write to {path}, and its code would run. Run chmod go-w {path}, or select another folder "
+            "with XDG_CACHE_HOME"
+        )
+    if status.st_uid not in (0, os.geteuid()):
+        raise LibraryError(
+            f"{path} belongs to another user (uid {status.st_uid}), and its code would run. Select another folder with "
+            "XDG_CACHE_HOME"
+        )
+
+
+def _build(compiler: str, path: Path) -> None:
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_private(path.parent)
+        handle, name = tempfile.mkstemp(prefix=path.stem, suffix=".tmp", dir=path.parent)
+        os.close(handle)
+    except OSError as error:
+        raise LibraryError(
+            f"{path.parent} is not writable ({error.strerror}). XDG_CACHE_HOME selects another folder"
+        ) from error
+    try:
+        command = [compiler, *FLAGS, str(SOURCE), "-o", name]
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S, stdin=subprocess.DEVNULL
+        )
+        if done.returncode != 0:
+            lines = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
+            first = next((line for line in lines if "error" in line), lines[0] if lines else "no message")
+            raise LibraryError(f"{compiler} failed with exit code {done.returncode} ({first.strip()[:200]})")
+        os.chmod(name, 0o755)
+        os.replace(name, path)
+    except subprocess.TimeoutExpired as error:
+        raise LibraryError(f"{compiler} did not finish within {TIMEOUT_S} s") from error
+    except OSError as error:
+        raise LibraryError(f"{compiler} could not run ({error})") from error
+    finally:
+        Path(name).unlink(missing_ok=True)
+
+
+def _key(compiler: str | None) -> str:
+    """Return a hash of everything that the compiled code depends on."""
+    parts = [SOURCE.read_bytes(), " ".join(FLAGS).encode(), _version(compiler).encode(), _cpu().encode()]
+    parts += [torch.__version__.encode(), platform.python_version().encode()]
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+
+
+def _version(compiler: str | None) -> str:
+    """Return the path, size and modification time of the compiler, which change with its version."""
+    if compiler is None:
+        return ""
+    file = Path(compiler).resolve()
+    facts = file.stat()
+    return f"{file} {facts.st_size} {facts.st_mtime_ns}"
+
+
+def _cpu() -> str:
+    """Return the architecture and the instruction sets of the CPU."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = ("flags", "Features", "model", "cpu family")
+    facts = {line for line in lines if line.partition("\t")[0].strip() in names}
+    return "\n".join([platform.machine(), platform.processor(), *sorted(facts)])
+
+
+def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
+    """Declare the argument types of the functions in `decode_step.cpp`."""
+    pointer, count = ctypes.c_void_p, ctypes.c_int64
+    library.realign_decode.argtypes = [pointer, count, count, pointer, pointer, pointer, pointer]
+    library.realign_decode.restype = None
+    for function in (library.realign_row_scratch, library.realign_call_scratch):
+        function.argtypes, function.restype = [pointer], count
+    return library
