@@ -45,7 +45,7 @@ def comparison(folders: Sequence[Path], width: int = 80) -> list[RenderableType]
     """Return the metrics of runs, and the settings that differ, if any do.
 
     Runs that differ only in their seeds are one column, with the mean of their last values and its standard error. If
-    all do, each run also has a column of its own.
+    all do, each run also has its own column.
 
     Args:
         folders: folders of the runs.
