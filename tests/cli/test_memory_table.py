@@ -19,7 +19,7 @@ MIB = 2**20
 def test_the_table_has_a_column_per_role_and_a_line_per_device(capsys):
     actor = RoleMemory("cpu", 4 * MIB, moments=8 * MIB, gradients=4 * MIB, activations=50 * MIB, cache=3 * MIB)
     roles = {"actor": actor} | {role: RoleMemory("cpu", 4096 * MIB) for role in ("critic", "reference", "reward")}
-    print_memory(Console(width=80), [DeviceMemory("cpu", roles, free=100 * MIB)], 512)
+    print_memory(Console(width=80), [DeviceMemory("cpu", roles, free=65536 * MIB)], 512)
     out = capsys.readouterr().out
     assert "prompts of up to 512 tokens" in out
     rows = [re.split(r"  +", line.strip()) for line in out.splitlines()]
