@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
+
+import numpy as np
 
 from realign.api.lengths import IntArray
 from realign.api.sample import SequenceSample
 from realign.data.collect import Collected
 from realign.data.columns import CONVERSATIONS, Row, only_one, read_column
-from realign.data.dataset import LoadReport, PackedDataset
+from realign.data.dataset import LoadReport, PackedDataset, PackedTokens
 from realign.data.image_source import ImageSource
 from realign.data.messages import read_conversation
 from realign.data.rows import LengthLimit, RowText
 from realign.data.writer import Writer
 from realign.errors import DataError, SettingsError
 from realign.settings import Count
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass
@@ -98,6 +97,24 @@ class PromptDataset(PackedDataset):
     keys: ClassVar[tuple[str, ...]] = ("prompt_ids", "row")
 
     rows: tuple[Row, ...]
+
+    @classmethod
+    def from_ids(cls, prompts: Iterable[Sequence[int]], rows: Iterable[Row], *, source: str = "rows") -> PromptDataset:
+        """Return a dataset of tokenized prompts, for a `DataSpec` of your own.
+
+        Args:
+            prompts: token ids of each prompt.
+            rows: row of each prompt, which the reward function and `samples.jsonl` get.
+            source: where the prompts come from, for messages.
+
+        Raises:
+            DataError: there is no prompt, or not one row for each.
+        """
+        tokens, found = PackedTokens.pack(prompts), tuple(rows)
+        if not found or len(found) != len(tokens):
+            raise DataError(f"{source}: {len(tokens)} prompts and {len(found)} rows; expected one row for each prompt.")
+        longest = int(np.diff(tokens.starts).max())
+        return cls(tokens, LoadReport(source, len(found), len(found), {}, 0, len(tokens.ids), longest), found)
 
     def _sample(self, rows: IntArray, ids: tuple[Hashable, ...]) -> SequenceSample:
         tokens_T, lengths = self.tokens.gather(rows)
