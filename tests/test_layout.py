@@ -47,3 +47,18 @@ def test_every_folder_of_tests_is_a_package_of_the_project():
         place = folder.relative_to(ROOT / "tests")
         if place.parts[0] not in ours:
             assert (ROOT / "realign" / place).is_dir(), place
+
+
+def test_no_assert_computes_something_that_the_code_needs():
+    """`python -O` removes asserts, so the only check of a setting must not be the side effect of one."""
+    found = [
+        f"{path}:{node.lineno}"
+        for path in sorted((ROOT / "realign").rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Assert)
+        and (
+            isinstance(node.test, ast.Attribute | ast.Name | ast.Await)
+            or any(isinstance(part, ast.NamedExpr) for part in ast.walk(node.test))
+        )
+    ]
+    assert found == []

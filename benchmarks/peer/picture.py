@@ -16,7 +16,7 @@ from typing import Any
 SIDES = {"trl": "TRL", "realign": "realign"}
 COLOURS = {"trl": ("#9aa5b1", "#52606d"), "realign": ("#7fb3e6", "#1f5fa8")}
 PARTS = ("rollout", "training")
-NAMES = {"ppo_long_tail": "PPO, 4 epochs,\nlong tail", "many": "192 completions", "large_vocabulary": "vocabulary 32k"}
+NAMES = {"ppo_long_tail": "PPO, 4 epochs,\nlong tail", "many": "192 responses", "large_vocabulary": "vocabulary 32k"}
 
 
 def draw(rows: Sequence[dict[str, Any]], out: Path) -> None:

@@ -47,9 +47,9 @@ def rollouts(folder: Path, task: Path, words: Mapping[str, str]) -> dict[str, An
     """Compare throughput and final reward of both kinds of rollout, and throughput with the simulator."""
     steps, seeds = int(words["rollout_steps"]), int(words["seeds"])
     kinds = {
-        "in the step": ([], None, range(seeds)),
-        f"ahead, bound {BOUND}": (ahead(BOUND), BOUND, range(seeds)),
-        f"ahead, bound {BOUND}, Ray": ([*ahead(BOUND), *ON_RAY], BOUND, range(1)),
+        "synchronous": ([], None, range(seeds)),
+        f"asynchronous, staleness {BOUND}": (ahead(BOUND), BOUND, range(seeds)),
+        f"asynchronous, staleness {BOUND}, Ray": ([*ahead(BOUND), *ON_RAY], BOUND, range(1)),
     }
     costs = measure([*rollout_words(task, steps, 0, "at_once"), "checkpoint=null"], PROMPTS, TOKENS)
     rows: dict[str, dict[str, Any]] = {}
@@ -60,7 +60,7 @@ def rollouts(folder: Path, task: Path, words: Mapping[str, str]) -> dict[str, An
             "predicted_s": round(statistics.fmean(r.step_s for r in expected), 3),
             "predicted_staleness": round(statistics.fmean(r.staleness()["head"] for r in expected), 2),
         }
-    base = rows["in the step"]
+    base = rows["synchronous"]
     head = ("rollouts", "s/step", "predicted", "responses/s", "speedup", "reward", "per seed", "staleness")
     lines = []
     for name, r in rows.items():
@@ -70,7 +70,7 @@ def rollouts(folder: Path, task: Path, words: Mapping[str, str]) -> dict[str, An
         brings = f"{base['step_s'] / r['step_s']:.2f}x"
         lines.append((name, *cells, brings, f"{r['reward']:.3f}", each, f"{r['staleness']:.2f}"))
     print(table(head, lines))
-    fast = rows[f"ahead, bound {BOUND}"]
+    fast = rows[f"asynchronous, staleness {BOUND}"]
     return {
         "good": all(abs(r["error"]) <= 0.15 for r in rows.values()),
         "brings": round(base["step_s"] / fast["step_s"], 2),

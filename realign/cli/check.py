@@ -162,4 +162,5 @@ def devices_line() -> str:
     """Return the GPUs that torch sees, and the number of CPU threads that it uses."""
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     named = [f"{gpu.name} ({gpu.total_memory / GIB:.0f} GiB)" for gpu in gpus]
-    return ", ".join([*named, f"CPU with {torch.get_num_threads()} threads"])
+    threads = torch.get_num_threads()
+    return ", ".join([*named, f"CPU with {threads} thread{'s' * (threads != 1)}"])

@@ -155,9 +155,10 @@ def _training_rows(experiment: Experiment, plan: Plan) -> dict[str, str]:
     most = " at most" if plan.at_most else ""
     idle = plan.first_training_step - 1
     total = plan.optimizer_steps * max(0, experiment.steps - idle)
-    parts = f"{plan.epochs} epochs x {plan.n_minibatches} mini-batches"
+    epochs, minibatches = plan.epochs, plan.n_minibatches
+    parts = f" ({epochs} epoch{'s' * (epochs != 1)} x {minibatches} mini-batch{'es' * (minibatches != 1)})"
     rows = {
-        "optimizer steps per step": f"{plan.optimizer_steps}{most} ({parts})",
+        "optimizer steps per step": f"{plan.optimizer_steps}{most}{parts if plan.optimizer_steps != 1 else ''}",
         "prompts per optimizer step": part_sizes(experiment.batch_prompts, plan.n_minibatches) + most,
     }
     rows |= {"steps before the first update": f"{idle:,}"} if idle else {}

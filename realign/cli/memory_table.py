@@ -11,7 +11,7 @@ from rich.table import Table
 from realign.api.memory import RoleMemory
 from realign.runtime.checks.memory import DeviceMemory, show
 
-COLUMNS = ("weights", "optimizer", "gradients", "activations", "head", "KV cache", "rollout", "peak of a call")
+KINDS = ("weights", "optimizer", "gradients", "activations", "head", "KV cache", "rollout", "peak of a call")
 
 
 def print_memory(console: Console, devices: Sequence[DeviceMemory], prompt: int) -> None:
@@ -27,12 +27,11 @@ def print_memory(console: Console, devices: Sequence[DeviceMemory], prompt: int)
     table = Table(
         title=f"Memory (estimate, prompts of up to {prompt:,} tokens)", title_justify="left", box=None, pad_edge=False
     )
-    table.add_column("")
-    for name in COLUMNS:
-        table.add_column(name, justify="right")
-    for device in devices:
-        for role, found in device.roles.items():
-            table.add_row(role, *cells(found))
+    rows = [(role, cells(found)) for device in devices for role, found in device.roles.items()]
+    for role in ("", *(role for role, _ in rows)):
+        table.add_column(role, justify="right" if role else "left", overflow="fold")
+    for i, kind in enumerate(KINDS):
+        table.add_row(kind, *(values[i] for _, values in rows))
     console.print()
     console.print(table)
     for device in devices:
@@ -48,7 +47,7 @@ def warn_memory(devices: Iterable[DeviceMemory]) -> None:
 
 
 def cells(role: RoleMemory) -> list[str]:
-    """Return the cells of a role, in the order of `COLUMNS`; empty where a role needs nothing."""
+    """Return the sizes of a role, in the order of `KINDS`; empty where a role needs nothing."""
     sizes = (
         role.weights + role.references,
         role.moments + role.average,

@@ -47,15 +47,14 @@ def view(args: argparse.Namespace, words: Sequence[str]) -> int:
 
 
 def compare(args: argparse.Namespace, words: Sequence[str]) -> int:
-    """Run `realign compare RUN RUN...`: print a table."""
+    """Run `realign compare RUN RUN...`: print the metrics and the settings that differ."""
     from rich.console import Console
 
     from realign.report.compare import comparison
 
     console = Console()
-    for table in comparison(_runs("compare", args, words, at_least=2)):
-        console.print(table)
-        console.print()
+    for part in comparison(_runs("compare", args, words, at_least=2), console.width):
+        console.print(part)
     return 0
 
 

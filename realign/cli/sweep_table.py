@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from realign.runtime.metrics.courses import number
+from realign.report.compare import counted, mean, named, seed_groups
 from realign.runtime.metrics.run_summary import NAME
 from realign.safe_yaml import load_yaml
 
@@ -41,39 +42,56 @@ class SweptRun:
         return cls(folder, dict(word.lstrip("+").partition("=")[::2] for word in words or []), summary)
 
 
-def sweep_table(folders: Sequence[Path]) -> Table | None:
-    """Return the table of the runs in `folders`; None if there are none."""
+def sweep_table(folders: Sequence[Path]) -> RenderableType | None:
+    """Return the table of the runs in `folders`; None if there are none.
+
+    Runs that differ only in their seeds are one row, with the mean over the seeds and its standard error.
+    """
     runs = [SweptRun.read(folder) for folder in folders if folder.is_dir()]
     if not runs:
         return None
-    keys = list(dict.fromkeys(key for run in runs for key in run.overrides))
-    varied = [key for key in keys if len({run.overrides.get(key) for run in runs}) > 1]
+    groups = [[runs[i] for i in group] for group in seed_groups([run.overrides for run in runs])]
+    first = [group[0] for group in groups] if len(groups) > 1 else runs
+    keys = list(dict.fromkeys(key for run in first for key in run.overrides))
+    varied = [key for key in keys if len({run.overrides.get(key) for run in first}) > 1]
+    settings = [named(run.overrides, varied) for run in first]
+    if len(groups) < len(first):
+        groups, settings = [*([run] for run in runs), runs], [*settings, f"{len(runs)} seeds"]
     metric = _metric(runs)
     parent, here = folders[0].absolute().parent, Path.cwd()
     shown = parent.relative_to(here) if parent.is_relative_to(here) else parent
-    table = Table(title=f"{len(runs)} runs in {shown}", title_justify="left")
-    for column in ("run", *varied, "status", "steps"):
-        table.add_column(Text(column), justify="right" if column == "steps" else "left")
-    for part in ("first", "best", "last") if metric is not None else ():
-        table.add_column(Text(f"{metric}\n{part}"), justify="right")
-    for run in runs:
-        cells = [run.folder.name, *(run.overrides.get(key, "") for key in varied), *_end(run)]
-        cells += _course(run, metric) if metric is not None else []
+    means = ", mean ± standard error over seeds" if any(len(group) > 1 for group in groups) else ""
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for column in ("run", *(["settings"] if varied else [])):
+        table.add_column(column, overflow="fold")
+    table.add_column("status", min_width=len("completed"))
+    for column in ("steps", *(("first", "best", "last") if metric is not None else ())):
+        table.add_column(column, justify="right", no_wrap=True)
+    for group, setting in zip(groups, settings, strict=True):
+        cells = [", ".join(run.folder.name for run in group), *([setting] if varied else [])]
+        cells += [
+            *_end(group),
+            *(_mean(group, metric, part) for part in ("first", "best", "last") if metric is not None),
+        ]
         table.add_row(*map(Text, cells))
-    return table
+    title = Text(f"{len(runs)} runs in {shown}" + (f": {metric}{means}" if metric is not None else ""), overflow="fold")
+    return Group(title, table, Text(f"Settings: {', '.join(varied)}" if varied else "", overflow="fold"))
 
 
 def _metric(runs: Sequence[SweptRun]) -> str | None:
     """Return the most important metric that all finished runs have; None if there is none."""
-    named = [[metric["name"] for metric in run.summary["metrics"]] for run in runs if run.summary is not None]
-    return next((name for name in named[0] if all(name in names for names in named)), None) if named else None
+    found = [[metric["name"] for metric in run.summary["metrics"]] for run in runs if run.summary is not None]
+    return next((name for name in found[0] if all(name in names for names in found)), None) if found else None
 
 
-def _end(run: SweptRun) -> list[str]:
-    return [UNFINISHED, ""] if run.summary is None else [str(run.summary["status"]), str(run.summary["step"])]
+def _end(group: Sequence[SweptRun]) -> list[str]:
+    ends = [
+        (UNFINISHED, "") if (end := run.summary) is None else (str(end["status"]), str(end["step"])) for run in group
+    ]
+    return [counted([status for status, _ in ends]), ", ".join(dict.fromkeys(step for _, step in ends if step))]
 
 
-def _course(run: SweptRun, name: str) -> list[str]:
-    found: Mapping[str, Any] = next((one for one in (run.summary or {}).get("metrics", ()) if one["name"] == name), {})
-    values = [found.get(part) for part in ("first", "best", "last")]
-    return ["" if value is None else number(value) for value in values]
+def _mean(group: Sequence[SweptRun], name: str, part: str) -> str:
+    courses = [one for run in group for one in (run.summary or {}).get("metrics", ()) if one["name"] == name]
+    values = [one[part] for one in courses if one.get(part) is not None]
+    return mean(values) + (f" (n={len(values)})" if 0 < len(values) < len(group) else "")

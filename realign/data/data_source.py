@@ -47,11 +47,14 @@ class FileSource(DataSpec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        assert self.sources  # raises SettingsError if the sources do not fit together
+        self._sources()  # raises SettingsError if the sources do not fit together
 
     @property
     def sources(self) -> list[RowSource]:
         """The sources of the rows."""
+        return self._sources()
+
+    def _sources(self) -> list[RowSource]:
         split = self.split if isinstance(self.split, str) else None
         shared = {"limit": self.limit, "split": split, "subset": self.subset, "revision": self.revision}
         return as_sources(self.path, shared)

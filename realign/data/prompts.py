@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 from typing_extensions import override
 
 from realign.api.lengths import IntArray
@@ -14,7 +15,7 @@ from realign.api.sample import SequenceSample
 from realign.data.columns import CONVERSATIONS, Row, only_one, read_column
 from realign.data.combined import WithPretraining
 from realign.data.data_source import DataSource, ImageSource
-from realign.data.dataset import Collected, DataSpec, LoadReport, PackedDataset
+from realign.data.dataset import Collected, DataSpec, LoadReport, PackedDataset, PackedTokens
 from realign.data.encoding import LengthLimit, RowText
 from realign.data.messages import read_conversation
 from realign.data.writer import Writer
@@ -100,6 +101,24 @@ class PromptDataset(PackedDataset):
     keys: ClassVar[tuple[str, ...]] = ("prompt_ids", "row")
 
     rows: tuple[Row, ...]
+
+    @classmethod
+    def from_ids(cls, prompts: Iterable[Sequence[int]], rows: Iterable[Row], *, source: str = "rows") -> PromptDataset:
+        """Return a dataset of tokenized prompts, for a `DataSpec` of your own.
+
+        Args:
+            prompts: token ids of each prompt.
+            rows: row of each prompt, which the reward function and `samples.jsonl` get.
+            source: where the prompts come from, for messages.
+
+        Raises:
+            DataError: there is no prompt, or not one row for each.
+        """
+        tokens, found = PackedTokens.pack(prompts), tuple(rows)
+        if not found or len(found) != len(tokens):
+            raise DataError(f"{source}: {len(tokens)} prompts and {len(found)} rows; expected one row for each prompt.")
+        longest = int(np.diff(tokens.starts).max())
+        return cls(tokens, LoadReport(source, len(found), len(found), {}, 0, len(tokens.ids), longest), found)
 
     @override
     def _sample(self, rows: IntArray, ids: tuple[Hashable, ...]) -> SequenceSample:

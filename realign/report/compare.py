@@ -1,12 +1,19 @@
-"""`comparison`: a table of several runs for the terminal, with their metrics and the settings that differ."""
+"""`comparison`: several runs for the terminal, by the settings that tell them apart, with means over seeds.
+
+Everything fits the width of the terminal: texts wrap, tables continue below, and nothing is cut off.
+"""
 
 from __future__ import annotations
 
 import json
+import math
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -19,42 +26,154 @@ from realign.text import visible
 MOST = 16
 """Metrics in the table."""
 MOST_KEYS = 40
-"""Settings in the table."""
-LONGEST = 60
+"""Settings in the list."""
+MOST_IN_NAME = 3
+"""Settings in the name of a run."""
+LONGEST = 200
 """Maximum length of a value, in characters."""
+HEAD = 30
+"""Width at which the head of a column wraps, if its values are shorter."""
+GAP = 2
+"""Blanks between columns."""
+NAMES = ("name", "output_dir")
+"""Settings that only name a run."""
+SEED = re.compile(r"(^|\.)seed$")
+Config = Mapping[str, Any]
 
 
-def comparison(folders: Sequence[Path]) -> list[Table]:
-    """Return the table of metrics, and the table of settings that differ, if any do."""
+def comparison(folders: Sequence[Path], width: int = 80) -> list[RenderableType]:
+    """Return the metrics of runs, and the settings that differ, if any do.
+
+    Runs that differ only in their seeds are one column, with the mean of their last values and its standard error. If
+    all do, each run also has its own column.
+
+    Args:
+        folders: folders of the runs.
+        width: columns of the terminal.
+    """
     runs = [run_data(folder, key) for folder, key in zip(folders, unique_keys(folders), strict=True)]
-    tables = [_metrics(runs)]
-    if keys := differing(runs):
-        table = _table(runs, f"Different settings: {min(len(keys), MOST_KEYS)} of {len(keys)}")
-        for key in keys[:MOST_KEYS]:
-            table.add_row(_cell(key), *(_cell(_shown(run["config"], key)) for run in runs))
-        tables.append(table)
-    return tables
+    groups = seed_groups([run["config"] for run in runs])
+    members = [[runs[i] for i in group] for group in groups]
+    first = [group[0] for group in members] if len(members) > 1 else runs
+    configs = [run["config"] for run in first]
+    heads = names(configs, [run["key"] for run in first])
+    if len(members) < len(first):
+        members, heads = [*([run] for run in runs), runs], [*heads, f"{len(runs)} seeds"]
+    elif len(members) < len(runs):
+        heads = [f"{head} (n={len(group)})" for head, group in zip(heads, members, strict=True)]
+    return [*_metrics(members, heads, width), *_settings(configs)]
 
 
-def differing(runs: Sequence[Mapping[str, Any]]) -> list[str]:
+def seed_groups(configs: Sequence[Config]) -> list[list[int]]:
+    """Return the positions of the runs that differ only in their seeds (and names), together.
+
+    Runs with the same seed stay apart, since something else than a setting differs between them.
+    """
+    groups: dict[str, list[int]] = {}
+    for i, config in enumerate(configs):
+        rest = {key: value for key, value in config.items() if key not in NAMES and not SEED.search(key)}
+        groups.setdefault(json.dumps(rest, sort_keys=True, default=str), []).append(i)
+    found: list[list[int]] = []
+    for group in groups.values():
+        seeds = {json.dumps({k: v for k, v in configs[i].items() if SEED.search(k)}, default=str) for i in group}
+        found += [group] if len(seeds) == len(group) else [[i] for i in group]
+    return sorted(found)
+
+
+def names(configs: Sequence[Config], folders: Sequence[str]) -> list[str]:
+    """Return a name for each run by the settings that differ, such as `std=group low=0.2`.
+
+    If more settings differ than a name has room for, runs keep the names of their folders. The folders of a sweep have
+    only numbers, so its runs are called by the first settings that tell them apart.
+    """
+    keys = [key for key in differing(configs) if key not in NAMES and all(key in config for config in configs)]
+    numbered = any(folder.rpartition("/")[2].isdecimal() for folder in folders)
+    if len(keys) > MOST_IN_NAME and not numbered:
+        return list(folders)
+    chosen = [key for key in keys if not SEED.search(key)]
+    if len(chosen) > MOST_IN_NAME or _distinct(configs, chosen) < len(configs):
+        candidates, chosen = sorted(keys, key=lambda key: bool(SEED.search(key))), []
+        for key in candidates:
+            if _distinct(configs, [*chosen, key]) > _distinct(configs, chosen):
+                chosen.append(key)
+    if not chosen or len(chosen) > MOST_IN_NAME or _distinct(configs, chosen) < len(configs):
+        return list(folders)
+    return [named(config, chosen) for config in configs]
+
+
+def named(config: Config, keys: Sequence[str]) -> str:
+    """Return settings as text, by the shortest ends of their keys that differ, such as `std=group low=0.2`."""
+    plain = [key.removesuffix("._target_") for key in keys]
+    parts = []
+    for key, full in zip(plain, keys, strict=True):
+        words = key.split(".")
+        ends = (".".join(words[-n:]) for n in range(1, len(words) + 1))
+        short = next((end for end in ends if sum(f".{one}".endswith(f".{end}") for one in plain) == 1), key)
+        value = _shown(config, full)
+        parts.append(f"{short}={value.rpartition('.')[2] if full.endswith('._target_') else value}")
+    return " ".join(parts)
+
+
+def mean(values: Sequence[float]) -> str:
+    """Return the mean of the values of several seeds and its standard error, or the only value."""
+    if len(values) < 2:
+        return number(values[0]) if values else ""
+    center = sum(value / len(values) for value in values)
+    if min(values) == max(values):
+        return number(values[0])
+    error = math.hypot(*(value - center for value in values)) / math.sqrt(len(values) * (len(values) - 1))
+    return f"{number(center)} ± {error:.2g}"
+
+
+def counted(states: Sequence[str]) -> str:
+    """Return the states of several runs: the state that all have, or the number of runs in each."""
+    found = Counter(states)
+    return states[0] if len(found) == 1 else ", ".join(f"{count} {state}" for state, count in found.items())
+
+
+def differing(configs: Sequence[Config]) -> list[str]:
     """Return the config keys whose values differ between runs, those that all runs have first."""
-    keys = dict.fromkeys(key for run in runs for key in run["config"])
-    found = [key for key in keys if len({json.dumps(run["config"].get(key), default=str) for run in runs}) > 1]
-    return sorted(found, key=lambda key: not all(key in run["config"] for run in runs))
+    keys = dict.fromkeys(key for config in configs for key in config)
+    found = [key for key in keys if _distinct(configs, [key]) > 1]
+    return sorted(found, key=lambda key: not all(key in config for config in configs))
 
 
-def _metrics(runs: Sequence[Mapping[str, Any]]) -> Table:
-    table = _table(runs, "Metrics: last (best, step)")
-    for name, cells in (
-        ("status", [run["status"]["state"] for run in runs]),
-        ("steps", [str((run["metrics"]["step"] or [0])[-1]) for run in runs]),
-        ("duration", [duration(max(0.0, (run["metrics"]["seconds"] or [0.0])[-1] or 0.0)) for run in runs]),
-        ("warnings", [str(len(run["warnings"])) for run in runs]),
-    ):
-        table.add_row(name, *map(_cell, cells))
-    for name in _names(runs)[:MOST]:
-        table.add_row(_cell(name), *(_cell(_course(run, name)) for run in runs))
-    return table
+def _distinct(configs: Sequence[Config], keys: Sequence[str]) -> int:
+    return len({json.dumps([config.get(key) for key in keys], default=str) for config in configs})
+
+
+def _metrics(groups: Sequence[Sequence[Mapping[str, Any]]], heads: Sequence[str], width: int) -> list[RenderableType]:
+    runs = [run for group in groups for run in group]
+    rows: list[tuple[str, list[str]]] = [
+        ("folder", [", ".join(run["key"] for run in group) for group in groups]),
+        ("status", [counted([run["status"]["state"] for run in group]) for group in groups]),
+        ("steps", [_span([int((run["metrics"]["step"] or [0])[-1] or 0) for run in group]) for group in groups]),
+        ("duration", [duration(_mean([_seconds(run) for run in group])) for group in groups]),
+        ("warnings", [str(sum(len(run["warnings"]) for run in group)) for group in groups]),
+    ]
+    if rows[0][1] == heads:
+        del rows[0]
+    rows += [(name, [_values(group, name) for group in groups]) for name in _names(runs)[:MOST]]
+    title = "Metrics: last (best, step)"
+    title += "; of several seeds: mean ± standard error" if any(len(group) > 1 for group in groups) else ""
+    tables = _tables(heads, rows, width)
+    if len(tables) > 1:  # a row per run: all runs stand below each other, and the metrics continue in further tables
+        lines = list(zip(heads, map(list, zip(*(cells for _, cells in rows), strict=True)), strict=True))
+        tables = _tables([name for name, _ in rows], lines, width)
+    spaced = [part for table in tables for part in (Text(), table)]
+    return [Text(title, style="italic"), *spaced[1:], Text()]
+
+
+def _seconds(run: Mapping[str, Any]) -> float:
+    return max(0.0, (run["metrics"]["seconds"] or [0.0])[-1] or 0.0)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(value / len(values) for value in values)
+
+
+def _span(values: Sequence[int]) -> str:
+    return str(min(values)) if min(values) == max(values) else f"{min(values)} to {max(values)}"
 
 
 def _names(runs: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -65,31 +184,82 @@ def _names(runs: Sequence[Mapping[str, Any]]) -> list[str]:
     return list(dict.fromkeys([*held_out, *headline])) or list(recorded)
 
 
+def _values(group: Sequence[Mapping[str, Any]], name: str) -> str:
+    """Return the last value of a metric, with the best one of a single run, or the mean over the runs of a group."""
+    if len(group) == 1:
+        return _course(group[0], name)
+    lasts = [values[-1] for run in group if (values := _known(run, name))]
+    return mean(lasts) + (f" (n={len(lasts)})" if 0 < len(lasts) < len(group) else "")
+
+
+def _known(run: Mapping[str, Any], name: str) -> list[float]:
+    return [x for x in run["metrics"]["values"].get(name, ()) if x is not None]
+
+
 def _course(run: Mapping[str, Any], name: str) -> str:
-    values = [x for x in run["metrics"]["values"].get(name, ()) if x is not None]
-    if not values:
+    if not (values := _known(run, name)):
         return ""
     best = next((one for one in run["summary"]["metrics"] if one["name"] == name and one["best"] is not None), None)
     end = f" ({number(best['best'])}, {best['best_step']})" if best is not None else ""
     return f"{number(values[-1])}{end}"
 
 
-def _table(runs: Sequence[Mapping[str, Any]], title: str) -> Table:
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
-    table.add_column("")
-    for run in runs:
-        table.add_column(_cell(run["key"]), overflow="fold")
-    return table
+def _tables(heads: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]], width: int) -> list[Table]:
+    """Return columns with these heads, in as many tables below each other as `width` needs."""
+    shown = [[_cell(cell) for cell in cells] for _, cells in rows]
+    least = [min(HEAD, _cell(head).cell_len) for head in heads]
+    needed = [max(size, *(row[i].cell_len for row in shown)) for i, size in enumerate(least)]
+    left = width - sum(size + GAP for size in needed)
+    first = min(max(_cell(name).cell_len for name, _ in rows), max(width // 3, left))
+    room = max(1, width - first - GAP)
+    needed = [min(room, size) for size in needed]
+    parts: list[list[int]] = [[]]
+    for i, size in enumerate(needed):
+        if parts[-1] and sum(needed[j] + GAP for j in parts[-1]) + size > room:
+            parts.append([])
+        parts[-1].append(i)
+    tables = []
+    for part in parts:
+        table = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False)
+        table.add_column("", width=first, overflow="fold")
+        for i in part:
+            table.add_column(_cell(heads[i]), width=needed[i], overflow="fold")
+        for (name, _), cells in zip(rows, shown, strict=True):
+            table.add_row(_cell(name), *(cells[i] for i in part))
+        tables.append(table)
+    return tables
+
+
+def _settings(configs: Sequence[Config]) -> list[Text]:
+    """Return a line for each setting that differs: `key: a -> b`, in the order of the runs."""
+    found = [key for key in differing(configs) if key not in NAMES]
+    keys = [key for key in found if all(key in config for config in configs)]
+    lines = [f"{key}: {' -> '.join(_shown(config, key) for config in configs)}" for key in keys[:MOST_KEYS]]
+    if len(keys) > MOST_KEYS:
+        lines.append(f"and {len(keys) - MOST_KEYS} more")
+    if rest := len(found) - len(keys):
+        lines.append(f"{rest} {'key' if rest == 1 else 'keys'} of components that only some runs have")
+    if not lines:
+        return []
+    return [Text("Settings that differ", style="italic"), *(Text(line, overflow="fold") for line in map(_plain, lines))]
+
+
+def _plain(text: str) -> str:
+    """Return a text of a run as one line that cannot control the terminal."""
+    return visible(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
 def _cell(text: str) -> Text:
     """Return a text of a run as one line that reaches neither the terminal's control sequences nor rich's markup."""
-    shown = visible(text).replace("\n", "\\n").replace("\t", "\\t")
-    return Text(shown if len(shown) <= LONGEST else f"{shown[:LONGEST]}...")
+    return Text(_limited(_plain(text)), overflow="fold")
 
 
-def _shown(config: Mapping[str, Any], key: str) -> str:
-    return "" if key not in config else "null" if config[key] is None else str(config[key])
+def _limited(text: str) -> str:
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
 
-__all__ = ["comparison", "differing"]
+def _shown(config: Config, key: str) -> str:
+    return "" if key not in config else "null" if config[key] is None else _limited(str(config[key]))
+
+
+__all__ = ["comparison", "counted", "differing", "mean", "named", "names", "seed_groups"]

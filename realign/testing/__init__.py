@@ -1,7 +1,8 @@
 """Conformance tests for interfaces and samplers: an exact engine, random batches, and checks of the contracts.
 
 `check_train_step(MyInterface(...), inputs)` runs your algorithm on a bigram model in float64. It fails if the weights
-or the metrics depend on micro-batching, the order of prompts or values outside the loss mask.
+or the metrics depend on micro-batching, the order of prompts or values outside the loss mask. The inputs are the keys
+that the interface reads: a reward model or verifier needs no `loss_mask`.
 `check_sampler(make, prompts, config, other)` fails if a sampler violates the contract of `realign.api.Sampler`.
 """
 

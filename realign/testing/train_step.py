@@ -51,9 +51,12 @@ def check_train_step(
 ) -> None:
     """Check that micro-batching, prompt order and values outside the loss mask do not change a `train_step`.
 
+    It works for any interface that trains on sequences, such as a policy, a reward model or a verifier of your own. One
+    without `loss_mask` in its inputs trains on whole sequences, so no token is masked and no such value is changed.
+
     Args:
         interface: the configured algorithm.
-        inputs: keys that its RPC reads.
+        inputs: keys that its RPC reads, with `input_ids`. The last of the `rewards` of `random_batch` is NaN (missing).
         data: a batch with these keys; None uses `random_batch`.
         whole_groups: whether the loss compares the sequences of a prompt. If True, groups are never split.
         seed: seed of the weights and the batch.
@@ -71,7 +74,7 @@ def check_train_step(
         order = np.random.default_rng(seed).permutation(len(data))
         shuffled = train_once(interface, data.take(order), MicroBatchSpec(n_microbatches=2), seed=seed)
         _assert_same(whole, shuffled, "prompts in another order", tolerance=1e-10)
-    for fill in (math.nan, math.inf):
+    for fill in (math.nan, math.inf) if "loss_mask" in data else ():
         dirty = train_once(interface, _fill_masked(data, fill), MicroBatchSpec(), seed=seed)
         _assert_same(whole, dirty, f"{fill} at every masked token", tolerance=0.0)
 

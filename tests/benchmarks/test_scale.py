@@ -95,5 +95,5 @@ def test_a_part_that_fails_does_not_keep_the_others_from_running(monkeypatch, tm
 
 def test_the_picture_is_drawn(tmp_path):
     row = {"step_s": 2.0, "predicted_s": 2.1, "curves": [[(3.0, 0.1), (5.0, 0.4)], [(3.5, 0.2), (5.2, 0.3)]]}
-    draw({"in the step": row, "ahead": row}, tmp_path / "x.png")
+    draw({"synchronous": row, "asynchronous": row}, tmp_path / "x.png")
     assert (tmp_path / "x.png").stat().st_size > 10_000

@@ -157,7 +157,7 @@ def test_train_runs_writes_its_config_and_litters_nothing(here, capsys):
         r"prompts per step +4",
         r"group size .* 4",
         r"sequences per step +16",
-        r"optimizer steps per step +2 \(2 epochs x 1 mini-batches\)",
+        r"optimizer steps per step +2 \(2 epochs x 1 mini-batch\)",
         r"total optimizer steps +6",
         r"tokens per micro-batch +at most 16,384",
         r"KL to reference +not applied",

@@ -79,11 +79,11 @@ def test_rows_of_a_graph_with_two_trained_roles():
         "group size (responses per prompt)": "8",
         "sequences per step": "512",
         "sampler": "top_p=0.9, temperature 1",
-        "actor: optimizer steps per step": "4 (4 epochs x 1 mini-batches)",
+        "actor: optimizer steps per step": "4 (4 epochs x 1 mini-batch)",
         "actor: prompts per optimizer step": "64",
         "actor: total optimizer steps": "4,000",
         "actor: loss": "none",
-        "judge: optimizer steps per step": "1 (1 epochs x 1 mini-batches)",
+        "judge: optimizer steps per step": "1",
         "judge: prompts per optimizer step": "64",
         "judge: total optimizer steps": "1,000",
         "judge: loss": "of the judge",
@@ -173,7 +173,7 @@ def test_steps_before_the_first_update_make_no_optimizer_step():
 
     rows = dict(derived_rows(experiment(interfaces={**experiment().interfaces, "actor": Late(epochs=4)})))
     assert rows["actor: steps before the first update"] == "50"
-    assert rows["actor: optimizer steps per step"] == "4 at most (4 epochs x 1 mini-batches)"
+    assert rows["actor: optimizer steps per step"] == "4 at most (4 epochs x 1 mini-batch)"
     assert rows["actor: total optimizer steps"] == "3,800 at most"
 
 

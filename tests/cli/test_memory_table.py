@@ -9,22 +9,39 @@ from rich.console import Console
 
 from realign.api.memory import RoleMemory
 from realign.cli import commands as cli
-from realign.cli.memory_table import print_memory, summary
+from realign.cli.memory_table import KINDS, print_memory, summary
 from realign.runtime.checks.memory import DeviceMemory
 from tests.tiny import save_tiny
 
 MIB = 2**20
 
 
-def test_the_table_has_a_row_per_role_and_a_line_per_device(capsys):
+def test_the_table_has_a_column_per_role_and_a_line_per_device(capsys):
     actor = RoleMemory("cpu", 4 * MIB, moments=8 * MIB, gradients=4 * MIB, activations=50 * MIB, cache=3 * MIB)
-    device = DeviceMemory("cpu", {"actor": actor}, free=100 * MIB)
-    print_memory(Console(width=150), [device], 512)
+    roles = {"actor": actor} | {role: RoleMemory("cpu", 4096 * MIB) for role in ("critic", "reference", "reward")}
+    print_memory(Console(width=80), [DeviceMemory("cpu", roles, free=65536 * MIB)], 512)
     out = capsys.readouterr().out
     assert "prompts of up to 512 tokens" in out
-    (row,) = (line for line in out.splitlines() if line.startswith("actor"))
-    assert row.replace("MiB", "").split() == ["actor", "4", "8", "4", "50", "3", "54"]
-    assert out.endswith("cpu: 12 MiB between calls, peak 66 MiB, 100 MiB free\n")
+    rows = [re.split(r"  +", line.strip()) for line in out.splitlines()]
+    assert ["actor", "critic", "reference", "reward"] in rows
+    assert [row[:2] for row in rows if row[0] in KINDS] == [
+        ["weights", "4 MiB"],
+        ["optimizer", "8 MiB"],
+        ["gradients", "4 MiB"],
+        ["activations", "50 MiB"],
+        ["head"],
+        ["KV cache", "3 MiB"],
+        ["rollout"],
+        ["peak of a call", "54 MiB"],
+    ]
+    assert "…" not in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_a_device_has_a_line(capsys):
+    actor = RoleMemory("cpu", 4 * MIB, moments=8 * MIB, gradients=4 * MIB, activations=50 * MIB, cache=3 * MIB)
+    print_memory(Console(width=150), [DeviceMemory("cpu", {"actor": actor}, free=100 * MIB)], 512)
+    assert capsys.readouterr().out.endswith("cpu: 12 MiB between calls, peak 66 MiB, 100 MiB free\n")
 
 
 def test_a_device_that_is_too_small_is_a_warning():

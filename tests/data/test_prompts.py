@@ -9,7 +9,16 @@ from hypothesis import strategies as st
 
 from realign.config.construct import fill
 from realign.config.errors import ConfigError
-from realign.data import PackedTokens, PreferenceData, PromptData, SupervisedData, Template, TooLong, batch_indices
+from realign.data import (
+    PackedTokens,
+    PreferenceData,
+    PromptData,
+    PromptDataset,
+    SupervisedData,
+    Template,
+    TooLong,
+    batch_indices,
+)
 from realign.data.dataset import content_hash
 from realign.errors import DataError, SettingsError
 from tests.data.text_tokenizer import BOS, TURNS, characters, make_tokenizer
@@ -192,3 +201,14 @@ def test_configs_are_built_from_plain_values(kind):
         fill(kind, {"path": "x.jsonl", "promt_column": "x"}, "data")
     with pytest.raises(ConfigError, match=r"data\.template: unknown choice 'caht'; did you mean 'chat'"):
         fill(kind, {"path": "x.jsonl", "template": "caht"}, "data")
+
+
+def test_prompts_of_your_own_are_a_dataset():
+    dataset = PromptDataset.from_ids([[1, 2], [3]], [{"answer": "a"}, {"answer": "b"}], source="mine")
+    sample = dataset.sample([(0, 1), (0, 0)])
+    assert sample["prompt_ids"].tolist() == [3, 1, 2]
+    assert [row["answer"] for row in sample.metadata["row"]] == ["b", "a"]
+    assert str(dataset.report) == "mine: 2 of 2 rows, 3 tokens, longest 2"
+    for prompts, rows in (([[1]], []), ([], [])):
+        with pytest.raises(DataError, match="expected one row for each prompt"):
+            PromptDataset.from_ids(prompts, rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,25 @@ def make_run(folder: Path, **changes) -> Path:
         "output_dir": folder,
     }
     return run(experiment(folder.parent, **settings | changes)).output_dir
+
+
+def write_run(folder: Path, last: float, **config) -> Path:
+    folder.mkdir(parents=True)
+    records = [{"step": step, "seconds": step, "eval/reward": last * step / 4, "reward": 0.5} for step in (1, 4)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    summary = {"metrics": [{"name": "eval/reward", "best": last, "best_step": 4}]}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    (folder / "config.yaml").write_text(json.dumps({"output_dir": str(folder), "steps": 4, **config}))
+    return folder
+
+
+def write_sweep(root: Path) -> list[Path]:
+    """Write three settings with two seeds each, and return the folders 0 to 5."""
+    folders = []
+    for i, (std, seed) in enumerate(itertools.product(("group", "batch", "none"), (0, 1))):
+        actor = {"adv_norm": {"std": std, "mean": "group"}, "generation": {"max_new_tokens": 16}}
+        folders.append(write_run(root / str(i), 0.25 * (i + 1), seed=seed, interfaces={"actor": actor}))
+    return folders
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,7 @@ import pytest
 
 from realign.report.page import write_report
 from realign.report.server import ViewOptions, application
-from tests.report.conftest import make_run
+from tests.report.conftest import make_run, write_sweep
 from tests.report.test_page import HOSTILE
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -141,6 +141,34 @@ def test_several_runs_are_overlaid_and_compared(watched, run_folder, tmp_path):
     page.locator(".chip").first.click()
     assert page.locator(".chip input:checked").count() == 1
     assert watched.errors == []
+
+
+def test_runs_of_a_sweep_are_called_by_the_setting_that_differs(tmp_path):
+    if CHROMIUM is None:
+        pytest.skip("Chromium is not installed")
+    write_report(write_sweep(tmp_path / "sweep"), tmp_path / "report.html")
+    command = [
+        CHROMIUM,
+        "--headless",
+        "--no-sandbox",
+        f"--user-data-dir={tmp_path}/home",
+        "--virtual-time-budget=20000",
+    ]
+    pages = {
+        name: subprocess.run(
+            [*command, "--dump-dom", f"{(tmp_path / 'report.html').as_uri()}#{name}"],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        ).stdout
+        for name in ("curves", "compare")
+    }
+    pages = {name: re.sub("<script.*?</script>", "", text, flags=re.DOTALL) for name, text in pages.items()}
+    for std in ("group", "batch", "none"):
+        assert f"std={std}, mean of 2 seeds" in pages["curves"]
+        assert all(f"std={std} seed={seed}" in pages["compare"] for seed in (0, 1))
+    assert "output_dir" not in pages["compare"]
 
 
 def test_hostile_samples_are_shown_as_text(watched, run_folder, tmp_path):

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import unicodedata
 
 import pytest
 from rich.console import Console
 
-from realign.report.compare import comparison
-from tests.report.conftest import HOSTILE_VALUES, hostile_files
+from realign.report.compare import comparison, names
+from tests.report.conftest import HOSTILE_VALUES, hostile_files, write_run, write_sweep
 
 
-def shown(tables) -> str:
-    console = Console(width=160, record=True, color_system=None)
-    for table in tables:
-        console.print(table)
+def shown(parts, width=160) -> str:
+    console = Console(file=io.StringIO(), width=width, record=True, color_system=None)
+    for part in parts:
+        console.print(part)
     return console.export_text()
 
 
@@ -33,9 +34,73 @@ def test_the_table_has_metrics_and_the_settings_that_differ(run_folder, tmp_path
     text = shown(comparison([run_folder, other, third]))
     assert "completed" in text
     assert "eval/reward" in text
-    last = shown(comparison([other, third])).splitlines()
-    assert any(line.split() == ["seed", "2", "3"] for line in last)
-    assert not any(line.startswith("same") for line in last)
+    lines = shown(comparison([run_folder, other, third])).splitlines()
+    assert any(re.fullmatch(r"\d+ keys of components that only some runs have", line.strip()) for line in lines)
+    assert not any(line.startswith(("same", "output_dir", "name")) for line in lines)
+
+
+def test_runs_of_a_sweep_are_called_by_their_settings_with_the_mean_over_seeds(tmp_path):
+    folders = write_sweep(tmp_path)
+    text, narrow = (shown(comparison(folders, width), width) for width in (80, 60))
+    rows, narrow_rows = ([re.split(r"  +", line.strip()) for line in one.splitlines()] for one in (text, narrow))
+    assert ["std=group (n=2)", "std=batch (n=2)", "std=none (n=2)"] in rows
+    assert ["folder", "0, 1", "2, 3", "4, 5"] in rows
+    # 0.25 and 0.5: mean 0.375, standard error |0.25 - 0.5| / 2
+    assert ["eval/reward", "0.375 ± 0.12", "0.875 ± 0.12", "1.375 ± 0.12"] in rows
+    assert ["std=group (n=2)", "0.375 ± 0.12"] in narrow_rows  # a row per run where the columns do not fit
+    assert "interfaces.actor.adv_norm.std: group -> batch -> none" in text
+    assert not re.search("output_dir|max_new_tokens|seed:", text)
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_nothing_is_cut_off_at_the_width_of_the_terminal(width, tmp_path):
+    folders = write_sweep(tmp_path)
+    for chosen in (folders, folders[:2], folders[::2], [folders[0], folders[5]]):
+        text = shown(comparison(chosen, width), width)
+        assert "…" not in text
+        assert "..." not in text
+        assert max(map(len, text.splitlines())) <= width
+        assert "eval/reward" in text
+        assert "completed" not in text
+    assert "interfaces.actor.adv_norm.std: group -> none\n" in text.replace(" \n", "\n")
+
+
+def test_seeds_of_one_setting_are_shown_one_by_one_and_together(tmp_path):
+    folders = [write_run(tmp_path / str(i), value, seed=i) for i, value in enumerate((0.2, 0.4, 0.6))]
+    rows = [re.split(r"  +", line.strip()) for line in shown(comparison(folders)).splitlines()]
+    assert ["seed=0", "seed=1", "seed=2", "3 seeds"] in rows
+    # standard deviation 0.2, divided by the root of 3
+    assert ["eval/reward", "0.2 (0.2, 4)", "0.4 (0.4, 4)", "0.6 (0.6, 4)", "0.4 ± 0.12"] in rows
+
+
+def test_two_runs_with_one_seed_are_not_averaged(tmp_path):
+    folders = [write_run(tmp_path / name, value, seed=1) for name, value in (("before", 0.2), ("after", 0.4))]
+    rows = [re.split(r"  +", line.strip()) for line in shown(comparison(folders)).splitlines()]
+    assert ["before", "after"] in rows
+    assert ["eval/reward", "0.2 (0.2, 4)", "0.4 (0.4, 4)"] in rows
+
+
+@pytest.mark.parametrize(
+    ("configs", "folders", "expected"),
+    [
+        (
+            [{"a.std": "x", "b.std": "y"}, {"a.std": "z", "b.std": "w"}],
+            ["r/0", "r/1"],
+            ["a.std=x b.std=y", "a.std=z b.std=w"],
+        ),
+        (
+            [{"advantage._target_": "p.GAE"}, {"advantage._target_": "p.Own"}],
+            ["0", "1"],
+            ["advantage=GAE", "advantage=Own"],
+        ),
+        ([dict.fromkeys("abcd", i) for i in range(2)], ["one", "two"], ["one", "two"]),
+        ([dict.fromkeys("abcd", i) for i in range(2)], ["s/0", "s/1"], ["a=0", "a=1"]),
+        ([{"a": 1}, {"b": 1}], ["0", "1"], ["0", "1"]),
+        ([{"lr": 1, "seed": 1}, {"lr": 2, "seed": 2}], ["0", "1"], ["lr=1", "lr=2"]),
+    ],
+)
+def test_names_of_runs(configs, folders, expected):
+    assert names(configs, folders) == expected
 
 
 def test_texts_of_a_run_reach_neither_the_terminal_nor_markup(tmp_path):
@@ -51,7 +116,7 @@ def test_texts_of_a_run_reach_neither_the_terminal_nor_markup(tmp_path):
         (folder / "config.yaml").write_text(json.dumps({hostile: f"{name[:3]} {hostile}", "list": [name[:3], hostile]}))
     stream = io.StringIO()
     console = Console(file=stream, width=400, force_terminal=True, color_system=None)
-    for table in comparison(sorted(tmp_path.iterdir())):
+    for table in comparison(sorted(tmp_path.iterdir()), 400):
         console.print(table)
     text = stream.getvalue()
     assert text.count("[/]\\x1b]0;pwn") >= 4  # the status of both runs, the name of a metric, and a setting
@@ -66,4 +131,4 @@ def test_a_comparison_shows_runs_with_values_of_wrong_types(kind, run_folder, tm
     for i in range(0, max(map(len, places.values())), 5):
         for name, changed in places.items():
             (tmp_path / name).write_text(changed[i % len(changed)])
-        assert "steps" in shown(comparison([tmp_path, tmp_path])[:1])
+        assert "steps" in shown(comparison([tmp_path, tmp_path]))

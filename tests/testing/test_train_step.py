@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from realign.api import Mean
+from realign.api import Keys, Mean, ModelInterface
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.testing import check_train_step
 
@@ -43,6 +43,28 @@ class Averages(GRPOActorInterface):
         return total / minibatch["loss_mask"].sum().clamp(min=1), stats
 
 
+class Verifier(ModelInterface):
+    """Predicts rewards from whole sequences, without a loss mask."""
+
+    def keys(self, method):
+        return Keys(needs={"input_ids": "", "rewards": ""})
+
+    def train_step(self, model, data, mb_spec):
+        return model.engine.train_batch(data, mb_spec, self.loss, lambda data: (~data["rewards"].isnan()).sum())
+
+    def loss(self, output, minibatch):
+        known_S = ~minibatch["rewards"].isnan()
+        errors_S = (output.scores() - minibatch["rewards"].nan_to_num()) ** 2
+        total = torch.where(known_S, errors_S, 0).sum()
+        return total, {"verifier_loss": Mean(total.detach(), known_S.sum())}
+
+
+class AveragingVerifier(Verifier):
+    def loss(self, output, minibatch):
+        total, stats = super().loss(output, minibatch)
+        return total / len(minibatch["rewards"]), stats
+
+
 @pytest.mark.parametrize(
     ("interface", "text"),
     [
@@ -60,3 +82,10 @@ def test_the_kit_names_the_invariance_that_is_broken(interface, text):
 
 def test_the_kit_passes_what_is_right():
     check_train_step(GRPOActorInterface(), INPUTS)
+
+
+def test_an_interface_that_is_no_policy_is_checked_with_the_keys_that_it_declares():
+    verifier = Verifier()
+    check_train_step(verifier, verifier.keys("train_step").needs)
+    with pytest.raises(AssertionError, match=r"split by .*: the weights"):
+        check_train_step(AveragingVerifier(), verifier.keys("train_step").needs)

@@ -23,7 +23,7 @@
   function frame() {
     const name = current();
     const theme = report.remember("theme") || "auto";
-    const multiple = store.runs.length > 1;
+    const multiple = store.runs.length > 1, names = report.names(store.runs);
     report.put(header, 
       el("div", { class: "brand" }, el("span", { class: "mark", "aria-hidden": "true" }), el("strong", {}, "realign"),
         store.runs.length === 1 && el("span", { class: "title" }, report.visible(store.runs[0].name)),
@@ -32,14 +32,14 @@
         el("label", { class: "theme" }, el("span", { class: "hidden" }, "Theme"), el("select", { onchange: (event) => {
           report.remember("theme", event.target.value); setTheme(event.target.value); render(true); } },
         ["auto", "light", "dark"].map((one) => el("option", { value: one, selected: one === theme }, one === "auto" ? "system theme" : one))))),
-      multiple && el("div", { class: "runs", role: "group", "aria-label": "shown runs" }, store.runs.map((run) => el("label", { class: "chip", style: { "--run": report.colorOf(run) } },
+      multiple && el("div", { class: "runs", role: "group", "aria-label": "shown runs" }, store.runs.map((run, i) => el("label", { class: "chip", title: run.key, style: { "--run": report.colorOf(run) } },
         el("input", { type: "checkbox", checked: !store.hidden.has(run.key), onchange: (event) => {
           event.target.checked ? store.hidden.delete(run.key) : store.hidden.add(run.key);
           if (store.hidden.size === store.runs.length) store.hidden.delete(run.key);
           render(true);
-        } }), el("span", { class: "dot" }), report.visible(run.key))),
+        } }), el("span", { class: "dot" }), report.visible(names[i]))),
       ["samples", "tokens", "time", "overview"].includes(name) && el("label", { class: "focus" }, "Details of ", el("select", { onchange: (event) => { store.focus = Number(event.target.value); render(true); } },
-        store.runs.map((run, i) => el("option", { value: i, selected: run === report.focused() }, run.key))))),
+        store.runs.map((run, i) => el("option", { value: i, selected: run === report.focused() }, names[i]))))),
       el("nav", { "aria-label": "pages" }, pages().map(([key, page]) => el("a", { href: report.link(key), "aria-current": key === name ? "page" : null }, page.title))));
   }
 

@@ -88,7 +88,7 @@
     const legend = el("ul", { class: "legend" });
     const shown = values.map(([line, place]) => {
       const value = el("b", {});
-      legend.append(el("li", {}, swatch(line), el("span", {}, line.label), value));
+      legend.append(el("li", {}, swatch(line), el("span", {}, report.visible(line.label)), value));
       return [value, place];
     });
     const at = el("span", { class: "at" });

@@ -14,11 +14,11 @@
       return el("tr", {}, el("th", { scope: "row" }, name), found.map((course, i) => el("td", { class: "number" + (best !== null && lasts[i] === best ? " best" : "") },
         course ? [report.number(course.last[1]), course.best && el("small", {}, " best ", report.number(course.best[1]), " at ", report.number(course.best[0]))] : "–")));
     });
-    const facts = [["status", (run) => report.pill(run.status.state)], ["steps", (run) => report.number(run.metrics.step[run.metrics.step.length - 1])],
+    const facts = [["folder", (run) => report.visible(run.key)], ["status", (run) => report.pill(run.status.state)], ["steps", (run) => report.number(run.metrics.step[run.metrics.step.length - 1])],
       ["duration", (run) => report.duration(run.metrics.seconds[run.metrics.seconds.length - 1])], ["warnings", (run) => report.number(run.warnings.length)],
       ["commit", (run) => (run.info.git ? run.info.git.commit.slice(0, 8) + (run.info.git.changed.length ? " + changes" : "") : "–")]]
       .map(([name, value]) => el("tr", {}, el("th", { scope: "row" }, name), runs.map((run) => el("td", { class: "number" }, value(run)))));
-    const head = ["", ...runs.map((run) => [report.dot(run), report.visible(run.key)])];
+    const head = ["", ...report.names(runs).map((name, i) => [report.dot(runs[i]), report.visible(name)])];
     return el("div", {}, report.section("Metrics", "Last values, and the best where larger or smaller is known to be better. The best run is highlighted.",
       report.table(head, [...facts, ...rows], { label: "comparison of runs" })), report.differences(runs));
   } };

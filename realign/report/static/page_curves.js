@@ -9,7 +9,7 @@
   report.pages.curves = { title: "Curves", render: () => {
     const grid = el("div", { class: "charts" });
     const draw = () => { report.resetCharts(); report.put(grid, ...content()); report.drawAll(grid); };
-    const seeds = seedGroups(report.shownRuns()).some((group) => group.length > 1);
+    const seeds = report.seedGroups(report.shownRuns()).some((group) => group.length > 1);
     const zoom = el("button", { type: "button", onclick: () => report.zoom(null) }, "Reset zoom");
     const onzoom = () => zoom.toggleAttribute("disabled", !report.zoomRange());
     onzoom();
@@ -36,17 +36,6 @@
   }
 
   function moreText() { return state.more ? "Main metrics only" : "Show all metrics"; }
-
-  /* Runs whose settings differ only in the seed and in names. */
-  function seedGroups(runs) {
-    const groups = new Map();
-    for (const run of runs) {
-      const same = Object.entries(run.config).filter(([key]) => !/^(seed|name|output_dir)$|(^|\.)seed$/.test(key));
-      const key = same.length ? JSON.stringify(same.sort()) : run.key;
-      groups.set(key, [...(groups.get(key) || []), run]);
-    }
-    return [...groups.values()];
-  }
 
   function xs(run) { return state.x === "step" ? run.metrics.step : run.metrics.seconds.map((s) => (s === null ? null : s / 60)); }
 
@@ -99,13 +88,14 @@
   function chartOf(panel, runs) {
     const names = Object.keys(panel.metrics), training = names.filter((n) => !n.startsWith("eval/")), single = runs.length === 1;
     const lines = [];
-    const groups = state.bands ? seedGroups(runs) : runs.map((run) => [run]);
+    const groups = state.bands ? report.seedGroups(runs) : runs.map((run) => [run]);
+    const called = report.names(groups.map((group) => group[0]));
     names.forEach((name, j) => {
       const held = name.startsWith("eval/"), place = training.indexOf(name);
       const dash = held ? [5, 4] : !single && place > 0 ? [1.5, 3] : undefined;
       const about = held ? " · " + panel.metrics[name] : training.length > 1 ? " · " + panel.metrics[name] : "";
-      groups.forEach((group) => {
-        const label = single ? panel.metrics[name] : group[0].key + about;
+      groups.forEach((group, g) => {
+        const label = single ? panel.metrics[name] : called[g] + about;
         const color = single ? report.palette(j) : report.colorOf(group[0]);
         lines.push(group.length > 1 ? banded(group, name, label, color, dash, held) : line(group[0], name, label, color, dash, held));
       });

@@ -131,11 +131,47 @@
     return keys.filter((key) => new Set(runs.map((run) => JSON.stringify(run.config[key]))).size > 1);
   };
 
+  const NAMES = ["name", "output_dir"], SEED = /(^|\.)seed$/, MOST = 3;
+
+  /* Runs that differ only in their seeds and names, together; as `seed_groups` in compare.py. */
+  report.seedGroups = (runs) => {
+    const groups = new Map();
+    for (const run of runs) {
+      const same = Object.entries(run.config).filter(([key]) => !NAMES.includes(key) && !SEED.test(key));
+      const key = same.length ? JSON.stringify(same.sort()) : run.key;
+      groups.set(key, [...(groups.get(key) || []), run]);
+    }
+    const seeds = (run) => JSON.stringify(Object.entries(run.config).filter(([key]) => SEED.test(key)));
+    return [...groups.values()].flatMap((group) => (new Set(group.map(seeds)).size === group.length ? [group] : group.map((run) => [run])));
+  };
+
+  /* A name for each run by the settings that differ, such as "std=group"; as `names` in compare.py. */
+  report.names = (runs) => {
+    const folders = runs.map((run) => run.key);
+    const keys = report.differing(runs).filter((key) => !NAMES.includes(key) && runs.every((run) => key in run.config));
+    if (keys.length > MOST && !folders.some((key) => /(^|\/)\d+$/.test(key))) return folders;
+    const distinct = (some) => new Set(runs.map((run) => JSON.stringify(some.map((key) => run.config[key])))).size;
+    const settings = keys.filter((key) => !SEED.test(key));
+    let chosen = settings;
+    if (chosen.length > MOST || distinct(chosen) < runs.length) {
+      chosen = [];
+      for (const key of [...settings, ...keys.filter((one) => SEED.test(one))]) if (distinct([...chosen, key]) > distinct(chosen)) chosen.push(key);
+    }
+    if (!chosen.length || chosen.length > MOST || distinct(chosen) < runs.length) return folders;
+    const plain = chosen.map((key) => key.replace(/\._target_$/, ""));
+    const short = plain.map((key) => {
+      const words = key.split("."), ends = words.map((word, i) => words.slice(words.length - 1 - i).join("."));
+      return ends.find((end) => plain.filter((one) => ("." + one).endsWith("." + end)).length === 1) || key;
+    });
+    const value = (run, key) => (key.endsWith("._target_") ? String(run.config[key]).split(".").pop() : String(run.config[key]));
+    return runs.map((run) => chosen.map((key, i) => short[i] + "=" + value(run, key)).join(" "));
+  };
+
   function differences(runs, most) {
-    const keys = report.differing(runs), everywhere = keys.filter((key) => runs.every((run) => key in run.config));
+    const keys = report.differing(runs).filter((key) => !NAMES.includes(key)), everywhere = keys.filter((key) => runs.every((run) => key in run.config));
     const others = keys.filter((key) => !everywhere.includes(key));
     if (!keys.length) return report.section("Different settings", null, report.empty("All settings are equal."));
-    const table = (some) => report.table(["key", ...runs.map((run) => [dot(run), report.visible(run.key)])],
+    const table = (some) => report.table(["key", ...report.names(runs).map((name, i) => [dot(runs[i]), report.visible(name)])],
       some.map((key) => el("tr", {}, el("th", { scope: "row" }, report.visible(key)), runs.map((run) => el("td", {}, el("code", {},
         report.visible(run.config[key] === undefined ? "–" : run.config[key] === null ? "null" : run.config[key])))))),
       { left: true, label: "different settings" });
