@@ -38,11 +38,33 @@ from realign.api import (
     masked_mean,
     merge_stats,
 )
-from realign.functional import broadcast_to_tokens, expectile_loss, gae, nll_loss, token_rewards
+from realign.functional import broadcast_to_tokens, gae, nll_loss, token_rewards
+from realign.functional.packed import at_least_fp32, check_shapes
 from realign.interfaces.components.aggregation import Aggregation, TokenMean
 from realign.settings import Count, Fraction, NonNegative, Positive, Range
 
 TRAINED = ("input_ids", "loss_mask", "rewards")
+
+
+def expectile_loss(values_T: Tensor, returns_T: Tensor, mask_T: Tensor, *, tau: float) -> Tensor:
+    """Compute |tau - 1(return < value)| * (return - value)^2, minimal at the `tau` expectile of the returns: [T].
+
+    Source: implicit Q-learning, arXiv:2110.06169 (eq. 5).
+
+    Args:
+        values_T: [T] values, differentiable.
+        returns_T: [T] regression targets.
+        mask_T: [T] bool.
+        tau: the expectile, in (0, 1): 0.5 is the mean, and values tend to the maximum as tau tends to 1.
+
+    Raises:
+        ValueError: a shape differs from the mask's, or `tau` is out of range.
+    """
+    check_shapes(mask_T, values_T=values_T, returns_T=returns_T, mask_T=mask_T)
+    if not 0 < tau < 1:
+        raise ValueError(f"tau must be in (0, 1), found {tau}")
+    error_T = torch.where(mask_T, at_least_fp32(returns_T.detach()) - at_least_fp32(values_T), 0)
+    return torch.full_like(error_T, tau).masked_fill(error_T < 0, 1 - tau) * error_T.square()
 
 
 @dataclass
@@ -146,4 +168,8 @@ def dataflow() -> DataflowGraph:
     return DataflowGraph((train,), dataset_keys=(*TRAINED, "prompt_mask"))
 
 
-__all__ = ["ILQLInterface", "dataflow"]
+__all__ = [
+    "ILQLInterface",
+    "dataflow",
+    "expectile_loss",
+]

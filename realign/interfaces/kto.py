@@ -34,17 +34,113 @@ from realign.api import (
     Role,
     SequenceSample,
     Stats,
+    derive_seed,
     masked_mean,
     merge_stats,
 )
-from realign.functional import kto_baseline, kto_loss, segment_sum
-from realign.interfaces.components.mismatch import mismatched, response_logprobs
+from realign.functional import segment_sum
+from realign.functional.packed import at_least_fp32, check_shapes
 from realign.interfaces.components.pairs import answered
+from realign.interfaces.components.scoring import score_logprobs
 from realign.interfaces.reference import ReferenceInterface
 from realign.settings import Count, NonNegative, Positive, Range
 
 RESPONSES = ("input_ids", "prompt_mask", "loss_mask")
 TRAINED = ("input_ids", "loss_mask", "labels", "ref_logprobs")
+
+
+def kto_baseline(policy_S: Tensor, reference_S: Tensor, valid_S: Tensor) -> Tensor:
+    """Estimate the KL divergence from the reference that KTO compares rewards with: a 0-d tensor, at least 0.
+
+    Source: arXiv:2402.01306 (section 4.1). The mean log-ratio of responses to other prompts; without gradient.
+
+    Args:
+        policy_S: [S] log-prob of the response to another prompt under the policy (nats).
+        reference_S: [S] its log-prob under the reference.
+        valid_S: [S] bool, the responses that count. The result is 0 if there are none.
+    """
+    check_shapes(policy_S, reference_S=reference_S, valid_S=valid_S)
+    log_ratio_S = at_least_fp32(policy_S.detach()) - at_least_fp32(reference_S.detach())
+    return (torch.where(valid_S, log_ratio_S, 0).sum() / valid_S.sum().clamp(min=1)).clamp(min=0)
+
+
+def kto_loss(
+    log_ratio_S: Tensor,
+    desirable_S: Tensor,
+    baseline_S: Tensor,
+    *,
+    beta: float,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+) -> Tensor:
+    """Compute the loss of Kahneman-Tversky optimization: [S].
+
+    Source: arXiv:2402.01306 (eq. 8). With log-ratio h and baseline z, the loss of a desirable response is
+    w (1 - sigmoid(beta (h - z))). For an undesirable one, h and z are exchanged.
+
+    Args:
+        log_ratio_S: [S] log policy(y) - log reference(y) (nats), differentiable.
+        desirable_S: [S] bool.
+        baseline_S: [S] result of `kto_baseline`, the same for all responses of an optimizer step.
+        beta: coefficient of the implicit KL penalty towards the reference, > 0.
+        desirable_weight: weight of desirable responses.
+        undesirable_weight: weight of undesirable responses.
+
+    Raises:
+        ValueError: `beta` is not positive, or the shapes differ.
+    """
+    check_shapes(log_ratio_S, desirable_S=desirable_S, baseline_S=baseline_S)
+    if not beta > 0:
+        raise ValueError(f"beta must be positive, found {beta:g}")
+    above_S = beta * (at_least_fp32(log_ratio_S) - baseline_S.detach())
+    desirable_S = desirable_S.bool()
+    weights = above_S.new_tensor([undesirable_weight, desirable_weight])
+    return weights[desirable_S.long()] * torch.sigmoid(torch.where(desirable_S, -above_S, above_S))
+
+
+def mismatched(data: SequenceSample) -> SequenceSample:
+    """Replace each response by a response to another prompt of the batch.
+
+    The prompts form one cycle in an order drawn from their ids, so the result does not depend on their order in the
+    batch. Response j of a prompt becomes response j of the next prompt in the cycle, counted modulo its number of
+    responses. It is cut where the sequence would be longer than the longest sequence of the batch.
+
+    Args:
+        data: a batch with `input_ids`, `prompt_mask` and `loss_mask`.
+
+    Returns:
+        A sample of the same ids and numbers of responses, with `input_ids` and `loss_mask`. `loss_mask` is False
+        everywhere if the batch has only one prompt.
+    """
+    if len(data) < 2:
+        masked = torch.zeros_like(data["loss_mask"])
+        return data.select(["input_ids"]).with_tokens(loss_mask=masked)
+    counts, longest = data.lengths["input_ids"].counts.tolist(), int(data.lengths["input_ids"].flat.max())
+    starts = [sum(counts[:i]) for i in range(len(data))]
+    order = sorted(range(len(data)), key=lambda i: derive_seed(0, "mismatched", str(data.ids[i])))
+    following = dict(zip(order, [*order[1:], order[0]], strict=True))
+    ids, prompts, trained = (data.sequences(key) for key in ("input_ids", "prompt_mask", "loss_mask"))
+
+    def joined(own: int, other: int) -> tuple[Tensor, Tensor]:
+        prompt = ids[own][prompts[own]]
+        response = (~prompts[other]).nonzero()[: longest - len(prompt), 0]
+        return (
+            torch.cat([prompt, ids[other][response]]),
+            torch.cat([torch.zeros_like(prompt, dtype=torch.bool), trained[other][response]]),
+        )
+
+    rows = []
+    for i, n in enumerate(counts):
+        other = following[i]
+        rows.append([joined(starts[i] + j, starts[other] + j % counts[other]) for j in range(n)])
+    nested = {key: [[pair[k] for pair in row] for row in rows] for k, key in enumerate(("input_ids", "loss_mask"))}
+    return SequenceSample.from_sequences(data.ids, nested)
+
+
+def response_logprobs(model: Model, data: SequenceSample, mb_spec: MicroBatchSpec, temperature: float) -> Tensor:
+    """Return [S] the log-prob of each response under the model, summed over its tokens in `loss_mask`."""
+    scored = score_logprobs(model, data, mb_spec, temperature)["logprobs"]
+    return segment_sum(torch.where(data["loss_mask"], scored, 0), data.cu_seqlens())
 
 
 @dataclass
@@ -193,4 +289,11 @@ def dataflow() -> DataflowGraph:
     )
 
 
-__all__ = ["KTOInterface", "KTOReferenceInterface", "dataflow"]
+__all__ = [
+    "KTOInterface",
+    "KTOReferenceInterface",
+    "dataflow",
+    "kto_baseline",
+    "kto_loss",
+    "mismatched",
+]

@@ -15,7 +15,6 @@ import pytest
 
 from realign.config.words import snake_case
 from realign.engines import QHeads
-from realign.functional import cispo_loss, gmpo_loss, gspo_loss, sapo_loss
 from realign.interfaces.components import (
     GAE,
     Cispo,
@@ -35,6 +34,7 @@ from realign.interfaces.components import (
     Truncation,
     ValueObjective,
 )
+from realign.interfaces.components.objectives import cispo_loss, gmpo_loss, gspo_loss, sapo_loss
 from realign.interfaces.critic import PPOCriticInterface, ValueNormalization
 from realign.interfaces.dpo import DPOInterface
 from realign.interfaces.grpo import GRPOActorInterface

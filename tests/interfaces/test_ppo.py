@@ -9,7 +9,7 @@ import torch
 from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample, stat_values
 from realign.api.interface import is_component_key
 from realign.errors import SettingsError
-from realign.functional import AggregationMode, KLEstimator, Scope, aggregate, kl_estimate
+from realign.functional import KLEstimator, Scope, kl_estimate
 from realign.interfaces.components import (
     GAE,
     Clip,
@@ -25,6 +25,7 @@ from realign.interfaces.components import (
     ValueObjective,
     trained,
 )
+from realign.interfaces.components.aggregation import AggregationMode, aggregate
 from realign.interfaces.ppo import PPOActorInterface
 from realign.interfaces.reference import ReferenceInterface
 from realign.testing import BigramEngine, check_train_step, random_batch, train_once

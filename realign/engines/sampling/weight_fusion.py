@@ -26,7 +26,7 @@ from realign.engines.sampling.fused_layers import FusedTrunk, Layer, Linear, RMS
 from realign.engines.sampling.kept_memory import KeptMemory, copied_all
 from realign.engines.sampling.kv_cache import DecodeContext, KVCache, PrefillContext
 from realign.engines.sampling.trunk import ModuleTrunk, Trunk
-from realign.functional.head import no_autocast
+from realign.functional.logprobs import no_autocast
 from realign.functional.packed import cu_seqlens_of, position_ids
 
 FAMILIES = frozenset({"llama", "mistral", "phi3", "qwen2", "qwen3"})

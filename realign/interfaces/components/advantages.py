@@ -28,7 +28,6 @@ from realign.functional import (
     Scope,
     broadcast_to_tokens,
     degenerate_groups,
-    degenerate_rescale,
     discounted_returns,
     gae,
     kl_estimate,
@@ -38,6 +37,8 @@ from realign.functional import (
     token_rewards,
     whiten,
 )
+from realign.functional.normalization import group_moments, identity
+from realign.functional.packed import check_shapes
 from realign.interfaces.components.normalization import Normalization
 from realign.interfaces.components.scoring import old_logprobs
 from realign.settings import Count, Fraction, Positive, Settings
@@ -292,6 +293,30 @@ class NStep(_ValueBased):
         return f"{self.n}-step returns, gamma {self.gamma:g}"
 
 
+@torch.no_grad()
+def degenerate_rescale(x_N: Tensor, group_N: Tensor, mask_N: Tensor, reduce: Reduce = identity) -> Tensor:
+    """Compute B / (B - M), where M of the B elements are in `degenerate_groups`.
+
+    Source: GPG (arXiv:2504.02546, its alpha), where it multiplies the advantages. In a mean over sequences, this is
+    equivalent to excluding constant groups from the sum and from its divisor. In verl's `gpg`, M is instead the
+    number of responses with a reward of 0, before subtracting the mean. With rewards of 0 and 1, verl thus divides by
+    the fraction of correct answers.
+
+    Args:
+        x_N: [N] scores.
+        group_N: [N] ints.
+        mask_N: [N] bool.
+        reduce: sums over ranks.
+
+    Returns:
+        A scalar, fp64, at least 1; 1 when every group is constant.
+    """
+    check_shapes(mask_N, x_N=x_N, group_N=group_N, mask_N=mask_N)
+    of = group_moments(x_N[mask_N].double(), group_N[mask_N])
+    total, telling = reduce(torch.stack([of.count_U.sum(), of.count_U[~of.degenerate_U].sum()])).unbind(0)
+    return torch.where(telling > 0, total / telling.clamp(min=1), 1)
+
+
 @dataclass
 class GroupRelative(AdvantageEstimator):
     """The reward of a response, to be compared within its prompt's group by `adv_norm` (GRPO, arXiv:2402.03300)."""
@@ -433,5 +458,6 @@ __all__ = [
     "Rewards",
     "TeacherKL",
     "advantage_stats",
+    "degenerate_rescale",
     "normalized_advantages",
 ]

@@ -24,7 +24,8 @@ from realign.engines.sampling.in_process import InProcessSampling
 from realign.engines.sampling.resources import RolloutResources
 from realign.engines.training.engine import TransformersEngine
 from realign.errors import RunError
-from realign.functional import AggregationMode, aggregate, aggregation_weight, nll_loss
+from realign.functional import nll_loss
+from realign.interfaces.components.aggregation import AggregationMode, aggregate, aggregation_weight
 from tests.tiny import FAMILIES, random_sample, tiny_engine
 
 ONE = MicroBatchSpec()

@@ -1,3 +1,5 @@
+"""Compare the losses on pairs and on responses of DPO, KTO and reward models with their formulas in plain floats."""
+
 from __future__ import annotations
 
 import inspect
@@ -10,21 +12,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realign.functional import (
-    DPOLoss,
+from realign.functional import cu_seqlens_of
+from realign.interfaces import dpo, kto, reward_model
+from realign.interfaces.components.pairs import pairs_by_label
+from realign.interfaces.dpo import DPOLoss, dpo_loss
+from realign.interfaces.kto import kto_baseline, kto_loss
+from realign.interfaces.reward_model import (
     best_of_n_loss,
     centering_loss,
     comparison_loss,
-    cu_seqlens_of,
     divergence_loss,
-    dpo_loss,
-    kto_baseline,
-    kto_loss,
-    pairs_by_label,
     pairwise_loss,
-    preferences,
     rating_loss,
 )
+from tests.formulas import formulas
 
 NUMBERS = st.floats(-30, 30)
 
@@ -273,14 +274,13 @@ def test_the_baseline_of_kto_is_the_mean_log_ratio_and_never_negative():
 
 
 def elementwise() -> list[tuple[typing.Callable, dict]]:
-    """Return every loss of the module whose tensors have one value per pair or per sequence, with its choices."""
+    """Return every loss of the modules whose tensors have one value per pair or per sequence, with its choices."""
     plain = {"beta": [0.3], "label_smoothing": [0.0, 0.2], "target_margin": [0.0, 0.5], "desirable_weight": [1.5]}
     plain |= {"undesirable_weight": [0.5], "margin_P": [None, "tensor"]}
     found = []
-    for name in preferences.__all__:
-        function = getattr(preferences, name)
-        names = inspect.signature(function).parameters if inspect.isfunction(function) else {}
-        if not name.endswith("_loss") or {"cu_seqlens", "n_groups"} & set(names):
+    for function in (function for module in (reward_model, dpo, kto) for function in formulas(module)):
+        names = inspect.signature(function).parameters
+        if not function.__name__.endswith("_loss") or {"cu_seqlens", "n_groups"} & set(names):
             continue
         choices = {n: list(DPOLoss) if n == "kind" else plain.get(n, ["tensor"]) for n in names}
         for values in itertools.product(*choices.values()):
@@ -293,7 +293,7 @@ def elementwise() -> list[tuple[typing.Callable, dict]]:
 
 @pytest.mark.parametrize(("function", "chosen"), elementwise(), ids=lambda x: getattr(x, "__name__", ""))
 def test_a_loss_does_not_depend_on_the_other_pairs_or_responses_of_a_micro_batch(function, chosen):
-    """New losses of the module are found by introspection."""
+    """New losses of the modules are found by introspection."""
     generator = torch.Generator().manual_seed(0)
     tensors = {n: -3 * torch.rand(7, generator=generator).double() for n, x in chosen.items() if isinstance(x, str)}
     tensors = {n: x < -1.5 if n.startswith("desirable") else x for n, x in tensors.items() if chosen[n] == "tensor"}

@@ -12,11 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realign.functional.advantages import discounted_returns, token_rewards
-from realign.functional.aggregation import AggregationMode, aggregate, aggregation_weight
-from realign.functional.normalization import Scope, degenerate_rescale, normalize
-from realign.functional.objectives import reinforce_loss
+from realign.functional.normalization import Scope, normalize
 from realign.functional.packed import cu_seqlens_of, sequence_index
+from realign.functional.returns import discounted_returns, token_rewards
+from realign.interfaces.components.advantages import degenerate_rescale
+from realign.interfaces.components.aggregation import AggregationMode, aggregate, aggregation_weight
+from realign.interfaces.components.objectives import reinforce_loss
 from tests.functional.test_normalization import flags, over_ranks
 
 

@@ -1,4 +1,4 @@
-"""Advantage estimation: token-level rewards, returns and advantages from sequence scores.
+"""Rewards of tokens from sequence scores, and returns and advantages (GAE) along the tokens of a sequence.
 
 The steps of a sequence are its tokens in the mask (the trainable ones). Tokens between them, such as a tool's answer,
 are skipped: they cause no discounting, and their values are ignored, including NaN. No gradient flows through these
