@@ -9,7 +9,7 @@ import torch
 from realign.functional.kl import LOG_RATIO_LIMIT
 from realign.functional.losses import CapMode, ImportanceLevel, behavior_weights, nll_loss, policy_loss
 from realign.functional.packed import cu_seqlens_of
-from realign.interfaces.components.aggregation import AggregationMode, aggregation_weight
+from realign.interfaces.components import TokenMean
 
 
 def ones(n):
@@ -119,7 +119,7 @@ def test_trap_f2_the_cap_takes_tokens_out_of_the_denominator_or_truncates():
     weight_T, keep_T, _ = behavior_weights(*args, cap=2.0, mode=CapMode.mask)
     assert keep_T.tolist() == [True, False, True, False]
     assert weight_T.tolist() == pytest.approx([1.0, 0.0, math.exp(-1), 0.0])
-    assert aggregation_weight(keep_T, cu_seqlens, AggregationMode.token_mean) == 2
+    assert TokenMean().weight(keep_T, cu_seqlens) == 2
     weight_T, keep_T, _ = behavior_weights(*args, cap=2.0, mode=CapMode.truncate)
     assert keep_T.tolist() == mask_T.tolist()
     assert weight_T.tolist() == pytest.approx([1.0, 2.0, math.exp(-1), 0.0])

@@ -22,7 +22,7 @@ from realign.functional.normalization import (
     whiten,
 )
 from realign.functional.packed import cu_seqlens_of
-from realign.interfaces.components.aggregation import AggregationMode, aggregate
+from realign.interfaces.components import TokenMean
 
 
 def flags(
@@ -218,7 +218,7 @@ def test_trap_e13_a_step_without_signal_has_exactly_no_gradient():
     logprobs_T = torch.randn(3, requires_grad=True)
     mask_T = torch.ones(3, dtype=torch.bool)
     loss_T = policy_loss(logprobs_T, torch.zeros(3), advantages_S, mask_T).loss_T
-    aggregate(loss_T, mask_T, cu_seqlens_of([1, 1, 1]), AggregationMode.token_mean).backward()
+    TokenMean().total(loss_T, mask_T, cu_seqlens_of([1, 1, 1])).backward()
     assert not logprobs_T.grad.any()
 
 

@@ -31,7 +31,7 @@ from realign.interfaces.components import (
     policy_loss_of,
     policy_stats,
 )
-from realign.interfaces.components.aggregation import AggregationMode, aggregate, aggregation_weight
+from realign.interfaces.components.aggregation import SeqMeanTokenMean
 from realign.interfaces.components.objectives import (
     cispo_loss,
     gmpo_loss,
@@ -316,8 +316,8 @@ def test_trap_f6_sequence_ratios_equal_a_padded_reference(objective):
     cu_seqlens = cu_seqlens_of(LENGTHS)
     args = (logprobs_T, old_T, broadcast_to_tokens(torch.tensor(advantages[:, 0]), cu_seqlens), mask_T, cu_seqlens)
     loss_T = loss_of(*args, objective=objective, low=0.1, high=0.1).loss_T
-    mode = AggregationMode.seq_mean_token_mean
-    got = aggregate(loss_T, mask_T, cu_seqlens, mode) / aggregation_weight(mask_T, cu_seqlens, mode)
+    mean = SeqMeanTokenMean()
+    got = mean.total(loss_T, mask_T, cu_seqlens) / mean.weight(mask_T, cu_seqlens)
     assert got.item() == pytest.approx(expected, rel=1e-12)
 
 
@@ -329,11 +329,11 @@ def test_gspo_has_the_gradient_of_gspo_token_where_an_advantage_belongs_to_a_seq
     mine = logprobs_T.clone().requires_grad_()
     args = (mine, old_T, advantages_T, mask_T, cu_seqlens)
     out = loss_of(*args, objective="gspo", **options)
-    aggregate(out.loss_T, mask_T, cu_seqlens, AggregationMode.seq_mean_token_mean).backward()
+    SeqMeanTokenMean().total(out.loss_T, mask_T, cu_seqlens).backward()
     theirs = logprobs_T.clone().requires_grad_()  # s as a constant, times the ratio of a token to its detached self
     log_s_T = out.ratio_T.log() + theirs - theirs.detach()
     loss_T = policy_loss(log_s_T, torch.zeros_like(log_s_T), advantages_T, mask_T, clip_low=0.02, clip_high=0.02).loss_T
-    aggregate(loss_T, mask_T, cu_seqlens, AggregationMode.seq_mean_token_mean).backward()
+    SeqMeanTokenMean().total(loss_T, mask_T, cu_seqlens).backward()
     assert out.clipped_T.any()
     torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-12, atol=1e-15)
 

@@ -18,7 +18,6 @@ from tests.formulas import formulas
 
 MODULES = (
     returns,
-    aggregation,
     kl,
     losses,
     normalization,
@@ -35,7 +34,7 @@ MODULES = (
     reward_model,
 )
 SIZES = {"T": 4, "N": 4, "S": 2, "P": 1}
-WHOLE = aggregation.AggregationMode.seq_mean_token_mean  # reads the sequences
+AGGREGATION = aggregation.SeqMeanTokenMean()  # reads the sequences
 UNSHAPED = (
     "at_least_fp32",
     "check_shapes",
@@ -46,7 +45,7 @@ UNSHAPED = (
     "group_moments",
 )
 """Functions whose arguments determine no shape, or were checked by the caller."""
-OPTIONS = {"gamma": 0.9, "lam": 0.9, "k": 1, "n": 2, "beta": 0.1, "n_groups": 2, "fill": 0.0, "mode": WHOLE, "tau": 0.7}
+OPTIONS = {"gamma": 0.9, "lam": 0.9, "k": 1, "n": 2, "beta": 0.1, "n_groups": 2, "fill": 0.0, "tau": 0.7}
 
 
 def tensor(name: str) -> Tensor:
@@ -74,7 +73,7 @@ def arguments(function: Callable[..., Any]) -> tuple[dict[str, Tensor], dict[str
 
 
 def checked() -> list[Callable[..., Any]]:
-    """Return the public functions with two arguments that determine a shape, and `RunningMoments.update`."""
+    """Return the public functions with two arguments that determine a shape, and some methods."""
     found = []
     for module in MODULES:
         for function in formulas(module):
@@ -82,7 +81,7 @@ def checked() -> list[Callable[..., Any]]:
                 tensors, others = arguments(function)
                 if len(tensors) + ("cu_seqlens" in others) > 1:
                     found.append(function)
-    return [*found, normalization.RunningMoments().update]
+    return [*found, AGGREGATION.total, AGGREGATION.weight, normalization.RunningMoments().update]
 
 
 def named(value: Any) -> str:
