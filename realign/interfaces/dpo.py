@@ -23,6 +23,7 @@ from typing import Annotated
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import override
 
 from realign.api import (
     RPC,
@@ -161,8 +162,8 @@ class DPOInterface(ModelInterface):
                 "reference_free=false: the odds of kind=odds_ratio are those of the policy. Set reference_free=true"
             )
 
+    @override
     def keys(self, method: str) -> Keys:
-        """See `ModelInterface.keys`."""
         if method != "train_step":
             return Keys()
         return Keys(needs=dict.fromkeys(("input_ids", "loss_mask", "labels"), "") | self.reference_keys())
@@ -171,24 +172,25 @@ class DPOInterface(ModelInterface):
         """Return the keys that the loss reads from the reference, with the setting that requires them."""
         return {} if self.reference_free else {"ref_logprobs": "reference_free=false"}
 
+    @override
     def outputs(self) -> frozenset[str]:
-        """See `ModelInterface.outputs`."""
         return frozenset({"logprobs"})
 
+    @override
     def roles(self) -> Mapping[str, Role]:
-        """See `ModelInterface.roles`: the reference policy, unless `reference_free`."""
+        """Return the reference policy, unless `reference_free`."""
         return {} if self.reference_free else {"ref": Role(ReferenceInterface(temperature=self.temperature))}
 
+    @override
     def plan(self) -> Plan:
-        """See `ModelInterface.plan`."""
         return Plan(n_minibatches=self.n_minibatches, temperature=self.temperature, temperature_setting="temperature")
 
+    @override
     def headline(self) -> tuple[str, ...]:
-        """See `ModelInterface.headline`."""
         return ("loss", "rewards/accuracy", "rewards/margin")
 
+    @override
     def panels(self) -> tuple[Panel, ...]:
-        """See `ModelInterface.panels`."""
         return (
             Panel("accuracy on preferences", {"rewards/accuracy": "training batch"}),
             Panel("margin of implicit rewards", {"rewards/margin": "training batch"}),
@@ -244,8 +246,8 @@ class DPOInterface(ModelInterface):
         """Return the number of pairs in the loss."""
         return pairs_of(data).counts_P.sum()
 
+    @override
     def describe(self, batch_prompts: int) -> dict[str, str]:
-        """See `ModelInterface.describe`."""
         compared = "log-prob without reference" if self.reference_free else "log-ratio"
         over = "mean over tokens" if self.length_normalized else "sum over tokens"
         parts = [f"{self.kind.value}, beta {self.beta:g}"]

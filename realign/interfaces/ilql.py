@@ -22,6 +22,7 @@ from typing import Annotated
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from realign.api import (
     RPC,
@@ -91,24 +92,24 @@ class ILQLInterface(ModelInterface):
     aggregation: Aggregation = field(default_factory=TokenMean)
     """Weights of tokens and sequences in the loss: token_mean, seq_mean_token_mean, seq_mean_token_sum or constant."""
 
+    @override
     def keys(self, method: str) -> Keys:
-        """See `ModelInterface.keys`."""
         return Keys(needs=dict.fromkeys(TRAINED, "")) if method == "train_step" else Keys()
 
+    @override
     def outputs(self) -> frozenset[str]:
-        """See `ModelInterface.outputs`."""
         return frozenset({"logprobs", "values", "q_values"})
 
+    @override
     def plan(self) -> Plan:
-        """See `ModelInterface.plan`."""
         return Plan(epochs=self.epochs, n_minibatches=self.n_minibatches)
 
+    @override
     def headline(self) -> tuple[str, ...]:
-        """See `ModelInterface.headline`."""
         return ("loss", "q_loss", "v_loss", "nll")
 
+    @override
     def panels(self) -> tuple[Panel, ...]:
-        """See `ModelInterface.panels`."""
         return (
             Panel("losses of action values and values (squared reward)", {"q_loss": "Q", "v_loss": "V"}),
             Panel("values (reward)", {"q": "Q of the tokens", "value": "V"}),
@@ -150,8 +151,8 @@ class ILQLInterface(ModelInterface):
         """Return the divisor of the loss."""
         return self.aggregation.weight(rewarded(data), data.cu_seqlens())
 
+    @override
     def describe(self, batch_prompts: int) -> dict[str, str]:
-        """See `ModelInterface.describe`."""
         awac = f"{self.awac_coef:g} x likelihood with advantage factor {self.awac_beta:g}"
         terms = f"Q (gamma {self.gamma:g}) + V (expectile {self.tau:g}) + {self.cql_coef:g} x CQL + {awac}"
         return {"loss": f"{terms}, {self.aggregation.describe()}"}

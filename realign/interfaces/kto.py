@@ -19,6 +19,7 @@ from typing import Annotated
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from realign.api import (
     RPC,
@@ -159,30 +160,31 @@ class KTOInterface(ModelInterface):
     temperature: Annotated[float, Range(ge=0.01, lt=math.inf)] = 1.0
     """Temperature of all log-probs, which divides the logits. Must equal the reference's; this is checked at launch."""
 
+    @override
     def keys(self, method: str) -> Keys:
-        """See `ModelInterface.keys`."""
         if method != "train_step":
             return Keys()
         return Keys(needs=dict.fromkeys((*TRAINED, "prompt_mask", "mismatched_ref_logprobs"), ""))
 
+    @override
     def outputs(self) -> frozenset[str]:
-        """See `ModelInterface.outputs`."""
         return frozenset({"logprobs"})
 
+    @override
     def roles(self) -> Mapping[str, Role]:
-        """See `ModelInterface.roles`: the reference policy."""
+        """Return the reference policy."""
         return {"ref": Role(KTOReferenceInterface(temperature=self.temperature))}
 
+    @override
     def plan(self) -> Plan:
-        """See `ModelInterface.plan`."""
         return Plan(n_minibatches=self.n_minibatches, temperature=self.temperature, temperature_setting="temperature")
 
+    @override
     def headline(self) -> tuple[str, ...]:
-        """See `ModelInterface.headline`."""
         return ("loss", "rewards/accuracy", "rewards/margin", "kl_baseline")
 
+    @override
     def panels(self) -> tuple[Panel, ...]:
-        """See `ModelInterface.panels`."""
         return (
             Panel("accuracy on labels", {"rewards/accuracy": "training batch"}),
             Panel("margin of implicit rewards", {"rewards/margin": "training batch"}),
@@ -239,8 +241,8 @@ class KTOInterface(ModelInterface):
         """Return the number of responses in the loss."""
         return answered(data).sum()
 
+    @override
     def describe(self, batch_prompts: int) -> dict[str, str]:
-        """See `ModelInterface.describe`."""
         weights = f"weights {self.desirable_weight:g} (desirable) and {self.undesirable_weight:g} (undesirable)"
         return {"loss": f"kto, beta {self.beta:g}, {weights}; mean over responses"}
 
@@ -249,8 +251,8 @@ class KTOInterface(ModelInterface):
 class KTOReferenceInterface(ReferenceInterface):
     """The reference of KTO: it also scores mismatched pairs of prompts and responses."""
 
+    @override
     def keys(self, method: str) -> Keys:
-        """See `ModelInterface.keys`."""
         if method != "inference":
             return Keys()
         return Keys(needs=dict.fromkeys(RESPONSES, ""), writes=frozenset({"logprobs", "mismatched_ref_logprobs"}))

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import override
 
 from realign.api import (
     RPC,
@@ -246,8 +247,8 @@ class RewardModelInterface(ModelInterface):
             raise SettingsError(f"score_at=before_end: {other}=true uses the scores of all tokens. Set {other}=false")
         self.gain, self.bias = 1.0, 0.0
 
+    @override
     def keys(self, method: str) -> Keys:
-        """See `ModelInterface.keys`."""
         if method == "train_step":
             needs = dict.fromkeys(("input_ids", "loss_mask", "labels"), "")
             margins = {"margins": "use_margin=true"} if self.use_margin else {}
@@ -258,22 +259,22 @@ class RewardModelInterface(ModelInterface):
         needs = {"input_ids": ""} | ({} if mask is None else {"prompt_mask": mask})
         return Keys(needs=needs, writes=reward_keys(self.dense))
 
+    @override
     def outputs(self) -> frozenset[str]:
-        """See `ModelInterface.outputs`."""
         return frozenset({"scores"})
 
+    @override
     def plan(self) -> Plan:
-        """See `ModelInterface.plan`."""
         return Plan(n_minibatches=self.n_minibatches)
 
+    @override
     def headline(self) -> tuple[str, ...]:
-        """See `ModelInterface.headline`."""
         if self.kind is RewardLoss.scalar_rating:
             return ("loss", "rating_error", "pearson")
         return ("loss", "accuracy", "margin")
 
+    @override
     def panels(self) -> tuple[Panel, ...]:
-        """See `ModelInterface.panels`."""
         if self.kind is RewardLoss.scalar_rating:
             return (Panel("correlation with ratings", {"pearson": "reward model, training batch"}),)
         return (Panel("accuracy on preferences", {"accuracy": "reward model, training batch"}),)
@@ -384,7 +385,7 @@ class RewardModelInterface(ModelInterface):
 
     @property
     def labels_are_numbers(self) -> bool:
-        """See `Calibratable`: true if labels are ratings, false if they only rank responses."""
+        """Return whether labels are ratings, and do not only rank responses."""
         return self.kind in (RewardLoss.scalar_rating, RewardLoss.scalar_compare)
 
     def label_scale(self, labels_S: Tensor) -> tuple[float, float]:
@@ -417,8 +418,8 @@ class RewardModelInterface(ModelInterface):
         if "gain" in saved:
             self.load_state_dict(saved)
 
+    @override
     def describe(self, batch_prompts: int) -> dict[str, str]:
-        """See `ModelInterface.describe`."""
         options = ("use_margin", "per_prompt_weighting", "from_divergence")
         chosen = [name for name in options if getattr(self, name)]
         chosen += ["score before the end token"] if self.score_at is ScoreAt.before_end else []

@@ -33,6 +33,7 @@ from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from realign.api import (
     Max,
@@ -165,8 +166,8 @@ class Objective(Settings, ABC):
 class _Clipped(Objective):
     """Base class of clipped objectives."""
 
+    @override
     def stats(self, loss: PolicyLoss, mask_T: Tensor) -> Stats:
-        """See `Objective`."""
         return {"dual_clip_fraction": masked_mean(loss.dual_clipped_T, mask_T)} if self._dual is not None else {}
 
     @property
@@ -188,12 +189,12 @@ class Clip(_Clipped):
     dual: DualClip = None
     """Upper bound on the ratio for negative advantages, above 1 (dual clip, arXiv:1912.09729); null: off."""
 
+    @override
     def loss(self, tokens: PolicyTokens) -> PolicyLoss:
-        """See `realign.functional.policy_loss`."""
         return policy_loss(*_basic(tokens), clip_low=self.low, clip_high=self.high, dual_clip=self.dual)
 
+    @override
     def describe(self) -> str:
-        """See `Objective`."""
         return self._range("ratio", self.low, self.high) + _dual_text(self.dual)
 
     @property
@@ -241,12 +242,12 @@ class Gspo(_Clipped):
     dual: DualClip = None
     """Upper bound on the ratio for negative advantages, above 1; null: off."""
 
+    @override
     def loss(self, tokens: PolicyTokens) -> PolicyLoss:
-        """See `realign.functional.gspo_loss`."""
         return gspo_loss(*_basic(tokens), tokens.cu_seqlens, low=self.low, high=self.high, dual=self.dual)
 
+    @override
     def describe(self) -> str:
-        """See `Objective`."""
         return self._range("sequence ratio", self.low, self.high) + _dual_text(self.dual)
 
     @property
@@ -287,12 +288,12 @@ class Cispo(Objective):
     high: NonNegative = 4.0
     """The weight is at most 1 + high (TRL recommends 5, arXiv:2510.13786)."""
 
+    @override
     def loss(self, tokens: PolicyTokens) -> PolicyLoss:
-        """See `realign.functional.cispo_loss`."""
         return cispo_loss(*_basic(tokens), low=self.low, high=self.high)
 
+    @override
     def describe(self) -> str:
-        """See `Objective`."""
         return self._range("ratio", self.low, self.high)
 
 
@@ -329,12 +330,12 @@ class Sapo(Objective):
     tau_neg: Positive = 1.05
     """tau where the advantage is negative or 0."""
 
+    @override
     def loss(self, tokens: PolicyTokens) -> PolicyLoss:
-        """See `realign.functional.sapo_loss`."""
         return sapo_loss(*_basic(tokens), tau_pos=self.tau_pos, tau_neg=self.tau_neg)
 
+    @override
     def describe(self) -> str:
-        """See `Objective`."""
         return f"sapo, temperatures {self.tau_pos:g} and {self.tau_neg:g}"
 
 
@@ -376,12 +377,12 @@ class Gmpo(Objective):
     high: NonNegative = 0.4
     """Log-ratios are clipped above at high."""
 
+    @override
     def loss(self, tokens: PolicyTokens) -> PolicyLoss:
-        """See `realign.functional.gmpo_loss`."""
         return gmpo_loss(*_basic(tokens), tokens.cu_seqlens, low=self.low, high=self.high)
 
+    @override
     def describe(self) -> str:
-        """See `Objective`."""
         return self._range("log-ratio", self.low, self.high, center=0.0)
 
 
@@ -517,16 +518,16 @@ class ProximalKL(Objective):
         if self.target is not None and self.beta == 0:
             raise SettingsError("beta=0: target multiplies beta, which would stay 0. Set beta above 0")
 
+    @override
     def loss(self, tokens: PolicyTokens) -> PolicyLoss:
-        """See `realign.functional.proximal_kl_loss`."""
         return proximal_kl_loss(*_basic(tokens), beta=self.beta if tokens.kl_coef is None else tokens.kl_coef)
 
+    @override
     def control(self) -> ProximalKLControl | None:
-        """See `Objective`."""
         return None if self.target is None else ProximalKLControl(self.beta, self.target)
 
+    @override
     def describe(self) -> str:
-        """See `Objective`."""
         adapted = "" if self.target is None else f" at first, adapted to {self.target:g} nats per token"
         return f"ratio without clip, KL to the old policy, coefficient {self.beta:g}{adapted}"
 
@@ -547,12 +548,12 @@ def reinforce_loss(logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Ten
 class Reinforce(Objective):
     """-A logprobs: the policy gradient itself; right for one optimizer step per rollout batch, or with a correction."""
 
+    @override
     def loss(self, tokens: PolicyTokens) -> PolicyLoss:
-        """See `realign.functional.reinforce_loss`."""
         return reinforce_loss(*_basic(tokens))
 
+    @override
     def describe(self) -> str:
-        """See `Objective`."""
         return "reinforce, no ratio"
 
 
