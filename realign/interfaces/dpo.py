@@ -70,9 +70,9 @@ def dpo_loss(
     rejected_P: Tensor,
     *,
     beta: float,
-    kind: DPOLoss = DPOLoss.sigmoid,
-    label_smoothing: float = 0.0,
-    target_margin: float = 0.0,
+    kind: DPOLoss,
+    label_smoothing: float,
+    target_margin: float,
 ) -> Tensor:
     """Compute the loss of direct preference optimization from log-ratios of the policy to the reference.
 

@@ -71,8 +71,8 @@ def kto_loss(
     baseline_S: Tensor,
     *,
     beta: float,
-    desirable_weight: float = 1.0,
-    undesirable_weight: float = 1.0,
+    desirable_weight: float,
+    undesirable_weight: float,
 ) -> Tensor:
     """Compute the loss of Kahneman-Tversky optimization: [S].
 

@@ -209,9 +209,9 @@ def gspo_loss(
     mask_T: Tensor,
     cu_seqlens: Tensor,
     *,
-    low: float = 3e-4,
-    high: float = 4e-4,
-    dual: float | None = None,
+    low: float,
+    high: float,
+    dual: float | None,
 ) -> PolicyLoss:
     """Compute max(-A s, -A clip(s, 1 - low, 1 + high)) with s = exp(mean of l over the sequence) (GSPO).
 
@@ -261,8 +261,8 @@ def cispo_loss(
     advantages_T: Tensor,
     mask_T: Tensor,
     *,
-    low: float | None = None,
-    high: float = 4.0,
+    low: float | None,
+    high: float,
 ) -> PolicyLoss:
     """Compute -sg(clip(r, 1 - low, 1 + high)) A logprobs (CISPO, arXiv:2506.13585, eq. 4 and 5).
 
@@ -303,8 +303,8 @@ def sapo_loss(
     advantages_T: Tensor,
     mask_T: Tensor,
     *,
-    tau_pos: float = 1.0,
-    tau_neg: float = 1.05,
+    tau_pos: float,
+    tau_neg: float,
 ) -> PolicyLoss:
     """Compute -A (4 / tau) sigmoid(tau (r - 1)), with tau = tau_pos where A > 0, else tau_neg (SAPO).
 
@@ -346,8 +346,8 @@ def gmpo_loss(
     mask_T: Tensor,
     cu_seqlens: Tensor,
     *,
-    low: float | None = 0.4,
-    high: float = 0.4,
+    low: float | None,
+    high: float,
 ) -> PolicyLoss:
     """Compute -A exp(mean of k over the sequence), k = min(l, high) where A > 0, max(l, -low) where A < 0 (GMPO).
 
@@ -387,7 +387,7 @@ class Gmpo(Objective):
 
 
 def proximal_kl_loss(
-    logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, mask_T: Tensor, *, beta: float = 1.0
+    logprobs_T: Tensor, old_logprobs_T: Tensor, advantages_T: Tensor, mask_T: Tensor, *, beta: float
 ) -> PolicyLoss:
     """Compute -(r A - beta k) with k = r - 1 - l: PPO with a KL penalty to the old policy instead of the clip.
 

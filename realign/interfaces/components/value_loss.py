@@ -42,9 +42,9 @@ def value_loss(
     returns_T: Tensor,
     mask_T: Tensor,
     *,
-    clip: float | None = None,
-    kind: ValueLoss = ValueLoss.mse,
-    huber_delta: float = 10.0,
+    clip: float | None,
+    kind: ValueLoss,
+    huber_delta: float,
 ) -> tuple[Tensor, Tensor]:
     """Compute the critic's loss, max(e(v), e(clip(v, old - clip, old + clip))), e half the squared or Huber error.
 

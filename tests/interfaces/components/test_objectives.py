@@ -74,7 +74,7 @@ def loss_of(
         "gmpo": lambda: gmpo_loss(*args, cu_seqlens, low=low, high=top),
         "sapo": lambda: sapo_loss(*args, tau_pos=tau_pos, tau_neg=tau_neg),
         "reinforce": lambda: reinforce_loss(*args),
-        "proximal_kl": lambda: proximal_kl_loss(*args),
+        "proximal_kl": lambda: proximal_kl_loss(*args, beta=1.0),
     }
     return calls[objective]()
 

@@ -46,6 +46,8 @@ UNSHAPED = (
 )
 """Functions whose arguments determine no shape, or were checked by the caller."""
 OPTIONS = {"gamma": 0.9, "lam": 0.9, "k": 1, "n": 2, "beta": 0.1, "n_groups": 2, "fill": 0.0, "tau": 0.7}
+OPTIONS |= {"low": 0.2, "high": 0.2, "dual": None, "tau_pos": 1.0, "tau_neg": 1.05, "clip": None, "huber_delta": 10.0}
+OPTIONS |= {"label_smoothing": 0.0, "target_margin": 0.0, "desirable_weight": 1.0, "undesirable_weight": 1.0}
 
 
 def tensor(name: str) -> Tensor:
