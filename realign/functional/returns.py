@@ -221,8 +221,8 @@ def _window_sum(x_M: Tensor, remaining_M: Tensor, decay: float, width: int) -> T
 
 def _later(x_M: Tensor, remaining_M: Tensor, distance: int) -> Tensor:
     """Return `x_M` of the token `distance` tokens later in the same sequence, 0 where there is none."""
-    shifted_M, kept = torch.zeros_like(x_M), max(len(x_M) - distance, 0)
-    shifted_M[:kept] = torch.where(remaining_M[:kept] >= distance, x_M[distance:], 0)
+    shifted_M, length = torch.zeros_like(x_M), max(len(x_M) - distance, 0)
+    shifted_M[:length] = torch.where(remaining_M[:length] >= distance, x_M[distance:], 0)
     return shifted_M
 
 

@@ -53,6 +53,6 @@ class GreedyInterface(ModelInterface):
 
     def generate(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
         """Sample one greedy response per prompt: `input_ids`, `prompt_mask`."""
-        one = replace(self.generation, n=1, greedy=True, router_replay=False)
-        out = model.sampler.generate(data.select(["prompt_ids"]), one, seed=model.call_seed("greedy"))
+        generation = replace(self.generation, n=1, greedy=True, router_replay=False)
+        out = model.sampler.generate(data.select(["prompt_ids"]), generation, seed=model.call_seed("greedy"))
         return out.select(["input_ids", "prompt_mask"])

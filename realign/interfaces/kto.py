@@ -206,8 +206,8 @@ class KTOInterface(ModelInterface):
         policy_S = response_logprobs(model, other, mb_spec, self.temperature)
         baseline = kto_baseline(policy_S, part["mismatched_ref_logprobs"], answered(other))
         data = part.select(TRAINED).with_sequences(kl_baseline=baseline.expand(part.n_sequences).contiguous())
-        found = model.machine.train_batch(data, mb_spec, self.loss, self.loss_weight)
-        return {**found, "kl_baseline": Mean(baseline, torch.ones_like(baseline))}
+        stats = model.machine.train_batch(data, mb_spec, self.loss, self.loss_weight)
+        return {**stats, "kl_baseline": Mean(baseline, torch.ones_like(baseline))}
 
     def loss(self, output: ModelOutput, minibatch: SequenceSample) -> tuple[Tensor, Stats]:
         """Sum the loss over the responses."""
@@ -275,8 +275,8 @@ OTHER = {"input_ids": "mismatched_input_ids", "loss_mask": "mismatched_loss_mask
 def margin(stats: Stats) -> Stats:
     """Return `rewards/margin`: the difference of the mean rewards of desirable and undesirable responses, if any."""
     means = [stats.get(f"rewards/{name}") for name in ("chosen", "rejected")]
-    found = [mean.total / mean.weight for mean in means if isinstance(mean, Mean) and mean.weight > 0]
-    return {"rewards/margin": Mean(found[0] - found[1], torch.ones_like(found[0]))} if len(found) == 2 else {}
+    rewards = [mean.total / mean.weight for mean in means if isinstance(mean, Mean) and mean.weight > 0]
+    return {"rewards/margin": Mean(rewards[0] - rewards[1], torch.ones_like(rewards[0]))} if len(rewards) == 2 else {}
 
 
 def dataflow() -> DataflowGraph:

@@ -75,8 +75,8 @@ class KLPenalty(Settings):
                 "full_vocabulary=false"
             )
         if self.full_vocabulary and (self.estimator is not None or self.importance_weighted):
-            found = "importance_weighted=true" if self.estimator is None else f"estimator={self.estimator.value}"
-            raise SettingsError(f"{found}: has no effect with full_vocabulary=true, which is exact. Remove one of them")
+            shown = "importance_weighted=true" if self.estimator is None else f"estimator={self.estimator.value}"
+            raise SettingsError(f"{shown}: has no effect with full_vocabulary=true, which is exact. Remove one of them")
         if self.importance_weighted and self.place is not KLPlace.loss:
             raise SettingsError(
                 f"importance_weighted=true: has no effect with place={self.place.value}. Set place=loss, or "

@@ -475,13 +475,13 @@ class ProximalKLControl:
         """
         mask_T, old_T = data["loss_mask"], old_logprobs(data)
         new_T = score_logprobs(model, data, mb_spec, temperature)["logprobs"]
-        found = masked_mean(kl_estimate(old_T, new_T, mask_T, KLEstimator.k3), mask_T)
-        stats: Stats = {"proximal_kl": found, "proximal_kl_coef": Max(torch.tensor(self.coef))}
-        self._adapt(found, model)
+        kl_mean = masked_mean(kl_estimate(old_T, new_T, mask_T, KLEstimator.k3), mask_T)
+        stats: Stats = {"proximal_kl": kl_mean, "proximal_kl_coef": Max(torch.tensor(self.coef))}
+        self._adapt(kl_mean, model)
         return stats
 
-    def _adapt(self, found: Mean, model: Model) -> None:
-        total, weight = model.machine.reduce(torch.stack([found.total.double(), found.weight.double()])).tolist()
+    def _adapt(self, kl_mean: Mean, model: Model) -> None:
+        total, weight = model.machine.reduce(torch.stack([kl_mean.total.double(), kl_mean.weight.double()])).tolist()
         if not weight:
             return
         if not math.isfinite(kl := total / weight):
@@ -568,18 +568,18 @@ def policy_loss_of(objective: Objective, tokens: PolicyTokens, weight_T: Tensor 
     Raises:
         ValueError: the objective returned another shape than [T].
     """
-    found = objective.loss(tokens)
-    if not isinstance(found, PolicyLoss):
+    policy = objective.loss(tokens)
+    if not isinstance(policy, PolicyLoss):
         log_ratio_T, clamped_T = log_ratio(tokens.logprobs_T, tokens.old_logprobs_T, tokens.mask_T)
         never_T = torch.zeros_like(tokens.mask_T)
-        found = PolicyLoss(found, log_ratio_T.exp().detach(), never_T, never_T, clamped_T)
-    if found.loss_T.shape != tokens.mask_T.shape:
+        policy = PolicyLoss(policy, log_ratio_T.exp().detach(), never_T, never_T, clamped_T)
+    if policy.loss_T.shape != tokens.mask_T.shape:
         raise ValueError(
-            f"{type(objective).__qualname__}.loss returned shape {list(found.loss_T.shape)}. It must return one loss "
+            f"{type(objective).__qualname__}.loss returned shape {list(policy.loss_T.shape)}. It must return one loss "
             f"per token, shape {list(tokens.mask_T.shape)}"
         )
-    weighted_T = found.loss_T if weight_T is None else found.loss_T * torch.where(tokens.mask_T, weight_T, 0)
-    return found._replace(loss_T=torch.where(tokens.mask_T, weighted_T, 0))
+    weighted_T = policy.loss_T if weight_T is None else policy.loss_T * torch.where(tokens.mask_T, weight_T, 0)
+    return policy._replace(loss_T=torch.where(tokens.mask_T, weighted_T, 0))
 
 
 def policy_stats(policy: PolicyLoss, tokens: PolicyTokens, entropy_T: Tensor) -> Stats:
