@@ -28,10 +28,8 @@ from transformers.utils import logging
 
 from realign.api import Mean, MicroBatchSpec, Model, ModelInterface, SequenceSample, Stats, merge_stats
 from realign.demo.arithmetic import prepare
-from realign.functional import DPOLoss
-from realign.interfaces.components.mismatch import mismatched
-from realign.interfaces.dpo import DPOInterface
-from realign.interfaces.kto import KTOInterface, KTOReferenceInterface
+from realign.interfaces.dpo import DPOInterface, DPOLoss
+from realign.interfaces.kto import KTOInterface, KTOReferenceInterface, mismatched
 from realign.interfaces.reward_model import RewardModelInterface
 
 GOAL = 2e-6

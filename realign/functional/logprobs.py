@@ -1,21 +1,38 @@
-"""Log-probs and entropy from hidden states, computed in chunks without materializing all logits.
+"""Log-probs, entropy and divergences from hidden states, computed in chunks without materializing all logits.
 
 The logits [N, V] of N tokens would be the largest tensor of an update. This module computes them in chunks, reduces
-each chunk to one number per token, frees it, and recomputes it in the backward pass.
+each chunk to one number per token, frees it, and recomputes it in the backward pass. A divergence over the whole
+vocabulary has the logits of both models for one chunk at a time.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .head import HeadGradients, LMHead, Projection, no_autocast, wide_dtype
+from .packed import at_least_fp32
 
-__all__ = ["LMHead", "check_head", "chosen_chunk", "chunk_tokens", "chunks", "token_logprobs"]
+__all__ = [
+    "HeadGradients",
+    "LMHead",
+    "Projection",
+    "check_head",
+    "chosen_chunk",
+    "chunk_tokens",
+    "chunks",
+    "no_autocast",
+    "token_logprobs",
+    "vocabulary_divergence",
+    "wide_dtype",
+]
+
 
 MIN_TEMPERATURE = 1e-2
 """Minimum temperature. Below it, scaled logits are numerically meaningless in low precision."""
@@ -25,13 +42,139 @@ IMPOSSIBLE = -1e4
 
 CHUNK_ELEMENTS_CPU = 2**22
 """Logits per chunk on CPU: 16 MiB in fp32, which fits the last-level cache and is as fast as larger chunks."""
+
 CHUNK_ELEMENTS_ACCELERATOR = 2**26
 """Minimum logits per chunk on an accelerator: 256 MiB in fp32, hundreds of tokens for a vocabulary of 150,000."""
+
 CHUNK_ELEMENTS_LARGEST = 2**28
 """Maximum logits per chunk on an accelerator: 1 GiB in fp32."""
+
 MEMORY_PER_ELEMENT = 320
 """Bytes of device memory for each logit of a chunk: a chunk in fp32 takes 1/80 of the memory. It depends on the size
 of the device and not on its free memory, so that equal devices round equally."""
+
+
+@dataclass(frozen=True, eq=False)
+class LMHead:
+    """The LM head of a language model: logits = softcap * tanh(scale * (h W^T + b) / softcap).
+
+    Without `softcap`, the logits are scale * (h W^T + b). gemma2 uses `softcap`; cohere and granite use `scale`.
+    """
+
+    weight_VH: Tensor
+    """Weight [V, H]."""
+    bias_V: Tensor | None = None
+    """Bias [V], or None."""
+    scale: float = 1.0
+    """Factor on the logits."""
+    softcap: float | None = None
+    """Bound on the absolute value of a logit; None means no bound."""
+
+    def first(self, words: int) -> LMHead:
+        """Return a head restricted to the first `words` tokens of the vocabulary."""
+        bias_V = None if self.bias_V is None else self.bias_V[:words]
+        return replace(self, weight_VH=self.weight_VH[:words], bias_V=bias_V)
+
+    def to(self, device: torch.device | str) -> LMHead:
+        """Return the head on a device; without a copy if it is there."""
+        bias_V = None if self.bias_V is None else self.bias_V.to(device)
+        return replace(self, weight_VH=self.weight_VH.to(device), bias_V=bias_V)
+
+    def logits(self, hidden_NH: Tensor) -> Tensor:
+        """Compute all logits: [N, V] fp32 (fp64 for fp64 input), differentiable. Intended for sampling (small N)."""
+        dtype = _matmul_dtype(hidden_NH, self.weight_VH)
+        with no_autocast(hidden_NH):
+            logits_NV = at_least_fp32(F.linear(hidden_NH.to(dtype), self.weight_VH.to(dtype)))
+            if self.bias_V is not None:
+                logits_NV = logits_NV + self.bias_V
+            if self.scale != 1:
+                logits_NV = logits_NV * self.scale
+            return logits_NV if self.softcap is None else self.softcap * torch.tanh(logits_NV / self.softcap)
+
+
+class Projection(NamedTuple):
+    """The computation of logits / temperature from hidden states."""
+
+    scale: float
+    softcap: float | None
+    temperature: float
+    dtype: torch.dtype
+    """Dtype of the matrix product."""
+
+    @classmethod
+    def of(cls, hidden_NH: Tensor, head: LMHead, temperature: float) -> Projection:
+        """Create the projection of `hidden_NH` by `head`, with the temperature."""
+        return cls(head.scale, head.softcap, temperature, _matmul_dtype(hidden_NH, head.weight_VH))
+
+    def logits(self, hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None) -> Tensor:
+        """Compute logits / temperature of a chunk, in new memory that the caller may overwrite."""
+        logits_CV = at_least_fp32(F.linear(hidden_CH.to(self.dtype), weight_VH))
+        if bias_V is not None:
+            logits_CV.add_(bias_V)
+        if self.softcap is not None:
+            return logits_CV.mul_(self.scale / self.softcap).tanh_().mul_(self.softcap / self.temperature)
+        return logits_CV if self.gain == 1 else logits_CV.mul_(self.gain)
+
+    @property
+    def gain(self) -> float:
+        """The derivative of `logits` with respect to the matrix product, without the soft cap."""
+        return self.scale / self.temperature
+
+    def cap_slope(self, logits_CV: Tensor) -> Tensor | None:
+        """Compute the factor of the soft cap in the derivative of `logits`, in new memory; None without `softcap`."""
+        if self.softcap is None:
+            return None
+        return (logits_CV * (self.temperature / self.softcap)).square_().neg_().add_(1)
+
+
+class HeadGradients:
+    """Accumulates the required gradients of hidden states, weight and bias over chunks."""
+
+    def __init__(self, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, needed: tuple[bool, ...]) -> None:
+        wide = wide_dtype(hidden_NH, weight_VH)
+        self.hidden_NH = torch.empty_like(hidden_NH) if needed[0] else None
+        self.weight_VH = torch.zeros_like(weight_VH, dtype=wide) if needed[1] else None
+        self.bias_V = torch.zeros_like(bias_V, dtype=wide) if bias_V is not None and needed[2] else None
+
+    def add(
+        self, rows: slice, grad_CV: Tensor, cap_slope_CV: Tensor | None, hidden_CH: Tensor, weight_VH: Tensor
+    ) -> None:
+        """Add a chunk, from the gradient `grad_CV` (times the slope of the soft cap) of `hidden_CH @ weight_VH.T`."""
+        if cap_slope_CV is not None:
+            grad_CV = grad_CV.mul_(cap_slope_CV)
+        if self.bias_V is not None:
+            self.bias_V += grad_CV.sum(0)
+        grad_CV = grad_CV.to(weight_VH.dtype)
+        if self.hidden_NH is not None:
+            self.hidden_NH[rows] = grad_CV @ weight_VH
+        if self.weight_VH is not None and self.weight_VH.dtype == grad_CV.dtype:
+            self.weight_VH.addmm_(grad_CV.t(), hidden_CH)
+        elif self.weight_VH is not None:
+            self.weight_VH += grad_CV.t() @ hidden_CH
+
+    def cast(self, weight_VH: Tensor, bias_V: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Return the three gradients in the dtypes of their tensors."""
+        weight_grad = None if self.weight_VH is None else self.weight_VH.to(weight_VH.dtype)
+        bias_grad = None if self.bias_V is None or bias_V is None else self.bias_V.to(bias_V.dtype)
+        return self.hidden_NH, weight_grad, bias_grad
+
+
+def _matmul_dtype(hidden_NH: Tensor, weight_VH: Tensor) -> torch.dtype:
+    wider = torch.promote_types(hidden_NH.dtype, weight_VH.dtype)
+    device = hidden_NH.device.type
+    if wider != torch.float64 and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return wider
+
+
+def no_autocast(x: Tensor) -> torch.autocast:
+    """Return a context that disables autocast on the device of `x`, for code with explicit dtypes."""
+    return torch.autocast(x.device.type, enabled=False)
+
+
+def wide_dtype(*tensors: Tensor) -> torch.dtype:
+    """Return the dtype for everything but the matrix product: fp64 if any tensor is fp64, else fp32."""
+    return torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
 
 
 def token_logprobs(
@@ -180,3 +323,138 @@ def chosen_chunk(asked: int | None, weight_VH: Tensor) -> int:
 def chunks(tokens: int, size: int) -> Iterator[slice]:
     """Iterate over the slices of `size` tokens."""
     return (slice(start, start + size) for start in range(0, tokens, size))
+
+
+def vocabulary_divergence(
+    hidden_NH: Tensor,
+    head: LMHead,
+    target_hidden_NH: Tensor,
+    target_head: LMHead,
+    *,
+    beta: float = 1.0,
+    temperature: float = 1.0,
+    chunk_size: int | None = None,
+) -> Tensor:
+    """Compute the generalized Jensen-Shannon divergence of the trained policy q and a fixed target p at every token.
+
+    With m = beta p + (1 - beta) q, the divergence is beta KL(p || m) + (1 - beta) KL(q || m) (GKD, arXiv:2306.13649).
+    It tends to 0 at both ends, so the ends are defined as the limits of the divergence divided by beta (1 - beta):
+    beta = 0 is the forward KL, KL(p || q), and beta = 1 is the reverse KL, KL(q || p).
+
+    Args:
+        hidden_NH: [N, H] hidden states of the policy q, differentiable.
+        head: LM head of the policy, differentiable, with a vocabulary of V tokens.
+        target_hidden_NH: [N, H'] hidden states of the target p, detached.
+        target_head: LM head of the target, detached, with the same vocabulary.
+        beta: weight of the target in the mixture, in [0, 1].
+        temperature: temperature of both distributions.
+        chunk_size: tokens per chunk; None chooses automatically. Affects memory and speed, not values.
+
+    Returns:
+        [N] in nats; fp32 (fp64 for fp64 input).
+
+    Raises:
+        ValueError: shapes do not match, the vocabularies differ in size, `beta` is not in [0, 1], or the temperature
+            is below 0.01.
+    """
+    check_head(hidden_NH, head, temperature)
+    check_head(target_hidden_NH, target_head, temperature)
+    if not 0 <= beta <= 1:
+        raise ValueError(f"beta must be in [0, 1], found {beta}")
+    if len(hidden_NH) != len(target_hidden_NH) or len(head.weight_VH) != len(target_head.weight_VH):
+        raise ValueError(
+            f"policy has {len(hidden_NH)} tokens over {len(head.weight_VH)} words, "
+            f"target {len(target_hidden_NH)} over {len(target_head.weight_VH)}. Both must be equal"
+        )
+    return _VocabularyDivergence.apply(
+        hidden_NH,
+        head.weight_VH,
+        head.bias_V,
+        target_hidden_NH.detach(),
+        target_head.weight_VH.detach(),
+        None if target_head.bias_V is None else target_head.bias_V.detach(),
+        Projection.of(hidden_NH, head, temperature),
+        Projection.of(target_hidden_NH, target_head, temperature),
+        beta,
+        chosen_chunk(chunk_size, head.weight_VH),
+    )
+
+
+class _VocabularyDivergence(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        target_hidden_NH: Tensor,
+        target_weight_VH: Tensor,
+        target_bias_V: Tensor | None,
+        project: Projection,
+        target_project: Projection,
+        beta: float,
+        chunk: int,
+    ) -> Tensor:
+        divergence_N = hidden_NH.new_empty(len(hidden_NH), dtype=wide_dtype(hidden_NH, weight_VH))
+        with no_autocast(hidden_NH):
+            matrix_VH, target_matrix_VH = weight_VH.to(project.dtype), target_weight_VH.to(target_project.dtype)
+            for rows in chunks(len(hidden_NH), chunk):
+                logq_CV = project.logits(hidden_NH[rows], matrix_VH, bias_V).log_softmax(-1)
+                logits_CV = target_project.logits(target_hidden_NH[rows], target_matrix_VH, target_bias_V)
+                divergence_N[rows] = _divergence(logq_CV, logits_CV.log_softmax(-1), beta)
+        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, target_hidden_NH, target_weight_VH, target_bias_V)
+        ctx.projects, ctx.beta, ctx.chunk = (project, target_project), beta, chunk
+        return divergence_N
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_NH, weight_VH, bias_V, target_hidden_NH, target_weight_VH, target_bias_V = ctx.saved_tensors
+        project, target_project = ctx.projects
+        grads = HeadGradients(hidden_NH, weight_VH, bias_V, ctx.needs_input_grad)
+        with no_autocast(hidden_NH):
+            matrix_VH, target_matrix_VH = weight_VH.to(project.dtype), target_weight_VH.to(target_project.dtype)
+            for rows in chunks(len(hidden_NH), ctx.chunk):
+                hidden_CH = hidden_NH[rows].to(project.dtype)
+                logits_CV = project.logits(hidden_CH, matrix_VH, bias_V)
+                cap_slope_CV = project.cap_slope(logits_CV)
+                target_CV = target_project.logits(target_hidden_NH[rows], target_matrix_VH, target_bias_V)
+                slope_CV = _slope(logits_CV.log_softmax(-1), target_CV.log_softmax(-1), ctx.beta)
+                grad_CV = slope_CV.mul_(grad_N[rows, None] * project.gain)
+                grads.add(rows, grad_CV, cap_slope_CV, hidden_CH, matrix_VH)
+        return *grads.cast(weight_VH, bias_V), None, None, None, None, None, None, None
+
+
+def _divergence(logq_CV: Tensor, logp_CV: Tensor, beta: float) -> Tensor:
+    """Return [C] divergence of a chunk, from the log-probs of the policy q and of the target p."""
+    if beta == 0:
+        return _kl(logp_CV, logq_CV)
+    if beta == 1:
+        return _kl(logq_CV, logp_CV)
+    logm_CV = _log_mixture(logq_CV, logp_CV, beta)
+    return beta * _kl(logp_CV, logm_CV) + (1 - beta) * _kl(logq_CV, logm_CV)
+
+
+def _kl(logp_CV: Tensor, logq_CV: Tensor) -> Tensor:
+    """Return [C] KL(p || q). Words that p excludes add 0, also if q excludes them."""
+    p_CV = logp_CV.exp()
+    return (logp_CV - logq_CV).mul_(p_CV).masked_fill_(p_CV == 0, 0).sum(-1)
+
+
+def _slope(logq_CV: Tensor, logp_CV: Tensor, beta: float) -> Tensor:
+    """Return [C, V], in new memory: the derivative of `_divergence` with respect to the logits of the policy.
+
+    With g the derivative with respect to the probabilities q, the result is q (g - E_q[g]). For the mixture,
+    g = (1 - beta) log(q / m), since the derivatives through m cancel up to a constant.
+    """
+    q_CV = logq_CV.exp()
+    if beta == 0:
+        return q_CV.sub_(logp_CV.exp())
+    surprise_CV = logq_CV - (logp_CV if beta == 1 else _log_mixture(logq_CV, logp_CV, beta))
+    surprise_CV.masked_fill_(q_CV == 0, 0)
+    centered_CV = surprise_CV.sub_((q_CV * surprise_CV).sum(-1, keepdim=True))
+    return q_CV.mul_(centered_CV if beta == 1 else centered_CV.mul_(1 - beta))
+
+
+def _log_mixture(logq_CV: Tensor, logp_CV: Tensor, beta: float) -> Tensor:
+    return torch.logaddexp(logp_CV + math.log(beta), logq_CV + math.log1p(-beta))

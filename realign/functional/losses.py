@@ -1,4 +1,4 @@
-"""Per-token losses [T] that are 0 outside the mask. `aggregation.aggregate` sums them.
+"""Per-token losses [T] that several algorithms share. They are 0 outside the mask.
 
 Inputs outside the mask are ignored, including NaN and infinities: they affect neither values nor gradients. Only the
 first argument is differentiable.
@@ -21,12 +21,9 @@ __all__ = [
     "CapMode",
     "ImportanceLevel",
     "PolicyLoss",
-    "ValueLoss",
     "behavior_weights",
-    "expectile_loss",
     "nll_loss",
     "policy_loss",
-    "value_loss",
 ]
 
 
@@ -74,15 +71,6 @@ class ImportanceLevel(StrEnum):
     """Per sequence: the product of its token ratios, which is the ratio of the sequence's probabilities."""
     geometric = "geometric"
     """Per sequence: the geometric mean of its token ratios, which does not grow with length."""
-
-
-class ValueLoss(StrEnum):
-    """Error function of the critic."""
-
-    mse = "mse"
-    """Half the squared error."""
-    huber = "huber"
-    """Half the squared error up to `huber_delta`, linear above it."""
 
 
 def policy_loss(
@@ -185,70 +173,6 @@ def behavior_weights(
     return BehaviorWeights(torch.where(keep_T, weight_T, 0), keep_T, clamped_T)
 
 
-def value_loss(
-    values_T: Tensor,
-    old_values_T: Tensor,
-    returns_T: Tensor,
-    mask_T: Tensor,
-    *,
-    clip: float | None = None,
-    kind: ValueLoss = ValueLoss.mse,
-    huber_delta: float = 10.0,
-) -> tuple[Tensor, Tensor]:
-    """Compute the critic's loss, max(e(v), e(clip(v, old - clip, old + clip))), e half the squared or Huber error.
-
-    Source: openai/lm-human-preferences (`vf_loss`); PPO2's clipped values.
-
-    Args:
-        values_T: [T] values of the trained critic, differentiable.
-        old_values_T: [T] values used in advantage estimation.
-        returns_T: [T] returns, the regression targets.
-        mask_T: [T] bool.
-        clip: maximum change of a value from its old value, in units of reward; None means no limit.
-        kind: the error function.
-        huber_delta: error above which the Huber error is linear, in units of reward.
-
-    Returns:
-        `loss_T`, and `clipped_T` bool: whether the clipped branch is larger, so that the token has no gradient.
-
-    Raises:
-        ValueError: a shape differs from the mask's, or `clip` or `huber_delta` is not positive.
-    """
-    check_shapes(mask_T, values_T=values_T, old_values_T=old_values_T, returns_T=returns_T, mask_T=mask_T)
-    if (clip is not None and not clip > 0) or not huber_delta > 0:
-        raise ValueError(f"clip and huber_delta must be positive, found {clip} and {huber_delta}")
-    new_T = torch.where(mask_T, at_least_fp32(values_T), 0)
-    target_T = torch.where(mask_T, at_least_fp32(returns_T.detach()), 0)
-    loss_T = _value_error(new_T - target_T, ValueLoss(kind), huber_delta)
-    if clip is None:
-        return loss_T, torch.zeros_like(mask_T)
-    old_T = torch.where(mask_T, at_least_fp32(old_values_T.detach()), 0)
-    # Clamp the value, not its change: inside the range, both branches are then bitwise equal.
-    held_T = _value_error(new_T.clamp(old_T - clip, old_T + clip) - target_T, ValueLoss(kind), huber_delta)
-    return torch.maximum(loss_T, held_T), (held_T > loss_T).detach()
-
-
-def expectile_loss(values_T: Tensor, returns_T: Tensor, mask_T: Tensor, *, tau: float) -> Tensor:
-    """Compute |tau - 1(return < value)| * (return - value)^2, minimal at the `tau` expectile of the returns: [T].
-
-    Source: implicit Q-learning, arXiv:2110.06169 (eq. 5).
-
-    Args:
-        values_T: [T] values, differentiable.
-        returns_T: [T] regression targets.
-        mask_T: [T] bool.
-        tau: the expectile, in (0, 1): 0.5 is the mean, and values tend to the maximum as tau tends to 1.
-
-    Raises:
-        ValueError: a shape differs from the mask's, or `tau` is out of range.
-    """
-    check_shapes(mask_T, values_T=values_T, returns_T=returns_T, mask_T=mask_T)
-    if not 0 < tau < 1:
-        raise ValueError(f"tau must be in (0, 1), found {tau}")
-    error_T = torch.where(mask_T, at_least_fp32(returns_T.detach()) - at_least_fp32(values_T), 0)
-    return torch.full_like(error_T, tau).masked_fill(error_T < 0, 1 - tau) * error_T.square()
-
-
 def nll_loss(logprobs_T: Tensor, mask_T: Tensor) -> Tensor:
     """Compute the negative log-likelihood of the tokens in the mask: [T] in nats. The supervised fine-tuning loss."""
     check_shapes(mask_T, logprobs_T=logprobs_T, mask_T=mask_T)
@@ -260,9 +184,3 @@ def _check_bounds(floor: float | None, cap: float | None) -> None:
         raise ValueError(f"cap must be positive (or None), found {cap}")
     if floor is not None and not 0 < floor <= (math.inf if cap is None else cap):
         raise ValueError(f"floor must be positive and at most the cap {cap} (or None), found {floor}")
-
-
-def _value_error(error_T: Tensor, kind: ValueLoss, huber_delta: float) -> Tensor:
-    if kind is ValueLoss.mse:
-        return error_T.square() / 2
-    return torch.nn.functional.huber_loss(error_T, torch.zeros_like(error_T), reduction="none", delta=huber_delta)

@@ -3,11 +3,17 @@
 Statistics are computed in fp64 in two passes, over the elements in the mask. `reduce` sums batch statistics over all
 ranks; the engine provides it, and `identity` serves a single process. Groups are never split over ranks. Every rank
 must call these functions, even if its mask is all False. Results are detached.
+
+`RunningMoments` stores the mean and the standard deviation of all batches so far in fp64 on the host. It merges the
+mean and the squared deviations of each batch by the batch's fraction of the total weight, which avoids the cancellation
+of subtracting large squares.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple, TypeAlias
 
@@ -17,12 +23,14 @@ from torch import Tensor
 from .packed import at_least_fp32, check_shapes
 
 __all__ = [
+    "MomentsKind",
     "Reduce",
+    "RunningMoments",
     "Scope",
     "degenerate_groups",
-    "degenerate_rescale",
     "identity",
     "normalize",
+    "score_moments",
     "whiten",
 ]
 
@@ -90,7 +98,7 @@ def normalize(
     x_M = x_N[mask_N].double()
     units = {
         Scope.batch: lambda: batch_moments(x_M, reduce),
-        Scope.group: lambda: _group_moments(x_M, group_N[mask_N]),
+        Scope.group: lambda: group_moments(x_M, group_N[mask_N]),
     }
     moments = {scope: units[scope]() for scope in Scope if scope in units and scope in (mean, std)}
     y_M = x_M
@@ -123,31 +131,7 @@ def degenerate_groups(x_N: Tensor, group_N: Tensor, mask_N: Tensor) -> Tensor:
         bool, one per group with at least one element in the mask, in ascending order of ids.
     """
     check_shapes(mask_N, x_N=x_N, group_N=group_N, mask_N=mask_N)
-    return _group_moments(x_N[mask_N].double(), group_N[mask_N]).degenerate_U
-
-
-@torch.no_grad()
-def degenerate_rescale(x_N: Tensor, group_N: Tensor, mask_N: Tensor, reduce: Reduce = identity) -> Tensor:
-    """Compute B / (B - M), where M of the B elements are in `degenerate_groups`.
-
-    Source: GPG (arXiv:2504.02546, its alpha), where it multiplies the advantages. In a mean over sequences, this is
-    equivalent to excluding constant groups from the sum and from its divisor. In verl's `gpg`, M is instead the
-    number of responses with a reward of 0, before subtracting the mean. With rewards of 0 and 1, verl thus divides by
-    the fraction of correct answers.
-
-    Args:
-        x_N: [N] scores.
-        group_N: [N] ints.
-        mask_N: [N] bool.
-        reduce: sums over ranks.
-
-    Returns:
-        A scalar, fp64, at least 1; 1 when every group is constant.
-    """
-    check_shapes(mask_N, x_N=x_N, group_N=group_N, mask_N=mask_N)
-    of = _group_moments(x_N[mask_N].double(), group_N[mask_N])
-    total, telling = reduce(torch.stack([of.count_U.sum(), of.count_U[~of.degenerate_U].sum()])).unbind(0)
-    return torch.where(telling > 0, total / telling.clamp(min=1), 1)
+    return group_moments(x_N[mask_N].double(), group_N[mask_N]).degenerate_U
 
 
 @torch.no_grad()
@@ -206,7 +190,7 @@ def batch_moments(x_M: Tensor, reduce: Reduce) -> Moments:
     return _moments(x_M, torch.zeros_like(x_M, dtype=torch.int64), 1, reduce)
 
 
-def _group_moments(x_M: Tensor, group_M: Tensor) -> Moments:
+def group_moments(x_M: Tensor, group_M: Tensor) -> Moments:
     ids_U, unit_M = group_M.unique(return_inverse=True)
     return _moments(x_M, unit_M, len(ids_U), identity)
 
@@ -233,3 +217,116 @@ def _scatter(y_M: Tensor, x_N: Tensor, mask_N: Tensor) -> Tensor:
     out_N = torch.zeros_like(at_least_fp32(x_N))
     out_N[mask_N] = y_M.to(out_N.dtype)
     return out_N
+
+
+class MomentsKind(StrEnum):
+    """Weighting of batches in the running moments."""
+
+    cumulative = "cumulative"
+    """Weight each batch by its number of elements, for the moments of all elements so far. Uses the sample standard
+    deviation (divisor n - 1), as trlX's `RunningMoments`."""
+    exponential = "exponential"
+    """Weight batches equally, decayed by `beta` per later batch, with bias correction (as in Adam). Uses the
+    population standard deviation, as realhf's `ExponentialRunningMeanStd`, but without its minimum std of 0.1 and
+    without its clipping of normalized values at 5."""
+
+
+@dataclass
+class RunningMoments:
+    """Running mean and standard deviation. They are 0 and 1 before the first update."""
+
+    kind: MomentsKind = MomentsKind.cumulative
+    """Weighting of batches: cumulative or exponential."""
+    beta: float = 0.999
+    """Decay of earlier batches per update, in [0, 1) (realhf's default); only for exponential."""
+    eps: float = 1e-5
+    """Added to the standard deviation that `normalize` divides by."""
+    count: float = field(default=0.0, init=False)
+    """Number of elements so far, over all ranks."""
+
+    def __post_init__(self) -> None:
+        self.kind = MomentsKind(self.kind)
+        if not 0 <= self.beta < 1:
+            raise ValueError(f"beta must be in [0, 1), found {self.beta}")
+        if not self.eps >= 0:
+            raise ValueError(f"eps must be at least 0, found {self.eps}")
+        self._mean, self._variance, self._weight = 0.0, 1.0, 0.0
+
+    @property
+    def mean(self) -> float:
+        """The mean so far."""
+        return self._mean
+
+    @property
+    def std(self) -> float:
+        """The standard deviation so far; 0 for a single element."""
+        if self.kind is MomentsKind.exponential or self.count == 0:
+            return math.sqrt(self._variance)
+        return math.sqrt(self._variance * self.count / max(self.count - 1, 1))
+
+    @property
+    def scale(self) -> float:
+        """Divisor of `normalize`: `std + eps`, or 1 before the first update and while all values are equal."""
+        constant = self.std <= DEGENERATE * math.hypot(self.mean, self.std)
+        return 1.0 if constant or self.count == 0 else self.std + self.eps
+
+    def update(self, x_N: Tensor, mask_N: Tensor, reduce: Reduce = identity) -> None:
+        """Update the moments with a batch. A batch without elements changes nothing.
+
+        Args:
+            x_N: [N]. Values outside the mask are ignored, including NaN.
+            mask_N: [N] bool.
+            reduce: sums over ranks. Every rank must call `update`, even if its mask is all False.
+
+        Raises:
+            ValueError: a shape is wrong, or a value is not finite.
+        """
+        check_shapes(mask_N, x_N=x_N, mask_N=mask_N)
+        batch = batch_moments(x_N.detach()[mask_N].double(), reduce)
+        count, mean, deviation = batch.count_U.item(), batch.mean_U.item(), batch.deviation_U.item()
+        if not math.isfinite(deviation):
+            raise ValueError("running moments need finite values. Exclude others with the mask")
+        if count == 0:
+            return
+        if self.kind is MomentsKind.cumulative:
+            earlier, weight = self._weight, count
+        else:
+            earlier, weight = self.beta * self._weight, 1 - self.beta
+        self._weight = earlier + weight
+        share, step = weight / self._weight, mean - self._mean
+        self._mean += share * step
+        self._variance = (1 - share) * self._variance + share * deviation / count + share * (1 - share) * step**2
+        self.count += count
+
+    def normalize(self, x_N: Tensor) -> Tensor:
+        """Compute `(x - mean) / scale`, fp32 (fp64 for fp64 input)."""
+        return ((x_N.double() - self.mean) / self.scale).to(at_least_fp32(x_N).dtype)
+
+    def denormalize(self, x_N: Tensor) -> Tensor:
+        """Compute `x * scale + mean`, the inverse of `normalize`."""
+        return (x_N.double() * self.scale + self.mean).to(at_least_fp32(x_N).dtype)
+
+    def state_dict(self) -> dict[str, float | str]:
+        """Return the moments and the kind as JSON-compatible values."""
+        numbers = {"mean": self._mean, "variance": self._variance, "weight": self._weight, "count": self.count}
+        return {"kind": self.kind.value, **numbers}
+
+    def load_state_dict(self, state: Mapping[str, float | str]) -> None:
+        """Restore saved moments.
+
+        Raises:
+            ValueError: the saved moments are of the other kind, whose weights are incompatible.
+        """
+        if state["kind"] != self.kind.value:
+            raise ValueError(f"the saved running moments have kind {state['kind']}, expected {self.kind.value}")
+        self._mean, self._variance = float(state["mean"]), float(state["variance"])
+        self._weight, self.count = float(state["weight"]), float(state["count"])
+
+
+def score_moments(scores_S: Tensor, reduce: Reduce = identity) -> tuple[float, float]:
+    """Return mean and population standard deviation of [S] scores over all ranks, in float64; NaN without scores."""
+    scores_S = scores_S.double()
+    total, n = reduce(torch.stack([scores_S.sum(), scores_S.new_tensor(len(scores_S))])).tolist()
+    mean = total / n if n else math.nan
+    squares = float(reduce((scores_S - mean).square().sum()))
+    return mean, math.sqrt(squares / n) if n and math.isfinite(squares) else math.nan

@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from realign.api import (
     GenerationConfig,
@@ -150,19 +151,19 @@ class AgentInterface(ModelInterface):
                 self._make = load_agent(self.agent, self.arguments, tools)
         return self._make
 
+    @override
     def keys(self, method: str) -> Keys:
-        """See `ModelInterface.keys`."""
         if method != "generate":
             return Keys()
         reports = frozenset(f"{NAMED}{role}" for role in self.role_names)
         return Keys(needs={"prompt_ids": "", "row": ""}, writes=frozenset(written(dense=False)), reports=reports)
 
+    @override
     def outputs(self) -> frozenset[str]:
-        """See `ModelInterface.outputs`."""
         return frozenset({"logprobs"})
 
+    @override
     def plan(self) -> Plan:
-        """See `ModelInterface.plan`."""
         return Plan(
             responses_per_prompt=self.generation.n,
             longest_response=self.max_sequence_tokens,

@@ -19,6 +19,7 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from realign.api import (
     Keys,
@@ -108,28 +109,28 @@ class PPOCriticInterface(ModelInterface):
             )
         self.moments = self.normalization.moments()
 
+    @override
     def keys(self, method: str) -> Keys:
-        """See `ModelInterface.keys`."""
         scored = {"input_ids": "", "loss_mask": ""}
         if method == "inference":
             # a critic that shares the actor's model also replays the experts of the rollout, as the actor's loss does
             return Keys(scored, frozenset({ROUTER_EXPERTS}), frozenset({"values", "bootstrap_values"}))
         return Keys(needs=scored | {"values": "", "returns": ""}) if method == "train_step" else Keys()
 
+    @override
     def outputs(self) -> frozenset[str]:
-        """See `ModelInterface.outputs`."""
         return frozenset({"values", "scores"})
 
+    @override
     def plan(self) -> Plan:
-        """See `ModelInterface.plan`."""
         return Plan(epochs=self.epochs, n_minibatches=self.n_minibatches)
 
+    @override
     def headline(self) -> tuple[str, ...]:
-        """See `ModelInterface.headline`."""
         return ("explained_variance", "value_loss")
 
+    @override
     def panels(self) -> tuple[Panel, ...]:
-        """See `ModelInterface.panels`."""
         return VALUE_PANELS
 
     def inference(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
@@ -202,8 +203,8 @@ class PPOCriticInterface(ModelInterface):
             )
         self.moments.load_state_dict(saved["moments"])
 
+    @override
     def describe(self, batch_prompts: int) -> dict[str, str]:
-        """See `ModelInterface.describe`."""
         return {
             "loss": f"{self.objective.describe()}, {self.aggregation.describe()}",
             "value normalization": self.normalization.scale.value,

@@ -17,10 +17,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Annotated
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import override
 
 from realign.api import (
     RPC,
@@ -38,10 +41,85 @@ from realign.api import (
     masked_mean,
 )
 from realign.errors import SettingsError
-from realign.functional import DPOLoss, dpo_loss, nll_loss, segment_sum
+from realign.functional import nll_loss, segment_sum
+from realign.functional.packed import at_least_fp32, check_shapes
 from realign.interfaces.components.pairs import check_pairs, pairs_of, train_on_groups
 from realign.interfaces.reference import ReferenceInterface
 from realign.settings import Count, NonNegative, Positive, Range
+
+LARGEST_LOGPROB = -1e-6
+"""Bound on log-probs in odds p / (1 - p), which are infinite at p = 1."""
+
+
+class DPOLoss(StrEnum):
+    """The function that `dpo_loss` applies to the difference h of the two log-ratios."""
+
+    sigmoid = "sigmoid"
+    """-log sigmoid(beta h): the Bradley-Terry likelihood of the preference (arXiv:2305.18290)."""
+    ipo = "ipo"
+    """(h - 1 / (2 beta))^2: has a finite optimum even for deterministic preferences (arXiv:2310.12036)."""
+    robust = "robust"
+    """The sigmoid loss, corrected so that its mean over randomly flipped labels is the loss without flips
+    (arXiv:2403.00409)."""
+    odds_ratio = "odds_ratio"
+    """-beta log sigmoid of the log-odds ratio of two log-probs (ORPO, arXiv:2403.07691)."""
+
+
+def dpo_loss(
+    chosen_P: Tensor,
+    rejected_P: Tensor,
+    *,
+    beta: float,
+    kind: DPOLoss,
+    label_smoothing: float,
+    target_margin: float,
+) -> Tensor:
+    """Compute the loss of direct preference optimization from log-ratios of the policy to the reference.
+
+    The log-ratios may be log-probs of the policy, as in SimPO, CPO and ORPO, and averages over tokens.
+
+    Source: arXiv:2305.18290 (eq. 7); IPO: arXiv:2310.12036 (eq. 17); label smoothing: the conservative DPO of
+    https://ericmitchell.ai/cdpo.pdf; robust DPO: arXiv:2403.00409 (eq. 12); target margin: SimPO, arXiv:2405.14734
+    (eq. 6); odds ratio: ORPO, arXiv:2403.07691 (eq. 7).
+
+    Args:
+        chosen_P: [P] log policy(y) - log reference(y) of the chosen response (nats), differentiable. With
+            kind=odds_ratio: the log-prob, at most 0.
+        rejected_P: [P] the same of the rejected response.
+        beta: coefficient of the implicit KL penalty towards the reference, > 0; weight of the odds-ratio loss.
+        kind: the loss function.
+        label_smoothing: probability that a preference label is flipped, in [0, 0.5); sigmoid and robust only.
+        target_margin: margin of the rewards (beta times the log-ratio) at which the sigmoid is 1/2; sigmoid and robust
+            only.
+
+    Raises:
+        ValueError: an argument is out of range, or has no effect on this kind of loss.
+    """
+    check_shapes(chosen_P, rejected_P=rejected_P)
+    if not beta > 0 or not 0 <= label_smoothing < 0.5:
+        raise ValueError(
+            f"beta must be positive and label_smoothing in [0, 0.5), found {beta:g} and {label_smoothing:g}"
+        )
+    kind, chosen_P, rejected_P = DPOLoss(kind), at_least_fp32(chosen_P), at_least_fp32(rejected_P)
+    if kind in (DPOLoss.ipo, DPOLoss.odds_ratio):
+        for name, value in (("label_smoothing", label_smoothing), ("target_margin", target_margin)):
+            if value:
+                raise ValueError(f"{name}={value:g} has no effect on the {kind.value} loss. Use 0")
+    if kind is DPOLoss.ipo:
+        return (chosen_P - rejected_P - 1 / (2 * beta)).square()
+    if kind is DPOLoss.odds_ratio:
+        return -beta * F.logsigmoid(_log_odds(chosen_P) - _log_odds(rejected_P))
+    logits_P = beta * (chosen_P - rejected_P) - target_margin
+    right_P, wrong_P = -F.logsigmoid(logits_P), -F.logsigmoid(-logits_P)
+    if kind is DPOLoss.robust:
+        return ((1 - label_smoothing) * right_P - label_smoothing * wrong_P) / (1 - 2 * label_smoothing)
+    return (1 - label_smoothing) * right_P + label_smoothing * wrong_P
+
+
+def _log_odds(logprobs_P: Tensor) -> Tensor:
+    """Compute log(p / (1 - p)) from log p; p is bounded below 1."""
+    bounded_P = logprobs_P.clamp(max=LARGEST_LOGPROB)
+    return bounded_P - torch.log(-torch.expm1(bounded_P))
 
 
 @dataclass
@@ -84,8 +162,8 @@ class DPOInterface(ModelInterface):
                 "reference_free=false: the odds of kind=odds_ratio are those of the policy. Set reference_free=true"
             )
 
+    @override
     def keys(self, method: str) -> Keys:
-        """See `ModelInterface.keys`."""
         if method != "train_step":
             return Keys()
         return Keys(needs=dict.fromkeys(("input_ids", "loss_mask", "labels"), "") | self.reference_keys())
@@ -94,24 +172,25 @@ class DPOInterface(ModelInterface):
         """Return the keys that the loss reads from the reference, with the setting that requires them."""
         return {} if self.reference_free else {"ref_logprobs": "reference_free=false"}
 
+    @override
     def outputs(self) -> frozenset[str]:
-        """See `ModelInterface.outputs`."""
         return frozenset({"logprobs"})
 
+    @override
     def roles(self) -> Mapping[str, Role]:
-        """See `ModelInterface.roles`: the reference policy, unless `reference_free`."""
+        """Return the reference policy, unless `reference_free`."""
         return {} if self.reference_free else {"ref": Role(ReferenceInterface(temperature=self.temperature))}
 
+    @override
     def plan(self) -> Plan:
-        """See `ModelInterface.plan`."""
         return Plan(n_minibatches=self.n_minibatches, temperature=self.temperature, temperature_setting="temperature")
 
+    @override
     def headline(self) -> tuple[str, ...]:
-        """See `ModelInterface.headline`."""
         return ("loss", "rewards/accuracy", "rewards/margin")
 
+    @override
     def panels(self) -> tuple[Panel, ...]:
-        """See `ModelInterface.panels`."""
         return (
             Panel("accuracy on preferences", {"rewards/accuracy": "training batch"}),
             Panel("margin of implicit rewards", {"rewards/margin": "training batch"}),
@@ -167,8 +246,8 @@ class DPOInterface(ModelInterface):
         """Return the number of pairs in the loss."""
         return pairs_of(data).counts_P.sum()
 
+    @override
     def describe(self, batch_prompts: int) -> dict[str, str]:
-        """See `ModelInterface.describe`."""
         compared = "log-prob without reference" if self.reference_free else "log-ratio"
         over = "mean over tokens" if self.length_normalized else "sum over tokens"
         parts = [f"{self.kind.value}, beta {self.beta:g}"]

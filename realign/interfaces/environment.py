@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from realign.api import (
     RPC,
@@ -143,20 +144,20 @@ class EnvironmentInterface(ModelInterface):
                 self._make = load_environment(self.environment, self.arguments)
         return self._make
 
+    @override
     def keys(self, method: str) -> Keys:
-        """See `ModelInterface.keys`."""
         if method != "generate":
             return Keys()
         reports = frozenset() if self.reward is None else self.reward.keys("inference").reports | {OF_ENVIRONMENT}
         writes = {*written(self.dense), *([ROUTER_EXPERTS] if self.generation.router_replay else [])}
         return Keys(needs={"prompt_ids": "", "row": ""}, writes=frozenset(writes), reports=reports)
 
+    @override
     def outputs(self) -> frozenset[str]:
-        """See `ModelInterface.outputs`."""
         return frozenset({"logprobs"})
 
+    @override
     def plan(self) -> Plan:
-        """See `ModelInterface.plan`."""
         return Plan(
             responses_per_prompt=self.generation.n,
             longest_response=self.max_episode_tokens,

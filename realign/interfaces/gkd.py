@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from realign.api import (
     RPC,
@@ -70,8 +71,8 @@ class GKDInterface(ModelInterface):
     aggregation: Aggregation = field(default_factory=TokenMean)
     """Weights of tokens and sequences in the loss: token_mean, seq_mean_token_mean, seq_mean_token_sum or constant."""
 
+    @override
     def keys(self, method: str) -> Keys:
-        """See `ModelInterface.keys`."""
         if method == "generate":
             given = dict.fromkeys(GIVEN, f"on_policy_fraction={self.on_policy_fraction:g}")
             return Keys({"prompt_ids": ""} | (given if self.mixes else {}), writes=frozenset(SAMPLED))
@@ -82,16 +83,17 @@ class GKDInterface(ModelInterface):
         """Whether the dataset must provide responses."""
         return self.on_policy_fraction < 1
 
+    @override
     def outputs(self) -> frozenset[str]:
-        """See `ModelInterface.outputs`."""
         return frozenset({"logprobs"})
 
+    @override
     def roles(self) -> Mapping[str, Role]:
-        """See `ModelInterface.roles`: the teacher, whose model has no default."""
+        """Return the teacher, whose model has no default."""
         return {"teacher": Role(ReferenceInterface(self.generation.temperature, hidden_states=True), RoleModel.none)}
 
+    @override
     def plan(self) -> Plan:
-        """See `ModelInterface.plan`."""
         return Plan(
             epochs=self.epochs,
             n_minibatches=self.n_minibatches,
@@ -102,19 +104,19 @@ class GKDInterface(ModelInterface):
             exact_sampling=not self.generation.distorted(),
         )
 
+    @override
     def headline(self) -> tuple[str, ...]:
-        """See `ModelInterface.headline`."""
         return ("reward", "divergence", "teacher_nll")
 
+    @override
     def panels(self) -> tuple[Panel, ...]:
-        """See `ModelInterface.panels`."""
         return (
             Panel("divergence from the teacher (nats per token)", {"divergence": "training batch"}),
             Panel("negative log-likelihood (nats per token)", {"teacher_nll": "under the teacher"}),
         )
 
+    @override
     def describe(self, batch_prompts: int) -> dict[str, str]:
-        """See `ModelInterface.describe`."""
         sampled = f"the student responds to a prompt with probability {self.on_policy_fraction:g}, else the dataset"
         return {
             "sequences": sampled if self.mixes else "sampled by the student",

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from typing_extensions import override
+
 from realign.api import (
     GenerationConfig,
     Keys,
@@ -29,18 +31,18 @@ class GreedyInterface(ModelInterface):
     """Sampling settings of the actor (`${interfaces.actor.generation}`); the greedy response stops by the same rules.
     `n` is set to 1 and `greedy` to true. The temperature does not change greedy responses."""
 
+    @override
     def keys(self, method: str) -> Keys:
-        """See `ModelInterface.keys`."""
         if method != "generate":
             return Keys()
         return Keys(needs={"prompt_ids": ""}, writes=frozenset({"input_ids", "prompt_mask"}))
 
+    @override
     def outputs(self) -> frozenset[str]:
-        """See `ModelInterface.outputs`."""
         return frozenset({"logprobs"})
 
+    @override
     def plan(self) -> Plan:
-        """See `ModelInterface.plan`."""
         return Plan(
             responses_per_prompt=1,
             longest_response=self.generation.max_new_tokens,
@@ -51,6 +53,6 @@ class GreedyInterface(ModelInterface):
 
     def generate(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
         """Sample one greedy response per prompt: `input_ids`, `prompt_mask`."""
-        one = replace(self.generation, n=1, greedy=True, router_replay=False)
-        out = model.sampler.generate(data.select(["prompt_ids"]), one, seed=model.call_seed("greedy"))
+        generation = replace(self.generation, n=1, greedy=True, router_replay=False)
+        out = model.sampler.generate(data.select(["prompt_ids"]), generation, seed=model.call_seed("greedy"))
         return out.select(["input_ids", "prompt_mask"])

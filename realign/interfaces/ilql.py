@@ -22,6 +22,7 @@ from typing import Annotated
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from realign.api import (
     RPC,
@@ -38,11 +39,33 @@ from realign.api import (
     masked_mean,
     merge_stats,
 )
-from realign.functional import broadcast_to_tokens, expectile_loss, gae, nll_loss, token_rewards
+from realign.functional import broadcast_to_tokens, gae, nll_loss, token_rewards
+from realign.functional.packed import at_least_fp32, check_shapes
 from realign.interfaces.components.aggregation import Aggregation, TokenMean
 from realign.settings import Count, Fraction, NonNegative, Positive, Range
 
 TRAINED = ("input_ids", "loss_mask", "rewards")
+
+
+def expectile_loss(values_T: Tensor, returns_T: Tensor, mask_T: Tensor, *, tau: float) -> Tensor:
+    """Compute |tau - 1(return < value)| * (return - value)^2, minimal at the `tau` expectile of the returns: [T].
+
+    Source: implicit Q-learning, arXiv:2110.06169 (eq. 5).
+
+    Args:
+        values_T: [T] values, differentiable.
+        returns_T: [T] regression targets.
+        mask_T: [T] bool.
+        tau: the expectile, in (0, 1): 0.5 is the mean, and values tend to the maximum as tau tends to 1.
+
+    Raises:
+        ValueError: a shape differs from the mask's, or `tau` is out of range.
+    """
+    check_shapes(mask_T, values_T=values_T, returns_T=returns_T, mask_T=mask_T)
+    if not 0 < tau < 1:
+        raise ValueError(f"tau must be in (0, 1), found {tau}")
+    error_T = torch.where(mask_T, at_least_fp32(returns_T.detach()) - at_least_fp32(values_T), 0)
+    return torch.full_like(error_T, tau).masked_fill(error_T < 0, 1 - tau) * error_T.square()
 
 
 @dataclass
@@ -69,24 +92,24 @@ class ILQLInterface(ModelInterface):
     aggregation: Aggregation = field(default_factory=TokenMean)
     """Weights of tokens and sequences in the loss: token_mean, seq_mean_token_mean, seq_mean_token_sum or constant."""
 
+    @override
     def keys(self, method: str) -> Keys:
-        """See `ModelInterface.keys`."""
         return Keys(needs=dict.fromkeys(TRAINED, "")) if method == "train_step" else Keys()
 
+    @override
     def outputs(self) -> frozenset[str]:
-        """See `ModelInterface.outputs`."""
         return frozenset({"logprobs", "values", "q_values"})
 
+    @override
     def plan(self) -> Plan:
-        """See `ModelInterface.plan`."""
         return Plan(epochs=self.epochs, n_minibatches=self.n_minibatches)
 
+    @override
     def headline(self) -> tuple[str, ...]:
-        """See `ModelInterface.headline`."""
         return ("loss", "q_loss", "v_loss", "nll")
 
+    @override
     def panels(self) -> tuple[Panel, ...]:
-        """See `ModelInterface.panels`."""
         return (
             Panel("losses of action values and values (squared reward)", {"q_loss": "Q", "v_loss": "V"}),
             Panel("values (reward)", {"q": "Q of the tokens", "value": "V"}),
@@ -128,8 +151,8 @@ class ILQLInterface(ModelInterface):
         """Return the divisor of the loss."""
         return self.aggregation.weight(rewarded(data), data.cu_seqlens())
 
+    @override
     def describe(self, batch_prompts: int) -> dict[str, str]:
-        """See `ModelInterface.describe`."""
         awac = f"{self.awac_coef:g} x likelihood with advantage factor {self.awac_beta:g}"
         terms = f"Q (gamma {self.gamma:g}) + V (expectile {self.tau:g}) + {self.cql_coef:g} x CQL + {awac}"
         return {"loss": f"{terms}, {self.aggregation.describe()}"}
@@ -146,4 +169,8 @@ def dataflow() -> DataflowGraph:
     return DataflowGraph((train,), dataset_keys=(*TRAINED, "prompt_mask"))
 
 
-__all__ = ["ILQLInterface", "dataflow"]
+__all__ = [
+    "ILQLInterface",
+    "dataflow",
+    "expectile_loss",
+]

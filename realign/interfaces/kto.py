@@ -19,6 +19,7 @@ from typing import Annotated
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from realign.api import (
     RPC,
@@ -34,17 +35,113 @@ from realign.api import (
     Role,
     SequenceSample,
     Stats,
+    derive_seed,
     masked_mean,
     merge_stats,
 )
-from realign.functional import kto_baseline, kto_loss, segment_sum
-from realign.interfaces.components.mismatch import mismatched, response_logprobs
+from realign.functional import segment_sum
+from realign.functional.packed import at_least_fp32, check_shapes
 from realign.interfaces.components.pairs import answered
+from realign.interfaces.components.scoring import score_logprobs
 from realign.interfaces.reference import ReferenceInterface
 from realign.settings import Count, NonNegative, Positive, Range
 
 RESPONSES = ("input_ids", "prompt_mask", "loss_mask")
 TRAINED = ("input_ids", "loss_mask", "labels", "ref_logprobs")
+
+
+def kto_baseline(policy_S: Tensor, reference_S: Tensor, valid_S: Tensor) -> Tensor:
+    """Estimate the KL divergence from the reference that KTO compares rewards with: a 0-d tensor, at least 0.
+
+    Source: arXiv:2402.01306 (section 4.1). The mean log-ratio of responses to other prompts; without gradient.
+
+    Args:
+        policy_S: [S] log-prob of the response to another prompt under the policy (nats).
+        reference_S: [S] its log-prob under the reference.
+        valid_S: [S] bool, the responses that count. The result is 0 if there are none.
+    """
+    check_shapes(policy_S, reference_S=reference_S, valid_S=valid_S)
+    log_ratio_S = at_least_fp32(policy_S.detach()) - at_least_fp32(reference_S.detach())
+    return (torch.where(valid_S, log_ratio_S, 0).sum() / valid_S.sum().clamp(min=1)).clamp(min=0)
+
+
+def kto_loss(
+    log_ratio_S: Tensor,
+    desirable_S: Tensor,
+    baseline_S: Tensor,
+    *,
+    beta: float,
+    desirable_weight: float,
+    undesirable_weight: float,
+) -> Tensor:
+    """Compute the loss of Kahneman-Tversky optimization: [S].
+
+    Source: arXiv:2402.01306 (eq. 8). With log-ratio h and baseline z, the loss of a desirable response is
+    w (1 - sigmoid(beta (h - z))). For an undesirable one, h and z are exchanged.
+
+    Args:
+        log_ratio_S: [S] log policy(y) - log reference(y) (nats), differentiable.
+        desirable_S: [S] bool.
+        baseline_S: [S] result of `kto_baseline`, the same for all responses of an optimizer step.
+        beta: coefficient of the implicit KL penalty towards the reference, > 0.
+        desirable_weight: weight of desirable responses.
+        undesirable_weight: weight of undesirable responses.
+
+    Raises:
+        ValueError: `beta` is not positive, or the shapes differ.
+    """
+    check_shapes(log_ratio_S, desirable_S=desirable_S, baseline_S=baseline_S)
+    if not beta > 0:
+        raise ValueError(f"beta must be positive, found {beta:g}")
+    above_S = beta * (at_least_fp32(log_ratio_S) - baseline_S.detach())
+    desirable_S = desirable_S.bool()
+    weights = above_S.new_tensor([undesirable_weight, desirable_weight])
+    return weights[desirable_S.long()] * torch.sigmoid(torch.where(desirable_S, -above_S, above_S))
+
+
+def mismatched(data: SequenceSample) -> SequenceSample:
+    """Replace each response by a response to another prompt of the batch.
+
+    The prompts form one cycle in an order drawn from their ids, so the result does not depend on their order in the
+    batch. Response j of a prompt becomes response j of the next prompt in the cycle, counted modulo its number of
+    responses. It is cut where the sequence would be longer than the longest sequence of the batch.
+
+    Args:
+        data: a batch with `input_ids`, `prompt_mask` and `loss_mask`.
+
+    Returns:
+        A sample of the same ids and numbers of responses, with `input_ids` and `loss_mask`. `loss_mask` is False
+        everywhere if the batch has only one prompt.
+    """
+    if len(data) < 2:
+        masked = torch.zeros_like(data["loss_mask"])
+        return data.select(["input_ids"]).with_tokens(loss_mask=masked)
+    counts, longest = data.lengths["input_ids"].counts.tolist(), int(data.lengths["input_ids"].flat.max())
+    starts = [sum(counts[:i]) for i in range(len(data))]
+    order = sorted(range(len(data)), key=lambda i: derive_seed(0, "mismatched", str(data.ids[i])))
+    following = dict(zip(order, [*order[1:], order[0]], strict=True))
+    ids, prompts, trained = (data.sequences(key) for key in ("input_ids", "prompt_mask", "loss_mask"))
+
+    def joined(own: int, other: int) -> tuple[Tensor, Tensor]:
+        prompt = ids[own][prompts[own]]
+        response = (~prompts[other]).nonzero()[: longest - len(prompt), 0]
+        return (
+            torch.cat([prompt, ids[other][response]]),
+            torch.cat([torch.zeros_like(prompt, dtype=torch.bool), trained[other][response]]),
+        )
+
+    rows = []
+    for i, n in enumerate(counts):
+        other = following[i]
+        rows.append([joined(starts[i] + j, starts[other] + j % counts[other]) for j in range(n)])
+    nested = {key: [[pair[k] for pair in row] for row in rows] for k, key in enumerate(("input_ids", "loss_mask"))}
+    return SequenceSample.from_sequences(data.ids, nested)
+
+
+def response_logprobs(model: Model, data: SequenceSample, mb_spec: MicroBatchSpec, temperature: float) -> Tensor:
+    """Return [S] the log-prob of each response under the model, summed over its tokens in `loss_mask`."""
+    scored = score_logprobs(model, data, mb_spec, temperature)["logprobs"]
+    return segment_sum(torch.where(data["loss_mask"], scored, 0), data.cu_seqlens())
 
 
 @dataclass
@@ -63,30 +160,31 @@ class KTOInterface(ModelInterface):
     temperature: Annotated[float, Range(ge=0.01, lt=math.inf)] = 1.0
     """Temperature of all log-probs, which divides the logits. Must equal the reference's; this is checked at launch."""
 
+    @override
     def keys(self, method: str) -> Keys:
-        """See `ModelInterface.keys`."""
         if method != "train_step":
             return Keys()
         return Keys(needs=dict.fromkeys((*TRAINED, "prompt_mask", "mismatched_ref_logprobs"), ""))
 
+    @override
     def outputs(self) -> frozenset[str]:
-        """See `ModelInterface.outputs`."""
         return frozenset({"logprobs"})
 
+    @override
     def roles(self) -> Mapping[str, Role]:
-        """See `ModelInterface.roles`: the reference policy."""
+        """Return the reference policy."""
         return {"ref": Role(KTOReferenceInterface(temperature=self.temperature))}
 
+    @override
     def plan(self) -> Plan:
-        """See `ModelInterface.plan`."""
         return Plan(n_minibatches=self.n_minibatches, temperature=self.temperature, temperature_setting="temperature")
 
+    @override
     def headline(self) -> tuple[str, ...]:
-        """See `ModelInterface.headline`."""
         return ("loss", "rewards/accuracy", "rewards/margin", "kl_baseline")
 
+    @override
     def panels(self) -> tuple[Panel, ...]:
-        """See `ModelInterface.panels`."""
         return (
             Panel("accuracy on labels", {"rewards/accuracy": "training batch"}),
             Panel("margin of implicit rewards", {"rewards/margin": "training batch"}),
@@ -108,8 +206,8 @@ class KTOInterface(ModelInterface):
         policy_S = response_logprobs(model, other, mb_spec, self.temperature)
         baseline = kto_baseline(policy_S, part["mismatched_ref_logprobs"], answered(other))
         data = part.select(TRAINED).with_sequences(kl_baseline=baseline.expand(part.n_sequences).contiguous())
-        found = model.machine.train_batch(data, mb_spec, self.loss, self.loss_weight)
-        return {**found, "kl_baseline": Mean(baseline, torch.ones_like(baseline))}
+        stats = model.machine.train_batch(data, mb_spec, self.loss, self.loss_weight)
+        return {**stats, "kl_baseline": Mean(baseline, torch.ones_like(baseline))}
 
     def loss(self, output: ModelOutput, minibatch: SequenceSample) -> tuple[Tensor, Stats]:
         """Sum the loss over the responses."""
@@ -143,8 +241,8 @@ class KTOInterface(ModelInterface):
         """Return the number of responses in the loss."""
         return answered(data).sum()
 
+    @override
     def describe(self, batch_prompts: int) -> dict[str, str]:
-        """See `ModelInterface.describe`."""
         weights = f"weights {self.desirable_weight:g} (desirable) and {self.undesirable_weight:g} (undesirable)"
         return {"loss": f"kto, beta {self.beta:g}, {weights}; mean over responses"}
 
@@ -153,8 +251,8 @@ class KTOInterface(ModelInterface):
 class KTOReferenceInterface(ReferenceInterface):
     """The reference of KTO: it also scores mismatched pairs of prompts and responses."""
 
+    @override
     def keys(self, method: str) -> Keys:
-        """See `ModelInterface.keys`."""
         if method != "inference":
             return Keys()
         return Keys(needs=dict.fromkeys(RESPONSES, ""), writes=frozenset({"logprobs", "mismatched_ref_logprobs"}))
@@ -177,8 +275,8 @@ OTHER = {"input_ids": "mismatched_input_ids", "loss_mask": "mismatched_loss_mask
 def margin(stats: Stats) -> Stats:
     """Return `rewards/margin`: the difference of the mean rewards of desirable and undesirable responses, if any."""
     means = [stats.get(f"rewards/{name}") for name in ("chosen", "rejected")]
-    found = [mean.total / mean.weight for mean in means if isinstance(mean, Mean) and mean.weight > 0]
-    return {"rewards/margin": Mean(found[0] - found[1], torch.ones_like(found[0]))} if len(found) == 2 else {}
+    rewards = [mean.total / mean.weight for mean in means if isinstance(mean, Mean) and mean.weight > 0]
+    return {"rewards/margin": Mean(rewards[0] - rewards[1], torch.ones_like(rewards[0]))} if len(rewards) == 2 else {}
 
 
 def dataflow() -> DataflowGraph:
@@ -193,4 +291,11 @@ def dataflow() -> DataflowGraph:
     )
 
 
-__all__ = ["KTOInterface", "KTOReferenceInterface", "dataflow"]
+__all__ = [
+    "KTOInterface",
+    "KTOReferenceInterface",
+    "dataflow",
+    "kto_baseline",
+    "kto_loss",
+    "mismatched",
+]

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from realign.api import (
     SAMPLED,
@@ -55,8 +56,8 @@ class OnlineDPOInterface(DPOInterface):
         if self.generation.n < 2:
             raise SettingsError(f"generation.n={self.generation.n}: a pair needs two responses. Set it to 2 or more")
 
+    @override
     def keys(self, method: str) -> Keys:
-        """See `ModelInterface.keys`."""
         if method == "generate":
             return Keys(needs={"prompt_ids": ""}, writes=frozenset(SAMPLED))
         if method != "train_step":
@@ -64,8 +65,8 @@ class OnlineDPOInterface(DPOInterface):
         needs = dict.fromkeys(("input_ids", "loss_mask", "rewards"), "") | self.reference_keys()
         return Keys(needs=needs, uses=frozenset({"dense_rewards"}))
 
+    @override
     def plan(self) -> Plan:
-        """See `ModelInterface.plan`."""
         return Plan(
             n_minibatches=self.n_minibatches,
             at_most=True,
@@ -78,12 +79,12 @@ class OnlineDPOInterface(DPOInterface):
             exact_sampling=not self.generation.distorted(),
         )
 
+    @override
     def headline(self) -> tuple[str, ...]:
-        """See `ModelInterface.headline`."""
         return ("reward", *super().headline())
 
+    @override
     def panels(self) -> tuple[Panel, ...]:
-        """See `ModelInterface.panels`."""
         return (Panel("reward", {"reward": "sampled responses"}), *super().panels())
 
     def generate(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
@@ -102,8 +103,8 @@ class OnlineDPOInterface(DPOInterface):
         }
         return merge_stats([stats, super().train_step(model, pairs, mb_spec)] if len(pairs) else [stats])
 
+    @override
     def describe(self, batch_prompts: int) -> dict[str, str]:
-        """See `ModelInterface.describe`."""
         pairs = f"the best against the worst of {self.generation.n} responses, if their rewards differ"
         return {"pairs": pairs, **super().describe(batch_prompts)}
 

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from realign.api import (
     SAMPLED,
@@ -171,8 +172,9 @@ class PPOActorInterface(ModelInterface):
         if self.credit_per_minibatch and self.critic is Critic.own:
             raise SettingsError("credit_per_minibatch=true: cannot be combined with critic=own. Set critic=shared")
 
+    @override
     def keys(self, method: str) -> Keys:
-        """See `ModelInterface`: the keys that the components read, each with the setting that needs it."""
+        """Return the keys that the components read, each with the setting that needs it."""
         replayed = {ROUTER_EXPERTS: "generation.router_replay=true"} if self.generation.router_replay else {}
         if method == "generate":
             return Keys({"prompt_ids": ""}, writes=frozenset({*SAMPLED, *replayed}))
@@ -200,20 +202,22 @@ class PPOActorInterface(ModelInterface):
             needs |= dict.fromkeys(("ptx_input_ids", "ptx_loss_mask"), f"ptx_coef={self.ptx_coef:g}")
         return Keys(needs, frozenset(uses))
 
+    @override
     def outputs(self) -> frozenset[str]:
-        """See `ModelInterface`: log-probs, and values if the loss includes them."""
+        """Return log-probs, and values if the loss includes them."""
         return frozenset({"logprobs"} if self.value is None else {"logprobs", "values"})
 
+    @override
     def roles(self) -> Mapping[str, Role]:
-        """See `ModelInterface`: a reference policy, a teacher without a default model, and a greedy policy."""
+        """Return a reference policy, a teacher without a default model, and a greedy policy."""
         return {
             "ref": Role(ReferenceInterface(self.generation.temperature, self.kl.full_vocabulary), RoleModel.start),
             "teacher": Role(ReferenceInterface(self.generation.temperature), RoleModel.none),
             "baseline": Role(GreedyInterface(self.generation), RoleModel.shared),
         }
 
+    @override
     def plan(self) -> Plan:
-        """See `ModelInterface`."""
         longest = self.generation.max_new_tokens
         return Plan(
             epochs=self.epochs,
@@ -229,8 +233,8 @@ class PPOActorInterface(ModelInterface):
             corrects_staleness=self.correction is not None,
         )
 
+    @override
     def headline(self) -> tuple[str, ...]:
-        """See `ModelInterface`."""
         return (
             "reward",
             "entropy",
@@ -241,16 +245,16 @@ class PPOActorInterface(ModelInterface):
             "teacher_kl",
         )
 
+    @override
     def targets(self) -> dict[str, float]:
-        """See `ModelInterface`."""
         return {} if self.kl.target is None else {"ref_kl_per_sequence": self.kl.target}
 
+    @override
     def panels(self) -> tuple[Panel, ...]:
-        """See `ModelInterface`."""
         return POLICY_PANELS if self.value is None else (*POLICY_PANELS, *VALUE_PANELS)
 
+    @override
     def describe(self, batch_prompts: int) -> dict[str, str]:
-        """See `ModelInterface`."""
         kept = [] if self.keep_best is None else [f"the best {self.keep_best} of {self.generation.n} per prompt"]
         kept += [f"those of at least {self.min_response_tokens} tokens"] if self.min_response_tokens else []
         kept += [] if self.train_end_token else ["without their end tokens"]

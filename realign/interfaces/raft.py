@@ -18,6 +18,7 @@ from typing import Annotated, ClassVar
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from realign.api import (
     RPC,
@@ -80,16 +81,16 @@ class RAFTActorInterface(SFTInterface):
                 "or more"
             )
 
+    @override
     def keys(self, method: str) -> Keys:
-        """See `ModelInterface.keys`."""
         return selection_keys(method)
 
+    @override
     def plan(self) -> Plan:
-        """See `ModelInterface.plan`."""
         return selection_plan(self.generation, self.epochs, self.n_minibatches)
 
+    @override
     def headline(self) -> tuple[str, ...]:
-        """See `ModelInterface.headline`."""
         return ("reward", "selected_reward", *super().headline())
 
     def generate(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:

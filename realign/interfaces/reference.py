@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
+from typing_extensions import override
+
 from realign.api import Keys, MicroBatchSpec, Model, ModelInterface, Plan, SequenceSample, Weights
 from realign.interfaces.components.scoring import score_distributions, score_logprobs, scoring_keys
 from realign.settings import Range
@@ -23,16 +25,16 @@ class ReferenceInterface(ModelInterface):
     """Also return the last hidden states, from which a loss computes the distributions over the whole vocabulary
     (kl.full_vocabulary, distillation). They take one number per hidden unit and token of the batch."""
 
+    @override
     def keys(self, method: str) -> Keys:
-        """See `ModelInterface.keys`."""
         return scoring_keys(hidden=self.hidden_states) if method == "inference" else Keys()
 
+    @override
     def outputs(self) -> frozenset[str]:
-        """See `ModelInterface.outputs`."""
         return frozenset({"logprobs"})
 
+    @override
     def plan(self) -> Plan:
-        """See `ModelInterface.plan`."""
         return Plan(temperature=self.temperature, temperature_setting="temperature", weights=Weights.frozen)
 
     def inference(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:

@@ -19,7 +19,9 @@ from enum import StrEnum
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import override
 
 from realign.api import (
     RPC,
@@ -40,18 +42,13 @@ from realign.api import (
 from realign.errors import RunError, SettingsError
 from realign.functional import (
     Reduce,
-    best_of_n_loss,
-    centering_loss,
-    comparison_loss,
-    divergence_loss,
     identity,
     last_true,
-    pairwise_loss,
-    rating_loss,
     score_moments,
     sequence_lengths,
 )
-from realign.interfaces.components.pairs import answered, check_pairs, pairs_of, train_on_groups
+from realign.functional.packed import at_least_fp32, check_shapes
+from realign.interfaces.components.pairs import Pairs, answered, check_pairs, pairs_of, train_on_groups
 from realign.interfaces.components.response_cut import ResponseCut, cut_responses, reward_keys
 from realign.interfaces.components.truncation import end_tokens
 from realign.settings import Count, NonNegative, Positive
@@ -83,6 +80,119 @@ class ScoreAt(StrEnum):
 
 ENDS = "score_before_end"
 """Key [S] bool: whether the score is read at the token before the last one."""
+
+
+def pairwise_loss(chosen_P: Tensor, rejected_P: Tensor, *, margin_P: Tensor | None = None) -> Tensor:
+    """Compute the Bradley-Terry loss, -log sigmoid(chosen - rejected - margin).
+
+    Source: arXiv:2203.02155 (eq. 1); margin: arXiv:2307.09288 (eq. 2).
+
+    Args:
+        chosen_P: [P] scores, differentiable.
+        rejected_P: [P] scores, differentiable.
+        margin_P: [P] margin by which the chosen score should be larger; None means 0.
+
+    Returns:
+        [P] in nats.
+    """
+    check_shapes(chosen_P, rejected_P=rejected_P, margin_P=margin_P)
+    difference_P = at_least_fp32(chosen_P) - at_least_fp32(rejected_P)
+    if margin_P is not None:
+        difference_P = difference_P - margin_P.detach()
+    return -F.logsigmoid(difference_P)
+
+
+def divergence_loss(
+    after_T: Tensor, ids_T: Tensor, cu_seqlens: Tensor, pairs: Pairs, *, margin_P: Tensor | None = None
+) -> Tensor:
+    """Compute `pairwise_loss` per token, averaged from the first token where the two responses differ to the end.
+
+    Source: DeepSpeed-Chat (reward model of step 2). Beyond its end, the shorter response keeps the score of its last
+    token (DeepSpeed-Chat uses the scores of its padding there). Equal responses are compared at their last token.
+
+    Args:
+        after_T: [T] score after each token, differentiable.
+        ids_T: [T] token ids.
+        cu_seqlens: int32 [S+1].
+        pairs: pairs of the S sequences.
+        margin_P: [P], see `pairwise_loss`.
+
+    Returns:
+        [P] in nats; 0 if both sequences are empty.
+    """
+    check_shapes(ids_T, after_T=after_T)
+    check_shapes(pairs.chosen_P, margin_P=margin_P)
+    lengths_S = sequence_lengths(cu_seqlens)
+    end_P = torch.maximum(lengths_S[pairs.chosen_P], lengths_S[pairs.rejected_P])
+    place_L = torch.arange(int(end_P.max()) if len(end_P) else 0, device=ids_T.device)
+    # One extra slot with score 0, for sequences without tokens.
+    scores_T, tokens_T = F.pad(at_least_fp32(after_T), (0, 1)), F.pad(ids_T, (0, 1), value=-1)
+
+    def aligned(chosen_P: Tensor) -> tuple[Tensor, Tensor]:
+        length_P1 = lengths_S[chosen_P, None]
+        held_PL = torch.minimum(place_L, length_P1 - 1) + cu_seqlens.long()[chosen_P, None]
+        slots_PL = torch.where(length_P1 > 0, held_PL, len(ids_T))
+        return scores_T[slots_PL], tokens_T[slots_PL].masked_fill(place_L >= length_P1, -1)
+
+    (chosen_PL, chosen_ids_PL), (rejected_PL, rejected_ids_PL) = aligned(pairs.chosen_P), aligned(pairs.rejected_P)
+    last_PL = place_L == end_P[:, None] - 1
+    after_divergence_PL = ((chosen_ids_PL != rejected_ids_PL) | last_PL).cumsum(1) > 0
+    where_PL = after_divergence_PL & (place_L < end_P[:, None])
+    difference_PL = chosen_PL - rejected_PL
+    if margin_P is not None:
+        difference_PL = difference_PL - margin_P.detach()[:, None]
+    return torch.where(where_PL, -F.logsigmoid(difference_PL), 0).sum(1) / where_PL.sum(1).clamp(min=1)
+
+
+def best_of_n_loss(scores_S: Tensor, labels_S: Tensor, group_S: Tensor, n_groups: int) -> Tensor:
+    """Compute the cross-entropy of a softmax over the scores of a group, with the preferred response as the target.
+
+    Source: arXiv:1909.08593 (eq. 1).
+
+    Args:
+        scores_S: [S], differentiable.
+        labels_S: [S]; 1 for one response of each group and 0 for the others.
+        group_S: int64 [S], the group of each sequence; groups may be of any sizes and in any order.
+        n_groups: G.
+
+    Returns:
+        [G] in nats; 0 for a group without sequences.
+    """
+    check_shapes(scores_S, labels_S=labels_S, group_S=group_S)
+    scores_S = at_least_fp32(scores_S)
+    largest_G = scores_S.detach().new_full((n_groups,), -torch.inf)
+    largest_G = largest_G.scatter_reduce(0, group_S, scores_S.detach(), "amax")
+    shifted_S = scores_S - largest_G[group_S]
+    zeros_G = scores_S.new_zeros(n_groups)
+    total_S = zeros_G.index_add(0, group_S, shifted_S.exp())[group_S]
+    return zeros_G.index_add(0, group_S, labels_S.to(scores_S.dtype) * (total_S.log() - shifted_S))
+
+
+def rating_loss(scores_S: Tensor, ratings_S: Tensor) -> Tensor:
+    """Compute (score - rating)^2: [S]. Source: openai/lm-human-preferences (`ScalarRating`)."""
+    check_shapes(scores_S, ratings_S=ratings_S)
+    return (at_least_fp32(scores_S) - ratings_S.detach()).square()
+
+
+def comparison_loss(first_P: Tensor, second_P: Tensor, difference_P: Tensor) -> Tensor:
+    """Compute (first - second - difference)^2: [P]. Source: openai/lm-human-preferences (`ScalarComparison`).
+
+    Args:
+        first_P: [P] scores, differentiable.
+        second_P: [P] scores, differentiable.
+        difference_P: [P] human rating of the first response minus that of the second.
+    """
+    check_shapes(first_P, second_P=second_P, difference_P=difference_P)
+    return (at_least_fp32(first_P) - at_least_fp32(second_P) - difference_P.detach()).square()
+
+
+def centering_loss(chosen_P: Tensor, rejected_P: Tensor) -> Tensor:
+    """Compute (chosen + rejected)^2: [P], which keeps the scores of a reward model around 0.
+
+    Pairwise losses depend only on the difference of the scores. Source: arXiv:2312.09244 (section 2.2).
+    """
+    check_shapes(chosen_P, rejected_P=rejected_P)
+    return (at_least_fp32(chosen_P) + at_least_fp32(rejected_P)).square()
 
 
 @dataclass
@@ -137,8 +247,8 @@ class RewardModelInterface(ModelInterface):
             raise SettingsError(f"score_at=before_end: {other}=true uses the scores of all tokens. Set {other}=false")
         self.gain, self.bias = 1.0, 0.0
 
+    @override
     def keys(self, method: str) -> Keys:
-        """See `ModelInterface.keys`."""
         if method == "train_step":
             needs = dict.fromkeys(("input_ids", "loss_mask", "labels"), "")
             margins = {"margins": "use_margin=true"} if self.use_margin else {}
@@ -149,22 +259,22 @@ class RewardModelInterface(ModelInterface):
         needs = {"input_ids": ""} | ({} if mask is None else {"prompt_mask": mask})
         return Keys(needs=needs, writes=reward_keys(self.dense))
 
+    @override
     def outputs(self) -> frozenset[str]:
-        """See `ModelInterface.outputs`."""
         return frozenset({"scores"})
 
+    @override
     def plan(self) -> Plan:
-        """See `ModelInterface.plan`."""
         return Plan(n_minibatches=self.n_minibatches)
 
+    @override
     def headline(self) -> tuple[str, ...]:
-        """See `ModelInterface.headline`."""
         if self.kind is RewardLoss.scalar_rating:
             return ("loss", "rating_error", "pearson")
         return ("loss", "accuracy", "margin")
 
+    @override
     def panels(self) -> tuple[Panel, ...]:
-        """See `ModelInterface.panels`."""
         if self.kind is RewardLoss.scalar_rating:
             return (Panel("correlation with ratings", {"pearson": "reward model, training batch"}),)
         return (Panel("accuracy on preferences", {"accuracy": "reward model, training batch"}),)
@@ -275,7 +385,7 @@ class RewardModelInterface(ModelInterface):
 
     @property
     def labels_are_numbers(self) -> bool:
-        """See `Calibratable`: true if labels are ratings, false if they only rank responses."""
+        """Return whether labels are ratings, and do not only rank responses."""
         return self.kind in (RewardLoss.scalar_rating, RewardLoss.scalar_compare)
 
     def label_scale(self, labels_S: Tensor) -> tuple[float, float]:
@@ -308,8 +418,8 @@ class RewardModelInterface(ModelInterface):
         if "gain" in saved:
             self.load_state_dict(saved)
 
+    @override
     def describe(self, batch_prompts: int) -> dict[str, str]:
-        """See `ModelInterface.describe`."""
         options = ("use_margin", "per_prompt_weighting", "from_divergence")
         chosen = [name for name in options if getattr(self, name)]
         chosen += ["score before the end token"] if self.score_at is ScoreAt.before_end else []

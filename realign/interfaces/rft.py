@@ -19,6 +19,7 @@ from typing import Any, ClassVar, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from realign.api import (
     GenerationConfig,
@@ -78,16 +79,16 @@ class RFTActorInterface(SFTInterface):
             )
         self.pool = Pool()
 
+    @override
     def keys(self, method: str) -> Keys:
-        """See `ModelInterface.keys`."""
         return selection_keys(method)
 
+    @override
     def plan(self) -> Plan:
-        """See `ModelInterface.plan`."""
         return selection_plan(self.generation, self.epochs * self.n_improve_steps, self.n_minibatches)
 
+    @override
     def headline(self) -> tuple[str, ...]:
-        """See `ModelInterface.headline`."""
         return ("reward", "selected_reward", "threshold", *super().headline())
 
     def generate(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:

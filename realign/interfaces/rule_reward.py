@@ -26,6 +26,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from realign.api import Keys, MicroBatchSpec, Model, ModelInterface, Plan, SequenceSample, derive_seed
 from realign.api.rewards import NAMED
@@ -148,8 +149,8 @@ class RuleRewardInterface(ModelInterface):
             self._notes[name] = self._pools[name].note
         return self._pools[name]
 
+    @override
     def keys(self, method: str) -> Keys:
-        """See `ModelInterface.keys`."""
         if method != "inference":
             return Keys()
         return Keys(
@@ -159,7 +160,7 @@ class RuleRewardInterface(ModelInterface):
         )
 
     def plan(self) -> Plan:
-        """See `ModelInterface.plan`. Whether a function needs whole batches is known after `open`."""
+        """Return the plan. Whether a function needs whole batches is known after `open`."""
         return Plan(whole_batch=any(pool.scope is RewardScope.batch for pool in self._pools.values()))
 
     def describe(self, batch_prompts: int) -> dict[str, str]:

@@ -11,6 +11,7 @@ from typing import ClassVar
 
 import numpy as np
 from torch import Tensor
+from typing_extensions import override
 
 from realign.api import (
     RPC,
@@ -43,24 +44,24 @@ class SFTInterface(ModelInterface):
     aggregation: Aggregation = field(default_factory=TokenMean)
     """Weights of tokens and sequences in the loss: token_mean, seq_mean_token_mean, seq_mean_token_sum or constant."""
 
+    @override
     def keys(self, method: str) -> Keys:
-        """See `ModelInterface.keys`."""
         return Keys(needs={"input_ids": "", "loss_mask": ""}) if method == "train_step" else Keys()
 
+    @override
     def outputs(self) -> frozenset[str]:
-        """See `ModelInterface.outputs`."""
         return frozenset({"logprobs"})
 
+    @override
     def plan(self) -> Plan:
-        """See `ModelInterface.plan`."""
         return Plan(n_minibatches=self.n_minibatches)
 
+    @override
     def headline(self) -> tuple[str, ...]:
-        """See `ModelInterface.headline`."""
         return ("nll",) if isinstance(self.aggregation, TokenMean) else ("loss", "nll")  # equal with token means
 
+    @override
     def panels(self) -> tuple[Panel, ...]:
-        """See `ModelInterface.panels`."""
         return (Panel("negative log-likelihood (nats per token)", {"nll": "training batch"}),)
 
     def train_step(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> Stats:
@@ -78,8 +79,8 @@ class SFTInterface(ModelInterface):
         """Return the divisor of the loss."""
         return self.aggregation.weight(data["loss_mask"], data.cu_seqlens())
 
+    @override
     def describe(self, batch_prompts: int) -> dict[str, str]:
-        """See `ModelInterface.describe`."""
         return {"loss": f"negative log-likelihood, {self.aggregation.describe()}"}
 
 

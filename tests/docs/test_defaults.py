@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import reduce
@@ -15,7 +14,6 @@ import pytest
 
 from realign.config.words import snake_case
 from realign.engines import QHeads
-from realign.functional import cispo_loss, gmpo_loss, gspo_loss, sapo_loss
 from realign.interfaces.components import (
     GAE,
     Cispo,
@@ -148,12 +146,3 @@ def test_the_tables_of_every_algorithm_are_compared():
     assert {each.page for each in STATED} == {*TABLES, "security"}
     found = {type(each.settings) for each in STATED}
     assert found >= {*VARIANTS.values(), *NESTED, RFTActorInterface, PPOCriticInterface, RuleRewardInterface}
-
-
-FUNCTIONS = {Gspo: gspo_loss, Cispo: cispo_loss, Sapo: sapo_loss, Gmpo: gmpo_loss}
-
-
-@pytest.mark.parametrize(("cls", "function"), FUNCTIONS.items(), ids=lambda x: x.__name__)
-def test_an_objective_and_its_function_have_the_same_defaults(cls: type, function: Callable[..., Any]):
-    options = {n: p.default for n, p in inspect.signature(function).parameters.items() if p.kind is p.KEYWORD_ONLY}
-    assert options == {name: getattr(cls(), name) for name in options}

@@ -7,8 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realign.functional.divergence import vocabulary_divergence
-from realign.functional.head import LMHead
+from realign.functional.logprobs import LMHead, vocabulary_divergence
 
 N, H, TARGET_H, V = 9, 5, 3, 11
 BETAS = [0.0, 0.1, 0.5, 0.9, 1.0]

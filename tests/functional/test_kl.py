@@ -7,15 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realign.functional.kl import (
-    LOG_RATIO_LIMIT,
-    AdaptiveKLController,
-    FixedKLController,
-    KLEstimator,
-    ThresholdKLController,
-    kl_estimate,
-    log_ratio,
-)
+from realign.functional.kl import LOG_RATIO_LIMIT, KLEstimator, kl_estimate, log_ratio
 
 Z = [0.3, -0.2, 0.5]
 REF = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
@@ -143,89 +135,3 @@ def test_log_ratios_are_fp32_and_no_gradient_reaches_the_reference():
 
 def test_a_nan_on_the_mask_is_not_hidden():
     assert kl_estimate(torch.tensor([math.nan]), torch.zeros(1), ALL[:1], KLEstimator.k3).isnan().all()
-
-
-@pytest.mark.parametrize(
-    ("kl", "n_steps", "expected"),
-    [
-        (6.0, 64, 0.15),  # no error, so no change
-        (6.6, 1000, 0.15 * (1 + 0.1 * 0.1)),
-        (5.4, 1000, 0.15 * (1 - 0.1 * 0.1)),
-        (600.0, 1000, 0.15 * (1 + 0.2 * 0.1)),  # clipped above
-        (-3.0, 1000, 0.15 * (1 - 0.2 * 0.1)),  # clipped below; a sampled KL may be negative
-        (600.0, 10000, 0.15 * 1.2),
-        (600.0, 0, 0.15),
-    ],
-)
-def test_trap_c9_adaptive_controller(kl, n_steps, expected):
-    controller = AdaptiveKLController(init=0.15, target=6.0, horizon=10000)
-    controller.update(kl, n_steps)
-    assert controller.value == pytest.approx(expected, rel=1e-12)
-
-
-def test_trap_c9_masked_sequences_do_not_dilute_the_kl():
-    from realign.functional.packed import cu_seqlens_of, segment_sum
-
-    cu_seqlens = cu_seqlens_of([2] * 8)
-    mask_T = torch.ones(16, dtype=torch.bool)
-    mask_T[:4] = False
-    kl_T = kl_estimate(torch.full((16,), 3.0), torch.zeros(16), mask_T, KLEstimator.k1)
-    trained_S = segment_sum(mask_T, cu_seqlens) > 0
-    controller = AdaptiveKLController(init=0.15, target=6.0, horizon=100)
-    controller.update(float(segment_sum(kl_T, cu_seqlens)[trained_S].mean()), int(trained_S.sum()))
-    assert controller.value == 0.15
-
-
-def test_trap_c9_controller_survives_a_resume():
-    controller = AdaptiveKLController(init=0.15, target=6.0, horizon=100)
-    controller.update(12.0, 64)
-    resumed = AdaptiveKLController(init=0.15, target=6.0, horizon=100)
-    resumed.load_state_dict(controller.state_dict())
-    assert resumed.value == controller.value != 0.15
-    fixed = FixedKLController(0.05)
-    fixed.update(100.0, 64)
-    fixed.load_state_dict(fixed.state_dict())
-    assert fixed.value == 0.05
-
-
-@pytest.mark.parametrize(
-    ("kl", "expected"), [(0.0, 0.5), (0.0066, 0.5), (0.0067, 1.0), (0.015, 1.0), (0.0151, 2.0), (9.0, 2.0)]
-)
-def test_the_threshold_controller_doubles_above_and_halves_below_its_range(kl, expected):
-    controller = ThresholdKLController(init=1.0, target=0.01)
-    controller.update(kl)
-    assert controller.value == expected
-    resumed = ThresholdKLController(init=1.0, target=0.01)
-    resumed.load_state_dict(controller.state_dict())
-    assert resumed.value == controller.value
-
-
-def test_the_threshold_controller_recovers_after_many_updates_on_one_side():
-    controller = ThresholdKLController(init=0.3, target=0.01)
-    for kl, bound in ((0.0, 0.3 / 2**20), (1.0, 0.3 * 2**20)):
-        for _ in range(2000):
-            controller.update(kl)
-        assert controller.value == bound
-
-
-def test_controllers_refuse_nonsense():
-    with pytest.raises(ValueError, match="target must be positive"):
-        ThresholdKLController(init=0.1, target=0.0)
-    with pytest.raises(ValueError, match="init must be positive"):
-        ThresholdKLController(init=0.0, target=0.1)
-    with pytest.raises(ValueError, match="kl must be finite"):
-        ThresholdKLController(init=0.1, target=1.0).update(math.nan)
-    with pytest.raises(ValueError, match="target"):
-        AdaptiveKLController(init=0.1, target=0.0, horizon=10)
-    with pytest.raises(ValueError, match="horizon"):
-        AdaptiveKLController(init=0.1, target=1.0, horizon=-1)
-    with pytest.raises(ValueError, match="nan"):
-        AdaptiveKLController(init=0.1, target=1.0, horizon=10).update(math.nan, 1)
-    with pytest.raises(ValueError, match=r"must be above clip \* n_steps = 0\.2 \* 50"):
-        AdaptiveKLController(init=0.1, target=1.0, horizon=10).update(0.0, 50)
-
-
-@pytest.mark.parametrize("controller", [AdaptiveKLController(0.3, 6.0, 100), ThresholdKLController(0.3, 0.01)])
-def test_a_run_with_a_constant_coefficient_continues_with_an_adaptive_one(controller):
-    controller.load_state_dict(FixedKLController(0.2).state_dict())
-    assert controller.value == 0.3

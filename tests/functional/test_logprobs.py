@@ -6,8 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from realign.functional.head import HeadGradients, LMHead
-from realign.functional.logprobs import chunk_tokens, token_logprobs
+from realign.functional.logprobs import HeadGradients, LMHead, chunk_tokens, token_logprobs
 
 N, H, V = 9, 5, 11
 CHUNKS = [1, 7, None]

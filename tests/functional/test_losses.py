@@ -6,19 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from realign.functional.aggregation import AggregationMode, aggregation_weight
 from realign.functional.kl import LOG_RATIO_LIMIT
-from realign.functional.losses import (
-    CapMode,
-    ImportanceLevel,
-    ValueLoss,
-    behavior_weights,
-    expectile_loss,
-    nll_loss,
-    policy_loss,
-    value_loss,
-)
+from realign.functional.losses import CapMode, ImportanceLevel, behavior_weights, nll_loss, policy_loss
 from realign.functional.packed import cu_seqlens_of
+from realign.interfaces.components import TokenMean
 
 
 def ones(n):
@@ -128,7 +119,7 @@ def test_trap_f2_the_cap_takes_tokens_out_of_the_denominator_or_truncates():
     weight_T, keep_T, _ = behavior_weights(*args, cap=2.0, mode=CapMode.mask)
     assert keep_T.tolist() == [True, False, True, False]
     assert weight_T.tolist() == pytest.approx([1.0, 0.0, math.exp(-1), 0.0])
-    assert aggregation_weight(keep_T, cu_seqlens, AggregationMode.token_mean) == 2
+    assert TokenMean().weight(keep_T, cu_seqlens) == 2
     weight_T, keep_T, _ = behavior_weights(*args, cap=2.0, mode=CapMode.truncate)
     assert keep_T.tolist() == mask_T.tolist()
     assert weight_T.tolist() == pytest.approx([1.0, 2.0, math.exp(-1), 0.0])
@@ -198,65 +189,6 @@ def test_trap_f10_every_weight_is_1_when_the_proximal_policy_is_the_behavior_pol
     assert keep_T.all()
 
 
-# Columns: value, old value, return, loss, d loss / d value, clipped (clip 0.2).
-VALUE_TABLE = [
-    (1.0, 1.0, 3.0, 2.0, -2.0, False),
-    (1.1, 1.0, 3.0, 1.805, -1.9, False),
-    (1.5, 1.0, 3.0, 1.62, 0.0, True),  # moved beyond the range towards the target: clipped to 1.2
-    (0.5, 1.0, 3.0, 3.125, -2.5, False),  # moved away from the target: the unclipped error is larger
-    (1.5, 1.0, 0.0, 1.125, 1.5, False),
-]
-
-
-@pytest.mark.parametrize(("value", "old", "target", "loss", "slope", "clipped"), VALUE_TABLE)
-def test_trap_c14_value_clip(value, old, target, loss, slope, clipped):
-    values_T = torch.tensor([value], dtype=torch.float64, requires_grad=True)
-    loss_T, clipped_T = value_loss(
-        values_T, torch.tensor([old]).double(), torch.tensor([target]).double(), ones(1), clip=0.2
-    )
-    loss_T.sum().backward()
-    assert loss_T.item() == pytest.approx(loss, abs=1e-12)
-    assert float(values_T.grad) == pytest.approx(slope, abs=1e-12)
-    assert clipped_T.item() is clipped
-
-
-def test_trap_c14_without_a_clip_old_values_do_not_matter():
-    loss_T, clipped_T = value_loss(torch.tensor([1.5]), torch.tensor([1.0]), torch.tensor([3.0]), ones(1))
-    assert loss_T.item() == 1.125
-    assert not clipped_T.any()
-
-
-def test_trap_c14_values_inside_the_range_are_not_clipped_by_rounding():
-    generator = torch.Generator().manual_seed(0)
-    values_T, old_T, returns_T = torch.rand(3, 1000, generator=generator) * 0.19 - 0.095
-    held_T = old_T + (values_T - old_T).clamp(-0.2, 0.2)
-    # so an error computed from the clipped step alone would count as clipped
-    assert ((held_T - returns_T) ** 2 > (values_T - returns_T) ** 2).any()
-    _, clipped_T = value_loss(values_T, old_T, returns_T, ones(1000), clip=0.2)
-    assert not clipped_T.any()
-
-
-def test_huber_is_half_the_square_then_linear():
-    values_T = torch.tensor([1.0, 3.0, -5.0], requires_grad=True)
-    loss_T, _ = value_loss(values_T, torch.zeros(3), torch.zeros(3), ones(3), kind=ValueLoss.huber, huber_delta=2.0)
-    assert loss_T.tolist() == [0.5, 2.0 * 3 - 2, 2.0 * 5 - 2]
-    loss_T.sum().backward()
-    assert values_T.grad.tolist() == [1.0, 2.0, -2.0]
-    clipped_T, was_T = value_loss(
-        torch.tensor([9.0]), torch.zeros(1), torch.tensor([20.0]), ones(1), clip=1.0, kind=ValueLoss.huber
-    )
-    assert clipped_T.item() == 10 * 19 - 50
-    assert was_T.item()
-
-
-def test_trap_c15_the_critic_does_not_learn_from_the_prompt():
-    values_T = torch.tensor([5.0, 1.0], requires_grad=True)
-    loss_T, _ = value_loss(values_T, torch.zeros(2), torch.zeros(2), torch.tensor([False, True]), clip=0.2)
-    loss_T.sum().backward()
-    assert loss_T.tolist() == [0.0, 0.5]
-    assert values_T.grad.tolist() == [0.0, 1.0]
-
-
 def test_nll_is_the_negative_log_prob_on_the_mask():
     logprobs_T = torch.tensor([-1.0, -2.0], dtype=torch.bfloat16)
     loss_T = nll_loss(logprobs_T, torch.tensor([True, False]))
@@ -267,7 +199,6 @@ def test_nll_is_the_negative_log_prob_on_the_mask():
 def test_trap_a5_a_nan_on_the_mask_is_not_hidden():
     nan_T = torch.tensor([math.nan])
     assert policy_loss(nan_T, torch.zeros(1), torch.ones(1), ones(1)).loss_T.isnan().all()
-    assert value_loss(nan_T, torch.zeros(1), torch.ones(1), ones(1), clip=0.2)[0].isnan().all()
 
 
 def test_bad_input_is_named():
@@ -284,19 +215,9 @@ def test_bad_input_is_named():
         behavior_weights(x, x, ones(2), cu_seqlens_of([2]), floor=3.0, cap=2.0)
     with pytest.raises(ValueError, match="floor must be positive"):
         behavior_weights(x, x, ones(2), cu_seqlens_of([2]), floor=0.0)
-    with pytest.raises(ValueError, match="clip and huber_delta"):
-        value_loss(x, x, x, ones(2), clip=-0.2)
     with pytest.raises(ValueError, match="advantages_T has shape"):
         policy_loss(x, x, x[:1], ones(2))
     with pytest.raises(ValueError, match="mask_T has dtype"):
         nll_loss(x, torch.ones(2))
     with pytest.raises(ValueError, match="'seq'"):
         behavior_weights(x, x, ones(2), cu_seqlens_of([2]), level="seq")
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_weights_of_the_expectile_have_the_precision_of_the_values(dtype):
-    returns_T = torch.tensor([1.0, -2.0], dtype=dtype)
-    found = expectile_loss(torch.zeros(2, dtype=dtype), returns_T, torch.ones(2, dtype=torch.bool), tau=0.7)
-    assert found.dtype == dtype
-    assert found.tolist() == pytest.approx([0.7, 0.3 * 4], rel=1e-15 if dtype == torch.float64 else 1e-6)

@@ -8,8 +8,8 @@ import torch
 
 from realign.api import MicroBatchSpec, Model, SequenceSample, stat_values
 from realign.errors import ConfigError
-from realign.functional import ValueLoss
 from realign.interfaces.components import SeqMeanTokenMean, TokenMean, ValueObjective
+from realign.interfaces.components.value_loss import ValueLoss
 from realign.interfaces.critic import PPOCriticInterface, ValueNormalization, ValueScale
 from realign.testing import BigramEngine, random_batch
 

@@ -15,12 +15,11 @@ import torch
 from realign.api import GenerationConfig, Keys, MicroBatchSpec, Model, ModelInterface, SequenceSample, stat_values
 from realign.api.interface import METHODS, implements
 from realign.api.router_experts import ROUTER_EXPERTS
-from realign.functional import DPOLoss
 from realign.interfaces.components import GAE, Critic, ImportanceCorrection, KLPenalty, RatioRange, Truncation
 from realign.interfaces.components.response_cut import ResponseCut
 from realign.interfaces.critic import PPOCriticInterface
 from realign.interfaces.decoupled_ppo import DecoupledPPOActorInterface
-from realign.interfaces.dpo import DPOInterface
+from realign.interfaces.dpo import DPOInterface, DPOLoss
 from realign.interfaces.environment import EnvironmentInterface
 from realign.interfaces.greedy import GreedyInterface
 from realign.interfaces.grpo import GRPOActorInterface

@@ -14,7 +14,7 @@ from realign.api import MicroBatchSpec, Model, SequenceSample, stat_values
 from realign.config import build_experiment, compose
 from realign.engines import Causal, OptimizerSpec, QHeads, TransformersModel, ValueHead
 from realign.interfaces.components import SeqMeanTokenMean, TokenMean
-from realign.interfaces.ilql import ILQLInterface, dataflow
+from realign.interfaces.ilql import ILQLInterface, dataflow, expectile_loss
 from realign.runtime import run
 from realign.testing import BigramEngine, random_batch
 from tests.tiny import random_sample, save_tiny
@@ -212,3 +212,11 @@ def test_ilql_improves_over_cloning_its_data(tmp_path, seed, record_property):
     record_property("rewards", (last["eval/cloned/reward"], last["eval/ilql/reward"]))
     assert last["eval/cloned/reward"] < 1.1  # 0.72 in the data
     assert last["eval/ilql/reward"] > 1.8
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_weights_of_the_expectile_have_the_precision_of_the_values(dtype):
+    returns_T = torch.tensor([1.0, -2.0], dtype=dtype)
+    found = expectile_loss(torch.zeros(2, dtype=dtype), returns_T, torch.ones(2, dtype=torch.bool), tau=0.7)
+    assert found.dtype == dtype
+    assert found.tolist() == pytest.approx([0.7, 0.3 * 4], rel=1e-15 if dtype == torch.float64 else 1e-6)

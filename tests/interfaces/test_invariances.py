@@ -14,11 +14,12 @@ import pytest
 import realign.interfaces
 from realign.api import GenerationConfig, ModelInterface, rl_graph
 from realign.api.interface import implements
-from realign.functional import DPOLoss, ImportanceLevel, KLEstimator, Scope, ValueLoss
+from realign.functional import ImportanceLevel, KLEstimator, Scope
 from realign.interfaces import components as c
+from realign.interfaces.components.value_loss import ValueLoss
 from realign.interfaces.critic import ValueNormalization, ValueScale
 from realign.interfaces.decoupled_ppo import DecoupledPPOActorInterface
-from realign.interfaces.dpo import DPOInterface
+from realign.interfaces.dpo import DPOInterface, DPOLoss
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.interfaces.ilql import ILQLInterface
 from realign.interfaces.kto import KTOInterface

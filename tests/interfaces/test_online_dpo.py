@@ -10,8 +10,7 @@ import torch
 
 from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample, stat_values
 from realign.config import build_experiment, compose
-from realign.functional import DPOLoss
-from realign.interfaces.dpo import DPOInterface
+from realign.interfaces.dpo import DPOInterface, DPOLoss
 from realign.interfaces.online_dpo import OnlineDPOInterface, best_and_worst, dataflow
 from realign.interfaces.reward_model import RewardModelInterface
 from realign.runtime import run

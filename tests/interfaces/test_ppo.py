@@ -9,7 +9,7 @@ import torch
 from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample, stat_values
 from realign.api.interface import is_component_key
 from realign.errors import SettingsError
-from realign.functional import AggregationMode, KLEstimator, Scope, aggregate, kl_estimate
+from realign.functional import KLEstimator, Scope, kl_estimate
 from realign.interfaces.components import (
     GAE,
     Clip,
@@ -168,19 +168,16 @@ def test_trap_d8_statistics_of_the_batch_are_taken_before_it_is_cut():
 def test_trap_d15_every_term_of_the_loss_is_weighed_alike():
     data = random_batch(2)
     output = BigramEngine().output(data)
-    for mode, weighing in (
-        (AggregationMode.token_mean, TokenMean()),
-        (AggregationMode.seq_mean_token_mean, SeqMeanTokenMean()),
-    ):
+    for weighing in (TokenMean(), SeqMeanTokenMean()):
         mask, cu = data["loss_mask"], data.cu_seqlens()
         plain = PPOActorInterface(aggregation=weighing).loss(output, data)[0]
         with_entropy = PPOActorInterface(aggregation=weighing, entropy_coef=0.3).loss(output, data)[0]
         _, entropy = output.logprobs_and_entropy(where_T=mask)
-        assert float(plain - with_entropy) == pytest.approx(0.3 * float(aggregate(entropy, mask, cu, mode)))
+        assert float(plain - with_entropy) == pytest.approx(0.3 * float(weighing.total(entropy, mask, cu)))
         kl = KLPenalty(KLPlace.loss, 0.7, KLEstimator.k3)
         with_kl = PPOActorInterface(aggregation=weighing, kl=kl).loss(output, data)[0]
         values = kl_estimate(output.logprobs(where_T=mask), data["ref_logprobs"], mask, KLEstimator.k3)
-        assert float(with_kl - plain) == pytest.approx(0.7 * float(aggregate(values, mask, cu, mode)))
+        assert float(with_kl - plain) == pytest.approx(0.7 * float(weighing.total(values, mask, cu)))
 
 
 def test_metrics_of_a_step_are_the_plain_means_they_are_named_after():

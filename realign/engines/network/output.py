@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from realign.api.q_values import QValues
-from realign.functional.divergence import vocabulary_divergence
-from realign.functional.logprobs import LMHead, token_logprobs
+from realign.functional.logprobs import LMHead, token_logprobs, vocabulary_divergence
 from realign.functional.packed import position_ids
 
 

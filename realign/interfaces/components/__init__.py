@@ -43,13 +43,13 @@ from realign.interfaces.components.objectives import (
     Objective,
     PolicyTokens,
     ProximalKL,
+    ProximalKLControl,
     Reinforce,
     Sapo,
     policy_loss_of,
     policy_stats,
 )
 from realign.interfaces.components.pretraining import mix_pretraining, pretraining_loss
-from realign.interfaces.components.proximal_kl import ProximalKLControl
 from realign.interfaces.components.reward_shaping import RewardBaseline, RewardScale, RewardShaping
 from realign.interfaces.components.scoring import (
     first_logprob_diff,

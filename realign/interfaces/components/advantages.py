@@ -19,6 +19,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from realign.api import Min, SequenceSample, Stats, masked_max, masked_mean, total_rewards
 from realign.errors import SettingsError
@@ -28,7 +29,6 @@ from realign.functional import (
     Scope,
     broadcast_to_tokens,
     degenerate_groups,
-    degenerate_rescale,
     discounted_returns,
     gae,
     kl_estimate,
@@ -38,6 +38,8 @@ from realign.functional import (
     token_rewards,
     whiten,
 )
+from realign.functional.normalization import group_moments, identity
+from realign.functional.packed import check_shapes
 from realign.interfaces.components.normalization import Normalization
 from realign.interfaces.components.scoring import old_logprobs
 from realign.settings import Count, Fraction, Positive, Settings
@@ -211,8 +213,9 @@ class _ValueBased(AdvantageEstimator):
     bootstrap: bool = field(default=False, kw_only=True)
     """Use the critic's value, instead of 0, for the state after the last token of a truncated response."""
 
+    @override
     def estimate(self, rewards: Rewards, data: SequenceSample, reduce: Reduce) -> Estimate:
-        """See `AdvantageEstimator`: advantages and returns of tokens."""
+        """Return advantages and returns of tokens."""
         mask_T, cu_seqlens = rewards.mask_T, rewards.cu_seqlens
         if self.reward_norm.active:
             trained_S = segment_sum(mask_T, cu_seqlens) > 0
@@ -235,16 +238,16 @@ class _ValueBased(AdvantageEstimator):
     def _name(self) -> str:
         """Return the estimator for the launch table."""
 
+    @override
     def check(self, *, responses: int, adv_norm: Normalization, baseline: bool) -> None:
-        """See `AdvantageEstimator`."""
         _check_groups("advantage.reward_norm", self.reward_norm, responses)
 
+    @override
     def needs(self) -> dict[str, str]:
-        """See `AdvantageEstimator`."""
         return dict.fromkeys(("bootstrap_values", "truncated"), "advantage.bootstrap=true") if self.bootstrap else {}
 
+    @override
     def describe(self) -> str:
-        """See `AdvantageEstimator`."""
         steps = [self._name()]
         steps += [f"scores normalized: {self.reward_norm.describe('R')}"] if self.reward_norm.active else []
         steps += ["rewards of tokens divided by their std"] if self.whiten_rewards else []
@@ -292,6 +295,30 @@ class NStep(_ValueBased):
         return f"{self.n}-step returns, gamma {self.gamma:g}"
 
 
+@torch.no_grad()
+def degenerate_rescale(x_N: Tensor, group_N: Tensor, mask_N: Tensor, reduce: Reduce = identity) -> Tensor:
+    """Compute B / (B - M), where M of the B elements are in `degenerate_groups`.
+
+    Source: GPG (arXiv:2504.02546, its alpha), where it multiplies the advantages. In a mean over sequences, this is
+    equivalent to excluding constant groups from the sum and from its divisor. In verl's `gpg`, M is instead the
+    number of responses with a reward of 0, before subtracting the mean. With rewards of 0 and 1, verl thus divides by
+    the fraction of correct answers.
+
+    Args:
+        x_N: [N] scores.
+        group_N: [N] ints.
+        mask_N: [N] bool.
+        reduce: sums over ranks.
+
+    Returns:
+        A scalar, fp64, at least 1; 1 when every group is constant.
+    """
+    check_shapes(mask_N, x_N=x_N, group_N=group_N, mask_N=mask_N)
+    of = group_moments(x_N[mask_N].double(), group_N[mask_N])
+    total, telling = reduce(torch.stack([of.count_U.sum(), of.count_U[~of.degenerate_U].sum()])).unbind(0)
+    return torch.where(telling > 0, total / telling.clamp(min=1), 1)
+
+
 @dataclass
 class GroupRelative(AdvantageEstimator):
     """The reward of a response, to be compared within its prompt's group by `adv_norm` (GRPO, arXiv:2402.03300)."""
@@ -304,14 +331,14 @@ class GroupRelative(AdvantageEstimator):
     """Multiply advantages by B / (B - M) (GPG, arXiv:2504.02546). B is the number of responses in the batch; M of them
     are in groups of equal rewards, whose advantages are 0."""
 
+    @override
     def estimate(self, rewards: Rewards, data: SequenceSample, reduce: Reduce) -> Estimate:
-        """See `AdvantageEstimator`."""
         if self.length_weighted:
             return Estimate(advantages_T=rewards.per_sequence[sequence_index(rewards.cu_seqlens)])
         return Estimate(advantages_S=rewards.per_sequence)
 
+    @override
     def check(self, *, responses: int, adv_norm: Normalization, baseline: bool) -> None:
-        """See `AdvantageEstimator`."""
         _check_groups("adv_norm", adv_norm, responses)
         if self.min_group_size > responses:
             raise SettingsError(
@@ -328,28 +355,30 @@ class GroupRelative(AdvantageEstimator):
                 "adv_norm.mean=group cancels. Set adv_norm.mean=none (ReMax)"
             )
 
+    @override
     def keep(self, data: SequenceSample) -> Tensor:
-        """See `AdvantageEstimator`: the responses of groups that are large enough."""
+        """Return the responses of groups that are large enough."""
         group_S = data.group_index()
         valid_S = data["rewards"].isfinite() & (segment_sum(data["loss_mask"], data.cu_seqlens()) > 0)
         size_S = torch.zeros_like(group_S).index_add(0, group_S, valid_S.long())[group_S]
         return valid_S & (size_S >= self.min_group_size)
 
+    @override
     def rescale(self, rewards: Rewards, data: SequenceSample, valid_S: Tensor, reduce: Reduce) -> Tensor | None:
-        """See `AdvantageEstimator`."""
         if not self.rescale_degenerate:
             return None
         return degenerate_rescale(rewards.per_sequence, data.group_index(), valid_S, reduce)
 
+    @override
     def stats(self, data: SequenceSample) -> Stats:
-        """See `AdvantageEstimator`: the fraction of groups whose rewards are all equal, before a KL in the reward."""
+        """Return the fraction of groups whose rewards are all equal, before a KL in the reward."""
         cu_seqlens, mask_T = data.cu_seqlens(), data["loss_mask"]
         valid_S = segment_sum(mask_T, cu_seqlens) > 0
         flat_G = degenerate_groups(Rewards.of(data).per_sequence, data.group_index(), valid_S)
         return {"zero_std_fraction": masked_mean(flat_G.float(), torch.ones_like(flat_G))}
 
+    @override
     def describe(self) -> str:
-        """See `AdvantageEstimator`."""
         weighted = ", responses weighted by length" if self.length_weighted else ""
         rescaled = ", times B / (B - M)" if self.rescale_degenerate else ""
         return f"reward of the response{weighted}, at each of its tokens{rescaled}"
@@ -373,14 +402,16 @@ class TeacherKL(AdvantageEstimator):
     """Discount per trained token. 0: a token is credited with its own log-ratio only. 1: also with the effect on all
     later tokens, which is the gradient of the reverse KL of whole sequences and has a larger variance."""
 
+    @override
     def estimate(self, rewards: Rewards, data: SequenceSample, reduce: Reduce) -> Estimate:
-        """See `AdvantageEstimator`: advantages of tokens."""
+        """Return advantages of tokens."""
         rewards_T = rewards.per_token - self.coef * self._kl(data)
         returns_T = discounted_returns(rewards_T, rewards.mask_T, rewards.cu_seqlens, gamma=self.gamma)
         return Estimate(advantages_T=returns_T)
 
+    @override
     def stats(self, data: SequenceSample) -> Stats:
-        """See `AdvantageEstimator`: the estimated reverse KL to the teacher, in nats per token."""
+        """Return the estimated reverse KL to the teacher, in nats per token."""
         return {"teacher_kl": masked_mean(self._kl(data), data["loss_mask"])}
 
     @staticmethod
@@ -388,8 +419,8 @@ class TeacherKL(AdvantageEstimator):
         """Return [T] log-ratio of policy to teacher, 0 off the mask."""
         return kl_estimate(old_logprobs(data), data["teacher_logprobs"], data["loss_mask"], KLEstimator.k1)
 
+    @override
     def describe(self) -> str:
-        """See `AdvantageEstimator`."""
         return f"rewards + {self.coef:g} x log-ratio of teacher to policy per token, gamma {self.gamma:g}"
 
 
@@ -433,5 +464,6 @@ __all__ = [
     "Rewards",
     "TeacherKL",
     "advantage_stats",
+    "degenerate_rescale",
     "normalized_advantages",
 ]

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from realign.api import SequenceSample, Stats, masked_max, masked_mean
 from realign.errors import SettingsError
@@ -128,13 +129,14 @@ class ImportanceCorrection(Correction):
                 "keep_in_divisor=true: has no effect without rejection. Set rejection.cap or rejection.floor"
             )
 
+    @override
     def correct(self, data: SequenceSample) -> Corrected:
-        """See `Correction`."""
         weight_T, keep_T = self.weight.apply(data, CapMode.truncate).weight_T, self._kept(data)
         return Corrected(weight_T, keep_T, data["loss_mask"] if self.keep_in_divisor else keep_T)
 
+    @override
     def stats(self, data: SequenceSample) -> Stats:
-        """See `Correction`: differences to the behavior policy, weights, and fractions of tokens that are changed."""
+        """Return differences to the behavior policy, weights, and fractions of tokens that are changed."""
         mask_T, keep_T = data["loss_mask"], self._kept(data)
         ratio_T, _, clamped_T = RatioRange(self.weight.level).apply(data, CapMode.truncate)
         weight_T = self.weight.apply(data, CapMode.truncate).weight_T
@@ -152,8 +154,8 @@ class ImportanceCorrection(Correction):
             stats["behavior_rejected_fraction"] = masked_mean((~keep_T).float(), mask_T)
         return stats
 
+    @override
     def describe(self) -> str:
-        """See `Correction`."""
         text = f"weight: {self.weight.describe()}"
         if self.rejection is None:
             return text

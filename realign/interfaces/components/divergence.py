@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from torch import Tensor
+from typing_extensions import override
 
 from realign.api import ModelOutput, SequenceSample
 from realign.settings import Range, Settings
@@ -41,12 +42,12 @@ class Divergence(Settings, ABC):
 class ForwardKL(Divergence):
     """KL(teacher || policy): covers all tokens that the teacher finds likely."""
 
+    @override
     def per_token(self, output: ModelOutput, data: SequenceSample, temperature: float) -> Tensor:
-        """See `Divergence`."""
         return _from_teacher(output, data, temperature, beta=0.0)
 
+    @override
     def describe(self) -> str:
-        """See `Divergence`."""
         return "forward KL, KL(teacher || policy)"
 
 
@@ -54,12 +55,12 @@ class ForwardKL(Divergence):
 class ReverseKL(Divergence):
     """KL(policy || teacher): avoids tokens that the teacher finds unlikely."""
 
+    @override
     def per_token(self, output: ModelOutput, data: SequenceSample, temperature: float) -> Tensor:
-        """See `Divergence`."""
         return _from_teacher(output, data, temperature, beta=1.0)
 
+    @override
     def describe(self) -> str:
-        """See `Divergence`."""
         return "reverse KL, KL(policy || teacher)"
 
 
@@ -71,12 +72,12 @@ class JSD(Divergence):
     """Weight of the teacher in the mixture m = beta teacher + (1 - beta) policy; small values resemble the forward KL,
     large ones the reverse KL, both with a gradient that shrinks with beta (1 - beta)."""
 
+    @override
     def per_token(self, output: ModelOutput, data: SequenceSample, temperature: float) -> Tensor:
-        """See `Divergence`."""
         return _from_teacher(output, data, temperature, beta=self.beta)
 
+    @override
     def describe(self) -> str:
-        """See `Divergence`."""
         return f"generalized Jensen-Shannon divergence, beta {self.beta:g}"
 
 

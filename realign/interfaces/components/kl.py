@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,9 +21,6 @@ from torch import Tensor
 from realign.api import Max, Mean, ModelOutput, SequenceSample, Stats, masked_mean
 from realign.errors import RunError, SettingsError
 from realign.functional import (
-    AdaptiveKLController,
-    FixedKLController,
-    KLController,
     KLEstimator,
     Reduce,
     kl_estimate,
@@ -78,8 +75,8 @@ class KLPenalty(Settings):
                 "full_vocabulary=false"
             )
         if self.full_vocabulary and (self.estimator is not None or self.importance_weighted):
-            found = "importance_weighted=true" if self.estimator is None else f"estimator={self.estimator.value}"
-            raise SettingsError(f"{found}: has no effect with full_vocabulary=true, which is exact. Remove one of them")
+            shown = "importance_weighted=true" if self.estimator is None else f"estimator={self.estimator.value}"
+            raise SettingsError(f"{shown}: has no effect with full_vocabulary=true, which is exact. Remove one of them")
         if self.importance_weighted and self.place is not KLPlace.loss:
             raise SettingsError(
                 f"importance_weighted=true: has no effect with place={self.place.value}. Set place=loss, or "
@@ -158,6 +155,83 @@ class KLPenalty(Settings):
         if self.target is None:
             return text
         return f"{text} at first, adapted to {self.target:g} nats per sequence over {self.horizon:,} sequences"
+
+
+@dataclass
+class FixedKLController:
+    """A constant KL coefficient."""
+
+    coef: float
+    """Weight of the KL penalty, per nat."""
+
+    @property
+    def value(self) -> float:
+        """The current coefficient."""
+        return self.coef
+
+    def update(self, kl: float, n_steps: int) -> None:
+        """Do nothing, since the coefficient is constant."""
+
+    def state_dict(self) -> dict[str, float]:
+        """Return an empty dict, since there is no state."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Do nothing, since the coefficient comes from the config."""
+
+
+@dataclass
+class AdaptiveKLController:
+    """A KL coefficient adapted to reach a target KL (Ziegler et al., arXiv:1909.08593, section 2.2)."""
+
+    init: float
+    """Initial coefficient, per nat."""
+    target: float
+    """Target KL per sequence, in nats (6 in the source)."""
+    horizon: float
+    """Number of sequences over which an error of 100% would double the coefficient (10000 in the source)."""
+    clip: float = 0.2
+    """Bound on the relative error that one update uses (0.2 in the source)."""
+    value: float = field(init=False)
+    """The current coefficient."""
+
+    def __post_init__(self) -> None:
+        for name in ("target", "horizon"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive, found {getattr(self, name)}")
+        self.value = self.init
+
+    def update(self, kl: float, n_steps: int) -> None:
+        """Multiply the coefficient by `1 + clip(kl / target - 1) * n_steps / horizon`.
+
+        Args:
+            kl: KL summed over the tokens of a sequence, averaged over the trained sequences, in nats.
+            n_steps: number of sequences since the last update; 0 changes nothing.
+
+        Raises:
+            ValueError: `kl` is not finite, or `clip * n_steps` is at least `horizon`, so that the coefficient could
+                become 0 or negative.
+        """
+        if not math.isfinite(kl):
+            raise ValueError(f"kl must be finite, found {kl}")
+        if self.clip * n_steps >= self.horizon:
+            raise ValueError(
+                f"horizon must be above clip * n_steps = {self.clip:g} * {n_steps}, or the coefficient could become 0 "
+                f"or negative. Found {self.horizon:g}"
+            )
+        error = min(max(kl / self.target - 1, -self.clip), self.clip)
+        self.value *= 1 + error * n_steps / self.horizon
+
+    def state_dict(self) -> dict[str, float]:
+        """Return the current coefficient."""
+        return {"value": self.value}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Restore a saved coefficient; the state of a constant coefficient leaves the initial one."""
+        self.value = float(state.get("value", self.init))
+
+
+KLController: TypeAlias = FixedKLController | AdaptiveKLController
 
 
 class KLControl:
@@ -281,4 +355,11 @@ class KLControl:
         self.controller.load_state_dict(state)
 
 
-__all__ = ["KLControl", "KLPenalty", "KLPlace"]
+__all__ = [
+    "AdaptiveKLController",
+    "FixedKLController",
+    "KLControl",
+    "KLController",
+    "KLPenalty",
+    "KLPlace",
+]

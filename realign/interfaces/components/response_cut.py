@@ -72,7 +72,7 @@ class ResponseCut(Settings):
         Raises:
             ConfigError: one of `texts` is not exactly one token.
         """
-        found = list(self.token_ids)
+        end_ids = list(self.token_ids)
         for text in self.texts:
             ids = tokenizer.encode(text, add_special_tokens=False)
             if len(ids) != 1:
@@ -80,8 +80,8 @@ class ResponseCut(Settings):
                     f"cut.texts={self.texts}: {text!r} must be one token, but the tokenizer encodes it as {list(ids)}. "
                     "Choose another text, or set cut.token_ids"
                 )
-            found += ids
-        return found
+            end_ids += ids
+        return end_ids
 
 
 def cut_responses(cut: ResponseCut | None, data: SequenceSample, tokenizer: Any) -> Cut:

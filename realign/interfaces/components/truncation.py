@@ -11,8 +11,32 @@ from torch import Tensor
 
 from realign.api import Model
 from realign.errors import ConfigError, SettingsError
-from realign.functional import overlong_penalty
 from realign.settings import Finite, NonNegative, NonNegativeInt, Settings
+
+
+def overlong_penalty(lengths_S: Tensor, max_tokens: int, buffer: int, penalty: float) -> Tensor:
+    """Compute the soft overlong penalty: 0 up to `max_tokens - buffer`, then linear down to `-penalty`.
+
+    Source: arXiv:2503.14476 (eq. 13, where `penalty` is 1).
+
+    Args:
+        lengths_S: [S] sampled tokens of each response.
+        max_tokens: length limit of a response, in tokens.
+        buffer: number of tokens before the limit over which the penalty grows; from 1 to `max_tokens`.
+        penalty: penalty of a response of `max_tokens`, in units of reward, >= 0.
+
+    Returns:
+        [S] fp32, to add to the scores; never positive.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+    if not 1 <= buffer <= max_tokens:
+        raise ValueError(f"buffer must be from 1 to max_tokens={max_tokens}, found {buffer}")
+    if not penalty >= 0:
+        raise ValueError(f"penalty must be at least 0 (it is subtracted), found {penalty}")
+    room_S = (max_tokens - buffer - lengths_S).clamp(-buffer, 0)
+    return room_S.float() * (penalty / buffer)
 
 
 class TruncatedReward(StrEnum):
@@ -151,4 +175,9 @@ def end_tokens(model: Model, ids_T: Tensor, stop_token_ids: Sequence[int] | None
     return torch.isin(ids_T, torch.tensor(stop_token_ids, dtype=ids_T.dtype, device=ids_T.device))
 
 
-__all__ = ["TruncatedReward", "Truncation", "end_tokens"]
+__all__ = [
+    "TruncatedReward",
+    "Truncation",
+    "end_tokens",
+    "overlong_penalty",
+]

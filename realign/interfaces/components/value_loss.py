@@ -11,7 +11,8 @@ from torch import Tensor
 
 from realign.api import Mean, Model, Panel, SequenceSample, Stats, masked_mean
 from realign.errors import SettingsError
-from realign.functional import ValueLoss, segment_sum, value_loss
+from realign.functional import segment_sum
+from realign.functional.packed import at_least_fp32, check_shapes
 from realign.settings import Positive, Settings
 
 
@@ -24,6 +25,64 @@ class Critic(StrEnum):
     """The role `critic`, a separate model that is trained beside the actor."""
     shared = "shared"
     """The role `critic` is a view of the actor's value head, which the actor's loss trains (`value`)."""
+
+
+class ValueLoss(StrEnum):
+    """Error function of the critic."""
+
+    mse = "mse"
+    """Half the squared error."""
+    huber = "huber"
+    """Half the squared error up to `huber_delta`, linear above it."""
+
+
+def value_loss(
+    values_T: Tensor,
+    old_values_T: Tensor,
+    returns_T: Tensor,
+    mask_T: Tensor,
+    *,
+    clip: float | None,
+    kind: ValueLoss,
+    huber_delta: float,
+) -> tuple[Tensor, Tensor]:
+    """Compute the critic's loss, max(e(v), e(clip(v, old - clip, old + clip))), e half the squared or Huber error.
+
+    Source: openai/lm-human-preferences (`vf_loss`); PPO2's clipped values.
+
+    Args:
+        values_T: [T] values of the trained critic, differentiable.
+        old_values_T: [T] values used in advantage estimation.
+        returns_T: [T] returns, the regression targets.
+        mask_T: [T] bool.
+        clip: maximum change of a value from its old value, in units of reward; None means no limit.
+        kind: the error function.
+        huber_delta: error above which the Huber error is linear, in units of reward.
+
+    Returns:
+        `loss_T`, and `clipped_T` bool: whether the clipped branch is larger, so that the token has no gradient.
+
+    Raises:
+        ValueError: a shape differs from the mask's, or `clip` or `huber_delta` is not positive.
+    """
+    check_shapes(mask_T, values_T=values_T, old_values_T=old_values_T, returns_T=returns_T, mask_T=mask_T)
+    if (clip is not None and not clip > 0) or not huber_delta > 0:
+        raise ValueError(f"clip and huber_delta must be positive, found {clip} and {huber_delta}")
+    new_T = torch.where(mask_T, at_least_fp32(values_T), 0)
+    target_T = torch.where(mask_T, at_least_fp32(returns_T.detach()), 0)
+    loss_T = _value_error(new_T - target_T, ValueLoss(kind), huber_delta)
+    if clip is None:
+        return loss_T, torch.zeros_like(mask_T)
+    old_T = torch.where(mask_T, at_least_fp32(old_values_T.detach()), 0)
+    # Clamp the value, not its change: inside the range, both branches are then bitwise equal.
+    held_T = _value_error(new_T.clamp(old_T - clip, old_T + clip) - target_T, ValueLoss(kind), huber_delta)
+    return torch.maximum(loss_T, held_T), (held_T > loss_T).detach()
+
+
+def _value_error(error_T: Tensor, kind: ValueLoss, huber_delta: float) -> Tensor:
+    if kind is ValueLoss.mse:
+        return error_T.square() / 2
+    return torch.nn.functional.huber_loss(error_T, torch.zeros_like(error_T), reduction="none", delta=huber_delta)
 
 
 @dataclass
@@ -120,4 +179,13 @@ VALUE_PANELS = (
 )
 """Charts of the metrics of values."""
 
-__all__ = ["VALUE_PANELS", "Critic", "ValueObjective", "number", "trained", "value_stats"]
+__all__ = [
+    "VALUE_PANELS",
+    "Critic",
+    "ValueLoss",
+    "ValueObjective",
+    "number",
+    "trained",
+    "value_loss",
+    "value_stats",
+]

@@ -24,7 +24,8 @@ from realign.engines.sampling.in_process import InProcessSampling
 from realign.engines.sampling.rollout_model import RolloutResources
 from realign.engines.training.engine import TransformersEngine
 from realign.errors import RunError
-from realign.functional import AggregationMode, aggregate, aggregation_weight, nll_loss
+from realign.functional import nll_loss
+from realign.interfaces.components import Constant, SeqMeanTokenMean, SeqMeanTokenSum, TokenMean
 from tests.tiny import FAMILIES, random_sample, tiny_engine
 
 ONE = MicroBatchSpec()
@@ -39,14 +40,14 @@ STEP = OptimizerSpec(lr=1e-2, eps=1.0, grad_clip=None)
 class Likelihood:
     """Supervised loss with a choice of aggregation, as an interface defines it."""
 
-    def __init__(self, mode=AggregationMode.token_mean, constant=None):
-        self.mode, self.constant = mode, constant
+    def __init__(self, aggregation=None):
+        self.aggregation = aggregation or TokenMean()
 
     def loss(self, output, data):
         mask_T = data["loss_mask"]
         logprobs_T, entropy_T = output.logprobs_and_entropy(where_T=mask_T)
         nll_T = nll_loss(logprobs_T, mask_T)
-        loss = aggregate(nll_T - 0.01 * entropy_T, mask_T, data.cu_seqlens(), self.mode)
+        loss = self.aggregation.total(nll_T - 0.01 * entropy_T, mask_T, data.cu_seqlens())
         return loss, {
             "nll": masked_mean(nll_T, mask_T),
             "nll_max": masked_max(nll_T, mask_T),
@@ -54,7 +55,7 @@ class Likelihood:
         }
 
     def weight(self, data):
-        return aggregation_weight(data["loss_mask"], data.cu_seqlens(), self.mode, constant=self.constant)
+        return self.aggregation.weight(data["loss_mask"], data.cu_seqlens())
 
 
 def train(engine, data, spec=ONE, loss=None):
@@ -99,10 +100,13 @@ def test_one_step_equals_padded_reference_with_plain_torch():
         torch.testing.assert_close(q.detach(), want, atol=1e-6, rtol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize("mode", AggregationMode)
+AGGREGATIONS = [TokenMean(), SeqMeanTokenMean(), SeqMeanTokenSum(), Constant(16.0)]
+
+
+@pytest.mark.parametrize("mode", AGGREGATIONS, ids=lambda x: x.describe().partition(",")[0])
 def test_trap_d1_d3_step_does_not_depend_on_the_cut(mode):
     data = random_sample(LENGTHS)
-    loss = Likelihood(mode, constant=16.0 if mode is AggregationMode.constant else None)
+    loss = Likelihood(mode)
     results = []
     for spec in SPECS:
         engine = tiny_engine(optimizer=STEP)

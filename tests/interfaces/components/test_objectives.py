@@ -1,15 +1,23 @@
+"""Compare each policy objective with its formula, computed one sequence and one token at a time in plain floats."""
+
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from realign.api import SequenceSample, stat_values
 from realign.errors import SettingsError
 from realign.functional import PolicyLoss
+from realign.functional.kl import LOG_RATIO_LIMIT
+from realign.functional.losses import policy_loss
+from realign.functional.packed import broadcast_to_tokens, cu_seqlens_of
 from realign.interfaces.components import (
     Cispo,
     Clip,
@@ -23,11 +31,490 @@ from realign.interfaces.components import (
     policy_loss_of,
     policy_stats,
 )
+from realign.interfaces.components.aggregation import SeqMeanTokenMean
+from realign.interfaces.components.objectives import (
+    cispo_loss,
+    gmpo_loss,
+    gspo_loss,
+    proximal_kl_loss,
+    reinforce_loss,
+    sapo_loss,
+)
 from realign.testing import random_batch
-from tests.functional.test_objectives import LENGTHS, SETTINGS, batch, loss_of, of_formula, packed
 
-OBJECTIVES = {"clip": Clip, "gspo": Gspo, "cispo": Cispo, "sapo": Sapo, "gmpo": Gmpo, "reinforce": Reinforce}
-OBJECTIVES |= {"proximal_kl": ProximalKL}
+LENGTHS = [4, 0, 1, 7, 3, 12, 2]
+OBJECTIVES = ("clip", "gspo", "cispo", "sapo", "gmpo", "reinforce", "proximal_kl")
+CLIPPED = ("clip", "gspo", "cispo", "gmpo")
+DUAL = ("clip", "gspo")
+EVERY = pytest.mark.parametrize("objective", OBJECTIVES)
+
+
+def loss_of(
+    logprobs_T,
+    old_T,
+    advantages_T,
+    mask_T,
+    cu_seqlens,
+    *,
+    objective,
+    low=0.2,
+    high=0.2,
+    dual=None,
+    tau_pos=1.0,
+    tau_neg=1.05,
+):
+    """Compute the objective of this name. A bound of None is not applied."""
+    args = (logprobs_T, old_T, advantages_T, mask_T)
+    top = math.inf if high is None else high
+    bottom = 1.0 if low is None else low
+    calls = {
+        "clip": lambda: policy_loss(*args, clip_low=bottom, clip_high=top, dual_clip=dual),
+        "gspo": lambda: gspo_loss(*args, cu_seqlens, low=bottom, high=top, dual=dual),
+        "cispo": lambda: cispo_loss(*args, low=low, high=top),
+        "gmpo": lambda: gmpo_loss(*args, cu_seqlens, low=low, high=top),
+        "sapo": lambda: sapo_loss(*args, tau_pos=tau_pos, tau_neg=tau_neg),
+        "reinforce": lambda: reinforce_loss(*args),
+        "proximal_kl": lambda: proximal_kl_loss(*args, beta=1.0),
+    }
+    return calls[objective]()
+
+
+def ones(n):
+    return torch.ones(n, dtype=torch.bool)
+
+
+def within(x, low, high):
+    return min(max(x, low), high)
+
+
+def reference(logp, old, adv, mask, weight, objective, low, high, dual, tau_pos, tau_neg):
+    """Return the loss of each token of one sequence, and d (sum of cotangent * loss) / d logp as a function of
+    cotangents.
+
+    The derivatives are manual and use Python floats. `low` and `high` bound the ratio (in gmpo: its logarithm).
+    """
+    tokens = [t for t in range(len(logp)) if mask[t]]
+    n = max(len(tokens), 1)
+    loss, rows = [0.0] * len(logp), [[0.0] * len(logp) for _ in logp]  # rows[t][u] = d loss_t / d logp_u
+    seq = math.exp(sum(logp[t] - old[t] for t in tokens) / n)
+    free = dict.fromkeys(tokens, True)
+    if objective == "gmpo":
+        kept = {}
+        for t in tokens:
+            move = logp[t] - old[t]
+            held = min(move, high) if adv[t] > 0 else max(move, low) if adv[t] < 0 else move
+            kept[t], free[t] = held, held == move
+        seq = math.exp(sum(kept.values()) / n)
+    for t in tokens:
+        r, a, w = math.exp(logp[t] - old[t]), adv[t], weight[t]
+        if objective in ("clip", "gspo"):
+            x = seq if objective == "gspo" else r
+            value = max(-a * x, -a * within(x, low, high))
+            slope = -a if (x <= high if a > 0 else x >= low) else 0.0
+            if dual is not None and a < 0 and value > -a * dual:
+                value, slope = -a * dual, 0.0
+            if objective == "clip":
+                rows[t][t] = w * slope * r
+            else:
+                for u in tokens:
+                    rows[t][u] = w * slope * seq / n
+        elif objective == "reinforce":
+            value = -a * logp[t]
+            rows[t][t] = -a * w
+        elif objective == "proximal_kl":  # beta is 1
+            value = -a * r + (r - 1 - math.log(r))
+            rows[t][t] = w * (-a * r + r - 1)
+        elif objective == "cispo":
+            value = -a * within(r, low, high) * logp[t]
+            rows[t][t] = -a * w * within(r, low, high)
+        elif objective == "sapo":
+            tau = tau_pos if a > 0 else tau_neg
+            p = 1 / (1 + math.exp(-tau * (r - 1)))
+            value = -a * 4 / tau * p
+            rows[t][t] = -a * w * 4 * p * (1 - p) * r
+        else:
+            value = -a * seq
+            for u in tokens:
+                rows[t][u] = -a * w * seq / n * free[u]
+        loss[t] = value * w
+    return np.array(loss), lambda cotangent: np.array(rows).reshape(len(logp), len(logp)).T @ cotangent
+
+
+def batch(seed, spread=0.4):
+    rng = np.random.default_rng(seed)
+    rows = []
+    for n in LENGTHS:
+        old = -rng.random(n) * 3
+        rows.append(
+            (old + rng.normal(size=n) * spread, old, rng.normal(size=n), rng.random(n) < 0.7, rng.random(n) + 0.5)
+        )
+    return rows
+
+
+def packed(rows):
+    return [torch.tensor(np.concatenate(column)) for column in zip(*rows, strict=True)]
+
+
+SETTINGS = [
+    {"low": 0.2, "high": 0.3},
+    {"low": 0.05, "high": 0.02, "dual": 1.02},
+    {"low": None, "high": 0.1},
+    {"low": 0.1, "high": None, "dual": 1.3},
+    {"low": None, "high": None, "tau_pos": 2.5, "tau_neg": 0.7},
+]
+
+
+def of_formula(rows, objective, options, cotangent_T, *, weighted=False):
+    """Return the loss of each token, and the gradient of its product with `cotangent_T`, from `reference`."""
+    low, high = options["low"], options["high"]
+    if objective == "gmpo":
+        bounds = (-math.inf if low is None else -low, math.inf if high is None else high)
+    else:
+        bounds = (0.0 if low is None else 1 - low, math.inf if high is None else 1 + high)
+    taus = (options.get("tau_pos", 1.0), options.get("tau_neg", 1.05))
+    losses, gradients, start = [], [], 0
+    for row in rows:
+        end = start + len(row[0])
+        weight = row[4] if weighted else np.ones(len(row[0]))
+        loss, pull = reference(*row[:4], weight, objective, *bounds, options.get("dual"), *taus)
+        losses.append(loss)
+        gradients.append(pull(cotangent_T.numpy()[start:end]))
+        start = end
+    return np.concatenate(losses), np.concatenate(gradients)
+
+
+@EVERY
+@pytest.mark.parametrize("options", SETTINGS, ids=str)
+def test_loss_and_gradient_are_those_of_the_formula(objective, options):
+    options = {k: v for k, v in options.items() if k != "dual" or objective in DUAL}
+    rows = batch(seed=2)
+    logprobs_T, old_T, advantages_T, mask_T, _ = packed(rows)
+    logprobs_T.requires_grad_()
+    out = loss_of(logprobs_T, old_T, advantages_T, mask_T, cu_seqlens_of(LENGTHS), objective=objective, **options)
+    cotangent_T = torch.tensor(np.random.default_rng(2).normal(size=len(mask_T)))
+    gradient_T = torch.autograd.grad((out.loss_T * cotangent_T).sum(), logprobs_T)[0]
+    loss, gradient = of_formula(rows, objective, options, cotangent_T)
+    np.testing.assert_allclose(out.loss_T.detach().numpy(), loss, rtol=1e-12, atol=1e-14)
+    np.testing.assert_allclose(gradient_T.numpy(), gradient, rtol=1e-12, atol=1e-14)
+
+
+def test_the_settings_above_reach_every_branch():
+    hit = {name: {"clipped": 0, "dual": 0, "free": 0} for name in OBJECTIVES}
+    logprobs_T, old_T, advantages_T, mask_T, _ = packed(batch(seed=2))
+    for objective, options in itertools.product(OBJECTIVES, SETTINGS):
+        options = {k: v for k, v in options.items() if k != "dual" or objective in DUAL}
+        args = (logprobs_T, old_T, advantages_T, mask_T, cu_seqlens_of(LENGTHS))
+        out = loss_of(*args, objective=objective, **options)
+        hit[objective]["clipped"] += int(out.clipped_T.sum())
+        hit[objective]["dual"] += int(out.dual_clipped_T.sum())
+        hit[objective]["free"] += int((mask_T & ~out.clipped_T).sum())
+        assert not (out.clipped_T | out.dual_clipped_T)[~mask_T].any()
+        assert (out.ratio_T[~mask_T] == 1).all()
+    for objective, counts in hit.items():
+        assert (counts["clipped"] > 0) == (objective in CLIPPED)
+        assert (counts["dual"] > 0) == (objective in DUAL)
+        assert counts["free"] > 0
+
+
+def at_ratio(objective, ratio, advantage, **options):
+    """Return the loss of a one-token sequence with old log-prob 0, its derivative by the log-prob, and all outputs."""
+    logprobs_T = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
+    options = {"low": 0.2, "high": 0.3, **options}
+    advantages_T = torch.tensor([advantage], dtype=torch.float64)
+    out = loss_of(
+        logprobs_T, torch.zeros(1).double(), advantages_T, ones(1), cu_seqlens_of([1]), objective=objective, **options
+    )
+    out.loss_T.sum().backward()
+    return out.loss_T.item(), float(logprobs_T.grad), out
+
+
+# Columns: ratio, advantage, loss, d loss / d log-prob, clipped. Computed manually with clip 0.2 below and 0.3 above.
+GOLDEN = {
+    "clip": [(1.5, 2, -2.6, 0, True), (0.5, 2, -1, -1, False), (0.5, -2, 1.6, 0, True), (1.5, -2, 3, 3, False)],
+    "gspo": [(1.5, 2, -2.6, 0, True), (0.5, 2, -1, -1, False), (0.5, -2, 1.6, 0, True), (1.5, -2, 3, 3, False)],
+    "reinforce": [
+        (1.5, 2, -2 * math.log(1.5), -2, False),
+        (0.5, -2, 2 * math.log(0.5), 2, False),
+        (1.5, 0, 0, 0, False),
+    ],
+    "cispo": [
+        (1.5, 2, -2.6 * math.log(1.5), -2.6, True),
+        (1.2, 2, -2.4 * math.log(1.2), -2.4, False),
+        (1.5, -2, 2.6 * math.log(1.5), 2.6, True),
+        (0.5, -2, 1.6 * math.log(0.5), 1.6, True),
+        (0.5, 2, -1.6 * math.log(0.5), -1.6, True),
+    ],
+    "proximal_kl": [  # -A r + (r - 1 - log r), and its derivative -A r + (r - 1)
+        (1, 2, -2, -2, False),
+        (1.5, 2, -2.5 - math.log(1.5), -2.5, False),
+        (0.5, -2, 0.5 + math.log(2), 0.5, False),
+    ],
+    "sapo": [  # at r = 1: half of 4 / tau, and the plain policy gradient
+        (1, 2, -4, -2, False),
+        (1, -2, 4 / 1.05, 2, False),
+        (2, 2, -8 / (1 + math.exp(-1)), -16 * math.exp(-1) / (1 + math.exp(-1)) ** 2, False),
+        (2, -2, 8 / 1.05 / (1 + math.exp(-1.05)), 16 * math.exp(-1.05) / (1 + math.exp(-1.05)) ** 2, False),
+    ],
+    "gmpo": [  # the range is exp(-0.2) to exp(0.3)
+        (1.5, 2, -2 * math.exp(0.3), 0, True),
+        (1.32, 2, -2.64, -2.64, False),
+        (0.5, 2, -1, -1, False),
+        (0.5, -2, 2 * math.exp(-0.2), 0, True),
+        (0.81, -2, 2 * math.exp(-0.2), 0, True),
+        (1.5, -2, 3, 3, False),
+    ],
+}
+
+
+@pytest.mark.parametrize(("objective", "row"), [(name, row) for name, rows in GOLDEN.items() for row in rows])
+def test_trap_f9_sign_of_the_advantage_times_ratio(objective, row):
+    ratio, advantage, loss, slope, clipped = row
+    got, derivative, out = at_ratio(objective, ratio, advantage)
+    assert got == pytest.approx(loss, abs=1e-12)
+    assert derivative == pytest.approx(slope, abs=1e-12)
+    assert out.clipped_T.item() is clipped
+    assert out.ratio_T.item() == pytest.approx(ratio)
+
+
+@pytest.mark.parametrize("objective", DUAL)
+def test_trap_f9_the_dual_clip_bounds_negative_advantages_only(objective):
+    loss, slope, out = at_ratio(objective, 5.0, -2.0, dual=3.0)
+    assert (loss, slope, out.dual_clipped_T.item()) == (pytest.approx(6), 0, True)
+    loss, slope, out = at_ratio(objective, 5.0, 2.0, dual=3.0)
+    assert (loss, slope, out.dual_clipped_T.item()) == (pytest.approx(-2.6), 0, False)
+    loss, slope, out = at_ratio(objective, 5.0, -2.0)
+    assert (loss, slope, out.dual_clipped_T.item()) == (pytest.approx(10), pytest.approx(10), False)
+
+
+@EVERY
+def test_trap_f9_every_clip_that_is_said_to_be_read_is_read(objective):
+    values = {
+        at_ratio(objective, ratio, advantage, low=low, high=high)[0]
+        for ratio, advantage in ((3.0, 1.0), (0.3, -1.0))
+        for low, high in ((0.1, 0.1), (0.2, 0.1), (0.1, 0.2))
+    }
+    assert len(values) == (4 if (objective in CLIPPED) else 2)
+
+
+@pytest.mark.parametrize("objective", ["gspo", "gmpo"])
+def test_trap_f6_sequence_ratios_equal_a_padded_reference(objective):
+    rows = batch(seed=3)
+    width = max(LENGTHS)
+    moves, mask, advantages = np.zeros((len(rows), width)), np.zeros((len(rows), width)), np.zeros((len(rows), 1))
+    for i, (logp, old, adv, kept, _) in enumerate(rows):
+        moves[i, : len(logp)], mask[i, : len(logp)] = logp - old, kept
+        advantages[i] = adv[0] if len(adv) else 0
+    count = mask.sum(1)
+    if objective == "gmpo":  # as in TRL and verl: one-sided, on logarithms
+        moves = np.where(advantages >= 0, np.minimum(moves, 0.1), np.maximum(moves, -0.1))
+    ratio = np.exp((moves * mask).sum(1) / np.maximum(count, 1))
+    gain = ratio * advantages[:, 0]
+    if objective == "gspo":
+        gain = np.minimum(gain, np.clip(ratio, 0.9, 1.1) * advantages[:, 0])
+    expected = -gain[count > 0].mean()
+    logprobs_T, old_T, _, mask_T, _ = packed(rows)
+    cu_seqlens = cu_seqlens_of(LENGTHS)
+    args = (logprobs_T, old_T, broadcast_to_tokens(torch.tensor(advantages[:, 0]), cu_seqlens), mask_T, cu_seqlens)
+    loss_T = loss_of(*args, objective=objective, low=0.1, high=0.1).loss_T
+    mean = SeqMeanTokenMean()
+    got = mean.total(loss_T, mask_T, cu_seqlens) / mean.weight(mask_T, cu_seqlens)
+    assert got.item() == pytest.approx(expected, rel=1e-12)
+
+
+def test_gspo_has_the_gradient_of_gspo_token_where_an_advantage_belongs_to_a_sequence():
+    logprobs_T, old_T, _, mask_T, _ = packed(batch(seed=4, spread=0.2))
+    cu_seqlens = cu_seqlens_of(LENGTHS)
+    advantages_T = broadcast_to_tokens(torch.tensor([1.0, -1, 2, 0.5, -2, -1, 0.3], dtype=torch.float64), cu_seqlens)
+    options = {"low": 0.02, "high": 0.02}
+    mine = logprobs_T.clone().requires_grad_()
+    args = (mine, old_T, advantages_T, mask_T, cu_seqlens)
+    out = loss_of(*args, objective="gspo", **options)
+    SeqMeanTokenMean().total(out.loss_T, mask_T, cu_seqlens).backward()
+    theirs = logprobs_T.clone().requires_grad_()  # s as a constant, times the ratio of a token to its detached self
+    log_s_T = out.ratio_T.log() + theirs - theirs.detach()
+    loss_T = policy_loss(log_s_T, torch.zeros_like(log_s_T), advantages_T, mask_T, clip_low=0.02, clip_high=0.02).loss_T
+    SeqMeanTokenMean().total(loss_T, mask_T, cu_seqlens).backward()
+    assert out.clipped_T.any()
+    torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-12, atol=1e-15)
+
+
+def test_cispo_with_the_absolute_cap_of_trl():
+    logprobs_T, old_T, advantages_T, mask_T, _ = packed(batch(seed=5, spread=1.5))
+    args = (logprobs_T, old_T, advantages_T, mask_T, cu_seqlens_of(LENGTHS))
+    out = loss_of(*args, objective="cispo", low=None, high=4.0)
+    expected_T = -(logprobs_T - old_T).exp().clamp(max=5.0) * advantages_T * logprobs_T
+    torch.testing.assert_close(out.loss_T, torch.where(mask_T, expected_T, 0), rtol=1e-12, atol=0)
+    assert out.clipped_T.any()
+    assert out.ratio_T[out.clipped_T].min() > 5
+
+
+@EVERY
+def test_without_bounds_nothing_is_clipped(objective):
+    logprobs_T, old_T, advantages_T, mask_T, _ = packed(batch(seed=6, spread=2.0))
+    args = (logprobs_T, old_T, advantages_T, mask_T, cu_seqlens_of(LENGTHS))
+    out = loss_of(*args, objective=objective, low=None, high=None)
+    assert not out.clipped_T.any()
+    lowest = 50.0 if objective == "gmpo" else 1.0
+    wide = loss_of(*args, objective=objective, low=lowest, high=1e6)
+    assert torch.equal(out.loss_T, wide.loss_T)
+
+
+def test_gmpo_does_not_clip_tokens_without_an_advantage():
+    moves_T = torch.tensor([0.1, -1.0, 2.0], dtype=torch.float64)
+    args = (moves_T, torch.zeros(3), torch.tensor([1.0, 0.0, 0.0]), ones(3), cu_seqlens_of([3]))
+    out = loss_of(*args, objective="gmpo", low=0.4, high=0.4)
+    assert not out.clipped_T.any()
+    assert out.loss_T.tolist() == pytest.approx([-math.exp(1.1 / 3), 0, 0])
+
+
+@settings(deadline=None, max_examples=30)  # the machine may be busy
+@given(
+    st.lists(st.tuples(st.integers(0, 6), st.floats(-5, 5)), min_size=1, max_size=6),
+    st.randoms(use_true_random=False),
+)
+def test_on_policy_every_objective_has_the_plain_policy_gradient(sequences, random):
+    lengths = [n for n, _ in sequences]
+    cu_seqlens, size = cu_seqlens_of(lengths), sum(lengths)
+    mask_T = torch.tensor([random.random() < 0.7 for _ in range(size)], dtype=torch.bool)
+    old_T = torch.tensor([-3 * random.random() for _ in range(size)], dtype=torch.float64)
+    advantages_T = broadcast_to_tokens(torch.tensor([a for _, a in sequences], dtype=torch.float64), cu_seqlens)
+    for objective in OBJECTIVES:
+        leaf = old_T.clone().requires_grad_()
+        args = (leaf, old_T, advantages_T, mask_T, cu_seqlens)
+        loss_of(*args, objective=objective, low=0.2, high=0.2).loss_T.sum().backward()
+        expected_T = torch.where(mask_T, -advantages_T, 0)
+        torch.testing.assert_close(leaf.grad, expected_T, rtol=1e-12, atol=1e-12)
+
+
+@settings(deadline=None, max_examples=30)  # the machine may be busy
+@given(st.integers(0, 2**31), st.floats(0.1, 10), st.sampled_from([x for x in OBJECTIVES if x != "proximal_kl"]))
+def test_scaling_advantages_scales_the_loss(seed, factor, objective):
+    logprobs_T, old_T, advantages_T, mask_T, _ = packed(batch(seed))
+    options = {"objective": objective, "low": 0.1, "high": 0.2}
+    args = (mask_T, cu_seqlens_of(LENGTHS))
+    once_T = loss_of(logprobs_T, old_T, advantages_T, *args, **options).loss_T
+    more_T = loss_of(logprobs_T, old_T, advantages_T * factor, *args, **options).loss_T
+    torch.testing.assert_close(more_T, once_T * factor, rtol=1e-9, atol=1e-12)
+
+
+@settings(deadline=None, max_examples=30)  # the machine may be busy
+@given(st.integers(0, 2**31), st.floats(0.01, 0.5), st.floats(0.01, 0.5))
+def test_what_a_clip_bounds_is_bounded(seed, low, high):
+    logprobs_T, old_T, advantages_T, mask_T, _ = packed(batch(seed, spread=2.0))
+    one_sign_T = advantages_T.sign() * 1.0
+    args = (logprobs_T, old_T, one_sign_T, mask_T, cu_seqlens_of(LENGTHS))
+    up_T, down_T = mask_T & (one_sign_T > 0), mask_T & (one_sign_T < 0)
+    for objective in ("clip", "gspo"):
+        loss_T = loss_of(*args, objective=objective, low=low, high=high).loss_T
+        assert (loss_T[up_T] >= -(1 + high) * (1 + 1e-12)).all()
+        assert (loss_T[down_T] >= (1 - low) * (1 - 1e-12)).all()
+
+
+@settings(deadline=None, max_examples=30)  # the machine may be busy
+@given(st.integers(0, 2**31), st.sampled_from([-1.0, 1.0]))
+def test_gmpo_is_never_beyond_its_range_on_the_side_of_the_advantage(seed, sign):
+    logprobs_T, old_T, _, mask_T, _ = packed(batch(seed, spread=2.0))
+    advantages_T = torch.full_like(old_T, sign)
+    args = (logprobs_T, old_T, advantages_T, mask_T, cu_seqlens_of(LENGTHS))
+    loss_T = loss_of(*args, objective="gmpo", low=0.4, high=0.4).loss_T[mask_T]
+    bound = -math.exp(0.4) if sign > 0 else math.exp(-0.4)
+    assert (loss_T >= bound - 1e-12).all()
+
+
+@EVERY
+@pytest.mark.parametrize("difference", [100.0, -100.0])
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_trap_b10_an_extreme_ratio_is_finite_and_counted(objective, difference, advantage):
+    logprobs_T = torch.tensor([difference, 0.0, -1.0], requires_grad=True)
+    args = (logprobs_T, torch.zeros(3), torch.full((3,), advantage), ones(3), cu_seqlens_of([2, 1]))
+    out = loss_of(*args, objective=objective, low=0.2, high=0.2)
+    out.loss_T.sum().backward()
+    assert out.loss_T.isfinite().all()
+    assert logprobs_T.grad.isfinite().all()
+    assert out.ratio_T.max() <= math.exp(LOG_RATIO_LIMIT) * (1 + 1e-6)
+    assert out.clamped_T.tolist() == [True, False, False]
+
+
+@EVERY
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_trap_b10_a_log_prob_of_minus_infinity_gives_a_finite_loss_without_a_gradient(objective, advantage):
+    logprobs_T = torch.tensor([-math.inf, -0.5, -1.0], requires_grad=True)
+    args = (logprobs_T, torch.full((3,), -1.0), torch.full((3,), advantage), ones(3), cu_seqlens_of([2, 1]))
+    out = loss_of(*args, objective=objective, low=0.2, high=10.0)
+    out.loss_T.sum().backward()
+    assert out.loss_T.isfinite().all()
+    assert logprobs_T.grad.isfinite().all()
+    assert logprobs_T.grad[0] == 0
+    assert out.clamped_T.tolist() == [True, False, False]
+
+
+@EVERY
+def test_trap_f1_everything_but_the_log_probs_carries_no_gradient(objective):
+    logprobs_T, old_T, advantages_T, mask_T, _ = packed(batch(seed=7))
+    leaves = [x.requires_grad_() for x in (logprobs_T, old_T, advantages_T)]
+    out = loss_of(*leaves, mask_T, cu_seqlens_of(LENGTHS), objective=objective)
+    out.loss_T.sum().backward()
+    assert leaves[0].grad is not None
+    assert all(leaf.grad is None for leaf in leaves[1:])
+    assert not any(x.requires_grad for x in out[1:])
+
+
+@EVERY
+def test_trap_a5_a_nan_on_the_mask_is_not_hidden(objective):
+    nan_T = torch.tensor([math.nan])
+    args = (nan_T, torch.zeros(1), torch.ones(1), ones(1), cu_seqlens_of([1]))
+    assert loss_of(*args, objective=objective, low=0.2, high=0.2).loss_T.isnan().all()
+
+
+@EVERY
+def test_bf16_log_probs_give_fp32_losses(objective):
+    low_T = torch.tensor([-1.0, -2.0], dtype=torch.bfloat16)
+    args = (low_T, low_T, torch.ones(2, dtype=torch.bfloat16), ones(2), cu_seqlens_of([2]))
+    out = loss_of(*args, objective=objective, low=0.2, high=0.2)
+    assert (out.loss_T.dtype, out.ratio_T.dtype) == (torch.float32, torch.float32)
+
+
+def test_bad_input_is_named():
+    def call(x=None, *, objective="clip", **options):
+        x = torch.zeros(2) if x is None else x
+        return loss_of(torch.zeros(2), torch.zeros(2), x, ones(2), cu_seqlens_of([2]), objective=objective, **options)
+
+    with pytest.raises(ValueError, match=r"clip_low must be in \[0, 1\].* found 1.2"):
+        call(low=1.2)
+    with pytest.raises(ValueError, match=r"low must be from 0 to 1 .* found 1\.2"):
+        call(low=1.2, objective="cispo")
+    call(low=1.2, objective="gmpo")
+    for objective in CLIPPED:
+        with pytest.raises(ValueError, match=r"high (>= 0|at least 0), found .*-0\.1"):
+            call(high=-0.1, objective=objective)
+    with pytest.raises(ValueError, match="low must be from 0 to inf"):
+        call(low=math.nan, objective="gmpo")
+    with pytest.raises(ValueError, match=r"tau_pos and tau_neg must be positive, found 0 and 1\.05"):
+        call(objective="sapo", tau_pos=0)
+    with pytest.raises(ValueError, match="beta must be at least 0, found -1"):
+        proximal_kl_loss(*torch.zeros(3, 2), ones(2), beta=-1)
+    with pytest.raises(ValueError, match="dual_clip must be above 1"):
+        call(dual=1.0)
+    for objective in OBJECTIVES:
+        with pytest.raises(ValueError, match="advantages_T has shape"):
+            call(torch.zeros(1), objective=objective)
+
+
+def test_the_expected_kl_penalty_and_its_gradient_are_those_of_the_kl_over_all_actions():
+    generator = torch.Generator().manual_seed(0)
+    old_V, new_V = torch.randn(2, 6, generator=generator, dtype=torch.float64)
+    old_V, new_V = old_V.log_softmax(-1), new_V.requires_grad_()
+    logprobs_V = new_V.log_softmax(-1)
+    penalty_V = proximal_kl_loss(logprobs_V, old_V, torch.zeros(6), ones(6), beta=0.3).loss_T
+    expected = (old_V.exp() * penalty_V).sum()
+    exact = 0.3 * (old_V.exp() * (old_V - logprobs_V)).sum()
+    torch.testing.assert_close(expected, exact, rtol=1e-12, atol=0)
+    (found_V,), (want_V,) = (torch.autograd.grad(x, new_V, retain_graph=True) for x in (expected, exact))
+    torch.testing.assert_close(found_V, want_V, rtol=1e-12, atol=1e-15)
+
+
+COMPONENTS = {"clip": Clip, "gspo": Gspo, "cispo": Cispo, "sapo": Sapo, "gmpo": Gmpo, "reinforce": Reinforce}
+COMPONENTS |= {"proximal_kl": ProximalKL}
 READS = {
     "clip": ("low", "high", "dual"),
     "gspo": ("low", "high", "dual"),
@@ -57,12 +544,12 @@ def made(name: str, options: dict) -> Objective | None:
         return None
     if name in ("cispo", "gmpo") and chosen["high"] is None:
         return None
-    return OBJECTIVES[name](**chosen)
+    return COMPONENTS[name](**chosen)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize(
-    ("name", "options"), [(n, o) for n in OBJECTIVES for o in SETTINGS if made(n, o) is not None], ids=str
+    ("name", "options"), [(n, o) for n in COMPONENTS for o in SETTINGS if made(n, o) is not None], ids=str
 )
 def test_loss_and_gradient_are_the_weighted_ones_of_the_formula(name, options, weighted):
     objective, rows = made(name, options), batch(seed=2)
@@ -77,10 +564,10 @@ def test_loss_and_gradient_are_the_weighted_ones_of_the_formula(name, options, w
     np.testing.assert_allclose(gradient_T.numpy(), gradient, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("name", COMPONENTS)
 def test_an_objective_is_its_function(name):
     tokens, _ = tokens_of(batch(seed=4))
-    objective = OBJECTIVES[name]()
+    objective = COMPONENTS[name]()
     options = {key: getattr(objective, key) for key in READS[name]}
     args = (tokens.logprobs_T, tokens.old_logprobs_T, tokens.advantages_T, tokens.mask_T, tokens.cu_seqlens)
     for found, want in zip(objective.loss(tokens), loss_of(*args, objective=name, **options), strict=True):

@@ -1,17 +1,23 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
 
 from realign.api import Model, SequenceSample, stat_values
 from realign.errors import SettingsError
-from realign.functional import ValueLoss, value_loss
 from realign.interfaces.components import ValueObjective, trained, value_stats
+from realign.interfaces.components.value_loss import ValueLoss, value_loss
 from realign.testing import BigramEngine, random_batch
 
+unclipped = partial(value_loss, clip=None, kind=ValueLoss.mse, huber_delta=10.0)
 KEYS = ["input_ids", "loss_mask", "values", "returns"]
+
+
+def ones(n):
+    return torch.ones(n, dtype=torch.bool)
 
 
 def test_metrics_by_hand():
@@ -75,3 +81,73 @@ def test_wrong_settings_raise(settings, message):
 def test_the_launch_table_lists_the_loss():
     assert ValueObjective().describe() == "mse, clipped at 0.2 from the old value"
     assert ValueObjective(None, ValueLoss.huber, 0.5).describe() == "huber beyond 0.5"
+
+
+# Columns: value, old value, return, loss, d loss / d value, clipped (clip 0.2).
+VALUE_TABLE = [
+    (1.0, 1.0, 3.0, 2.0, -2.0, False),
+    (1.1, 1.0, 3.0, 1.805, -1.9, False),
+    (1.5, 1.0, 3.0, 1.62, 0.0, True),  # moved beyond the range towards the target: clipped to 1.2
+    (0.5, 1.0, 3.0, 3.125, -2.5, False),  # moved away from the target: the unclipped error is larger
+    (1.5, 1.0, 0.0, 1.125, 1.5, False),
+]
+
+
+@pytest.mark.parametrize(("value", "old", "target", "loss", "slope", "clipped"), VALUE_TABLE)
+def test_trap_c14_value_clip(value, old, target, loss, slope, clipped):
+    values_T = torch.tensor([value], dtype=torch.float64, requires_grad=True)
+    loss_T, clipped_T = unclipped(
+        values_T, torch.tensor([old]).double(), torch.tensor([target]).double(), ones(1), clip=0.2
+    )
+    loss_T.sum().backward()
+    assert loss_T.item() == pytest.approx(loss, abs=1e-12)
+    assert float(values_T.grad) == pytest.approx(slope, abs=1e-12)
+    assert clipped_T.item() is clipped
+
+
+def test_trap_c14_without_a_clip_old_values_do_not_matter():
+    loss_T, clipped_T = unclipped(torch.tensor([1.5]), torch.tensor([1.0]), torch.tensor([3.0]), ones(1))
+    assert loss_T.item() == 1.125
+    assert not clipped_T.any()
+
+
+def test_trap_c14_values_inside_the_range_are_not_clipped_by_rounding():
+    generator = torch.Generator().manual_seed(0)
+    values_T, old_T, returns_T = torch.rand(3, 1000, generator=generator) * 0.19 - 0.095
+    held_T = old_T + (values_T - old_T).clamp(-0.2, 0.2)
+    # so an error computed from the clipped step alone would count as clipped
+    assert ((held_T - returns_T) ** 2 > (values_T - returns_T) ** 2).any()
+    _, clipped_T = unclipped(values_T, old_T, returns_T, ones(1000), clip=0.2)
+    assert not clipped_T.any()
+
+
+def test_huber_is_half_the_square_then_linear():
+    values_T = torch.tensor([1.0, 3.0, -5.0], requires_grad=True)
+    loss_T, _ = unclipped(values_T, torch.zeros(3), torch.zeros(3), ones(3), kind=ValueLoss.huber, huber_delta=2.0)
+    assert loss_T.tolist() == [0.5, 2.0 * 3 - 2, 2.0 * 5 - 2]
+    loss_T.sum().backward()
+    assert values_T.grad.tolist() == [1.0, 2.0, -2.0]
+    clipped_T, was_T = unclipped(
+        torch.tensor([9.0]), torch.zeros(1), torch.tensor([20.0]), ones(1), clip=1.0, kind=ValueLoss.huber
+    )
+    assert clipped_T.item() == 10 * 19 - 50
+    assert was_T.item()
+
+
+def test_trap_c15_the_critic_does_not_learn_from_the_prompt():
+    values_T = torch.tensor([5.0, 1.0], requires_grad=True)
+    loss_T, _ = unclipped(values_T, torch.zeros(2), torch.zeros(2), torch.tensor([False, True]), clip=0.2)
+    loss_T.sum().backward()
+    assert loss_T.tolist() == [0.0, 0.5]
+    assert values_T.grad.tolist() == [0.0, 1.0]
+
+
+def test_trap_a5_a_nan_on_the_mask_is_not_hidden():
+    nan_T = torch.tensor([math.nan])
+    assert unclipped(nan_T, torch.zeros(1), torch.ones(1), ones(1), clip=0.2)[0].isnan().all()
+
+
+def test_bad_input_is_named():
+    x = torch.zeros(2)
+    with pytest.raises(ValueError, match="clip and huber_delta"):
+        unclipped(x, x, x, ones(2), clip=-0.2)

@@ -30,7 +30,7 @@ from realign.engines.sampling.compiled.fused_layers import FusedLayer, FusedTrun
 from realign.engines.sampling.compiled.library import CompiledDecode, LibraryError, load_library
 from realign.engines.sampling.compiled.trunk import CompiledTrunk, check_supported
 from realign.errors import ConfigError
-from realign.functional.head import no_autocast
+from realign.functional.logprobs import no_autocast
 from realign.functional.packed import cu_seqlens_of, position_ids
 
 TOLERANCE = 2e-5

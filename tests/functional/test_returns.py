@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realign.functional.advantages import discounted_returns, gae, n_step, token_rewards
 from realign.functional.packed import cu_seqlens_of
+from realign.functional.returns import discounted_returns, gae, n_step, token_rewards
 
 NAN = math.nan
 REWARDS = torch.tensor([0.0, 0, 1, 0, -1])

@@ -1,8 +1,8 @@
 """Test invariances of all losses, estimators and aggregations, including new ones (traps A5, A6, A14, D1, D13).
 
-The tests find functions by introspection and pass arguments by name. They include each new public function in
-`losses`, `objectives`, `kl`, `advantages` or `aggregation`. If a function has an unknown argument, the tests fail and
-the message says what to add.
+The tests find functions by introspection and pass arguments by name. They include each new public function of `MODULES`
+whose first argument is a tensor, and each aggregation. If a function has an unknown argument, the tests fail and the
+message says what to add.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
-import types
 import typing
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,11 +20,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from realign.functional import advantages, aggregation, kl, losses, objectives
+from realign.functional import kl, losses, returns
 from realign.functional.packed import cu_seqlens_of, sequence_index
+from realign.interfaces import ilql
+from realign.interfaces.components import aggregation, objectives, value_loss
+from tests.formulas import formulas, public_functions
 
-LOSSES = (losses, objectives)
-MODULES = (*LOSSES, kl, advantages, aggregation)
+LOSSES = (losses, objectives, value_loss, ilql)
+MODULES = (*LOSSES, kl, returns)
 LENGTHS = [0, 1, 5, 3, 8, 2, 1, 6]
 
 
@@ -51,6 +53,7 @@ TENSORS: dict[str, Callable[[torch.Generator, int], Tensor]] = {
     "rewards_T": number,
     "kl_T": number,
     "x_T": number,
+    "loss_T": number,
     "scores_S": number,
     "bootstrap_S": number,
 }
@@ -68,7 +71,6 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "n": (1, 3),
     "beta": (0.5,),
     "kl_coef": (0.0, 0.1),
-    "constant": (None, 7.0),
     "low": (None, 0.2),
     "high": (0.3,),
     "dual": (None, 1.5),
@@ -78,7 +80,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
 }
 HOW_TO_TEACH = (
     "{function} has an argument {name!r} that the invariance tests do not know: add it to TENSORS (a tensor; its name "
-    "ends in _T or _S) or to OPTIONS (a plain value) in tests/functional/test_invariances.py"
+    "ends in _T or _S) or to OPTIONS (a plain value) in tests/interfaces/components/test_invariances.py"
 )
 
 
@@ -93,7 +95,7 @@ class Case:
 
     def __str__(self) -> str:
         chosen = [f"{k}={v.value if isinstance(v, Enum) else v}" for k, v in self.options.items()]
-        return "-".join([self.function.__name__, *chosen, *self.tensors[-1:]])
+        return "-".join([self.function.__qualname__, *chosen, *self.tensors[-1:]])
 
 
 def cases_of(function: Callable[..., Any]) -> Iterator[Case]:
@@ -122,18 +124,17 @@ def cases_of(function: Callable[..., Any]) -> Iterator[Case]:
 
 def combination_is_valid(tensors: tuple[str, ...], options: dict[str, Any]) -> bool:
     """Exclude combinations that the functions reject. Other tests cover these errors."""
-    if options.get("kl_coef") and "kl_T" not in tensors:
-        return False
-    return "constant" not in options or (options["constant"] is not None) == (
-        options["mode"] is aggregation.AggregationMode.constant
-    )
+    return "kl_T" in tensors or not options.get("kl_coef")
 
 
-def public_functions(module: types.ModuleType) -> list[Callable[..., Any]]:
-    return [getattr(module, name) for name in module.__all__ if inspect.isfunction(getattr(module, name))]
-
-
-CASES = [case for module in MODULES for function in public_functions(module) for case in cases_of(function)]
+AGGREGATIONS = [
+    kind(7.0) if kind is aggregation.Constant else kind()
+    for kind in vars(aggregation).values()
+    if inspect.isclass(kind) and issubclass(kind, aggregation.Aggregation) and not inspect.isabstract(kind)
+]
+METHODS = [method for each in AGGREGATIONS for method in (each.total, each.weight)]
+FUNCTIONS = [*(function for module in MODULES for function in formulas(module)), *METHODS]
+CASES = [case for function in FUNCTIONS for case in cases_of(function)]
 LOSS_CASES = [case for case in CASES if case.function.__module__ in {module.__name__ for module in LOSSES}]
 
 
@@ -278,11 +279,10 @@ def test_trap_f1_only_the_first_argument_is_differentiated(case):
     assert set(run(case, Batch.make()).gradients) <= {next(iter(inspect.signature(case.function).parameters))}
 
 
-@pytest.mark.parametrize("mode", aggregation.AggregationMode)
+@pytest.mark.parametrize("mode", AGGREGATIONS, ids=lambda x: type(x).__name__)
 @pytest.mark.parametrize("case", LOSS_CASES, ids=ids)
 def test_trap_d13_every_loss_under_every_aggregation_is_blind_to_the_partition(case, mode):
     batch = Batch.make()
-    constant = 7.0 if mode is aggregation.AggregationMode.constant else None
     leaf = "logprobs_T" if "logprobs_T" in case.tensors else case.tensors[0]
 
     def parts_of_loss(parts):
@@ -297,8 +297,8 @@ def test_trap_d13_every_loss_under_every_aggregation_is_blind_to_the_partition(c
                 arguments["cu_seqlens"] = cu_seqlens
             result = case.function(**arguments)
             loss_T = result[0] if isinstance(result, tuple) else result
-            total = total + aggregation.aggregate(loss_T, part.mask_T, cu_seqlens, mode)
-            weight = weight + aggregation.aggregation_weight(part.mask_T, cu_seqlens, mode, constant=constant)
+            total = total + mode.total(loss_T, part.mask_T, cu_seqlens)
+            weight = weight + mode.weight(part.mask_T, cu_seqlens)
         loss = total / weight
         gradient = torch.autograd.grad(loss, shared)[0] if loss.requires_grad else torch.zeros(())
         return loss.item(), gradient.item()
@@ -311,18 +311,14 @@ def test_trap_d13_every_loss_under_every_aggregation_is_blind_to_the_partition(c
 def test_trap_d13_every_public_function_is_in_the_tests():
     tested = {case.function.__name__ for case in CASES}
     for module in MODULES:
-        public = {
-            name
-            for name, value in vars(module).items()
-            if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
-        }
-        assert public <= set(module.__all__), f"{module.__name__}.__all__ leaves out {public - set(module.__all__)}"
-        assert public <= tested
+        assert {function.__name__ for function in formulas(module)} <= tested
+    for module in (losses, kl, returns):  # have nothing but formulas
+        assert {function.__name__ for function in public_functions(module)} <= tested
 
 
 def test_trap_d13_every_policy_loss_is_in_the_tests():
     returning = {case.function.__name__ for case in LOSS_CASES if isinstance(run(case, Batch.make()), Outcome)}
-    assert returning >= {
+    assert returning == {
         "policy_loss",
         "gspo_loss",
         "cispo_loss",
@@ -330,8 +326,12 @@ def test_trap_d13_every_policy_loss_is_in_the_tests():
         "gmpo_loss",
         "reinforce_loss",
         "proximal_kl_loss",
+        "sequence_mean",
+        "behavior_weights",
+        "nll_loss",
+        "value_loss",
+        "expectile_loss",
     }
-    assert "sequence_mean" in returning
 
 
 def test_trap_d13_an_unknown_argument_fails_and_says_what_to_do():

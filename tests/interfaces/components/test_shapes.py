@@ -11,25 +11,43 @@ import pytest
 import torch
 from torch import Tensor
 
-from realign.functional import (
-    advantages,
-    aggregation,
+from realign.functional import kl, losses, normalization, packed, returns, selection
+from realign.interfaces import dpo, ilql, kto, reward_model
+from realign.interfaces.components import advantages, aggregation, objectives, pairs, truncation, value_loss
+from tests.formulas import formulas
+
+MODULES = (
+    returns,
     kl,
     losses,
-    moments,
     normalization,
     objectives,
     packed,
-    preferences,
-    shaping,
+    selection,
+    value_loss,
+    truncation,
+    advantages,
+    pairs,
+    ilql,
+    dpo,
+    kto,
+    reward_model,
 )
-
-MODULES = (advantages, aggregation, kl, losses, normalization, objectives, packed, preferences, shaping)
 SIZES = {"T": 4, "N": 4, "S": 2, "P": 1}
-WHOLE = aggregation.AggregationMode.seq_mean_token_mean  # reads the sequences
-UNSHAPED = ("at_least_fp32", "check_shapes", "cu_seqlens_of", "identity", "overlong_penalty")
-"""Functions whose arguments determine no shape."""
-OPTIONS = {"gamma": 0.9, "lam": 0.9, "k": 1, "n": 2, "beta": 0.1, "n_groups": 2, "fill": 0.0, "mode": WHOLE, "tau": 0.7}
+AGGREGATION = aggregation.SeqMeanTokenMean()  # reads the sequences
+UNSHAPED = (
+    "at_least_fp32",
+    "check_shapes",
+    "cu_seqlens_of",
+    "identity",
+    "overlong_penalty",
+    "batch_moments",
+    "group_moments",
+)
+"""Functions whose arguments determine no shape, or were checked by the caller."""
+OPTIONS = {"gamma": 0.9, "lam": 0.9, "k": 1, "n": 2, "beta": 0.1, "n_groups": 2, "fill": 0.0, "tau": 0.7}
+OPTIONS |= {"low": 0.2, "high": 0.2, "dual": None, "tau_pos": 1.0, "tau_neg": 1.05, "clip": None, "huber_delta": 10.0}
+OPTIONS |= {"label_smoothing": 0.0, "target_margin": 0.0, "desirable_weight": 1.0, "undesirable_weight": 1.0}
 
 
 def tensor(name: str) -> Tensor:
@@ -48,7 +66,7 @@ def arguments(function: Callable[..., Any]) -> tuple[dict[str, Tensor], dict[str
         if name == "cu_seqlens":
             others[name] = packed.cu_seqlens_of([3, 1])
         elif name == "pairs":
-            others[name] = preferences.pairs_by_label(torch.tensor([1.0, 0.0]), torch.tensor([True, True]))
+            others[name] = pairs.pairs_by_label(torch.tensor([1.0, 0.0]), torch.tensor([True, True]))
         elif name[-2:-1] == "_" and name[-1] in SIZES:
             tensors[name] = tensor(name)
         elif parameter.default is inspect.Parameter.empty:
@@ -57,16 +75,15 @@ def arguments(function: Callable[..., Any]) -> tuple[dict[str, Tensor], dict[str
 
 
 def checked() -> list[Callable[..., Any]]:
-    """Return the public functions with two arguments that determine a shape, and `RunningMoments.update`."""
+    """Return the public functions with two arguments that determine a shape, and some methods."""
     found = []
     for module in MODULES:
-        for name in module.__all__:
-            function = getattr(module, name)
-            if inspect.isfunction(function) and name not in UNSHAPED:
+        for function in formulas(module):
+            if function.__name__ not in UNSHAPED:
                 tensors, others = arguments(function)
                 if len(tensors) + ("cu_seqlens" in others) > 1:
                     found.append(function)
-    return [*found, moments.RunningMoments().update]
+    return [*found, AGGREGATION.total, AGGREGATION.weight, normalization.RunningMoments().update]
 
 
 def named(value: Any) -> str:

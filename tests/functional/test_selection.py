@@ -7,38 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realign.functional.shaping import keep_best, overlong_penalty
-
-
-def test_the_penalty_of_dapo_equation_13():
-    # Limit 10, buffer 4: no penalty up to 6 tokens, then a quarter per token, and 1 from the limit on.
-    lengths_S = torch.tensor([0, 5, 6, 7, 8, 9, 10, 11])
-    expected = [0, 0, 0, -0.25, -0.5, -0.75, -1, -1]
-    assert overlong_penalty(lengths_S, 10, 4, 1.0).tolist() == expected
-    assert overlong_penalty(lengths_S, 10, 4, 2.0).tolist() == [2 * x for x in expected]
-    assert overlong_penalty(lengths_S, 10, 10, 1.0).tolist() == pytest.approx([0, -0.5, -0.6, -0.7, -0.8, -0.9, -1, -1])
-    assert overlong_penalty(lengths_S, 10, 1, 1.0).tolist() == [0, 0, 0, 0, 0, 0, -1, -1]
-    assert not overlong_penalty(lengths_S, 10, 4, 0.0).any()
-    assert overlong_penalty(lengths_S, 10, 4, 1.0).dtype == torch.float32
-
-
-@settings(deadline=None)  # the machine may be busy
-@given(st.integers(1, 50), st.data())
-def test_the_penalty_never_rises_with_length_and_never_leaves_its_range(limit, data):
-    buffer, penalty = data.draw(st.integers(1, limit)), data.draw(st.floats(0, 10))
-    out = overlong_penalty(torch.arange(limit + 3), limit, buffer, penalty)
-    assert (out.diff() <= 0).all()
-    assert (out <= 0).all()
-    assert out[limit].item() == pytest.approx(-penalty)
-    assert not out[: limit - buffer + 1].any()
-
-
-def test_bad_settings_of_the_penalty_are_named():
-    for buffer in (0, 11):
-        with pytest.raises(ValueError, match=f"buffer must be from 1 to max_tokens=10, found {buffer}"):
-            overlong_penalty(torch.ones(1), 10, buffer, 1.0)
-    with pytest.raises(ValueError, match=r"penalty .* found -1\.0"):
-        overlong_penalty(torch.ones(1), 10, 4, -1.0)
+from realign.functional.selection import keep_best
 
 
 def best(rewards, groups, valid, k):

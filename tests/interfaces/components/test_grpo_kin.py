@@ -12,11 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realign.functional.advantages import discounted_returns, token_rewards
-from realign.functional.aggregation import AggregationMode, aggregate, aggregation_weight
-from realign.functional.normalization import Scope, degenerate_rescale, normalize
-from realign.functional.objectives import reinforce_loss
+from realign.functional.normalization import Scope, normalize
 from realign.functional.packed import cu_seqlens_of, sequence_index
+from realign.functional.returns import discounted_returns, token_rewards
+from realign.interfaces.components.advantages import degenerate_rescale
+from realign.interfaces.components.aggregation import SeqMeanTokenMean
+from realign.interfaces.components.objectives import reinforce_loss
 from tests.functional.test_normalization import flags, over_ranks
 
 
@@ -185,8 +186,8 @@ def test_the_loss_of_gpg_and_that_rescaling_is_leaving_constant_groups_out(seed)
     def loss(per_response, kept_T):
         advantages_T = torch.tensor(per_response[rollout.sequence])
         out = reinforce_loss(torch.tensor(logprobs), torch.zeros(len(mask_T)), advantages_T, kept_T)
-        mode = AggregationMode.seq_mean_token_mean
-        return (aggregate(out.loss_T, kept_T, cu_seqlens, mode) / aggregation_weight(kept_T, cu_seqlens, mode)).item()
+        mean = SeqMeanTokenMean()
+        return (mean.total(out.loss_T, kept_T, cu_seqlens) / mean.weight(kept_T, cu_seqlens)).item()
 
     per_response = [logprobs[(rollout.sequence == s) & rollout.mask].mean() for s in range(len(constant))]
     assert loss(advantages, mask_T) == pytest.approx(-(advantages * per_response).mean(), abs=1e-9)

@@ -1,32 +1,35 @@
+"""Compare the losses on pairs and on responses of DPO, KTO and reward models with their formulas in plain floats."""
+
 from __future__ import annotations
 
 import inspect
 import itertools
 import math
 import typing
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realign.functional import (
-    DPOLoss,
+from realign.functional import cu_seqlens_of
+from realign.interfaces import dpo, kto, reward_model
+from realign.interfaces.components.pairs import pairs_by_label
+from realign.interfaces.dpo import DPOLoss, dpo_loss
+from realign.interfaces.kto import kto_baseline, kto_loss
+from realign.interfaces.reward_model import (
     best_of_n_loss,
     centering_loss,
     comparison_loss,
-    cu_seqlens_of,
     divergence_loss,
-    dpo_loss,
-    kto_baseline,
-    kto_loss,
-    pairs_by_label,
     pairwise_loss,
-    preferences,
     rating_loss,
 )
+from tests.formulas import formulas
 
 NUMBERS = st.floats(-30, 30)
+plain_dpo = partial(dpo_loss, kind=DPOLoss.sigmoid, label_smoothing=0.0, target_margin=0.0)
 
 
 def f64(*values: float) -> torch.Tensor:
@@ -154,19 +157,19 @@ def test_squared_errors_by_hand():
 @given(NUMBERS, NUMBERS, st.floats(0.01, 2), st.floats(0, 0.49))
 def test_dpo_equals_its_formula_and_slope(chosen, rejected, beta, smoothing):
     a = f64(chosen).requires_grad_()
-    loss = dpo_loss(a, f64(rejected), beta=beta, label_smoothing=smoothing)
+    loss = plain_dpo(a, f64(rejected), beta=beta, label_smoothing=smoothing)
     x = beta * (chosen - rejected)
     assert loss.item() == pytest.approx((1 - smoothing) * softplus(-x) + smoothing * softplus(x), rel=1e-12)
     loss.sum().backward()
     slope = beta * (smoothing * math.exp(-softplus(-x)) - (1 - smoothing) * math.exp(-softplus(x)))
     assert a.grad.item() == pytest.approx(slope, rel=1e-9, abs=1e-12)
-    ipo = dpo_loss(f64(chosen), f64(rejected), beta=beta, kind=DPOLoss.ipo)
+    ipo = plain_dpo(f64(chosen), f64(rejected), beta=beta, kind=DPOLoss.ipo)
     assert ipo.item() == pytest.approx((chosen - rejected - 1 / (2 * beta)) ** 2, rel=1e-12)
 
 
 def test_smoothed_labels_have_their_least_loss_where_the_model_is_as_sure_as_they_are():
     best = math.log(0.9 / 0.1) / 0.5
-    at_best, more, less = (dpo_loss(f64(x), f64(0.0), beta=0.5, label_smoothing=0.1).item() for x in (best, 6.0, 3.0))
+    at_best, more, less = (plain_dpo(f64(x), f64(0.0), beta=0.5, label_smoothing=0.1).item() for x in (best, 6.0, 3.0))
     assert at_best < min(more, less)
 
 
@@ -184,7 +187,7 @@ def test_smoothed_labels_have_their_least_loss_where_the_model_is_as_sure_as_the
 )
 def test_dpo_settings_out_of_range_are_refused(setting, message):
     with pytest.raises(ValueError, match=message):
-        dpo_loss(f64(1.0), f64(0.0), **setting)
+        plain_dpo(f64(1.0), f64(0.0), **setting)
 
 
 @settings(deadline=None)
@@ -192,9 +195,9 @@ def test_dpo_settings_out_of_range_are_refused(setting, message):
 def test_a_target_margin_is_subtracted_from_the_margin_of_rewards(chosen, rejected, beta, target, smoothing):
     """SimPO (arXiv:2405.14734, eq. 6) with gamma = target."""
     x = beta * chosen - beta * rejected - target
-    simpo = dpo_loss(f64(chosen), f64(rejected), beta=beta, target_margin=target)
+    simpo = plain_dpo(f64(chosen), f64(rejected), beta=beta, target_margin=target)
     assert simpo.item() == pytest.approx(softplus(-x), rel=1e-9, abs=1e-12)
-    robust = dpo_loss(
+    robust = plain_dpo(
         f64(chosen), f64(rejected), beta=beta, kind=DPOLoss.robust, target_margin=target, label_smoothing=smoothing
     )
     expected = ((1 - smoothing) * softplus(-x) - smoothing * softplus(x)) / (1 - 2 * smoothing)
@@ -207,10 +210,10 @@ def test_robust_dpo_is_unbiased_under_flipped_labels(chosen, rejected, beta, rat
     """The mean over labels that are flipped with probability `rate` is the loss of the true labels
     (arXiv:2403.00409, lemma 3.1)."""
     right, wrong = (
-        dpo_loss(f64(a), f64(b), beta=beta, kind=DPOLoss.robust, label_smoothing=rate).item()
+        plain_dpo(f64(a), f64(b), beta=beta, kind=DPOLoss.robust, label_smoothing=rate).item()
         for a, b in ((chosen, rejected), (rejected, chosen))
     )
-    clean = dpo_loss(f64(chosen), f64(rejected), beta=beta).item()
+    clean = plain_dpo(f64(chosen), f64(rejected), beta=beta).item()
     assert (1 - rate) * right + rate * wrong == pytest.approx(clean, rel=1e-6, abs=1e-6)
 
 
@@ -219,7 +222,7 @@ def test_robust_dpo_is_unbiased_under_flipped_labels(chosen, rejected, beta, rat
 def test_the_odds_ratio_loss_and_its_slope_equal_the_formula_in_probabilities(chosen, rejected, beta):
     """ORPO (arXiv:2403.07691, eqs. 3 to 7): odds(p) = p / (1 - p), loss = -log sigmoid(log(odds_w / odds_l))."""
     a = f64(chosen).requires_grad_()
-    loss = dpo_loss(a, f64(rejected), beta=beta, kind=DPOLoss.odds_ratio)
+    loss = plain_dpo(a, f64(rejected), beta=beta, kind=DPOLoss.odds_ratio)
     p, q = math.exp(chosen), math.exp(rejected)
     ratio = (p / -math.expm1(chosen)) / (q / -math.expm1(rejected))
     assert loss.item() == pytest.approx(beta * math.log1p(1 / ratio), rel=1e-9)
@@ -229,10 +232,10 @@ def test_the_odds_ratio_loss_and_its_slope_equal_the_formula_in_probabilities(ch
 
 def test_the_odds_ratio_loss_by_hand_and_at_probability_1():
     # odds of 1/2 and 1/4: 1 and 1/3
-    loss = dpo_loss(f64(math.log(0.5)), f64(math.log(0.25)), beta=0.1, kind=DPOLoss.odds_ratio)
+    loss = plain_dpo(f64(math.log(0.5)), f64(math.log(0.25)), beta=0.1, kind=DPOLoss.odds_ratio)
     assert loss.item() == pytest.approx(0.1 * math.log(1 + 1 / 3))
     certain = f64(0.0, -2.0).requires_grad_()
-    loss = dpo_loss(certain, f64(0.0, 0.0), beta=0.1, kind=DPOLoss.odds_ratio)
+    loss = plain_dpo(certain, f64(0.0, 0.0), beta=0.1, kind=DPOLoss.odds_ratio)
     loss.sum().backward()
     assert loss.isfinite().all()
     assert certain.grad.isfinite().all()
@@ -273,14 +276,13 @@ def test_the_baseline_of_kto_is_the_mean_log_ratio_and_never_negative():
 
 
 def elementwise() -> list[tuple[typing.Callable, dict]]:
-    """Return every loss of the module whose tensors have one value per pair or per sequence, with its choices."""
+    """Return every loss of the modules whose tensors have one value per pair or per sequence, with its choices."""
     plain = {"beta": [0.3], "label_smoothing": [0.0, 0.2], "target_margin": [0.0, 0.5], "desirable_weight": [1.5]}
     plain |= {"undesirable_weight": [0.5], "margin_P": [None, "tensor"]}
     found = []
-    for name in preferences.__all__:
-        function = getattr(preferences, name)
-        names = inspect.signature(function).parameters if inspect.isfunction(function) else {}
-        if not name.endswith("_loss") or {"cu_seqlens", "n_groups"} & set(names):
+    for function in (function for module in (reward_model, dpo, kto) for function in formulas(module)):
+        names = inspect.signature(function).parameters
+        if not function.__name__.endswith("_loss") or {"cu_seqlens", "n_groups"} & set(names):
             continue
         choices = {n: list(DPOLoss) if n == "kind" else plain.get(n, ["tensor"]) for n in names}
         for values in itertools.product(*choices.values()):
@@ -293,7 +295,7 @@ def elementwise() -> list[tuple[typing.Callable, dict]]:
 
 @pytest.mark.parametrize(("function", "chosen"), elementwise(), ids=lambda x: getattr(x, "__name__", ""))
 def test_a_loss_does_not_depend_on_the_other_pairs_or_responses_of_a_micro_batch(function, chosen):
-    """New losses of the module are found by introspection."""
+    """New losses of the modules are found by introspection."""
     generator = torch.Generator().manual_seed(0)
     tensors = {n: -3 * torch.rand(7, generator=generator).double() for n, x in chosen.items() if isinstance(x, str)}
     tensors = {n: x < -1.5 if n.startswith("desirable") else x for n, x in tensors.items() if chosen[n] == "tensor"}

@@ -1,4 +1,4 @@
-"""Advantage estimation: token-level rewards, returns and advantages from sequence scores.
+"""Rewards of tokens from sequence scores, and returns and advantages (GAE) along the tokens of a sequence.
 
 The steps of a sequence are its tokens in the mask (the trainable ones). Tokens between them, such as a tool's answer,
 are skipped: they cause no discounting, and their values are ignored, including NaN. No gradient flows through these
@@ -221,8 +221,8 @@ def _window_sum(x_M: Tensor, remaining_M: Tensor, decay: float, width: int) -> T
 
 def _later(x_M: Tensor, remaining_M: Tensor, distance: int) -> Tensor:
     """Return `x_M` of the token `distance` tokens later in the same sequence, 0 where there is none."""
-    shifted_M, kept = torch.zeros_like(x_M), max(len(x_M) - distance, 0)
-    shifted_M[:kept] = torch.where(remaining_M[:kept] >= distance, x_M[distance:], 0)
+    shifted_M, length = torch.zeros_like(x_M), max(len(x_M) - distance, 0)
+    shifted_M[:length] = torch.where(remaining_M[:length] >= distance, x_M[distance:], 0)
     return shifted_M
 
 

@@ -1,4 +1,4 @@
-"""Reward shaping by length and by rank, before advantage estimation."""
+"""Selection of responses by their rewards."""
 
 from __future__ import annotations
 
@@ -7,32 +7,9 @@ from torch import Tensor
 
 from .packed import check_shapes
 
-__all__ = ["keep_best", "overlong_penalty"]
-
-
-def overlong_penalty(lengths_S: Tensor, max_tokens: int, buffer: int, penalty: float) -> Tensor:
-    """Compute the soft overlong penalty: 0 up to `max_tokens - buffer`, then linear down to `-penalty`.
-
-    Source: arXiv:2503.14476 (eq. 13, where `penalty` is 1).
-
-    Args:
-        lengths_S: [S] sampled tokens of each response.
-        max_tokens: length limit of a response, in tokens.
-        buffer: number of tokens before the limit over which the penalty grows; from 1 to `max_tokens`.
-        penalty: penalty of a response of `max_tokens`, in units of reward, >= 0.
-
-    Returns:
-        [S] fp32, to add to the scores; never positive.
-
-    Raises:
-        ValueError: an argument is out of range.
-    """
-    if not 1 <= buffer <= max_tokens:
-        raise ValueError(f"buffer must be from 1 to max_tokens={max_tokens}, found {buffer}")
-    if not penalty >= 0:
-        raise ValueError(f"penalty must be at least 0 (it is subtracted), found {penalty}")
-    room_S = (max_tokens - buffer - lengths_S).clamp(-buffer, 0)
-    return room_S.float() * (penalty / buffer)
+__all__ = [
+    "keep_best",
+]
 
 
 @torch.no_grad()
