@@ -18,6 +18,7 @@ from realign.runtime.metrics.details import RunDetails
 from realign.runtime.metrics.record_spec import RecordSpec
 from realign.runtime.metrics.records import Records
 from realign.runtime.metrics.run_log import RunLog
+from realign.runtime.models import lead_role
 from realign.runtime.step import LocalRuntime
 
 DEFAULT = RecordSpec()
@@ -33,7 +34,9 @@ def measure(overrides: list[str], steps: int) -> str:
     inside: list[float] = []
     with TemporaryDirectory() as folder, Records(Path(folder), None) as records:
         runtime = LocalRuntime(experiment)
-        with RunDetails(runtime, records, RunLog()) as details:
+        lead = lead_role(experiment)
+        decode = runtime.models[lead].tokenizer.decode
+        with RunDetails(EVERY, lead, decode, runtime.spans, records, RunLog()) as details:
             for step in range(1, steps + 1):
                 on = step % 2 == 0
                 runtime.trace_prompts = EVERY.token_prompts if on else 0

@@ -15,6 +15,7 @@ from realign.engines.files.folders import AVERAGED, check_name
 from realign.engines.shared_model import check_shared
 from realign.errors import ConfigError, SettingsError
 from realign.runtime.checkpoint.exports import CheckpointSpec
+from realign.runtime.checkpoint.folder import CHECKPOINTS
 from realign.runtime.checks.combinations import (
     check_calibration,
     check_dynamic_sampling,
@@ -37,8 +38,6 @@ from realign.settings import Count, NonNegativeInt, Range, Settings
 
 AUTO = "auto"
 """Value of `resume` that continues from the newest checkpoint in `output_dir`."""
-CHECKPOINTS = "checkpoints"
-"""Name of the checkpoint folder inside `output_dir`."""
 
 
 class Part(StrEnum):

@@ -20,7 +20,7 @@ from realign.engines.files.folders import remove_folder
 from realign.runtime.callbacks.run_callbacks import RunCallbacks
 from realign.runtime.checkpoint.exports import Saves
 from realign.runtime.checkpoint.final_models import FINAL
-from realign.runtime.checkpoint.resume import Start
+from realign.runtime.checkpoint.folder import Start
 from realign.runtime.checkpoint.schedule import RunCheckpoints
 from realign.runtime.checkpoint.serialize import pack
 from realign.runtime.checkpoint.state import check_frozen, frozen_weights, interface_states, restore
@@ -122,7 +122,10 @@ class Training:
             _draw, self.experiment, self.result, self.callbacks.metrics
         )
         self.records = stack.enter_context(Records(self.out, start))
-        self.details = stack.enter_context(RunDetails(self.runtime, self.records, self.report.log))
+        lead = lead_role(self.experiment)
+        decode = self.runtime.models[lead].tokenizer.decode
+        details = RunDetails(self.experiment.records, lead, decode, self.runtime.spans, self.records, self.report.log)
+        self.details = stack.enter_context(details)
         fresh = start is None or not start.own or self.fresh
         self.info = RunInfo(self.out, self.runtime, self.report.command, self.first, fresh=fresh)
         if self.experiment.resolved:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from realign.engines.files.folders import check_run_folder
 from realign.errors import ConfigError
+from realign.runtime.checkpoint.folder import CHECKPOINTS
 from realign.runtime.checkpoint.schema import DETAILS, RECORDS
-from realign.runtime.experiment import AUTO, CHECKPOINTS, Experiment, Part
+from realign.runtime.experiment import AUTO, Experiment, Part
 
 
 def check_output_folder(experiment: Experiment) -> None:

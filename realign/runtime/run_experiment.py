@@ -15,8 +15,9 @@ from realign.engines.distributed.ranks import Ranks, current
 from realign.engines.files.folders import check_name, restore_interrupted_saves
 from realign.errors import CheckpointError, ConfigError
 from realign.runtime.backend import cluster_for, open_runtime
+from realign.runtime.checkpoint.folder import Start
 from realign.runtime.checkpoint.recovery import Attempts
-from realign.runtime.checkpoint.resume import Start, find_start
+from realign.runtime.checkpoint.resume import find_start
 from realign.runtime.checkpoint.state import seed_random
 from realign.runtime.checks.launch import used_interfaces
 from realign.runtime.checks.ranks import check_same_data, check_same_settings

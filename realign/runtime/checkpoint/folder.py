@@ -16,7 +16,7 @@ import hashlib
 import json
 import re
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,8 @@ from realign.engines.distributed.shards import read_saved
 from realign.errors import CheckpointError
 from realign.runtime.checkpoint.serialize import read_tensors, unpack
 
+CHECKPOINTS = "checkpoints"
+"""Name of the checkpoint folder inside `output_dir`."""
 FORMAT = 1
 MANIFEST, STATE, TENSORS, PARTS = "manifest.json", "state.json", "tensors.safetensors", "parts"
 PART = re.compile(rf"{PARTS}/[\w.-]+\.safetensors")
@@ -118,6 +120,30 @@ class Checkpoint:
             raise
         except (CheckpointError, ValueError, TypeError, AttributeError, RecursionError, OSError) as error:
             raise CorruptCheckpoint(f"{self.path / name}: {error}") from error
+
+
+@dataclass(frozen=True)
+class Start:
+    """The checkpoint that a run resumes from."""
+
+    checkpoint: Checkpoint
+    state: Mapping[str, Any]
+    own: bool
+    """Whether the checkpoint is in this run's own folder, so that its record files are continued."""
+    new_run: bool
+    """Whether this is a new run that counts from step 0 and does not continue the record files."""
+    complete: bool = False
+    """Whether no step is left, and only the saved models of the run are missing or damaged."""
+
+    @property
+    def step(self) -> int:
+        """Number of completed steps."""
+        return 0 if self.new_run else self.checkpoint.step
+
+    @property
+    def run(self) -> Path:
+        """Folder of the run that wrote the checkpoint."""
+        return self.checkpoint.path.parent.parent
 
 
 def list_checkpoints(folder: Path) -> list[Checkpoint]:

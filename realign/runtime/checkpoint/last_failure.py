@@ -16,8 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from realign.errors import ConfigError, ExitCode
-from realign.runtime.checkpoint.folder import list_checkpoints
-from realign.runtime.experiment import CHECKPOINTS
+from realign.runtime.checkpoint.folder import CHECKPOINTS, list_checkpoints
 
 NAME = "last_failure.json"
 """Name of the file in `output_dir`."""

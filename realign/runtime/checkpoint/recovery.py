@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import warnings
 
-from realign.runtime.checkpoint.folder import Checkpoint, list_checkpoints
-from realign.runtime.experiment import AUTO, CHECKPOINTS, Experiment
+from realign.runtime.checkpoint.folder import CHECKPOINTS, Checkpoint, list_checkpoints
+from realign.runtime.experiment import AUTO, Experiment
 from realign.runtime.processes.worker_failures import WorkerLost
 from realign.runtime.runtime_spec import Ray
 

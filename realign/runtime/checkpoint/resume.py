@@ -5,18 +5,16 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any
 
 from realign.errors import CheckpointError, ConfigError, RunComplete
 from realign.runtime.callbacks.run_callbacks import settings_of
 from realign.runtime.checkpoint.final_models import FINAL, damage_of
-from realign.runtime.checkpoint.folder import Checkpoint, list_checkpoints, newest
+from realign.runtime.checkpoint.folder import CHECKPOINTS, Checkpoint, Start, list_checkpoints, newest
 from realign.runtime.checkpoint.schema import check_config_tree, check_tree
 from realign.runtime.checkpoint.state import config_of, environment
-from realign.runtime.experiment import AUTO, CHECKPOINTS, Experiment, Part
+from realign.runtime.experiment import AUTO, Experiment, Part
 from realign.version import installed_version
 
 FREE = (
@@ -45,30 +43,6 @@ FREE = (
 """Config keys that do not affect training and may differ between a checkpoint and the resumed run."""
 
 ABSENT = "(none)"
-
-
-@dataclass(frozen=True)
-class Start:
-    """The checkpoint that a run resumes from."""
-
-    checkpoint: Checkpoint
-    state: Mapping[str, Any]
-    own: bool
-    """Whether the checkpoint is in this run's own folder, so that its record files are continued."""
-    new_run: bool
-    """Whether this is a new run that counts from step 0 and does not continue the record files."""
-    complete: bool = False
-    """Whether no step is left, and only the saved models of the run are missing or damaged."""
-
-    @property
-    def step(self) -> int:
-        """Number of completed steps."""
-        return 0 if self.new_run else self.checkpoint.step
-
-    @property
-    def run(self) -> Path:
-        """Folder of the run that wrote the checkpoint."""
-        return self.checkpoint.path.parent.parent
 
 
 def find_start(experiment: Experiment) -> Start | None:

@@ -15,8 +15,8 @@ from realign.runtime.callbacks.run_callbacks import RunCallbacks
 from realign.runtime.checkpoint.background_writer import CheckpointWriter, failed_write
 from realign.runtime.checkpoint.exports import Saves
 from realign.runtime.checkpoint.final_models import FINAL, settle
+from realign.runtime.checkpoint.folder import CHECKPOINTS
 from realign.runtime.checkpoint.state import interface_states, run_state
-from realign.runtime.experiment import CHECKPOINTS
 from realign.runtime.metrics.records import Records
 from realign.runtime.out_of_memory import SMALLER, memory_limited
 from realign.runtime.step import LocalRuntime

@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self
 
 from realign.api import SequenceSample
+from realign.runtime.metrics.record_spec import RecordSpec
 from realign.runtime.metrics.records import Records
 from realign.runtime.metrics.run_log import RunLog
+from realign.runtime.metrics.spans import Spans
 from realign.runtime.metrics.system_monitor import SystemMonitor
 from realign.runtime.metrics.token_records import token_records
-from realign.runtime.models import lead_role
-from realign.runtime.step import LocalRuntime
 
 
 class RunDetails:
     """Records the details of a run until the context ends. Only rank 0 writes files.
 
     Args:
-        runtime: the run.
-        records: its record files.
+        spec: what to record, and how often.
+        lead: role whose tokens are recorded.
+        decode: decodes its token ids.
+        spans: collects the spans of the run.
+        records: the record files of the run.
         log: collects the warnings.
     """
 
-    def __init__(self, runtime: LocalRuntime, records: Records, log: RunLog) -> None:
-        self._runtime, self._records, self._log = runtime, records, log
-        self._spec = runtime.experiment.records
+    def __init__(
+        self, spec: RecordSpec, lead: str, decode: Callable[..., str], spans: Spans, records: Records, log: RunLog
+    ) -> None:
+        self._spec, self._lead, self._decode = spec, lead, decode
+        self._spans, self._records, self._log = spans, records, log
         self._monitor = SystemMonitor(self._spec.system_seconds)
         self._step = 0
 
@@ -49,13 +54,11 @@ class RunDetails:
             traces: traced sequences by role.
         """
         self._step = step
-        spans = self._runtime.spans.take()
+        spans = self._spans.take()
         if self._spec.due(step):
             for span in spans:
                 self._records.spans.write({"step": step, **span})
-            lead = lead_role(self._runtime.experiment)
-            decode = self._runtime.models[lead].tokenizer.decode
-            for record in token_records(batch, traces.get(lead, ()), self._spec, decode):
+            for record in token_records(batch, traces.get(self._lead, ()), self._spec, self._decode):
                 self._records.tokens.write({"step": step, **record})
         self._flush()
 

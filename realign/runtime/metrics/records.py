@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from realign.engines.files.durable import open_regular
-from realign.runtime.checkpoint.resume import Start
+from realign.runtime.checkpoint.folder import Start
 from realign.runtime.checkpoint.schema import DETAILS, RECORDS
 from realign.runtime.metrics.json_lines import JsonLines, Nowhere, prefix, prefix_hash
 
