@@ -14,8 +14,7 @@ from statistics import median
 from tempfile import TemporaryDirectory
 
 from realign.config import build_experiment, compose
-from realign.runtime.metrics.details import RunDetails
-from realign.runtime.metrics.record_spec import RecordSpec
+from realign.runtime.metrics.details import RecordSpec, RunDetails
 from realign.runtime.metrics.records import Records
 from realign.runtime.metrics.run_log import RunLog
 from realign.runtime.models import lead_role

@@ -27,8 +27,7 @@ from realign.runtime.checkpoint.resume import find_start
 from realign.runtime.checkpoint.state import check_frozen, frozen_weights, restore
 from realign.runtime.checks.launch import writable
 from realign.runtime.checks.memory import estimate, free_memory, longest_prompt
-from realign.runtime.metrics.data_row import show_row
-from realign.runtime.metrics.samples import spoken
+from realign.runtime.metrics.samples import show_row, spoken
 
 ROWS = 2
 RESPONSES = 3  # responses shown per prompt

@@ -12,8 +12,8 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from realign.runtime.metrics.courses import number
-from realign.runtime.metrics.run_summary import NAME
+from realign.runtime.metrics.shown_metrics import number
+from realign.runtime.metrics.summary import NAME
 from realign.safe_yaml import load_yaml
 
 UNFINISHED = "not finished"

@@ -39,7 +39,7 @@ MIRRORED: Mapping[str, str] = MappingProxyType(
         "ExperimentConfig": "realign.runtime.experiment.Experiment",
         "MicroBatchConfig": "realign.api.microbatch.MicroBatchSpec",
         "CheckpointConfig": "realign.runtime.checkpoint.exports.CheckpointSpec",
-        "RecordsConfig": "realign.runtime.metrics.record_spec.RecordSpec",
+        "RecordsConfig": "realign.runtime.metrics.details.RecordSpec",
     }
 )
 """Class of the run that a class of the schema mirrors."""

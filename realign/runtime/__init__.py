@@ -9,8 +9,7 @@ from realign.runtime.evaluation.generation import Evaluation
 from realign.runtime.evaluation.loss import LossEvaluation
 from realign.runtime.experiment import Experiment
 from realign.runtime.loop import RunResult
-from realign.runtime.metrics.tracker import Tracker
-from realign.runtime.metrics.trackers import MLflow, SwanLab, TensorBoard, TrackerSpec, Trackio, WandB
+from realign.runtime.metrics.trackers import MLflow, SwanLab, TensorBoard, Tracker, TrackerSpec, Trackio, WandB
 from realign.runtime.processes.signals import Interrupted
 from realign.runtime.rollout.dynamic_sampling import DynamicSampling
 from realign.runtime.rollout.spec import Async, OnUpdate, RolloutSpec

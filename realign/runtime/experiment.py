@@ -28,7 +28,7 @@ from realign.runtime.checks.contract import check_keys
 from realign.runtime.default_roles import lead_of, with_default_roles, with_tokenizer_of
 from realign.runtime.evaluation.base import Evaluator
 from realign.runtime.evaluation.calibration import RewardCalibration
-from realign.runtime.metrics.record_spec import RecordSpec
+from realign.runtime.metrics.details import RecordSpec
 from realign.runtime.metrics.trackers import TrackerSpec
 from realign.runtime.rollout.dynamic_sampling import DynamicSampling
 from realign.runtime.rollout.spec import RolloutSpec

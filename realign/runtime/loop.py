@@ -25,7 +25,6 @@ from realign.runtime.checkpoint.schedule import RunCheckpoints
 from realign.runtime.checkpoint.serialize import pack
 from realign.runtime.checkpoint.state import check_frozen, frozen_weights, interface_states, restore
 from realign.runtime.checks.collapse import RECENT, signs
-from realign.runtime.display import headline, panels, targets
 from realign.runtime.experiment import Experiment, Part
 from realign.runtime.metrics.activity import activity
 from realign.runtime.metrics.curves import draw_curves
@@ -35,7 +34,8 @@ from realign.runtime.metrics.records import NoRecords, Records
 from realign.runtime.metrics.report import RunReport
 from realign.runtime.metrics.run_info import RunInfo
 from realign.runtime.metrics.samples import SHOWN, show
-from realign.runtime.metrics.tracker import Forgiving, Tracker
+from realign.runtime.metrics.shown_metrics import headline, panels, targets
+from realign.runtime.metrics.trackers import Forgiving, Tracker
 from realign.runtime.models import lead_role
 from realign.runtime.out_of_memory import SMALLER, memory_limited
 from realign.runtime.output_folder import clear_output_folder

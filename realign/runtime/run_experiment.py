@@ -23,9 +23,9 @@ from realign.runtime.checks.launch import used_interfaces
 from realign.runtime.checks.ranks import check_same_data, check_same_settings
 from realign.runtime.experiment import Experiment
 from realign.runtime.loop import RunResult, Training
-from realign.runtime.metrics.data_row import show_lines, show_row
 from realign.runtime.metrics.report import RunReport
-from realign.runtime.metrics.tracker import Tracker
+from realign.runtime.metrics.samples import show_lines, show_row
+from realign.runtime.metrics.trackers import Tracker
 from realign.runtime.output_folder import check_output_folder
 from realign.runtime.processes.lock import alone_in
 from realign.runtime.processes.operations import Watch

@@ -36,8 +36,8 @@ from realign.runtime.datasets import load_datasets
 from realign.runtime.evaluation.base import in_set
 from realign.runtime.evaluation.scores import sequence_stats
 from realign.runtime.experiment import Experiment
+from realign.runtime.metrics.details import Spans
 from realign.runtime.metrics.samples import readable
-from realign.runtime.metrics.spans import Spans
 from realign.runtime.models import lead_role, load_models, save_on_all_ranks
 from realign.runtime.out_of_memory import SMALLER, memory_limited
 from realign.runtime.processes.operations import Watch

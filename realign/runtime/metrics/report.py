@@ -17,12 +17,11 @@ from realign.errors import ConfigError
 from realign.runtime.checkpoint.final_models import FINAL
 from realign.runtime.checkpoint.folder import CHECKPOINTS
 from realign.runtime.checks.collapse import signs
-from realign.runtime.display import headline
 from realign.runtime.experiment import Experiment
-from realign.runtime.metrics.courses import courses
 from realign.runtime.metrics.run_log import NAME as LOG
 from realign.runtime.metrics.run_log import RunLog
-from realign.runtime.metrics.run_summary import RunSummary
+from realign.runtime.metrics.shown_metrics import courses, headline
+from realign.runtime.metrics.summary import RunSummary
 from realign.runtime.models import lead_role
 
 RESULTS: Mapping[str, str] = {

@@ -25,7 +25,7 @@ import torch
 from realign.api import DataflowGraph
 from realign.api.callback import EndEvent
 from realign.engines.distributed.ranks import command_words
-from realign.runtime.display import headline, panels
+from realign.runtime.metrics.shown_metrics import headline, panels
 from realign.runtime.models import lead_role
 from realign.runtime.step import LocalRuntime
 

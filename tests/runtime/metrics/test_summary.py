@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 
 from realign.api.callback import EndStatus
-from realign.runtime.metrics.courses import Course, courses, number
-from realign.runtime.metrics.run_summary import RunSummary, duration
+from realign.runtime.metrics.shown_metrics import Course, courses, number
+from realign.runtime.metrics.summary import RunSummary, duration
 
 HISTORY = [
     {"step": 0, "eval/reward": 0.1, "eval/nll": 3.0, "eval/missing_rewards": 0.0},

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from realign.api.callback import EndStatus
 from realign.engines.files.durable import open_regular
-from realign.runtime.metrics.courses import Course, number
+from realign.runtime.metrics.shown_metrics import Course, number
 
 NAME = "summary.json"
 

@@ -12,9 +12,8 @@ from realign.interfaces.components.kl import KLPenalty, KLPlace
 from realign.interfaces.critic import PPOCriticInterface
 from realign.interfaces.ppo import PPOActorInterface
 from realign.interfaces.sft import SFTInterface
-from realign.runtime.display import first_metrics, headline, panels, targets, with_held_out
-from realign.runtime.metrics.courses import courses
 from realign.runtime.metrics.live_display import MOST, LiveDisplay
+from realign.runtime.metrics.shown_metrics import courses, first_metrics, headline, panels, targets, with_held_out
 from tests.runtime.test_step import CountToken
 
 
