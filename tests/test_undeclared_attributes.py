@@ -32,7 +32,7 @@ ALLOWED = {
     ("config/construct.py", "vars"): "whether a class is itself a dataclass",
     ("config/words.py", "getattr"): "whether a class is a Protocol",
     ("config/words.py", "vars"): "classes that a module defines",
-    ("runtime/checks/ranks.py", "getattr"): "fields of a dataclass, listed by dataclasses.fields",
+    ("runtime/processes/agreement.py", "getattr"): "fields of a dataclass, listed by dataclasses.fields",
     ("runtime/counters.py", "vars"): "fields of a dataclass of this module",
     ("runtime/ray/host.py", "getattr"): "its own verbs by name",
     ("runtime/ray/wire_format.py", "getattr"): "a dtype of torch by name",

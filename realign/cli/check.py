@@ -25,7 +25,7 @@ from realign.runtime.backend import cluster_for, open_runtime
 from realign.runtime.calls import call
 from realign.runtime.checkpoint.resume import find_start
 from realign.runtime.checkpoint.state import check_frozen, frozen_weights, restore
-from realign.runtime.checks.launch import writable
+from realign.runtime.checks.before_loading import writable
 from realign.runtime.checks.memory import estimate, free_memory, longest_prompt
 from realign.runtime.metrics.samples import show_row, spoken
 

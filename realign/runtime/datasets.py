@@ -7,10 +7,8 @@ from dataclasses import dataclass
 
 from realign.api import Model
 from realign.data import Dataset
-from realign.runtime.checks.dataset import check_budget, check_dataset
-from realign.runtime.checks.encoder_decoder import check_encoder_decoders, check_predicted
-from realign.runtime.checks.images import check_image_models
-from realign.runtime.checks.positions import check_length, check_positions
+from realign.runtime.checks.after_loading import check_budget, check_dataset, check_length, check_positions
+from realign.runtime.checks.features import check_encoder_decoders, check_image_models, check_predicted
 from realign.runtime.experiment import Experiment
 from realign.runtime.models import lead_role
 

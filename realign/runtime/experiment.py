@@ -16,18 +16,18 @@ from realign.engines.shared_model import check_shared
 from realign.errors import ConfigError, SettingsError
 from realign.runtime.checkpoint.exports import CheckpointSpec
 from realign.runtime.checkpoint.folder import CHECKPOINTS
-from realign.runtime.checks.combinations import (
+from realign.runtime.default_roles import lead_of, with_default_roles, with_tokenizer_of
+from realign.runtime.evaluation.base import Evaluator
+from realign.runtime.evaluation.calibration import RewardCalibration
+from realign.runtime.graph_checks import (
     check_calibration,
     check_dynamic_sampling,
     check_exact_sampling,
+    check_keys,
     check_minibatches,
     check_syncs,
     check_temperatures,
 )
-from realign.runtime.checks.contract import check_keys
-from realign.runtime.default_roles import lead_of, with_default_roles, with_tokenizer_of
-from realign.runtime.evaluation.base import Evaluator
-from realign.runtime.evaluation.calibration import RewardCalibration
 from realign.runtime.metrics.details import RecordSpec
 from realign.runtime.metrics.trackers import TrackerSpec
 from realign.runtime.rollout.dynamic_sampling import DynamicSampling

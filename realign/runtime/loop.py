@@ -24,7 +24,7 @@ from realign.runtime.checkpoint.folder import Start
 from realign.runtime.checkpoint.schedule import RunCheckpoints
 from realign.runtime.checkpoint.serialize import pack
 from realign.runtime.checkpoint.state import check_frozen, frozen_weights, interface_states, restore
-from realign.runtime.checks.collapse import RECENT, signs
+from realign.runtime.checks.during_training import RECENT, signs
 from realign.runtime.experiment import Experiment, Part
 from realign.runtime.metrics.activity import activity
 from realign.runtime.metrics.curves import draw_curves

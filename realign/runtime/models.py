@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 
 from realign.api import RPC, DataflowGraph, Model, ModelInterface, ModelSpec
+from realign.api.router_experts import ROUTER_EXPERTS
 from realign.api.sampler_spec import ConfiguresSampler
 from realign.api.target_heads import role_of_hidden
 from realign.engines import SharedModel
@@ -18,7 +19,6 @@ from realign.engines.files.folders import AVERAGED, refuse_link, write_state
 from realign.engines.files.tokenizers import HasVocabulary, check_vocabulary
 from realign.errors import ConfigError, DataError, RealignError
 from realign.functional import LMHead
-from realign.runtime.checks.router_replay import check_models_replay
 from realign.runtime.default_roles import lead_of
 from realign.runtime.experiment import Experiment
 
@@ -190,6 +190,22 @@ def check_vocabularies(models: Mapping[str, Model], lead: str) -> None:
         own = model.tokenizer
         if own is not known and isinstance(own, HasVocabulary) and isinstance(known, HasVocabulary):
             check_vocabulary(role, own, lead, known)
+
+
+def check_models_replay(graph: DataflowGraph, models: Mapping[str, Model]) -> None:
+    """Check that the loaded models can record or replay the choices that the graph passes on.
+
+    Raises:
+        ConfigError: a model is dense, or its family is not supported.
+    """
+    for rpc in graph.rpcs:
+        own = {theirs: ours for ours, theirs in rpc.rename.items()}
+        if rpc.model not in models or ROUTER_EXPERTS not in {own.get(key, key) for key in (*rpc.inputs, *rpc.outputs)}:
+            continue
+        try:
+            models[rpc.model].machine.check_router_replay()
+        except (ConfigError, ValueError) as error:
+            raise ConfigError(f"{error} Set generation.router_replay=false.") from error
 
 
 def connect_heads(graph: DataflowGraph, models: Mapping[str, Model]) -> None:

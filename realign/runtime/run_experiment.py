@@ -19,14 +19,14 @@ from realign.runtime.checkpoint.folder import Start
 from realign.runtime.checkpoint.recovery import Attempts
 from realign.runtime.checkpoint.resume import find_start
 from realign.runtime.checkpoint.state import seed_random
-from realign.runtime.checks.launch import used_interfaces
-from realign.runtime.checks.ranks import check_same_data, check_same_settings
+from realign.runtime.checks.before_loading import used_interfaces
 from realign.runtime.experiment import Experiment
 from realign.runtime.loop import RunResult, Training
 from realign.runtime.metrics.report import RunReport
 from realign.runtime.metrics.samples import show_lines, show_row
 from realign.runtime.metrics.trackers import Tracker
 from realign.runtime.output_folder import check_output_folder
+from realign.runtime.processes.agreement import check_same_data, check_same_settings
 from realign.runtime.processes.lock import alone_in
 from realign.runtime.processes.operations import Watch
 from realign.runtime.processes.watchdog import watchdog_for

@@ -28,9 +28,9 @@ from realign.data import Dataset
 from realign.data.dataset import content_hash
 from realign.data.decoded import DecodedSequence, decoded_row
 from realign.runtime.calls import call, is_stale
+from realign.runtime.checks.before_loading import check_ready, open_interfaces, used_interfaces
+from realign.runtime.checks.during_training import check_ratio, default_tolerance
 from realign.runtime.checks.known_answers import check_verifiers
-from realign.runtime.checks.launch import check_ready, open_interfaces, used_interfaces
-from realign.runtime.checks.ratio import check_ratio, default_tolerance
 from realign.runtime.counters import Counters
 from realign.runtime.datasets import load_datasets
 from realign.runtime.evaluation.base import in_set
@@ -95,7 +95,7 @@ class LocalRuntime:
                 self.sync = WeightSync(experiment.graph.sync, self.models)
             self.datasets = load_datasets(experiment, self.models)
             self.prompts = PromptStream(self.dataset, experiment.prompts_at_once, experiment.seed, experiment.shuffle)
-            self.known_answers = check_verifiers(experiment, self.models, self.datasets, self.prompts)
+            self.known_answers = check_verifiers(experiment, self.models, self.datasets.held_out, self.prompts)
             """A line with the rewards of known answers for each interface with `known_answer`."""
             if isinstance(rollout := experiment.rollout, Async):
                 samplers = {role: self._background_sampler(rollout, role) for role in sampled_roles(experiment)}

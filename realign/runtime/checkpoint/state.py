@@ -22,7 +22,7 @@ from realign.api.seeds import derive_seed
 from realign.engines.shared_model import ReferenceEngine
 from realign.errors import CheckpointError
 from realign.runtime.checkpoint.serialize import hash_of, tensors_of
-from realign.runtime.checks.launch import used_interfaces
+from realign.runtime.checks.before_loading import used_interfaces
 from realign.runtime.counters import Counters
 from realign.runtime.experiment import Experiment, Part
 from realign.runtime.step import LocalRuntime

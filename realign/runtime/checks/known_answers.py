@@ -10,12 +10,12 @@ from torch import Tensor
 
 from realign.api import Model, SequenceSample
 from realign.api.verifier import ANSWER, Verifier
+from realign.data import Dataset
 from realign.engines.distributed.ranks import current
 from realign.errors import ConfigError, RewardError
 from realign.rewards.text import shortened, visible
-from realign.runtime.checks.located import located
-from realign.runtime.datasets import Datasets
 from realign.runtime.experiment import Experiment
+from realign.runtime.graph_checks import located
 from realign.runtime.rollout.prompts import PromptStream
 
 READ = 64
@@ -35,14 +35,14 @@ class Known(NamedTuple):
 
 
 def check_verifiers(
-    experiment: Experiment, models: Mapping[str, Model], datasets: Datasets, prompts: PromptStream
+    experiment: Experiment, models: Mapping[str, Model], held_out: Mapping[str, Dataset], prompts: PromptStream
 ) -> list[str]:
     """Check each interface that sets `known_answer`, on the training data or on that of its evaluation.
 
     Args:
         experiment: the experiment, whose interfaces are open.
         models: model of each role.
-        datasets: the loaded data.
+        held_out: rows of each evaluation, by config key.
         prompts: the training prompts.
 
     Returns:
@@ -61,7 +61,7 @@ def check_verifiers(
     for where, evaluation in experiment.all_evaluations.items():
         for key, judge in evaluation.judges.items():
             if isinstance(judge, Verifier) and judge.known_answer is not None:
-                dataset = datasets.held_out[where]
+                dataset = held_out[where]
                 data = dataset.sample([(0, row) for row in range(min(len(dataset), READ))])
                 lines.append(check_known_answers(f"{where}.{key}", judge, models[evaluation.role], data))
     return lines

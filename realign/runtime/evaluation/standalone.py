@@ -14,7 +14,7 @@ from realign.api import RPC, DataflowGraph, MicroBatchSpec, Model, ModelInterfac
 from realign.engines import SharedModel
 from realign.engines.shared_model import Share
 from realign.errors import ConfigError
-from realign.runtime.checks.launch import check_held_out, open_interfaces, used_interfaces
+from realign.runtime.checks.before_loading import check_held_out, open_interfaces, used_interfaces
 from realign.runtime.datasets import load_held_out
 from realign.runtime.evaluation.base import Evaluator, SamplingEvaluator
 from realign.runtime.evaluation.scores import Scored, StandardErrors, merged

@@ -16,7 +16,7 @@ from realign.engines.distributed.ranks import command_words
 from realign.errors import ConfigError
 from realign.runtime.checkpoint.final_models import FINAL
 from realign.runtime.checkpoint.folder import CHECKPOINTS
-from realign.runtime.checks.collapse import signs
+from realign.runtime.checks.during_training import signs
 from realign.runtime.experiment import Experiment
 from realign.runtime.metrics.run_log import NAME as LOG
 from realign.runtime.metrics.run_log import RunLog

@@ -1,7 +1,8 @@
 """Trackers: receivers of the metrics of each step, such as TensorBoard and Weights & Biases.
 
 Each adapter of an experiment tracker needs an extra. All but TensorBoard get the resolved config at the start and a
-table of the latest samples at the end."""
+table of the latest samples at the end.
+"""
 
 from __future__ import annotations
 

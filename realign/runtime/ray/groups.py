@@ -17,7 +17,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from realign.runtime.checks.ranks import check_same, software
+from realign.runtime.processes.agreement import check_same, software
 from realign.runtime.processes.placement import Group
 from realign.runtime.processes.worker_failures import WorkerHangs, WorkerLost
 from realign.runtime.ray.host import Loaded

@@ -22,8 +22,8 @@ from ray import cloudpickle
 from realign.engines.distributed.ranks import current
 from realign.errors import RealignError
 from realign.runtime.checkpoint.state import seed_random
-from realign.runtime.checks.ranks import software
 from realign.runtime.out_of_memory import is_out_of_memory
+from realign.runtime.processes.agreement import software
 from realign.runtime.ray.host import WHOLE, Host
 from realign.runtime.ray.wire_format import from_wire, to_wire
 
@@ -105,7 +105,7 @@ class Worker:
         return os.getpid()
 
     def software(self) -> dict[str, str]:
-        """Return the versions of this process; see `checks.ranks.software`."""
+        """Return the versions of this process; see `agreement.software`."""
         return software()
 
     def meeting_point(self) -> tuple[str, int]:

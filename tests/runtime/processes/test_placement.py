@@ -14,7 +14,7 @@ from realign.interfaces.components import Critic, KLPenalty, KLPlace
 from realign.interfaces.critic import PPOCriticInterface
 from realign.interfaces.reference import ReferenceInterface
 from realign.runtime import Async, Experiment, Ray
-from realign.runtime.checks.launch import check_ready
+from realign.runtime.checks.before_loading import check_ready
 from realign.runtime.processes.placement import Group, plan_groups
 from tests.runtime.test_step import BigramModel, CountToken, Prompts
 

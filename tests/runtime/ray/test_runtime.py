@@ -24,10 +24,10 @@ from realign.runtime import Async, Local, Ray
 from realign.runtime.backend import open_runtime
 from realign.runtime.checkpoint.folder import list_checkpoints
 from realign.runtime.checkpoint.state import seed_random
-from realign.runtime.checks.ranks import software
 from realign.runtime.evaluation.loss import ForwardOnly
 from realign.runtime.models import load_own
 from realign.runtime.out_of_memory import memory_limited
+from realign.runtime.processes.agreement import software
 from realign.runtime.processes.placement import Group
 from realign.runtime.processes.worker_failures import WorkerHangs
 from realign.runtime.ray import groups

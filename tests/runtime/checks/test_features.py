@@ -1,7 +1,8 @@
-"""Test checks of roles with router replay."""
+"""Test the support of images, encoder-decoder models and router replay."""
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,8 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from realign.api import GenerationConfig, ModelInterface
+from realign.api import GenerationConfig, Model, ModelInterface
 from realign.api.router_experts import ROUTER_EXPERTS
+from realign.config import build_experiment, compose
+from realign.data import SupervisedData, TextData, WithPretraining
 from realign.engines import OptimizerSpec, SharedModel, TransformersModel, Vllm
 from realign.errors import ConfigError, GraphError
 from realign.interfaces import ppo, raft
@@ -21,12 +24,117 @@ from realign.interfaces.environment import EnvironmentInterface
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.interfaces.raft import RAFTActorInterface
 from realign.runtime import Async, run
-from realign.runtime.checks.contract import check_keys
-from realign.runtime.checks.router_replay import check_replay
+from realign.runtime.checks import features as images
+from realign.runtime.checks.features import (
+    check_encoder_decoders,
+    check_image_models,
+    check_images,
+    check_predicted,
+    check_replay,
+)
+from realign.runtime.graph_checks import check_keys
 from realign.runtime.models import load_models
+from realign.runtime.ray.engine import RayEngine
+from realign.runtime.ray.host import Loaded
+from tests.encoder_decoders import tiny_pair
+from tests.images import tiny_image_engine
 from tests.runtime.test_step import Prompts
 from tests.runtime.test_step import experiment as toy
-from tests.tiny import save_tiny
+from tests.tiny import engine_over, save_tiny, tiny_engine, tiny_tokenizer
+
+GRPO = ["experiment=grpo", "interfaces.reward.function=realign.rewards.arithmetic:exact_answer"]
+COMMON = ["models.actor.path=model", "data.path=prompts.jsonl", "data.images_column=images"]
+
+
+def made(*words):
+    return build_experiment(compose([*words, *COMMON]))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([*GRPO, "runtime=ray"], "runtime=ray: workers do not support images"),
+        (
+            [*GRPO, "models.actor.sampler=vllm"],
+            r"models\.actor\.sampler: external samplers do not support images",
+        ),
+        (
+            ["experiment=raft", "interfaces.reward.function=realign.rewards.arithmetic:exact_answer"],
+            r"interfaces\.actor: RAFTActorInterface does not support images",
+        ),
+        (
+            ["experiment=ppo", "models.reward.path=reward"],
+            r"interfaces\.(reward|critic): \w+ does not support images",
+        ),
+    ],
+)
+def test_what_does_not_support_images_is_an_error_before_loading(words, message):
+    with pytest.raises(ConfigError, match=message):
+        check_images(made(*words))
+
+
+def test_distributed_training_with_images_is_an_error(monkeypatch):
+    experiment = made(*GRPO)
+    check_images(experiment)
+    monkeypatch.setattr(images, "current", lambda: SimpleNamespace(size=2))
+    with pytest.raises(ConfigError, match="distributed training does not support images"):
+        check_images(experiment)
+
+
+def test_a_model_that_does_not_read_images_is_an_error():
+    experiment = made(*GRPO)
+    reads = Model("actor", tiny_image_engine(), tiny_tokenizer(), 0)
+    check_image_models(experiment, {"actor": reads, "ref": reads, "reward": Model("reward", None)})
+    text = Model("ref", tiny_engine(), tiny_tokenizer(), 0)
+    with pytest.raises(ConfigError, match=r"models\.ref: this model does not read images\. Supported are"):
+        check_image_models(experiment, {"actor": reads, "ref": text, "reward": Model("reward", None)})
+
+
+def test_rows_without_images_are_not_checked():
+    check_images(build_experiment(compose([*GRPO, *COMMON[:2], "runtime=ray"])))
+
+
+T5_GRPO = ["experiment=grpo", "interfaces.reward.function=realign.rewards.arithmetic:exact_answer"]
+T5_COMMON = ["models.actor.path=model", "data.path=prompts.jsonl"]
+
+
+def models_of(engine):
+    return {"actor": Model("actor", engine, tiny_tokenizer(), 0), "reward": Model("reward", None)}
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return models_of(engine_over(tiny_pair("t5")))
+
+
+def test_the_ray_runtime_is_an_error(pair):
+    local, ray = (build_experiment(compose([*T5_GRPO, *T5_COMMON, *words])) for words in ([], ["runtime=ray"]))
+    check_encoder_decoders(local, pair)
+    check_encoder_decoders(ray, models_of(tiny_engine()))
+    with pytest.raises(ConfigError, match=r"^runtime=ray: not supported by encoder-decoder models \(models\.actor\)"):
+        check_encoder_decoders(ray, pair)
+
+
+def test_workers_report_an_encoder_decoder_model_to_the_driver():
+    facts = {field.name: None for field in dataclasses.fields(Loaded)}
+    loaded = Loaded(**{**facts, "data_rank": 0, "encoder_decoder": True})
+    assert RayEngine("actor", SimpleNamespace(), [loaded]).encoder_decoder
+
+
+def test_losses_of_prompts_and_pretraining_texts_are_errors(pair, tmp_path):
+    rows, texts = tmp_path / "rows.jsonl", tmp_path / "texts.jsonl"
+    rows.write_text('{"prompt": "1+1=", "response": "2"}\n')
+    texts.write_text('{"text": "12+34"}\n')
+    tokenizer = tiny_tokenizer()
+    responses, whole = (SupervisedData(str(rows), train_on_prompt=on).load(tokenizer) for on in (False, True))
+    check_predicted(responses, "data", pair)
+    check_predicted(whole, "data", models_of(tiny_engine()))
+    with pytest.raises(ConfigError, match=r"^data\.train_on_prompt=true: not supported, because models\.actor is"):
+        check_predicted(whole, "data", pair)
+    prompts = build_experiment(compose([*T5_GRPO, *T5_COMMON, f"data.path={rows}"])).data
+    mixed = WithPretraining(prompts, TextData(str(texts), block_tokens=4)).load(tokenizer)
+    with pytest.raises(ConfigError, match=r"^data\.pretraining: not supported, .* and set ptx_coef=0\.$"):
+        check_predicted(mixed, "data", pair)
 
 
 @dataclass

@@ -18,8 +18,8 @@ import pytest
 from realign.engines.distributed.ranks import Ranks, current
 from realign.errors import ConfigError, RealignError
 from realign.runtime import run
-from realign.runtime.checks import ranks as checks
-from realign.runtime.checks.ranks import by_rank, check_same, settings_of, software
+from realign.runtime.processes import agreement as checks
+from realign.runtime.processes.agreement import by_rank, check_same, settings_of, software
 from tests.engines.distributed.run_ranks import run_ranks
 from tests.runtime.checkpoint import test_state
 from tests.runtime.test_step import BigramModel, CountToken, Prompts, experiment
