@@ -14,13 +14,13 @@ from realign.errors import ConfigError
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.runtime import Async, CheckpointSpec, run
 from realign.runtime import models as loading
-from realign.runtime.checkpoint.state import restore, run_state
+from realign.runtime.local import LocalRuntime
 from realign.runtime.models import load_models
 from realign.runtime.rollout.spec import Sync
-from realign.runtime.step import LocalRuntime
+from realign.runtime.run_checkpoints import restore, run_state
 from realign.testing import BigramEngine
-from tests.runtime.test_step import GENERATION, Digits
-from tests.runtime.test_step import experiment as toy
+from tests.runtime.test_local import GENERATION, Digits
+from tests.runtime.test_local import experiment as toy
 from tests.samplers import TableSampling
 
 

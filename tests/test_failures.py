@@ -33,7 +33,7 @@ from realign.runtime import Evaluation, Experiment, LossEvaluation, run
 from realign.runtime.checkpoint.exports import CheckpointSpec
 from realign.runtime.checkpoint.folder import list_checkpoints
 from realign.runtime.evaluation.base import Evaluator
-from realign.runtime.step import LocalRuntime
+from realign.runtime.local import LocalRuntime
 from tests.tiny import VOCAB, save_tiny, tiny_tokenizer
 
 EOS = 2

@@ -299,7 +299,7 @@ def test_no_text_is_evaluated_and_only_known_files_start_programs():
         "engines/servers/launch.py: subprocess.Popen",
         "environments/adapters/verifiers_agent.py: subprocess.Popen",
         "rewards/sandbox.py: subprocess.Popen",
-        "runtime/metrics/run_info.py: subprocess.run",
+        "runtime/run_report.py: subprocess.run",
     ]
 
 

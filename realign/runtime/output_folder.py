@@ -1,12 +1,16 @@
-"""Files of an earlier run in the output folder: protect them, or remove them."""
+"""The output folder of a run: protect files of an earlier run or remove them, and lock out a second run."""
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from realign.engines.files.folders import check_run_folder
-from realign.errors import ConfigError
+from realign.errors import ConfigError, TransientError
 from realign.runtime.checkpoint.folder import CHECKPOINTS
 from realign.runtime.checkpoint.schema import DETAILS, RECORDS
 from realign.runtime.experiment import AUTO, Experiment, Part
@@ -56,3 +60,32 @@ def _model_folders(out: Path) -> list[Path]:
 def _has_model(folder: Path) -> bool:
     """Return whether a folder with saved models is not empty, as after a save that failed."""
     return any(path.is_file() for path in folder.glob("*/*"))
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Lock a folder until the context ends or the process exits, for any reason.
+
+    Where folder locks are not supported (Windows, some network file systems), this does nothing.
+
+    Raises:
+        TransientError: Another run has locked the folder.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            os.close(number)
+            raise TransientError(
+                f"output_dir={folder}: another run is active in this folder. Wait until it ends, or use another folder."
+            ) from error
+    try:
+        yield
+    finally:
+        os.close(number)

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from realign.api import RPC
 from realign.errors import ConfigError
 from realign.runtime.calls import MARK
-from realign.runtime.step import LocalRuntime
+from realign.runtime.local import LocalRuntime
 from realign.settings import Count, NonNegativeInt, Settings
 
 TRACE, SUMMARY = "trace.json.gz", "summary.json"

@@ -18,6 +18,7 @@ from realign.api.sampler import Sampler
 from realign.api.sampler_spec import samples_externally
 from realign.errors import ConfigError, TransientError
 from realign.runtime.experiment import Experiment
+from realign.runtime.local import LocalRuntime, Made
 from realign.runtime.models import load_models
 from realign.runtime.processes.placement import ROLLOUT, Group, plan_groups
 from realign.runtime.processes.worker_failures import WorkerLost
@@ -31,7 +32,6 @@ from realign.runtime.rollout.asynchronous import MOST_CALLS
 from realign.runtime.rollout.background import sampled_roles
 from realign.runtime.rollout.spec import Async
 from realign.runtime.runtime_spec import Ray
-from realign.runtime.step import LocalRuntime, Made
 
 
 class RayRuntime(LocalRuntime):

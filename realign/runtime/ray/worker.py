@@ -21,7 +21,7 @@ from ray import cloudpickle
 
 from realign.engines.distributed.ranks import current
 from realign.errors import RealignError
-from realign.runtime.checkpoint.state import seed_random
+from realign.runtime.checkpoint.random_generators import seed_random
 from realign.runtime.out_of_memory import is_out_of_memory
 from realign.runtime.processes.agreement import software
 from realign.runtime.ray.host import WHOLE, Host

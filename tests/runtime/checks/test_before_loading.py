@@ -30,7 +30,7 @@ from realign.runtime.checks.before_loading import (
     used_interfaces,
     writable,
 )
-from tests.runtime.test_step import BigramModel, CountToken, Prompts, experiment
+from tests.runtime.test_local import BigramModel, CountToken, Prompts, experiment
 from tests.tiny import save_tiny
 
 

@@ -38,8 +38,8 @@ from realign.runtime.ray.engine import RayEngine
 from realign.runtime.ray.host import Loaded
 from tests.encoder_decoders import tiny_pair
 from tests.images import tiny_image_engine
-from tests.runtime.test_step import Prompts
-from tests.runtime.test_step import experiment as toy
+from tests.runtime.test_local import Prompts
+from tests.runtime.test_local import experiment as toy
 from tests.tiny import engine_over, save_tiny, tiny_engine, tiny_tokenizer
 
 GRPO = ["experiment=grpo", "interfaces.reward.function=realign.rewards.arithmetic:exact_answer"]

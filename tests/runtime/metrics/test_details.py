@@ -17,9 +17,9 @@ from realign.engines.training.optimizer import OptimizerSpec
 from realign.errors import RunError
 from realign.runtime import Async, CheckpointSpec, run
 from realign.runtime.metrics.details import RecordSpec, Spans, SystemMonitor, pieces, token_records
-from realign.runtime.metrics.run_info import attempts_in, git_state
+from realign.runtime.run_report import attempts_in, git_state
 from realign.testing import random_batch
-from tests.runtime.test_step import experiment
+from tests.runtime.test_local import experiment
 from tests.tiny import save_tiny
 
 

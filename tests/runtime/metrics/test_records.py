@@ -20,7 +20,7 @@ from realign.runtime.checkpoint.folder import list_checkpoints
 from realign.runtime.metrics import records as json_lines
 from realign.runtime.metrics.records import JsonLines
 from tests.engines.files.test_durable import OTHERS
-from tests.runtime.test_step import experiment
+from tests.runtime.test_local import experiment
 
 
 def test_lines_are_json_and_written_at_once(tmp_path):

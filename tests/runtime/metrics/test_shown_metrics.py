@@ -14,7 +14,7 @@ from realign.interfaces.ppo import PPOActorInterface
 from realign.interfaces.sft import SFTInterface
 from realign.runtime.metrics.live_display import MOST, LiveDisplay
 from realign.runtime.metrics.shown_metrics import courses, first_metrics, headline, panels, targets, with_held_out
-from tests.runtime.test_step import CountToken
+from tests.runtime.test_local import CountToken
 
 
 @dataclass

@@ -21,9 +21,8 @@ from realign.engines import TransformersModel
 from realign.engines.training.optimizer import OptimizerSpec
 from realign.errors import ConfigError, RewardError, RunError, TransientError, is_transient
 from realign.runtime import Async, Local, Ray
-from realign.runtime.backend import open_runtime
 from realign.runtime.checkpoint.folder import list_checkpoints
-from realign.runtime.checkpoint.state import seed_random
+from realign.runtime.checkpoint.random_generators import seed_random
 from realign.runtime.evaluation.loss import ForwardOnly
 from realign.runtime.models import load_own
 from realign.runtime.out_of_memory import memory_limited
@@ -36,8 +35,9 @@ from realign.runtime.ray.overhead import counted_hops
 from realign.runtime.ray.runtime import RayRuntime, reserve
 from realign.runtime.ray.wire_format import mapped
 from realign.runtime.ray.worker import HOOK, Setup
-from tests.runtime.checkpoint.test_state import assert_same_tree, experiment, started, untimed
-from tests.runtime.test_step import BigramModel
+from realign.runtime.run_experiment import open_runtime
+from tests.runtime.test_local import BigramModel
+from tests.runtime.test_run_checkpoints import assert_same_tree, experiment, started, untimed
 from tests.tiny import random_sample
 
 pytestmark = pytest.mark.usefixtures("cluster")

@@ -22,12 +22,12 @@ from realign.interfaces.components import GAE
 from realign.interfaces.decoupled_ppo import DecoupledPPOActorInterface
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.runtime import Async, CheckpointSpec, DynamicSampling, Interrupted, run
-from realign.runtime.checkpoint.state import restore, run_state
+from realign.runtime.local import LocalRuntime
 from realign.runtime.processes import signals
 from realign.runtime.rollout.spec import Sync
-from realign.runtime.step import LocalRuntime
-from tests.runtime.test_step import CountToken, Prompts
-from tests.runtime.test_step import experiment as toy
+from realign.runtime.run_checkpoints import restore, run_state
+from tests.runtime.test_local import CountToken, Prompts
+from tests.runtime.test_local import experiment as toy
 from tests.tiny import save_tiny
 
 GENERATION = GenerationConfig(n=4, max_new_tokens=10)

@@ -6,7 +6,7 @@ import pytest
 
 from realign.runtime import Async, OnUpdate
 from realign.runtime.rollout.background import background_sampler
-from tests.runtime.test_step import BigramModel, experiment
+from tests.runtime.test_local import BigramModel, experiment
 
 
 class Copied(BigramModel):

@@ -1,3 +1,5 @@
+"""Test which checkpoint a run resumes from, what may differ, and the recovery from lost workers."""
+
 from __future__ import annotations
 
 import json
@@ -21,6 +23,7 @@ from rich.console import Console
 from realign.cli import commands as cli
 from realign.cli.check import preflight
 from realign.config import build_experiment, compose
+from realign.config.folders import list_experiments
 from realign.engines import Lora, SharedModel, TopLayers, TransformersModel
 from realign.engines.shared_model import Share
 from realign.engines.training.optimizer import OptimizerSpec
@@ -28,20 +31,22 @@ from realign.errors import CheckpointError, ConfigError, RunComplete, TransientE
 from realign.interfaces.components import KLPenalty, KLPlace
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.interfaces.reference import ReferenceInterface
-from realign.runtime import CheckpointSpec, Evaluation, Interrupted, run
+from realign.runtime import CheckpointSpec, Evaluation, Experiment, Interrupted, Ray, run
 from realign.runtime.checkpoint.atomic_write import write_checkpoint
 from realign.runtime.checkpoint.folder import list_checkpoints
-from realign.runtime.checkpoint.resume import check_config, check_version, find_start, warn_of_another_environment
-from realign.runtime.checkpoint.state import environment, frozen_weights, restore, run_state
 from realign.runtime.experiment import Part
-from realign.runtime.loop import RunResult
-from realign.runtime.processes.lock import alone_in
-from realign.runtime.step import LocalRuntime
+from realign.runtime.local import LocalRuntime
+from realign.runtime.output_folder import alone_in
+from realign.runtime.processes.worker_failures import WorkerLost
+from realign.runtime.resume import Attempts, check_config, check_version, find_start, warn_of_another_environment
+from realign.runtime.run_checkpoints import config_of, environment, frozen_weights, restore, run_state
+from realign.runtime.training import RunResult
 from tests.config_parts import write_experiment
 from tests.disk import DiskLog
-from tests.runtime.checkpoint.test_state import Killed, Killer, save_files, untimed
-from tests.runtime.checkpoint.test_state import experiment as model_experiment
-from tests.runtime.test_step import GENERATION, CountToken, Prompts, experiment
+from tests.runtime.test_local import GENERATION, CountToken, Prompts, experiment
+from tests.runtime.test_run_checkpoints import Killed, Killer, save_files, untimed
+from tests.runtime.test_run_checkpoints import experiment as model_experiment
+from tests.test_config import MUST_BE_GIVEN
 from tests.tiny import save_tiny
 
 EVERY = CheckpointSpec(every_steps=1, keep=9)
@@ -748,3 +753,139 @@ def test_leftovers_of_a_run_that_is_active_stay(tmp_path):
     with alone_in(out), pytest.raises(TransientError, match="another run is active"):
         resumed(tmp_path)
     assert (out / ".step_000002.ab12cd34").is_dir()
+
+
+LOST = WorkerLost("RPC 'actor_gen', actor: generate: the worker has died")
+
+
+def on_ray(tmp_path, **changes) -> Experiment:
+    settings = {"runtime": Ray(max_recoveries=1), "checkpoint": CheckpointSpec(every_steps=1)}
+    return experiment(tmp_path, **settings | changes)
+
+
+def checkpointed(e: Experiment, step: int) -> None:
+    (e.output_dir / "checkpoints" / f"step_{step:06d}").mkdir(parents=True)
+
+
+def test_a_run_continues_from_its_own_checkpoint_with_fresh_interfaces(tmp_path):
+    e = on_ray(tmp_path)
+    attempts = Attempts(e)
+    assert attempts.experiment is e
+    e.interfaces["reward"].shuffle = True  # the failed attempt leaves a changed state
+    attempts.began()
+    checkpointed(e, 4)
+    with pytest.warns(UserWarning, match=r"has died. The run continues after step 4 \(recovery 1 of at most 1\)"):
+        attempts.recover(LOST)
+    assert attempts.experiment.resume == "auto"
+    assert attempts.experiment.interfaces["reward"].shuffle is False
+    with pytest.raises(WorkerLost, match=r"recovered runtime\.max_recoveries=1 times\. Restart it"):
+        attempts.recover(LOST)
+
+
+def test_checkpoints_of_an_earlier_run_are_not_used(tmp_path):
+    e = on_ray(tmp_path, overwrite=True)
+    checkpointed(e, 9)
+    attempts = Attempts(e)
+    with pytest.warns(UserWarning, match=r"The run restarts \(recovery 1 of at most 1\)"):
+        attempts.recover(LOST)  # before the output folder belongs to this run
+    assert attempts.experiment.resume is None
+
+
+def test_a_run_without_a_checkpoint_yet_restarts_with_its_original_resume_settings(tmp_path):
+    how = {"resume": "auto", "resume_skip": ["optimizer"], "resume_allow": ["models"]}
+    e = on_ray(tmp_path, runtime=Ray(max_recoveries=3), **how)
+    checkpointed(e, 10)
+    checkpointed(e, 30)
+    attempts = Attempts(e)
+    attempts.began()
+    with pytest.warns(UserWarning, match="The run restarts"):
+        attempts.recover(LOST)
+    assert {name: getattr(attempts.experiment, name) for name in how} == how
+    attempts.began()
+    checkpointed(e, 12)  # after resume=.../step_000010; the checkpoint of step 30 will soon be removed
+    with pytest.warns(UserWarning, match="The run continues after step 12"):
+        attempts.recover(LOST)
+    assert attempts.experiment.resume == str(e.output_dir / "checkpoints" / "step_000012")
+    checkpointed(e, 31)
+    with pytest.warns(UserWarning, match="The run continues after step 31"):
+        attempts.recover(LOST)
+    now = attempts.experiment
+    assert (now.resume, now.resume_skip, now.resume_allow) == ("auto", [], [])
+
+
+@pytest.mark.parametrize("changes", [{"checkpoint": None}, {"runtime": Ray(max_recoveries=0)}])
+def test_a_run_that_cannot_continue_says_why(tmp_path, changes):
+    why = "checkpoint=null" if "checkpoint" in changes else "max_recoveries=0 times"
+    with pytest.raises(WorkerLost, match=f"has died. The run .*{why}"):
+        Attempts(on_ray(tmp_path, **changes)).recover(LOST)
+
+
+STRETCHED = {
+    "deepspeed_chat",
+    "dpo",
+    "kto",
+    "lm_human_preferences",
+    "lm_human_preferences_cnndm",
+    "lm_human_preferences_reward",
+    "lm_human_preferences_reward_cnndm",
+    "lm_human_preferences_reward_tldr",
+    "lm_human_preferences_tldr",
+    "reward_model",
+    "reward_sentiment",
+    "sft",
+    "sft_arithmetic",
+    "sft_sentiment",
+}
+"""Experiments whose learning rate decays over all steps."""
+
+
+@pytest.mark.parametrize("name", sorted(list_experiments()))
+def test_more_steps_are_allowed_for_every_shipped_experiment(name):
+    few, many = (
+        config_of(build_experiment(compose([f"experiment={name}", *MUST_BE_GIVEN.get(name, []), f"steps={steps}"])))
+        for steps in (300, 900)
+    )
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        check_config(few, many, [])
+    found = [str(w.message) for w in told]
+    assert bool(found) == (name in STRETCHED)
+    for message in found:
+        assert "schedule.total was 300, is 900" in message
+        assert message.endswith("schedule.total=300.")
+
+
+def test_only_a_length_that_follows_steps_may_differ():
+    def config(steps: int, total: int, lr: float = 0.1) -> dict[str, object]:
+        return {"steps": steps, "optimizer": {"lr": lr, "schedule": {"kind": "cosine", "total": total}}, "n": steps}
+
+    with pytest.raises(CheckpointError, match=r"checkpoint: n was 3, is 9\. To resume"):
+        check_config(config(3, 3), config(9, 9), [])
+    for before, after in ((config(3, 5), config(9, 9)), (config(3, 3), config(9, 12)), (config(3, 3), config(3, 4))):
+        with pytest.raises(CheckpointError, match=r"optimizer\.schedule\.total was"):
+            check_config(before, after, ["n"])
+    check_config(config(3, 5), config(9, 5), ["n"])
+    with pytest.raises(CheckpointError, match=r"checkpoint: optimizer\.lr was 0\.1, is 0\.2\. To resume"):
+        check_config(config(3, 3), config(9, 9, lr=0.2), ["n"])
+
+
+def test_a_run_with_a_cosine_schedule_continues_with_more_steps(tmp_path):
+    save_tiny(tmp_path / "model")
+    rows = [{"prompt": f"{i}+{i}=", "response": str(2 * i)} for i in range(8)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def rates(steps: int, out: Path, *more: str) -> list[float]:
+        words = ["experiment=sft", f"models.actor.path={tmp_path}/model", f"data.path={tmp_path}/rows.jsonl"]
+        words += [f"steps={steps}", "batch_prompts=4", f"output_dir={out}", "models.actor.optimizer.schedule.warmup=0"]
+        return run(build_experiment(compose([*words, *more]))).series("lr")
+
+    whole = rates(6, tmp_path / "whole")
+    few = rates(3, tmp_path / "run")
+    assert few[1:] != whole[1:3]
+    with pytest.warns(
+        UserWarning, match=r"schedule\.total was 3, is 6.* set models\.actor\.optimizer\.schedule\.total=3"
+    ):
+        continued = rates(6, tmp_path / "run", "resume=auto")
+    assert continued == [*few, *whole[3:]]
+    kept = rates(8, tmp_path / "run", "resume=auto", "models.actor.optimizer.schedule.total=6")
+    assert kept == [*continued, 0.0, 0.0]

@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 from rich.console import Console
 
+from realign.api import DataflowGraph, ModelInterface
 from realign.api.callback import EndEvent, EndStatus, StartEvent
 from realign.engines.distributed.ranks import current
 from realign.engines.files.folders import remove_folder
@@ -21,27 +22,46 @@ from realign.runtime.callbacks.run_callbacks import RunCallbacks
 from realign.runtime.checkpoint.exports import Saves
 from realign.runtime.checkpoint.final_models import FINAL
 from realign.runtime.checkpoint.folder import Start
-from realign.runtime.checkpoint.schedule import RunCheckpoints
 from realign.runtime.checkpoint.serialize import pack
-from realign.runtime.checkpoint.state import check_frozen, frozen_weights, interface_states, restore
 from realign.runtime.checks.during_training import RECENT, signs
 from realign.runtime.experiment import Experiment, Part
-from realign.runtime.metrics.activity import activity
+from realign.runtime.local import LocalRuntime
 from realign.runtime.metrics.curves import draw_curves
 from realign.runtime.metrics.details import RunDetails
 from realign.runtime.metrics.live_display import LiveDisplay
 from realign.runtime.metrics.records import NoRecords, Records
-from realign.runtime.metrics.report import RunReport
-from realign.runtime.metrics.run_info import RunInfo
 from realign.runtime.metrics.samples import SHOWN, show
 from realign.runtime.metrics.shown_metrics import headline, panels, targets
 from realign.runtime.metrics.trackers import Forgiving, Tracker
 from realign.runtime.models import lead_role
 from realign.runtime.out_of_memory import SMALLER, memory_limited
 from realign.runtime.output_folder import clear_output_folder
+from realign.runtime.processes.operations import Watch
 from realign.runtime.processes.signals import Interrupted, StopSignals
 from realign.runtime.processes.worker_failures import WorkerLost
-from realign.runtime.step import LocalRuntime
+from realign.runtime.run_checkpoints import RunCheckpoints, check_frozen, frozen_weights, interface_states, restore
+from realign.runtime.run_report import RunInfo, RunReport
+
+
+def activity(watch: Watch, graph: DataflowGraph, interfaces: Mapping[str, ModelInterface], *, first_step: bool) -> str:
+    """Return the current operation and its duration; empty between two operations.
+
+    Args:
+        watch: tracks the operations.
+        graph: names the calls.
+        interfaces: tell which calls run functions in worker processes instead of a model.
+        first_step: whether no step is finished yet, so that calls may wait for workers to start.
+    """
+    operations = watch.operations()
+    if not operations:
+        return ""
+    current = operations[-1]
+    starts = ""
+    for rpc in graph.rpcs:
+        if first_step and current.what == f"call {rpc.name!r}":
+            starts = "" if interfaces[rpc.model].needs_engine else ", which starts its workers"
+            starts = f" for the first time{starts}"
+    return f"running {current.what}{starts}, {current.seconds:.0f} s"
 
 
 @dataclass
@@ -343,6 +363,3 @@ def _draw(experiment: Experiment, result: RunResult, added: Mapping[str, str]) -
         draw_curves({experiment.name: result.history}, path, title=experiment.name, panels=charts)
     except Exception as error:  # a failed plot neither stops the run nor hides its error
         warnings.warn(f"curves.png was not drawn ({error}). The run is not affected.", stacklevel=2)
-
-
-__all__ = ["RunResult", "Training"]

@@ -1,7 +1,4 @@
-"""`RunInfo`: the file run.json, with the command, versions, device, git state and graph of a run, and its attempts.
-
-A run has one attempt for each start of its command. A process that was killed leaves its attempt without an end.
-"""
+"""What a run reports about itself: run.json at its start, and the log and the summary at its end."""
 
 from __future__ import annotations
 
@@ -9,27 +6,38 @@ import dataclasses
 import json
 import os
 import platform
+import shlex
 import socket
 import subprocess
 import tempfile
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 
 from realign.api import DataflowGraph
-from realign.api.callback import EndEvent
+from realign.api.callback import EndEvent, EndStatus
 from realign.engines.distributed.ranks import command_words
-from realign.runtime.metrics.shown_metrics import headline, panels
+from realign.errors import ConfigError
+from realign.runtime.checkpoint.final_models import FINAL
+from realign.runtime.checkpoint.folder import CHECKPOINTS
+from realign.runtime.checks.during_training import signs
+from realign.runtime.experiment import Experiment
+from realign.runtime.local import LocalRuntime
+from realign.runtime.metrics.run_log import NAME as LOG
+from realign.runtime.metrics.run_log import RunLog
+from realign.runtime.metrics.shown_metrics import courses, headline, panels
+from realign.runtime.metrics.summary import RunSummary
 from realign.runtime.models import lead_role
-from realign.runtime.step import LocalRuntime
 
-NAME = "run.json"
+RUN_JSON = "run.json"
 PACKAGES = ("realign", "torch", "transformers", "numpy", "datasets", "ray", "peft", "flash-attn")
 """Packages whose versions are recorded."""
 GIT_SECONDS = 2.0
@@ -75,22 +83,22 @@ class RunInfo:
     def _write(self) -> None:
         """Replace the file atomically, so that a reader never sees a part of it."""
         try:
-            number, new = tempfile.mkstemp(prefix=f".{NAME}.", dir=self._folder)
+            number, new = tempfile.mkstemp(prefix=f".{RUN_JSON}.", dir=self._folder)
             try:
                 with open(number, "w", encoding="utf-8", errors="backslashreplace") as file:
                     file.write(json.dumps(self._content, indent=1, ensure_ascii=False, default=str) + "\n")
-                os.replace(new, self._folder / NAME)
+                os.replace(new, self._folder / RUN_JSON)
             except BaseException:
                 os.unlink(new)
                 raise
         except OSError as error:
-            warnings.warn(f"{NAME} was not written ({error}). The run is not affected.", stacklevel=3)
+            warnings.warn(f"{RUN_JSON} was not written ({error}). The run is not affected.", stacklevel=3)
 
 
 def attempts_in(folder: Path) -> list[dict[str, Any]]:
     """Return the attempts in the run.json of a folder; none if it is missing or damaged."""
     with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
-        path = folder / NAME
+        path = folder / RUN_JSON
         if path.is_file():  # for example a pipe would block
             found = json.loads(path.read_bytes())["attempts"]
             return [dict(attempt) for attempt in found]
@@ -186,4 +194,103 @@ def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-__all__ = ["NAME", "RunInfo", "attempts_in", "git_state", "graph_record"]
+RESULTS: Mapping[str, str] = {
+    "models": FINAL,
+    "best models": "best",
+    "samples": "samples.jsonl",
+    "held-out samples": "eval_samples.jsonl",
+    "metrics": "metrics.jsonl",
+    "log": LOG,
+}
+"""Name of each result in the folder of a run, by its meaning."""
+
+
+@dataclass
+class RunReport:
+    """The log and the summary of a run. The same report serves all attempts of a run."""
+
+    command: Sequence[str] | None = None
+    """Command line that started the run, without `resume`; None for a run that was not started by a command."""
+    log: RunLog = field(default_factory=RunLog)
+    """The log file."""
+    before_panel: Callable[[], None] | None = None
+    """Called before the summary is shown; closes the live display."""
+
+    def end(
+        self,
+        experiment: Experiment,
+        event: EndEvent,
+        history: Sequence[Mapping[str, float]],
+        seconds: float,
+        console: Console | None,
+    ) -> None:
+        """Write the summary to its file and the log, and show it unless the run failed."""
+        summary = self.summary(experiment, event, history, seconds)
+        try:
+            summary.write(experiment.output_dir)
+        except (OSError, ConfigError) as error:  # ConfigError: the path is a link or a pipe
+            warnings.warn(f"summary.json was not written ({error}). The run is not affected.", stacklevel=2)
+        if event.status is EndStatus.failed:
+            return
+        self.log.write(f"end of the run\n{summary.text()}")
+        if console is not None:
+            with suppress(OSError):  # the output may be a file on a full disk; the log has the summary too
+                if self.before_panel is not None:
+                    self.before_panel()
+                summary.show(console)
+
+    def summary(
+        self, experiment: Experiment, event: EndEvent, history: Sequence[Mapping[str, float]], seconds: float
+    ) -> RunSummary:
+        """Return the summary of a run."""
+        e, out = experiment, experiment.output_dir
+        files = {meaning: str(out / name) for meaning, name in RESULTS.items() if _exists(out / name)}
+        if e.checkpoint is not None and event.step:  # written in the background
+            files["checkpoints"] = str(out / CHECKPOINTS)
+        if len(history) > 1:  # drawn when the run is closed
+            files["curves"] = str(out / "curves.png")
+        known = {} if e.save_best is None else {e.save_best.removeprefix("-"): not e.save_best.startswith("-")}
+        found = tuple(signs(history).values())
+        return RunSummary(
+            name=e.name,
+            status=event.status,
+            reason=event.reason,
+            step=event.step,
+            steps=e.steps,
+            seconds=seconds,
+            metrics=courses(history, headline(e.graph, e.interfaces, lead_role(e), tuple(e.evaluations)), known),
+            warnings=self.log.warnings,
+            files=files,
+            next_commands=self._next_commands(experiment, event, learns=not found),
+            findings=found,
+        )
+
+    def _next_commands(self, experiment: Experiment, event: EndEvent, *, learns: bool) -> dict[str, str]:
+        found: dict[str, str] = {}
+        lead = lead_role(experiment)
+        model = experiment.output_dir / FINAL / lead
+        outputs = experiment.models[lead].facts().outputs if lead in experiment.models else None
+        if event.status is not EndStatus.interrupted and (outputs is None or "logprobs" in outputs) and _exists(model):
+            found["chat with the model"] = f"realign chat {shlex.quote(str(model))}"
+        if self.command is None or experiment.checkpoint is None:
+            return found
+        words = {
+            EndStatus.interrupted: ("continue", []),
+            EndStatus.completed: ("train for more steps", [f"steps={2 * experiment.steps}"]),
+            EndStatus.stopped: ("continue", [f"{event.reason.partition(':')[0]}=null"]),
+        }.get(event.status)
+        if words is not None and (learns or event.status is not EndStatus.completed):  # more steps would not help
+            meaning, more = words
+            keys = {word.partition("=")[0] for word in more}
+            keys |= {"overwrite"}
+            kept = [word for word in self.command if word.partition("=")[0] not in keys]
+            found[meaning] = shlex.join([*command_words(), *kept, "resume=auto", *more])
+        kept = [word for word in self.command if word.partition("=")[0] not in ("overwrite", "output_dir")]
+        found["check another setting"] = shlex.join(["realign", "check", *kept, "KEY=VALUE"])
+        return found
+
+
+def _exists(path: Path) -> bool:
+    if path.is_dir():
+        return any(path.iterdir())
+    return path.is_file() and path.stat().st_size > 0

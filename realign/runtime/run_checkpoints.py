@@ -8,24 +8,33 @@ loads frozen weights from their original path and compares their hash with the s
 from __future__ import annotations
 
 import platform
-import random
+import time
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import version
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
-import numpy as np
 import torch
 
 from realign.api import Model
-from realign.api.seeds import derive_seed
+from realign.engines.distributed.ranks import current
 from realign.engines.shared_model import ReferenceEngine
-from realign.errors import CheckpointError
+from realign.errors import CheckpointError, TransientError
+from realign.runtime.callbacks.run_callbacks import RunCallbacks
+from realign.runtime.checkpoint.background_writer import CheckpointWriter, failed_write
+from realign.runtime.checkpoint.exports import Saves
+from realign.runtime.checkpoint.final_models import FINAL, settle
+from realign.runtime.checkpoint.folder import CHECKPOINTS
+from realign.runtime.checkpoint.random_generators import random_state, restore_random
 from realign.runtime.checkpoint.serialize import hash_of, tensors_of
 from realign.runtime.checks.before_loading import used_interfaces
-from realign.runtime.counters import Counters
 from realign.runtime.experiment import Experiment, Part
-from realign.runtime.step import LocalRuntime
+from realign.runtime.local import Counters, LocalRuntime
+from realign.runtime.metrics.records import Records
+from realign.runtime.out_of_memory import SMALLER, memory_limited
 from realign.version import installed_version
 
 
@@ -163,54 +172,6 @@ def _skip(part: Part) -> str:
     return f"Set resume_skip=[{part}] to resume without it."
 
 
-def seed_random(seed: int) -> None:
-    """Seed the global random number generators, which only user code such as a reward function draws from."""
-    random.seed(derive_seed(seed, "python"))
-    np.random.seed(derive_seed(seed, "numpy") % 2**32)
-    torch.manual_seed(derive_seed(seed, "torch"))
-
-
-def random_state() -> dict[str, Any]:
-    """Return the state of the global random number generators."""
-    kind, words, place = random.getstate()
-    numpy: Any = np.random.get_state(legacy=False)
-    return {
-        "python": [kind, list(words), place],
-        "numpy": {
-            **{key: value for key, value in numpy.items() if key != "state"},
-            "key": numpy["state"]["key"].tolist(),
-            "pos": int(numpy["state"]["pos"]),
-        },
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-    }
-
-
-def restore_random(state: Mapping[str, Any]) -> None:
-    """Restore the state that `random_state` returned. CUDA devices without saved state are unchanged.
-
-    Raises:
-        CheckpointError: A generator does not accept its state.
-    """
-    try:
-        _restore_generators(state)
-    except (ValueError, TypeError, RuntimeError, LookupError, OverflowError) as error:
-        detail = " ".join(str(error).split())
-        raise CheckpointError(f"random: the generators reject their state ({detail}). {_skip(Part.random)}") from error
-
-
-def _restore_generators(state: Mapping[str, Any]) -> None:
-    kind, words, place = state["python"]
-    random.setstate((kind, tuple(words), place))
-    numpy = dict(state["numpy"])
-    numpy["state"] = {"key": np.array(numpy.pop("key"), dtype=np.uint32), "pos": numpy.pop("pos")}
-    np.random.set_state(numpy)
-    torch.set_rng_state(state["torch"])
-    if torch.cuda.is_available():
-        for device, saved in enumerate(state["cuda"][: torch.cuda.device_count()]):
-            torch.cuda.set_rng_state(saved, device)
-
-
 def config_of(experiment: Experiment) -> dict[str, Any]:
     """Return the config that a resumed run is compared with: the resolved config and the settings of the data order.
 
@@ -260,3 +221,106 @@ def check_frozen(saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
                 f"{then['sha256'][:12]}, from {then['path']!r}). Checkpoints do not contain frozen weights. Restore "
                 "the original model folder."
             )
+
+
+class RunCheckpoints:
+    """Writes the checkpoints of a run until the context ends. In distributed training each method is a collective.
+
+    Args:
+        runtime: Runtime whose state is saved.
+        records: Record files of the run. Resuming truncates them to their size at the checkpoint.
+        saves: Saved folders of models.
+        callbacks: Callbacks of the run.
+        frozen: Result of `frozen_weights` before the first step.
+    """
+
+    def __init__(
+        self,
+        runtime: LocalRuntime,
+        records: Records,
+        saves: Saves,
+        callbacks: RunCallbacks,
+        frozen: Mapping[str, Any],
+    ) -> None:
+        self._runtime, self._records, self._saves, self._frozen = runtime, records, saves, frozen
+        self._callbacks = callbacks
+        self._ranks = current()
+        self._spec = runtime.experiment.checkpoint
+        self._writer: CheckpointWriter | None = None
+        if self._spec is not None:
+            folder = runtime.experiment.output_dir / CHECKPOINTS
+            self._writer = CheckpointWriter(folder, self._spec.keep, self._ranks)
+        self._last = time.monotonic()
+        self._stalled: dict[str, float] = {}
+        self._interfaces: dict[str, Any] | None = None
+        self._problems: list[str] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        if not isinstance(value, KeyboardInterrupt):  # exit at once on an interrupt
+            _warn_of(self.close())
+
+    def begin(self) -> None:
+        """Write a checkpoint before the first step, so that a run can always be resumed."""
+        if self._writer is not None:
+            self._write(self._writer, 0)
+            self._writer.close()
+
+    def after_step(self, step: int, *, now: bool) -> None:
+        """Write a checkpoint if one is due, if `now` is set, or if this is the best step so far."""
+        now = now or self._saves.best_step == step
+        if self._spec is None or self._writer is None:
+            return
+        if self._ranks.broadcast(now or self._spec.due(step, time.monotonic() - self._last)):
+            self._write(self._writer, step)
+
+    def finish(self, step: int) -> None:
+        """Write the last checkpoint, with the hashes of `final`.
+
+        Its existence shows that the run is complete and its models are saved.
+        """
+        if self._writer is not None:
+            folder = self._runtime.experiment.output_dir / FINAL
+            self._write(self._writer, step, {"final": self._ranks.lead(partial(settle, folder))})
+
+    def metrics(self) -> dict[str, float]:
+        """Return `time/checkpoint_s` once after each checkpoint, for the metrics of the following step."""
+        stalled, self._stalled = self._stalled, {}
+        return stalled
+
+    def keep_interfaces(self) -> None:
+        """Store the current interface state for the next checkpoint, regardless of later changes."""
+        self._interfaces = interface_states(self._runtime)
+
+    def close(self) -> list[str]:
+        """Wait until the last checkpoint is written, and return the errors that were not reported before."""
+        if self._writer is not None:
+            self._writer.close()
+        return self._take_problems()
+
+    def _write(self, writer: CheckpointWriter, step: int, of_saves: Mapping[str, Any] | None = None) -> None:
+        started = time.perf_counter()
+        _warn_of(f"{problem} Training continues." for problem in self._take_problems())
+        try:
+            with memory_limited(f"checkpoint at step {step}", SMALLER):
+                state = run_state(self._runtime, self._frozen)
+            state["callbacks"] = self._callbacks.state_dict()
+            state |= {"records": self._records.state_dict(), "saves": self._saves.state_dict() | dict(of_saves or {})}
+            if self._interfaces is not None:
+                state["interfaces"] = self._interfaces
+            writer.write(step, state, best=self._saves.best_step)
+        except (OSError, TransientError, ValueError) as error:  # full disk; interface state that cannot be serialized
+            self._problems.append(failed_write(step, error))
+        self._last = time.monotonic()
+        self._stalled = {"time/checkpoint_s": time.perf_counter() - started}
+
+    def _take_problems(self) -> list[str]:
+        problems, self._problems = self._problems, []
+        return problems + (self._writer.failed() if self._writer is not None else [])
+
+
+def _warn_of(problems: Iterable[str]) -> None:
+    for problem in problems:
+        warnings.warn(problem, stacklevel=3)

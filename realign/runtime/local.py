@@ -1,12 +1,13 @@
-"""Single-process runtime: executes the graph of RPCs step by step, in this process, so that debuggers work."""
+"""`LocalRuntime`: executes the graph of RPCs step by step, in this process, so that debuggers work."""
 
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,11 @@ from realign.api.trace import TracedSequence
 from realign.data import Dataset
 from realign.data.dataset import content_hash
 from realign.data.decoded import DecodedSequence, decoded_row
+from realign.errors import RunError
 from realign.runtime.calls import call, is_stale
 from realign.runtime.checks.before_loading import check_ready, open_interfaces, used_interfaces
 from realign.runtime.checks.during_training import check_ratio, default_tolerance
 from realign.runtime.checks.known_answers import check_verifiers
-from realign.runtime.counters import Counters
 from realign.runtime.datasets import load_datasets
 from realign.runtime.evaluation.base import in_set
 from realign.runtime.evaluation.scores import sequence_stats
@@ -46,8 +47,77 @@ from realign.runtime.rollout.background import background_sampler, sampled_roles
 from realign.runtime.rollout.dynamic_sampling import Draw
 from realign.runtime.rollout.prompts import PromptStream
 from realign.runtime.rollout.spec import Async
-from realign.runtime.sleeping import SleepingSamplers
 from realign.runtime.weight_sync import WeightSync
+
+
+@dataclass
+class Counters:
+    """Counters of the steps so far."""
+
+    optimizer_steps: float = 0.0
+    """Optimizer steps of all models."""
+    rewards_seen: int = 0
+    """Responses with a reward."""
+    reward_ema: float | None = None
+    """Latest value of the metric `reward_ema`."""
+    ratio_checked: set[str] = field(default_factory=set)
+    """Training RPCs whose first log-probs were compared with the sampler's."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counters as plain values."""
+        return vars(self) | {"ratio_checked": sorted(self.ratio_checked)}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Counters:
+        """Restore counters from a `state_dict`."""
+        return cls(**{**state, "ratio_checked": set(state["ratio_checked"])})
+
+    def check_progress(self, steps: int, *, rewarded: bool) -> None:
+        """Check that a run of `steps` steps made at least one optimizer step.
+
+        Args:
+            steps: number of steps of the run.
+            rewarded: whether the graph writes rewards.
+
+        Raises:
+            RunError: no optimizer step was made.
+        """
+        if self.optimizer_steps:
+            return
+        why = "Every gradient was zero or non-finite. Check whether all rewards are equal."
+        if rewarded and self.rewards_seen == 0:
+            why = "Every reward was missing. Check whether the reward function returns None or fails."
+        raise RunError(
+            f"steps={steps}: the run made no optimizer step. {why} The metrics *_steps in metrics.jsonl count the "
+            "skipped steps."
+        )
+
+
+class SleepingSamplers:
+    """Lets samplers sleep in training calls, if this frees memory; callable from any thread."""
+
+    def __init__(self, samplers: Sequence[Sampler]) -> None:
+        """Keep the samplers that free memory, all of which are awake."""
+        self._samplers = [sampler for sampler in samplers if sampler.capabilities().frees_memory]
+        self._asleep = False
+        self._lock = threading.Lock()
+
+    def sleep(self) -> None:
+        """Let the samplers sleep until `wake`."""
+        with self._lock:
+            if not self._asleep:
+                self._asleep = True
+                for sampler in self._samplers:
+                    sampler.sleep()
+
+    def wake(self) -> None:
+        """Wake the samplers, so that the next call can sample."""
+        with self._lock:
+            if self._asleep:
+                self._asleep = False
+                for sampler in self._samplers:
+                    sampler.wake()
+
 
 REWARD_MEMORY = 0.9
 """Weight of the previous value in `reward_ema`, a smoothed `reward` for display, as in DeepSpeed-Chat."""
@@ -349,6 +419,3 @@ class LocalRuntime:
         if tolerance is None:
             tolerance = default_tolerance(self.experiment.models[rpc.model])
         check_ratio(rpc, found, tolerance, strict=self.experiment.strict_ratio)
-
-
-__all__: Sequence[str] = ["LocalRuntime"]

@@ -37,7 +37,7 @@ from realign.interfaces.reward_model import RewardModelInterface
 from realign.interfaces.rule_reward import RuleRewardInterface
 from realign.runtime import Evaluation, Experiment, run
 from realign.runtime.evaluation.scores import sequence_stats
-from realign.runtime.step import LocalRuntime
+from realign.runtime.local import LocalRuntime
 from realign.testing import BigramEngine
 
 
@@ -495,7 +495,7 @@ def test_a_picture_that_cannot_be_drawn_neither_ends_a_run_nor_hides_what_did(tm
     def broken(*args, **kwargs):
         raise ValueError("no metric to draw")
 
-    monkeypatch.setattr("realign.runtime.loop.draw_curves", broken)
+    monkeypatch.setattr("realign.runtime.training.draw_curves", broken)
     with pytest.warns(UserWarning, match=r"curves\.png was not drawn \(no metric to draw\)"):
         assert len(run(experiment(tmp_path)).history) == 4
     parts = {"actor": GRPOActorInterface(generation=GENERATION), "reward": FailingAt(3, RuntimeError("the reason"))}

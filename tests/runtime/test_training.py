@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from realign.interfaces.grpo import GRPOActorInterface, dataflow
-from realign.runtime.metrics.activity import activity
 from realign.runtime.processes.operations import Watch
-from tests.runtime.test_step import CountToken
+from realign.runtime.training import activity
+from tests.runtime.test_local import CountToken
 
 PARTS = {"actor": GRPOActorInterface(), "reward": CountToken()}
 
