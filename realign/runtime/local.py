@@ -41,7 +41,7 @@ from realign.runtime.metrics.details import Spans
 from realign.runtime.metrics.samples import readable
 from realign.runtime.models import lead_role, load_models, save_on_all_ranks
 from realign.runtime.out_of_memory import SMALLER, memory_limited
-from realign.runtime.processes.operations import Watch
+from realign.runtime.processes.watchdog import Watch
 from realign.runtime.rollout.asynchronous import RolloutAhead
 from realign.runtime.rollout.background import background_sampler, sampled_roles
 from realign.runtime.rollout.dynamic_sampling import Draw

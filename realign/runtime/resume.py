@@ -15,7 +15,7 @@ from realign.runtime.checkpoint.final_models import FINAL, damage_of
 from realign.runtime.checkpoint.folder import CHECKPOINTS, Checkpoint, Start, list_checkpoints, newest
 from realign.runtime.checkpoint.schema import check_config_tree, check_tree
 from realign.runtime.experiment import AUTO, Experiment, Part
-from realign.runtime.processes.worker_failures import WorkerLost
+from realign.runtime.processes.watchdog import WorkerLost
 from realign.runtime.run_checkpoints import config_of, environment
 from realign.runtime.runtime_spec import Ray
 from realign.version import installed_version

@@ -23,10 +23,8 @@ from realign.runtime.metrics.samples import show_lines, show_row
 from realign.runtime.metrics.trackers import Tracker
 from realign.runtime.output_folder import alone_in, check_output_folder
 from realign.runtime.processes.agreement import check_same_data, check_same_settings
-from realign.runtime.processes.operations import Watch
 from realign.runtime.processes.placement import plan_groups
-from realign.runtime.processes.watchdog import watchdog_for
-from realign.runtime.processes.worker_failures import WorkerLost
+from realign.runtime.processes.watchdog import Watch, WorkerLost, watchdog_for
 from realign.runtime.resume import Attempts, find_start
 from realign.runtime.run_report import RunReport
 from realign.runtime.runtime_spec import Ray

@@ -36,9 +36,8 @@ from realign.runtime.metrics.trackers import Forgiving, Tracker
 from realign.runtime.models import lead_role
 from realign.runtime.out_of_memory import SMALLER, memory_limited
 from realign.runtime.output_folder import clear_output_folder
-from realign.runtime.processes.operations import Watch
 from realign.runtime.processes.signals import Interrupted, StopSignals
-from realign.runtime.processes.worker_failures import WorkerLost
+from realign.runtime.processes.watchdog import Watch, WorkerLost
 from realign.runtime.run_checkpoints import RunCheckpoints, check_frozen, frozen_weights, interface_states, restore
 from realign.runtime.run_report import RunInfo, RunReport
 

@@ -37,7 +37,7 @@ from realign.runtime.checkpoint.folder import list_checkpoints
 from realign.runtime.experiment import Part
 from realign.runtime.local import LocalRuntime
 from realign.runtime.output_folder import alone_in
-from realign.runtime.processes.worker_failures import WorkerLost
+from realign.runtime.processes.watchdog import WorkerLost
 from realign.runtime.resume import Attempts, check_config, check_version, find_start, warn_of_another_environment
 from realign.runtime.run_checkpoints import config_of, environment, frozen_weights, restore, run_state
 from realign.runtime.training import RunResult

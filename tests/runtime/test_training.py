@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from realign.interfaces.grpo import GRPOActorInterface, dataflow
-from realign.runtime.processes.operations import Watch
+from realign.runtime.processes.watchdog import Watch
 from realign.runtime.training import activity
 from tests.runtime.test_local import CountToken
 

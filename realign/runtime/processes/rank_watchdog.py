@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeAlias
 
 from realign.engines.distributed.ranks import Ranks, is_of_another_rank
 from realign.errors import ExitCode, TransientError
-from realign.runtime.processes.operations import Operation
-from realign.runtime.processes.watchdog import Watchdog
+from realign.runtime.processes.watchdog import Operation, Watchdog
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]

@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from realign.runtime.processes.agreement import check_same, software
 from realign.runtime.processes.placement import Group
-from realign.runtime.processes.worker_failures import WorkerHangs, WorkerLost
+from realign.runtime.processes.watchdog import WorkerHangs, WorkerLost
 from realign.runtime.ray.host import Loaded
 from realign.runtime.ray.overhead import current_hops
 from realign.runtime.ray.wire_format import from_wire, shapes_of, to_wire

@@ -21,7 +21,7 @@ from realign.runtime.experiment import Experiment
 from realign.runtime.local import LocalRuntime, Made
 from realign.runtime.models import load_models
 from realign.runtime.processes.placement import ROLLOUT, Group, plan_groups
-from realign.runtime.processes.worker_failures import WorkerLost
+from realign.runtime.processes.watchdog import WorkerLost
 from realign.runtime.ray.engine import RayEngine
 from realign.runtime.ray.groups import WorkerGroup
 from realign.runtime.ray.host import Loaded

@@ -28,7 +28,7 @@ from realign.runtime.models import load_own
 from realign.runtime.out_of_memory import memory_limited
 from realign.runtime.processes.agreement import software
 from realign.runtime.processes.placement import Group
-from realign.runtime.processes.worker_failures import WorkerHangs
+from realign.runtime.processes.watchdog import WorkerHangs
 from realign.runtime.ray import groups
 from realign.runtime.ray.groups import RemoteError, WorkerGroup
 from realign.runtime.ray.overhead import counted_hops
