@@ -38,7 +38,7 @@ MIRRORED: Mapping[str, str] = MappingProxyType(
     {
         "ExperimentConfig": "realign.runtime.experiment.Experiment",
         "MicroBatchConfig": "realign.api.microbatch.MicroBatchSpec",
-        "CheckpointConfig": "realign.runtime.checkpoint.exports.CheckpointSpec",
+        "CheckpointConfig": "realign.runtime.checkpoint.background_writer.CheckpointSpec",
         "RecordsConfig": "realign.runtime.metrics.details.RecordSpec",
     }
 )

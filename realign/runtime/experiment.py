@@ -14,7 +14,7 @@ from realign.data import DataSpec
 from realign.engines.files.folders import AVERAGED, check_name
 from realign.engines.shared_model import check_shared
 from realign.errors import ConfigError, SettingsError
-from realign.runtime.checkpoint.exports import CheckpointSpec
+from realign.runtime.checkpoint.background_writer import CheckpointSpec
 from realign.runtime.checkpoint.folder import CHECKPOINTS
 from realign.runtime.default_roles import lead_of, with_default_roles, with_tokenizer_of
 from realign.runtime.evaluation.base import Evaluator

@@ -11,8 +11,8 @@ from typing import Any
 
 from realign.errors import CheckpointError, ConfigError, RunComplete
 from realign.runtime.callbacks.run_callbacks import settings_of
-from realign.runtime.checkpoint.final_models import FINAL, damage_of
 from realign.runtime.checkpoint.folder import CHECKPOINTS, Checkpoint, Start, list_checkpoints, newest
+from realign.runtime.checkpoint.saved_models import FINAL, damage_of
 from realign.runtime.checkpoint.schema import check_config_tree, check_tree
 from realign.runtime.experiment import AUTO, Experiment, Part
 from realign.runtime.processes.watchdog import WorkerLost

@@ -26,8 +26,8 @@ from realign.api import DataflowGraph
 from realign.api.callback import EndEvent, EndStatus
 from realign.engines.distributed.ranks import command_words
 from realign.errors import ConfigError
-from realign.runtime.checkpoint.final_models import FINAL
 from realign.runtime.checkpoint.folder import CHECKPOINTS
+from realign.runtime.checkpoint.saved_models import FINAL
 from realign.runtime.checks.during_training import signs
 from realign.runtime.experiment import Experiment
 from realign.runtime.local import LocalRuntime

@@ -19,9 +19,8 @@ from realign.api.callback import EndEvent, EndStatus, StartEvent
 from realign.engines.distributed.ranks import current
 from realign.engines.files.folders import remove_folder
 from realign.runtime.callbacks.run_callbacks import RunCallbacks
-from realign.runtime.checkpoint.exports import Saves
-from realign.runtime.checkpoint.final_models import FINAL
 from realign.runtime.checkpoint.folder import Start
+from realign.runtime.checkpoint.saved_models import FINAL, Saves
 from realign.runtime.checkpoint.serialize import pack
 from realign.runtime.checks.during_training import RECENT, signs
 from realign.runtime.experiment import Experiment, Part

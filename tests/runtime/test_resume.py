@@ -32,8 +32,7 @@ from realign.interfaces.components import KLPenalty, KLPlace
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.interfaces.reference import ReferenceInterface
 from realign.runtime import CheckpointSpec, Evaluation, Experiment, Interrupted, Ray, run
-from realign.runtime.checkpoint.atomic_write import write_checkpoint
-from realign.runtime.checkpoint.folder import list_checkpoints
+from realign.runtime.checkpoint.folder import list_checkpoints, write_checkpoint
 from realign.runtime.experiment import Part
 from realign.runtime.local import LocalRuntime
 from realign.runtime.output_folder import alone_in
@@ -584,7 +583,7 @@ def test_a_full_disk_warns_and_does_not_end_the_run(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("realign.runtime.checkpoint.atomic_write._fill", full)
+    monkeypatch.setattr("realign.runtime.checkpoint.folder._fill", full)
     with pytest.warns(UserWarning, match=r"Checkpoint at step 3 failed \(.*No space left"):
         out = done(tmp_path)
     assert steps_of(out) == []
@@ -625,7 +624,7 @@ def test_a_stop_whose_checkpoint_fails_says_so(tmp_path, monkeypatch):
             if step == self.step:
                 signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr("realign.runtime.checkpoint.atomic_write._fill", full)
+    monkeypatch.setattr("realign.runtime.checkpoint.folder._fill", full)
     with pytest.raises(Interrupted, match=r"stopped after step 2 of 3\. .*Checkpoint at step 2 failed .*No space"):
         run(experiment(tmp_path), trackers=[Stopper(2)])
     with pytest.raises(

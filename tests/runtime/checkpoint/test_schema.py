@@ -16,9 +16,8 @@ import torch
 from benchmarks.torture.crafted import Place, craft, paths, replaced, sample
 from realign.errors import CheckpointError, RealignError
 from realign.runtime import CheckpointSpec, Experiment, run
-from realign.runtime.checkpoint.atomic_write import write_checkpoint
 from realign.runtime.checkpoint.checks import DEPTH
-from realign.runtime.checkpoint.folder import STATE, list_checkpoints
+from realign.runtime.checkpoint.folder import STATE, list_checkpoints, write_checkpoint
 from tests.runtime import test_run_checkpoints
 from tests.runtime.test_local import experiment
 

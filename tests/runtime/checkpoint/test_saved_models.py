@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from realign.errors import CheckpointError, ConfigError
-from realign.runtime.checkpoint.exports import CheckpointSpec, Saves
+from realign.runtime.checkpoint.background_writer import CheckpointSpec
+from realign.runtime.checkpoint.saved_models import Saves
 
 
 def saves(tmp_path, **settings):

@@ -1,10 +1,11 @@
-"""When the trained models are saved, and which saved folders are kept: the latest ones and the best one."""
+"""The saved models of a run: when they are saved, which folders are kept, and hashes of those in `final`."""
 
 from __future__ import annotations
 
 import difflib
 import json
 import math
+import stat
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -12,36 +13,51 @@ from pathlib import Path
 from typing import Any
 
 from realign.engines.distributed.ranks import Ranks
+from realign.engines.files.durable import sync_folder, sync_tree
 from realign.engines.files.folders import refuse_link, remove_folder, save_folder
 from realign.errors import CheckpointError, ConfigError, RunError, TransientError
+from realign.runtime.checkpoint.folder import facts_of
 from realign.runtime.checkpoint.schema import SAVED
-from realign.settings import Count, Positive, Settings
+
+FINAL = "final"
+"""Name of the folder with the models of the last step."""
 
 
-@dataclass
-class CheckpointSpec(Settings):
-    """When a run writes a checkpoint, from which `resume` continues bit for bit.
+def hashes_of(folder: Path) -> dict[str, Any]:
+    """Return size and sha256 of every file below a folder, by relative path."""
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file() and not path.is_symlink())
+    return {path.relative_to(folder).as_posix(): facts_of(path) for path in files}
 
-    A checkpoint is also written at the end of the run, and when a signal stops the run.
+
+def settle(folder: Path) -> dict[str, Any]:
+    """Sync a folder to disk, whatever engine wrote it, and return `hashes_of` it."""
+    sync_tree(folder)
+    sync_folder(folder.parent)
+    return hashes_of(folder)
+
+
+def damage_of(folder: Path, files: Mapping[str, Any] | None) -> str | None:
+    """Return what is wrong with the files in a folder, or None.
+
+    Args:
+        folder: Folder that `hashes_of` was called with.
+        files: Result of `hashes_of`. None, from a checkpoint of an earlier version: only the folder must exist.
     """
-
-    every_steps: Count | None = None
-    """Steps between two checkpoints; null disables this limit."""
-    every_minutes: Positive | None = 10.0
-    """Minutes of training between two checkpoints; null disables this limit. The first limit reached applies."""
-    keep: Count = 2
-    """Number of latest checkpoints to keep. With `save_best`, the checkpoint of the best step is kept too."""
-
-    def due(self, step: int, seconds: float) -> bool:
-        """Return whether a checkpoint is due after this step, `seconds` after the last checkpoint."""
-        by_step = self.every_steps is not None and step % self.every_steps == 0
-        return by_step or (self.every_minutes is not None and seconds >= 60 * self.every_minutes)
-
-    def describe(self) -> str:
-        """Return a human-readable summary."""
-        steps = [] if self.every_steps is None else [f"every {self.every_steps} steps"]
-        minutes = [] if self.every_minutes is None else [f"every {self.every_minutes:g} minutes"]
-        return f"{', '.join([*steps, *minutes, 'at the end'])}; keeps the last {self.keep}"
+    if not folder.is_dir():
+        return "the folder is missing"
+    for name, facts in (files or {}).items():
+        path = folder / name
+        try:
+            found = path.lstat()
+        except OSError as error:
+            return f"{name}: {error.strerror}"
+        if not stat.S_ISREG(found.st_mode):
+            return f"{name}: not a regular file"
+        if found.st_size != facts["bytes"]:
+            return f"{name}: {found.st_size} bytes, expected {facts['bytes']}"
+        if facts_of(path) != facts:
+            return f"{name}: sha256 mismatch"
+    return None
 
 
 @dataclass
