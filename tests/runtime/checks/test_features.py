@@ -34,8 +34,8 @@ from realign.runtime.checks.features import (
 )
 from realign.runtime.graph_checks import check_keys
 from realign.runtime.models import load_models
-from realign.runtime.ray.engine import RayEngine
 from realign.runtime.ray.host import Loaded
+from realign.runtime.ray.remote_engine import RayEngine
 from tests.encoder_decoders import tiny_pair
 from tests.images import tiny_image_engine
 from tests.runtime.test_local import Prompts

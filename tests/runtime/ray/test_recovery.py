@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from realign.runtime import CheckpointSpec, Ray, run
-from realign.runtime.ray.groups import WorkerGroup
+from realign.runtime.ray.worker_groups import WorkerGroup
 from realign.runtime.runtime_spec import RuntimeSpec
-from tests.runtime.ray.test_runtime import state
+from tests.runtime.ray.test_ray_runtime import state
 from tests.runtime.test_run_checkpoints import assert_same_tree, experiment, start_anywhere, started, untimed
 
 pytestmark = pytest.mark.usefixtures("cluster")

@@ -14,9 +14,9 @@ from realign.api.sample import TOKENS
 from realign.api.shards import Shards, shard
 from realign.engines.training.stepper import step_weight
 from realign.functional import LMHead
-from realign.runtime.ray.groups import WorkerGroup
 from realign.runtime.ray.host import Loaded
 from realign.runtime.ray.worker import HOOK
+from realign.runtime.ray.worker_groups import WorkerGroup
 
 PROMPTS = "prompt_ids"
 

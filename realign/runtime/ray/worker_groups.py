@@ -6,8 +6,10 @@ import pickle
 import threading
 import time
 import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -21,10 +23,39 @@ from realign.runtime.processes.agreement import check_same, software
 from realign.runtime.processes.placement import Group
 from realign.runtime.processes.watchdog import WorkerHangs, WorkerLost
 from realign.runtime.ray.host import Loaded
-from realign.runtime.ray.overhead import current_hops
 from realign.runtime.ray.wire_format import from_wire, shapes_of, to_wire
 from realign.runtime.ray.worker import Failure, Reply, Setup, Worker
 from realign.runtime.runtime_spec import RuntimeSpec
+
+
+@dataclass
+class Hops:
+    """RPC overhead of one call of the graph, which may send several requests to workers."""
+
+    name: str
+    """Name of the call."""
+    seconds: float = 0.0
+    """Seconds without computation in a worker: pickling, transfer, and waiting for workers that another call uses."""
+
+
+_CURRENT: ContextVar[Hops | None] = ContextVar("hops", default=None)
+
+
+@contextmanager
+def counted_hops(name: str) -> Iterator[Hops]:
+    """Attribute the RPC overhead of this context and thread to the call `name`."""
+    hops = Hops(name)
+    token = _CURRENT.set(hops)
+    try:
+        yield hops
+    finally:
+        _CURRENT.reset(token)
+
+
+def current_hops() -> Hops | None:
+    """Return the RPC overhead record of the current call; None outside of a call."""
+    return _CURRENT.get()
+
 
 GRACE_S = 5.0
 """Seconds to wait after the error of one rank for the death of another rank that may have caused it."""

@@ -22,12 +22,11 @@ from realign.runtime.local import LocalRuntime, Made
 from realign.runtime.models import load_models
 from realign.runtime.processes.placement import ROLLOUT, Group, plan_groups
 from realign.runtime.processes.watchdog import WorkerLost
-from realign.runtime.ray.engine import RayEngine
-from realign.runtime.ray.groups import WorkerGroup
 from realign.runtime.ray.host import Loaded
-from realign.runtime.ray.overhead import counted_hops
-from realign.runtime.ray.sampler import RemoteSampler
+from realign.runtime.ray.remote_engine import RayEngine
+from realign.runtime.ray.remote_sampler import RemoteSampler
 from realign.runtime.ray.worker import Setup
+from realign.runtime.ray.worker_groups import WorkerGroup, counted_hops
 from realign.runtime.rollout.asynchronous import MOST_CALLS
 from realign.runtime.rollout.background import sampled_roles
 from realign.runtime.rollout.spec import Async

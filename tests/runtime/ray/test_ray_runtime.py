@@ -29,12 +29,11 @@ from realign.runtime.out_of_memory import memory_limited
 from realign.runtime.processes.agreement import software
 from realign.runtime.processes.placement import Group
 from realign.runtime.processes.watchdog import WorkerHangs
-from realign.runtime.ray import groups
-from realign.runtime.ray.groups import RemoteError, WorkerGroup
-from realign.runtime.ray.overhead import counted_hops
-from realign.runtime.ray.runtime import RayRuntime, reserve
+from realign.runtime.ray import worker_groups as groups
+from realign.runtime.ray.ray_runtime import RayRuntime, reserve
 from realign.runtime.ray.wire_format import mapped
 from realign.runtime.ray.worker import HOOK, Setup
+from realign.runtime.ray.worker_groups import RemoteError, WorkerGroup, counted_hops
 from realign.runtime.run_experiment import open_runtime
 from tests.runtime.test_local import BigramModel
 from tests.runtime.test_run_checkpoints import assert_same_tree, experiment, started, untimed

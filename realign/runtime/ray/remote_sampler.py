@@ -10,7 +10,7 @@ from realign.api import GenerationConfig, SequenceSample
 from realign.api.in_process_sampler import IN_PROCESS
 from realign.api.requests import Completion, FutureHandle, Request
 from realign.api.sampler import Capabilities, WeightSource
-from realign.runtime.ray.groups import WorkerGroup
+from realign.runtime.ray.worker_groups import WorkerGroup
 
 
 class RemoteSampler:
