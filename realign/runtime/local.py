@@ -39,11 +39,11 @@ from realign.runtime.evaluation.scores import sequence_stats
 from realign.runtime.experiment import Experiment
 from realign.runtime.metrics.details import Spans
 from realign.runtime.metrics.samples import readable
-from realign.runtime.models import lead_role, load_models, save_on_all_ranks
+from realign.runtime.models import lead_role, load_models, owner_of, sampled_roles, save_on_all_ranks
 from realign.runtime.out_of_memory import SMALLER, memory_limited
 from realign.runtime.processes.watchdog import Watch
 from realign.runtime.rollout.asynchronous import RolloutAhead
-from realign.runtime.rollout.background import background_sampler, sampled_roles
+from realign.runtime.rollout.background import load_background_sampler
 from realign.runtime.rollout.dynamic_sampling import Draw
 from realign.runtime.rollout.prompts import PromptStream
 from realign.runtime.rollout.spec import Async
@@ -169,14 +169,28 @@ class LocalRuntime:
             """A line with the rewards of known answers for each interface with `known_answer`."""
             if isinstance(rollout := experiment.rollout, Async):
                 samplers = {role: self._background_sampler(rollout, role) for role in sampled_roles(experiment)}
-                self.ahead = RolloutAhead(experiment, rollout, self.models, self.prompts, self._make, samplers)
+                self.ahead = RolloutAhead(
+                    rollout,
+                    experiment.graph,
+                    self.models,
+                    self.prompts,
+                    self._make,
+                    samplers,
+                    owners={role: owner_of(experiment, role) for role in experiment.roles},
+                    batch_prompts=experiment.batch_prompts,
+                    steps=experiment.steps,
+                    dynamic_sampling=experiment.dynamic_sampling,
+                )
         except BaseException:
             self.close()
             raise
 
     def _background_sampler(self, rollout: Async, role: str) -> Sampler:
         """Return the sampler for asynchronous rollout: the external sampler, or one with a copy of the model."""
-        return self.models[role].external_sampler or background_sampler(self.experiment, rollout, role)
+        if (external := self.models[role].external_sampler) is not None:
+            return external
+        e = self.experiment
+        return load_background_sampler(role, e.models[role], e.seed, recompute=rollout.recompute)
 
     @cached_property
     def _samplers(self) -> SleepingSamplers:

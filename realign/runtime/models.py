@@ -1,4 +1,4 @@
-"""Load the models of a run, which may share weights, and save them with the state of their interfaces."""
+"""The models of a run, which may share weights: load them, and save them with the state of their interfaces."""
 
 from __future__ import annotations
 
@@ -289,3 +289,16 @@ def lead_role(experiment: Experiment) -> str:
     if lead is None:
         raise ConfigError("models: no role of the graph has a model. Set models.ROLE.path of the trained role.")
     return lead
+
+
+def owner_of(experiment: Experiment, role: str) -> str:
+    """Return the role that owns the weights of `role`: itself, or the role whose model it shares."""
+    spec = experiment.models.get(role)
+    return spec.of if isinstance(spec, SharedModel) else role
+
+
+def sampled_roles(experiment: Experiment) -> tuple[str, ...]:
+    """Return the trained roles that are called on the way to rewards; each needs a background sampler."""
+    trained = {rpc.model for rpc in experiment.graph.rpcs if rpc.method == "train_step"}
+    owners = (owner_of(experiment, rpc.model) for rpc in experiment.graph.leading_to("rewards"))
+    return tuple(dict.fromkeys(owner for owner in owners if owner in trained))

@@ -24,9 +24,8 @@ from realign.runtime.evaluation.base import Evaluator, in_set
 from realign.runtime.evaluation.calibration import RewardCalibration
 from realign.runtime.experiment import Experiment
 from realign.runtime.graph_checks import located
-from realign.runtime.models import check_optimizers, check_outputs
+from realign.runtime.models import check_optimizers, check_outputs, owner_of, sampled_roles
 from realign.runtime.processes.placement import check_runtime
-from realign.runtime.rollout.background import owner_of, sampled_roles
 from realign.runtime.rollout.spec import Async
 
 OF_REWARDS = ("reward", "reward_ema", "missing_rewards")

@@ -12,7 +12,7 @@ from realign.data import Dataset, SequenceDataset
 from realign.engines.distributed.ranks import current
 from realign.errors import ConfigError
 from realign.runtime.experiment import Experiment
-from realign.runtime.rollout.background import owner_of
+from realign.runtime.models import owner_of
 
 
 def check_images(experiment: Experiment) -> None:

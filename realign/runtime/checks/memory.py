@@ -16,8 +16,8 @@ from realign.engines.distributed.ranks import current
 from realign.engines.files.inspection import pick_device
 from realign.engines.shared_model import Share, SharedModel
 from realign.runtime.experiment import Experiment
+from realign.runtime.models import sampled_roles
 from realign.runtime.processes.placement import ROLLOUT, plan_groups
-from realign.runtime.rollout.background import sampled_roles
 
 CPU = "cpu"
 MEMINFO = Path("/proc/meminfo")

@@ -19,7 +19,7 @@ from realign.api.sampler_spec import samples_externally
 from realign.errors import ConfigError, TransientError
 from realign.runtime.experiment import Experiment
 from realign.runtime.local import LocalRuntime, Made
-from realign.runtime.models import load_models
+from realign.runtime.models import load_models, sampled_roles
 from realign.runtime.processes.placement import ROLLOUT, Group, plan_groups
 from realign.runtime.processes.watchdog import WorkerLost
 from realign.runtime.ray.host import Loaded
@@ -28,7 +28,6 @@ from realign.runtime.ray.remote_sampler import RemoteSampler
 from realign.runtime.ray.worker import Setup
 from realign.runtime.ray.worker_groups import WorkerGroup, counted_hops
 from realign.runtime.rollout.asynchronous import MOST_CALLS
-from realign.runtime.rollout.background import sampled_roles
 from realign.runtime.rollout.spec import Async
 from realign.runtime.runtime_spec import Ray
 

@@ -19,14 +19,14 @@ from typing import Any
 
 import torch
 
-from realign.api import RPC, Mean, Model, SequenceSample, masked_mean, merge_stats, stat_values
+from realign.api import RPC, DataflowGraph, Mean, Model, SequenceSample, masked_mean, merge_stats, stat_values
 from realign.api.rewards import total_rewards
 from realign.api.sampler import Sampler
 from realign.engines.shared_model import SharedEngine
 from realign.errors import RunError
 from realign.rewards.pool.failure_count import Tally
-from realign.runtime.experiment import Experiment
-from realign.runtime.rollout.background import SamplingEngine, owner_of
+from realign.runtime.rollout.background import SamplingEngine
+from realign.runtime.rollout.dynamic_sampling import DynamicSampling
 from realign.runtime.rollout.prompts import PromptStream
 from realign.runtime.rollout.spec import Async
 from realign.runtime.rollout.staleness import Staleness
@@ -35,11 +35,11 @@ from realign.runtime.rollout.staleness import Staleness
 class Refill:
     """Filters scored prompts, and counts them between steps."""
 
-    def __init__(self, experiment: Experiment) -> None:
-        assert experiment.dynamic_sampling is not None
-        self._sampling = experiment.dynamic_sampling
-        self._most = self._sampling.max_batches * experiment.prompts_at_once
-        self._batch_prompts = experiment.batch_prompts
+    def __init__(self, sampling: DynamicSampling, prompts_at_once: int, batch_prompts: int) -> None:
+        """Filter prompts that are sampled `prompts_at_once` at a time, for steps of `batch_prompts` prompts."""
+        self._sampling = sampling
+        self._most = sampling.max_batches * prompts_at_once
+        self._batch_prompts = batch_prompts
         self.begun = 0
         """Prompts started since the last step; at most the prompts of `max_batches` batches."""
         self._sampled = self._passed = 0
@@ -114,34 +114,45 @@ class RolloutAhead:
 
     def __init__(
         self,
-        experiment: Experiment,
         rollout: Async,
+        graph: DataflowGraph,
         models: Mapping[str, Model],
         prompts: PromptStream,
         make: Callable[[RPC, Model, SequenceSample], SequenceSample],
         samplers: Mapping[str, Sampler],
+        *,
+        owners: Mapping[str, str],
+        batch_prompts: int,
+        steps: int,
+        dynamic_sampling: DynamicSampling | None,
     ) -> None:
         """Prepare asynchronous rollout; no prompt is started before the first `take`.
 
         Args:
-            experiment: the settings of the run, with the graph.
             rollout: settings of asynchronous rollout, such as the maximum staleness.
+            graph: the graph of the run.
             models: models of all roles.
             prompts: the prompt stream.
             make: executes an RPC with a model on a batch; returns the batch with the outputs of the RPC.
-            samplers: for each of `sampled_roles`, the sampler to use while the engine trains.
+            samplers: for each trained role that is sampled, the sampler to use while the engine trains.
+            owners: the role that owns the weights of each role: itself, or the role whose model it shares.
+            batch_prompts: prompts of a step.
+            steps: steps of the run.
+            dynamic_sampling: filter of the prompts; None trains on all of them.
         """
-        self._experiment, self._models, self._prompts, self._make = experiment, models, prompts, make
-        self._samplers = samplers
-        self._leading = experiment.graph.leading_to("rewards")
-        self.staleness = Staleness(experiment.batch_prompts, rollout.max_staleness, experiment.steps)
-        under_way = (rollout.max_staleness + 1) * experiment.batch_prompts
-        self._together = experiment.batch_prompts == under_way
+        self._models, self._prompts, self._make = models, prompts, make
+        self._samplers, self._owners = samplers, owners
+        self._leading = graph.leading_to("rewards")
+        self.staleness = Staleness(batch_prompts, rollout.max_staleness, steps)
+        under_way = (rollout.max_staleness + 1) * batch_prompts
+        self._together = batch_prompts == under_way
         self._prompts_per_call = under_way if self._together else -(-under_way // MOST_CALLS)
-        self._refill = None if experiment.dynamic_sampling is None else Refill(experiment)
-        parts = max(1, experiment.batch_prompts // self._prompts_per_call)
+        self._refill: Refill | None = None
+        if dynamic_sampling is not None:
+            self._refill = Refill(dynamic_sampling, prompts.batch_prompts, batch_prompts)
+        parts = max(1, batch_prompts // self._prompts_per_call)
         self._tallies = {rpc.name: Tally(parts) for rpc in self._leading}
-        self._locks = {owner_of(experiment, rpc.model): threading.Lock() for rpc in self._leading}
+        self._locks = {owners[rpc.model]: threading.Lock() for rpc in self._leading}
         self._torch_threads = torch.get_num_threads()
         self._versions: dict[str, int] = {}  # by role; empty before the first `take`
         self._training: list[int] = []
@@ -285,7 +296,7 @@ class RolloutAhead:
     def _called(self, rpc: RPC, batch: SequenceSample, version: int) -> SequenceSample:
         """Execute one RPC, with the background sampler if the RPC uses the policy."""
         model = replace(self._models[rpc.model], version=version)
-        owner = owner_of(self._experiment, rpc.model)
+        owner = self._owners[rpc.model]
         if owner not in self._samplers:
             # an engine serves one caller at a time; interfaces without an engine may run concurrently
             alone: AbstractContextManager[Any] = nullcontext() if model.engine is None else self._locks[owner]

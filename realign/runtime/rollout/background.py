@@ -6,10 +6,8 @@ from realign.api import GenerationConfig, MicroBatchSpec, PipelinableEngine, Seq
 from realign.api.engine import PostHook
 from realign.api.sampler import Sampler
 from realign.api.sampler_spec import SamplesInBackground
-from realign.engines.shared_model import SharedEngine, SharedModel
+from realign.engines.shared_model import SharedEngine
 from realign.errors import ConfigError
-from realign.runtime.experiment import Experiment
-from realign.runtime.rollout.spec import Async
 
 
 class SamplingEngine(SharedEngine):
@@ -35,11 +33,6 @@ class SamplingEngine(SharedEngine):
         return self._sampler.generate(data, config, seed=seed)
 
 
-def background_sampler(experiment: Experiment, rollout: Async, role: str) -> Sampler:
-    """Return a sampler with a copy of the role's model, in this process."""
-    return load_background_sampler(role, experiment.models[role], experiment.seed, recompute=rollout.recompute)
-
-
 def load_background_sampler(role: str, spec: object, seed: int, *, recompute: bool) -> Sampler:
     """Return a sampler with a copy of the model of `spec`; see `SamplesInBackground`.
 
@@ -52,16 +45,3 @@ def load_background_sampler(role: str, spec: object, seed: int, *, recompute: bo
             "rollout=sync, or use a model such as realign.engines.TransformersModel."
         )
     return spec.background_sampler(role, seed=seed, recompute=recompute)
-
-
-def owner_of(experiment: Experiment, role: str) -> str:
-    """Return the role that owns the weights of `role`: itself, or the role whose model it shares."""
-    spec = experiment.models.get(role)
-    return spec.of if isinstance(spec, SharedModel) else role
-
-
-def sampled_roles(experiment: Experiment) -> tuple[str, ...]:
-    """Return the trained roles that are called on the way to rewards; each needs a background sampler."""
-    trained = {rpc.model for rpc in experiment.graph.rpcs if rpc.method == "train_step"}
-    owners = (owner_of(experiment, rpc.model) for rpc in experiment.graph.leading_to("rewards"))
-    return tuple(dict.fromkeys(owner for owner in owners if owner in trained))

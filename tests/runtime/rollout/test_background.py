@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from realign.runtime import Async, OnUpdate
-from realign.runtime.rollout.background import background_sampler
+from realign.runtime.local import LocalRuntime
 from tests.runtime.test_local import BigramModel, experiment
 
 
@@ -20,5 +20,6 @@ class Copied(BigramModel):
 def test_the_sampler_keeps_or_recomputes_the_cache_as_the_rollout_says(
     tmp_path: Path, on_update: OnUpdate, recompute: bool
 ) -> None:
-    run = experiment(tmp_path, models={"actor": Copied()}, seed=3)
-    assert background_sampler(run, Async(2, on_update), "actor") == ("actor", 3, recompute)
+    run = LocalRuntime(experiment(tmp_path, models={"actor": Copied()}, seed=3))
+    assert run._background_sampler(Async(2, on_update), "actor") == ("actor", 3, recompute)
+    run.close()
