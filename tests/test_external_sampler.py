@@ -178,7 +178,7 @@ def test_an_external_sampler_under_torchrun_is_refused(tmp_path, monkeypatch):
 
 def test_what_samples_ahead_outside_the_engine_cannot_score(tmp_path):
     from realign.api import MicroBatchSpec
-    from realign.runtime.rollout.background import SamplingEngine
+    from realign.runtime.rollout.asynchronous import SamplingEngine
 
     sampler = TableSampling(bitwise=True).open("actor", BigramEngine(), None)
     engine = SamplingEngine("actor", "actor", TrainsOnly(), sampler)

@@ -42,8 +42,7 @@ from realign.runtime.metrics.samples import readable
 from realign.runtime.models import lead_role, load_models, owner_of, sampled_roles, save_on_all_ranks
 from realign.runtime.out_of_memory import SMALLER, memory_limited
 from realign.runtime.processes.watchdog import Watch
-from realign.runtime.rollout.asynchronous import RolloutAhead
-from realign.runtime.rollout.background import load_background_sampler
+from realign.runtime.rollout.asynchronous import RolloutAhead, load_background_sampler
 from realign.runtime.rollout.dynamic_sampling import Draw
 from realign.runtime.rollout.prompts import PromptStream
 from realign.runtime.rollout.spec import Async

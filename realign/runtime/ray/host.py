@@ -20,7 +20,7 @@ from realign.engines.distributed.shards import whole
 from realign.functional import LMHead
 from realign.runtime.models import load_own
 from realign.runtime.ray.wire_format import mapped
-from realign.runtime.rollout.background import load_background_sampler
+from realign.runtime.rollout.asynchronous import load_background_sampler
 
 WHOLE = frozenset({"state_dict", "fixed_weights", "weights"})
 """Methods whose large result is the same on all ranks, so that only rank 0 returns it."""

@@ -10,7 +10,7 @@ from realign.engines.sampling.background_sampler import StreamingEngine
 from realign.errors import ConfigError
 from realign.runtime.ray.host import Host
 from realign.runtime.ray.remote_sampler import RemoteSampler
-from realign.runtime.rollout.background import load_background_sampler
+from realign.runtime.rollout.asynchronous import load_background_sampler
 from realign.testing import SAMPLER_CHECKS, check_sampler
 from tests.engines.sampling.test_background_sampler import other_engine, prompts
 from tests.test_external_sampler import Served
