@@ -40,7 +40,7 @@ AUTO = "auto"
 """Value of `resume` that continues from the newest checkpoint in `output_dir`."""
 
 
-class Part(StrEnum):
+class CheckpointPart(StrEnum):
     """Parts of a checkpoint that a resumed run may skip (`resume_skip`); weights are always restored."""
 
     optimizer = "optimizer"
@@ -133,7 +133,7 @@ class Experiment(Settings):
     resume_allow: list[str] = field(default_factory=list)
     """Config keys that may differ from the config stored in the checkpoint; a key includes all keys below it."""
     resume_skip: list[str] = field(default_factory=list)
-    """Parts of the checkpoint to skip, by the names of `Part`; with all parts listed, only weights are restored."""
+    """Parts of the checkpoint to skip, see `CheckpointPart`; with all parts listed, only weights are restored."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -169,13 +169,13 @@ class Experiment(Settings):
 
     def _check_resume(self) -> None:
         for part in self.resume_skip:
-            if part not in list(Part):
-                raise SettingsError(f"resume_skip=[{part}]: unknown part (valid: {', '.join(Part)})")
+            if part not in list(CheckpointPart):
+                raise SettingsError(f"resume_skip=[{part}]: unknown part (valid: {', '.join(CheckpointPart)})")
         for name, value in (("resume_allow", self.resume_allow), ("resume_skip", self.resume_skip)):
             if self.resume is None and value:
                 found = f"{name}=[{', '.join(value)}]"
                 raise SettingsError(f"{found}: it has no effect without resume. Set resume, or remove {name}.")
-        if self.resume == AUTO and Part.counters in self.resume_skip:
+        if self.resume == AUTO and CheckpointPart.counters in self.resume_skip:
             raise SettingsError(
                 "resume_skip=[counters]: it starts a new run, which resume=auto cannot do. Set resume to the path of "
                 "the earlier run, and choose another output_dir."

@@ -123,7 +123,7 @@ REWARD_MEMORY = 0.9
 
 
 @dataclass(frozen=True)
-class Made:
+class CallResult:
     """Result of one RPC."""
 
     batch: SequenceSample
@@ -301,7 +301,7 @@ class LocalRuntime:
             batch = made.batch
         return batch
 
-    def _call(self, rpc: RPC, batch: SequenceSample, draw: int = 0) -> Made:
+    def _call(self, rpc: RPC, batch: SequenceSample, draw: int = 0) -> CallResult:
         """Execute one RPC on `batch`; see `_calls` for `draw`."""
         started = time.perf_counter()
         if rpc.method == "train_step":
@@ -317,9 +317,9 @@ class LocalRuntime:
         doing = self.watch.doing(f"call {rpc.name!r}", batch, limited=True)
         with doing, self.spans.span(rpc.name, rpc.method):
             batch, stats = call(rpc, model, self.interfaces[rpc.model], batch, mb_spec, self.graph, traces)
-        return Made(batch, stats, time.perf_counter() - started, traces)
+        return CallResult(batch, stats, time.perf_counter() - started, traces)
 
-    def _note(self, rpc: RPC, made: Made, values: dict[str, float]) -> None:
+    def _note(self, rpc: RPC, made: CallResult, values: dict[str, float]) -> None:
         """Add the metrics of an RPC to those of its step."""
         total = values[f"time/{rpc.name}_s"] = values.get(f"time/{rpc.name}_s", 0.0) + made.seconds
         prefix = "" if rpc.model == lead_role(self.experiment) else f"{rpc.model}/"

@@ -13,7 +13,7 @@ from realign.engines.files.folders import check_run_folder
 from realign.errors import ConfigError, TransientError
 from realign.runtime.checkpoint.folder import CHECKPOINTS
 from realign.runtime.checkpoint.schema import DETAILS, RECORDS
-from realign.runtime.experiment import AUTO, Experiment, Part
+from realign.runtime.experiment import AUTO, CheckpointPart, Experiment
 
 
 def check_output_folder(experiment: Experiment) -> None:
@@ -38,7 +38,7 @@ def check_output_folder(experiment: Experiment) -> None:
             f"{found} without a checkpoint, and resume=auto would replace its models. Choose another folder, or set "
             "overwrite=true."
         )
-    if resume != AUTO and (Part.counters in experiment.resume_skip or not experiment.owns(Path(resume))):
+    if resume != AUTO and (CheckpointPart.counters in experiment.resume_skip or not experiment.owns(Path(resume))):
         raise ConfigError(f"{found}, and resume={resume!r} starts a new one. Choose another folder.")
 
 

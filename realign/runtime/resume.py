@@ -14,7 +14,7 @@ from realign.runtime.callbacks.run_callbacks import settings_of
 from realign.runtime.checkpoint.folder import CHECKPOINTS, Checkpoint, Start, list_checkpoints, newest
 from realign.runtime.checkpoint.saved_models import FINAL, damage_of
 from realign.runtime.checkpoint.schema import check_config_tree, check_tree
-from realign.runtime.experiment import AUTO, Experiment, Part
+from realign.runtime.experiment import AUTO, CheckpointPart, Experiment
 from realign.runtime.processes.watchdog import WorkerLost
 from realign.runtime.run_checkpoints import config_of, environment
 from realign.runtime.runtime_spec import Ray
@@ -71,7 +71,7 @@ def find_start(experiment: Experiment) -> Start | None:
     check_config_tree(state)
     check_version(str(checkpoint.path), state, config_of(experiment), installed_version())
     check_tree(str(checkpoint.path), checkpoint.step, state)
-    new_run = Part.counters in experiment.resume_skip
+    new_run = CheckpointPart.counters in experiment.resume_skip
     own = experiment.owns(checkpoint.path)
     complete = not new_run and (checkpoint.step >= experiment.steps or _stopped_by(experiment, state) is not None)
     if complete:
@@ -84,7 +84,7 @@ def find_start(experiment: Experiment) -> Start | None:
 def _stopped_by(experiment: Experiment, state: Mapping[str, Any]) -> Mapping[str, str] | None:
     """Return the stop that ended the run; None if no callback stopped it, or if that callback is changed or removed."""
     stop = state.get("callbacks", {}).get("stop")
-    if stop is None or Part.callbacks in experiment.resume_skip:
+    if stop is None or CheckpointPart.callbacks in experiment.resume_skip:
         return None
     callback = experiment.callbacks.get(stop["callback"])
     return stop if callback is not None and settings_of(callback) == stop["settings"] else None

@@ -30,7 +30,7 @@ from realign.runtime.checkpoint.random_generators import random_state, restore_r
 from realign.runtime.checkpoint.saved_models import FINAL, Saves, settle
 from realign.runtime.checkpoint.serialize import hash_of, tensors_of
 from realign.runtime.checks.before_loading import used_interfaces
-from realign.runtime.experiment import Experiment, Part
+from realign.runtime.experiment import CheckpointPart, Experiment
 from realign.runtime.local import Counters, LocalRuntime
 from realign.runtime.metrics.records import Records
 from realign.runtime.out_of_memory import SMALLER, memory_limited
@@ -71,18 +71,18 @@ def restore(runtime: LocalRuntime, state: Mapping[str, Any], skip: Iterable[str]
     """
     skipped = set(skip)
     _restore_models(runtime, state["models"], skipped)
-    if Part.interfaces not in skipped:
+    if CheckpointPart.interfaces not in skipped:
         _restore_interfaces(runtime, state["interfaces"])
-    if Part.data not in skipped:
+    if CheckpointPart.data not in skipped:
         if state["data"]["sha256"] != runtime.data_sha256:
             raise CheckpointError(
                 "data: the rows differ from those of the run that wrote the checkpoint. Use the same file, or set "
                 "resume_skip=[data] to start at the beginning of this one."
             )
         _restore_place(runtime, state["data"], state.get("rollout"))
-    if Part.counters not in skipped:
+    if CheckpointPart.counters not in skipped:
         runtime.counters = Counters.from_state(state["counters"])
-    if Part.random not in skipped:  # last, because the code above may draw random numbers
+    if CheckpointPart.random not in skipped:  # last, because the code above may draw random numbers
         restore_random(state["random"])
 
 
@@ -106,11 +106,11 @@ def _restore_models(runtime: LocalRuntime, states: Mapping[str, Any], skipped: s
             )
         if trained:
             with _matching_model(role):
-                model.machine.load_state_dict(state["engine"], weights_only=Part.optimizer in skipped)
+                model.machine.load_state_dict(state["engine"], weights_only=CheckpointPart.optimizer in skipped)
         if "weights" in state:  # a role that is synced from a trained role
             with _matching_model(role):
                 model.machine.load_weights(state["weights"])
-        if Part.counters not in skipped:
+        if CheckpointPart.counters not in skipped:
             model.version = state["version"]
         if model.engine is not None:
             model.move_to(model.version)
@@ -140,17 +140,19 @@ def _restore_interfaces(runtime: LocalRuntime, states: Mapping[str, Any]) -> Non
     for name, interface in used_interfaces(runtime.experiment).items():
         if name in states or name.startswith("interfaces."):  # an evaluation may be new (resume_allow)
             if name not in states:
-                raise CheckpointError(f"{name}: the checkpoint has no state of it. {_skip(Part.interfaces)}")
+                raise CheckpointError(f"{name}: the checkpoint has no state of it. {_skip(CheckpointPart.interfaces)}")
             try:
                 interface.load_state_dict(states[name])
             except Exception as error:
                 if type(interface).load_state_dict.__module__.startswith("realign."):
                     raise CheckpointError(
                         f"{name}: the state in the checkpoint does not fit ({type(error).__name__}: {error}). "
-                        f"{_skip(Part.interfaces)}"
+                        f"{_skip(CheckpointPart.interfaces)}"
                     ) from error
                 # of a user's class: the traceback names the file
-                error.add_note(f"{name}: the state in the checkpoint was not restored. {_skip(Part.interfaces)}")
+                error.add_note(
+                    f"{name}: the state in the checkpoint was not restored. {_skip(CheckpointPart.interfaces)}"
+                )
                 raise
 
 
@@ -162,12 +164,12 @@ def _matching_model(role: str) -> Iterator[None]:
     except (ValueError, RuntimeError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         detail = " ".join(f"{type(error).__name__}: {error}".split())
         raise CheckpointError(
-            f"models.{role} does not match the checkpoint ({detail[:300]}). {_skip(Part.optimizer)} Weights cannot be "
-            "skipped."
+            f"models.{role} does not match the checkpoint ({detail[:300]}). {_skip(CheckpointPart.optimizer)} "
+            "Weights cannot be skipped."
         ) from error
 
 
-def _skip(part: Part) -> str:
+def _skip(part: CheckpointPart) -> str:
     return f"Set resume_skip=[{part}] to resume without it."
 
 

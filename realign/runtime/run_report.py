@@ -33,7 +33,7 @@ from realign.runtime.experiment import Experiment
 from realign.runtime.local import LocalRuntime
 from realign.runtime.metrics.run_log import NAME as LOG
 from realign.runtime.metrics.run_log import RunLog
-from realign.runtime.metrics.shown_metrics import courses, headline, panels
+from realign.runtime.metrics.shown_metrics import headline, metric_summaries, panels
 from realign.runtime.metrics.summary import RunSummary
 from realign.runtime.models import lead_role
 
@@ -250,7 +250,8 @@ class RunReport:
         if len(history) > 1:  # drawn when the run is closed
             files["curves"] = str(out / "curves.png")
         known = {} if e.save_best is None else {e.save_best.removeprefix("-"): not e.save_best.startswith("-")}
-        found = tuple(signs(history).values())
+        shown = headline(e.graph, e.interfaces, lead_role(e), tuple(e.evaluations))
+        findings = tuple(signs(history).values())
         return RunSummary(
             name=e.name,
             status=event.status,
@@ -258,11 +259,11 @@ class RunReport:
             step=event.step,
             steps=e.steps,
             seconds=seconds,
-            metrics=courses(history, headline(e.graph, e.interfaces, lead_role(e), tuple(e.evaluations)), known),
+            metrics=metric_summaries(history, shown, known),
             warnings=self.log.warnings,
             files=files,
-            next_commands=self._next_commands(experiment, event, learns=not found),
-            findings=found,
+            next_commands=self._next_commands(experiment, event, learns=not findings),
+            findings=findings,
         )
 
     def _next_commands(self, experiment: Experiment, event: EndEvent, *, learns: bool) -> dict[str, str]:

@@ -23,7 +23,7 @@ from realign.runtime.checkpoint.folder import Start
 from realign.runtime.checkpoint.saved_models import FINAL, Saves
 from realign.runtime.checkpoint.serialize import pack
 from realign.runtime.checks.during_training import RECENT, signs
-from realign.runtime.experiment import Experiment, Part
+from realign.runtime.experiment import CheckpointPart, Experiment
 from realign.runtime.local import LocalRuntime
 from realign.runtime.metrics.curves import draw_curves
 from realign.runtime.metrics.details import RunDetails
@@ -31,7 +31,7 @@ from realign.runtime.metrics.live_display import LiveDisplay
 from realign.runtime.metrics.records import NoRecords, Records
 from realign.runtime.metrics.samples import SHOWN, show
 from realign.runtime.metrics.shown_metrics import headline, panels, targets
-from realign.runtime.metrics.trackers import Forgiving, Tracker
+from realign.runtime.metrics.trackers import BestEffortTracker, Tracker
 from realign.runtime.models import lead_role
 from realign.runtime.out_of_memory import SMALLER, memory_limited
 from realign.runtime.output_folder import clear_output_folder
@@ -114,7 +114,7 @@ class Training:
             self._say(f"Resumed from {start.checkpoint.path}. {left}")
             report.log.write(f"resumed from {start.checkpoint.path}. {left}")
         self.callbacks = RunCallbacks(e.callbacks, self.ranks)
-        if start is not None and Part.callbacks not in e.resume_skip and "callbacks" in start.state:
+        if start is not None and CheckpointPart.callbacks not in e.resume_skip and "callbacks" in start.state:
             self.callbacks.load_state_dict(start.state["callbacks"], stopped=start.complete)
         if e.checkpoint is not None:  # fail at startup if the state is not serializable
             pack({"interfaces": interface_states(runtime), "callbacks": self.callbacks.state_dict()}, copy=False)
@@ -153,14 +153,14 @@ class Training:
 
     def _opened(self, stack: ExitStack) -> Iterable[Tracker]:
         for name, spec in self.experiment.trackers.items():
-            tracker = Forgiving(name, spec.open(self.experiment.name, self.out))
+            tracker = BestEffortTracker(name, spec.open(self.experiment.name, self.out))
             stack.callback(tracker.close)
             yield tracker
         yield self.report.log
         if self.console is not None:
             display = stack.enter_context(self._display(self.console))
             self.report.before_panel = display.close
-            yield Forgiving("display", display)
+            yield BestEffortTracker("display", display)
 
     def _display(self, console: Console) -> LiveDisplay:
         e = self.experiment

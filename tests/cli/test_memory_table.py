@@ -10,7 +10,7 @@ from rich.console import Console
 from realign.api.memory import RoleMemory
 from realign.cli import commands as cli
 from realign.cli.memory_table import print_memory, summary
-from realign.runtime.checks.memory import DeviceMemory
+from realign.runtime.checks.memory import DeviceEstimate
 from tests.tiny import save_tiny
 
 MIB = 2**20
@@ -18,7 +18,7 @@ MIB = 2**20
 
 def test_the_table_has_a_row_per_role_and_a_line_per_device(capsys):
     actor = RoleMemory("cpu", 4 * MIB, moments=8 * MIB, gradients=4 * MIB, activations=50 * MIB, cache=3 * MIB)
-    device = DeviceMemory("cpu", {"actor": actor}, free=100 * MIB)
+    device = DeviceEstimate("cpu", {"actor": actor}, free=100 * MIB)
     print_memory(Console(width=150), [device], 512)
     out = capsys.readouterr().out
     assert "prompts of up to 512 tokens" in out
@@ -28,7 +28,7 @@ def test_the_table_has_a_row_per_role_and_a_line_per_device(capsys):
 
 
 def test_a_device_that_is_too_small_is_a_warning():
-    device = DeviceMemory("cpu", {"actor": RoleMemory("cpu", 4 * MIB)}, free=MIB, processes=2)
+    device = DeviceEstimate("cpu", {"actor": RoleMemory("cpu", 4 * MIB)}, free=MIB, processes=2)
     with pytest.warns(UserWarning, match="cpu: weights and optimizer state need 8 MiB, but 1 MiB are free"):
         print_memory(Console(width=150), [device], 1)
     assert summary(device) == "cpu in 2 processes: 8 MiB between calls, peak 8 MiB, 1 MiB free"

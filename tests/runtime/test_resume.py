@@ -33,7 +33,7 @@ from realign.interfaces.grpo import GRPOActorInterface
 from realign.interfaces.reference import ReferenceInterface
 from realign.runtime import CheckpointSpec, Evaluation, Experiment, Interrupted, Ray, run
 from realign.runtime.checkpoint.folder import list_checkpoints, write_checkpoint
-from realign.runtime.experiment import Part
+from realign.runtime.experiment import CheckpointPart
 from realign.runtime.local import LocalRuntime
 from realign.runtime.output_folder import alone_in
 from realign.runtime.processes.watchdog import WorkerLost
@@ -455,20 +455,20 @@ def facts(runtime: LocalRuntime) -> dict[str, bool]:
     """Return for each part whether it equals that of the previous run."""
     stepper = runtime.models["actor"].engine._stepper
     return {
-        Part.optimizer: stepper.optimizer_steps == 2 and bool(stepper.optimizer.state),
-        Part.data: runtime.prompts.drawn == 2,
-        Part.random: torch.initial_seed() == 9,
-        Part.counters: runtime.models["actor"].version == 2 and runtime.counters.optimizer_steps == 2,
+        CheckpointPart.optimizer: stepper.optimizer_steps == 2 and bool(stepper.optimizer.state),
+        CheckpointPart.data: runtime.prompts.drawn == 2,
+        CheckpointPart.random: torch.initial_seed() == 9,
+        CheckpointPart.counters: runtime.models["actor"].version == 2 and runtime.counters.optimizer_steps == 2,
     }
 
 
 def test_parts_of_a_checkpoint_are_left_out_one_by_one(tmp_path):
     for name in ("a", "ref"):
         save_tiny(tmp_path / name)
-    for skipped in (Part.optimizer, Part.data, Part.random, Part.counters):
+    for skipped in (CheckpointPart.optimizer, CheckpointPart.data, CheckpointPart.random, CheckpointPart.counters):
         expected = {part: part != skipped for part in facts(made(tmp_path, []))}
         assert facts(made(tmp_path, [skipped])) == expected
-    runtime = made(tmp_path, list(Part))
+    runtime = made(tmp_path, list(CheckpointPart))
     assert not any(facts(runtime).values())
     assert runtime.models["actor"].engine._stepper.train_steps == 0
 
@@ -477,8 +477,8 @@ def test_weights_alone_start_a_new_run_in_a_folder_of_its_own(tmp_path):
     greedy = {"evaluation": Evaluation(Prompts(4), CountToken(), replace(GENERATION, greedy=True))}
     out = done(tmp_path, **greedy)
     with pytest.raises(ConfigError, match="starts a new one"):
-        resumed(tmp_path, resume=str(out), resume_skip=list(Part))
-    new = {"resume": str(out), "resume_skip": list(Part), "output_dir": tmp_path / "next", **greedy}
+        resumed(tmp_path, resume=str(out), resume_skip=list(CheckpointPart))
+    new = {"resume": str(out), "resume_skip": list(CheckpointPart), "output_dir": tmp_path / "next", **greedy}
     result = resumed(tmp_path, 2, **new)
     assert [record["step"] for record in result.history] == [0, 1, 2]
     assert result.history[0]["eval/reward"] == untimed(out / "metrics.jsonl")[-1]["eval/reward"]

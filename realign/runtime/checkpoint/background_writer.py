@@ -17,7 +17,7 @@ from realign.engines.distributed.ranks import Ranks
 from realign.engines.distributed.shards import write_parts
 from realign.runtime.checkpoint.folder import (
     PARTS,
-    Begun,
+    UnfinishedCheckpoint,
     begin,
     facts_of,
     list_checkpoints,
@@ -110,7 +110,7 @@ class CheckpointWriter:
             self._thread.start()
         return time.perf_counter() - start
 
-    def _write_parts(self, step: int, parts: Mapping[str, Tensor]) -> Begun:
+    def _write_parts(self, step: int, parts: Mapping[str, Tensor]) -> UnfinishedCheckpoint:
         """Write the shards of all ranks into a temporary folder (collective)."""
         folder = self._ranks.lead(partial(begin, self._folder, step))
 
@@ -125,7 +125,7 @@ class CheckpointWriter:
             if self._ranks.leader:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
-        return Begun(folder, files)
+        return UnfinishedCheckpoint(folder, files)
 
     def failed(self) -> list[str]:
         """Return and clear the error messages of failed writes, such as a full disk."""
@@ -139,7 +139,7 @@ class CheckpointWriter:
             self._thread.join()
             self._thread = None
 
-    def _store(self, step: int, packed: Packed, best: int | None, begun: Begun | None) -> None:
+    def _store(self, step: int, packed: Packed, best: int | None, begun: UnfinishedCheckpoint | None) -> None:
         last = "none"
         try:
             if earlier := [c.step for c in list_checkpoints(self._folder) if c.step <= step]:

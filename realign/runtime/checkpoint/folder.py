@@ -215,7 +215,7 @@ def write_checkpoint(folder: Path, step: int, tree: Tree) -> Checkpoint:
 
 
 @dataclass(frozen=True)
-class Begun:
+class UnfinishedCheckpoint:
     """A temporary checkpoint folder that contains the shards of all ranks."""
 
     folder: Path
@@ -233,11 +233,11 @@ def begin(folder: Path, step: int) -> Path:
     return temporary
 
 
-def write_packed(folder: Path, step: int, packed: Packed, begun: Begun | None = None) -> Checkpoint:
+def write_packed(folder: Path, step: int, packed: Packed, begun: UnfinishedCheckpoint | None = None) -> Checkpoint:
     """Write a packed tree as `write_checkpoint` does, into the temporary folder `begun` if there is one."""
     if packed.parts and begun is None:
         raise ValueError(f"{next(iter(packed.parts))}: the tensor is sharded across ranks. Use a CheckpointWriter.")
-    begun = begun or Begun(begin(folder, step), {})
+    begun = begun or UnfinishedCheckpoint(begin(folder, step), {})
     try:
         _fill(begun, step, packed)
         return _publish(begun.folder, folder, step)
@@ -246,7 +246,7 @@ def write_packed(folder: Path, step: int, packed: Packed, begun: Begun | None = 
         raise
 
 
-def _fill(begun: Begun, step: int, packed: Packed) -> None:
+def _fill(begun: UnfinishedCheckpoint, step: int, packed: Packed) -> None:
     folder, files = begun.folder, dict(begun.files)
     with HashedFile(folder / TENSORS) as file:
         write_tensors(file.write, packed.tensors)

@@ -29,7 +29,7 @@ Free: TypeAlias = Callable[[torch.device], int | None]
 
 
 @dataclass(frozen=True)
-class DeviceMemory:
+class DeviceEstimate:
     """The roles on one device.
 
     Attributes:
@@ -111,7 +111,7 @@ def free_memory(device: torch.device) -> int | None:
     return int(found[0]) * 1024 if found else None
 
 
-def estimate(experiment: Experiment, longest: int | None = None, free: Free | None = None) -> list[DeviceMemory]:
+def estimate(experiment: Experiment, longest: int | None = None, free: Free | None = None) -> list[DeviceEstimate]:
     """Return the memory of each device of the run. Roles whose spec estimates nothing are left out.
 
     Args:
@@ -140,7 +140,7 @@ def estimate(experiment: Experiment, longest: int | None = None, free: Free | No
     return _devices(_roles(experiment, held, ranks, longest, free), ranks, free)
 
 
-def _on_one_host(found: list[DeviceMemory]) -> list[DeviceMemory]:
+def _on_one_host(found: list[DeviceEstimate]) -> list[DeviceEstimate]:
     """Subtract the memory of other worker groups on the CPU. On CUDA, every process has its own GPU."""
     used = sum(device.peak for device in found if device.device == CPU)
     return [
@@ -153,10 +153,10 @@ def _on_one_host(found: list[DeviceMemory]) -> list[DeviceMemory]:
 
 def _devices(
     roles: Mapping[str, RoleMemory], processes: int, free: Free, offloaded: frozenset[str] = frozenset()
-) -> list[DeviceMemory]:
+) -> list[DeviceEstimate]:
     names = dict.fromkeys(role.device for role in roles.values())
     return [
-        DeviceMemory(
+        DeviceEstimate(
             name,
             {role: found for role, found in roles.items() if found.device == name},
             offloaded & roles.keys(),
@@ -236,4 +236,4 @@ def device_of(spec: ModelSpec) -> torch.device:
     return pick_device(spec.facts().device or "auto")
 
 
-__all__ = ["ASSUMED_PROMPT", "DeviceMemory", "estimate", "free_memory", "longest_prompt", "show", "work_of"]
+__all__ = ["ASSUMED_PROMPT", "DeviceEstimate", "estimate", "free_memory", "longest_prompt", "show", "work_of"]

@@ -17,12 +17,12 @@ from rich.text import Text
 
 from realign.runtime.metrics.shown_metrics import (
     EVALUATION,
-    Course,
-    course,
+    MetricSummary,
     first_metrics,
     held_out,
     larger_is_better,
     limited,
+    metric_summary,
     number,
 )
 
@@ -109,7 +109,7 @@ class LiveDisplay:
             self._live = Live(get_renderable=self._render, console=self._console, refresh_per_second=4)
             self._live.start()
         else:
-            with suppress(OSError):  # `log` meets the same error, and `Forgiving` warns about it
+            with suppress(OSError):  # `log` meets the same error, and `BestEffortTracker` warns about it
                 for line in self._header:
                     self._console.print(line, markup=False, highlight=False, soft_wrap=True)
         return self
@@ -165,7 +165,7 @@ class LiveDisplay:
         width = min(WIDEST, self._console.width - NUMBERS)
         draws = width >= NARROWEST and not self._console.options.ascii_only
         rows = [self._course(name) for name in self._names()]
-        columns: dict[str, Callable[[Course], RenderableType]] = {
+        columns: dict[str, Callable[[MetricSummary], RenderableType]] = {
             "metric": lambda one: Text(one.name),
             "first": lambda one: number(one.first),
             "best": lambda one: "" if one.best is None else f"{number(one.best)} (step {one.best_step:,})",
@@ -182,8 +182,8 @@ class LiveDisplay:
             table.add_row(*(cell(one) for column, cell in columns.items() if not empty.get(column)))
         return table
 
-    def _course(self, name: str) -> Course:
-        return course(name, self._points[name], larger_is_better(name, {}))
+    def _course(self, name: str) -> MetricSummary:
+        return metric_summary(name, self._points[name], larger_is_better(name, {}))
 
 
 def _warnings(latest: Sequence[str], total: int) -> list[Text]:

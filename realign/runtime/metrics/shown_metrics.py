@@ -171,7 +171,7 @@ DETAILS = ("/missing_rewards", "/std", "/most_common_fraction")
 
 
 @dataclass(frozen=True)
-class Course:
+class MetricSummary:
     """The course of one metric over a run."""
 
     name: str
@@ -190,9 +190,9 @@ class Course:
     """Step of the best value."""
 
 
-def courses(
+def metric_summaries(
     history: Sequence[Mapping[str, float]], shown: Sequence[str], better: Mapping[str, bool] | None = None
-) -> tuple[Course, ...]:
+) -> tuple[MetricSummary, ...]:
     """Return the course of the headline metrics: evaluations first, then metrics of training.
 
     Args:
@@ -209,7 +209,7 @@ def courses(
     evaluated = evaluated[: MOST_SUMMARIZED - 2]
     order = [*evaluated, *limited(others, MOST_SUMMARIZED - len(evaluated))]
     points = {name: [(int(record["step"]), record[name]) for record in history if name in record] for name in order}
-    return tuple(course(name, points[name], known[name]) for name in order)
+    return tuple(metric_summary(name, points[name], known[name]) for name in order)
 
 
 def larger_is_better(name: str, known: Mapping[str, bool]) -> bool | None:
@@ -246,7 +246,7 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
-def course(name: str, points: Sequence[tuple[int, float]], larger: bool | None) -> Course:
+def metric_summary(name: str, points: Sequence[tuple[int, float]], larger: bool | None) -> MetricSummary:
     """Return the course of one metric.
 
     Args:
@@ -260,4 +260,4 @@ def course(name: str, points: Sequence[tuple[int, float]], larger: bool | None) 
         best = (max if larger else min)(finite, key=lambda point: point[1])
     (first_step, first), (last_step, last) = points[0], points[-1]
     found = (None, None) if best is None else (best[1], best[0])
-    return Course(name, first, first_step, last, last_step, *found)
+    return MetricSummary(name, first, first_step, last, last_step, *found)

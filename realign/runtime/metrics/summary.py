@@ -18,7 +18,7 @@ from rich.text import Text
 
 from realign.api.callback import EndStatus
 from realign.engines.files.durable import open_regular
-from realign.runtime.metrics.shown_metrics import Course, number
+from realign.runtime.metrics.shown_metrics import MetricSummary, number
 
 NAME = "summary.json"
 
@@ -39,7 +39,7 @@ class RunSummary:
     """Steps that the config asks for."""
     seconds: float
     """Duration, including the time before the checkpoint of a resumed run."""
-    metrics: tuple[Course, ...]
+    metrics: tuple[MetricSummary, ...]
     """Headline metrics, the evaluations first."""
     warnings: int
     """Number of warnings in realign.log."""
@@ -110,7 +110,7 @@ def duration(seconds: float) -> str:
     return f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
 
 
-def _course_table(metrics: Sequence[Course]) -> Table:
+def _course_table(metrics: Sequence[MetricSummary]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0))
     for column in ("metric", "first", "best", "last"):
         table.add_column(column, justify="left" if column == "metric" else "right")

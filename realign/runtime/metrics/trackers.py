@@ -37,7 +37,7 @@ class Tracker(Protocol):
         ...
 
 
-class Forgiving:
+class BestEffortTracker:
     """A tracker wrapper that turns failures into warnings, so that they never stop a run.
 
     Args:

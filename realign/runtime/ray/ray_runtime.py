@@ -18,9 +18,9 @@ from realign.api.sampler import Sampler
 from realign.api.sampler_spec import samples_externally
 from realign.errors import ConfigError, TransientError
 from realign.runtime.experiment import Experiment
-from realign.runtime.local import LocalRuntime, Made
+from realign.runtime.local import CallResult, LocalRuntime
 from realign.runtime.models import load_models, sampled_roles
-from realign.runtime.processes.placement import ROLLOUT, Group, plan_groups
+from realign.runtime.processes.placement import ROLLOUT, RoleGroup, plan_groups
 from realign.runtime.processes.watchdog import WorkerLost
 from realign.runtime.ray.host import Loaded
 from realign.runtime.ray.remote_engine import RayEngine
@@ -87,7 +87,7 @@ class RayRuntime(LocalRuntime):
         assert self._rollout is not None
         return RemoteSampler(role, self._rollout)
 
-    def _started(self, group: Group, specs: Mapping[str, ModelSpec], seed: int, *, callers: int = 1) -> WorkerGroup:
+    def _started(self, group: RoleGroup, specs: Mapping[str, ModelSpec], seed: int, *, callers: int = 1) -> WorkerGroup:
         """Start the processes for the models of `specs`, and return without waiting for them."""
         gpu = _wants_gpu(list(specs.values()))
         room = reserve(group, self._spec, gpu=gpu)
@@ -107,8 +107,8 @@ class RayRuntime(LocalRuntime):
         after another, because its interface may be stateful.
         """
         waits_for = _dependencies(rpcs, self.experiment.graph.edges)
-        made: dict[str, Made] = {}
-        running: dict[Future[Made], RPC] = {}
+        made: dict[str, CallResult] = {}
+        running: dict[Future[CallResult], RPC] = {}
 
         def known() -> SequenceSample:
             """Return the batch with all keys so far, in the order in which `LocalRuntime` adds them."""
@@ -132,7 +132,7 @@ class RayRuntime(LocalRuntime):
             self._note(rpc, made[rpc.name], values)
         return known()
 
-    def _call(self, rpc: RPC, batch: SequenceSample, draw: int = 0) -> Made:
+    def _call(self, rpc: RPC, batch: SequenceSample, draw: int = 0) -> CallResult:
         with counted_hops(rpc.name) as hops:
             made = super()._call(rpc, batch, draw)
         self._waits[rpc.name] = hops.seconds
@@ -143,7 +143,7 @@ class RayRuntime(LocalRuntime):
         with counted_hops(rpc.name):
             return super()._make(rpc, model, batch)
 
-    def _note(self, rpc: RPC, made: Made, values: dict[str, float]) -> None:
+    def _note(self, rpc: RPC, made: CallResult, values: dict[str, float]) -> None:
         super()._note(rpc, made, values)
         if self.models[rpc.model].engine is not None:
             key = f"time/{rpc.name}_wait_s"
@@ -158,7 +158,7 @@ class RayRuntime(LocalRuntime):
             super().close()
 
 
-def reserve(group: Group, spec: Ray, *, gpu: bool) -> PlacementGroup:
+def reserve(group: RoleGroup, spec: Ray, *, gpu: bool) -> PlacementGroup:
     """Reserve resources of the cluster for all processes of a group, on as few machines as possible.
 
     Raises:

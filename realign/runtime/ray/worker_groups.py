@@ -20,11 +20,11 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from realign.runtime.processes.agreement import check_same, software
-from realign.runtime.processes.placement import Group
+from realign.runtime.processes.placement import RoleGroup
 from realign.runtime.processes.watchdog import WorkerHangs, WorkerLost
 from realign.runtime.ray.host import Loaded
 from realign.runtime.ray.wire_format import from_wire, shapes_of, to_wire
-from realign.runtime.ray.worker import Failure, Reply, Setup, Worker
+from realign.runtime.ray.worker import RayWorker, Reply, Setup, WorkerFailure
 from realign.runtime.runtime_spec import RuntimeSpec
 
 
@@ -66,9 +66,9 @@ class RemoteError(Exception):
 
 
 class WorkerGroup:
-    """Worker processes of one `Group`, one for each rank. All of them receive the same request at the same time."""
+    """Worker processes of one `RoleGroup`, one for each rank. All of them receive the same request at the same time."""
 
-    def __init__(self, group: Group, spec: RuntimeSpec, room: PlacementGroup, setup: Setup, *, gpu: bool) -> None:
+    def __init__(self, group: RoleGroup, spec: RuntimeSpec, room: PlacementGroup, setup: Setup, *, gpu: bool) -> None:
         """Start the processes, each in its bundle of `room`; `ready` waits for them.
 
         With `setup.callers` above 1 they are independent workers, not ranks. Each request goes to one of them, from
@@ -83,7 +83,7 @@ class WorkerGroup:
         self._ended_by: BaseException | None = None
         self.pids: list[int] = []
         """Process ids of the ranks; empty before `ready`."""
-        actor = ray.remote(Worker)
+        actor = ray.remote(RayWorker)
         self._workers: list[Any] = [
             actor.options(
                 num_cpus=1,
@@ -230,7 +230,7 @@ class WorkerGroup:
         for ref in ray.wait(pending, num_returns=len(pending), timeout=GRACE_S)[0]:
             self._answer(ref, what, rank_of[ref])
 
-    def _error(self, failure: Failure, what: str, rank: int) -> Exception:
+    def _error(self, failure: WorkerFailure, what: str, rank: int) -> Exception:
         there = RemoteError(f"{self._where(what, rank)} failed:\n\n{failure.traceback}")
         if failure.out_of_memory:  # the caller, `memory_limited`, adds the setting that lowers the memory use
             error: Exception = torch.OutOfMemoryError(f"{self._workers_of(what, rank)}: {failure.text}")

@@ -82,7 +82,7 @@ def load_background_sampler(role: str, spec: object, seed: int, *, recompute: bo
     return spec.background_sampler(role, seed=seed, recompute=recompute)
 
 
-class Refill:
+class AsyncDynamicSampling:
     """Filters scored prompts, and counts them between steps."""
 
     def __init__(self, sampling: DynamicSampling, prompts_at_once: int, batch_prompts: int) -> None:
@@ -197,9 +197,9 @@ class RolloutAhead:
         under_way = (rollout.max_staleness + 1) * batch_prompts
         self._together = batch_prompts == under_way
         self._prompts_per_call = under_way if self._together else -(-under_way // MOST_CALLS)
-        self._refill: Refill | None = None
+        self._refill: AsyncDynamicSampling | None = None
         if dynamic_sampling is not None:
-            self._refill = Refill(dynamic_sampling, prompts.batch_prompts, batch_prompts)
+            self._refill = AsyncDynamicSampling(dynamic_sampling, prompts.batch_prompts, batch_prompts)
         parts = max(1, batch_prompts // self._prompts_per_call)
         self._tallies = {rpc.name: Tally(parts) for rpc in self._leading}
         self._locks = {owners[rpc.model]: threading.Lock() for rpc in self._leading}

@@ -13,7 +13,14 @@ from realign.interfaces.critic import PPOCriticInterface
 from realign.interfaces.ppo import PPOActorInterface
 from realign.interfaces.sft import SFTInterface
 from realign.runtime.metrics.live_display import MOST, LiveDisplay
-from realign.runtime.metrics.shown_metrics import courses, first_metrics, headline, panels, targets, with_held_out
+from realign.runtime.metrics.shown_metrics import (
+    first_metrics,
+    headline,
+    metric_summaries,
+    panels,
+    targets,
+    with_held_out,
+)
 from tests.runtime.test_local import CountToken
 
 
@@ -107,7 +114,7 @@ def test_every_trained_role_has_a_place_on_the_progress_line_and_in_the_summary(
     assert "critic/explained_variance 1" in line
     assert line.index("reward 1") < line.index("critic/")
     evaluated = {f"eval/{name}": 0.5 for name in "abcdefgh"}
-    found = courses([{"step": 1, **metrics, **evaluated}], shown)
+    found = metric_summaries([{"step": 1, **metrics, **evaluated}], shown)
     assert [one.name for one in found][-2:] == ["reward", "critic/explained_variance"]
 
 

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from realign.api.callback import EndStatus
-from realign.runtime.metrics.shown_metrics import Course, courses, number
+from realign.runtime.metrics.shown_metrics import MetricSummary, metric_summaries, number
 from realign.runtime.metrics.summary import RunSummary, duration
 
 HISTORY = [
@@ -21,22 +21,23 @@ HISTORY = [
     {"step": 3, "reward": 0.3, "grad_norm": 1.0, "eval/reward": 0.4, "eval/nll": math.nan, "eval/length": 5.0},
 ]
 SUMMARY = RunSummary(
-    "toy", EndStatus.stopped, "callbacks.stop: [enough]", 3, 9, 72.0, courses(HISTORY, ("reward", "grad_norm")), 2,
+    "toy", EndStatus.stopped, "callbacks.stop: [enough]", 3, 9, 72.0,
+    metric_summaries(HISTORY, ("reward", "grad_norm")), 2,
     {"models": "runs/größe/final", "log": "runs/größe/realign.log"}, {"chat with the model": "realign chat x"},
 )  # fmt: skip
 
 
 def test_evaluations_come_first_with_their_best_value_and_general_metrics_are_left_out():
-    found = courses(HISTORY, ("reward", "eval/reward", "grad_norm"))
+    found = metric_summaries(HISTORY, ("reward", "eval/reward", "grad_norm"))
     assert [one.name for one in found] == ["eval/reward", "eval/nll", "eval/length", "reward"]
-    assert found[0] == Course("eval/reward", 0.1, 0, 0.4, 3, 0.5, 2)
+    assert found[0] == MetricSummary("eval/reward", 0.1, 0, 0.4, 3, 0.5, 2)
     assert (found[1].best, found[1].best_step) == (2.0, 2)
     assert found[2].best is None  # it is unknown which lengths are better
     assert found[3].best is None  # a single training batch is noisy
 
 
 def test_save_best_decides_the_direction():
-    by_name = {one.name: one for one in courses(HISTORY, (), {"eval/length": False, "eval/reward": False})}
+    by_name = {one.name: one for one in metric_summaries(HISTORY, (), {"eval/length": False, "eval/reward": False})}
     assert (by_name["eval/length"].best, by_name["eval/reward"].best) == (4.0, 0.1)
 
 
@@ -65,7 +66,7 @@ def test_a_command_is_on_one_line_however_narrow_the_terminal_is():
 
 def test_details_of_evaluations_are_left_out():
     reported = {"eval/reward": 0.0, "eval/easy/missing_rewards": 0.0, "eval/rewards/form/std": 0.0, "eval/x": 1.0}
-    assert [one.name for one in courses([{"step": 0, **reported}], ())] == ["eval/reward", "eval/x"]
+    assert [one.name for one in metric_summaries([{"step": 0, **reported}], ())] == ["eval/reward", "eval/x"]
 
 
 def test_the_file_is_json_without_nan(tmp_path):

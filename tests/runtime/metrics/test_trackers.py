@@ -13,7 +13,7 @@ import pytest
 
 from realign.errors import ConfigError
 from realign.runtime import MLflow, SwanLab, TensorBoard, Trackio, WandB
-from realign.runtime.metrics.trackers import LATEST, Forgiving, SwanLabMode, WandbMode
+from realign.runtime.metrics.trackers import LATEST, BestEffortTracker, SwanLabMode, WandbMode
 
 
 def test_a_tracker_that_fails_ends_no_run_and_what_it_missed_is_told():
@@ -28,7 +28,7 @@ def test_a_tracker_that_fails_ends_no_run_and_what_it_missed_is_told():
         def close(self):
             raise OSError("gone")
 
-    tracker = Forgiving("mine", Flaky())
+    tracker = BestEffortTracker("mine", Flaky())
     tracker.log(1, {})
     with pytest.warns(
         UserWarning, match=r"Tracker 'mine' failed at step 2 \(ConnectionError: no network\)\. Training continues"

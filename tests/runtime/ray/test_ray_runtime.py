@@ -27,7 +27,7 @@ from realign.runtime.evaluation.loss import ForwardOnly
 from realign.runtime.models import load_own
 from realign.runtime.out_of_memory import memory_limited
 from realign.runtime.processes.agreement import software
-from realign.runtime.processes.placement import Group
+from realign.runtime.processes.placement import RoleGroup
 from realign.runtime.processes.watchdog import WorkerHangs
 from realign.runtime.ray import worker_groups as groups
 from realign.runtime.ray.ray_runtime import RayRuntime, reserve
@@ -136,9 +136,9 @@ def assert_close(ours: Any, theirs: Any) -> None:
 @pytest.fixture(scope="module")
 def group(cluster, files):
     """Start one process in the folder `files`, with a bigram model as `actor`."""
-    room = reserve(Group(("actor",)), Ray(), gpu=False)
+    room = reserve(RoleGroup(("actor",)), Ray(), gpu=False)
     setup = Setup(str(files), (), threads=1, seed=0)
-    made = WorkerGroup(Group(("actor",)), Ray(), room, setup, gpu=False)
+    made = WorkerGroup(RoleGroup(("actor",)), Ray(), room, setup, gpu=False)
     made.ready()
     made.load({"actor": BigramModel()}, 0)
     yield made
@@ -228,10 +228,10 @@ def test_a_cluster_without_room_is_a_config_error_with_the_required_resources(fi
 
 
 def test_resources_that_other_jobs_use_are_a_transient_error():
-    held = reserve(Group(("actor",), int(ray.available_resources()["CPU"])), Ray(), gpu=False)
+    held = reserve(RoleGroup(("actor",), int(ray.available_resources()["CPU"])), Ray(), gpu=False)
     try:
         with pytest.raises(TransientError, match="Wait until other jobs release resources"):
-            reserve(Group(("ref",)), Ray(address="auto", placement_timeout_s=1), gpu=False)
+            reserve(RoleGroup(("ref",)), Ray(address="auto", placement_timeout_s=1), gpu=False)
     finally:
         ray.util.remove_placement_group(held)
 
