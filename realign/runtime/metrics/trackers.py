@@ -20,6 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
+from typing_extensions import override
+
 from realign.errors import ConfigError
 from realign.safe_yaml import load_yaml
 from realign.settings import Settings
@@ -149,8 +151,8 @@ class WandB(ProjectTracker):
     """`online` uploads during the run; `offline` writes files that `wandb sync` uploads later."""
     package: ClassVar[str] = "wandb"
 
+    @override
     def start_options(self, output_dir: Path) -> dict[str, Any]:
-        """See `ProjectTracker.start_options`."""
         return {"dir": str(output_dir), "mode": self.mode.value}
 
 
@@ -162,8 +164,8 @@ class Trackio(ProjectTracker):
     """Space of the Hugging Face hub, such as `name/space`; null stores the runs on this machine."""
     package: ClassVar[str] = "trackio"
 
+    @override
     def start_options(self, output_dir: Path) -> dict[str, Any]:
-        """See `ProjectTracker.start_options`."""
         return {"space_id": self.space, "resume": "allow", "embed": False}
 
 
@@ -183,8 +185,8 @@ class SwanLab(ProjectTracker):
     """`online` uploads during the run; `local` is for `swanlab watch`; `offline` writes files for `swanlab sync`."""
     package: ClassVar[str] = "swanlab"
 
+    @override
     def start_options(self, output_dir: Path) -> dict[str, Any]:
-        """See `ProjectTracker.start_options`."""
         return {"log_dir": str(output_dir / "swanlab"), "mode": self.mode.value}
 
     def samples_table(self, library: Any, rows: list[list[Any]]) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 import ray
 import torch
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from typing_extensions import override
 
 from realign.api import RPC, Model, ModelSpec, SequenceSample
 from realign.api.sampler import Sampler
@@ -98,10 +99,11 @@ class RayRuntime(LocalRuntime):
         self._workers.callback(workers.kill)
         return workers
 
+    @override
     def _calls(
         self, rpcs: Sequence[RPC], batch: SequenceSample, values: dict[str, float], draw: int = 0
     ) -> SequenceSample:
-        """See `LocalRuntime._calls`; each call starts as soon as its dependencies are done.
+        """Start each call as soon as its dependencies are done.
 
         Results are merged in the order of the graph, independent of completion order. The calls of one role run one
         after another, because its interface may be stateful.
@@ -138,8 +140,9 @@ class RayRuntime(LocalRuntime):
         self._waits[rpc.name] = hops.seconds
         return made
 
+    @override
     def _make(self, rpc: RPC, model: Model, batch: SequenceSample) -> SequenceSample:
-        """See `LocalRuntime._make`; error messages of workers include the name of the call."""
+        """Add the name of the call to the error messages of workers."""
         with counted_hops(rpc.name):
             return super()._make(rpc, model, batch)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from typing_extensions import override
 
 from realign.api import GenerationConfig, MicroBatchSpec, SequenceSample, Stats, merge_stats
 from realign.api.engine import Forward, LossFn, LossWeightFn, PipelinableEngine, PostHook, StepIf
@@ -36,50 +37,53 @@ class RayEngine(PipelinableEngine):
         self._data_rank_of = [loaded.data_rank for loaded in ranks]
 
     @property
+    @override
     def trainable(self) -> bool:
-        """See `PipelinableEngine.trainable`."""
         return self._loaded.trainable
 
     @property
+    @override
     def outputs(self) -> frozenset[str]:
-        """See `PipelinableEngine.outputs`."""
         return self._loaded.outputs
 
     @property
+    @override
     def positions(self) -> int | None:
-        """See `PipelinableEngine.positions`."""
         return self._loaded.positions
 
     @property
+    @override
     def eos_token_ids(self) -> tuple[int, ...]:
-        """See `PipelinableEngine.eos_token_ids`."""
         return self._loaded.eos_token_ids
 
     @property
+    @override
     def encoder_decoder(self) -> bool:
-        """See `PipelinableEngine.encoder_decoder`."""
         return self._loaded.encoder_decoder
 
     @property
+    @override
     def data_ranks(self) -> int:
-        """See `PipelinableEngine.data_ranks`; counts the workers' data-parallel ranks."""
+        """Count the workers' data-parallel ranks."""
         return self._loaded.data_ranks
 
+    @override
     def forward(self, data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
-        """See `PipelinableEngine.forward`."""
         return self._cut("forward", data, TOKENS, mb_spec, HOOK, hook=post_hook)
 
+    @override
     def use_heads(self, heads: Mapping[str, LMHead]) -> None:
-        """See `PipelinableEngine.use_heads`; each worker keeps a copy."""
+        """Give each worker a copy."""
         given = {role: (head.weight_VH, head.bias_V, head.scale, head.softcap) for role, head in heads.items()}
         self._tell("use_heads", given)
 
+    @override
     def check_router_replay(self) -> None:
-        """See `PipelinableEngine.check_router_replay`."""
         self._tell("check_router_replay")
 
+    @override
     def reference(self, layers: int | None = None) -> Forward:
-        """See `TransformersEngine.reference`; the copies are created and stay in the workers."""
+        """Create the copies in the workers, where they stay."""
         self._tell("reference", layers)
 
         def score(data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
@@ -87,11 +91,12 @@ class RayEngine(PipelinableEngine):
 
         return score
 
+    @override
     def measure(self, data: SequenceSample, mb_spec: MicroBatchSpec, loss_fn: LossFn) -> Stats:
-        """See `PipelinableEngine.measure`."""
         given = [(part, mb_spec, HOOK) for part in self._shards(data, TOKENS)]
         return merge_stats(self._ask("measure", given, loss_fn))
 
+    @override
     def train_batch(
         self,
         data: SequenceSample,
@@ -100,7 +105,7 @@ class RayEngine(PipelinableEngine):
         loss_weight_fn: LossWeightFn,
         step_if: StepIf | None = None,
     ) -> Stats:
-        """See `PipelinableEngine.train_batch`; one RPC, or two with `step_if`, which runs in the driver."""
+        """Send one RPC, or two with `step_if`, which runs in the driver."""
         weight = step_weight(data, loss_weight_fn)
         if float(weight) == 0:
             return self._tell("skip", "zero_weight_steps")
@@ -112,40 +117,41 @@ class RayEngine(PipelinableEngine):
             stats = merge_stats(self._ask("accumulate", given, loss_fn))
             return {**stats, **self._tell("apply", weight, not step_if(stats))}
 
+    @override
     def generate(self, data: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
-        """See `PipelinableEngine.generate`."""
         return self._cut("generate", data, PROMPTS, config, seed)
 
     def reduce(self, x: Tensor) -> Tensor:
         """Return `x` unchanged, because the driver has the whole batch."""
         return x
 
+    @override
     def start_step(self, version: int) -> None:
-        """See `PipelinableEngine.start_step`."""
         self._tell("start_step", version)
 
+    @override
     def save(self, path: Path) -> None:
-        """See `PipelinableEngine.save`; writes on the machine of rank 0, so `path` should be on a shared disk."""
+        """Write on the machine of rank 0, so `path` should be on a shared disk."""
         self._tell("save", Path(path).absolute())
 
+    @override
     def state_dict(self) -> dict[str, Any]:
-        """See `PipelinableEngine.state_dict`."""
         return self._tell("state_dict")
 
+    @override
     def fixed_weights(self) -> dict[str, Any]:
-        """See `PipelinableEngine.fixed_weights`."""
         return self._tell("fixed_weights")
 
+    @override
     def load_state_dict(self, state: Mapping[str, Any], *, weights_only: bool = False) -> None:
-        """See `PipelinableEngine.load_state_dict`."""
         self._tell("load_state_dict", state, weights_only)
 
+    @override
     def weights(self) -> dict[str, Tensor]:
-        """See `PipelinableEngine.weights`."""
         return self._tell("weights")
 
+    @override
     def load_weights(self, weights: Mapping[str, Tensor], mix: float = 1.0) -> None:
-        """See `PipelinableEngine.load_weights`."""
         self._tell("load_weights", weights, mix)
 
     def _tell(self, verb: str, *arguments: Any) -> Any:

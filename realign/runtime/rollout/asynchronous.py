@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from realign.api import (
     RPC,
@@ -63,8 +64,9 @@ class SamplingEngine(SharedEngine):
             "rollout=sync."
         )
 
+    @override
     def generate(self, data: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
-        """See `PipelinableEngine.generate`: the sampler samples, not the engine."""
+        """Sample with the sampler, not with the engine."""
         return self._sampler.generate(data, config, seed=seed)
 
 
