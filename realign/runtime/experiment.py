@@ -173,8 +173,8 @@ class Experiment(Settings):
                 raise SettingsError(f"resume_skip=[{part}]: unknown part (valid: {', '.join(CheckpointPart)})")
         for name, value in (("resume_allow", self.resume_allow), ("resume_skip", self.resume_skip)):
             if self.resume is None and value:
-                found = f"{name}=[{', '.join(value)}]"
-                raise SettingsError(f"{found}: it has no effect without resume. Set resume, or remove {name}.")
+                setting = f"{name}=[{', '.join(value)}]"
+                raise SettingsError(f"{setting}: it has no effect without resume. Set resume, or remove {name}.")
         if self.resume == AUTO and CheckpointPart.counters in self.resume_skip:
             raise SettingsError(
                 "resume_skip=[counters]: it starts a new run, which resume=auto cannot do. Set resume to the path of "
@@ -256,7 +256,7 @@ class Experiment(Settings):
     def _longest(self) -> tuple[str, Plan]:
         """The role that generates the longest responses, and its plan."""
         plans = [(rpc.model, self.interfaces[rpc.model].plan()) for rpc in self.graph.rpcs if rpc.method == "generate"]
-        return max(plans, key=lambda found: found[1].longest_response, default=("actor", Plan()))
+        return max(plans, key=lambda role_plan: role_plan[1].longest_response, default=("actor", Plan()))
 
     @property
     def temperatures(self) -> dict[str, float]:

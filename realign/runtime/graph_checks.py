@@ -54,12 +54,12 @@ def check_keys(graph: DataflowGraph, interfaces: Mapping[str, ModelInterface]) -
 
 def unread_inputs(graph: DataflowGraph, interfaces: Mapping[str, ModelInterface]) -> dict[str, list[str]]:
     """Return the inputs of each RPC that its interface does not read, without RPCs that have none."""
-    found = {}
+    unread_by_rpc = {}
     for rpc in graph.rpcs:
         read = _read(rpc, _keys(rpc, interfaces[rpc.model]))
         if unread := [key for key in rpc.inputs if key not in read]:
-            found[rpc.name] = unread
-    return found
+            unread_by_rpc[rpc.name] = unread
+    return unread_by_rpc
 
 
 def _keys(rpc: RPC, interface: ModelInterface) -> Keys:

@@ -262,8 +262,8 @@ class LocalRuntime:
             self.prompts.drawn = step - 1 + self.batches_ahead  # one per step: the position follows from the step
             batch = self._calls(order, self.prompts.draw(), values)
         else:
-            batch, found = sampling.fill(self.experiment.batch_prompts, self._draws(leading, values))
-            values |= found
+            batch, sampling_metrics = sampling.fill(self.experiment.batch_prompts, self._draws(leading, values))
+            values |= sampling_metrics
             batch = self._calls([rpc for rpc in order if rpc not in leading], batch, values)
         values |= self.prompts.order.metrics()
         with memory_limited("weight sync", SMALLER), self.spans.span("weight sync", "phase"):
@@ -337,8 +337,8 @@ class LocalRuntime:
 
     def evaluations_due(self, step: int) -> list[str]:
         """Return the config keys of the evaluations to run after this step; all of them after the last step."""
-        found, last = self.experiment.all_evaluations, step == self.experiment.steps
-        return [where for where, evaluation in found.items() if last or step % evaluation.every_steps == 0]
+        evaluations, last = self.experiment.all_evaluations, step == self.experiment.steps
+        return [where for where, evaluation in evaluations.items() if last or step % evaluation.every_steps == 0]
 
     def evaluate(self, due: Sequence[str] | None = None) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Run evaluations; return metrics `eval/...` and readable samples, both empty if there are none.
@@ -419,16 +419,16 @@ class LocalRuntime:
 
     def _external_samplers(self) -> list[Sampler]:
         """Return each external sampler once, even if roles share it; empty if loading failed."""
-        found = [m.external_sampler for m in self.models.values() if m.external_sampler is not None]
-        return list({id(sampler): sampler for sampler in found}.values())
+        samplers = [m.external_sampler for m in self.models.values() if m.external_sampler is not None]
+        return list({id(sampler): sampler for sampler in samplers}.values())
 
     def _check_ratio(self, rpc: RPC, stats: Mapping[str, float]) -> None:
         """Check the log-probs of an RPC once, on the first step whose first mini-batch has trained tokens."""
-        found = stats.get("first_logprob_diff_max")
-        if found is None or rpc.name in self.counters.ratio_checked:
+        difference = stats.get("first_logprob_diff_max")
+        if difference is None or rpc.name in self.counters.ratio_checked:
             return
         self.counters.ratio_checked.add(rpc.name)
         tolerance = self.experiment.ratio_tolerance
         if tolerance is None:
             tolerance = default_tolerance(self.experiment.models[rpc.model])
-        check_ratio(rpc, found, tolerance, strict=self.experiment.strict_ratio)
+        check_ratio(rpc, difference, tolerance, strict=self.experiment.strict_ratio)

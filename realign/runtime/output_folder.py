@@ -28,18 +28,18 @@ def check_output_folder(experiment: Experiment) -> None:
     started = record.exists() and record.stat().st_size > 0  # a run with an empty record failed before its first line
     if experiment.overwrite or not started:
         return
-    found = f"output_dir={str(out)!r}: the folder contains an earlier run"
+    problem = f"output_dir={str(out)!r}: the folder contains an earlier run"
     resumable = any((out / CHECKPOINTS).glob("*step_*"))
     if resume is None:
         continue_it = "Continue that run with resume=auto, choose" if resumable else "Choose"
-        raise ConfigError(f"{found}. {continue_it} another folder, or set overwrite=true.")
+        raise ConfigError(f"{problem}. {continue_it} another folder, or set overwrite=true.")
     if resume == AUTO and not resumable and any(map(_has_model, _model_folders(out))):
         raise ConfigError(
-            f"{found} without a checkpoint, and resume=auto would replace its models. Choose another folder, or set "
+            f"{problem} without a checkpoint, and resume=auto would replace its models. Choose another folder, or set "
             "overwrite=true."
         )
     if resume != AUTO and (CheckpointPart.counters in experiment.resume_skip or not experiment.owns(Path(resume))):
-        raise ConfigError(f"{found}, and resume={resume!r} starts a new one. Choose another folder.")
+        raise ConfigError(f"{problem}, and resume={resume!r} starts a new one. Choose another folder.")
 
 
 def clear_output_folder(out: Path) -> None:

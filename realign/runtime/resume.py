@@ -64,10 +64,10 @@ def find_start(experiment: Experiment) -> Start | None:
     """
     if experiment.resume is None:
         return None
-    found = _find(experiment)
-    if found is None:
+    selected = _find(experiment)
+    if selected is None:
         return None
-    checkpoint, state = found
+    checkpoint, state = selected
     check_config_tree(state)
     check_version(str(checkpoint.path), state, config_of(experiment), installed_version())
     check_tree(str(checkpoint.path), checkpoint.step, state)
@@ -130,8 +130,8 @@ def _find(experiment: Experiment) -> tuple[Checkpoint, dict[str, Any]] | None:
         if checkpoint.path == path:
             return checkpoint, checkpoint.read()
     for folder in (path / CHECKPOINTS, path):
-        if (found := newest(folder, warn)) is not None:
-            return found
+        if (checkpoint_and_tree := newest(folder, warn)) is not None:
+            return checkpoint_and_tree
     raise CheckpointError(
         f"resume={experiment.resume}: no checkpoint found. Set a run folder or a checkpoint such as "
         "runs/NAME/checkpoints/step_000010."
@@ -277,11 +277,11 @@ class Attempts:
         self._recoveries += 1
         self.experiment = again = copy.deepcopy(self._fresh)
         where = "restarts"
-        found = self._checkpoints()
+        checkpoints = self._checkpoints()
         # before it writes its first checkpoint, the run restarts as it did originally, with its own resume settings
-        if self._earlier is not None and (own := [c for c in found if _identity(c) not in self._earlier]):
+        if self._earlier is not None and (own := [c for c in checkpoints if _identity(c) not in self._earlier]):
             # AUTO skips a damaged checkpoint, but would choose one of a later step that is about to be removed
-            again.resume = AUTO if found[-1] is own[-1] else str(own[-1].path)
+            again.resume = AUTO if checkpoints[-1] is own[-1] else str(own[-1].path)
             again.resume_allow, again.resume_skip = [], []
             where = f"continues after step {own[-1].step}"
         warnings.warn(f"{lost}. The run {where} (recovery {self._recoveries} of at most {most}).", stacklevel=3)
@@ -292,5 +292,5 @@ class Attempts:
 
 def _identity(checkpoint: Checkpoint) -> object:
     """Return a key that differs between two checkpoints written to the same path one after the other."""
-    found = checkpoint.path.stat()
-    return checkpoint.path.name, found.st_ino, found.st_mtime_ns
+    status = checkpoint.path.stat()
+    return checkpoint.path.name, status.st_ino, status.st_mtime_ns

@@ -48,7 +48,7 @@ def run_state(runtime: LocalRuntime, frozen: Mapping[str, Any]) -> dict[str, Any
         "realign": installed_version(),
         "environment": environment(),
         "config": config_of(runtime.experiment),
-        "frozen": {role: found for role, found in frozen.items() if role not in runtime.sync.syncs},
+        "frozen": {role: origin for role, origin in frozen.items() if role not in runtime.sync.syncs},
         "models": {role: _model_state(model, role in runtime.sync.syncs) for role, model in runtime.models.items()},
         "interfaces": interface_states(runtime),
         "random": random_state(),
@@ -195,7 +195,7 @@ def frozen_weights(runtime: LocalRuntime) -> dict[str, Any]:
     If the initial policy of a model also serves as a separate frozen role, the hash covers all its weights. Call this
     before the first step and before `restore`.
     """
-    found = {}
+    origins = {}
     for role, model in runtime.models.items():
         if model.engine is None:
             continue
@@ -203,8 +203,8 @@ def frozen_weights(runtime: LocalRuntime) -> dict[str, Any]:
         tree = {"fixed": model.engine.fixed_weights(), "trained": model.engine.state_dict() if origin else {}}
         if any(True for _ in tensors_of(tree)):
             path = runtime.experiment.models[role].facts().path
-            found[role] = {"path": path, "sha256": hash_of(tree)}
-    return found
+            origins[role] = {"path": path, "sha256": hash_of(tree)}
+    return origins
 
 
 def check_frozen(saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:

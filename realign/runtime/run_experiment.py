@@ -133,9 +133,9 @@ def _with_callbacks(experiment: Experiment, callbacks: Mapping[str, Callback]) -
             raise ConfigError(f"callbacks.{name}: the experiment has a callback of this name. Choose another name.")
     if not callbacks:
         return experiment
-    found = copy.copy(experiment)
-    found.callbacks = {**experiment.callbacks, **callbacks}
-    return found
+    extended = copy.copy(experiment)
+    extended.callbacks = {**experiment.callbacks, **callbacks}
+    return extended
 
 
 @contextmanager
@@ -213,10 +213,10 @@ def _check_start(start: Start | None, ranks: Ranks) -> None:
     Raises:
         CheckpointError: they found different ones.
     """
-    found = ranks.gather(None if start is None else str(start.checkpoint.path))
-    for rank, path in enumerate(found):
-        if path != found[0]:
+    paths = ranks.gather(None if start is None else str(start.checkpoint.path))
+    for rank, path in enumerate(paths):
+        if path != paths[0]:
             raise CheckpointError(
-                f"resume: rank 0 found checkpoint {found[0]}, but rank {rank} found {path}. Put output_dir and the "
+                f"resume: rank 0 found checkpoint {paths[0]}, but rank {rank} found {path}. Put output_dir and the "
                 "path in resume on a disk that all machines share."
             )

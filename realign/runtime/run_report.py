@@ -100,8 +100,8 @@ def attempts_in(folder: Path) -> list[dict[str, Any]]:
     with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
         path = folder / RUN_JSON
         if path.is_file():  # for example a pipe would block
-            found = json.loads(path.read_bytes())["attempts"]
-            return [dict(attempt) for attempt in found]
+            attempts = json.loads(path.read_bytes())["attempts"]
+            return [dict(attempt) for attempt in attempts]
     return []
 
 
@@ -109,7 +109,7 @@ def _described(runtime: LocalRuntime) -> dict[str, Any]:
     e = runtime.experiment
     models = ((role, model.engine) for role, model in runtime.models.items() if model.engine is not None)
     lead = lead_role(e)
-    found = {} if e.save_best is None else {e.save_best.removeprefix("-"): not e.save_best.startswith("-")}
+    larger_is_better = {} if e.save_best is None else {e.save_best.removeprefix("-"): not e.save_best.startswith("-")}
     return {
         "name": e.name,
         "steps": e.steps,
@@ -123,7 +123,7 @@ def _described(runtime: LocalRuntime) -> dict[str, Any]:
         "graph": graph_record(e.graph),
         "headline": headline(e.graph, e.interfaces, lead, tuple(e.evaluations)),
         "panels": [dataclasses.asdict(panel) for panel in panels(e.graph, e.interfaces, lead)],
-        "larger_is_better": found,
+        "larger_is_better": larger_is_better,
     }
 
 
@@ -173,11 +173,11 @@ def _git(folder: Path, *words: str) -> str | None:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for name in PACKAGES:
         with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+            versions[name] = version(name)
+    return versions
 
 
 def _device() -> dict[str, Any]:
@@ -267,14 +267,14 @@ class RunReport:
         )
 
     def _next_commands(self, experiment: Experiment, event: EndEvent, *, learns: bool) -> dict[str, str]:
-        found: dict[str, str] = {}
+        commands: dict[str, str] = {}
         lead = lead_role(experiment)
         model = experiment.output_dir / FINAL / lead
         outputs = experiment.models[lead].facts().outputs if lead in experiment.models else None
         if event.status is not EndStatus.interrupted and (outputs is None or "logprobs" in outputs) and _exists(model):
-            found["chat with the model"] = f"realign chat {shlex.quote(str(model))}"
+            commands["chat with the model"] = f"realign chat {shlex.quote(str(model))}"
         if self.command is None or experiment.checkpoint is None:
-            return found
+            return commands
         words = {
             EndStatus.interrupted: ("continue", []),
             EndStatus.completed: ("train for more steps", [f"steps={2 * experiment.steps}"]),
@@ -284,11 +284,11 @@ class RunReport:
             meaning, more = words
             keys = {word.partition("=")[0] for word in more}
             keys |= {"overwrite"}
-            kept = [word for word in self.command if word.partition("=")[0] not in keys]
-            found[meaning] = shlex.join([*command_words(), *kept, "resume=auto", *more])
-        kept = [word for word in self.command if word.partition("=")[0] not in ("overwrite", "output_dir")]
-        found["check another setting"] = shlex.join(["realign", "check", *kept, "KEY=VALUE"])
-        return found
+            words_left = [word for word in self.command if word.partition("=")[0] not in keys]
+            commands[meaning] = shlex.join([*command_words(), *words_left, "resume=auto", *more])
+        words_left = [word for word in self.command if word.partition("=")[0] not in ("overwrite", "output_dir")]
+        commands["check another setting"] = shlex.join(["realign", "check", *words_left, "KEY=VALUE"])
+        return commands
 
 
 def _exists(path: Path) -> bool:

@@ -108,8 +108,8 @@ class StandaloneEvaluations:
 
 def _without_training(experiment: Experiment, evaluations: Mapping[str, Evaluator]) -> Experiment:
     """Return a copy of the experiment with the roles and RPCs that the evaluations call, and without optimizers."""
-    called = {rpc.name: rpc for one in evaluations.values() for rpc in one.calls(experiment.graph)}
-    roles = {rpc.model for rpc in called.values()} | {one.role for one in evaluations.values()}
+    called = {rpc.name: rpc for evaluation in evaluations.values() for rpc in evaluation.calls(experiment.graph)}
+    roles = {rpc.model for rpc in called.values()} | {evaluation.role for evaluation in evaluations.values()}
     specs = dict(experiment.models)
     roles |= {spec.of for role in roles if isinstance(spec := specs.get(role), SharedModel)}
     shared = {role: spec for role, spec in specs.items() if role in roles and isinstance(spec, SharedModel)}
@@ -123,14 +123,16 @@ def _without_training(experiment: Experiment, evaluations: Mapping[str, Evaluato
     needed.graph = DataflowGraph(_leading(experiment.graph, called), experiment.graph.dataset_keys)
     needed.models = {role: spec.for_evaluation() for role, spec in specs.items() if role in roles}
     needed.evaluation = evaluations.get("evaluation")
-    needed.evaluations = {key.partition(".")[2]: one for key, one in evaluations.items() if "." in key}
+    needed.evaluations = {key.partition(".")[2]: evaluation for key, evaluation in evaluations.items() if "." in key}
     needed.calibration = None
     return needed
 
 
 def _leading(graph: DataflowGraph, called: Mapping[str, RPC]) -> tuple[RPC, ...]:
     """Return the RPCs that do not train, of `called` and of all RPCs that they depend on."""
-    names = {rpc.name for one in called.values() for key in one.inputs for rpc in graph.leading_to(key)} | set(called)
+    names = {rpc.name for caller in called.values() for key in caller.inputs for rpc in graph.leading_to(key)} | set(
+        called
+    )
     return tuple(
         dataclasses.replace(rpc, after=tuple(name for name in rpc.after if name in names))
         for rpc in graph.order

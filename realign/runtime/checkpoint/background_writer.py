@@ -154,10 +154,10 @@ class CheckpointWriter:
             self._failures.append(f"Checkpoints that are no longer needed could not be removed ({error}).")
 
     def _remove_old(self, step: int, best: int | None) -> None:
-        found = list_checkpoints(self._folder)
-        kept = [c for c in found if c.step <= step][-self._keep :] + [c for c in found if c.step == best]
-        for checkpoint in found:
-            if checkpoint not in kept:
+        checkpoints = list_checkpoints(self._folder)
+        needed = [c for c in checkpoints if c.step <= step][-self._keep :] + [c for c in checkpoints if c.step == best]
+        for checkpoint in checkpoints:
+            if checkpoint not in needed:
                 remove(checkpoint)
 
 

@@ -101,9 +101,9 @@ class Checkpoint:
             return {name: (facts["bytes"], facts["sha256"]) for name, facts in manifest["files"].items()}
 
     def _check(self, name: str, size: int, digest: str) -> None:
-        found = self._check_regular(name)
-        if found != size:
-            raise CorruptCheckpoint(f"{self.path / name}: {found} bytes, expected {size}")
+        actual_size = self._check_regular(name)
+        if actual_size != size:
+            raise CorruptCheckpoint(f"{self.path / name}: {actual_size} bytes, expected {size}")
         with self._reading(name), (self.path / name).open("rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != digest:
                 raise ValueError("the file was changed after it was written (sha256 mismatch)")
@@ -111,12 +111,12 @@ class Checkpoint:
     def _check_regular(self, name: str) -> int:
         path = self.path / name
         try:
-            found = path.lstat()
+            status = path.lstat()
         except OSError as error:
             raise CorruptCheckpoint(f"{path}: missing ({error.strerror})") from error
-        if not stat.S_ISREG(found.st_mode):
+        if not stat.S_ISREG(status.st_mode):
             raise CorruptCheckpoint(f"{path}: not a regular file")
-        return found.st_size
+        return status.st_size
 
     @contextmanager
     def _reading(self, name: str) -> Iterator[None]:
@@ -156,14 +156,14 @@ class Start:
 
 def list_checkpoints(folder: Path) -> list[Checkpoint]:
     """Return the checkpoints of a folder, sorted by step, newest last. Ignore links and folders with other names."""
-    found = {}
+    by_step = {}
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:  # dot names sort first, so `step_` wins
         name = path.name.removeprefix(".").removesuffix(f".{REPLACED}")
         step = int(name[5:]) if re.fullmatch(r"step_[0-9]{6,}", name) else -1
         names = (folder_name(step), f".{folder_name(step)}.{REPLACED}")
         if path.name in names and path.is_dir() and not path.is_symlink():
-            found[step] = Checkpoint(path, step)
-    return [found[step] for step in sorted(found)]
+            by_step[step] = Checkpoint(path, step)
+    return [by_step[step] for step in sorted(by_step)]
 
 
 def newest(folder: Path, warn: Callable[[str], None]) -> tuple[Checkpoint, dict[str, Any]] | None:
@@ -176,9 +176,9 @@ def newest(folder: Path, warn: Callable[[str], None]) -> tuple[Checkpoint, dict[
     Raises:
         CorruptCheckpoint: The folder has checkpoints, but none can be read.
     """
-    found = list_checkpoints(folder)
+    checkpoints = list_checkpoints(folder)
     problems = []
-    for checkpoint in reversed(found):
+    for checkpoint in reversed(checkpoints):
         try:
             return checkpoint, checkpoint.read()
         except CorruptCheckpoint as error:
@@ -197,8 +197,8 @@ def folder_name(step: int) -> str:
 def rendered_manifest(manifest: dict[str, Any]) -> bytes:
     """Return the manifest as bytes, including the sha256 of its canonical JSON."""
     canonical = json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode()
-    whole = {**manifest, "sha256": hashlib.sha256(canonical).hexdigest()}
-    return json.dumps(whole, sort_keys=True, indent=2).encode() + b"\n"
+    signed = {**manifest, "sha256": hashlib.sha256(canonical).hexdigest()}
+    return json.dumps(signed, sort_keys=True, indent=2).encode() + b"\n"
 
 
 LEFTOVER = re.compile(r"\.(step_[0-9]+)\.\w+")

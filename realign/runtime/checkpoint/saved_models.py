@@ -48,13 +48,13 @@ def damage_of(folder: Path, files: Mapping[str, Any] | None) -> str | None:
     for name, facts in (files or {}).items():
         path = folder / name
         try:
-            found = path.lstat()
+            status = path.lstat()
         except OSError as error:
             return f"{name}: {error.strerror}"
-        if not stat.S_ISREG(found.st_mode):
+        if not stat.S_ISREG(status.st_mode):
             return f"{name}: not a regular file"
-        if found.st_size != facts["bytes"]:
-            return f"{name}: {found.st_size} bytes, expected {facts['bytes']}"
+        if status.st_size != facts["bytes"]:
+            return f"{name}: {status.st_size} bytes, expected {facts['bytes']}"
         if facts_of(path) != facts:
             return f"{name}: sha256 mismatch"
     return None

@@ -57,10 +57,10 @@ def check_image_models(experiment: Experiment, models: Mapping[str, Model]) -> N
 
 def _roles_with_images(experiment: Experiment) -> list[str]:
     """Return the roles with a model that see images."""
-    found = [e.role for e in experiment.all_evaluations.values() if e.data.has_images]
+    roles = [e.role for e in experiment.all_evaluations.values() if e.data.has_images]
     if experiment.data.has_images:
-        found += [rpc.model for rpc in experiment.graph.rpcs if experiment.interfaces[rpc.model].needs_engine]
-    return list(dict.fromkeys(found))
+        roles += [rpc.model for rpc in experiment.graph.rpcs if experiment.interfaces[rpc.model].needs_engine]
+    return list(dict.fromkeys(roles))
 
 
 def _no_images(where: str, why: str) -> ConfigError:
@@ -99,8 +99,8 @@ def check_predicted(dataset: Dataset, what: str, models: Mapping[str, Model]) ->
 
 def _first(models: Mapping[str, Model]) -> str | None:
     """Return the first role with an encoder-decoder model."""
-    found = (role for role, model in models.items() if model.engine is not None and model.engine.encoder_decoder)
-    return next(found, None)
+    roles = (role for role, model in models.items() if model.engine is not None and model.engine.encoder_decoder)
+    return next(roles, None)
 
 
 def check_replay(experiment: Experiment) -> None:

@@ -93,8 +93,8 @@ def check_known_answers(where: str, verifier: Verifier, model: Model, data: Sequ
             stacklevel=2,
         )
         return f"{where}: not checked, because all rows have the same answer"
-    texts = [(one.right, one.wrong) for one in known]
-    rows = data.take([one.row for one in known])
+    texts = [(answers.right, answers.wrong) for answers in known]
+    rows = data.take([answers.row for answers in known])
 
     def scored() -> Tensor:
         with located(where):
@@ -125,13 +125,13 @@ def _known(setting: str, verifier: Verifier, data: SequenceSample) -> list[Known
     if "prompt_ids" not in data or "row" not in data.metadata:
         raise ConfigError(f"{setting}: the data has no prompts with rows. Set it to null, or use a dataset of prompts.")
     answers = _answers(setting, str(verifier.known_answer), data.metadata["row"])
-    found: list[Known] = []
+    comparable: list[Known] = []
     for place, (index, right) in enumerate(answers):
         others = (text for _, text in [*answers[place + 1 :], *answers[:place]] if text.strip() != right.strip())
-        if len(found) < SCORED and (wrong := next(others, None)) is not None:
+        if len(comparable) < SCORED and (wrong := next(others, None)) is not None:
             responses = (verifier.known_answer_template.replace(ANSWER, text) for text in (right, wrong))
-            found.append(Known(index, *responses))
-    return found
+            comparable.append(Known(index, *responses))
+    return comparable
 
 
 def _answers(setting: str, column: str, rows: Sequence[Mapping[str, Any]]) -> list[tuple[int, str]]:
@@ -139,7 +139,7 @@ def _answers(setting: str, column: str, rows: Sequence[Mapping[str, Any]]) -> li
     columns = sorted({name for row in rows for name in row})
     if column not in columns:
         raise ConfigError(f"{setting}: the data has no such column. Choose one of: {', '.join(columns)}.")
-    found = []
+    answers = []
     for index, row in enumerate(rows):
         if (answer := row.get(column)) is None:
             continue
@@ -148,10 +148,10 @@ def _answers(setting: str, column: str, rows: Sequence[Mapping[str, Any]]) -> li
                 f"{setting}: the column must contain texts or numbers, but row {index} contains a "
                 f"{type(answer).__name__}. Choose another column."
             )
-        found.append((index, str(answer)))
-    if not found:
+        answers.append((index, str(answer)))
+    if not answers:
         raise ConfigError(f"{setting}: the first {len(rows)} rows have no answer. Choose one of: {', '.join(columns)}.")
-    return found
+    return answers
 
 
 def _example(data: SequenceSample, known: Known, rewards_2: Tensor) -> str:

@@ -168,8 +168,8 @@ class Evaluation(SamplingEvaluator):
             current().lead(partial(judge.score_texts, model, prompts, [[text]] * len(prompts)))
             for prompts in self.batches(dataset)
         ]
-        found = float(torch.cat(rewards).nanmean())
-        return found if math.isfinite(found) else None
+        mean = float(torch.cat(rewards).nanmean())
+        return mean if math.isfinite(mean) else None
 
     def _scored(self, model: Model, dataset: Any, runtime: LoadedRun | None) -> Iterator[Scored]:
         for ending, generation in self._variants.items():
@@ -187,12 +187,12 @@ class Evaluation(SamplingEvaluator):
         judge = Model("evaluation", None, model.tokenizer, model.seed, model.version)
 
         def verdicts() -> tuple[SequenceSample | None, Mapping[str, Tensor]]:
-            found = {
+            rewards = {
                 name: interface.inference(judge, answered, MicroBatchSpec())["rewards"]
                 for name, interface in self.metrics.items()
             }
             scored = None if self.reward is None else self.reward.inference(judge, answered, MicroBatchSpec())
-            return scored, found
+            return scored, rewards
 
         scored, further = current().lead(verdicts)
         if scored is not None:

@@ -73,14 +73,14 @@ class LossEvaluation(Evaluator):
         return f"loss of {self.role}"
 
     def _training(self, graph: DataflowGraph) -> RPC:
-        found = [rpc for rpc in graph.rpcs if rpc.model == self.role and rpc.method == "train_step"]
-        if len(found) != 1:
+        calls = [rpc for rpc in graph.rpcs if rpc.model == self.role and rpc.method == "train_step"]
+        if len(calls) != 1:
             trained = ", ".join(dict.fromkeys(rpc.model for rpc in graph.rpcs if rpc.method == "train_step"))
             raise ConfigError(
-                f"role={self.role}: {len(found)} RPCs of the graph train this role, but the loss needs "
+                f"role={self.role}: {len(calls)} RPCs of the graph train this role, but the loss needs "
                 f"exactly one. Trained roles: {trained or 'none'}."
             )
-        return found[0]
+        return calls[0]
 
     def _before(self, training: RPC, graph: DataflowGraph) -> list[RPC]:
         """Return the RPCs that `training` depends on, in execution order."""

@@ -53,11 +53,11 @@ def colors(metrics: Sequence[str], held_out: str) -> dict[str, str]:
         held_out: Start of the names of evaluation metrics.
     """
     rest = iter(FURTHER * (len(metrics) // len(FURTHER) + 1))
-    found: dict[str, str] = {}
+    color_of: dict[str, str] = {}
     for name in metrics:
         color = HELD_OUT if name.startswith(held_out) else TRAINING
-        found[name] = next(rest) if color in found.values() else color
-    return found
+        color_of[name] = next(rest) if color in color_of.values() else color
+    return color_of
 
 
 def smoothed(values: Sequence[float]) -> list[float] | None:
@@ -68,11 +68,11 @@ def smoothed(values: Sequence[float]) -> list[float] | None:
     if len(values) < SMOOTHED_FROM:
         return None
     half = max(1, round(len(values) * WINDOW / 2))
-    found = []
+    means = []
     for i in range(len(values)):
         window = [v for v in values[max(0, i - half) : i + half + 1] if math.isfinite(v)]
-        found.append(sum(window) / len(window) if window else math.nan)
-    return found
+        means.append(sum(window) / len(window) if window else math.nan)
+    return means
 
 
 def split_unit(title: str) -> tuple[str, str]:
@@ -132,13 +132,13 @@ Points = list[tuple[float, float]]
 
 def _lines(panel: Panel, phases: Mapping[str, Sequence[Record]]) -> dict[str, dict[str, Points]]:
     """Return the points (step, value) of each metric, for each run that has points to draw."""
-    found: dict[str, dict[str, Points]] = {}
+    points_of: dict[str, dict[str, Points]] = {}
     for name, records in phases.items():
         for metric in panel.metrics:
             points = [(r["step"], r[metric]) for r in records if metric in r]
             if any(abs(value) > 1e-6 for _, value in points):
-                found.setdefault(name, {})[metric] = points
-    return found
+                points_of.setdefault(name, {})[metric] = points
+    return points_of
 
 
 def _draw_panel(

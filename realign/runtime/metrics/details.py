@@ -85,10 +85,10 @@ class Spans:
 
     def take(self) -> list[dict[str, Any]]:
         """Return the spans that ended since the last call, in the order of their start."""
-        found = []
+        spans = []
         while self._done:
-            found.append(self._done.popleft())
-        return sorted(found, key=lambda span: span["start"])
+            spans.append(self._done.popleft())
+        return sorted(spans, key=lambda span: span["start"])
 
 
 MOST_SAMPLES = 10_000
@@ -122,10 +122,10 @@ class SystemMonitor:
 
     def take(self) -> list[dict[str, Any]]:
         """Return the samples since the last call."""
-        found = []
+        samples = []
         while self._found:
-            found.append(self._found.popleft())
-        return found
+            samples.append(self._found.popleft())
+        return samples
 
     def _run(self) -> None:
         assert self._seconds is not None
@@ -136,13 +136,13 @@ class SystemMonitor:
         """Return the current load. `process_cpu` is the mean number of busy cores since the last sample."""
         now, used = time.perf_counter(), _cpu_seconds()
         (then, before), self._before = self._before, (now, used)
-        found = {"time": round(time.time(), 3), "process_cpu": round((used - before) / max(now - then, 1e-6), 3)}
+        load = {"time": round(time.time(), 3), "process_cpu": round((used - before) / max(now - then, 1e-6), 3)}
         with suppress(OSError):
-            found["machine_load"] = round(os.getloadavg()[0], 3)
-        found["cpu_cores"] = os.cpu_count() or 1
-        found["process_memory_gib"] = round(_resident_bytes() / GIB, 3)
-        found |= _machine_memory()
-        return found | {f"gpu{i}_{name}": x for i in range(_gpus()) for name, x in _gpu(i).items()}
+            load["machine_load"] = round(os.getloadavg()[0], 3)
+        load["cpu_cores"] = os.cpu_count() or 1
+        load["process_memory_gib"] = round(_resident_bytes() / GIB, 3)
+        load |= _machine_memory()
+        return load | {f"gpu{i}_{name}": x for i in range(_gpus()) for name, x in _gpu(i).items()}
 
 
 def _cpu_seconds() -> float:
@@ -172,10 +172,10 @@ def _gpus() -> int:
 
 def _gpu(device: int) -> dict[str, float]:
     free, total = torch.cuda.mem_get_info(device)
-    found = {"memory_gib": round((total - free) / GIB, 3), "memory_total_gib": round(total / GIB, 3)}
+    load = {"memory_gib": round((total - free) / GIB, 3), "memory_total_gib": round(total / GIB, 3)}
     with suppress(Exception):  # needs NVML, which is optional
-        found["utilization"] = round(torch.cuda.utilization(device) / 100, 3)
-    return found
+        load["utilization"] = round(torch.cuda.utilization(device) / 100, 3)
+    return load
 
 
 PROMPT_TOKENS = 128
@@ -228,24 +228,24 @@ def token_records(
         if key in part.data and part.lengths[key] == lengths
     }
     rewards = total_rewards(part).tolist() if "rewards" in part else None
-    traced = {(one.prompt, one.response): one.values for one in traces}
+    traced = {(trace.prompt, trace.response): trace.values for trace in traces}
     records, seen = list[dict[str, Any]](), dict[Hashable, int]()
     for row, (owner, ids) in enumerate(zip(part.group_index().tolist(), part.sequences("input_ids"), strict=True)):
         prompt = part.ids[owner]
         response = seen[prompt] = seen.get(prompt, -1) + 1
         if response >= spec.token_responses:
             continue
-        found = {name: rows[row] for name, rows in columns.items()}
-        found |= {TRACED[key]: x for key, x in traced.get((prompt, response), {}).items() if key in TRACED}
+        values = {name: rows[row] for name, rows in columns.items()}
+        values |= {TRACED[key]: x for key, x in traced.get((prompt, response), {}).items() if key in TRACED}
         reward = None if rewards is None else _plain(rewards[row])
         record = {"id": prompt, "response": response, "reward": reward}
-        records.append(record | _columns(ids, found, spec.token_limit, decode))
+        records.append(record | _columns(ids, values, spec.token_limit, decode))
     return records
 
 
-def _columns(ids: Tensor, found: Mapping[str, Tensor], limit: int, decode: Callable[..., str]) -> dict[str, Any]:
+def _columns(ids: Tensor, values: Mapping[str, Tensor], limit: int, decode: Callable[..., str]) -> dict[str, Any]:
     """Return the columns of one sequence."""
-    given = found.get("given")
+    given = values.get("given")
     prompt = len(ids) if given is None or bool(given.all()) else int((~given.bool()).nonzero()[0, 0])
     start = max(0, prompt - PROMPT_TOKENS) if given is not None else 0
     window = slice(start, start + limit)
@@ -253,7 +253,7 @@ def _columns(ids: Tensor, found: Mapping[str, Tensor], limit: int, decode: Calla
     record: dict[str, Any] = {"start": start, "length": len(ids), "tokens": tokens, "text": pieces(tokens, decode)}
     predicted = torch.ones(len(ids), dtype=torch.bool) if given is None else ~given.bool().cpu()
     predicted[0] = False
-    for name, x in found.items():
+    for name, x in values.items():
         if name in ("mask", "given"):
             record[name] = x[window].int().tolist()
         elif name == "versions":

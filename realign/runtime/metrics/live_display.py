@@ -166,20 +166,24 @@ class LiveDisplay:
         draws = width >= NARROWEST and not self._console.options.ascii_only
         rows = [self._course(name) for name in self._names()]
         columns: dict[str, Callable[[MetricSummary], RenderableType]] = {
-            "metric": lambda one: Text(one.name),
-            "first": lambda one: number(one.first),
-            "best": lambda one: "" if one.best is None else f"{number(one.best)} (step {one.best_step:,})",
-            "latest": lambda one: number(one.last),
-            "target": lambda one: number(self._targets[one.name]) if one.name in self._targets else "",
-            "curve": lambda one: Text(sparkline([value for _, value in self._points[one.name]], width), style="cyan"),
+            "metric": lambda summary: Text(summary.name),
+            "first": lambda summary: number(summary.first),
+            "best": lambda summary: (
+                "" if summary.best is None else f"{number(summary.best)} (step {summary.best_step:,})"
+            ),
+            "latest": lambda summary: number(summary.last),
+            "target": lambda summary: number(self._targets[summary.name]) if summary.name in self._targets else "",
+            "curve": lambda summary: Text(
+                sparkline([value for _, value in self._points[summary.name]], width), style="cyan"
+            ),
         }
-        empty = {"target": not self._targets, "best": all(one.best is None for one in rows), "curve": not draws}
+        empty = {"target": not self._targets, "best": all(summary.best is None for summary in rows), "curve": not draws}
         table = Table(box=None, padding=(0, 2, 0, 0))
         for column in columns:
             if not empty.get(column):
                 table.add_column(column, justify="left" if column in ("metric", "curve") else "right", no_wrap=True)
-        for one in rows:
-            table.add_row(*(cell(one) for column, cell in columns.items() if not empty.get(column)))
+        for summary in rows:
+            table.add_row(*(cell(summary) for column, cell in columns.items() if not empty.get(column)))
         return table
 
     def _course(self, name: str) -> MetricSummary:

@@ -118,9 +118,9 @@ class JsonLinesFile:
         except FileNotFoundError:
             pass
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        found = _opened(self.path)
+        reopened = _opened(self.path)
         self._file.close()
-        self._file, self._torn_at = found, None
+        self._file, self._torn_at = reopened, None
         self._hash = prefix_hash(self.path, self.size)
         warnings.warn(
             f"{self.path} was removed or moved during the run. A new file starts with the next line.", stacklevel=4
@@ -246,14 +246,14 @@ class Records:
 def _compare(path: Path, size: int, sha256: str | None, step: int) -> None:
     """Warn if the first `size` bytes of a record file are not those that the checkpoint counts."""
     if not os.path.lexists(path):
-        found = 0
+        actual_size = 0
     else:
         with open_regular(path, os.O_RDONLY, "rb") as file:
-            found = os.fstat(file.fileno()).st_size
-    if found < size:
+            actual_size = os.fstat(file.fileno()).st_size
+    if actual_size < size:
         warnings.warn(
-            f"{path} has {found} bytes, but had {size} at the checkpoint of step {step}. The run continues; some of "
-            "the earlier lines are missing.",
+            f"{path} has {actual_size} bytes, but had {size} at the checkpoint of step {step}. The run continues; "
+            "some of the earlier lines are missing.",
             stacklevel=2,
         )
     elif sha256 is not None and prefix_hash(path, size).hexdigest() != sha256:

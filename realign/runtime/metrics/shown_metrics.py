@@ -60,11 +60,11 @@ def limited(names: Sequence[str], most: int) -> list[str]:
     first: dict[str, str] = {}
     for name in names:
         first.setdefault(name.partition("/")[0] if "/" in name and not name.startswith(NAMED) else "", name)
-    kept = set(first.values())
+    selected = set(first.values())
     for name in names:
-        if len(kept) < most:
-            kept.add(name)
-    return [name for name in names if name in kept]
+        if len(selected) < most:
+            selected.add(name)
+    return [name for name in names if name in selected]
 
 
 def first_metrics(reported: Iterable[str], most: int = 12) -> list[str]:
@@ -122,7 +122,7 @@ def with_held_out(charts: Sequence[Panel], reported: Iterable[str]) -> tuple[Pan
     """
     names = [name for name in dict.fromkeys(reported) if name.startswith(EVALUATION)]
     shown = {name for panel in charts for name in panel.metrics}
-    found = []
+    extended = []
     for panel in charts:
         metrics = dict(panel.metrics)
         for name, label in panel.metrics.items():
@@ -131,22 +131,22 @@ def with_held_out(charts: Sequence[Panel], reported: Iterable[str]) -> tuple[Pan
                 if found_in is not None and held_out not in shown:
                     where = f"{HELD_OUT}: {found_in}" if found_in else HELD_OUT
                     metrics[held_out] = where if len(panel.metrics) == 1 else f"{label}, {where}"
-        found.append(Panel(panel.title, metrics))
-    shown |= {name for panel in found for name in panel.metrics}
+        extended.append(Panel(panel.title, metrics))
+    shown |= {name for panel in extended for name in panel.metrics}
     others = {
         name: name.removeprefix(EVALUATION)
         for name in names
         if name not in shown and not name.rpartition("/")[2].startswith("mean@")
     }
-    return (*found, Panel("other held-out metrics", others)) if others else tuple(found)
+    return (*extended, Panel("other held-out metrics", others)) if others else tuple(extended)
 
 
 def _set_of(held_out: str, name: str) -> str | None:
     """Return the evaluation set of which `held_out` is the metric `name` ("" if unnamed); None for another metric."""
     if not held_out.endswith(f"/{name}"):
         return None
-    found = held_out.removeprefix(EVALUATION).removesuffix(name).removesuffix("/")
-    return None if "/" in found else found
+    set_name = held_out.removeprefix(EVALUATION).removesuffix(name).removesuffix("/")
+    return None if "/" in set_name else set_name
 
 
 def _trained(
@@ -259,5 +259,5 @@ def metric_summary(name: str, points: Sequence[tuple[int, float]], larger: bool 
     if larger is not None and finite:
         best = (max if larger else min)(finite, key=lambda point: point[1])
     (first_step, first), (last_step, last) = points[0], points[-1]
-    found = (None, None) if best is None else (best[1], best[0])
-    return MetricSummary(name, first, first_step, last, last_step, *found)
+    best_point = (None, None) if best is None else (best[1], best[0])
+    return MetricSummary(name, first, first_step, last, last_step, *best_point)

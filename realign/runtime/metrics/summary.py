@@ -103,8 +103,8 @@ class RunSummary:
 
 def duration(seconds: float) -> str:
     """Return a duration such as `3 min 12 s`."""
-    whole = round(seconds)
-    hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
+    total = round(seconds)
+    hours, minutes, rest = total // 3600, total // 60 % 60, total % 60
     if hours:
         return f"{hours} h {minutes} min"
     return f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
@@ -114,9 +114,9 @@ def _course_table(metrics: Sequence[MetricSummary]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0))
     for column in ("metric", "first", "best", "last"):
         table.add_column(column, justify="left" if column == "metric" else "right")
-    for one in metrics:
-        best = "" if one.best is None else f"{number(one.best)} (step {one.best_step:,})"
-        table.add_row(Text(one.name), number(one.first), best, number(one.last))
+    for metric in metrics:
+        best = "" if metric.best is None else f"{number(metric.best)} (step {metric.best_step:,})"
+        table.add_row(Text(metric.name), number(metric.first), best, number(metric.last))
     return table
 
 

@@ -43,27 +43,27 @@ def software() -> dict[str, str]:
     }
 
 
-def check_same(found: Mapping[str, Mapping[str, str]], error: type[RealignError] = ConfigError) -> None:
+def check_same(facts_of: Mapping[str, Mapping[str, str]], error: type[RealignError] = ConfigError) -> None:
     """Check that the facts of all processes are equal.
 
     Args:
-        found: Facts by name, of each process by its description.
+        facts_of: Facts by name, of each process by its description.
         error: Class of the error.
 
     Raises:
         RealignError: The facts differ. The message contains the first fact that differs, with both values.
     """
-    first = next(iter(found))
-    for other, facts in found.items():
-        for name in {**found[first], **facts}:
-            wanted, has = (of.get(name, "(none)") for of in (found[first], facts))
+    first = next(iter(facts_of))
+    for other, facts in facts_of.items():
+        for name in {**facts_of[first], **facts}:
+            wanted, has = (of.get(name, "(none)") for of in (facts_of[first], facts))
             if wanted != has:
                 raise error(f"{name}: {first} has {wanted}, but {other} has {has}. {CURE}")
 
 
-def by_rank(found: Sequence[Mapping[str, str]]) -> dict[str, Mapping[str, str]]:
+def by_rank(gathered: Sequence[Mapping[str, str]]) -> dict[str, Mapping[str, str]]:
     """Return facts in rank order as `check_same` takes them."""
-    return {f"rank {rank}": facts for rank, facts in enumerate(found)}
+    return {f"rank {rank}": facts for rank, facts in enumerate(gathered)}
 
 
 def check_same_settings(experiment: Experiment, ranks: Ranks) -> None:
@@ -124,8 +124,8 @@ def _settings(path: str, value: Any, within: frozenset[int]) -> Iterator[tuple[s
         for key, inner in value.items():
             yield from _settings(f"{path}.{key}", inner, within)
     elif isinstance(value, list | tuple):
-        found = [fact for i, inner in enumerate(value) for fact in _settings(f"{path}.{i}", inner, within)]
-        yield from found if len(found) <= LONGEST else [(path, f"{len(value)} items with {_sha256(repr(found))}")]
+        items = [fact for i, inner in enumerate(value) for fact in _settings(f"{path}.{i}", inner, within)]
+        yield from items if len(items) <= LONGEST else [(path, f"{len(value)} items with {_sha256(repr(items))}")]
     elif isinstance(value, str | int | float | Path | Enum | None):
         yield path, repr(value)
     elif isinstance(value, set | frozenset):

@@ -94,12 +94,12 @@ class Watch:
 def stacks() -> str:
     """Return the Python stacks of all threads of this process, except the calling thread."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    found = []
+    texts = []
     for ident, frame in sys._current_frames().items():
         if ident != threading.get_ident():
             lines = "".join(traceback.format_stack(frame))
-            found.append(f"Thread {names.get(ident, ident)} (most recent call last):\n{lines}")
-    return "\n".join(found)
+            texts.append(f"Thread {names.get(ident, ident)} (most recent call last):\n{lines}")
+    return "\n".join(texts)
 
 
 LOOK_S = 0.5

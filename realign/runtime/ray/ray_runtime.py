@@ -114,11 +114,11 @@ class RayRuntime(LocalRuntime):
 
         def known() -> SequenceSample:
             """Return the batch with all keys so far, in the order in which `LocalRuntime` adds them."""
-            whole = batch
+            merged = batch
             for rpc in rpcs:
                 if rpc.name in made and rpc.outputs:
-                    whole = whole.merge(made[rpc.name].batch.select(rpc.outputs))
-            return whole
+                    merged = merged.merge(made[rpc.name].batch.select(rpc.outputs))
+            return merged
 
         while len(made) < len(rpcs):
             started = {rpc.name for rpc in running.values()} | made.keys()
@@ -202,11 +202,11 @@ def _model(role: str, group: WorkerGroup, ranks: Sequence[Loaded], seed: int) ->
 def _dependencies(rpcs: Sequence[RPC], edges: Mapping[str, Mapping[str, Any]]) -> dict[str, set[str]]:
     """Return the dependencies of each call in `rpcs`: those of the graph and the previous call of the same role."""
     names = {rpc.name for rpc in rpcs}
-    found: dict[str, set[str]] = {}
+    dependencies: dict[str, set[str]] = {}
     last_of: dict[str, str] = {}
     for rpc in rpcs:
-        found[rpc.name] = edges[rpc.name].keys() & names
+        dependencies[rpc.name] = edges[rpc.name].keys() & names
         if rpc.model in last_of:
-            found[rpc.name].add(last_of[rpc.model])
+            dependencies[rpc.name].add(last_of[rpc.model])
         last_of[rpc.model] = rpc.name
-    return found
+    return dependencies

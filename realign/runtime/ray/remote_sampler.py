@@ -51,8 +51,8 @@ class RemoteSampler:
         try:
             with self._worker() as worker:
                 arguments = (r.id, r.response_index, r.prompt_ids, r.config, r.seed)
-                found = self._group.ask(self._role, "complete", [arguments], only=worker)[0]
-            self._end(handle, Completion(*found))
+                fields = self._group.ask(self._role, "complete", [arguments], only=worker)[0]
+            self._end(handle, Completion(*fields))
         except BaseException as error:
             self._end(handle, error)
 
@@ -71,8 +71,8 @@ class RemoteSampler:
     def generate(self, data: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
         """See `Sampler.generate`."""
         with self._worker() as worker:
-            found: SequenceSample = self._group.ask(self._role, "sample", [(data, config, seed)], only=worker)[0]
-        return found
+            sampled: SequenceSample = self._group.ask(self._role, "sample", [(data, config, seed)], only=worker)[0]
+        return sampled
 
     def update(self, source: WeightSource, version: int) -> None:
         """See `Sampler.update`; returns after all workers have the new weights."""

@@ -107,8 +107,8 @@ class WorkerGroup:
             ConfigError: A worker has another version of a package than the driver.
         """
         self.pids = self._gathered([worker.pid.remote() for worker in self._workers], "start")
-        found = self._gathered([worker.software.remote() for worker in self._workers], "start")
-        workers = {self._workers_of(f"worker {rank}", None): facts for rank, facts in enumerate(found)}
+        versions = self._gathered([worker.software.remote() for worker in self._workers], "start")
+        workers = {self._workers_of(f"worker {rank}", None): facts for rank, facts in enumerate(versions)}
         check_same({"the driver": software(), **workers})
         if len(self) > 1 and self._alone:
             point = self._gathered([self._workers[0].meeting_point.remote()], "start")[0]

@@ -244,8 +244,8 @@ class RolloutAhead:
             values |= self._call_metrics()
             self._prompts.drawn = -(-self.staleness.next_place // self._prompts.batch_prompts)
         values["rollout/wait_s"] = time.perf_counter() - started
-        values["rollout/version_lag"] = sum(self.staleness.version - one.version for one in judged) / len(judged)
-        return SequenceSample.gather([one.sample for one in judged])
+        values["rollout/version_lag"] = sum(self.staleness.version - prompt.version for prompt in judged) / len(judged)
+        return SequenceSample.gather([prompt.sample for prompt in judged])
 
     def advance(self) -> None:
         """Update the samplers after a training step on the batch of `take`, and start further prompts."""
@@ -338,9 +338,9 @@ class RolloutAhead:
     def _keep(self, places: Sequence[int], judged: SequenceSample, version: int) -> None:
         """Store the prompts that pass the filter and drop the others; the caller holds the lock."""
         passed = range(len(places)) if self._refill is None else self._refill.chosen(judged)
-        for i, (place, one) in enumerate(zip(places, judged.unpack(), strict=True)):
+        for i, (place, sample) in enumerate(zip(places, judged.unpack(), strict=True)):
             if i in passed:
-                self._judged[place] = _Judged(one, version)
+                self._judged[place] = _Judged(sample, version)
                 self.staleness.finish(place)
             else:
                 self.staleness.drop(place)
@@ -367,6 +367,6 @@ class RolloutAhead:
         now = time.perf_counter()
         seconds, self._taken_at = now - self._taken_at, now
         names = sorted({name for values in calls for name in values if name.startswith("time/")})
-        found = {name: sum(values.get(name, 0.0) for values in calls) / len(calls) for name in names}
+        times = {name: sum(values.get(name, 0.0) for values in calls) / len(calls) for name in names}
         tokens = sum(values.get("rollout_tokens", 0.0) for values in calls)
-        return found | {"rollout_tokens": tokens, "rollout_tokens_per_s": tokens / seconds}
+        return times | {"rollout_tokens": tokens, "rollout_tokens_per_s": tokens / seconds}
