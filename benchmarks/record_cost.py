@@ -14,11 +14,11 @@ from statistics import median
 from tempfile import TemporaryDirectory
 
 from realign.config import build_experiment, compose
-from realign.runtime.metrics.details import RunDetails
-from realign.runtime.metrics.record_spec import RecordSpec
+from realign.runtime.local import LocalRuntime
+from realign.runtime.metrics.details import RecordSpec, RunDetails
 from realign.runtime.metrics.records import Records
 from realign.runtime.metrics.run_log import RunLog
-from realign.runtime.step import LocalRuntime
+from realign.runtime.models import lead_role
 
 DEFAULT = RecordSpec()
 EVERY = replace(DEFAULT, every_steps=1)
@@ -33,7 +33,9 @@ def measure(overrides: list[str], steps: int) -> str:
     inside: list[float] = []
     with TemporaryDirectory() as folder, Records(Path(folder), None) as records:
         runtime = LocalRuntime(experiment)
-        with RunDetails(runtime, records, RunLog()) as details:
+        lead = lead_role(experiment)
+        decode = runtime.models[lead].tokenizer.decode
+        with RunDetails(EVERY, lead, decode, runtime.spans, records, RunLog()) as details:
             for step in range(1, steps + 1):
                 on = step % 2 == 0
                 runtime.trace_prompts = EVERY.token_prompts if on else 0

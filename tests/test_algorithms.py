@@ -20,7 +20,7 @@ from realign.config.targets import import_target
 from realign.demo.arithmetic import prepare
 from realign.interfaces.ppo import PPOActorInterface
 from realign.runtime import Experiment
-from realign.runtime.step import LocalRuntime
+from realign.runtime.local import LocalRuntime
 from realign.testing import BigramEngine, random_batch, train_once
 from tests.test_config import MUST_BE_GIVEN
 

@@ -24,7 +24,7 @@ from realign.interfaces.grpo import GRPOActorInterface
 from realign.interfaces.reference import ReferenceInterface
 from realign.interfaces.rule_reward import RuleRewardInterface
 from realign.runtime import run
-from realign.runtime.step import LocalRuntime
+from realign.runtime.local import LocalRuntime
 
 REWARD = """
 def score(prompt, response, row):

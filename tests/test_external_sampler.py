@@ -14,13 +14,13 @@ from realign.errors import ConfigError
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.runtime import Async, CheckpointSpec, run
 from realign.runtime import models as loading
-from realign.runtime.checkpoint.state import restore, run_state
+from realign.runtime.local import LocalRuntime
 from realign.runtime.models import load_models
 from realign.runtime.rollout.spec import Sync
-from realign.runtime.step import LocalRuntime
+from realign.runtime.run_checkpoints import restore, run_state
 from realign.testing import BigramEngine
-from tests.runtime.test_step import GENERATION, Digits
-from tests.runtime.test_step import experiment as toy
+from tests.runtime.test_local import GENERATION, Digits
+from tests.runtime.test_local import experiment as toy
 from tests.samplers import TableSampling
 
 
@@ -178,7 +178,7 @@ def test_an_external_sampler_under_torchrun_is_refused(tmp_path, monkeypatch):
 
 def test_what_samples_ahead_outside_the_engine_cannot_score(tmp_path):
     from realign.api import MicroBatchSpec
-    from realign.runtime.rollout.background import SamplingEngine
+    from realign.runtime.rollout.asynchronous import SamplingEngine
 
     sampler = TableSampling(bitwise=True).open("actor", BigramEngine(), None)
     engine = SamplingEngine("actor", "actor", TrainsOnly(), sampler)

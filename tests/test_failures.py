@@ -30,10 +30,10 @@ from realign.interfaces.rule_reward import RuleRewardInterface
 from realign.interfaces.sft import SFTInterface
 from realign.interfaces.sft import dataflow as sft_dataflow
 from realign.runtime import Evaluation, Experiment, LossEvaluation, run
-from realign.runtime.checkpoint.exports import CheckpointSpec
+from realign.runtime.checkpoint.background_writer import CheckpointSpec
 from realign.runtime.checkpoint.folder import list_checkpoints
 from realign.runtime.evaluation.base import Evaluator
-from realign.runtime.step import LocalRuntime
+from realign.runtime.local import LocalRuntime
 from tests.tiny import VOCAB, save_tiny, tiny_tokenizer
 
 EOS = 2

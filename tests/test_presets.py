@@ -10,7 +10,7 @@ import torch
 
 from realign.config import build_experiment, compose
 from realign.runtime import run
-from realign.runtime.step import LocalRuntime
+from realign.runtime.local import LocalRuntime
 from tests.tiny import save_tiny
 
 OWN = ["ppo", "deepspeed_chat", "openrlhf_ppo", "instructgpt", "llama2_chat", "qwen_rlhf", "secrets_of_rlhf"]

@@ -270,7 +270,7 @@ def calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
 
 
 UNPICKLES = ("pickle.load", "pickle.loads", "Unpickler", "torch.load", "joblib.load", "dill.load", "marshal.loads")
-PIPES = {"chat_template.py", "rewards/pool/worker.py", "runtime/ray/groups.py", "runtime/ray/worker.py"}
+PIPES = {"chat_template.py", "rewards/pool/worker.py", "runtime/ray/worker_groups.py", "runtime/ray/worker.py"}
 """Files with the ends of pipes between a run and its workers. They only unpickle data of the same run."""
 
 
@@ -298,7 +298,7 @@ def test_no_text_is_evaluated_and_only_known_files_start_programs():
         "engines/servers/launch.py: subprocess.Popen",
         "environments/adapters/verifiers_agent.py: subprocess.Popen",
         "rewards/sandbox.py: subprocess.Popen",
-        "runtime/metrics/run_info.py: subprocess.run",
+        "runtime/run_report.py: subprocess.run",
     ]
 
 

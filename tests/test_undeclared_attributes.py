@@ -32,8 +32,8 @@ ALLOWED = {
     ("config/construct.py", "vars"): "whether a class is itself a dataclass",
     ("config/words.py", "getattr"): "whether a class is a Protocol",
     ("config/words.py", "vars"): "classes that a module defines",
-    ("runtime/checks/ranks.py", "getattr"): "fields of a dataclass, listed by dataclasses.fields",
-    ("runtime/counters.py", "vars"): "fields of a dataclass of this module",
+    ("runtime/processes/agreement.py", "getattr"): "fields of a dataclass, listed by dataclasses.fields",
+    ("runtime/local.py", "vars"): "fields of a dataclass of this module",
     ("runtime/ray/host.py", "getattr"): "its own verbs by name",
     ("runtime/ray/wire_format.py", "getattr"): "a dtype of torch by name",
     ("runtime/ray/wire_format.py", "hasattr"): "whether a tuple is a named one",
@@ -47,7 +47,7 @@ CATCHES = {
     "runtime/checkpoint/folder.py": "a manifest of another shape",
     "runtime/metrics/records.py": "a line of a file of another shape",
     "runtime/models.py": "a saved state of another shape",
-    "runtime/checkpoint/state.py": "a saved state of another shape",
+    "runtime/run_checkpoints.py": "a saved state of another shape",
 }
 """Files that catch missing attributes, and the objects concerned."""
 

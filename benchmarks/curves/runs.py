@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.curves import padded, task
 from realign.config import build_experiment, compose
-from realign.runtime.step import LocalRuntime
+from realign.runtime.local import LocalRuntime
 
 Record = dict[str, float]
 

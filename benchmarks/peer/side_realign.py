@@ -31,7 +31,7 @@ from realign.interfaces.reference import ReferenceInterface
 from realign.interfaces.reward_model import RewardModelInterface
 from realign.interfaces.rule_reward import RuleRewardInterface
 from realign.runtime import Experiment
-from realign.runtime.step import LocalRuntime
+from realign.runtime.local import LocalRuntime
 
 
 def score(prompt: str, response: str, row: dict[str, Any]) -> float:

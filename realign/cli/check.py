@@ -21,14 +21,13 @@ from realign.cli.memory_table import print_memory, summary, warn_memory
 from realign.draw import to_text
 from realign.engines.shared_model import shared_roles
 from realign.runtime import Experiment, LocalRuntime
-from realign.runtime.backend import cluster_for, open_runtime
 from realign.runtime.calls import call
-from realign.runtime.checkpoint.resume import find_start
-from realign.runtime.checkpoint.state import check_frozen, frozen_weights, restore
-from realign.runtime.checks.launch import writable
+from realign.runtime.checks.before_loading import writable
 from realign.runtime.checks.memory import estimate, free_memory, longest_prompt
-from realign.runtime.metrics.data_row import show_row
-from realign.runtime.metrics.samples import spoken
+from realign.runtime.metrics.samples import show_row, spoken
+from realign.runtime.resume import find_start
+from realign.runtime.run_checkpoints import check_frozen, frozen_weights, restore
+from realign.runtime.run_experiment import cluster_for, open_runtime
 
 ROWS = 2
 RESPONSES = 3  # responses shown per prompt

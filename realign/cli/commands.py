@@ -269,7 +269,7 @@ def check(args: argparse.Namespace, overrides: list[str]) -> int:
     from rich.console import Console
 
     from realign.cli.check import counted_warnings, preflight, verdict
-    from realign.runtime.checks.launch import check_ready
+    from realign.runtime.checks.before_loading import check_ready
 
     console = Console()
     with counted_warnings() as shown:

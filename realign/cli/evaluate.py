@@ -22,9 +22,9 @@ from realign.config.errors import ConfigError, suggest
 from realign.config.experiment import as_node
 from realign.config.shell_words import EXPERIMENT, is_file, quoted_text, register_file
 from realign.engines.files.durable import open_regular
-from realign.runtime.evaluation.standalone import Outcome, StandaloneEvaluations
-from realign.runtime.metrics.courses import number
 from realign.runtime.metrics.samples import readable
+from realign.runtime.metrics.shown_metrics import number
+from realign.runtime.standalone_evaluation import Outcome, StandaloneEvaluations
 from realign.settings import Count, Settings
 from realign.version import installed_version
 

@@ -12,7 +12,7 @@ from realign.api import ModelInterface, Plan, part_sizes
 from realign.api.sampler_spec import ConfiguresSampler
 from realign.engines.shared_model import shared_roles
 from realign.runtime import Experiment
-from realign.runtime.checks.contract import unread_inputs
+from realign.runtime.graph_checks import unread_inputs
 from realign.runtime.processes.placement import plan_groups
 
 LOSS = "loss"

@@ -9,12 +9,12 @@ from rich.console import Console
 from rich.table import Table
 
 from realign.api.memory import RoleMemory
-from realign.runtime.checks.memory import DeviceMemory, show
+from realign.runtime.checks.memory import DeviceEstimate, show
 
 KINDS = ("weights", "optimizer", "gradients", "activations", "head", "KV cache", "rollout", "peak of a call")
 
 
-def print_memory(console: Console, devices: Sequence[DeviceMemory], prompt: int) -> None:
+def print_memory(console: Console, devices: Sequence[DeviceEstimate], prompt: int) -> None:
     """Print the estimate of each role and device, and warn about devices that are too small for the weights.
 
     Args:
@@ -39,7 +39,7 @@ def print_memory(console: Console, devices: Sequence[DeviceMemory], prompt: int)
     warn_memory(device for device in devices if not device.holds_weights)
 
 
-def warn_memory(devices: Iterable[DeviceMemory]) -> None:
+def warn_memory(devices: Iterable[DeviceEstimate]) -> None:
     """Warn about devices that are too small."""
     for device in devices:
         for problem in device.problems():
@@ -61,7 +61,7 @@ def cells(role: RoleMemory) -> list[str]:
     return [show(size) if size else "" for size in sizes]
 
 
-def summary(device: DeviceMemory) -> str:
+def summary(device: DeviceEstimate) -> str:
     """Return the line of a device: memory between calls, peak and free memory."""
     processes = f" in {device.processes} processes" if device.processes > 1 else ""
     free = "" if device.free is None else f", {show(device.free)} free"

@@ -11,10 +11,11 @@ from rich.text import Text
 from realign.cli.train import is_one_of_many
 from realign.errors import ConfigError
 from realign.runtime import Experiment
-from realign.runtime.backend import cluster_for, open_runtime
-from realign.runtime.checkpoint.resume import find_start
-from realign.runtime.checkpoint.state import check_frozen, frozen_weights, restore, seed_random
+from realign.runtime.checkpoint.random_generators import seed_random
 from realign.runtime.profiling import TRACE, ProfileOptions, StepProfile, profile_steps
+from realign.runtime.resume import find_start
+from realign.runtime.run_checkpoints import check_frozen, frozen_weights, restore
+from realign.runtime.run_experiment import cluster_for, open_runtime
 
 FOLDER = "profile"
 """Folder of the trace in the folder of the run."""

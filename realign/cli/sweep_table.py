@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from realign.report.compare import counted, mean, named, seed_groups
-from realign.runtime.metrics.run_summary import NAME
+from realign.runtime.metrics.summary import NAME
 from realign.safe_yaml import load_yaml
 
 UNFINISHED = "not finished"

@@ -114,7 +114,7 @@ def _check_sweep(overrides: Sequence[str], launcher: str) -> None:
 
 def _check_start(experiment: Experiment) -> None:
     """Check that the run can start."""
-    from realign.runtime.checks.launch import check_ready, open_interfaces, used_interfaces
+    from realign.runtime.checks.before_loading import check_ready, open_interfaces, used_interfaces
     from realign.runtime.output_folder import check_output_folder
 
     check_output_folder(experiment)

@@ -43,9 +43,9 @@ def _build(config: ExperimentConfig) -> Experiment:
     from realign.api import DataflowGraph, MicroBatchSpec, ModelInterface, ModelSpec, Sync
     from realign.data import DataSpec
     from realign.runtime import DynamicSampling, Experiment, RewardCalibration, RolloutSpec, RuntimeSpec
-    from realign.runtime.checkpoint.exports import CheckpointSpec
+    from realign.runtime.checkpoint.background_writer import CheckpointSpec
     from realign.runtime.evaluation.base import Evaluator
-    from realign.runtime.metrics.record_spec import RecordSpec
+    from realign.runtime.metrics.details import RecordSpec
     from realign.runtime.metrics.trackers import TrackerSpec
 
     _check_names(config)

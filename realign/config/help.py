@@ -38,8 +38,8 @@ MIRRORED: Mapping[str, str] = MappingProxyType(
     {
         "ExperimentConfig": "realign.runtime.experiment.Experiment",
         "MicroBatchConfig": "realign.api.microbatch.MicroBatchSpec",
-        "CheckpointConfig": "realign.runtime.checkpoint.exports.CheckpointSpec",
-        "RecordsConfig": "realign.runtime.metrics.record_spec.RecordSpec",
+        "CheckpointConfig": "realign.runtime.checkpoint.background_writer.CheckpointSpec",
+        "RecordsConfig": "realign.runtime.metrics.details.RecordSpec",
     }
 )
 """Class of the run that a class of the schema mirrors."""

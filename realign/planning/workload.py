@@ -16,7 +16,7 @@ from realign.planning.options import PlanOptions
 from realign.planning.plans import Tail, Work
 from realign.planning.roofline import Network
 from realign.runtime.experiment import Experiment
-from realign.runtime.rollout.background import owner_of
+from realign.runtime.models import owner_of
 
 FORWARD = 2.0
 """Floating-point operations per weight and token of a forward pass."""

@@ -19,8 +19,8 @@ from rich.text import Text
 
 from realign.report.data import run_data
 from realign.report.page import unique_keys
-from realign.runtime.metrics.courses import number
-from realign.runtime.metrics.run_summary import duration
+from realign.runtime.metrics.shown_metrics import number
+from realign.runtime.metrics.summary import duration
 from realign.text import visible
 
 MOST = 16

@@ -1,22 +1,21 @@
 """Runtimes that execute a graph: `run`, with evaluation, metrics, learning curves and saved models."""
 
 from realign.api import ModelSpec
-from realign.runtime.checkpoint.exports import CheckpointSpec
+from realign.runtime.checkpoint.background_writer import CheckpointSpec
 from realign.runtime.evaluation.base import Evaluator
 from realign.runtime.evaluation.calibration import RewardCalibration
 from realign.runtime.evaluation.episodes import EpisodeEvaluation
 from realign.runtime.evaluation.generation import Evaluation
 from realign.runtime.evaluation.loss import LossEvaluation
 from realign.runtime.experiment import Experiment
-from realign.runtime.loop import RunResult
-from realign.runtime.metrics.tracker import Tracker
-from realign.runtime.metrics.trackers import MLflow, SwanLab, TensorBoard, TrackerSpec, Trackio, WandB
+from realign.runtime.local import LocalRuntime
+from realign.runtime.metrics.trackers import MLflow, SwanLab, TensorBoard, Tracker, TrackerSpec, Trackio, WandB
 from realign.runtime.processes.signals import Interrupted
 from realign.runtime.rollout.dynamic_sampling import DynamicSampling
 from realign.runtime.rollout.spec import Async, OnUpdate, RolloutSpec
 from realign.runtime.run_experiment import run
 from realign.runtime.runtime_spec import Local, Placement, Ray, RuntimeSpec
-from realign.runtime.step import LocalRuntime
+from realign.runtime.training import RunResult
 
 __all__ = [
     "Async",

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 
 from realign.api import Model
 from realign.data import Dataset
-from realign.runtime.checks.dataset import check_budget, check_dataset
-from realign.runtime.checks.encoder_decoder import check_encoder_decoders, check_predicted
-from realign.runtime.checks.images import check_image_models
-from realign.runtime.checks.positions import check_length, check_positions
+from realign.runtime.checks.after_loading import check_budget, check_dataset, check_length, check_positions
+from realign.runtime.checks.features import check_encoder_decoders, check_image_models, check_predicted
 from realign.runtime.experiment import Experiment
 from realign.runtime.models import lead_role
 
@@ -57,20 +55,21 @@ def load_held_out(experiment: Experiment, models: Mapping[str, Model]) -> dict[s
     Raises:
         RealignError: a dataset cannot be read, or does not fit its model.
     """
-    found = {}
+    datasets = {}
     for where, evaluation in experiment.all_evaluations.items():
-        found[where] = evaluation.data.load(models[evaluation.role].tokenizer)
-        check_predicted(found[where], f"{where}.data", {evaluation.role: models[evaluation.role]})
+        datasets[where] = evaluation.data.load(models[evaluation.role].tokenizer)
+        check_predicted(datasets[where], f"{where}.data", {evaluation.role: models[evaluation.role]})
         length, setting = evaluation.longest_response, f"{where}.{evaluation.length_setting}"
-        check_positions(found[where], length, models, [evaluation.role], f"{where}.data", setting=setting)
-    return found
+        check_positions(datasets[where], length, models, [evaluation.role], f"{where}.data", setting=setting)
+    return datasets
 
 
 def _calibration_data(experiment: Experiment, models: Mapping[str, Model]) -> Dataset | None:
     if (calibration := experiment.calibration) is None:
         return None
-    found, response = calibration.data.load(models[calibration.policy].tokenizer), calibration.generation.max_new_tokens
-    check_budget(found, response, experiment)
+    dataset = calibration.data.load(models[calibration.policy].tokenizer)
+    response = calibration.generation.max_new_tokens
+    check_budget(dataset, response, experiment)
     readers, setting = (calibration.policy, calibration.role), "calibration.generation.max_new_tokens"
-    check_positions(found, response, models, readers, "calibration.data", setting=setting)
-    return found
+    check_positions(dataset, response, models, readers, "calibration.data", setting=setting)
+    return dataset

@@ -27,12 +27,12 @@ def with_default_roles(
     Raises:
         ConfigError: two roles declare different defaults for a role that the config does not define.
     """
-    found = Roles(dict(interfaces), dict(models))
+    completed = Roles(dict(interfaces), dict(models))
     used = tuple(dict.fromkeys(rpc.model for rpc in graph.rpcs))
     asked: dict[str, tuple[str, Role]] = {}
-    owners = [role for role in used if role in found.interfaces]
+    owners = [role for role in used if role in completed.interfaces]
     for owner in owners:  # an added role may itself need further roles
-        for role, default in found.interfaces[owner].roles().items():
+        for role, default in completed.interfaces[owner].roles().items():
             if role not in used:
                 continue
             first, other = asked.setdefault(role, (owner, default))
@@ -41,24 +41,24 @@ def with_default_roles(
                     f"interfaces.{role}: interfaces.{first} and interfaces.{owner} declare different defaults for this "
                     f"role. Define interfaces.{role} in the config."
                 )
-            if role not in found.interfaces:
+            if role not in completed.interfaces:
                 owners.append(role)
-            _fill(found, role, owner, default)
-    return found
+            _fill(completed, role, owner, default)
+    return completed
 
 
-def _fill(found: Roles, role: str, owner: str, default: Role) -> None:
+def _fill(roles: Roles, role: str, owner: str, default: Role) -> None:
     parts = []
-    if role not in found.interfaces:
-        found.interfaces[role] = default.interface
+    if role not in roles.interfaces:
+        roles.interfaces[role] = default.interface
         parts.append(type(default.interface).__name__)
-    if role not in found.models and found.interfaces[role].needs_engine:
-        spec = _model(default.model, owner, found.models)
+    if role not in roles.models and roles.interfaces[role].needs_engine:
+        spec = _model(default.model, owner, roles.models)
         if spec is not None:
-            found.models[role] = spec
+            roles.models[role] = spec
             parts.append(spec.describe() if isinstance(spec, SharedModel) else f"frozen copy of the start of {owner}")
     if parts:
-        found.filled[role] = ", ".join(parts)
+        roles.filled[role] = ", ".join(parts)
 
 
 def _model(kind: RoleModel, owner: str, models: Mapping[str, ModelSpec]) -> ModelSpec | None:

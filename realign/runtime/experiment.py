@@ -14,20 +14,21 @@ from realign.data import DataSpec
 from realign.engines.files.folders import AVERAGED, check_name
 from realign.engines.shared_model import check_shared
 from realign.errors import ConfigError, SettingsError
-from realign.runtime.checkpoint.exports import CheckpointSpec
-from realign.runtime.checks.combinations import (
+from realign.runtime.checkpoint.background_writer import CheckpointSpec
+from realign.runtime.checkpoint.folder import CHECKPOINTS
+from realign.runtime.default_roles import lead_of, with_default_roles, with_tokenizer_of
+from realign.runtime.evaluation.base import Evaluator
+from realign.runtime.evaluation.calibration import RewardCalibration
+from realign.runtime.graph_checks import (
     check_calibration,
     check_dynamic_sampling,
     check_exact_sampling,
+    check_keys,
     check_minibatches,
     check_syncs,
     check_temperatures,
 )
-from realign.runtime.checks.contract import check_keys
-from realign.runtime.default_roles import lead_of, with_default_roles, with_tokenizer_of
-from realign.runtime.evaluation.base import Evaluator
-from realign.runtime.evaluation.calibration import RewardCalibration
-from realign.runtime.metrics.record_spec import RecordSpec
+from realign.runtime.metrics.details import RecordSpec
 from realign.runtime.metrics.trackers import TrackerSpec
 from realign.runtime.rollout.dynamic_sampling import DynamicSampling
 from realign.runtime.rollout.spec import RolloutSpec
@@ -37,11 +38,9 @@ from realign.settings import Count, NonNegativeInt, Range, Settings
 
 AUTO = "auto"
 """Value of `resume` that continues from the newest checkpoint in `output_dir`."""
-CHECKPOINTS = "checkpoints"
-"""Name of the checkpoint folder inside `output_dir`."""
 
 
-class Part(StrEnum):
+class CheckpointPart(StrEnum):
     """Parts of a checkpoint that a resumed run may skip (`resume_skip`); weights are always restored."""
 
     optimizer = "optimizer"
@@ -134,7 +133,7 @@ class Experiment(Settings):
     resume_allow: list[str] = field(default_factory=list)
     """Config keys that may differ from the config stored in the checkpoint; a key includes all keys below it."""
     resume_skip: list[str] = field(default_factory=list)
-    """Parts of the checkpoint to skip, by the names of `Part`; with all parts listed, only weights are restored."""
+    """Parts of the checkpoint to skip, see `CheckpointPart`; with all parts listed, only weights are restored."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -170,13 +169,13 @@ class Experiment(Settings):
 
     def _check_resume(self) -> None:
         for part in self.resume_skip:
-            if part not in list(Part):
-                raise SettingsError(f"resume_skip=[{part}]: unknown part (valid: {', '.join(Part)})")
+            if part not in list(CheckpointPart):
+                raise SettingsError(f"resume_skip=[{part}]: unknown part (valid: {', '.join(CheckpointPart)})")
         for name, value in (("resume_allow", self.resume_allow), ("resume_skip", self.resume_skip)):
             if self.resume is None and value:
-                found = f"{name}=[{', '.join(value)}]"
-                raise SettingsError(f"{found}: it has no effect without resume. Set resume, or remove {name}.")
-        if self.resume == AUTO and Part.counters in self.resume_skip:
+                setting = f"{name}=[{', '.join(value)}]"
+                raise SettingsError(f"{setting}: it has no effect without resume. Set resume, or remove {name}.")
+        if self.resume == AUTO and CheckpointPart.counters in self.resume_skip:
             raise SettingsError(
                 "resume_skip=[counters]: it starts a new run, which resume=auto cannot do. Set resume to the path of "
                 "the earlier run, and choose another output_dir."
@@ -257,7 +256,7 @@ class Experiment(Settings):
     def _longest(self) -> tuple[str, Plan]:
         """The role that generates the longest responses, and its plan."""
         plans = [(rpc.model, self.interfaces[rpc.model].plan()) for rpc in self.graph.rpcs if rpc.method == "generate"]
-        return max(plans, key=lambda found: found[1].longest_response, default=("actor", Plan()))
+        return max(plans, key=lambda role_plan: role_plan[1].longest_response, default=("actor", Plan()))
 
     @property
     def temperatures(self) -> dict[str, float]:

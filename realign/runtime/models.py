@@ -1,4 +1,4 @@
-"""Load the models of a run, which may share weights, and save them with the state of their interfaces."""
+"""The models of a run, which may share weights: load them, and save them with the state of their interfaces."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 
 from realign.api import RPC, DataflowGraph, Model, ModelInterface, ModelSpec
+from realign.api.router_experts import ROUTER_EXPERTS
 from realign.api.sampler_spec import ConfiguresSampler
 from realign.api.target_heads import role_of_hidden
 from realign.engines import SharedModel
@@ -18,7 +19,6 @@ from realign.engines.files.folders import AVERAGED, refuse_link, write_state
 from realign.engines.files.tokenizers import HasVocabulary, check_vocabulary
 from realign.errors import ConfigError, DataError, RealignError
 from realign.functional import LMHead
-from realign.runtime.checks.router_replay import check_models_replay
 from realign.runtime.default_roles import lead_of
 from realign.runtime.experiment import Experiment
 
@@ -192,6 +192,22 @@ def check_vocabularies(models: Mapping[str, Model], lead: str) -> None:
             check_vocabulary(role, own, lead, known)
 
 
+def check_models_replay(graph: DataflowGraph, models: Mapping[str, Model]) -> None:
+    """Check that the loaded models can record or replay the choices that the graph passes on.
+
+    Raises:
+        ConfigError: a model is dense, or its family is not supported.
+    """
+    for rpc in graph.rpcs:
+        own = {theirs: ours for ours, theirs in rpc.rename.items()}
+        if rpc.model not in models or ROUTER_EXPERTS not in {own.get(key, key) for key in (*rpc.inputs, *rpc.outputs)}:
+            continue
+        try:
+            models[rpc.model].machine.check_router_replay()
+        except (ConfigError, ValueError) as error:
+            raise ConfigError(f"{error} Set generation.router_replay=false.") from error
+
+
 def connect_heads(graph: DataflowGraph, models: Mapping[str, Model]) -> None:
     """Pass heads to the roles that read hidden states of other roles, for losses over the whole vocabulary.
 
@@ -273,3 +289,16 @@ def lead_role(experiment: Experiment) -> str:
     if lead is None:
         raise ConfigError("models: no role of the graph has a model. Set models.ROLE.path of the trained role.")
     return lead
+
+
+def owner_of(experiment: Experiment, role: str) -> str:
+    """Return the role that owns the weights of `role`: itself, or the role whose model it shares."""
+    spec = experiment.models.get(role)
+    return spec.of if isinstance(spec, SharedModel) else role
+
+
+def sampled_roles(experiment: Experiment) -> tuple[str, ...]:
+    """Return the trained roles that are called on the way to rewards; each needs a background sampler."""
+    trained = {rpc.model for rpc in experiment.graph.rpcs if rpc.method == "train_step"}
+    owners = (owner_of(experiment, rpc.model) for rpc in experiment.graph.leading_to("rewards"))
+    return tuple(dict.fromkeys(owner for owner in owners if owner in trained))

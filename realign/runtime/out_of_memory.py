@@ -37,10 +37,10 @@ def memory_limited(what: str, cure: str) -> Iterator[None]:
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        found = str(error).strip().partition("\n")[0].rstrip(".")
+        first_line = str(error).strip().partition("\n")[0].rstrip(".")
         ranks = current()
         where = f" on rank {ranks.rank} of {ranks.size}" if ranks.size > 1 else ""
-        raise RunError(f"{what}{where}: out of memory ({found}). {cure}") from error
+        raise RunError(f"{what}{where}: out of memory ({first_line}). {cure}") from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -1,14 +1,19 @@
-"""Files of an earlier run in the output folder: protect them, or remove them."""
+"""The output folder of a run: protect files of an earlier run or remove them, and lock out a second run."""
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from realign.engines.files.folders import check_run_folder
-from realign.errors import ConfigError
+from realign.errors import ConfigError, TransientError
+from realign.runtime.checkpoint.folder import CHECKPOINTS
 from realign.runtime.checkpoint.schema import DETAILS, RECORDS
-from realign.runtime.experiment import AUTO, CHECKPOINTS, Experiment, Part
+from realign.runtime.experiment import AUTO, CheckpointPart, Experiment
 
 
 def check_output_folder(experiment: Experiment) -> None:
@@ -23,18 +28,18 @@ def check_output_folder(experiment: Experiment) -> None:
     started = record.exists() and record.stat().st_size > 0  # a run with an empty record failed before its first line
     if experiment.overwrite or not started:
         return
-    found = f"output_dir={str(out)!r}: the folder contains an earlier run"
+    problem = f"output_dir={str(out)!r}: the folder contains an earlier run"
     resumable = any((out / CHECKPOINTS).glob("*step_*"))
     if resume is None:
         continue_it = "Continue that run with resume=auto, choose" if resumable else "Choose"
-        raise ConfigError(f"{found}. {continue_it} another folder, or set overwrite=true.")
+        raise ConfigError(f"{problem}. {continue_it} another folder, or set overwrite=true.")
     if resume == AUTO and not resumable and any(map(_has_model, _model_folders(out))):
         raise ConfigError(
-            f"{found} without a checkpoint, and resume=auto would replace its models. Choose another folder, or set "
+            f"{problem} without a checkpoint, and resume=auto would replace its models. Choose another folder, or set "
             "overwrite=true."
         )
-    if resume != AUTO and (Part.counters in experiment.resume_skip or not experiment.owns(Path(resume))):
-        raise ConfigError(f"{found}, and resume={resume!r} starts a new one. Choose another folder.")
+    if resume != AUTO and (CheckpointPart.counters in experiment.resume_skip or not experiment.owns(Path(resume))):
+        raise ConfigError(f"{problem}, and resume={resume!r} starts a new one. Choose another folder.")
 
 
 def clear_output_folder(out: Path) -> None:
@@ -55,3 +60,32 @@ def _model_folders(out: Path) -> list[Path]:
 def _has_model(folder: Path) -> bool:
     """Return whether a folder with saved models is not empty, as after a save that failed."""
     return any(path.is_file() for path in folder.glob("*/*"))
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Lock a folder until the context ends or the process exits, for any reason.
+
+    Where folder locks are not supported (Windows, some network file systems), this does nothing.
+
+    Raises:
+        TransientError: Another run has locked the folder.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            os.close(number)
+            raise TransientError(
+                f"output_dir={folder}: another run is active in this folder. Wait until it ends, or use another folder."
+            ) from error
+    try:
+        yield
+    finally:
+        os.close(number)

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from realign.api import RPC
 from realign.errors import ConfigError
 from realign.runtime.calls import MARK
-from realign.runtime.step import LocalRuntime
+from realign.runtime.local import LocalRuntime
 from realign.settings import Count, NonNegativeInt, Settings
 
 TRACE, SUMMARY = "trace.json.gz", "summary.json"
@@ -128,15 +128,15 @@ def profile_steps(runtime: LocalRuntime, options: ProfileOptions, done: int, fol
         for event in recorded.events() or ()
         if event.device_type == DeviceType.CPU
     ]
-    found = StepProfile(
+    profiled = StepProfile(
         done + options.start,
         options.steps,
         sum(row["step_s"] for row in rows) / len(rows),
         "cuda" if cuda else "cpu",
         summarized([rpc.name for rpc in runtime.graph.order], rows, tokens, spans, options.operators),
     )
-    (folder / SUMMARY).write_text(json.dumps(asdict(found), indent=2) + "\n", encoding="utf-8")
-    return found
+    (folder / SUMMARY).write_text(json.dumps(asdict(profiled), indent=2) + "\n", encoding="utf-8")
+    return profiled
 
 
 def _tokens(rpc: RPC, runtime: LocalRuntime, packed: float, values: Mapping[str, float]) -> float:
@@ -165,18 +165,18 @@ def summarized(
         spans: executions of calls and operators.
         operators: number of operators for each call.
     """
-    n, whole = len(rows), sum(row["step_s"] for row in rows)
+    n, step_seconds = len(rows), sum(row["step_s"] for row in rows)
     by_call = self_times(spans)
     seconds = {name: sum(row.get(f"time/{name}_s", 0.0) for row in rows) for name in names}
-    outside = whole - sum(seconds.values())
+    outside = step_seconds - sum(seconds.values())
     if outside > 0:
         seconds[OUTSIDE] = outside
-    found = []
+    profiles = []
     for name, spent in seconds.items():
-        top = sorted(by_call.get(name, {}).items(), key=lambda one: -one[1])[:operators]
+        top = sorted(by_call.get(name, {}).items(), key=lambda item: -item[1])[:operators]
         rate = tokens[name] / spent if tokens.get(name) and spent else None
-        found.append(CallProfile(name, spent / n, spent / whole, rate, {op: x / n for op, x in top if x > 0}))
-    return found
+        profiles.append(CallProfile(name, spent / n, spent / step_seconds, rate, {op: x / n for op, x in top if x > 0}))
+    return profiles
 
 
 def self_times(spans: Iterable[Span]) -> Mapping[str, Mapping[str, float]]:
@@ -189,17 +189,17 @@ def self_times(spans: Iterable[Span]) -> Mapping[str, Mapping[str, float]]:
     calls = [span._replace(name=span.name.removeprefix(MARK)) for span in spans if span.name.startswith(MARK)]
     everywhere = _Timeline(calls)
     threads = {
-        thread: _Timeline([one for one in calls if one.thread == thread]) for thread in {c.thread for c in calls}
+        thread: _Timeline([call for call in calls if call.thread == thread]) for thread in {c.thread for c in calls}
     }
-    found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    seconds_of: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for span in spans:
         if span.name.startswith(MARK):
             continue
         middle = (span.start + span.end) / 2
         owner = threads[span.thread].at(middle) if span.thread in threads else everywhere.at(middle)
         if owner is not None:
-            found[owner][span.name] += span.self_s
-    return found
+            seconds_of[owner][span.name] += span.self_s
+    return seconds_of
 
 
 class _Timeline:

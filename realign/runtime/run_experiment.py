@@ -14,22 +14,47 @@ from realign.api import Callback
 from realign.engines.distributed.ranks import Ranks, current
 from realign.engines.files.folders import check_name, restore_interrupted_saves
 from realign.errors import CheckpointError, ConfigError
-from realign.runtime.backend import cluster_for, open_runtime
-from realign.runtime.checkpoint.recovery import Attempts
-from realign.runtime.checkpoint.resume import Start, find_start
-from realign.runtime.checkpoint.state import seed_random
-from realign.runtime.checks.launch import used_interfaces
-from realign.runtime.checks.ranks import check_same_data, check_same_settings
+from realign.runtime.checkpoint.folder import Start
+from realign.runtime.checkpoint.random_generators import seed_random
+from realign.runtime.checks.before_loading import used_interfaces
 from realign.runtime.experiment import Experiment
-from realign.runtime.loop import RunResult, Training
-from realign.runtime.metrics.data_row import show_lines, show_row
-from realign.runtime.metrics.report import RunReport
-from realign.runtime.metrics.tracker import Tracker
-from realign.runtime.output_folder import check_output_folder
-from realign.runtime.processes.lock import alone_in
-from realign.runtime.processes.operations import Watch
-from realign.runtime.processes.watchdog import watchdog_for
-from realign.runtime.processes.worker_failures import WorkerLost
+from realign.runtime.local import LocalRuntime
+from realign.runtime.metrics.samples import show_lines, show_row
+from realign.runtime.metrics.trackers import Tracker
+from realign.runtime.output_folder import alone_in, check_output_folder
+from realign.runtime.processes.agreement import check_same_data, check_same_settings
+from realign.runtime.processes.placement import plan_groups
+from realign.runtime.processes.watchdog import Watch, WorkerLost, watchdog_for
+from realign.runtime.resume import Attempts, find_start
+from realign.runtime.run_report import RunReport
+from realign.runtime.runtime_spec import Ray
+from realign.runtime.training import RunResult, Training
+
+
+@contextmanager
+def cluster_for(experiment: Experiment) -> Iterator[None]:
+    """Provide what `open_runtime` needs: a cluster connection with runtime=ray, otherwise nothing.
+
+    Raises:
+        ValueError: no cluster answers at `runtime.address`.
+    """
+    if not isinstance(experiment.runtime, Ray):
+        yield
+        return
+    from realign.runtime.ray import connected
+
+    processes = sum(group.devices for group in plan_groups(experiment))
+    with connected(experiment.runtime.address, processes):
+        yield
+
+
+def open_runtime(experiment: Experiment) -> LocalRuntime:
+    """Load the experiment and return its runtime, ready for the first step."""
+    if isinstance(experiment.runtime, Ray):
+        from realign.runtime.ray import RayRuntime
+
+        return RayRuntime(experiment, experiment.runtime)
+    return LocalRuntime(experiment)
 
 
 def run(
@@ -108,9 +133,9 @@ def _with_callbacks(experiment: Experiment, callbacks: Mapping[str, Callback]) -
             raise ConfigError(f"callbacks.{name}: the experiment has a callback of this name. Choose another name.")
     if not callbacks:
         return experiment
-    found = copy.copy(experiment)
-    found.callbacks = {**experiment.callbacks, **callbacks}
-    return found
+    extended = copy.copy(experiment)
+    extended.callbacks = {**experiment.callbacks, **callbacks}
+    return extended
 
 
 @contextmanager
@@ -188,13 +213,10 @@ def _check_start(start: Start | None, ranks: Ranks) -> None:
     Raises:
         CheckpointError: they found different ones.
     """
-    found = ranks.gather(None if start is None else str(start.checkpoint.path))
-    for rank, path in enumerate(found):
-        if path != found[0]:
+    paths = ranks.gather(None if start is None else str(start.checkpoint.path))
+    for rank, path in enumerate(paths):
+        if path != paths[0]:
             raise CheckpointError(
-                f"resume: rank 0 found checkpoint {found[0]}, but rank {rank} found {path}. Put output_dir and the "
+                f"resume: rank 0 found checkpoint {paths[0]}, but rank {rank} found {path}. Put output_dir and the "
                 "path in resume on a disk that all machines share."
             )
-
-
-__all__ = ["run"]

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from typing_extensions import override
+
 from realign.settings import NonNegativeInt, Positive, Settings
 
 DEFAULT_MINUTES = 30.0
@@ -48,8 +50,8 @@ class Local(RuntimeSpec):
     """Models run in this process; under torchrun, in all of its processes, with sharded engines."""
 
     @property
+    @override
     def starts_workers(self) -> bool:
-        """See `RuntimeSpec.starts_workers`."""
         return False
 
 
@@ -71,6 +73,6 @@ class Ray(RuntimeSpec):
     """Maximum number of times that a run continues from its last checkpoint after a worker died."""
 
     @property
+    @override
     def starts_workers(self) -> bool:
-        """See `RuntimeSpec.starts_workers`."""
         return True

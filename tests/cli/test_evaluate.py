@@ -15,7 +15,7 @@ from realign.cli.arguments import read_arguments
 from realign.cli.evaluate import read_request
 from realign.config import build_experiment, compose
 from realign.config.errors import ConfigError
-from realign.runtime.step import LocalRuntime
+from realign.runtime.local import LocalRuntime
 from tests.tiny import save_tiny
 
 REWARD = """\

@@ -10,7 +10,7 @@ from rich.console import Console
 from realign.api.memory import RoleMemory
 from realign.cli import commands as cli
 from realign.cli.memory_table import KINDS, print_memory, summary
-from realign.runtime.checks.memory import DeviceMemory
+from realign.runtime.checks.memory import DeviceEstimate
 from tests.tiny import save_tiny
 
 MIB = 2**20
@@ -19,7 +19,7 @@ MIB = 2**20
 def test_the_table_has_a_column_per_role_and_a_line_per_device(capsys):
     actor = RoleMemory("cpu", 4 * MIB, moments=8 * MIB, gradients=4 * MIB, activations=50 * MIB, cache=3 * MIB)
     roles = {"actor": actor} | {role: RoleMemory("cpu", 4096 * MIB) for role in ("critic", "reference", "reward")}
-    print_memory(Console(width=80), [DeviceMemory("cpu", roles, free=65536 * MIB)], 512)
+    print_memory(Console(width=80), [DeviceEstimate("cpu", roles, free=65536 * MIB)], 512)
     out = capsys.readouterr().out
     assert "prompts of up to 512 tokens" in out
     rows = [re.split(r"  +", line.strip()) for line in out.splitlines()]
@@ -40,12 +40,12 @@ def test_the_table_has_a_column_per_role_and_a_line_per_device(capsys):
 
 def test_a_device_has_a_line(capsys):
     actor = RoleMemory("cpu", 4 * MIB, moments=8 * MIB, gradients=4 * MIB, activations=50 * MIB, cache=3 * MIB)
-    print_memory(Console(width=150), [DeviceMemory("cpu", {"actor": actor}, free=100 * MIB)], 512)
+    print_memory(Console(width=150), [DeviceEstimate("cpu", {"actor": actor}, free=100 * MIB)], 512)
     assert capsys.readouterr().out.endswith("cpu: 12 MiB between calls, peak 66 MiB, 100 MiB free\n")
 
 
 def test_a_device_that_is_too_small_is_a_warning():
-    device = DeviceMemory("cpu", {"actor": RoleMemory("cpu", 4 * MIB)}, free=MIB, processes=2)
+    device = DeviceEstimate("cpu", {"actor": RoleMemory("cpu", 4 * MIB)}, free=MIB, processes=2)
     with pytest.warns(UserWarning, match="cpu: weights and optimizer state need 8 MiB, but 1 MiB are free"):
         print_memory(Console(width=150), [device], 1)
     assert summary(device) == "cpu in 2 processes: 8 MiB between calls, peak 8 MiB, 1 MiB free"

@@ -21,9 +21,9 @@ from realign.interfaces.greedy import GreedyInterface
 from realign.interfaces.ppo import PPOActorInterface, dataflow
 from realign.interfaces.reference import ReferenceInterface
 from realign.runtime import run
-from realign.runtime.step import LocalRuntime
+from realign.runtime.local import LocalRuntime
 from realign.testing import BigramEngine
-from tests.runtime.test_step import BigramModel, CountToken, experiment
+from tests.runtime.test_local import BigramModel, CountToken, experiment
 
 PROMPTS = SequenceSample.from_sequences("abc", {"prompt_ids": [[[1, 4]], [[2]], [[7, 7, 7]]]})
 

@@ -24,9 +24,9 @@ from realign.config.folders import list_algorithms
 from realign.engines import SharedModel
 from realign.interfaces.greedy import GreedyInterface
 from realign.interfaces.reference import ReferenceInterface
-from realign.runtime.step import LocalRuntime
+from realign.runtime.local import LocalRuntime
 from realign.testing import BigramEngine, random_batch
-from tests.runtime.test_step import BigramModel, CountToken, Prompts, experiment
+from tests.runtime.test_local import BigramModel, CountToken, Prompts, experiment
 from tests.test_algorithms import PREFERENCE
 
 LIMIT, BUFFER, VOCABULARY = 8, 3, 5

@@ -13,8 +13,8 @@ from realign.interfaces.components import KLPenalty
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.interfaces.reference import ReferenceInterface
 from realign.runtime import run
-from realign.runtime.metrics.record_spec import RecordSpec
-from tests.runtime.test_step import GENERATION, BigramModel, CountToken, experiment
+from realign.runtime.metrics.details import RecordSpec
+from tests.runtime.test_local import GENERATION, BigramModel, CountToken, experiment
 
 HOSTILE_VALUES: dict[str, Any] = {
     "null": None,

@@ -14,10 +14,10 @@ from realign.interfaces.critic import PPOCriticInterface
 from realign.interfaces.ppo import PPOActorInterface
 from realign.interfaces.reference import ReferenceInterface
 from realign.interfaces.reward_model import RewardModelInterface
+from realign.runtime.local import LocalRuntime
 from realign.runtime.models import check_outputs, check_vocabularies, load_models, save_models
-from realign.runtime.step import LocalRuntime
 from realign.testing import BigramEngine
-from tests.runtime.test_step import CountToken, experiment
+from tests.runtime.test_local import CountToken, experiment
 from tests.tiny import save_tiny, tiny_engine
 
 GENERATION = GenerationConfig(n=2, max_new_tokens=4, fixed_length=True)

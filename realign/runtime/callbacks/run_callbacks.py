@@ -170,9 +170,9 @@ class RunCallbacks:
                 callback.load_state_dict(states[name])
             except Exception as error:
                 if type(callback).load_state_dict.__module__.startswith("realign."):
-                    found = f"{type(error).__name__}: {error}"
+                    reason = f"{type(error).__name__}: {error}"
                     raise CheckpointError(
-                        f"callbacks.{name}: the state in the checkpoint does not fit ({found}). {skip}"
+                        f"callbacks.{name}: the state in the checkpoint does not fit ({reason}). {skip}"
                     ) from error
                 error.add_note(f"callbacks.{name}: the state in the checkpoint was not restored. {skip}")
                 raise
@@ -230,7 +230,7 @@ class RunCallbacks:
         Raises:
             RunError: a name is used by the run or another callback, or a value is no finite number.
         """
-        found: dict[str, float] = {}
+        added: dict[str, float] = {}
         for name, value in metrics.items():
             if not isinstance(name, str) or not name.strip() or name in RESERVED:
                 raise RunError(f"{where} returned a metric named {name!r}. Choose another name.")
@@ -238,9 +238,9 @@ class RunCallbacks:
                 raise RunError(_clash(where, name))
             if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
                 raise RunError(f"{where} returned {name}={value!r}. A metric must be a finite number.")
-            found[name] = float(value)
+            added[name] = float(value)
             self.metrics[name] = callback
-        return found
+        return added
 
     @staticmethod
     def _call(name: str, method: Callable[..., T], *arguments: Any) -> T:

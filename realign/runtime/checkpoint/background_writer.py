@@ -1,4 +1,4 @@
-"""Write checkpoints in a background thread while training continues, and remove old ones."""
+"""When checkpoints are due, and their writing in a background thread while training continues."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import shutil
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,44 @@ from torch import Tensor
 
 from realign.engines.distributed.ranks import Ranks
 from realign.engines.distributed.shards import write_parts
-from realign.runtime.checkpoint.atomic_write import Begun, begin, facts_of, remove, remove_leftovers, write_packed
-from realign.runtime.checkpoint.folder import PARTS, list_checkpoints
+from realign.runtime.checkpoint.folder import (
+    PARTS,
+    UnfinishedCheckpoint,
+    begin,
+    facts_of,
+    list_checkpoints,
+    remove,
+    remove_leftovers,
+    write_packed,
+)
 from realign.runtime.checkpoint.serialize import Packed, Tree, pack
+from realign.settings import Count, Positive, Settings
+
+
+@dataclass
+class CheckpointSpec(Settings):
+    """When a run writes a checkpoint, from which `resume` continues bit for bit.
+
+    A checkpoint is also written at the end of the run, and when a signal stops the run.
+    """
+
+    every_steps: Count | None = None
+    """Steps between two checkpoints; null disables this limit."""
+    every_minutes: Positive | None = 10.0
+    """Minutes of training between two checkpoints; null disables this limit. The first limit reached applies."""
+    keep: Count = 2
+    """Number of latest checkpoints to keep. With `save_best`, the checkpoint of the best step is kept too."""
+
+    def due(self, step: int, seconds: float) -> bool:
+        """Return whether a checkpoint is due after this step, `seconds` after the last checkpoint."""
+        by_step = self.every_steps is not None and step % self.every_steps == 0
+        return by_step or (self.every_minutes is not None and seconds >= 60 * self.every_minutes)
+
+    def describe(self) -> str:
+        """Return a human-readable summary."""
+        steps = [] if self.every_steps is None else [f"every {self.every_steps} steps"]
+        minutes = [] if self.every_minutes is None else [f"every {self.every_minutes:g} minutes"]
+        return f"{', '.join([*steps, *minutes, 'at the end'])}; keeps the last {self.keep}"
 
 
 class CheckpointWriter:
@@ -74,7 +110,7 @@ class CheckpointWriter:
             self._thread.start()
         return time.perf_counter() - start
 
-    def _write_parts(self, step: int, parts: Mapping[str, Tensor]) -> Begun:
+    def _write_parts(self, step: int, parts: Mapping[str, Tensor]) -> UnfinishedCheckpoint:
         """Write the shards of all ranks into a temporary folder (collective)."""
         folder = self._ranks.lead(partial(begin, self._folder, step))
 
@@ -89,7 +125,7 @@ class CheckpointWriter:
             if self._ranks.leader:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
-        return Begun(folder, files)
+        return UnfinishedCheckpoint(folder, files)
 
     def failed(self) -> list[str]:
         """Return and clear the error messages of failed writes, such as a full disk."""
@@ -103,7 +139,7 @@ class CheckpointWriter:
             self._thread.join()
             self._thread = None
 
-    def _store(self, step: int, packed: Packed, best: int | None, begun: Begun | None) -> None:
+    def _store(self, step: int, packed: Packed, best: int | None, begun: UnfinishedCheckpoint | None) -> None:
         last = "none"
         try:
             if earlier := [c.step for c in list_checkpoints(self._folder) if c.step <= step]:
@@ -118,10 +154,10 @@ class CheckpointWriter:
             self._failures.append(f"Checkpoints that are no longer needed could not be removed ({error}).")
 
     def _remove_old(self, step: int, best: int | None) -> None:
-        found = list_checkpoints(self._folder)
-        kept = [c for c in found if c.step <= step][-self._keep :] + [c for c in found if c.step == best]
-        for checkpoint in found:
-            if checkpoint not in kept:
+        checkpoints = list_checkpoints(self._folder)
+        needed = [c for c in checkpoints if c.step <= step][-self._keep :] + [c for c in checkpoints if c.step == best]
+        for checkpoint in checkpoints:
+            if checkpoint not in needed:
                 remove(checkpoint)
 
 

@@ -1,4 +1,4 @@
-"""Read checkpoints: everything a run needs to resume bit for bit, in a folder that is verified when it is read.
+"""The folder of a checkpoint: everything a run needs to resume bit for bit, written atomically, verified when read.
 
 The folder `checkpoints/step_000010` contains
 
@@ -7,25 +7,35 @@ The folder `checkpoints/step_000010` contains
   (`realign.engines.distributed.shards`),
 - `manifest.json`: format, version of realign, step, size (bytes) and sha256 of each file, and sha256 of the manifest.
 
-`realign.runtime.checkpoint.atomic_write` writes the folders.
+`write_checkpoint` fills `checkpoints/.step_000010.<random>`, syncs every file and the folder to disk, and renames
+the folder to `step_000010`. If a process dies at any moment, the earlier checkpoints stay unchanged. It may leave a
+folder whose name starts with a dot. The next start or write removes that folder. Only one process may write into a
+folder at a time.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
+import secrets
+import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from realign.engines.distributed.shards import read_saved
+from realign.engines.files.durable import make_folder, sync_folder
 from realign.errors import CheckpointError
-from realign.runtime.checkpoint.serialize import read_tensors, unpack
+from realign.runtime.checkpoint.serialize import Packed, Tree, pack, read_tensors, unpack, write_tensors
+from realign.version import installed_version
 
+CHECKPOINTS = "checkpoints"
+"""Name of the checkpoint folder inside `output_dir`."""
 FORMAT = 1
 MANIFEST, STATE, TENSORS, PARTS = "manifest.json", "state.json", "tensors.safetensors", "parts"
 PART = re.compile(rf"{PARTS}/[\w.-]+\.safetensors")
@@ -91,9 +101,9 @@ class Checkpoint:
             return {name: (facts["bytes"], facts["sha256"]) for name, facts in manifest["files"].items()}
 
     def _check(self, name: str, size: int, digest: str) -> None:
-        found = self._check_regular(name)
-        if found != size:
-            raise CorruptCheckpoint(f"{self.path / name}: {found} bytes, expected {size}")
+        actual_size = self._check_regular(name)
+        if actual_size != size:
+            raise CorruptCheckpoint(f"{self.path / name}: {actual_size} bytes, expected {size}")
         with self._reading(name), (self.path / name).open("rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != digest:
                 raise ValueError("the file was changed after it was written (sha256 mismatch)")
@@ -101,12 +111,12 @@ class Checkpoint:
     def _check_regular(self, name: str) -> int:
         path = self.path / name
         try:
-            found = path.lstat()
+            status = path.lstat()
         except OSError as error:
             raise CorruptCheckpoint(f"{path}: missing ({error.strerror})") from error
-        if not stat.S_ISREG(found.st_mode):
+        if not stat.S_ISREG(status.st_mode):
             raise CorruptCheckpoint(f"{path}: not a regular file")
-        return found.st_size
+        return status.st_size
 
     @contextmanager
     def _reading(self, name: str) -> Iterator[None]:
@@ -120,16 +130,40 @@ class Checkpoint:
             raise CorruptCheckpoint(f"{self.path / name}: {error}") from error
 
 
+@dataclass(frozen=True)
+class Start:
+    """The checkpoint that a run resumes from."""
+
+    checkpoint: Checkpoint
+    state: Mapping[str, Any]
+    own: bool
+    """Whether the checkpoint is in this run's own folder, so that its record files are continued."""
+    new_run: bool
+    """Whether this is a new run that counts from step 0 and does not continue the record files."""
+    complete: bool = False
+    """Whether no step is left, and only the saved models of the run are missing or damaged."""
+
+    @property
+    def step(self) -> int:
+        """Number of completed steps."""
+        return 0 if self.new_run else self.checkpoint.step
+
+    @property
+    def run(self) -> Path:
+        """Folder of the run that wrote the checkpoint."""
+        return self.checkpoint.path.parent.parent
+
+
 def list_checkpoints(folder: Path) -> list[Checkpoint]:
     """Return the checkpoints of a folder, sorted by step, newest last. Ignore links and folders with other names."""
-    found = {}
+    by_step = {}
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:  # dot names sort first, so `step_` wins
         name = path.name.removeprefix(".").removesuffix(f".{REPLACED}")
         step = int(name[5:]) if re.fullmatch(r"step_[0-9]{6,}", name) else -1
         names = (folder_name(step), f".{folder_name(step)}.{REPLACED}")
         if path.name in names and path.is_dir() and not path.is_symlink():
-            found[step] = Checkpoint(path, step)
-    return [found[step] for step in sorted(found)]
+            by_step[step] = Checkpoint(path, step)
+    return [by_step[step] for step in sorted(by_step)]
 
 
 def newest(folder: Path, warn: Callable[[str], None]) -> tuple[Checkpoint, dict[str, Any]] | None:
@@ -142,9 +176,9 @@ def newest(folder: Path, warn: Callable[[str], None]) -> tuple[Checkpoint, dict[
     Raises:
         CorruptCheckpoint: The folder has checkpoints, but none can be read.
     """
-    found = list_checkpoints(folder)
+    checkpoints = list_checkpoints(folder)
     problems = []
-    for checkpoint in reversed(found):
+    for checkpoint in reversed(checkpoints):
         try:
             return checkpoint, checkpoint.read()
         except CorruptCheckpoint as error:
@@ -163,5 +197,132 @@ def folder_name(step: int) -> str:
 def rendered_manifest(manifest: dict[str, Any]) -> bytes:
     """Return the manifest as bytes, including the sha256 of its canonical JSON."""
     canonical = json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode()
-    whole = {**manifest, "sha256": hashlib.sha256(canonical).hexdigest()}
-    return json.dumps(whole, sort_keys=True, indent=2).encode() + b"\n"
+    signed = {**manifest, "sha256": hashlib.sha256(canonical).hexdigest()}
+    return json.dumps(signed, sort_keys=True, indent=2).encode() + b"\n"
+
+
+LEFTOVER = re.compile(r"\.(step_[0-9]+)\.\w+")
+
+
+def write_checkpoint(folder: Path, step: int, tree: Tree) -> Checkpoint:
+    """Write `folder/step_<step>`, and replace an existing checkpoint of the same step.
+
+    Raises:
+        ValueError: The tree contains a value that cannot be serialized.
+        OSError: The disk is full or the folder is not writable. Existing checkpoints are unchanged.
+    """
+    return write_packed(folder, step, pack(tree, copy=False))
+
+
+@dataclass(frozen=True)
+class UnfinishedCheckpoint:
+    """A temporary checkpoint folder that contains the shards of all ranks."""
+
+    folder: Path
+    files: Mapping[str, Any]
+
+
+def begin(folder: Path, step: int) -> Path:
+    """Create and return a temporary folder for the checkpoint of a step."""
+    if step < 0:
+        raise ValueError(f"step={step}: must be at least 0")
+    make_folder(folder)
+    remove_leftovers(folder)
+    temporary = folder / f".{folder_name(step)}.{secrets.token_hex(4)}"
+    temporary.mkdir()
+    return temporary
+
+
+def write_packed(folder: Path, step: int, packed: Packed, begun: UnfinishedCheckpoint | None = None) -> Checkpoint:
+    """Write a packed tree as `write_checkpoint` does, into the temporary folder `begun` if there is one."""
+    if packed.parts and begun is None:
+        raise ValueError(f"{next(iter(packed.parts))}: the tensor is sharded across ranks. Use a CheckpointWriter.")
+    begun = begun or UnfinishedCheckpoint(begin(folder, step), {})
+    try:
+        _fill(begun, step, packed)
+        return _publish(begun.folder, folder, step)
+    except BaseException:
+        shutil.rmtree(begun.folder, ignore_errors=True)
+        raise
+
+
+def _fill(begun: UnfinishedCheckpoint, step: int, packed: Packed) -> None:
+    folder, files = begun.folder, dict(begun.files)
+    with HashedFile(folder / TENSORS) as file:
+        write_tensors(file.write, packed.tensors)
+    files[TENSORS] = file.facts
+    with HashedFile(folder / STATE) as file:
+        file.write(json.dumps(packed.state, allow_nan=False).encode() + b"\n")
+    files[STATE] = file.facts
+    with HashedFile(folder / MANIFEST) as file:
+        file.write(rendered_manifest({"format": FORMAT, "realign": installed_version(), "step": step, "files": files}))
+    if begun.files:
+        sync_folder(folder / PARTS)
+    sync_folder(folder)
+
+
+def facts_of(path: Path) -> dict[str, Any]:
+    """Return the manifest entry of an existing file."""
+    with path.open("rb") as file:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def _publish(temporary: Path, folder: Path, step: int) -> Checkpoint:
+    """Rename a complete folder to its final name. An older checkpoint of the step stays readable until then."""
+    path = folder / folder_name(step)
+    aside = folder / f".{path.name}.{REPLACED}"
+    if path.exists():
+        path.rename(aside)
+    temporary.rename(path)
+    sync_folder(folder)
+    sync_folder(folder.parent)
+    shutil.rmtree(aside, ignore_errors=True)
+    return Checkpoint(path, step)
+
+
+class HashedFile:
+    """A new file that is hashed while it is written, and synced to disk when it is closed."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("xb")
+        self._hash = hashlib.sha256()
+        self._bytes = 0
+
+    def __enter__(self) -> HashedFile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with self._file:
+            if kind is None:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+
+    def write(self, part: bytes | memoryview) -> None:
+        """Append to the file."""
+        self._file.write(part)
+        self._hash.update(part)
+        self._bytes += len(part)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Manifest entry of the file."""
+        return {"bytes": self._bytes, "sha256": self._hash.hexdigest()}
+
+
+def remove(checkpoint: Checkpoint) -> None:
+    """Remove a checkpoint. Rename it first, so that an interrupted removal does not leave a corrupt checkpoint."""
+    aside = checkpoint.path.with_name(f".{folder_name(checkpoint.step)}.removed")
+    shutil.rmtree(aside, ignore_errors=True)
+    checkpoint.path.rename(aside)
+    shutil.rmtree(aside)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove the temporary folders of writes that were interrupted."""
+    for path in folder.iterdir() if folder.is_dir() else []:
+        match = LEFTOVER.fullmatch(path.name)
+        if match is None or path.is_symlink() or not path.is_dir():
+            continue
+        if path.name.endswith(f".{REPLACED}") and not (folder / match[1]).exists():
+            continue  # the only complete checkpoint of its step
+        shutil.rmtree(path, ignore_errors=True)

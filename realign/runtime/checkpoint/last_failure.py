@@ -16,8 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from realign.errors import ConfigError, ExitCode
-from realign.runtime.checkpoint.folder import list_checkpoints
-from realign.runtime.experiment import CHECKPOINTS
+from realign.runtime.checkpoint.folder import CHECKPOINTS, list_checkpoints
 
 NAME = "last_failure.json"
 """Name of the file in `output_dir`."""
@@ -94,14 +93,14 @@ def last_failure(output_dir: Path) -> LastFailure | None:
     try:
         if not path.is_file():  # for example a pipe, which would block
             return None
-        found = json.loads(path.read_bytes())
+        record = json.loads(path.read_bytes())
         return LastFailure(
-            int(found["step"]),
-            str(found["time"]),
-            int(found["exit_code"]),
-            str(found["message"]),
-            int(found["count"]),
-            str(found.get("attempt", "")),
+            int(record["step"]),
+            str(record["time"]),
+            int(record["exit_code"]),
+            str(record["message"]),
+            int(record["count"]),
+            str(record.get("attempt", "")),
         )
     except (OSError, ValueError, TypeError, LookupError, RecursionError):
         return None

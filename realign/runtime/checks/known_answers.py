@@ -10,11 +10,11 @@ from torch import Tensor
 
 from realign.api import Model, SequenceSample
 from realign.api.verifier import ANSWER, Verifier
+from realign.data import Dataset
 from realign.engines.distributed.ranks import current
 from realign.errors import ConfigError, RewardError
-from realign.runtime.checks.located import located
-from realign.runtime.datasets import Datasets
 from realign.runtime.experiment import Experiment
+from realign.runtime.graph_checks import located
 from realign.runtime.rollout.prompts import PromptStream
 from realign.text import shortened, visible
 
@@ -35,14 +35,14 @@ class Known(NamedTuple):
 
 
 def check_verifiers(
-    experiment: Experiment, models: Mapping[str, Model], datasets: Datasets, prompts: PromptStream
+    experiment: Experiment, models: Mapping[str, Model], held_out: Mapping[str, Dataset], prompts: PromptStream
 ) -> list[str]:
     """Check each interface that sets `known_answer`, on the training data or on that of its evaluation.
 
     Args:
         experiment: the experiment, whose interfaces are open.
         models: model of each role.
-        datasets: the loaded data.
+        held_out: rows of each evaluation, by config key.
         prompts: the training prompts.
 
     Returns:
@@ -61,7 +61,7 @@ def check_verifiers(
     for where, evaluation in experiment.all_evaluations.items():
         for key, judge in evaluation.judges.items():
             if isinstance(judge, Verifier) and judge.known_answer is not None:
-                dataset = datasets.held_out[where]
+                dataset = held_out[where]
                 data = dataset.sample([(0, row) for row in range(min(len(dataset), READ))])
                 lines.append(check_known_answers(f"{where}.{key}", judge, models[evaluation.role], data))
     return lines
@@ -93,8 +93,8 @@ def check_known_answers(where: str, verifier: Verifier, model: Model, data: Sequ
             stacklevel=2,
         )
         return f"{where}: not checked, because all rows have the same answer"
-    texts = [(one.right, one.wrong) for one in known]
-    rows = data.take([one.row for one in known])
+    texts = [(answers.right, answers.wrong) for answers in known]
+    rows = data.take([answers.row for answers in known])
 
     def scored() -> Tensor:
         with located(where):
@@ -125,13 +125,13 @@ def _known(setting: str, verifier: Verifier, data: SequenceSample) -> list[Known
     if "prompt_ids" not in data or "row" not in data.metadata:
         raise ConfigError(f"{setting}: the data has no prompts with rows. Set it to null, or use a dataset of prompts.")
     answers = _answers(setting, str(verifier.known_answer), data.metadata["row"])
-    found: list[Known] = []
+    comparable: list[Known] = []
     for place, (index, right) in enumerate(answers):
         others = (text for _, text in [*answers[place + 1 :], *answers[:place]] if text.strip() != right.strip())
-        if len(found) < SCORED and (wrong := next(others, None)) is not None:
+        if len(comparable) < SCORED and (wrong := next(others, None)) is not None:
             responses = (verifier.known_answer_template.replace(ANSWER, text) for text in (right, wrong))
-            found.append(Known(index, *responses))
-    return found
+            comparable.append(Known(index, *responses))
+    return comparable
 
 
 def _answers(setting: str, column: str, rows: Sequence[Mapping[str, Any]]) -> list[tuple[int, str]]:
@@ -139,7 +139,7 @@ def _answers(setting: str, column: str, rows: Sequence[Mapping[str, Any]]) -> li
     columns = sorted({name for row in rows for name in row})
     if column not in columns:
         raise ConfigError(f"{setting}: the data has no such column. Choose one of: {', '.join(columns)}.")
-    found = []
+    answers = []
     for index, row in enumerate(rows):
         if (answer := row.get(column)) is None:
             continue
@@ -148,10 +148,10 @@ def _answers(setting: str, column: str, rows: Sequence[Mapping[str, Any]]) -> li
                 f"{setting}: the column must contain texts or numbers, but row {index} contains a "
                 f"{type(answer).__name__}. Choose another column."
             )
-        found.append((index, str(answer)))
-    if not found:
+        answers.append((index, str(answer)))
+    if not answers:
         raise ConfigError(f"{setting}: the first {len(rows)} rows have no answer. Choose one of: {', '.join(columns)}.")
-    return found
+    return answers
 
 
 def _example(data: SequenceSample, known: Known, rewards_2: Tensor) -> str:

@@ -16,8 +16,8 @@ from realign.engines.distributed.ranks import current
 from realign.engines.files.inspection import pick_device
 from realign.engines.shared_model import Share, SharedModel
 from realign.runtime.experiment import Experiment
+from realign.runtime.models import sampled_roles
 from realign.runtime.processes.placement import ROLLOUT, plan_groups
-from realign.runtime.rollout.background import sampled_roles
 
 CPU = "cpu"
 MEMINFO = Path("/proc/meminfo")
@@ -29,7 +29,7 @@ Free: TypeAlias = Callable[[torch.device], int | None]
 
 
 @dataclass(frozen=True)
-class DeviceMemory:
+class DeviceEstimate:
     """The roles on one device.
 
     Attributes:
@@ -107,11 +107,11 @@ def free_memory(device: torch.device) -> int | None:
         lines = MEMINFO.read_text(encoding="ascii").splitlines()
     except OSError:
         return None
-    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
-    return int(found[0]) * 1024 if found else None
+    kibibytes = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return int(kibibytes[0]) * 1024 if kibibytes else None
 
 
-def estimate(experiment: Experiment, longest: int | None = None, free: Free | None = None) -> list[DeviceMemory]:
+def estimate(experiment: Experiment, longest: int | None = None, free: Free | None = None) -> list[DeviceEstimate]:
     """Return the memory of each device of the run. Roles whose spec estimates nothing are left out.
 
     Args:
@@ -140,25 +140,25 @@ def estimate(experiment: Experiment, longest: int | None = None, free: Free | No
     return _devices(_roles(experiment, held, ranks, longest, free), ranks, free)
 
 
-def _on_one_host(found: list[DeviceMemory]) -> list[DeviceMemory]:
+def _on_one_host(devices: list[DeviceEstimate]) -> list[DeviceEstimate]:
     """Subtract the memory of other worker groups on the CPU. On CUDA, every process has its own GPU."""
-    used = sum(device.peak for device in found if device.device == CPU)
+    used = sum(device.peak for device in devices if device.device == CPU)
     return [
         replace(device, free=device.free - (used - device.peak))
         if device.device == CPU and device.free is not None
         else device
-        for device in found
+        for device in devices
     ]
 
 
 def _devices(
     roles: Mapping[str, RoleMemory], processes: int, free: Free, offloaded: frozenset[str] = frozenset()
-) -> list[DeviceMemory]:
+) -> list[DeviceEstimate]:
     names = dict.fromkeys(role.device for role in roles.values())
     return [
-        DeviceMemory(
+        DeviceEstimate(
             name,
-            {role: found for role, found in roles.items() if found.device == name},
+            {role: memory for role, memory in roles.items() if memory.device == name},
             offloaded & roles.keys(),
             processes if name == CPU else 1,
             free(torch.device(name)),
@@ -172,7 +172,7 @@ def _roles(
 ) -> dict[str, RoleMemory]:
     """Return the memory of each role that has weights; `rollout` is a copy of the first role that is sampled."""
     ahead = sampled_roles(experiment) if experiment.rollout.ahead else []
-    found: dict[str, RoleMemory] = {}
+    memory: dict[str, RoleMemory] = {}
     for role in roles:
         source = ahead[0] if role == ROLLOUT and ahead else role
         spec = experiment.models.get(source)
@@ -183,8 +183,8 @@ def _roles(
             work = replace(work, trains=False, scores=False, samples=True, references=(), ranks=1)
         elif source in ahead:
             work = replace(work, samples=False)
-        found[role] = spec.memory(source, replace(work, free=free(device_of(spec))))
-    return found
+        memory[role] = spec.memory(source, replace(work, free=free(device_of(spec))))
+    return memory
 
 
 def work_of(experiment: Experiment, role: str, ranks: int = 1, longest: int | None = None) -> MemoryWork:
@@ -198,9 +198,9 @@ def work_of(experiment: Experiment, role: str, ranks: int = 1, longest: int | No
     plans = [experiment.interfaces[rpc.model].plan() for rpc in experiment.graph.rpcs if rpc.method == "generate"]
     group = max((plan.responses_per_prompt or 1 for plan in plans), default=1)
     steps = [experiment.interfaces[role].plan().n_minibatches] if role in experiment.interfaces else []
-    whole = _step_tokens(experiment, group, prompt, response, longest)
+    step_tokens = _step_tokens(experiment, group, prompt, response, longest)
     limit = experiment.microbatch.max_tokens_per_microbatch
-    of_step = -(-whole // max([1, *steps]))
+    of_step = -(-step_tokens // max([1, *steps]))
     return MemoryWork(
         trains="train_step" in methods,
         scores=bool(methods & {"inference", "credit"}) or evaluated,
@@ -236,4 +236,4 @@ def device_of(spec: ModelSpec) -> torch.device:
     return pick_device(spec.facts().device or "auto")
 
 
-__all__ = ["ASSUMED_PROMPT", "DeviceMemory", "estimate", "free_memory", "longest_prompt", "show", "work_of"]
+__all__ = ["ASSUMED_PROMPT", "DeviceEstimate", "estimate", "free_memory", "longest_prompt", "show", "work_of"]

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
+from typing_extensions import override
 
 from realign.api import RPC, DataflowGraph, MicroBatchSpec, Model, ModelInterface, SequenceSample
 from realign.data import DataSpec
@@ -135,8 +136,8 @@ class SamplingEvaluator(Evaluator):
     def scored(self, runtime: LoadedRun, dataset: Any) -> Iterator[Scored]:
         """Sample and score responses to every row of `dataset` once, and yield them in batches."""
 
+    @override
     def measure(self, runtime: LoadedRun, dataset: Any) -> tuple[dict[str, float], SequenceSample]:
-        """See `Evaluator`."""
         return merged(self.scored(runtime, dataset), partial(self.constant_reward, runtime, dataset))
 
     def constant_reward(self, runtime: LoadedRun, dataset: Any, response: Tensor) -> float | None:

@@ -104,10 +104,10 @@ class RewardCalibration(Settings):
             return torch.cat([interface.scores(reward, batch, mb_spec) for batch in answered])
 
         mean, std = interface.normalize(scores(0), mean=target[0], std=target[1], reduce=reward.machine.reduce)
-        found = {"mean": mean, "std": std, "gain": interface.gain, "bias": interface.bias}
+        values = {"mean": mean, "std": std, "gain": interface.gain, "bias": interface.bias}
         if self.verify:
-            found["verified_mean"], found["verified_std"] = score_moments(scores(1), reward.machine.reduce)
-        return {f"calibration/{name}": value for name, value in found.items()}
+            values["verified_mean"], values["verified_std"] = score_moments(scores(1), reward.machine.reduce)
+        return {f"calibration/{name}": value for name, value in values.items()}
 
     def target(self, interface: Calibratable, dataset: Dataset) -> tuple[float, float]:
         """Return the target mean and std before training: those of numeric training labels, or else 0 and 1."""

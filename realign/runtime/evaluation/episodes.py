@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from typing_extensions import override
+
 from realign.api import DataflowGraph, MicroBatchSpec, ModelInterface, derive_seed
 from realign.runtime.evaluation.base import LoadedRun, SamplingEvaluator
 from realign.runtime.evaluation.scores import SEQUENCE_METRICS, Scored, named_metrics
@@ -20,32 +22,32 @@ class EpisodeEvaluation(SamplingEvaluator):
     because the samples are not trained on."""
 
     @property
+    @override
     def judges(self) -> dict[str, ModelInterface]:
-        """See `Evaluator`."""
         return {"episodes": self.episodes}
 
     @property
+    @override
     def longest_response(self) -> int:
-        """See `Evaluator`."""
         return self.episodes.plan().longest_response
 
     @property
+    @override
     def length_setting(self) -> str:
-        """See `Evaluator`."""
         return f"episodes.{self.episodes.plan().length_setting}"
 
+    @override
     def metric_names(self, graph: DataflowGraph) -> frozenset[str] | None:
-        """See `Evaluator`."""
         named = named_metrics(self.episodes.keys("generate").reports)
         return frozenset(f"eval/{name}" for name in (*SEQUENCE_METRICS, "turns", *named))
 
+    @override
     def describe(self) -> str:
-        """See `Evaluator`."""
         plan = self.episodes.plan()
         return f"{plan.responses_per_prompt or 1} episodes per row, {plan.sampler or 'sampler not declared'}"
 
+    @override
     def scored(self, runtime: LoadedRun, dataset: Any) -> Iterator[Scored]:
-        """See `SamplingEvaluator`."""
         model = runtime.models[self.role]
         for number, rows in enumerate(self.batches(dataset)):
             player = replace(model, seed=derive_seed(model.seed, "evaluation", number))

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from realign.api import RPC, DataflowGraph, GenerationConfig, MicroBatchSpec, Model, ModelInterface, SequenceSample
 from realign.api.rewards import NAMED, total_rewards
@@ -65,13 +66,14 @@ class Evaluation(SamplingEvaluator):
             raise SettingsError(f"{name}: it has no effect with pass_at=[]. Set pass_at")
 
     @property
+    @override
     def judges(self) -> dict[str, ModelInterface]:
-        """See `Evaluator`."""
         own = {} if self.reward is None else {"reward": self.reward}
         return own | {f"metrics.{name}": judge for name, judge in self.metrics.items()}
 
+    @override
     def check(self, graph: DataflowGraph, models: Iterable[str]) -> None:
-        """See `Evaluator`; also checks that the graph can score responses if `reward` is not set."""
+        """Also check that the graph can score responses if `reward` is not set."""
         super().check(graph, models)
         if self.reward is None:
             _scoring(graph)
@@ -81,8 +83,8 @@ class Evaluation(SamplingEvaluator):
             raise SettingsError(f"success_of={self.success_of}: no reward function has this name (valid: {known})")
 
     @property
+    @override
     def longest_response(self) -> int:
-        """See `Evaluator`."""
         return max(generation.max_new_tokens for generation in self._variants.values())
 
     def _checked_sweep(self) -> dict[str, GenerationConfig]:
@@ -109,8 +111,8 @@ class Evaluation(SamplingEvaluator):
                     raise SettingsError(f"sweep.{name}: {value!r} is not a valid value ({error})") from error
         return variants
 
+    @override
     def metric_names(self, graph: DataflowGraph) -> frozenset[str] | None:
-        """See `Evaluator`."""
         names = [*SEQUENCE_METRICS, *self.metrics, *named_metrics(_named(self.reward, graph))]
         return frozenset(
             f"eval/{name}{ending}"
@@ -118,19 +120,19 @@ class Evaluation(SamplingEvaluator):
             for name in (*names, *_group_metrics(generation.n, self.pass_at))
         )
 
+    @override
     def describe(self) -> str:
-        """See `Evaluator`."""
         passes = f"; pass@{', pass@'.join(map(str, self.pass_at))}" if self.pass_at else ""
         several = f", {self.generation.n} responses per prompt" if self.generation.n > 1 else ""
         swept = "".join(f"; also {name}={', '.join(map(str, values))}" for name, values in self.sweep.items())
         return self.generation.describe() + several + passes + swept
 
+    @override
     def calls(self, graph: DataflowGraph) -> list[RPC]:
-        """See `Evaluator`."""
         return [] if self.reward is not None else _scoring(graph)[1]
 
+    @override
     def scored(self, runtime: LoadedRun, dataset: Any) -> Iterator[Scored]:
-        """See `SamplingEvaluator`."""
         return self._scored(runtime.models[self.role], dataset, runtime)
 
     def run(
@@ -148,8 +150,9 @@ class Evaluation(SamplingEvaluator):
         """
         return merged(self._scored(model, dataset, runtime), partial(self._constant, model, dataset, runtime))
 
+    @override
     def constant_reward(self, runtime: LoadedRun, dataset: Any, response: Tensor) -> float | None:
-        """See `SamplingEvaluator`. Asks only functions that are cheap, see `Verifier.is_cheap`."""
+        """Ask only functions that are cheap, see `Verifier.is_cheap`."""
         return self._constant(runtime.models[self.role], dataset, runtime, response)
 
     def _constant(self, model: Model, dataset: Any, runtime: LoadedRun | None, response: Tensor) -> float | None:
@@ -165,8 +168,8 @@ class Evaluation(SamplingEvaluator):
             current().lead(partial(judge.score_texts, model, prompts, [[text]] * len(prompts)))
             for prompts in self.batches(dataset)
         ]
-        found = float(torch.cat(rewards).nanmean())
-        return found if math.isfinite(found) else None
+        mean = float(torch.cat(rewards).nanmean())
+        return mean if math.isfinite(mean) else None
 
     def _scored(self, model: Model, dataset: Any, runtime: LoadedRun | None) -> Iterator[Scored]:
         for ending, generation in self._variants.items():
@@ -184,12 +187,12 @@ class Evaluation(SamplingEvaluator):
         judge = Model("evaluation", None, model.tokenizer, model.seed, model.version)
 
         def verdicts() -> tuple[SequenceSample | None, Mapping[str, Tensor]]:
-            found = {
+            rewards = {
                 name: interface.inference(judge, answered, MicroBatchSpec())["rewards"]
                 for name, interface in self.metrics.items()
             }
             scored = None if self.reward is None else self.reward.inference(judge, answered, MicroBatchSpec())
-            return scored, found
+            return scored, rewards
 
         scored, further = current().lead(verdicts)
         if scored is not None:

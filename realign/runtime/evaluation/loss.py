@@ -13,6 +13,8 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from typing_extensions import override
+
 from realign.api import (
     RPC,
     DataflowGraph,
@@ -38,18 +40,20 @@ class LossEvaluation(Evaluator):
     reads_prompts: ClassVar[bool] = False
     reads_images: ClassVar[bool] = True
 
+    @override
     def check(self, graph: DataflowGraph, models: Iterable[str]) -> None:
-        """See `Evaluator`; also checks that the graph trains `role` with exactly one RPC."""
+        """Also check that the graph trains `role` with exactly one RPC."""
         super().check(graph, models)
         self._training(graph)
 
+    @override
     def calls(self, graph: DataflowGraph) -> list[RPC]:
-        """See `Evaluator`."""
         training = self._training(graph)
         return [*self._before(training, graph), training]
 
+    @override
     def measure(self, runtime: LoadedRun, dataset: Any) -> tuple[dict[str, float], SequenceSample]:
-        """See `Evaluator`. The metrics are means over the whole of `dataset`, independent of the batch size."""
+        """Return means over the whole of `dataset`, independent of the batch size, and the first batch."""
         training = self._training(runtime.graph)
         stats: list[Stats] = []
         first: SequenceSample | None = None
@@ -64,19 +68,19 @@ class LossEvaluation(Evaluator):
         assert first is not None
         return {f"eval/{name}": value for name, value in stat_values(merge_stats(stats)).items()}, first
 
+    @override
     def describe(self) -> str:
-        """See `Evaluator`."""
         return f"loss of {self.role}"
 
     def _training(self, graph: DataflowGraph) -> RPC:
-        found = [rpc for rpc in graph.rpcs if rpc.model == self.role and rpc.method == "train_step"]
-        if len(found) != 1:
+        calls = [rpc for rpc in graph.rpcs if rpc.model == self.role and rpc.method == "train_step"]
+        if len(calls) != 1:
             trained = ", ".join(dict.fromkeys(rpc.model for rpc in graph.rpcs if rpc.method == "train_step"))
             raise ConfigError(
-                f"role={self.role}: {len(found)} RPCs of the graph train this role, but the loss needs "
+                f"role={self.role}: {len(calls)} RPCs of the graph train this role, but the loss needs "
                 f"exactly one. Trained roles: {trained or 'none'}."
             )
-        return found[0]
+        return calls[0]
 
     def _before(self, training: RPC, graph: DataflowGraph) -> list[RPC]:
         """Return the RPCs that `training` depends on, in execution order."""
@@ -98,8 +102,8 @@ class ForwardOnly(SharedEngine):
 
     trainable = True
 
+    @override
     def __init__(self, name: str, of: str, engine: PipelinableEngine) -> None:
-        """See `SharedEngine`."""
         super().__init__(name, of, engine)
         self._measured: set[Hashable] = set()
 

@@ -67,8 +67,8 @@ def merged(
     assert first is not None
     values = {
         f"eval/{name}{ending}": value
-        for ending, found in stats.items()
-        for name, value in (stat_values(merge_stats(found)) | repeats[ending].metrics()).items()
+        for ending, batches in stats.items()
+        for name, value in (stat_values(merge_stats(batches)) | repeats[ending].metrics()).items()
     }
     response = repeats[""].collapsed if "" in repeats else None
     if response is not None and (reward := values.get("eval/reward")) is not None:
@@ -145,7 +145,7 @@ class StandardErrors:
 
     def _found(self) -> Iterator[tuple[str, float]]:
         for name, parts in self._sums.items():
-            sum_G, count_G = (torch.cat(found) for found in zip(*parts, strict=True))
+            sum_G, count_G = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
             prompts, total = int((count_G > 0).sum()), count_G.sum()
             if prompts < 2:
                 continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
@@ -14,9 +15,38 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from realign.runtime.display import EVALUATION, first_metrics, limited
-from realign.runtime.metrics.courses import Course, course, held_out, larger_is_better, number
-from realign.runtime.metrics.sparkline import sparkline
+from realign.runtime.metrics.shown_metrics import (
+    EVALUATION,
+    MetricSummary,
+    first_metrics,
+    held_out,
+    larger_is_better,
+    limited,
+    metric_summary,
+    number,
+)
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """Draw values over time as at most `width` characters, from the lowest block (minimum) to the highest (maximum).
+
+    Neighboring values share a character if there are more values than characters; it shows their mean. Values that are
+    not finite are ignored; a character without a finite value is a space. Equal values are drawn in the middle.
+    """
+    columns = min(width, len(values))
+    parts = [values[i * len(values) // columns : (i + 1) * len(values) // columns] for i in range(columns)]
+    means = [sum(finite) / len(finite) if (finite := [v for v in p if math.isfinite(v)]) else None for p in parts]
+    known = [mean for mean in means if mean is not None]
+    low, span = (min(known), max(known) - min(known)) if known else (0.0, 0.0)
+    top = len(BLOCKS) - 1
+
+    def block(mean: float) -> str:
+        return BLOCKS[round((mean - low) / span * top) if 0 < span < math.inf else top // 2]
+
+    return "".join(" " if mean is None else block(mean) for mean in means)
+
 
 MOST = 6
 """Headline metrics in a line without a terminal."""
@@ -79,7 +109,7 @@ class LiveDisplay:
             self._live = Live(get_renderable=self._render, console=self._console, refresh_per_second=4)
             self._live.start()
         else:
-            with suppress(OSError):  # `log` meets the same error, and `Forgiving` warns about it
+            with suppress(OSError):  # `log` meets the same error, and `BestEffortTracker` warns about it
                 for line in self._header:
                     self._console.print(line, markup=False, highlight=False, soft_wrap=True)
         return self
@@ -135,25 +165,29 @@ class LiveDisplay:
         width = min(WIDEST, self._console.width - NUMBERS)
         draws = width >= NARROWEST and not self._console.options.ascii_only
         rows = [self._course(name) for name in self._names()]
-        columns: dict[str, Callable[[Course], RenderableType]] = {
-            "metric": lambda one: Text(one.name),
-            "first": lambda one: number(one.first),
-            "best": lambda one: "" if one.best is None else f"{number(one.best)} (step {one.best_step:,})",
-            "latest": lambda one: number(one.last),
-            "target": lambda one: number(self._targets[one.name]) if one.name in self._targets else "",
-            "curve": lambda one: Text(sparkline([value for _, value in self._points[one.name]], width), style="cyan"),
+        columns: dict[str, Callable[[MetricSummary], RenderableType]] = {
+            "metric": lambda summary: Text(summary.name),
+            "first": lambda summary: number(summary.first),
+            "best": lambda summary: (
+                "" if summary.best is None else f"{number(summary.best)} (step {summary.best_step:,})"
+            ),
+            "latest": lambda summary: number(summary.last),
+            "target": lambda summary: number(self._targets[summary.name]) if summary.name in self._targets else "",
+            "curve": lambda summary: Text(
+                sparkline([value for _, value in self._points[summary.name]], width), style="cyan"
+            ),
         }
-        empty = {"target": not self._targets, "best": all(one.best is None for one in rows), "curve": not draws}
+        empty = {"target": not self._targets, "best": all(summary.best is None for summary in rows), "curve": not draws}
         table = Table(box=None, padding=(0, 2, 0, 0))
         for column in columns:
             if not empty.get(column):
                 table.add_column(column, justify="left" if column in ("metric", "curve") else "right", no_wrap=True)
-        for one in rows:
-            table.add_row(*(cell(one) for column, cell in columns.items() if not empty.get(column)))
+        for summary in rows:
+            table.add_row(*(cell(summary) for column, cell in columns.items() if not empty.get(column)))
         return table
 
-    def _course(self, name: str) -> Course:
-        return course(name, self._points[name], larger_is_better(name, {}))
+    def _course(self, name: str) -> MetricSummary:
+        return metric_summary(name, self._points[name], larger_is_better(name, {}))
 
 
 def _warnings(latest: Sequence[str], total: int) -> list[Text]:

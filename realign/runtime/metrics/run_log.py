@@ -103,10 +103,10 @@ class RunLog(logging.Handler):
 
     def take_warnings(self) -> list[dict[str, Any]]:
         """Return the warnings since the last call, each with its time; callable while other threads warn."""
-        found = []
+        taken = []
         while self._warned:
-            found.append(self._warned.popleft())
-        return found
+            taken.append(self._warned.popleft())
+        return taken
 
     def _warn(self, text: str) -> None:
         self.warnings += 1

@@ -1,6 +1,7 @@
-"""Adapters of experiment trackers to the `Tracker` protocol; each needs an extra.
+"""Trackers: receivers of the metrics of each step, such as TensorBoard and Weights & Biases.
 
-All but TensorBoard get the resolved config at the start and a table of the latest samples at the end.
+Each adapter of an experiment tracker needs an extra. All but TensorBoard get the resolved config at the start and a
+table of the latest samples at the end.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import math
 import re
 import time
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,10 +20,59 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
+from typing_extensions import override
+
 from realign.errors import ConfigError
-from realign.runtime.metrics.tracker import Tracker
 from realign.safe_yaml import load_yaml
 from realign.settings import Settings
+
+
+class Tracker(Protocol):
+    """A sink for the metrics of each step."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log the metrics of `step` (0: before training)."""
+        ...
+
+    def close(self) -> None:
+        """Flush the metrics and release resources."""
+        ...
+
+
+class BestEffortTracker:
+    """A tracker wrapper that turns failures into warnings, so that they never stop a run.
+
+    Args:
+        name: Name of the tracker, for messages.
+        tracker: Wrapped tracker.
+    """
+
+    def __init__(self, name: str, tracker: Tracker) -> None:
+        self.name = name
+        self._tracker = tracker
+        self._missed: list[int] = []
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Forward the metrics to the tracker. Warn about the first failure and count later ones."""
+        try:
+            self._tracker.log(step, metrics)
+        except Exception as error:
+            self._missed.append(step)
+            if len(self._missed) == 1:
+                what = f"Tracker {self.name!r} failed at step {step} ({type(error).__name__}: {error})"
+                warnings.warn(f"{what}. Training continues; metrics.jsonl contains this step.", stacklevel=2)
+
+    def close(self) -> None:
+        """Close the tracker, and warn about the number of steps that it missed."""
+        try:
+            self._tracker.close()
+        except Exception as error:
+            warnings.warn(f"Tracker {self.name!r} could not be closed ({type(error).__name__}: {error}).", stacklevel=2)
+        if self._missed:
+            first, last = self._missed[0], self._missed[-1]
+            n = len(self._missed)
+            warnings.warn(f"Tracker {self.name!r} missed {n} steps, from {first} to {last}.", stacklevel=2)
+
 
 SAMPLES = "samples.jsonl"
 COLUMNS = ("step", "prompt", "response", "reward")
@@ -100,8 +151,8 @@ class WandB(ProjectTracker):
     """`online` uploads during the run; `offline` writes files that `wandb sync` uploads later."""
     package: ClassVar[str] = "wandb"
 
+    @override
     def start_options(self, output_dir: Path) -> dict[str, Any]:
-        """See `ProjectTracker.start_options`."""
         return {"dir": str(output_dir), "mode": self.mode.value}
 
 
@@ -113,8 +164,8 @@ class Trackio(ProjectTracker):
     """Space of the Hugging Face hub, such as `name/space`; null stores the runs on this machine."""
     package: ClassVar[str] = "trackio"
 
+    @override
     def start_options(self, output_dir: Path) -> dict[str, Any]:
-        """See `ProjectTracker.start_options`."""
         return {"space_id": self.space, "resume": "allow", "embed": False}
 
 
@@ -134,8 +185,8 @@ class SwanLab(ProjectTracker):
     """`online` uploads during the run; `local` is for `swanlab watch`; `offline` writes files for `swanlab sync`."""
     package: ClassVar[str] = "swanlab"
 
+    @override
     def start_options(self, output_dir: Path) -> dict[str, Any]:
-        """See `ProjectTracker.start_options`."""
         return {"log_dir": str(output_dir / "swanlab"), "mode": self.mode.value}
 
     def samples_table(self, library: Any, rows: list[list[Any]]) -> Any:

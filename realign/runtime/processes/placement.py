@@ -21,7 +21,7 @@ FIELDS = ("devices", "with", "offload")
 
 
 @dataclass(frozen=True)
-class Group:
+class RoleGroup:
     """Worker processes that serve the same roles. Each process is one rank on one device."""
 
     roles: tuple[str, ...]
@@ -42,7 +42,7 @@ class Group:
         return f"{' + '.join(self.roles)} on {self.devices} device{'s' * (self.devices != 1)}{waiting}"
 
 
-def plan_groups(experiment: Experiment) -> tuple[Group, ...]:
+def plan_groups(experiment: Experiment) -> tuple[RoleGroup, ...]:
     """Return the worker groups of an experiment.
 
     A role that `runtime.placement` does not list has a separate process if the graph trains it. Otherwise it shares
@@ -61,7 +61,7 @@ def plan_groups(experiment: Experiment) -> tuple[Group, ...]:
     if isinstance(placement, Placement):
         others = [ROLLOUT] if ahead else []
         together = [tuple(owners)] if placement is Placement.colocated else [(role,) for role in owners]
-        return tuple(Group(roles) for roles in [*together, *((name,) for name in others)])
+        return tuple(RoleGroup(roles) for roles in [*together, *((name,) for name in others)])
     nodes = {role: _node(role, node) for role, node in placement.items()}
     for role in nodes:
         if role in held and role not in owners:
@@ -118,7 +118,7 @@ def _check_names(nodes: Mapping[str, Mapping[str, Any]], owners: list[str], ahea
 
 def _groups(
     nodes: Mapping[str, Mapping[str, Any]], owners: list[str], trained: set[str], ahead: bool
-) -> tuple[Group, ...]:
+) -> tuple[RoleGroup, ...]:
     hosts = {node["with"] for node in nodes.values() if "with" in node}
     own = [r for r in owners if "with" not in nodes.get(r, {}) and (r in hosts or r in nodes or r in trained)]
     own = own or owners[:1]
@@ -141,9 +141,9 @@ def _groups(
                 f"runtime.placement.{role}.offload does not support models that are sharded across {devices} devices. "
                 f"Set models.{role}.sharding.offload instead."
             )
-        groups.append(Group(roles, devices, offload))
+        groups.append(RoleGroup(roles, devices, offload))
     if ahead:
-        groups.append(Group((ROLLOUT,), nodes.get(ROLLOUT, {}).get("devices", 1)))
+        groups.append(RoleGroup((ROLLOUT,), nodes.get(ROLLOUT, {}).get("devices", 1)))
     return tuple(groups)
 
 

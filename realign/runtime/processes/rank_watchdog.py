@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeAlias
 
 from realign.engines.distributed.ranks import Ranks, is_of_another_rank
 from realign.errors import ExitCode, TransientError
-from realign.runtime.processes.operations import Operation
-from realign.runtime.processes.watchdog import Watchdog
+from realign.runtime.processes.watchdog import Operation, Watchdog
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -115,21 +114,21 @@ class RankWatch(Watchdog):
             self._ended.wait(GRACE_S)
         if self._ended.is_set():  # another rank failed first, which may be the reason for this error
             return
-        found = self._classified(error)
-        text, self.code = self._describe(found)
+        failure = self._classified(error)
+        text, self.code = self._describe(failure)
         with suppress(Exception):  # the store is gone
             if self.end(self.code) != self._ranks.rank:
                 self._report_state()
                 return
             if isinstance(error, KeyboardInterrupt) and (lost := self._missing()):
-                text, self.code = self._describe(found := self._loss_of(lost))
+                text, self.code = self._describe(failure := self._loss_of(lost))
                 self._store.set(ENDED, self._claim(self.code))
         if "\n" in text.rstrip():
             where = "" if self._failed_in is None else f", in {self._failed_in.describe()}"
             text = f"rank {self._ranks.rank} of {self._ranks.size} failed first{where}\n{text}"
         sys.stderr.write(f"{text.rstrip()}\n")
         sys.stderr.flush()
-        self._recorded(found, self.code)
+        self._recorded(failure, self.code)
 
     def _missing(self) -> list[int]:
         """Return the ranks that do not report their state, although the store tells them that the run ends.
@@ -161,9 +160,9 @@ class RankWatch(Watchdog):
             message = f"{own} waited too long for another rank{self._where()} ({str(error).splitlines()[0]})."
         else:
             return error
-        found = TransientError(f"{message} Restart the run with resume=auto.")
-        found.__cause__ = error
-        return found
+        lost_rank = TransientError(f"{message} Restart the run with resume=auto.")
+        lost_rank.__cause__ = error
+        return lost_rank
 
     def end(self, code: int) -> int:
         """Claim to be the first rank that exits. Return the rank that was first, and adopt its exit code."""

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from realign.engines.distributed.ranks import Ranks
 from realign.errors import ConfigError, TransientError
-from realign.runtime.checks.ranks import by_rank, check_same, software
+from realign.runtime.processes.agreement import by_rank, check_same, software
 from realign.runtime.processes.rank_watchdog import Describe, RankWatch
 
 if TYPE_CHECKING:

@@ -49,8 +49,8 @@ class StopSignals:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.received is not None:
-            for each in SIGNALS:
-                signal.signal(each, signal.SIG_DFL)
+            for handled in SIGNALS:
+                signal.signal(handled, signal.SIG_DFL)
             raise Interrupted(number, "interrupted; the steps after the last checkpoint are lost")
         self.received = number
         if not self._quiet:

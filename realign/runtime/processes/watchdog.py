@@ -1,7 +1,7 @@
 """Watchdog of a run in one process: reports operations that take too long, and can end a run that hangs.
 
-A thread checks the duration of the current operations. It logs the stacks of all threads for an operation that takes
-too long, and writes them to stderr before it ends a run.
+A thread checks the duration of the current operations, which `Watch` tracks. It logs the stacks of all threads for an
+operation that takes too long, and writes them to stderr before it ends a run.
 `realign.runtime.processes.rank_watchdog` does the same for distributed runs, where a failure ends all ranks.
 """
 
@@ -13,14 +13,94 @@ import os
 import signal
 import sys
 import threading
+import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType
 from typing import TypeAlias
 
-from realign.errors import ExitCode
-from realign.runtime.processes.operations import Operation, Watch, stacks
+from realign.errors import ExitCode, TransientError
 from realign.runtime.runtime_spec import RuntimeSpec
+
+
+class WorkerLost(TransientError):
+    """A worker process died: killed, out of memory, or its machine failed. The run continues from a checkpoint."""
+
+
+class WorkerHangs(TransientError):
+    """A worker process did not complete a call of the graph within the time limit."""
+
+
+@dataclass(frozen=True, eq=False)
+class Operation:
+    """An operation in progress, such as a call of the graph."""
+
+    what: str
+    """Name for messages."""
+    data: object
+    """Input of the operation; None if there is none."""
+    limited: bool
+    """Whether the time limit of calls applies."""
+    since: float
+    """Start time on the monotonic clock, in seconds."""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self.since
+
+    def describe(self, where: str = "") -> str:
+        """Return a human-readable description; `where` is a location in the code."""
+        return f"{self.what} for {self.seconds:.0f} s{where}" + ("" if self.data is None else f" on {self.data!r}")
+
+
+class Watch:
+    """Tracks the current operations of this process. Subclasses also watch their duration."""
+
+    def __init__(self) -> None:
+        self._operations: dict[Operation, None] = {}
+        self._failed_in: Operation | None = None
+
+    @contextmanager
+    def doing(self, what: str, data: object = None, *, limited: bool = False) -> Iterator[None]:
+        """Mark the context as operation `what` on `data`; `limited` applies the time limit."""
+        operation = Operation(what, data, limited, time.monotonic())
+        self._operations[operation] = None
+        try:
+            yield
+        except BaseException:
+            self._failed_in = self._failed_in or operation
+            raise
+        finally:
+            del self._operations[operation]
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Report errors that leave this context to the other processes of the run."""
+        yield
+
+    @contextmanager
+    def started(self) -> Iterator[None]:
+        """Watch the operations inside this context."""
+        yield
+
+    def operations(self) -> list[Operation]:
+        """Return the operations in progress, in the order of their start; callable from any thread."""
+        return list(self._operations)
+
+
+def stacks() -> str:
+    """Return the Python stacks of all threads of this process, except the calling thread."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    texts = []
+    for ident, frame in sys._current_frames().items():
+        if ident != threading.get_ident():
+            lines = "".join(traceback.format_stack(frame))
+            texts.append(f"Thread {names.get(ident, ident)} (most recent call last):\n{lines}")
+    return "\n".join(texts)
+
 
 LOOK_S = 0.5
 """Polling interval of the thread, in seconds."""

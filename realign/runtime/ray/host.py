@@ -20,7 +20,7 @@ from realign.engines.distributed.shards import whole
 from realign.functional import LMHead
 from realign.runtime.models import load_own
 from realign.runtime.ray.wire_format import mapped
-from realign.runtime.rollout.background import load_background_sampler
+from realign.runtime.rollout.asynchronous import load_background_sampler
 
 WHOLE = frozenset({"state_dict", "fixed_weights", "weights"})
 """Methods whose large result is the same on all ranks, so that only rank 0 returns it."""
@@ -100,14 +100,14 @@ class Host:
 
     def load(self, specs: Mapping[str, ModelSpec], seed: int, offload: frozenset[str]) -> dict[str, Loaded]:
         """Load the models of these roles. Models of roles in `offload` stay in host memory until they are called."""
-        found = {}
+        loaded = {}
         for role, model in load_own(specs, seed).items():
             self._models[role] = model
             engine = self._engine(role)
             if role in offload:
                 self._away[role] = Offload(engine.resident, engine.free_kept_memory)
                 self._away[role].leave()
-            found[role] = Loaded(
+            loaded[role] = Loaded(
                 engine.trainable,
                 engine.outputs,
                 engine.positions,
@@ -119,7 +119,7 @@ class Host:
                 engine.encoder_decoder,
                 engine.eos_token_ids,
             )
-        return found
+        return loaded
 
     def load_copies(self, specs: Mapping[str, ModelSpec], seed: int, recompute: bool) -> None:
         """Load copies of the models of these roles for concurrent sampling (rollout=async)."""
@@ -247,8 +247,8 @@ class Host:
             return tree
 
         def gathered(x: Tensor) -> Tensor:
-            found = whole(x)
-            return found.cpu() if self._rank == 0 else found.new_empty(0)
+            full = whole(x)
+            return full.cpu() if self._rank == 0 else full.new_empty(0)
 
         return mapped(tree, gathered)
 

@@ -1,4 +1,4 @@
-"""`Worker`: the process of one rank. It answers calls with a `Reply`, which contains the error of a failed call."""
+"""`RayWorker`: the process of one rank. It answers calls with a `Reply`, which contains the error of a failed call."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from ray import cloudpickle
 
 from realign.engines.distributed.ranks import current
 from realign.errors import RealignError
-from realign.runtime.checkpoint.state import seed_random
-from realign.runtime.checks.ranks import software
+from realign.runtime.checkpoint.random_generators import seed_random
 from realign.runtime.out_of_memory import is_out_of_memory
+from realign.runtime.processes.agreement import software
 from realign.runtime.ray.host import WHOLE, Host
 from realign.runtime.ray.wire_format import from_wire, to_wire
 
@@ -58,7 +58,7 @@ class Warned:
 
 
 @dataclass(frozen=True)
-class Failure:
+class WorkerFailure:
     """An exception that a call raised."""
 
     kind: str
@@ -77,11 +77,11 @@ class Reply:
     seconds: float
     """Duration of the call in the worker, in seconds, without transfer."""
     value: Any = None
-    failure: Failure | None = None
+    failure: WorkerFailure | None = None
     warned: list[Warned] = field(default_factory=list)
 
 
-class Worker:
+class RayWorker:
     """One rank of a group, in a separate process.
 
     Every method except `pid`, `software` and `meeting_point` returns a `Reply`.
@@ -105,7 +105,7 @@ class Worker:
         return os.getpid()
 
     def software(self) -> dict[str, str]:
-        """Return the versions of this process; see `checks.ranks.software`."""
+        """Return the versions of this process; see `agreement.software`."""
         return software()
 
     def meeting_point(self) -> tuple[str, int]:
@@ -194,7 +194,7 @@ def _heard() -> Iterator[list[Warned]]:
     heard += [Warned(str(w.message), w.category, w.filename, w.lineno) for w in caught]
 
 
-def _failure(error: Exception) -> Failure:
+def _failure(error: Exception) -> WorkerFailure:
     pickled = None
     if isinstance(error, RealignError | OSError):  # the driver handles these as if they were raised there
         with suppress(Exception):  # an error that cannot be unpickled is sent as text
@@ -202,4 +202,4 @@ def _failure(error: Exception) -> Failure:
             pickle.loads(made)
             pickled = made
     text = "".join(traceback.format_exception(error)).rstrip()
-    return Failure(type(error).__name__, str(error), text, pickled, is_out_of_memory(error))
+    return WorkerFailure(type(error).__name__, str(error), text, pickled, is_out_of_memory(error))

@@ -18,17 +18,131 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from typing_extensions import override
 
-from realign.api import RPC, Model, SequenceSample
+from realign.api import (
+    RPC,
+    DataflowGraph,
+    GenerationConfig,
+    Mean,
+    MicroBatchSpec,
+    Model,
+    PipelinableEngine,
+    SequenceSample,
+    masked_mean,
+    merge_stats,
+    stat_values,
+)
+from realign.api.engine import PostHook
+from realign.api.rewards import total_rewards
 from realign.api.sampler import Sampler
+from realign.api.sampler_spec import SamplesInBackground
 from realign.engines.shared_model import SharedEngine
+from realign.errors import ConfigError, RunError
 from realign.rewards.pool.pool import Tally
-from realign.runtime.experiment import Experiment
-from realign.runtime.rollout.background import SamplingEngine, owner_of
+from realign.runtime.rollout.dynamic_sampling import DynamicSampling
 from realign.runtime.rollout.prompts import PromptStream
-from realign.runtime.rollout.refill import Refill
 from realign.runtime.rollout.spec import Async
 from realign.runtime.rollout.staleness import Staleness
+
+
+class SamplingEngine(SharedEngine):
+    """Engine of a policy in training for calls of asynchronous rollout, which may only sample."""
+
+    def __init__(self, name: str, of: str, engine: PipelinableEngine, sampler: Sampler) -> None:
+        super().__init__(name, of, engine)
+        self._sampler = sampler
+
+    def forward(self, data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
+        """Raise an error, because the engine is in use by training.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            f"models.{self.name}: with rollout=async, {type(self._sampler).__name__} can sample but not score. Set "
+            "rollout=sync."
+        )
+
+    @override
+    def generate(self, data: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
+        """Sample with the sampler, not with the engine."""
+        return self._sampler.generate(data, config, seed=seed)
+
+
+def load_background_sampler(role: str, spec: object, seed: int, *, recompute: bool) -> Sampler:
+    """Return a sampler with a copy of the model of `spec`; see `SamplesInBackground`.
+
+    Raises:
+        ConfigError: the spec cannot construct a background sampler.
+    """
+    if not isinstance(spec, SamplesInBackground):
+        raise ConfigError(
+            f"models.{role}: {type(spec).__name__} has no background_sampler, which rollout=async needs. Set "
+            "rollout=sync, or use a model such as realign.engines.TransformersModel."
+        )
+    return spec.background_sampler(role, seed=seed, recompute=recompute)
+
+
+class AsyncDynamicSampling:
+    """Filters scored prompts, and counts them between steps."""
+
+    def __init__(self, sampling: DynamicSampling, prompts_at_once: int, batch_prompts: int) -> None:
+        """Filter prompts that are sampled `prompts_at_once` at a time, for steps of `batch_prompts` prompts."""
+        self._sampling = sampling
+        self._most = sampling.max_batches * prompts_at_once
+        self._batch_prompts = batch_prompts
+        self.begun = 0
+        """Prompts started since the last step; at most the prompts of `max_batches` batches."""
+        self._sampled = self._passed = 0
+        self._rewards: list[Mean] = []
+
+    def may_sample(self) -> bool:
+        """Return whether one more prompt may start before the next step."""
+        return self.begun < self._most
+
+    def chosen(self, judged: SequenceSample) -> set[int]:
+        """Return the indices of the prompts that pass the filter."""
+        passed = set(self._sampling.chosen(judged))
+        rewards_S = total_rewards(judged)
+        self._rewards.append(masked_mean(rewards_S, rewards_S.isfinite()))
+        self._sampled += len(judged)
+        self._passed += len(passed)
+        return passed
+
+    def short_batch(self, staleness: Staleness) -> list[int] | None:
+        """Return an incomplete batch once `max_batches` batches were sampled and scored for the step; otherwise None.
+
+        Raises:
+            RunError: no prompt passed the filter.
+        """
+        if self.may_sample() or len(staleness.ready) < len(staleness.begun):
+            return None
+        if not staleness.ready:
+            raise RunError(self._sampling.nothing(self._sampled, self._sampling.max_batches, self._mean_reward()))
+        return list(staleness.begun)[: self._batch_prompts]
+
+    def metrics(self, batch: int) -> dict[str, float]:
+        """Return metrics of the prompts scored since the last step, and reset the counts.
+
+        Args:
+            batch: number of prompts that the step trains on.
+        """
+        values = {
+            "sampled_prompts": float(self._sampled),
+            "missing_prompts": float(self._batch_prompts - batch),
+        }
+        if self._sampled:
+            values["accepted_fraction"] = self._passed / self._sampled
+        if (reward := self._mean_reward()) is not None:
+            values["sampled_reward"] = reward
+        self.begun = self._sampled = self._passed = 0
+        self._rewards.clear()
+        return {f"dynamic_sampling/{name}": value for name, value in values.items()}
+
+    def _mean_reward(self) -> float | None:
+        return stat_values(merge_stats({"reward": mean} for mean in self._rewards)).get("reward")
+
 
 MOST_CALLS = 256
 """Maximum number of threads; with more running prompts, each call processes several prompts."""
@@ -52,34 +166,45 @@ class RolloutAhead:
 
     def __init__(
         self,
-        experiment: Experiment,
         rollout: Async,
+        graph: DataflowGraph,
         models: Mapping[str, Model],
         prompts: PromptStream,
         make: Callable[[RPC, Model, SequenceSample], SequenceSample],
         samplers: Mapping[str, Sampler],
+        *,
+        owners: Mapping[str, str],
+        batch_prompts: int,
+        steps: int,
+        dynamic_sampling: DynamicSampling | None,
     ) -> None:
         """Prepare asynchronous rollout; no prompt is started before the first `take`.
 
         Args:
-            experiment: the settings of the run, with the graph.
             rollout: settings of asynchronous rollout, such as the maximum staleness.
+            graph: the graph of the run.
             models: models of all roles.
             prompts: the prompt stream.
             make: executes an RPC with a model on a batch; returns the batch with the outputs of the RPC.
-            samplers: for each of `sampled_roles`, the sampler to use while the engine trains.
+            samplers: for each trained role that is sampled, the sampler to use while the engine trains.
+            owners: the role that owns the weights of each role: itself, or the role whose model it shares.
+            batch_prompts: prompts of a step.
+            steps: steps of the run.
+            dynamic_sampling: filter of the prompts; None trains on all of them.
         """
-        self._experiment, self._models, self._prompts, self._make = experiment, models, prompts, make
-        self._samplers = samplers
-        self._leading = experiment.graph.leading_to("rewards")
-        self.staleness = Staleness(experiment.batch_prompts, rollout.max_staleness, experiment.steps)
-        under_way = (rollout.max_staleness + 1) * experiment.batch_prompts
-        self._together = experiment.batch_prompts == under_way
+        self._models, self._prompts, self._make = models, prompts, make
+        self._samplers, self._owners = samplers, owners
+        self._leading = graph.leading_to("rewards")
+        self.staleness = Staleness(batch_prompts, rollout.max_staleness, steps)
+        under_way = (rollout.max_staleness + 1) * batch_prompts
+        self._together = batch_prompts == under_way
         self._prompts_per_call = under_way if self._together else -(-under_way // MOST_CALLS)
-        self._refill = None if experiment.dynamic_sampling is None else Refill(experiment)
-        parts = max(1, experiment.batch_prompts // self._prompts_per_call)
+        self._refill: AsyncDynamicSampling | None = None
+        if dynamic_sampling is not None:
+            self._refill = AsyncDynamicSampling(dynamic_sampling, prompts.batch_prompts, batch_prompts)
+        parts = max(1, batch_prompts // self._prompts_per_call)
         self._tallies = {rpc.name: Tally(parts) for rpc in self._leading}
-        self._locks = {owner_of(experiment, rpc.model): threading.Lock() for rpc in self._leading}
+        self._locks = {owners[rpc.model]: threading.Lock() for rpc in self._leading}
         self._torch_threads = torch.get_num_threads()
         self._versions: dict[str, int] = {}  # by role; empty before the first `take`
         self._training: list[int] = []
@@ -119,8 +244,8 @@ class RolloutAhead:
             values |= self._call_metrics()
             self._prompts.drawn = -(-self.staleness.next_place // self._prompts.batch_prompts)
         values["rollout/wait_s"] = time.perf_counter() - started
-        values["rollout/version_lag"] = sum(self.staleness.version - one.version for one in judged) / len(judged)
-        return SequenceSample.gather([one.sample for one in judged])
+        values["rollout/version_lag"] = sum(self.staleness.version - prompt.version for prompt in judged) / len(judged)
+        return SequenceSample.gather([prompt.sample for prompt in judged])
 
     def advance(self) -> None:
         """Update the samplers after a training step on the batch of `take`, and start further prompts."""
@@ -213,9 +338,9 @@ class RolloutAhead:
     def _keep(self, places: Sequence[int], judged: SequenceSample, version: int) -> None:
         """Store the prompts that pass the filter and drop the others; the caller holds the lock."""
         passed = range(len(places)) if self._refill is None else self._refill.chosen(judged)
-        for i, (place, one) in enumerate(zip(places, judged.unpack(), strict=True)):
+        for i, (place, sample) in enumerate(zip(places, judged.unpack(), strict=True)):
             if i in passed:
-                self._judged[place] = _Judged(one, version)
+                self._judged[place] = _Judged(sample, version)
                 self.staleness.finish(place)
             else:
                 self.staleness.drop(place)
@@ -223,7 +348,7 @@ class RolloutAhead:
     def _called(self, rpc: RPC, batch: SequenceSample, version: int) -> SequenceSample:
         """Execute one RPC, with the background sampler if the RPC uses the policy."""
         model = replace(self._models[rpc.model], version=version)
-        owner = owner_of(self._experiment, rpc.model)
+        owner = self._owners[rpc.model]
         if owner not in self._samplers:
             # an engine serves one caller at a time; interfaces without an engine may run concurrently
             alone: AbstractContextManager[Any] = nullcontext() if model.engine is None else self._locks[owner]
@@ -242,6 +367,6 @@ class RolloutAhead:
         now = time.perf_counter()
         seconds, self._taken_at = now - self._taken_at, now
         names = sorted({name for values in calls for name in values if name.startswith("time/")})
-        found = {name: sum(values.get(name, 0.0) for values in calls) / len(calls) for name in names}
+        times = {name: sum(values.get(name, 0.0) for values in calls) / len(calls) for name in names}
         tokens = sum(values.get("rollout_tokens", 0.0) for values in calls)
-        return found | {"rollout_tokens": tokens, "rollout_tokens_per_s": tokens / seconds}
+        return times | {"rollout_tokens": tokens, "rollout_tokens_per_s": tokens / seconds}

@@ -108,7 +108,7 @@ class DynamicSampling(Settings):
         Raises:
             RunError: no prompt passed.
         """
-        kept: list[SequenceSample] = []
+        passed: list[SequenceSample] = []
         rewards: list[Mean] = []
         sampled = accepted = 0
         while accepted < batch_prompts and len(rewards) < self.max_batches:
@@ -117,7 +117,7 @@ class DynamicSampling(Settings):
                 break
             chosen = self.chosen(judged)
             if chosen:
-                kept.append(judged.take(chosen))
+                passed.append(judged.take(chosen))
             sampled, accepted = sampled + len(judged), accepted + len(chosen)
             rewards_S = total_rewards(judged)
             rewards.append(masked_mean(rewards_S, rewards_S.isfinite()))
@@ -131,16 +131,16 @@ class DynamicSampling(Settings):
             "surplus_prompts": float(max(0, accepted - batch_prompts)),
             "missing_prompts": float(max(0, batch_prompts - accepted)),
         }
-        batch = SequenceSample.gather(kept).take(range(min(accepted, batch_prompts)))
+        batch = SequenceSample.gather(passed).take(range(min(accepted, batch_prompts)))
         return batch, {f"dynamic_sampling/{name}": value for name, value in values.items()}
 
     def nothing(self, sampled: int, batches: int, reward: float | None) -> str:
         """Return the error message for a step in which no sampled prompt passed; `reward` is the mean reward."""
-        found = "No response has a reward" if reward is None else f"The mean reward is {reward:.3g}"
+        rewards = "No response has a reward" if reward is None else f"The mean reward is {reward:.3g}"
         ended = f"max_batches={self.max_batches}" if batches == self.max_batches else "the end of the dataset"
         return (
             f"dynamic_sampling: none of {sampled} prompts in {batches} batches (up to {ended}) passed the filter "
-            f"({self.describe()}). {found}. Check whether the rewards are all equal, the prompts are all too easy or "
+            f"({self.describe()}). {rewards}. Check whether the rewards are all equal, the prompts are all too easy or "
             "too hard, or the bounds do not fit the rewards."
         )
 

@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import StrEnum
 
+from typing_extensions import override
+
 from realign.settings import NonNegativeInt, Settings
 
 
@@ -36,12 +38,12 @@ class Sync(RolloutSpec):
     """Synchronous rollout: the current policy samples responses within the step that trains on them."""
 
     @property
+    @override
     def ahead(self) -> bool:
-        """See `RolloutSpec.ahead`."""
         return False
 
+    @override
     def describe(self) -> str:
-        """See `RolloutSpec.describe`."""
         return "in the step that trains on them"
 
 
@@ -56,8 +58,8 @@ class Async(RolloutSpec):
     """What happens to the KV cache of unfinished responses when the weights change: recompute | keep."""
 
     @property
+    @override
     def ahead(self) -> bool:
-        """See `RolloutSpec.ahead`."""
         return True
 
     @property
@@ -65,8 +67,8 @@ class Async(RolloutSpec):
         """Whether the KV cache of unfinished responses is recomputed when the weights change."""
         return self.on_update is OnUpdate.recompute
 
+    @override
     def describe(self) -> str:
-        """See `RolloutSpec.describe`."""
         if not self.max_staleness:
             return "by a copy of the policy, in the step that trains on them"
         then = "recomputed" if self.recompute else "kept"

@@ -10,8 +10,7 @@ from benchmarks.torture import __main__ as torture
 from benchmarks.torture import kills
 from benchmarks.torture.kills import Outcome
 from benchmarks.torture.runs import Run, contents
-from realign.runtime.checkpoint.atomic_write import write_checkpoint
-from realign.runtime.checkpoint.folder import CorruptCheckpoint
+from realign.runtime.checkpoint.folder import CorruptCheckpoint, write_checkpoint
 
 
 @pytest.mark.slow

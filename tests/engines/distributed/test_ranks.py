@@ -13,7 +13,7 @@ import pytest
 from realign.cli import commands as cli
 from realign.engines.distributed.ranks import Ranks, current, is_of_another_rank, launched
 from realign.errors import ConfigError
-from realign.runtime.checkpoint.exports import Saves
+from realign.runtime.checkpoint.saved_models import Saves
 from tests.engines.distributed.run_ranks import run_ranks
 from tests.torchrun_ranks import free_port
 

@@ -14,8 +14,8 @@ from realign.errors import CheckpointError, ConfigError, RunComplete, RunError
 from realign.runtime import CheckpointSpec, run
 from realign.runtime.checkpoint.folder import list_checkpoints
 from tests.engines.distributed.run_ranks import run_ranks
-from tests.runtime.checkpoint.test_state import untimed
-from tests.runtime.test_step import experiment
+from tests.runtime.test_local import experiment
+from tests.runtime.test_run_checkpoints import untimed
 
 EVERY = CheckpointSpec(every_steps=1, keep=9)
 

@@ -16,9 +16,8 @@ from pathlib import Path
 
 import torch
 
-from realign.runtime.checkpoint.atomic_write import HashedFile, write_checkpoint
 from realign.runtime.checkpoint.background_writer import CheckpointWriter
-from realign.runtime.checkpoint.folder import list_checkpoints, newest
+from realign.runtime.checkpoint.folder import HashedFile, list_checkpoints, newest, write_checkpoint
 
 
 def tree(step, round_=0):

@@ -7,9 +7,8 @@ import threading
 import pytest
 
 from realign.runtime.checkpoint import background_writer
-from realign.runtime.checkpoint.atomic_write import HashedFile, write_checkpoint
 from realign.runtime.checkpoint.background_writer import CheckpointWriter
-from realign.runtime.checkpoint.folder import list_checkpoints, newest
+from realign.runtime.checkpoint.folder import HashedFile, list_checkpoints, newest, write_checkpoint
 from tests.runtime.checkpoint.test_folder import is_tree, names, refuse, tree, written
 
 

@@ -18,8 +18,8 @@ from realign.interfaces.grpo import GRPOActorInterface
 from realign.interfaces.rule_reward import RuleRewardInterface
 from realign.rewards.terms import FunctionTerm
 from realign.runtime import Evaluation, run
-from realign.runtime.step import LocalRuntime
-from tests.runtime.test_step import GENERATION, Prompts, experiment
+from realign.runtime.local import LocalRuntime
+from tests.runtime.test_local import GENERATION, Prompts, experiment
 
 FUNCTIONS = """
 CALLS = []

@@ -8,7 +8,7 @@ import torch
 from realign.api.memory import RoleMemory
 from realign.config import build_experiment, compose
 from realign.runtime.checks import memory
-from realign.runtime.checks.memory import DeviceMemory, estimate, show, work_of
+from realign.runtime.checks.memory import DeviceEstimate, estimate, show, work_of
 from tests.tiny import save_tiny
 
 GRPO = ("interfaces.reward.function=realign.rewards.arithmetic:exact_answer", "data.path=prompts.jsonl")
@@ -83,7 +83,7 @@ def test_worker_groups_on_the_cpu_share_the_memory_of_the_host(here, monkeypatch
 
 def test_an_offloaded_role_uses_the_device_only_during_its_calls():
     actor, ref = RoleMemory("cpu", weights=100, gradients=30), RoleMemory("cpu", weights=80, scoring=5)
-    both = DeviceMemory("cpu", {"actor": actor, "ref": ref})
+    both = DeviceEstimate("cpu", {"actor": actor, "ref": ref})
     assert (both.kept, both.peak) == (180, 210)
     assert replace(both, offloaded=frozenset({"ref"})).peak == 185
     assert replace(both, processes=2).peak == 420
@@ -109,12 +109,12 @@ def test_an_offloaded_role_uses_the_device_only_during_its_calls():
     ],
 )
 def test_a_device_that_is_too_small_is_named_with_a_fix(role, message):
-    (problem,) = DeviceMemory("cuda:0", {"actor": role}, free=2**30).problems()
+    (problem,) = DeviceEstimate("cuda:0", {"actor": role}, free=2**30).problems()
     assert message in problem
 
 
 def test_what_fits_or_is_unknown_is_no_problem():
-    device = DeviceMemory("cpu", {"actor": RoleMemory("cpu", weights=100)}, free=100)
+    device = DeviceEstimate("cpu", {"actor": RoleMemory("cpu", weights=100)}, free=100)
     assert list(device.problems()) == []
     assert list(replace(device, free=None).problems()) == []
 

@@ -19,10 +19,10 @@ from realign.interfaces.environment import EnvironmentInterface
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.interfaces.ppo import PPOActorInterface, dataflow
 from realign.runtime import Async, DynamicSampling, EpisodeEvaluation, Experiment, RolloutSpec, run
+from realign.runtime.local import LocalRuntime
 from realign.runtime.rollout.spec import Sync as SyncRollout
-from realign.runtime.step import LocalRuntime
 from realign.testing import BigramEngine
-from tests.runtime.test_step import BigramModel, Digits, Prompts
+from tests.runtime.test_local import BigramModel, Digits, Prompts
 from tests.tiny import save_tiny
 
 TURN = GenerationConfig(n=6, max_new_tokens=3)

@@ -14,8 +14,8 @@ from realign.interfaces import grpo, sft
 from realign.interfaces.rule_reward import RuleRewardInterface
 from realign.rewards.terms import FunctionTerm
 from realign.runtime import Evaluation, Experiment, LossEvaluation, run
+from realign.runtime.local import LocalRuntime
 from realign.runtime.metrics.samples import readable
-from realign.runtime.step import LocalRuntime
 from tests.config_parts import Bigram, CountThrees, Prompts
 from tests.functional.test_pass_at_k import by_enumeration
 

@@ -1,13 +1,50 @@
+"""Test trackers, and the errors of trackers that never stop a run."""
+
+from __future__ import annotations
+
 import json
 import math
 import sys
+import warnings
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 
 from realign.errors import ConfigError
 from realign.runtime import MLflow, SwanLab, TensorBoard, Trackio, WandB
-from realign.runtime.metrics.trackers import LATEST, SwanLabMode, WandbMode
+from realign.runtime.metrics.trackers import LATEST, BestEffortTracker, SwanLabMode, WandbMode
+
+
+def test_a_tracker_that_fails_ends_no_run_and_what_it_missed_is_told():
+    class Flaky:
+        heard: ClassVar[list[int]] = []
+
+        def log(self, step, metrics):
+            if step in (2, 4):
+                raise ConnectionError("no network")
+            self.heard.append(step)
+
+        def close(self):
+            raise OSError("gone")
+
+    tracker = BestEffortTracker("mine", Flaky())
+    tracker.log(1, {})
+    with pytest.warns(
+        UserWarning, match=r"Tracker 'mine' failed at step 2 \(ConnectionError: no network\)\. Training continues"
+    ):
+        tracker.log(2, {})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # warned only once
+        for step in (3, 4, 5):
+            tracker.log(step, {})
+    assert Flaky.heard == [1, 3, 5]
+    with pytest.warns(UserWarning, match="Tracker 'mine'") as told:
+        tracker.close()
+    assert [str(w.message) for w in told] == [
+        "Tracker 'mine' could not be closed (OSError: gone).",
+        "Tracker 'mine' missed 2 steps, from 2 to 4.",
+    ]
 
 
 class Calls(list):

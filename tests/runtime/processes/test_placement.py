@@ -14,9 +14,9 @@ from realign.interfaces.components import Critic, KLPenalty, KLPlace
 from realign.interfaces.critic import PPOCriticInterface
 from realign.interfaces.reference import ReferenceInterface
 from realign.runtime import Async, Experiment, Ray
-from realign.runtime.checks.launch import check_ready
-from realign.runtime.processes.placement import Group, plan_groups
-from tests.runtime.test_step import BigramModel, CountToken, Prompts
+from realign.runtime.checks.before_loading import check_ready
+from realign.runtime.processes.placement import RoleGroup, plan_groups
+from tests.runtime.test_local import BigramModel, CountToken, Prompts
 
 
 def experiment(tmp_path: Path, placement: Any = None, **changes: Any) -> Experiment:
@@ -39,25 +39,25 @@ def experiment(tmp_path: Path, placement: Any = None, **changes: Any) -> Experim
 
 
 def test_trained_roles_have_their_own_process_and_the_others_live_with_the_first(tmp_path):
-    assert plan_groups(experiment(tmp_path)) == (Group(("actor", "ref")), Group(("critic",)))
+    assert plan_groups(experiment(tmp_path)) == (RoleGroup(("actor", "ref")), RoleGroup(("critic",)))
 
 
 def test_colocated_and_separate(tmp_path):
-    assert plan_groups(experiment(tmp_path, "colocated")) == (Group(("actor", "ref", "critic")),)
+    assert plan_groups(experiment(tmp_path, "colocated")) == (RoleGroup(("actor", "ref", "critic")),)
     separate = plan_groups(experiment(tmp_path, "separate"))
-    assert separate == (Group(("actor",)), Group(("ref",)), Group(("critic",)))
+    assert separate == (RoleGroup(("actor",)), RoleGroup(("ref",)), RoleGroup(("critic",)))
 
 
 def test_roles_are_placed_by_name(tmp_path):
     named = {"actor": {"devices": 2}, "ref": {"with": "critic", "offload": True}}
     groups = plan_groups(experiment(tmp_path, named))
-    assert groups == (Group(("actor",), 2), Group(("critic", "ref"), 1, frozenset({"ref"})))
+    assert groups == (RoleGroup(("actor",), 2), RoleGroup(("critic", "ref"), 1, frozenset({"ref"})))
     assert groups[0].describe() == "actor on 2 devices"
     assert groups[1].describe() == "critic + ref on 1 device, offloaded between calls: ref"
     own = plan_groups(experiment(tmp_path, {"ref": {"devices": 1}}))
-    assert own == (Group(("actor",)), Group(("ref",)), Group(("critic",)))
+    assert own == (RoleGroup(("actor",)), RoleGroup(("ref",)), RoleGroup(("critic",)))
     together = plan_groups(experiment(tmp_path, {"critic": {"with": "ref"}}))
-    assert together == (Group(("actor",)), Group(("ref", "critic")))
+    assert together == (RoleGroup(("actor",)), RoleGroup(("ref", "critic")))
 
 
 def test_without_a_trained_role_the_first_one_hosts_the_others(tmp_path):
@@ -66,19 +66,19 @@ def test_without_a_trained_role_the_first_one_hosts_the_others(tmp_path):
     graph = grpo.dataflow(interfaces)
     graph = dataclasses.replace(graph, rpcs=graph.rpcs[:-1])
     e = experiment(tmp_path, graph=graph, interfaces=interfaces)
-    assert plan_groups(e) == (Group(("actor", "ref")),)
+    assert plan_groups(e) == (RoleGroup(("actor", "ref")),)
 
 
 def test_rollout_workers_are_a_group_of_their_own(tmp_path):
     ahead = Async()
     groups = plan_groups(experiment(tmp_path, {"rollout": {"devices": 2}}, rollout=ahead))
-    assert groups[-1] == Group(("rollout",), 2)
-    assert plan_groups(experiment(tmp_path, "colocated", rollout=ahead))[1:] == (Group(("rollout",)),)
+    assert groups[-1] == RoleGroup(("rollout",), 2)
+    assert plan_groups(experiment(tmp_path, "colocated", rollout=ahead))[1:] == (RoleGroup(("rollout",)),)
 
 
 def test_a_role_that_shares_a_model_is_not_placed(tmp_path):
     models = {"actor": BigramModel(), "critic": BigramModel(), "ref": SharedModel("actor", Share.reference)}
-    assert plan_groups(experiment(tmp_path, models=models)) == (Group(("actor",)), Group(("critic",)))
+    assert plan_groups(experiment(tmp_path, models=models)) == (RoleGroup(("actor",)), RoleGroup(("critic",)))
     with pytest.raises(ConfigError, match=r"placement\.ref: it shares the model of role 'actor'. Place 'actor'"):
         plan_groups(experiment(tmp_path, {"ref": {"devices": 1}}, models=models))
 

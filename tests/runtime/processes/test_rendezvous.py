@@ -22,12 +22,12 @@ from realign.cli import commands as cli
 from realign.engines.distributed.ranks import current
 from realign.runtime.checkpoint.folder import list_checkpoints
 from realign.runtime.checkpoint.last_failure import last_failure
-from realign.runtime.checks.ranks import software
 from realign.runtime.processes import rendezvous
+from realign.runtime.processes.agreement import software
 from tests.config_parts import write_experiment
 from tests.engines.distributed.run_ranks import run_ranks
-from tests.runtime.checkpoint.test_state import untimed
 from tests.runtime.processes.test_signals import ARGS, STEPS, assert_same_as_whole
+from tests.runtime.test_run_checkpoints import untimed
 from tests.torchrun_ranks import Ranks, free_port, torchrun
 
 FAULTY = """\

@@ -19,7 +19,7 @@ from realign.config.folders import experiments_dir
 from realign.runtime.checkpoint.folder import list_checkpoints
 from realign.runtime.processes.signals import Interrupted, StopSignals
 from tests.config_parts import write_experiment
-from tests.runtime.checkpoint.test_state import untimed
+from tests.runtime.test_run_checkpoints import untimed
 from tests.tiny import save_tiny
 
 CHECKOUT = experiments_dir().parent

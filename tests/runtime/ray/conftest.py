@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from realign.runtime.ray import connected
-from tests.runtime.checkpoint import test_state
+from tests.runtime import test_run_checkpoints
 
 
 @pytest.fixture(scope="package")
@@ -19,8 +19,8 @@ def cluster() -> Iterator[None]:
 
 @pytest.fixture(scope="package")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with the models and data of the runs of `test_state`."""
-    return test_state.save_files(tmp_path_factory.mktemp("files"))
+    """Return a folder with the models and data of the runs of `test_run_checkpoints`."""
+    return test_run_checkpoints.save_files(tmp_path_factory.mktemp("files"))
 
 
 @pytest.fixture(autouse=True)

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from realign.runtime import CheckpointSpec, Ray, run
-from realign.runtime.ray.groups import WorkerGroup
+from realign.runtime.ray.worker_groups import WorkerGroup
 from realign.runtime.runtime_spec import RuntimeSpec
-from tests.runtime.checkpoint.test_state import assert_same_tree, experiment, start_anywhere, started, untimed
-from tests.runtime.ray.test_runtime import state
+from tests.runtime.ray.test_ray_runtime import state
+from tests.runtime.test_run_checkpoints import assert_same_tree, experiment, start_anywhere, started, untimed
 
 pytestmark = pytest.mark.usefixtures("cluster")
 SYNCED, OFTEN = "synced reference", CheckpointSpec(every_steps=2)

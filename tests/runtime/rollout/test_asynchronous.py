@@ -1,3 +1,5 @@
+"""Test asynchronous rollout."""
+
 from __future__ import annotations
 
 import os
@@ -21,13 +23,13 @@ from realign.errors import CheckpointError, RunError
 from realign.interfaces.components import GAE
 from realign.interfaces.decoupled_ppo import DecoupledPPOActorInterface
 from realign.interfaces.grpo import GRPOActorInterface
-from realign.runtime import Async, CheckpointSpec, DynamicSampling, Interrupted, run
-from realign.runtime.checkpoint.state import restore, run_state
+from realign.runtime import Async, CheckpointSpec, DynamicSampling, Interrupted, OnUpdate, run
+from realign.runtime.local import LocalRuntime
 from realign.runtime.processes import signals
 from realign.runtime.rollout.spec import Sync
-from realign.runtime.step import LocalRuntime
-from tests.runtime.test_step import CountToken, Prompts
-from tests.runtime.test_step import experiment as toy
+from realign.runtime.run_checkpoints import restore, run_state
+from tests.runtime.test_local import BigramModel, CountToken, Prompts
+from tests.runtime.test_local import experiment as toy
 from tests.tiny import save_tiny
 
 GENERATION = GenerationConfig(n=4, max_new_tokens=10)
@@ -292,3 +294,19 @@ def test_a_ratio_that_is_not_1_is_no_mistake_where_the_sampler_is_older(tmp_path
         if "max_staleness=2" in t and "GRPOActorInterface" in t and "correction=importance_correction" in t
     ]
     assert not [t for t in text if "before the first update" in t]
+
+
+class Copied(BigramModel):
+    """A model spec whose background sampler is the arguments it was called with."""
+
+    def background_sampler(self, name: str, *, seed: int, recompute: bool) -> tuple[str, int, bool]:
+        return name, seed, recompute
+
+
+@pytest.mark.parametrize(("on_update", "recompute"), [(OnUpdate.keep, False), (OnUpdate.recompute, True)])
+def test_the_sampler_keeps_or_recomputes_the_cache_as_the_rollout_says(
+    tmp_path: Path, on_update: OnUpdate, recompute: bool
+) -> None:
+    run = LocalRuntime(toy(tmp_path, models={"actor": Copied()}, seed=3))
+    assert run._background_sampler(Async(2, on_update), "actor") == ("actor", 3, recompute)
+    run.close()

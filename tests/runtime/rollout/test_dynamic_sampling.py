@@ -13,8 +13,8 @@ from realign.interfaces.grpo import GRPOActorInterface
 from realign.interfaces.ppo import PPOActorInterface, dataflow
 from realign.interfaces.reference import ReferenceInterface
 from realign.runtime import DynamicSampling, run
-from realign.runtime.step import LocalRuntime
-from tests.runtime.test_step import GENERATION, BigramModel, Prompts, experiment
+from realign.runtime.local import LocalRuntime
+from tests.runtime.test_local import GENERATION, BigramModel, Prompts, experiment
 
 nan = math.nan
 

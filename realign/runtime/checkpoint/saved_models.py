@@ -1,0 +1,191 @@
+"""The saved models of a run: when they are saved, which folders are kept, and hashes of those in `final`."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import stat
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from realign.engines.distributed.ranks import Ranks
+from realign.engines.files.durable import sync_folder, sync_tree
+from realign.engines.files.folders import refuse_link, remove_folder, save_folder
+from realign.errors import CheckpointError, ConfigError, RunError, TransientError
+from realign.runtime.checkpoint.folder import facts_of
+from realign.runtime.checkpoint.schema import SAVED
+
+FINAL = "final"
+"""Name of the folder with the models of the last step."""
+
+
+def hashes_of(folder: Path) -> dict[str, Any]:
+    """Return size and sha256 of every file below a folder, by relative path."""
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file() and not path.is_symlink())
+    return {path.relative_to(folder).as_posix(): facts_of(path) for path in files}
+
+
+def settle(folder: Path) -> dict[str, Any]:
+    """Sync a folder to disk, whatever engine wrote it, and return `hashes_of` it."""
+    sync_tree(folder)
+    sync_folder(folder.parent)
+    return hashes_of(folder)
+
+
+def damage_of(folder: Path, files: Mapping[str, Any] | None) -> str | None:
+    """Return what is wrong with the files in a folder, or None.
+
+    Args:
+        folder: Folder that `hashes_of` was called with.
+        files: Result of `hashes_of`. None, from a checkpoint of an earlier version: only the folder must exist.
+    """
+    if not folder.is_dir():
+        return "the folder is missing"
+    for name, facts in (files or {}).items():
+        path = folder / name
+        try:
+            status = path.lstat()
+        except OSError as error:
+            return f"{name}: {error.strerror}"
+        if not stat.S_ISREG(status.st_mode):
+            return f"{name}: not a regular file"
+        if status.st_size != facts["bytes"]:
+            return f"{name}: {status.st_size} bytes, expected {facts['bytes']}"
+        if facts_of(path) != facts:
+            return f"{name}: sha256 mismatch"
+    return None
+
+
+@dataclass
+class Saves:
+    """The saved models of a run: folders `step_000050`, ... and `best`.
+
+    Attributes:
+        folder: Folder that contains the saved folders.
+        write: Saves the models into the folder that is passed to it.
+        every_steps: Steps between saves. None disables them.
+        keep: Number of latest saves to keep. None keeps all.
+        best: Metric whose maximum selects `best`; with a leading `-`, its minimum. None disables `best`.
+        ranks: Processes of the run. All of them call `write` together, and rank 0 creates the folders.
+    """
+
+    folder: Path
+    write: Callable[[Path], None]
+    every_steps: int | None = None
+    keep: int | None = None
+    best: str | None = None
+    ranks: Ranks = field(default_factory=Ranks)
+    best_step: int | None = field(default=None, init=False)
+    """Step of `best`; None before the first one is saved."""
+    _made: list[Path] = field(default_factory=list, init=False)
+    _known: set[str] = field(default_factory=set, init=False)
+    _record: float = field(default=-math.inf, init=False)
+
+    def after_step(self, step: int, metrics: Mapping[str, float], *, last: bool) -> None:
+        """Save the models if a save is due after a step (0: before training).
+
+        The run itself saves the models of the last step.
+
+        Raises:
+            ConfigError: The metric of `best` was measured neither before training nor in the first step.
+        """
+        self._keep_best(step, metrics)
+        if not self.every_steps or step == 0 or step % self.every_steps or last:
+            return
+        if not self._written(name := f"step_{step:06d}"):
+            return
+        self._made.append(self.folder / name)
+        while self.keep is not None and len(self._made) > self.keep:
+            self._remove(self._made.pop(0))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the saved folders, the known metrics, and the best value with its metric."""
+        made = [path.name for path in self._made]
+        best = {"best": self.best, "record": self._record, "best_step": self.best_step}
+        return {"made": made, "known": sorted(self._known), **best}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state that `state_dict` returned; the best value only if its metric is the same.
+
+        Raises:
+            CheckpointError: A saved folder has a name that no run uses.
+            RealignError: A saved folder is a link.
+        """
+        made = state["made"]
+        if not isinstance(made, list):
+            raise CheckpointError(f"saves.made={made!r} in the checkpoint: expected a list of folder names.")
+        self._made = [self._own_folder(name) for name in made]
+        self._known = set(state["known"])
+        if state["best"] == self.best:
+            self._record, self.best_step = state["record"], state["best_step"]
+
+    def _own_folder(self, name: Any) -> Path:
+        """Return the folder that a checkpoint names, which `_remove` may delete later."""
+        if not isinstance(name, str) or not SAVED.fullmatch(name):
+            raise CheckpointError(
+                f"saves.made={name!r} in the checkpoint: expected names such as step_000050. "
+                "The checkpoint was changed. Resume from another one."
+            )
+        refuse_link(self.folder / name)
+        return self.folder / name
+
+    def _remove(self, path: Path) -> None:
+        """Delete a folder of models, if it exists. Raise an error if it is not a direct child of the run's folder."""
+        refuse_link(path)
+        if not path.exists():
+            return
+        if not SAVED.fullmatch(path.name) or path.resolve().parent != self.folder.resolve():
+            raise RunError(f"{str(path)!r} is not a folder of models in {str(self.folder)!r}. It was not removed.")
+        remove_folder(path)
+
+    def _written(self, name: str, record: Mapping[str, Any] | None = None) -> bool:
+        """Write the models of all roles and `record` into a new folder.
+
+        On failure, such as a full disk, warn, leave no partial folder and return False.
+        """
+        path, begun = self.folder / name, False
+
+        def fill(folder: Path) -> None:
+            nonlocal begun
+            folder.mkdir()
+            begun = self.ranks.broadcast(True)
+            self.write(folder)
+            if record is not None:
+                (folder / f"{name}.json").write_text(json.dumps(record) + "\n", encoding="utf-8")
+
+        problem = None
+        try:
+            if self.ranks.leader:
+                save_folder(path, fill)
+            elif self.ranks.broadcast(False):
+                self.write(path)
+        except (OSError, TransientError) as error:
+            problem = str(error)
+            if self.ranks.leader and not begun:
+                self.ranks.broadcast(False)
+        problem = self.ranks.broadcast(problem)
+        if problem is not None:
+            warnings.warn(f"{problem}. Training continues without this save.", stacklevel=3)
+        return problem is None
+
+    def _keep_best(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self.best is None:
+            return
+        metric = self.best.removeprefix("-")
+        self._known |= metrics.keys()
+        due = step == 1 or (step == 0 and metric.startswith("eval/"))  # step 0 is the evaluation before training
+        if due and metric not in self._known:
+            near = difflib.get_close_matches(metric, self._known, n=1)
+            hint = f"Did you mean {near[0]!r}?" if near else f"Valid: {', '.join(sorted(self._known))}."
+            when = "in the first step" if step else "before training"
+            raise ConfigError(f"save_best={self.best}: no metric {metric!r} was measured {when}. {hint}")
+        value = metrics.get(metric, math.nan)
+        height = -value if self.best.startswith("-") else value
+        if step == 0 or not height > self._record:  # untrained models are not saved
+            return
+        if self._written("best", {"step": step, "metric": metric, "value": value}):
+            self._record, self.best_step = height, step

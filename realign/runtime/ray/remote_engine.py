@@ -1,0 +1,172 @@
+"""`RayEngine`: a `PipelinableEngine` whose model is in the worker processes of a group."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from typing_extensions import override
+
+from realign.api import GenerationConfig, MicroBatchSpec, SequenceSample, Stats, merge_stats
+from realign.api.engine import Forward, LossFn, LossWeightFn, PipelinableEngine, PostHook, StepIf
+from realign.api.sample import TOKENS
+from realign.api.shards import Shards, shard
+from realign.engines.training.stepper import step_weight
+from realign.functional import LMHead
+from realign.runtime.ray.host import Loaded
+from realign.runtime.ray.worker import HOOK
+from realign.runtime.ray.worker_groups import WorkerGroup
+
+PROMPTS = "prompt_ids"
+
+
+class RayEngine(PipelinableEngine):
+    """Engine that shards each batch across the ranks of a worker group, and merges the results in order.
+
+    Functions passed by interfaces (hooks, losses) are pickled and run in the workers. Their side effects there are
+    lost.
+    """
+
+    def __init__(self, name: str, group: WorkerGroup, ranks: Sequence[Loaded]) -> None:
+        """Create the engine of the role `name`, which the ranks of `group` have loaded."""
+        self.name = name
+        self.group = group
+        self._loaded = ranks[0]
+        self._data_rank_of = [loaded.data_rank for loaded in ranks]
+
+    @property
+    @override
+    def trainable(self) -> bool:
+        return self._loaded.trainable
+
+    @property
+    @override
+    def outputs(self) -> frozenset[str]:
+        return self._loaded.outputs
+
+    @property
+    @override
+    def positions(self) -> int | None:
+        return self._loaded.positions
+
+    @property
+    @override
+    def eos_token_ids(self) -> tuple[int, ...]:
+        return self._loaded.eos_token_ids
+
+    @property
+    @override
+    def encoder_decoder(self) -> bool:
+        return self._loaded.encoder_decoder
+
+    @property
+    @override
+    def data_ranks(self) -> int:
+        """Count the workers' data-parallel ranks."""
+        return self._loaded.data_ranks
+
+    @override
+    def forward(self, data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
+        return self._cut("forward", data, TOKENS, mb_spec, HOOK, hook=post_hook)
+
+    @override
+    def use_heads(self, heads: Mapping[str, LMHead]) -> None:
+        """Give each worker a copy."""
+        given = {role: (head.weight_VH, head.bias_V, head.scale, head.softcap) for role, head in heads.items()}
+        self._tell("use_heads", given)
+
+    @override
+    def check_router_replay(self) -> None:
+        self._tell("check_router_replay")
+
+    @override
+    def reference(self, layers: int | None = None) -> Forward:
+        """Create the copies in the workers, where they stay."""
+        self._tell("reference", layers)
+
+        def score(data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
+            return self.group.ask(self.name, "score", [(data, mb_spec, HOOK, layers)], post_hook)[0]
+
+        return score
+
+    @override
+    def measure(self, data: SequenceSample, mb_spec: MicroBatchSpec, loss_fn: LossFn) -> Stats:
+        given = [(part, mb_spec, HOOK) for part in self._shards(data, TOKENS)]
+        return merge_stats(self._ask("measure", given, loss_fn))
+
+    @override
+    def train_batch(
+        self,
+        data: SequenceSample,
+        mb_spec: MicroBatchSpec,
+        loss_fn: LossFn,
+        loss_weight_fn: LossWeightFn,
+        step_if: StepIf | None = None,
+    ) -> Stats:
+        """Send one RPC, or two with `step_if`, which runs in the driver."""
+        weight = step_weight(data, loss_weight_fn)
+        if float(weight) == 0:
+            return self._tell("skip", "zero_weight_steps")
+        given = [(part, mb_spec, HOOK, weight) for part in self._shards(data, TOKENS)]
+        if step_if is None:
+            halves = self._ask("train", given, loss_fn)
+            return {**merge_stats(own for own, _ in halves), **halves[0][1]}
+        with self.group.busy:  # no other request between the two halves
+            stats = merge_stats(self._ask("accumulate", given, loss_fn))
+            return {**stats, **self._tell("apply", weight, not step_if(stats))}
+
+    @override
+    def generate(self, data: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
+        return self._cut("generate", data, PROMPTS, config, seed)
+
+    def reduce(self, x: Tensor) -> Tensor:
+        """Return `x` unchanged, because the driver has the whole batch."""
+        return x
+
+    @override
+    def start_step(self, version: int) -> None:
+        self._tell("start_step", version)
+
+    @override
+    def save(self, path: Path) -> None:
+        """Write on the machine of rank 0, so `path` should be on a shared disk."""
+        self._tell("save", Path(path).absolute())
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return self._tell("state_dict")
+
+    @override
+    def fixed_weights(self) -> dict[str, Any]:
+        return self._tell("fixed_weights")
+
+    @override
+    def load_state_dict(self, state: Mapping[str, Any], *, weights_only: bool = False) -> None:
+        self._tell("load_state_dict", state, weights_only)
+
+    @override
+    def weights(self) -> dict[str, Tensor]:
+        return self._tell("weights")
+
+    @override
+    def load_weights(self, weights: Mapping[str, Tensor], mix: float = 1.0) -> None:
+        self._tell("load_weights", weights, mix)
+
+    def _tell(self, verb: str, *arguments: Any) -> Any:
+        """Send the same arguments to all ranks, and return the answer of the first rank."""
+        return self.group.ask(self.name, verb, [arguments])[0]
+
+    def _cut(self, verb: str, data: SequenceSample, key: str, *arguments: Any, hook: Any = None) -> SequenceSample:
+        """Give each rank its part, and put the results together."""
+        parts = self._shards(data, key)
+        return parts.restore(self._ask(verb, [(part, *arguments) for part in parts], hook))
+
+    def _shards(self, data: SequenceSample, key: str) -> Shards:
+        return shard(data, self.data_ranks, key)
+
+    def _ask(self, verb: str, of_parts: Sequence[tuple[Any, ...]], hook: Any = None) -> list[Any]:
+        """Send each shard of a batch to its data rank, and return one answer per shard."""
+        answers = self.group.ask(self.name, verb, [of_parts[part] for part in self._data_rank_of], hook)
+        return [answers[self._data_rank_of.index(part)] for part in range(self.data_ranks)]

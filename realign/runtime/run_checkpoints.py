@@ -1,0 +1,327 @@
+"""Save the state of a run as one tree, and restore it.
+
+The tree contains everything that a step changes, so a resumed run matches an uninterrupted one (bitwise on CPU). It
+does not contain frozen weights: models that never change, and the initial policy used as a reference. A resumed run
+loads frozen weights from their original path and compares their hash with the saved one.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from importlib.metadata import version
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from realign.api import Model
+from realign.engines.distributed.ranks import current
+from realign.engines.shared_model import ReferenceEngine
+from realign.errors import CheckpointError, TransientError
+from realign.runtime.callbacks.run_callbacks import RunCallbacks
+from realign.runtime.checkpoint.background_writer import CheckpointWriter, failed_write
+from realign.runtime.checkpoint.folder import CHECKPOINTS
+from realign.runtime.checkpoint.random_generators import random_state, restore_random
+from realign.runtime.checkpoint.saved_models import FINAL, Saves, settle
+from realign.runtime.checkpoint.serialize import hash_of, tensors_of
+from realign.runtime.checks.before_loading import used_interfaces
+from realign.runtime.experiment import CheckpointPart, Experiment
+from realign.runtime.local import Counters, LocalRuntime
+from realign.runtime.metrics.records import Records
+from realign.runtime.out_of_memory import SMALLER, memory_limited
+from realign.version import installed_version
+
+
+def run_state(runtime: LocalRuntime, frozen: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of a run, without its records and saves.
+
+    Args:
+        runtime: Runtime between two steps.
+        frozen: Result of `frozen_weights` before the first step.
+    """
+    return {
+        "realign": installed_version(),
+        "environment": environment(),
+        "config": config_of(runtime.experiment),
+        "frozen": {role: origin for role, origin in frozen.items() if role not in runtime.sync.syncs},
+        "models": {role: _model_state(model, role in runtime.sync.syncs) for role, model in runtime.models.items()},
+        "interfaces": interface_states(runtime),
+        "random": random_state(),
+        "data": runtime.prompts.state_dict() | {"sha256": runtime.data_sha256},
+        "counters": runtime.counters.state_dict(),
+        "rollout": None if runtime.ahead is None else runtime.ahead.state_dict(),
+    }
+
+
+def restore(runtime: LocalRuntime, state: Mapping[str, Any], skip: Iterable[str] = ()) -> None:
+    """Restore a freshly loaded runtime to the state that `run_state` returned.
+
+    Args:
+        runtime: Runtime before its first step.
+        state: Result of `run_state`.
+        skip: Parts to leave unchanged.
+
+    Raises:
+        CheckpointError: Models or data do not match the state. The message names the mismatch.
+    """
+    skipped = set(skip)
+    _restore_models(runtime, state["models"], skipped)
+    if CheckpointPart.interfaces not in skipped:
+        _restore_interfaces(runtime, state["interfaces"])
+    if CheckpointPart.data not in skipped:
+        if state["data"]["sha256"] != runtime.data_sha256:
+            raise CheckpointError(
+                "data: the rows differ from those of the run that wrote the checkpoint. Use the same file, or set "
+                "resume_skip=[data] to start at the beginning of this one."
+            )
+        _restore_place(runtime, state["data"], state.get("rollout"))
+    if CheckpointPart.counters not in skipped:
+        runtime.counters = Counters.from_state(state["counters"])
+    if CheckpointPart.random not in skipped:  # last, because the code above may draw random numbers
+        restore_random(state["random"])
+
+
+def _model_state(model: Model, synced: bool) -> dict[str, Any]:
+    trained = model.engine is not None and model.engine.trainable
+    own = {"version": model.version, "engine": model.machine.state_dict() if trained else None}
+    return own | ({"weights": model.machine.weights()} if synced else {})
+
+
+def _restore_models(runtime: LocalRuntime, states: Mapping[str, Any], skipped: set[str]) -> None:
+    if differing := sorted(states.keys() ^ runtime.models.keys()):
+        where = "the checkpoint" if differing[0] in states else "this run"
+        raise CheckpointError(f"models.{differing[0]} is only in {where}. Resume with the same roles.")
+    for role, model in runtime.models.items():
+        state, trained = states[role], model.engine is not None and model.engine.trainable
+        if (state["engine"] is not None) != trained:
+            now, then = ("trains", "did not") if trained else ("does not train", "did")
+            raise CheckpointError(
+                f"models.{role} {now} in this run, but {then} in the run that wrote the checkpoint. Resume with the "
+                "same trained roles."
+            )
+        if trained:
+            with _matching_model(role):
+                model.machine.load_state_dict(state["engine"], weights_only=CheckpointPart.optimizer in skipped)
+        if "weights" in state:  # a role that is synced from a trained role
+            with _matching_model(role):
+                model.machine.load_weights(state["weights"])
+        if CheckpointPart.counters not in skipped:
+            model.version = state["version"]
+        if model.engine is not None:
+            model.move_to(model.version)
+
+
+def _restore_place(runtime: LocalRuntime, data: Mapping[str, Any], rollout: Mapping[str, Any] | None) -> None:
+    """Restore the position in the data, and the prompts that were sampled but not trained on."""
+    place = data["drawn"] * data["batch_prompts"] if rollout is None else rollout["next_place"]
+    runtime.prompts.load_state_dict(data, place, cut=runtime.ahead is not None)
+    if runtime.ahead is not None and rollout is not None:
+        runtime.ahead.load_state_dict(rollout)
+    elif runtime.ahead is not None:
+        runtime.ahead.start_at(place)
+    elif rollout is not None and rollout["untrained"]:
+        raise CheckpointError(
+            f"rollout=sync: the checkpoint contains {len(rollout['untrained'])} prompts of asynchronous rollout that "
+            "were not trained on. Keep rollout=async, or set resume_skip=[data] to start at the beginning of the data."
+        )
+
+
+def interface_states(runtime: LocalRuntime) -> dict[str, Any]:
+    """Return the state of the interface of each role and of each evaluation."""
+    return {name: interface.state_dict() for name, interface in used_interfaces(runtime.experiment).items()}
+
+
+def _restore_interfaces(runtime: LocalRuntime, states: Mapping[str, Any]) -> None:
+    for name, interface in used_interfaces(runtime.experiment).items():
+        if name in states or name.startswith("interfaces."):  # an evaluation may be new (resume_allow)
+            if name not in states:
+                raise CheckpointError(f"{name}: the checkpoint has no state of it. {_skip(CheckpointPart.interfaces)}")
+            try:
+                interface.load_state_dict(states[name])
+            except Exception as error:
+                if type(interface).load_state_dict.__module__.startswith("realign."):
+                    raise CheckpointError(
+                        f"{name}: the state in the checkpoint does not fit ({type(error).__name__}: {error}). "
+                        f"{_skip(CheckpointPart.interfaces)}"
+                    ) from error
+                # of a user's class: the traceback names the file
+                error.add_note(
+                    f"{name}: the state in the checkpoint was not restored. {_skip(CheckpointPart.interfaces)}"
+                )
+                raise
+
+
+@contextmanager
+def _matching_model(role: str) -> Iterator[None]:
+    """Name the role of a model that does not match its state in the checkpoint."""
+    try:
+        yield
+    except (ValueError, RuntimeError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
+        detail = " ".join(f"{type(error).__name__}: {error}".split())
+        raise CheckpointError(
+            f"models.{role} does not match the checkpoint ({detail[:300]}). {_skip(CheckpointPart.optimizer)} "
+            "Weights cannot be skipped."
+        ) from error
+
+
+def _skip(part: CheckpointPart) -> str:
+    return f"Set resume_skip=[{part}] to resume without it."
+
+
+def config_of(experiment: Experiment) -> dict[str, Any]:
+    """Return the config that a resumed run is compared with: the resolved config and the settings of the data order.
+
+    An experiment built in Python has no resolved config.
+    """
+    own = {"seed": experiment.seed, "batch_prompts": experiment.batch_prompts, "shuffle": experiment.shuffle}
+    return own | dict(experiment.resolved)
+
+
+def environment() -> dict[str, Any]:
+    """Return the versions and hardware facts that can change floating-point rounding."""
+    packages = {name: version(name) for name in ("torch", "transformers")}
+    where = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
+    return {**packages, "python": platform.python_version(), "device": where, "threads": torch.get_num_threads()}
+
+
+def frozen_weights(runtime: LocalRuntime) -> dict[str, Any]:
+    """Return path and hash of the frozen weights, which checkpoints do not contain.
+
+    If the initial policy of a model also serves as a separate frozen role, the hash covers all its weights. Call this
+    before the first step and before `restore`.
+    """
+    origins = {}
+    for role, model in runtime.models.items():
+        if model.engine is None:
+            continue
+        origin = any(isinstance(view.engine, ReferenceEngine) for view in model.views)
+        tree = {"fixed": model.engine.fixed_weights(), "trained": model.engine.state_dict() if origin else {}}
+        if any(True for _ in tensors_of(tree)):
+            path = runtime.experiment.models[role].facts().path
+            origins[role] = {"path": path, "sha256": hash_of(tree)}
+    return origins
+
+
+def check_frozen(saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
+    """Check that the frozen weights are those that the run started with.
+
+    Raises:
+        CheckpointError: Weights differ. The message names the role and the path.
+    """
+    for role, then in saved.items():
+        now = present.get(role)
+        if now is None or now["sha256"] != then["sha256"]:
+            where = "" if now is None else f" from {now['path']!r}"
+            raise CheckpointError(
+                f"models.{role}: the weights loaded{where} differ from those that the run started with (sha256 "
+                f"{then['sha256'][:12]}, from {then['path']!r}). Checkpoints do not contain frozen weights. Restore "
+                "the original model folder."
+            )
+
+
+class RunCheckpoints:
+    """Writes the checkpoints of a run until the context ends. In distributed training each method is a collective.
+
+    Args:
+        runtime: Runtime whose state is saved.
+        records: Record files of the run. Resuming truncates them to their size at the checkpoint.
+        saves: Saved folders of models.
+        callbacks: Callbacks of the run.
+        frozen: Result of `frozen_weights` before the first step.
+    """
+
+    def __init__(
+        self,
+        runtime: LocalRuntime,
+        records: Records,
+        saves: Saves,
+        callbacks: RunCallbacks,
+        frozen: Mapping[str, Any],
+    ) -> None:
+        self._runtime, self._records, self._saves, self._frozen = runtime, records, saves, frozen
+        self._callbacks = callbacks
+        self._ranks = current()
+        self._spec = runtime.experiment.checkpoint
+        self._writer: CheckpointWriter | None = None
+        if self._spec is not None:
+            folder = runtime.experiment.output_dir / CHECKPOINTS
+            self._writer = CheckpointWriter(folder, self._spec.keep, self._ranks)
+        self._last = time.monotonic()
+        self._stalled: dict[str, float] = {}
+        self._interfaces: dict[str, Any] | None = None
+        self._problems: list[str] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        if not isinstance(value, KeyboardInterrupt):  # exit at once on an interrupt
+            _warn_of(self.close())
+
+    def begin(self) -> None:
+        """Write a checkpoint before the first step, so that a run can always be resumed."""
+        if self._writer is not None:
+            self._write(self._writer, 0)
+            self._writer.close()
+
+    def after_step(self, step: int, *, now: bool) -> None:
+        """Write a checkpoint if one is due, if `now` is set, or if this is the best step so far."""
+        now = now or self._saves.best_step == step
+        if self._spec is None or self._writer is None:
+            return
+        if self._ranks.broadcast(now or self._spec.due(step, time.monotonic() - self._last)):
+            self._write(self._writer, step)
+
+    def finish(self, step: int) -> None:
+        """Write the last checkpoint, with the hashes of `final`.
+
+        Its existence shows that the run is complete and its models are saved.
+        """
+        if self._writer is not None:
+            folder = self._runtime.experiment.output_dir / FINAL
+            self._write(self._writer, step, {"final": self._ranks.lead(partial(settle, folder))})
+
+    def metrics(self) -> dict[str, float]:
+        """Return `time/checkpoint_s` once after each checkpoint, for the metrics of the following step."""
+        stalled, self._stalled = self._stalled, {}
+        return stalled
+
+    def keep_interfaces(self) -> None:
+        """Store the current interface state for the next checkpoint, regardless of later changes."""
+        self._interfaces = interface_states(self._runtime)
+
+    def close(self) -> list[str]:
+        """Wait until the last checkpoint is written, and return the errors that were not reported before."""
+        if self._writer is not None:
+            self._writer.close()
+        return self._take_problems()
+
+    def _write(self, writer: CheckpointWriter, step: int, of_saves: Mapping[str, Any] | None = None) -> None:
+        started = time.perf_counter()
+        _warn_of(f"{problem} Training continues." for problem in self._take_problems())
+        try:
+            with memory_limited(f"checkpoint at step {step}", SMALLER):
+                state = run_state(self._runtime, self._frozen)
+            state["callbacks"] = self._callbacks.state_dict()
+            state |= {"records": self._records.state_dict(), "saves": self._saves.state_dict() | dict(of_saves or {})}
+            if self._interfaces is not None:
+                state["interfaces"] = self._interfaces
+            writer.write(step, state, best=self._saves.best_step)
+        except (OSError, TransientError, ValueError) as error:  # full disk; interface state that cannot be serialized
+            self._problems.append(failed_write(step, error))
+        self._last = time.monotonic()
+        self._stalled = {"time/checkpoint_s": time.perf_counter() - started}
+
+    def _take_problems(self) -> list[str]:
+        problems, self._problems = self._problems, []
+        return problems + (self._writer.failed() if self._writer is not None else [])
+
+
+def _warn_of(problems: Iterable[str]) -> None:
+    for problem in problems:
+        warnings.warn(problem, stacklevel=3)

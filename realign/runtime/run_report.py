@@ -1,0 +1,297 @@
+"""What a run reports about itself: run.json at its start, and the log and the summary at its end."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+import shlex
+import socket
+import subprocess
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from realign.api import DataflowGraph
+from realign.api.callback import EndEvent, EndStatus
+from realign.engines.distributed.ranks import command_words
+from realign.errors import ConfigError
+from realign.runtime.checkpoint.folder import CHECKPOINTS
+from realign.runtime.checkpoint.saved_models import FINAL
+from realign.runtime.checks.during_training import signs
+from realign.runtime.experiment import Experiment
+from realign.runtime.local import LocalRuntime
+from realign.runtime.metrics.run_log import NAME as LOG
+from realign.runtime.metrics.run_log import RunLog
+from realign.runtime.metrics.shown_metrics import headline, metric_summaries, panels
+from realign.runtime.metrics.summary import RunSummary
+from realign.runtime.models import lead_role
+
+RUN_JSON = "run.json"
+PACKAGES = ("realign", "torch", "transformers", "numpy", "datasets", "ray", "peft", "flash-attn")
+"""Packages whose versions are recorded."""
+GIT_SECONDS = 2.0
+"""Time limit of each git command."""
+
+
+class RunInfo:
+    """Writes run.json at the start and at the end of an attempt. A failed write is a warning.
+
+    Args:
+        folder: folder of the run.
+        runtime: the loaded run.
+        command: words of the command line; None for a run that was not started by a command.
+        first: first step of this attempt.
+        fresh: whether this is a new run, whose file replaces an earlier one.
+    """
+
+    def __init__(
+        self, folder: Path, runtime: LocalRuntime, command: Sequence[str] | None, first: int, *, fresh: bool
+    ) -> None:
+        earlier = [] if fresh else attempts_in(folder)
+        self._folder = folder
+        self._attempt: dict[str, Any] = {
+            "command": None if command is None else [*command_words(), *command],
+            "started": _now(),
+            "ended": None,
+            "status": None,
+            "reason": "",
+            "first_step": first,
+            "last_step": first - 1,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+        }
+        self._content = _described(runtime) | {"attempts": [*earlier, self._attempt]}
+        self._write()
+
+    def end(self, event: EndEvent) -> None:
+        """Record how the attempt ended."""
+        self._attempt |= {"ended": _now(), "status": str(event.status), "reason": event.reason}
+        self._attempt["last_step"] = event.step
+        self._write()
+
+    def _write(self) -> None:
+        """Replace the file atomically, so that a reader never sees a part of it."""
+        try:
+            number, new = tempfile.mkstemp(prefix=f".{RUN_JSON}.", dir=self._folder)
+            try:
+                with open(number, "w", encoding="utf-8", errors="backslashreplace") as file:
+                    file.write(json.dumps(self._content, indent=1, ensure_ascii=False, default=str) + "\n")
+                os.replace(new, self._folder / RUN_JSON)
+            except BaseException:
+                os.unlink(new)
+                raise
+        except OSError as error:
+            warnings.warn(f"{RUN_JSON} was not written ({error}). The run is not affected.", stacklevel=3)
+
+
+def attempts_in(folder: Path) -> list[dict[str, Any]]:
+    """Return the attempts in the run.json of a folder; none if it is missing or damaged."""
+    with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
+        path = folder / RUN_JSON
+        if path.is_file():  # for example a pipe would block
+            attempts = json.loads(path.read_bytes())["attempts"]
+            return [dict(attempt) for attempt in attempts]
+    return []
+
+
+def _described(runtime: LocalRuntime) -> dict[str, Any]:
+    e = runtime.experiment
+    models = ((role, model.engine) for role, model in runtime.models.items() if model.engine is not None)
+    lead = lead_role(e)
+    larger_is_better = {} if e.save_best is None else {e.save_best.removeprefix("-"): not e.save_best.startswith("-")}
+    return {
+        "name": e.name,
+        "steps": e.steps,
+        "batch_prompts": e.batch_prompts,
+        "seed": e.seed,
+        "folder": str(Path.cwd()),
+        "versions": {"python": platform.python_version(), **_versions()},
+        "device": _device(),
+        "git": git_state(Path.cwd()),
+        "models": {role: engine.describe() for role, engine in models},
+        "graph": graph_record(e.graph),
+        "headline": headline(e.graph, e.interfaces, lead, tuple(e.evaluations)),
+        "panels": [dataclasses.asdict(panel) for panel in panels(e.graph, e.interfaces, lead)],
+        "larger_is_better": larger_is_better,
+    }
+
+
+def graph_record(graph: DataflowGraph) -> dict[str, Any]:
+    """Return a graph as plain values, from which a report builds it again."""
+    return {
+        "rpcs": [
+            {
+                "name": rpc.name,
+                "model": rpc.model,
+                "method": rpc.method,
+                "inputs": rpc.inputs,
+                "outputs": rpc.outputs,
+                "after": rpc.after,
+            }
+            for rpc in graph.rpcs
+        ],
+        "dataset_keys": graph.dataset_keys,
+        "results": graph.results,
+        "sync": {role: dataclasses.asdict(sync) for role, sync in graph.sync.items()},
+    }
+
+
+def git_state(folder: Path) -> Mapping[str, Any] | None:
+    """Return commit, branch and changed files of the git repository of a folder; None without one."""
+    commit = _git(folder, "rev-parse", "HEAD")
+    if commit is None:
+        return None
+    changed = _git(folder, "status", "--porcelain", "--untracked-files=no") or ""
+    return {
+        "commit": commit,
+        "branch": _git(folder, "rev-parse", "--abbrev-ref", "HEAD"),
+        "changed": [line[3:] for line in changed.splitlines()],
+    }
+
+
+def _git(folder: Path, *words: str) -> str | None:
+    """Return the output of a git command that runs no program that the repository configures; None if it fails."""
+    command = ["git", "-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null", *words]
+    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
+    with suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=GIT_SECONDS, check=True
+        )
+        return done.stdout.rstrip("\n")
+    return None
+
+
+def _versions() -> dict[str, str]:
+    versions = {}
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    return versions
+
+
+def _device() -> dict[str, Any]:
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "machine": f"{platform.system()} {platform.machine()}",
+        "cpu_cores": os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+        "gpus": gpus,
+    }
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+RESULTS: Mapping[str, str] = {
+    "models": FINAL,
+    "best models": "best",
+    "samples": "samples.jsonl",
+    "held-out samples": "eval_samples.jsonl",
+    "metrics": "metrics.jsonl",
+    "log": LOG,
+}
+"""Name of each result in the folder of a run, by its meaning."""
+
+
+@dataclass
+class RunReport:
+    """The log and the summary of a run. The same report serves all attempts of a run."""
+
+    command: Sequence[str] | None = None
+    """Command line that started the run, without `resume`; None for a run that was not started by a command."""
+    log: RunLog = field(default_factory=RunLog)
+    """The log file."""
+    before_panel: Callable[[], None] | None = None
+    """Called before the summary is shown; closes the live display."""
+
+    def end(
+        self,
+        experiment: Experiment,
+        event: EndEvent,
+        history: Sequence[Mapping[str, float]],
+        seconds: float,
+        console: Console | None,
+    ) -> None:
+        """Write the summary to its file and the log, and show it unless the run failed."""
+        summary = self.summary(experiment, event, history, seconds)
+        try:
+            summary.write(experiment.output_dir)
+        except (OSError, ConfigError) as error:  # ConfigError: the path is a link or a pipe
+            warnings.warn(f"summary.json was not written ({error}). The run is not affected.", stacklevel=2)
+        if event.status is EndStatus.failed:
+            return
+        self.log.write(f"end of the run\n{summary.text()}")
+        if console is not None:
+            with suppress(OSError):  # the output may be a file on a full disk; the log has the summary too
+                if self.before_panel is not None:
+                    self.before_panel()
+                summary.show(console)
+
+    def summary(
+        self, experiment: Experiment, event: EndEvent, history: Sequence[Mapping[str, float]], seconds: float
+    ) -> RunSummary:
+        """Return the summary of a run."""
+        e, out = experiment, experiment.output_dir
+        files = {meaning: str(out / name) for meaning, name in RESULTS.items() if _exists(out / name)}
+        if e.checkpoint is not None and event.step:  # written in the background
+            files["checkpoints"] = str(out / CHECKPOINTS)
+        if len(history) > 1:  # drawn when the run is closed
+            files["curves"] = str(out / "curves.png")
+        known = {} if e.save_best is None else {e.save_best.removeprefix("-"): not e.save_best.startswith("-")}
+        shown = headline(e.graph, e.interfaces, lead_role(e), tuple(e.evaluations))
+        findings = tuple(signs(history).values())
+        return RunSummary(
+            name=e.name,
+            status=event.status,
+            reason=event.reason,
+            step=event.step,
+            steps=e.steps,
+            seconds=seconds,
+            metrics=metric_summaries(history, shown, known),
+            warnings=self.log.warnings,
+            files=files,
+            next_commands=self._next_commands(experiment, event, learns=not findings),
+            findings=findings,
+        )
+
+    def _next_commands(self, experiment: Experiment, event: EndEvent, *, learns: bool) -> dict[str, str]:
+        commands: dict[str, str] = {}
+        lead = lead_role(experiment)
+        model = experiment.output_dir / FINAL / lead
+        outputs = experiment.models[lead].facts().outputs if lead in experiment.models else None
+        if event.status is not EndStatus.interrupted and (outputs is None or "logprobs" in outputs) and _exists(model):
+            commands["chat with the model"] = f"realign chat {shlex.quote(str(model))}"
+        if self.command is None or experiment.checkpoint is None:
+            return commands
+        words = {
+            EndStatus.interrupted: ("continue", []),
+            EndStatus.completed: ("train for more steps", [f"steps={2 * experiment.steps}"]),
+            EndStatus.stopped: ("continue", [f"{event.reason.partition(':')[0]}=null"]),
+        }.get(event.status)
+        if words is not None and (learns or event.status is not EndStatus.completed):  # more steps would not help
+            meaning, more = words
+            keys = {word.partition("=")[0] for word in more}
+            keys |= {"overwrite"}
+            words_left = [word for word in self.command if word.partition("=")[0] not in keys]
+            commands[meaning] = shlex.join([*command_words(), *words_left, "resume=auto", *more])
+        words_left = [word for word in self.command if word.partition("=")[0] not in ("overwrite", "output_dir")]
+        commands["check another setting"] = shlex.join(["realign", "check", *words_left, "KEY=VALUE"])
+        return commands
+
+
+def _exists(path: Path) -> bool:
+    if path.is_dir():
+        return any(path.iterdir())
+    return path.is_file() and path.stat().st_size > 0

@@ -1,0 +1,363 @@
+"""`Training`: execute the steps of a run, with records, evaluations, saved models, checkpoints and signals."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+
+from realign.api import DataflowGraph, ModelInterface
+from realign.api.callback import EndEvent, EndStatus, StartEvent
+from realign.engines.distributed.ranks import current
+from realign.engines.files.folders import remove_folder
+from realign.runtime.callbacks.run_callbacks import RunCallbacks
+from realign.runtime.checkpoint.folder import Start
+from realign.runtime.checkpoint.saved_models import FINAL, Saves
+from realign.runtime.checkpoint.serialize import pack
+from realign.runtime.checks.during_training import RECENT, signs
+from realign.runtime.experiment import CheckpointPart, Experiment
+from realign.runtime.local import LocalRuntime
+from realign.runtime.metrics.curves import draw_curves
+from realign.runtime.metrics.details import RunDetails
+from realign.runtime.metrics.live_display import LiveDisplay
+from realign.runtime.metrics.records import NoRecords, Records
+from realign.runtime.metrics.samples import SHOWN, show
+from realign.runtime.metrics.shown_metrics import headline, panels, targets
+from realign.runtime.metrics.trackers import BestEffortTracker, Tracker
+from realign.runtime.models import lead_role
+from realign.runtime.out_of_memory import SMALLER, memory_limited
+from realign.runtime.output_folder import clear_output_folder
+from realign.runtime.processes.signals import Interrupted, StopSignals
+from realign.runtime.processes.watchdog import Watch, WorkerLost
+from realign.runtime.run_checkpoints import RunCheckpoints, check_frozen, frozen_weights, interface_states, restore
+from realign.runtime.run_report import RunInfo, RunReport
+
+
+def activity(watch: Watch, graph: DataflowGraph, interfaces: Mapping[str, ModelInterface], *, first_step: bool) -> str:
+    """Return the current operation and its duration; empty between two operations.
+
+    Args:
+        watch: tracks the operations.
+        graph: names the calls.
+        interfaces: tell which calls run functions in worker processes instead of a model.
+        first_step: whether no step is finished yet, so that calls may wait for workers to start.
+    """
+    operations = watch.operations()
+    if not operations:
+        return ""
+    current = operations[-1]
+    starts = ""
+    for rpc in graph.rpcs:
+        if first_step and current.what == f"call {rpc.name!r}":
+            starts = "" if interfaces[rpc.model].needs_engine else ", which starts its workers"
+            starts = f" for the first time{starts}"
+    return f"running {current.what}{starts}, {current.seconds:.0f} s"
+
+
+@dataclass
+class RunResult:
+    """Result of a run: its folder, metrics and held-out samples."""
+
+    output_dir: Path
+    history: list[dict[str, float]] = field(default_factory=list)
+    """One record per step: `step` and its metrics (step 0: before training)."""
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    """Held-out responses after training, with prompt, response and reward."""
+    stopped: str | None = None
+    """Name of the callback that stopped the run and its reason; None if all steps are done."""
+
+    def series(self, metric: str) -> list[float]:
+        """Return the values of one metric, over the steps that have it."""
+        return [record[metric] for record in self.history if metric in record]
+
+
+class Training:
+    """A run in progress: its runtime, files, trackers and checkpoints."""
+
+    def __init__(
+        self,
+        runtime: LocalRuntime,
+        start: Start | None,
+        console: Console | None,
+        trackers: Iterable[Tracker],
+        report: RunReport,
+        stack: ExitStack,
+    ) -> None:
+        """Restore the checkpoint of `start`, and open files and trackers, which `stack` closes."""
+        self.report = report
+        self.experiment, self.out = runtime.experiment, runtime.experiment.output_dir
+        self.runtime, self.ranks = runtime, current()
+        self.console = console if self.ranks.leader else None
+        self.first = 1 if start is None else start.step + 1
+        self.complete = start is not None and start.complete
+        self.done = self.first - 1
+        self.fresh = start is None or start.new_run
+        e = self.experiment
+        self.saves = Saves(self.out, runtime.save, e.save_every_steps, e.keep_saves, e.save_best, self.ranks)
+        frozen = frozen_weights(runtime) if e.checkpoint is not None or start is not None else {}
+        if start is not None:
+            check_frozen(start.state["frozen"], frozen)
+            with memory_limited("restoring the checkpoint", SMALLER):
+                restore(runtime, start.state, e.resume_skip)
+            runtime.batches_ahead = runtime.prompts.drawn - start.step
+            if not start.new_run:
+                self.saves.load_state_dict(start.state["saves"])
+            left = f"Next step: {self.first} of {e.steps}." if self.first <= e.steps else "No step is left."
+            self._say(f"Resumed from {start.checkpoint.path}. {left}")
+            report.log.write(f"resumed from {start.checkpoint.path}. {left}")
+        self.callbacks = RunCallbacks(e.callbacks, self.ranks)
+        if start is not None and CheckpointPart.callbacks not in e.resume_skip and "callbacks" in start.state:
+            self.callbacks.load_state_dict(start.state["callbacks"], stopped=start.complete)
+        if e.checkpoint is not None:  # fail at startup if the state is not serializable
+            pack({"interfaces": interface_states(runtime), "callbacks": self.callbacks.state_dict()}, copy=False)
+        if start is None or not start.own:
+            self.ranks.lead(partial(clear_output_folder, self.out))
+        self.result = RunResult(self.out)
+        self.records: Records = NoRecords()
+        self.details: RunDetails | None = None
+        self.info: RunInfo | None = None
+        self.receivers: list[Tracker] = []
+        self.warned: set[str] = set()
+        self.ranks.lead(partial(self._open_files, start, trackers, stack))
+        self.checkpoints = stack.enter_context(
+            RunCheckpoints(runtime, self.records, self.saves, self.callbacks, frozen)
+        )
+        if not self.fresh:
+            self.result.history = self.ranks.lead(self.records.history)
+
+    def _open_files(self, start: Start | None, trackers: Iterable[Tracker], stack: ExitStack) -> None:
+        """Open the files and trackers, on rank 0 only."""
+        self.report.log.open(self.out, fresh=start is None or not start.own)
+        stack.callback(  # also draw the curves of an interrupted run
+            _draw, self.experiment, self.result, self.callbacks.metrics
+        )
+        self.records = stack.enter_context(Records(self.out, start))
+        lead = lead_role(self.experiment)
+        decode = self.runtime.models[lead].tokenizer.decode
+        details = RunDetails(self.experiment.records, lead, decode, self.runtime.spans, self.records, self.report.log)
+        self.details = stack.enter_context(details)
+        fresh = start is None or not start.own or self.fresh
+        self.info = RunInfo(self.out, self.runtime, self.report.command, self.first, fresh=fresh)
+        if self.experiment.resolved:
+            text = yaml.safe_dump(dict(self.experiment.resolved), sort_keys=False, allow_unicode=True)
+            (self.out / "config.yaml").write_text(text, encoding="utf-8")
+        self.receivers = [self.records.metrics, *trackers, *self._opened(stack)]
+
+    def _opened(self, stack: ExitStack) -> Iterable[Tracker]:
+        for name, spec in self.experiment.trackers.items():
+            tracker = BestEffortTracker(name, spec.open(self.experiment.name, self.out))
+            stack.callback(tracker.close)
+            yield tracker
+        yield self.report.log
+        if self.console is not None:
+            display = stack.enter_context(self._display(self.console))
+            self.report.before_panel = display.close
+            yield BestEffortTracker("display", display)
+
+    def _display(self, console: Console) -> LiveDisplay:
+        e = self.experiment
+        log = self.report.log
+        models = ((role, model.engine) for role, model in self.runtime.models.items() if model.engine is not None)
+        sizes = [f"{role}: {about}" for role, engine in models if (about := engine.describe())]
+
+        def doing() -> str:
+            first = self.done < self.first
+            return activity(self.runtime.watch, e.graph, e.interfaces, first_step=first)
+
+        return LiveDisplay(
+            console,
+            e.name,
+            e.steps,
+            headline(e.graph, e.interfaces, lead_role(e), tuple(e.evaluations)),
+            header=[f"{self.out}   {', '.join(sizes)}".rstrip()],
+            added=self.callbacks.metrics,
+            targets=targets(e.graph, e.interfaces, lead_role(e)),
+            activity=doing,
+            warned=lambda: (tuple(log.latest_warnings), log.warnings),
+        )
+
+    def run(self) -> RunResult:
+        """Execute the remaining steps.
+
+        Returns:
+            The result. Its `stopped` contains the reason if a callback stopped the run.
+        """
+        try:
+            self._train()
+        except WorkerLost:
+            raise  # the run may continue in another attempt
+        except BaseException as error:
+            self.ended_by(error)
+            raise
+        status = EndStatus.completed if self.callbacks.stop is None else EndStatus.stopped
+        end = EndEvent(self.done, self.experiment.steps, status, self.result.stopped or "")
+        self.callbacks.end(end)
+        self._report(end)
+        return self.result
+
+    def ended_by(self, error: BaseException) -> None:
+        """Report an error that ends the run to the callbacks, and write the summary."""
+        status = EndStatus.interrupted if isinstance(error, KeyboardInterrupt) else EndStatus.failed
+        end = EndEvent(self.done, self.experiment.steps, status, str(error))
+        self.callbacks.end_after_error(end)
+        self._report(end)
+
+    def _report(self, end: EndEvent) -> None:
+        """Write and show the summary, on rank 0 only."""
+        if self.info is not None:
+            self.info.end(end)
+        if self.ranks.leader:
+            self.report.end(self.experiment, end, self.result.history, self.records.metrics.seconds, self.console)
+
+    def _train(self) -> None:
+        e = self.experiment
+        self.callbacks.start(StartEvent(e.name, self.out, e.steps, self.first, resumed=not self.fresh))
+        if self.fresh:
+            self._before_training()
+        with StopSignals(quiet=not self.ranks.leader) as signals, _ended_by(signals):
+            for step in range(self.first, e.steps + 1) if not self.complete else ():
+                if self.callbacks.stop is not None:  # by the evaluation before training, or by the last step
+                    break
+                self._step(step)
+                if step < e.steps and self.callbacks.stop is None:
+                    received = self.ranks.first(signals.received)
+                    self.checkpoints.after_step(step, now=received is not None)
+                    if received is not None:
+                        raise Interrupted(received, self.ranks.lead(partial(self._stopped, step)))
+            self._finish()
+
+    def _before_training(self) -> None:
+        """Calibrate and evaluate before the first step, and write a checkpoint if the run may need it."""
+        added: dict[str, float] = {}
+        before = self.runtime.calibrate("before") | self._evaluate(0, added) | added
+        self._log(0, before)
+        self.saves.after_step(0, before, last=False)
+        if self.experiment.save_every_steps or self.experiment.save_best or self._may_lose_workers:
+            self.checkpoints.begin()
+
+    def _finish(self) -> None:
+        """Save the trained models and the last checkpoint."""
+        if self.complete:  # only `final` is missing or damaged
+            self.ranks.lead(partial(remove_folder, self.out / FINAL))
+            self._calibrate_after()
+        if self.callbacks.stop is not None:
+            self.result.stopped = self.callbacks.stop.describe()
+        if self.done:
+            self.runtime.check_progress()
+        self.runtime.save(self.out / FINAL)
+        self.checkpoints.finish(self.done)
+
+    @property
+    def _may_lose_workers(self) -> bool:
+        return self.experiment.runtime.starts_workers
+
+    def _step(self, step: int) -> None:
+        steps = self.experiment.steps
+        spec = self.experiment.records
+        self.runtime.trace_prompts = spec.token_prompts if spec.due(step) else 0
+        values, batch = self.runtime.step(step)
+        values |= self.checkpoints.metrics()
+        added: dict[str, float] = {}
+        try:
+            if due := self.runtime.evaluations_due(step):
+                values |= self._evaluate(step, added, due)
+            added |= self.callbacks.after_step(step, steps, values, added)
+            if self.fresh and step == 1:
+                self.ranks.lead(self.callbacks.check_reads)
+            last = step == steps or self.callbacks.stop is not None
+            if last and (left := [where for where in self.experiment.all_evaluations if where not in due]):
+                values |= self._evaluate(step, added, left)
+            if last:
+                values |= self._calibrate_after()
+            values = self.ranks.broadcast(values | added)  # timings differ between ranks, and `save_best` may use one
+        finally:  # log a completed step even if its evaluation fails
+            self._log(step, values)
+        self.done = step
+        if self.ranks.leader:
+            self._warn()
+        for record in self.runtime.readable(batch, self.experiment.sample_prompts):
+            self.records.samples.write({"step": step, **record})
+        if self.console is not None and step % (self.experiment.print_samples_every_steps or step + 1) == 0:
+            show(self.console, step, self.runtime.readable(batch, SHOWN))
+        self.saves.after_step(step, values, last=last)
+        if self.details is not None:
+            self.details.after_step(step, batch, self.runtime.traces)
+
+    def _log(self, step: int, values: dict[str, float]) -> None:
+        # all steps share the strings of the names, which would otherwise be most of the memory of a long run's history
+        self.result.history.append({"step": step, **{sys.intern(name): value for name, value in values.items()}})
+        for receiver in self.receivers:
+            receiver.log(step, values)
+
+    def _warn(self) -> None:
+        """Warn once about each sign that the run trains without learning."""
+        for name, sentence in signs(self.result.history[-RECENT:]).items():
+            if name not in self.warned:
+                self.warned.add(name)
+                warnings.warn(sentence, stacklevel=2)
+
+    def _evaluate(self, step: int, added: dict[str, float], due: Sequence[str] | None = None) -> dict[str, float]:
+        """Run evaluations and return their metrics. Adds the metrics of the callbacks to `added`.
+
+        Args:
+            step: the step.
+            added: metrics of the callbacks, which this extends.
+            due: config keys of the evaluations to run; None runs all of them.
+        """
+        measured, self.result.samples = self.runtime.evaluate(due)
+        for record in self.result.samples:
+            self.records.eval_samples.write({"step": step, **record})
+        if measured:
+            added |= self.callbacks.after_evaluation(step, self.experiment.steps, measured, self.result.samples)
+        return measured
+
+    def _calibrate_after(self) -> dict[str, float]:
+        if self.experiment.calibration is None or not self.experiment.calibration.after:
+            return {}
+        self.runtime.check_progress()
+        self.runtime.save(self.out / FINAL)  # save before a calibration that may fail
+        self.checkpoints.keep_interfaces()
+        return self.runtime.calibrate("after")
+
+    def _stopped(self, step: int) -> str:
+        message = f"stopped after step {step} of {self.experiment.steps}"
+        if self.experiment.checkpoint is None:
+            return f"{message}. The run cannot be resumed, since checkpoint=null."
+        if problems := self.checkpoints.close():
+            return f"{message}. {'; '.join(problems)}"
+        return f"{message}. Continue with resume=auto."
+
+    def _say(self, text: str) -> None:
+        if self.console is not None:
+            self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def _ended_by(signals: StopSignals) -> Iterator[None]:
+    """Report lost workers as an interruption after a signal, because the signal may have killed them as well."""
+    try:
+        yield
+    except WorkerLost as lost:
+        if signals.received is None:
+            raise
+        raise Interrupted(signals.received, f"stopped during a step ({lost})") from lost
+
+
+def _draw(experiment: Experiment, result: RunResult, added: Mapping[str, str]) -> None:
+    if len(result.history) < 2:
+        return
+    try:
+        reported = dict.fromkeys(name for record in result.history for name in record if name != "step")
+        charts = panels(experiment.graph, experiment.interfaces, lead_role(experiment), reported, added)
+        path = result.output_dir / "curves.png"
+        draw_curves({experiment.name: result.history}, path, title=experiment.name, panels=charts)
+    except Exception as error:  # a failed plot neither stops the run nor hides its error
+        warnings.warn(f"curves.png was not drawn ({error}). The run is not affected.", stacklevel=2)

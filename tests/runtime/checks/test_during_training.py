@@ -1,0 +1,238 @@
+"""Test the checks while a run trains."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+
+from realign.api import RPC, GenerationConfig, ModelInterface, SequenceSample
+from realign.engines import DType, TransformersModel
+from realign.errors import RunError
+from realign.interfaces.grpo import GRPOActorInterface
+from realign.interfaces.rule_reward import RuleRewardInterface
+from realign.runtime import Evaluation, run
+from realign.runtime.checks.during_training import RECENT, check_ratio, default_tolerance, signs
+from realign.runtime.evaluation.scores import Repeats, Scored, merged
+from tests.config_parts import Bigram
+from tests.runtime.test_local import BigramModel, Prompts, experiment
+
+TRAIN = RPC("actor_train", "actor", "train_step", inputs=("input_ids",))
+
+
+def test_a_difference_within_the_tolerance_is_silent():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_ratio(TRAIN, 1e-3, 1e-3, strict=True)
+
+
+def test_a_larger_difference_warns_and_is_an_error_under_strict_ratio():
+    message = r"^ratio_tolerance=0\.001: in actor_train, .* differ by up to 0\.5 .*interfaces\.actor\.recompute=true"
+    with pytest.warns(UserWarning, match=rf"{message}.* Training continues\.$"):
+        check_ratio(TRAIN, 0.5, 1e-3, strict=False)
+    with pytest.raises(RunError, match=message):
+        check_ratio(TRAIN, 0.5, 1e-3, strict=True)
+
+
+def test_the_tolerance_of_the_ratio_check_follows_the_precision():
+    assert default_tolerance(TransformersModel("a", dtype=DType.float32)) == 1e-3
+    assert default_tolerance(TransformersModel("a", dtype=DType.bfloat16)) == 0.1
+    assert default_tolerance(Bigram()) == 1e-3
+
+
+GREEDY = GenerationConfig(max_new_tokens=2, fixed_length=True, greedy=True)
+
+
+def history(idle: set[int], steps: int = 20, **evaluated: float) -> list[dict[str, float]]:
+    """Return the records of a run whose `idle` steps had no gradient, with an evaluation after the last one."""
+    records: list[dict[str, float]] = [{"step": 0}]
+    for step in range(1, steps + 1):
+        counts = {"optimizer_steps": float(step not in idle), "zero_gradient_steps": float(step in idle)}
+        records.append({"step": step, **counts})
+    records[-1] |= {f"eval/{name}": value for name, value in evaluated.items()}
+    return records
+
+
+def test_a_policy_that_collapsed_onto_one_answer_is_found():
+    """The figures are those of a real run: 8 of its last 14 steps had no gradient, and all 48 answers were equal."""
+    equal = {"distinct_fraction": 1 / 48, "most_common_fraction": 1.0, "reward": 0.6458, "constant_reward": 0.6458}
+    found = signs(history({7, 11, 14, 15, 16, 18, 19, 20}, **equal))
+    assert found.keys() == {"zero_gradient_steps", "eval/most_common_fraction"}
+    assert found["zero_gradient_steps"].startswith("7 of the last 10 steps had no gradient and changed no weight.")
+    assert found["eval/most_common_fraction"].startswith(
+        "All held-out responses are the same one. This answer to every prompt has a mean reward of 0.6458, and the "
+        "policy has 0.6458: it has learned no more than one answer."
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "sign"),
+    [
+        ({}, True),
+        ({"reward": 0.7}, False),  # better than the constant answer: most rows have this answer
+        ({"most_common_fraction": 0.4}, False),
+        ({"distinct_fraction": 0.5}, False),
+        ({"constant_reward": None}, False),  # unknown, and a tenth of the responses differ
+        ({"constant_reward": None, "most_common_fraction": 0.95}, True),
+    ],
+)
+def test_equal_answers_are_a_sign_unless_they_earn_more_than_one_answer_would(change, sign):
+    equal = {"distinct_fraction": 0.05, "most_common_fraction": 0.8, "reward": 0.6, "constant_reward": 0.62} | change
+    records = history(set(), **{name: value for name, value in equal.items() if value is not None})
+    assert ("eval/most_common_fraction" in signs(records)) is sign
+
+
+def test_each_evaluation_set_and_role_is_judged_by_its_own_metrics():
+    records = history(set(), steps=RECENT)
+    for record in records[1:]:
+        record |= {"critic/optimizer_steps": 0.0, "critic/zero_gradient_steps": 2.0}
+    records[-1] |= {"eval/math/distinct_fraction": 0.02, "eval/math/most_common_fraction": 1.0, "eval/math/reward": 0.1}
+    found = signs(records)
+    assert found["critic/zero_gradient_steps"].startswith("10 of the last 10 steps had no gradient (critic)")
+    assert "held-out responses of math are the same one. Look at" in found["eval/math/most_common_fraction"]
+
+
+def test_few_steps_and_a_step_of_several_mini_batches_with_one_gradient_are_no_sign():
+    assert signs(history(set(range(RECENT)), steps=RECENT - 1)) == {}
+    assert signs(history(set(range(RECENT)), steps=2 * RECENT)) == {}  # it learns again
+    several = [{"step": step, "optimizer_steps": 1.0, "zero_gradient_steps": 3.0} for step in range(20)]
+    assert signs(several) == {}
+
+
+def test_an_evaluation_before_training_is_no_sign():
+    assert signs([{"step": 0, "eval/distinct_fraction": 0.01, "eval/most_common_fraction": 1.0}]) == {}
+
+
+def responses(*texts: list[int]) -> SequenceSample:
+    ids = [[1, 9, *text] for text in texts]
+    made = SequenceSample.from_sequences([f"p{i}" for i in range(len(ids))], {"input_ids": [[row] for row in ids]})
+    given = [place < 2 for row in ids for place in range(len(row))]
+    return made.with_tokens(prompt_mask=torch.tensor(given)).with_sequences(rewards=torch.zeros(len(ids)))
+
+
+def test_equal_responses_are_counted_over_all_batches():
+    parts = [Scored(responses([3, 3], [3], [])), Scored(responses([3, 3], [3, 3], [4])), Scored(responses([3]), "@n=1")]
+    values, _ = merged(parts)
+    assert values["eval/distinct_fraction"] == 4 / 6  # [3, 3], [3], nothing and [4]
+    assert values["eval/most_common_fraction"] == 3 / 6
+    assert (values["eval/distinct_fraction@n=1"], values["eval/most_common_fraction@n=1"]) == (1.0, 1.0)
+    assert "eval/constant_reward" not in values
+
+
+def test_the_collapsed_response_is_the_most_common_one():
+    repeats = Repeats()
+    repeats.add(responses(*[[3, 4]] * 9, *[[5]] * 7))
+    assert repeats.collapsed.tolist() == [3, 4]
+    repeats.add(responses(*[[6]] * 3))  # less than half
+    assert repeats.collapsed is None
+
+
+FUNCTIONS = """
+CALLS = []
+
+def parity(prompt, response, row):
+    CALLS.append(response)
+    return float(response == "7 7") if row["n"] % 2 else 0.25
+
+async def slow(prompt, response, row):
+    return parity(prompt, response, row)
+
+def compared(prompt, responses, row):
+    return [parity(prompt, response, row) for response in responses]
+"""
+
+
+@dataclass
+class Seven(ModelInterface):
+    """Interface that scores as `parity`, but cannot score given texts."""
+
+    needs_engine: ClassVar[bool] = False
+
+    def inference(self, model, data, mb_spec):
+        rows = data.metadata["row"]
+        return data.with_sequences(rewards=torch.tensor([0.5 * (row["n"] % 2) for row in rows])).select(["rewards"])
+
+
+@dataclass
+class Sampled(BigramModel):
+    """Model whose greedy response is `7 7`, and `6 7` for prompts that end with 2 (a fifth of them)."""
+
+    def load(self, name, *, seed):
+        model = super().load(name, seed=seed)
+        with torch.no_grad():
+            model.machine.logits_VV.zero_()
+            model.machine.logits_VV[:, 7] = 9.0
+            model.machine.logits_VV[2] = model.machine.logits_VV[2].roll(-1)
+        return model
+
+
+def evaluated(tmp_path, reward: ModelInterface, n: int = 20) -> dict[str, float]:
+    evaluation = Evaluation(Prompts(n), reward, GREEDY, batch_prompts=8)
+    return evaluation.run(Sampled().load("actor", seed=0), Prompts(n))[0]
+
+
+@pytest.mark.parametrize(("name", "known"), [("parity", True), ("slow", False), ("compared", False)])
+def test_a_cheap_function_scores_the_most_common_answer_on_all_rows(tmp_path, name, known):
+    (tmp_path / "reward.py").write_text(FUNCTIONS)
+    reward = RuleRewardInterface(function=f"{tmp_path}/reward.py:{name}", workers=0)
+    values = evaluated(tmp_path, reward)
+    reward.close()
+    assert values["eval/distinct_fraction"] == 2 / 20
+    assert values["eval/most_common_fraction"] == 16 / 20
+    assert values["eval/reward"] == (8 + 0.25 * 10) / 20  # rows 5 and 15 are odd and end with 2
+    assert values.get("eval/constant_reward") == ((10 + 0.25 * 10) / 20 if known else None)
+
+
+def test_an_interface_that_cannot_score_texts_has_no_constant_answer():
+    assert "eval/constant_reward" not in evaluated(None, Seven())
+
+
+def test_the_reward_of_one_answer_to_every_prompt_needs_no_call(tmp_path):
+    (tmp_path / "reward.py").write_text(FUNCTIONS)
+    reward = RuleRewardInterface(function=f"{tmp_path}/reward.py:parity", workers=0)
+
+    class OneLast(Prompts):
+        def sample(self, rows):
+            data = SequenceSample.from_sequences([f"{r}@{e}" for e, r in rows], {"prompt_ids": [[[1, 3]]] * len(rows)})
+            return data.with_metadata(row=[{"n": row} for _, row in rows])
+
+    values, _ = Evaluation(OneLast(20), reward, GREEDY).run(Sampled().load("actor", seed=0), OneLast(20))
+    assert values["eval/constant_reward"] == values["eval/reward"]
+    assert len(reward._opened("")._function.__globals__["CALLS"]) == 20
+    reward.close()
+
+
+def test_a_collapsed_run_says_so_in_its_warnings_summary_log_and_records(tmp_path):
+    (tmp_path / "reward.py").write_text(FUNCTIONS)
+
+    def reward() -> RuleRewardInterface:
+        return RuleRewardInterface(function=f"{tmp_path}/reward.py:parity", workers=0)
+
+    actor = GRPOActorInterface(generation=GenerationConfig(n=4, max_new_tokens=2, fixed_length=True))
+    changes = {
+        "models": {"actor": Sampled(lr=1e-9)},
+        "interfaces": {"actor": actor, "reward": reward()},
+        "evaluation": Evaluation(Prompts(20), reward(), GREEDY),
+        "steps": 6,
+    }
+    with pytest.warns(UserWarning, match="held-out responses are the same one") as caught:
+        result = run(experiment(tmp_path, **changes), command=["experiment=x"])
+    texts = [str(warning.message) for warning in caught]
+    (sign,) = [text for text in texts if text.startswith("80% of the held-out responses are the same one.")]
+    summary = json.loads((result.output_dir / "summary.json").read_text())
+    assert sign in summary["findings"]
+    assert "train for more steps" not in summary["next_commands"]
+    assert sign in (result.output_dir / "realign.log").read_text()
+    recorded = [json.loads(line) for line in (result.output_dir / "warnings.jsonl").read_text().splitlines()]
+    assert sum(record["message"] == sign for record in recorded) == 1
+
+
+def test_a_run_that_learns_says_nothing(tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        result = run(experiment(tmp_path, steps=6))
+    assert json.loads((result.output_dir / "summary.json").read_text())["findings"] == []
