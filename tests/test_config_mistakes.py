@@ -15,7 +15,7 @@ from realign.cli import commands as cli
 from realign.config.folders import experiments_dir
 from realign.data import PreferenceData, PromptData, SupervisedData
 from realign.engines import TransformersModel
-from realign.engines.training.engine import TransformersEngine
+from realign.engines.training.transformers_engine import TransformersEngine
 from tests.tiny import save_tiny
 
 REWARD = "interfaces.reward.function=realign.rewards.arithmetic:exact_answer"

@@ -21,7 +21,7 @@ from realign.config.composition import compose_raw
 from realign.config.errors import ConfigError, suggest
 from realign.config.experiment import as_node
 from realign.config.shell_words import EXPERIMENT, is_file, quoted_text, register_file
-from realign.engines.files.durable import open_regular
+from realign.engines.files.folders import open_regular
 from realign.runtime.evaluation.standalone import Outcome, StandaloneEvaluations
 from realign.runtime.metrics.courses import number
 from realign.runtime.metrics.samples import readable

@@ -15,19 +15,25 @@
 The transformers package is imported when a model is loaded.
 """
 
-from realign.engines.distributed.spec import Sharding
+from realign.engines.device import DType
+from realign.engines.distributed.sharding import Sharding
 from realign.engines.files.adapters import AdapterStart
 from realign.engines.network.heads import Causal, Head, HeadInit, QHeads, Score, Value, ValueHead, ValueHidden
 from realign.engines.network.kernels import Backend
 from realign.engines.network.trains import All, Lora, TopLayers, Trained
-from realign.engines.precision import DType
 from realign.engines.sampling.in_process import InProcessSampling
 from realign.engines.servers.sglang import Sglang
 from realign.engines.servers.vllm import Vllm
 from realign.engines.shared_model import Share, SharedModel
-from realign.engines.training.load_balancing import LoadBalancing
-from realign.engines.training.optimizer import OptimizerSpec, Schedule, ScheduleKind, ScheduleUnit, learning_rate
-from realign.engines.training.torch_optimizer import TorchOptimizer
+from realign.engines.training.expert_load import LoadBalancing
+from realign.engines.training.optimizer import (
+    OptimizerSpec,
+    Schedule,
+    ScheduleKind,
+    ScheduleUnit,
+    TorchOptimizer,
+    learning_rate,
+)
 from realign.engines.transformers_model import TransformersModel
 
 __all__ = [

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from realign.engines.files.pretrained import quiet_transformers
+from realign.engines.files.model_folder import quiet_transformers
 from realign.engines.network.heads import Head, is_encoder_decoder
 from realign.engines.network.trains import All, Trained
 from realign.engines.network.unpacked import UNPACKED_FAMILIES

@@ -15,31 +15,33 @@ from realign.api.model import Compute, Model, ModelFacts, ModelSpec, TokenizerSo
 from realign.api.sampler import Sampler
 from realign.api.sampler_spec import SamplerSpec
 from realign.api.seeds import derive_seed
+from realign.engines.device import DType, enable_tf32, pick_device, products_dtype, use_deterministic_algorithms
 from realign.engines.distributed.ranks import current
-from realign.engines.distributed.spec import Sharding
-from realign.engines.encoder_decoder_settings import check_settings
-from realign.engines.files.adapters import AdapterStart, find_adapter
-from realign.engines.files.folders import check_path, read_states
-from realign.engines.files.inspection import check_head, check_hub, pick_device, weight_names
-from realign.engines.files.pretrained import readable
-from realign.engines.files.role_tokenizer import check_inherited, check_source, read_source
-from realign.engines.files.tokenizers import has_tokenizer
-from realign.engines.module_reader import ModuleReader, read_value_head
+from realign.engines.distributed.sharding import Sharding
+from realign.engines.files.adapters import AdapterFolder, AdapterStart, check_continues, find_adapter, is_adapter
+from realign.engines.files.folders import read_states
+from realign.engines.files.model_folder import check_hub, check_path, readable, weight_names
+from realign.engines.files.tokenizers import check_inherited, check_source, has_tokenizer, read_source
+from realign.engines.module_reader import (
+    ModuleReader,
+    check_4bit,
+    check_head,
+    keep_layout,
+    read_value_head,
+    settings_4bit,
+)
 from realign.engines.network.cpu_lanes import ParallelPasses
-from realign.engines.network.heads import Causal, Head
+from realign.engines.network.heads import Causal, Head, is_encoder_decoder
 from realign.engines.network.kernels import Backend, missing_package, preferred_kernel
-from realign.engines.network.lora import load_adapters
+from realign.engines.network.lora import load_adapters, require_peft_for
 from realign.engines.network.settings import NetworkSettings
 from realign.engines.network.shared_prefix import SharedPrompts
 from realign.engines.network.torch_compile import TorchCompile
-from realign.engines.network.trains import All, Trained
-from realign.engines.precision import DType, enable_tf32, products_dtype, use_deterministic_algorithms
-from realign.engines.quantization import check_4bit, keep_layout, settings_4bit
-from realign.engines.role_adapter import RoleAdapter
+from realign.engines.network.trains import All, Lora, TopLayers, Trained
 from realign.engines.sampling.compiled_library import CompiledDecode
 from realign.engines.sampling.in_process import InProcessSampling
 from realign.engines.shared_model import Share, SharedModel
-from realign.engines.training.load_balancing import LoadBalancing
+from realign.engines.training.expert_load import LoadBalancing
 from realign.engines.training.optimizer import OptimizerSpec, ScheduleKind
 from realign.errors import ConfigError, SettingsError
 from realign.settings import Settings
@@ -310,11 +312,11 @@ class TransformersModel(Settings, ModelSpec):
             ConfigError: the settings do not fit the model. The message names the role.
             DataError: the folder or tokenizer cannot be used. The message names the role and the path.
         """
-        from realign.engines.training.engine import TransformersEngine
+        from realign.engines.training.transformers_engine import TransformersEngine
 
         build: Callable[..., TransformersEngine] = TransformersEngine
         if current().size > 1:
-            from realign.engines.distributed.engine import ShardedEngine
+            from realign.engines.distributed.sharded_engine import ShardedEngine
 
             build = partial(ShardedEngine, sharding=self.sharding)
         self.check(name)
@@ -388,3 +390,92 @@ class TransformersModel(Settings, ModelSpec):
 
         engine = self.for_sampling().load(name, seed=seed).machine
         return StreamingEngine(name, engine, recompute=recompute)
+
+
+@dataclass(frozen=True)
+class RoleAdapter:
+    """The settings of a role that decide about an adapter folder; see `TransformersModel`."""
+
+    path: str
+    start: AdapterStart
+    trains: Trained
+
+    @property
+    def _saved_alone(self) -> bool:
+        """Whether a saved folder contains only adapters."""
+        return isinstance(self.trains, Lora) and not self.trains.merge_on_save
+
+    @property
+    def continues(self) -> bool:
+        """Whether the adapter in `path` is trained further, so that the start of the run is not the base model."""
+        if self.start is AdapterStart.auto:
+            return self._saved_alone and is_adapter(self.path)
+        return self.start is AdapterStart.continue_
+
+    def find(self, name: str) -> AdapterFolder | None:
+        """Return the adapter in `path`, if any, after a check of its files and of the settings that concern it.
+
+        Args:
+            name: the role, for messages.
+
+        Raises:
+            ConfigError: the settings do not fit the folder, or peft is missing.
+            DataError: the folder is invalid.
+        """
+        what = f"models.{name}.path={self.path!r}"
+        found = find_adapter(what, self.path)
+        if found is None and self.start is not AdapterStart.auto:
+            raise ConfigError(
+                f"models.{name}.adapter={self.start.value}: models.{name}.path={self.path!r} is not an adapter "
+                "folder (it has no adapter_config.json). Remove this key."
+            )
+        if found is None:
+            return None
+        require_peft_for(found.path)
+        found.check(what)
+        if self.continues:
+            if not isinstance(self.trains, Lora):
+                raise ConfigError(f"models.{name}.adapter=continue: requires models.{name}.trains=lora.")
+            try:
+                check_continues(found, rank=self.trains.rank, alpha=self.trains.alpha)
+            except ConfigError as error:
+                raise ConfigError(f"{what}: {error}") from error
+        elif self._saved_alone:
+            raise ConfigError(
+                f"models.{name}.adapter=merge: with trains.merge_on_save=false, the saved adapter would need the "
+                f"merged model, which is not saved. Set models.{name}.adapter=continue, or merge_on_save=true."
+            )
+        return found
+
+
+def check_settings(
+    what: str, module: Any, *, head: Head, trains: Trained, sampler: SamplerSpec, load_in_4bit: bool
+) -> None:
+    """Check the settings of a loaded model, if it is an encoder-decoder model.
+
+    Args:
+        what: key of the model, for messages.
+        module: the model.
+        head: output of the model.
+        trains: weights that train.
+        sampler: sampler of responses.
+        load_in_4bit: whether the weights are quantized.
+
+    Raises:
+        ConfigError: encoder-decoder models do not support a setting. The message names the key and its cure.
+    """
+    if not is_encoder_decoder(module.config):
+        return
+    layers = head.value_head.layers if isinstance(head, Causal) and head.value_head is not None else 0
+    own = isinstance(sampler, InProcessSampling)
+    compiled = isinstance(sampler, InProcessSampling) and sampler.compiled_decode is CompiledDecode.on
+    wrong = {
+        f"trains={trains}": ("trains=all or lora", isinstance(trains, TopLayers)),
+        f"head.value_head.layers={layers}": ("head.value_head.layers=0", layers > 0),
+        "load_in_4bit=true": ("load_in_4bit=false", load_in_4bit),
+        "sampler": ("sampler to the in-process sampler", not own),
+        "sampler.compiled_decode=on": ("sampler.compiled_decode=auto", compiled),
+    }
+    for key, (cure, found) in wrong.items():
+        if found:
+            raise ConfigError(f"{what}.{key}: not supported by encoder-decoder models. Set {cure}.")

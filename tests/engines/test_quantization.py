@@ -43,7 +43,7 @@ def train(engine, steps=2):
 def stubbed(monkeypatch):
     """Replace the loading call by one that does not quantize. Return its arguments."""
     found = {}
-    monkeypatch.setattr("realign.engines.quantization.find_spec", lambda name: name)
+    monkeypatch.setattr("realign.engines.module_reader.find_spec", lambda name: name)
     load = AutoModelForCausalLM.from_pretrained
 
     def from_pretrained(path, **settings):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from realign.engines.files.adapters import PREFIX, WEIGHTS, absolute
-from realign.engines.files.pretrained import quiet_transformers
+from realign.engines.files.model_folder import quiet_transformers
 from realign.engines.network.heads import is_encoder_decoder, read_head
 from realign.engines.network.output import ScalarHead
 from realign.errors import ConfigError, DataError

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from realign.engines.precision import full_fp32
+from realign.engines.device import full_fp32
 from realign.errors import ConfigError
 
 _ROWS = 16

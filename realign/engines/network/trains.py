@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 from torch import nn
 
-from realign.engines.files.pretrained import quiet_transformers
+from realign.engines.files.model_folder import quiet_transformers
 from realign.engines.network.branches import check_layers, read_stack, train_top
 from realign.engines.network.lora import (
     adapter_dropouts,

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from realign.api.lengths import IntArray
+from realign.engines.device import full_fp32
 from realign.engines.network.attention import ATTENTION, use_attention
 from realign.engines.network.cpu_lanes import rewrites_rope
 from realign.engines.network.heads import read_body
 from realign.engines.network.padding import SHORTEST, similar_lengths
-from realign.engines.precision import full_fp32
 from realign.errors import ConfigError
 
 TOLERANCE = 2e-4

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from realign.engines.device import full_fp32
 from realign.engines.network.heads import read_body
 from realign.engines.network.images import PromptInput, ids_of
 from realign.engines.network.unpacked import TOLERANCE
-from realign.engines.precision import full_fp32
 from realign.engines.sampling.kept_memory import KeptMemory
 
 _CACHES = ("past_key_values", "cache_params", "state")

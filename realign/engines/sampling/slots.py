@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from realign.api.generation import GenerationConfig
-from realign.engines.device_memory import free_bytes
+from realign.engines.device import free_bytes
 from realign.engines.network.images import PromptInput
 from realign.engines.sampling.counter_rng import uniforms
 from realign.engines.sampling.decoder import Decoder, SlotCache

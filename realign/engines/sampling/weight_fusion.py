@@ -17,9 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
-from realign.engines.device_memory import free_bytes
+from realign.engines.device import free_bytes, full_fp32
 from realign.engines.network.attention import AttentionArgs, PackedContext
-from realign.engines.precision import full_fp32
 from realign.engines.sampling.compiled_library import CompiledDecode
 from realign.engines.sampling.decode_path import TOLERANCE, DecodeChoice, DecodePath
 from realign.engines.sampling.fused_layers import FusedTrunk, Layer, Linear, RMSNorm, for_few_rows

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from realign.engines.servers.delivery import Delivery, reason_of
+from realign.engines.servers.inference_server import Interrupted, Lost, Server
 from realign.engines.servers.probe import Sampled
 from realign.engines.servers.protocol import Ask, End, Part, Refused, Unavailable
-from realign.engines.servers.server import Interrupted, Lost, Server
-from realign.engines.servers.settings import ServerSettings
+from realign.engines.servers.server_settings import ServerSettings
 from realign.errors import RealignError, SettingsError, TransientError
 
 logger = logging.getLogger(__name__)

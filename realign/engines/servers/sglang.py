@@ -27,7 +27,7 @@ from realign.engines.servers.protocol import (
     post,
     sampling_settings,
 )
-from realign.engines.servers.spec import Servers
+from realign.engines.servers.server_sampler import Servers
 
 if TYPE_CHECKING:
     from httpx2 import AsyncClient

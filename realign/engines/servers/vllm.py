@@ -27,7 +27,7 @@ from realign.engines.servers.protocol import (
     post,
     sampling_settings,
 )
-from realign.engines.servers.spec import Servers
+from realign.engines.servers.server_sampler import Servers
 from realign.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from realign.engines.files.durable import make_folder, sync_folder
+from realign.engines.files.folders import make_folder, sync_folder
 from realign.runtime.checkpoint.folder import (
     FORMAT,
     MANIFEST,

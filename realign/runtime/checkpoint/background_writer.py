@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from realign.engines.distributed.ranks import Ranks
-from realign.engines.distributed.shards import write_parts
+from realign.engines.distributed.sharding import write_parts
 from realign.runtime.checkpoint.atomic_write import Begun, begin, facts_of, remove, remove_leftovers, write_packed
 from realign.runtime.checkpoint.folder import PARTS, list_checkpoints
 from realign.runtime.checkpoint.serialize import Packed, Tree, pack

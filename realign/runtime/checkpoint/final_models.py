@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from realign.engines.files.durable import sync_folder, sync_tree
+from realign.engines.files.folders import sync_folder, sync_tree
 from realign.runtime.checkpoint.atomic_write import facts_of
 
 FINAL = "final"

@@ -4,7 +4,7 @@ The folder `checkpoints/step_000010` contains
 
 - `state.json` and `tensors.safetensors`: the tree (`realign.runtime.checkpoint.serialize`),
 - `parts/*.safetensors`: each rank's shards of the tensors that are sharded across ranks
-  (`realign.engines.distributed.shards`),
+  (`realign.engines.distributed.sharding`),
 - `manifest.json`: format, version of realign, step, size (bytes) and sha256 of each file, and sha256 of the manifest.
 
 `realign.runtime.checkpoint.atomic_write` writes the folders.
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from realign.engines.distributed.shards import read_saved
+from realign.engines.distributed.sharding import read_saved
 from realign.errors import CheckpointError
 from realign.runtime.checkpoint.serialize import read_tensors, unpack
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from realign.engines.files.durable import open_regular
+from realign.engines.files.folders import open_regular
 from realign.errors import ConfigError
 
 _MOST_WAITING = 10_000

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from realign.engines.files.durable import open_regular
+from realign.engines.files.folders import open_regular
 from realign.runtime.checkpoint.resume import Start
 from realign.runtime.checkpoint.schema import DETAILS, RECORDS
 from realign.runtime.metrics.json_lines import JsonLines, Nowhere, prefix, prefix_hash

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from realign.engines.files.durable import make_folder, open_regular, sync_tree
-from realign.engines.files.folders import save_folder, write_state
+from realign.engines.files.folders import make_folder, open_regular, save_folder, sync_tree, write_state
 from realign.errors import ConfigError
 from tests.disk import DiskLog
 

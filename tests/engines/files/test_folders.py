@@ -9,13 +9,13 @@ import pytest
 
 from realign.engines.files.folders import (
     check_name,
-    check_path,
     check_run_folder,
     refuse_link,
     remove_folder,
     restore_interrupted_saves,
     save_folder,
 )
+from realign.engines.files.model_folder import check_path
 from realign.errors import ConfigError, DataError, TransientError
 from tests.engines.files.test_durable import OTHERS
 

@@ -7,7 +7,9 @@ import torch
 from safetensors.torch import save_file
 
 from realign.engines import Causal, Score, TransformersModel, Value, ValueHead
-from realign.engines.files.inspection import check_head, check_hub, pick_device, weight_names
+from realign.engines.device import pick_device
+from realign.engines.files.model_folder import check_hub, weight_names
+from realign.engines.module_reader import check_head
 from realign.errors import ConfigError, DataError
 from tests.tiny import save_tiny
 

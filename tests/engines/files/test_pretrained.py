@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from realign.engines.files.pretrained import readable
+from realign.engines.files.model_folder import readable
 from realign.errors import ConfigError, DataError
 
 

@@ -5,7 +5,7 @@ import torch
 
 from realign.api import MicroBatchSpec
 from realign.engines import Causal, Lora, OptimizerSpec, SharedModel, TransformersModel, ValueHead
-from realign.engines.files.weights import mix_into
+from realign.engines.training.weights import mix_into
 from tests.tiny import random_sample, save_tiny, tiny_engine
 
 LENGTHS = ((9, 4), (6,))

@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 from realign.api import GenerationConfig, MicroBatchSpec
 from realign.engines import LoadBalancing, Lora, OptimizerSpec, TopLayers, TransformersModel
 from realign.engines.distributed.ranks import current
-from realign.engines.distributed.shards import whole
+from realign.engines.distributed.sharding import whole
 from realign.engines.network.compiled_layers import CompiledForward, TorchCompile
 from realign.errors import ConfigError, SettingsError
 from tests.engines.distributed.run_ranks import run_ranks

@@ -16,8 +16,8 @@ from realign.engines.sampling.fused_layers import FusedTrunk
 from realign.engines.sampling.in_process import InProcessSampling
 from realign.engines.sampling.kept_memory import KeptMemory
 from realign.engines.sampling.kv_cache import KVCache
-from realign.engines.training.engine import TransformersEngine
 from realign.engines.training.optimizer import OptimizerSpec
+from realign.engines.training.transformers_engine import TransformersEngine
 from tests.engines.sampling.test_rollout import prompts, same, sample_of
 from tests.engines.training.test_engine import train
 from tests.tiny import random_sample, tiny_engine

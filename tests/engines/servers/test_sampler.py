@@ -14,11 +14,11 @@ import torch
 
 from realign.api import GenerationConfig, Request, SequenceSample
 from realign.engines.servers import pool
+from realign.engines.servers.delivery import vocabulary_size
 from realign.engines.servers.protocol import ANY_TOKEN, Ask, Unavailable, checked_part
-from realign.engines.servers.sampler import ServerSampler
+from realign.engines.servers.server_sampler import ServerSampler
 from realign.engines.servers.sglang import Sglang
 from realign.engines.servers.vllm import Vllm
-from realign.engines.servers.weights import vocabulary_size
 from realign.errors import ConfigError, TransientError
 from realign.testing import SAMPLER_CHECKS, check_sampler
 from tests.engines.servers import fake_server

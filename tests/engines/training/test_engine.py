@@ -22,7 +22,7 @@ from realign.engines import OptimizerSpec, Schedule
 from realign.engines.sampling import weight_fusion as fusion
 from realign.engines.sampling.in_process import InProcessSampling
 from realign.engines.sampling.resources import RolloutResources
-from realign.engines.training.engine import TransformersEngine
+from realign.engines.training.transformers_engine import TransformersEngine
 from realign.errors import RunError
 from realign.functional import AggregationMode, aggregate, aggregation_weight, nll_loss
 from tests.tiny import FAMILIES, random_sample, tiny_engine

@@ -11,8 +11,8 @@ from torch import nn
 from realign.api import MicroBatchSpec
 from realign.config import build_experiment, compose
 from realign.engines import Lora, OptimizerSpec, Schedule, TorchOptimizer, TransformersModel
-from realign.engines.distributed.stepper import ShardedStepper
-from realign.engines.training.torch_optimizer import ELEMENTWISE, MixedOptimizer
+from realign.engines.distributed.sharded_engine import ShardedStepper
+from realign.engines.training.optimizer import ELEMENTWISE, MixedOptimizer
 from realign.errors import ConfigError, SettingsError
 from realign.runtime.checkpoint.schema import OPTIMIZER
 from realign.runtime.checkpoint.serialize import pack, unpack

@@ -23,27 +23,24 @@ from realign.api.shards import Shards, shard
 from realign.api.stats import Stats, merge_stats
 from realign.api.trace import keep_traces, with_responses
 from realign.engines.distributed.consistency import check_same_batch, check_same_weights
-from realign.engines.distributed.fsdp import ShardedNetwork
 from realign.engines.distributed.ranks import current
-from realign.engines.distributed.saving import ShardedSaver
-from realign.engines.distributed.shards import is_part, part_of, whole
-from realign.engines.distributed.spec import Sharding
-from realign.engines.distributed.state import ShardedState
-from realign.engines.distributed.stepper import ShardedStepper
-from realign.engines.files.weights import check_weights, mix_into, named_weights, shapes_of
+from realign.engines.distributed.sharded_network import ShardedNetwork
+from realign.engines.distributed.sharded_state import ShardedSaver, ShardedState
+from realign.engines.distributed.sharding import Sharding, is_part, part_of, whole
 from realign.engines.network.cpu_lanes import ParallelPasses
 from realign.engines.network.network import Network
 from realign.engines.network.settings import NetworkSettings
 from realign.engines.network.shared_prefix import Layout, Passes
 from realign.engines.network.value_head import ValueNetwork
 from realign.engines.sampling.rollout import PROMPTS
-from realign.engines.training.callbacks import added, check_loss
-from realign.engines.training.engine import TransformersEngine
+from realign.engines.training.engine_state import ModelSaver
 from realign.engines.training.expert_load import StepLoad, counting, listening
+from realign.engines.training.inference_engine import added
 from realign.engines.training.nonfinite import Accumulated
 from realign.engines.training.optimizer import OptimizerSpec
-from realign.engines.training.saving import ModelSaver
 from realign.engines.training.stepper import Stepper, step_weight
+from realign.engines.training.transformers_engine import TransformersEngine, check_loss
+from realign.engines.training.weights import check_weights, mix_into, named_weights, shapes_of
 from realign.errors import ConfigError
 from realign.functional import LMHead
 
@@ -336,3 +333,20 @@ def _slice(x: Tensor, like: Any) -> Tensor:
 def _moved(stats: Stats, device: torch.device | str) -> Stats:
     """Move metrics to another device; metrics on the host can be sent to another process."""
     return {name: type(stat)(*(x.to(device) for x in stat)) for name, stat in stats.items()}
+
+
+class ShardedStepper(Stepper):
+    """A stepper over the shards of one rank. The gradient norm is taken over all ranks."""
+
+    def __init__(self, name: str, spec: OptimizerSpec, network: ShardedNetwork) -> None:
+        if not spec.elementwise:
+            raise ConfigError(
+                f"models.{name}.optimizer={spec.label}: it updates whole weights or blocks of them, but each process "
+                f"has only shards. Use one process, or an optimizer that works element by element, such as AdamW."
+            )
+        super().__init__(name, spec, network.owned())
+        self._network = network
+
+    def gradient_norm(self) -> Tensor:
+        """Return the norm of the whole gradient."""
+        return self._network.gradient_norm()

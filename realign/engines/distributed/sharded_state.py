@@ -1,18 +1,20 @@
-"""State of a sharded engine in checkpoints, which any number of ranks can write and read."""
+"""What a sharded engine writes and restores: model folders, and checkpoints that any number of ranks can read."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from realign.engines.distributed.fsdp import ShardedNetwork
-from realign.engines.distributed.shards import Saved, from_slice, is_part, part_of, read_parts
-from realign.engines.training.ema import WeightAverage
+from realign.engines.distributed.ranks import Ranks
+from realign.engines.distributed.sharded_network import ShardedNetwork
+from realign.engines.distributed.sharding import Saved, from_slice, is_part, part_of, read_parts
+from realign.engines.training.engine_state import ModelSaver, check_finite
 from realign.engines.training.stepper import Stepper
+from realign.engines.training.weights import WeightAverage
 
 
 class ShardedState:
@@ -107,3 +109,30 @@ class _Reader:
         """Fill the collected tensors from their files."""
         for folder, wanted in self._wanted.items():
             read_parts(folder, wanted)
+
+
+class ShardedSaver(ModelSaver):
+    """A `ModelSaver` whose methods all ranks call. Rank 0 gathers the weights on the host and writes them."""
+
+    _network: ShardedNetwork
+
+    def __init__(
+        self, name: str, network: ShardedNetwork, tokenizer: Any, average: WeightAverage | None, ranks: Ranks
+    ) -> None:
+        super().__init__(name, network, tokenizer, average)
+        self._ranks = ranks
+
+    def _check(self) -> None:
+        """Leave the check to `_write`, which gathers the weights."""
+
+    def _write(self, path: Path, write: Callable[[Any, Path], None], *, with_value_head: bool) -> None:
+        gathered = self._network.gather(torch.device("cpu") if self._ranks.leader else None)
+
+        def save() -> None:
+            check_finite(self._name, gathered.module, gathered.value_head)
+            self._write_folder(path, gathered.module, gathered.value_head if with_value_head else None, write)
+
+        try:
+            self._ranks.lead(save)
+        finally:
+            self._network.gathered.empty()

@@ -15,7 +15,6 @@ from realign.api.generation import GenerationConfig
 from realign.api.microbatch import MicroBatchSpec
 from realign.api.sample import TOKENS, SequenceSample
 from realign.engines.files.tokenizers import end_tokens, end_tokens_beside
-from realign.engines.files.weights import check_weights, mix_into, named_weights, shapes_of
 from realign.engines.network.cpu_lanes import side_by_side
 from realign.engines.network.encoder_decoder import EncoderDecoder
 from realign.engines.network.heads import value_outputs
@@ -26,7 +25,7 @@ from realign.engines.sampling.in_process import InProcessSampling
 from realign.engines.sampling.resources import RolloutResources
 from realign.engines.sampling.rollout_model import RolloutModel
 from realign.engines.sampling.trunk import positions_of
-from realign.engines.training.callbacks import added
+from realign.engines.training.weights import check_weights, mix_into, named_weights, shapes_of
 from realign.errors import ConfigError
 from realign.functional.logprobs import LMHead
 
@@ -207,3 +206,13 @@ def _magnitude(count: int) -> str:
         if count >= size:
             return f"{count / size:.3g}{unit}"
     return str(count)
+
+
+def added(result: SequenceSample, micro_batch: SequenceSample) -> SequenceSample:
+    """Return the keys of `result` that the micro-batch does not contain."""
+    new = [k for k, x in result.data.items() if x is not micro_batch.data.get(k)]
+    if not new:
+        raise ValueError(
+            f"post_hook returned only keys of the micro-batch ({', '.join(sorted(result.data))}). It must add a key."
+        )
+    return result.select(new)
