@@ -36,7 +36,7 @@ def test_layers_are_freed_after_their_forward_pass_and_slices_wait_on_the_cpu_as
     def fully_shard(module: nn.Module, *, reshard_after_forward: bool, offload_policy: Any, **settings: Any) -> None:
         found.append((module, reshard_after_forward, type(offload_policy)))
 
-    monkeypatch.setattr(fsdp, "fully_shard", fully_shard)
+    monkeypatch.setattr(sharded_network, "fully_shard", fully_shard)
     root: Any = Root()
     sharded_network.ShardedNetwork._shard(root, root.layers, Sharding(reshard=reshard, offload=offload), torch.float32)
     assert found == [*((layer, reshard, policy) for layer in root.layers), (root, False, policy)]
@@ -44,7 +44,7 @@ def test_layers_are_freed_after_their_forward_pass_and_slices_wait_on_the_cpu_as
 
 def test_the_mesh_has_a_dimension_for_the_ranks_that_split_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sharded_network.dist, "get_world_size", lambda: 6)
-    monkeypatch.setattr(fsdp, "init_device_mesh", lambda *mesh, mesh_dim_names: (*mesh, mesh_dim_names))
+    monkeypatch.setattr(sharded_network, "init_device_mesh", lambda *mesh, mesh_dim_names: (*mesh, mesh_dim_names))
     mesh: Any = sharded_network.Grid.of(Sharding(tensor_parallel=3), torch.device("cpu")).mesh
     assert mesh == ("cpu", (2, 3), ("dp", "tp"))
     with pytest.raises(ConfigError, match=r"tensor_parallel=4: must divide the number of ranks \(6\)"):

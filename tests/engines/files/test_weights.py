@@ -8,11 +8,10 @@ from realign.engines import Causal, Lora, OptimizerSpec, SharedModel, Transforme
 from realign.engines.training.weights import mix_into
 from tests.tiny import random_sample, save_tiny, tiny_engine
 
-LENGTHS = ((9, 4), (6,))
 
 
 def logprobs(engine):
-    data = random_sample(LENGTHS)
+    data = random_sample(((9, 4), (6,)))
     return engine.forward(data, MicroBatchSpec(), lambda out, mb: mb.with_tokens(x=out.logprobs()))["x"]
 
 

@@ -18,7 +18,7 @@ from tests.tiny import VOCAB, random_sample, save_tiny
 WORDS = VOCAB
 
 
-def prompts():
+def three_prompts():
     return SequenceSample.from_sequences(["a", "b", "c"], {"prompt_ids": [[[1, 2]], [[3]], [[4, 5, 6]]]})
 
 
@@ -36,13 +36,13 @@ def train_and_sample(folder: Path, url: str, settings: dict):
     open_sampler(spec, model)
     config = GenerationConfig(n=2, max_new_tokens=7)
     try:
-        found = [model.sampler.generate(prompts(), config, seed=1)]
+        found = [model.sampler.generate(three_prompts(), config, seed=1)]
         data = random_sample([(6,), (4, 3)])
         model.machine.train_batch(data, MicroBatchSpec(100), loss, lambda part: part["loss_mask"].sum())
         model.sampler.sleep()
         model.advance()
         model.sampler.wake()
-        found.append(model.sampler.generate(prompts(), config, seed=2))
+        found.append(model.sampler.generate(three_prompts(), config, seed=2))
         weights = {name: x.clone() for name, x in model.machine.weights().items()}
     finally:
         model.sampler.close()
