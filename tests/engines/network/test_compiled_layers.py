@@ -16,7 +16,7 @@ from realign.engines.network.compiled_layers import CompiledForward, TorchCompil
 from realign.errors import ConfigError, SettingsError
 from tests.engines.distributed.run_ranks import run_ranks
 from tests.engines.sampling.test_rollout import prompts, responses, sample_of
-from tests.engines.training.test_engine import STEP, train, weights
+from tests.engines.training.test_transformers_engine import STEP, train, weights
 from tests.families import family_model
 from tests.tiny import engine_over, random_sample, save_tiny, tiny_engine, tiny_model
 

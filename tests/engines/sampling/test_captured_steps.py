@@ -21,7 +21,7 @@ from realign.engines.sampling.decoder import PackedDecoder
 from realign.engines.sampling.weight_fusion import Fusion
 from realign.errors import ConfigError
 from tests.engines.sampling.test_rollout import UNTIED, prompts, responses, sample_of
-from tests.engines.training.test_engine import STEP, train
+from tests.engines.training.test_transformers_engine import STEP, train
 from tests.tiny import random_sample, save_tiny, tiny_engine, tiny_model
 
 

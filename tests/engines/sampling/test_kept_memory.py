@@ -19,7 +19,7 @@ from realign.engines.sampling.kv_cache import KVCache
 from realign.engines.training.optimizer import OptimizerSpec
 from realign.engines.training.transformers_engine import TransformersEngine
 from tests.engines.sampling.test_rollout import prompts, same, sample_of
-from tests.engines.training.test_engine import train
+from tests.engines.training.test_transformers_engine import train
 from tests.tiny import random_sample, tiny_engine
 
 CONFIG = GenerationConfig(n=3, max_new_tokens=12)

@@ -14,7 +14,7 @@ from realign.errors import ConfigError
 from realign.runtime import CheckpointSpec, run
 from realign.runtime.checkpoint.folder import list_checkpoints
 from realign.runtime.metrics.json_lines import JsonLines
-from tests.engines.files.test_durable import OTHERS
+from tests.engines.files.test_folders import OTHERS
 from tests.runtime.test_step import experiment
 
 NAMES = ("metrics", "samples", "eval_samples")

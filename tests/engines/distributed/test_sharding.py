@@ -1,4 +1,4 @@
-"""Test tensor files shared by several processes. Tests with several processes are in `test_engine.py`."""
+"""Test tensor files shared by several processes. Tests with several processes are in `test_sharded_engine.py`."""
 
 from __future__ import annotations
 
