@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from typing_extensions import override
 
 from realign.api.engine import Forward, LossFn, LossWeightFn, PipelinableEngine, PostHook, StepIf, copied_head, measured
 from realign.api.generation import GenerationConfig
@@ -121,12 +122,12 @@ class SharedEngine(PipelinableEngine):
         self.engine = engine
 
     @property
+    @override
     def outputs(self) -> frozenset[str]:
-        """See `PipelinableEngine.outputs`."""
         return self.engine.outputs
 
+    @override
     def forward(self, data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
-        """See `PipelinableEngine.forward`."""
         return self.engine.forward(data, mb_spec, post_hook)
 
     def train_batch(
@@ -140,49 +141,49 @@ class SharedEngine(PipelinableEngine):
         """Raise ValueError, since a shared model is trained only as the role that owns it."""
         raise ValueError(f"models.{self.name} shares the model of role {self.of!r} and cannot train")
 
+    @override
     def check_router_replay(self) -> None:
-        """See `PipelinableEngine.check_router_replay`."""
         self.engine.check_router_replay()
 
+    @override
     def generate(self, data: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
-        """See `PipelinableEngine.generate`."""
         return self.engine.generate(data, config, seed=seed)
 
+    @override
     def lm_head(self) -> LMHead:
-        """See `PipelinableEngine.lm_head`."""
         return self.engine.lm_head()
 
     @property
+    @override
     def head_is_live(self) -> bool:
-        """See `PipelinableEngine.head_is_live`."""
         return self.engine.head_is_live
 
     @property
+    @override
     def positions(self) -> int | None:
-        """See `PipelinableEngine.positions`."""
         return self.engine.positions
 
     @property
+    @override
     def eos_token_ids(self) -> tuple[int, ...]:
-        """See `PipelinableEngine.eos_token_ids`."""
         return self.engine.eos_token_ids
 
     @property
+    @override
     def reads_images(self) -> bool:
-        """See `PipelinableEngine.reads_images`."""
         return self.engine.reads_images
 
     @property
+    @override
     def encoder_decoder(self) -> bool:
-        """See `PipelinableEngine.encoder_decoder`."""
         return self.engine.encoder_decoder
 
+    @override
     def measure(self, data: SequenceSample, mb_spec: MicroBatchSpec, loss_fn: LossFn) -> Stats:
-        """See `PipelinableEngine.measure`."""
         return self.engine.measure(data, mb_spec, loss_fn)
 
+    @override
     def reduce(self, x: Tensor) -> Tensor:
-        """See `PipelinableEngine.reduce`."""
         return self.engine.reduce(x)
 
     def start_step(self, version: int) -> None:
@@ -227,12 +228,12 @@ class ReferenceEngine(SharedEngine):
         return measured(self.forward, data, mb_spec, loss_fn)
 
     @property
+    @override
     def outputs(self) -> frozenset[str]:
-        """See `PipelinableEngine.outputs`."""
         return frozenset({"logprobs"})
 
+    @override
     def forward(self, data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
-        """See `PipelinableEngine.forward`."""
         return self._score(data, mb_spec, post_hook)
 
     def lm_head(self) -> LMHead:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from realign.api.memory import MemoryWork, RoleMemory
 from realign.api.model import Compute, Model, ModelFacts, ModelSpec, TokenizerSource
@@ -140,8 +141,8 @@ class TransformersModel(Settings, ModelSpec):
             key = "load_in_4bit=true" if self.load_in_4bit else "fused_rollout=false"
             raise SettingsError(f"{key}: incompatible with sampler.compiled_decode=on. Set compiled_decode=auto.")
 
+    @override
     def facts(self) -> ModelFacts:
-        """See `ModelSpec.facts`."""
         facts = ModelFacts(
             path=self.path,
             device=self.device,
@@ -265,8 +266,8 @@ class TransformersModel(Settings, ModelSpec):
         adapter = None if has_tokenizer(self.path) else find_adapter(f"models.{role}.path={self.path!r}", self.path)
         return self.path if adapter is None else adapter.base
 
+    @override
     def with_tokenizer(self, source: TokenizerSource) -> TransformersModel:
-        """See `ModelSpec.with_tokenizer`."""
         if self.tokenizer is not None:
             return self
         copy = replace(self)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from realign.api.engine import Forward, LossFn, LossWeightFn, PostHook, StepIf, copied_head
 from realign.api.generation import GenerationConfig
@@ -110,12 +111,12 @@ class ShardedEngine(TransformersEngine):
         return copied_head(self.forward)
 
     @property
+    @override
     def head_is_live(self) -> bool:
-        """See `PipelinableEngine.head_is_live`."""
         return False
 
+    @override
     def forward(self, data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
-        """See `TransformersEngine.forward`."""
         parts = self._cut("forward", data, TOKENS)
         return self._restored(parts, self.forward_part(parts[self.data_rank], mb_spec, post_hook))
 
@@ -226,8 +227,8 @@ class ShardedEngine(TransformersEngine):
         """Sum gradients over the ranks after pass `number` of `rounds`, or keep them until the last pass."""
         self.network.reduce_gradients(not self.sharding.reduce_once or number == rounds)
 
+    @override
     def apply(self, weight: Tensor, *, vetoed: bool = False) -> Stats:
-        """See `TransformersEngine.apply`."""
         stats = super().apply(weight, vetoed=vetoed)
         self.network.gathered.outdate()
         return stats
@@ -267,8 +268,8 @@ class ShardedEngine(TransformersEngine):
         steps = self._trained().optimizer_steps
         return derive_seed(self._seed, self.name, "dropout", steps, self.data_rank)
 
+    @override
     def generate(self, data: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
-        """See `TransformersEngine.generate`."""
         parts = self._cut("generate", data, PROMPTS)
         return self._restored(parts, self.generate_part(parts[self.data_rank], config, seed=seed))
 
@@ -317,8 +318,8 @@ class ShardedEngine(TransformersEngine):
         """See `TransformersEngine.weights`. Returns full tensors on every rank."""
         return {name: whole(x) for name, x in named_weights(self.module, self.value_head).items()}
 
+    @override
     def load_weights(self, weights: Mapping[str, Tensor], mix: float = 1.0) -> None:
-        """See `TransformersEngine.load_weights`."""
         own = named_weights(self.module, self.value_head)
         check_weights(self.name, shapes_of(own), shapes_of(weights), mix)
         slices = {name: x.to_local() if is_part(x) else x for name, x in own.items()}

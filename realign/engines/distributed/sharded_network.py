@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from typing_extensions import override
 
 from realign.api.lengths import Lengths
 from realign.api.sample import TOKENS, SequenceSample
@@ -156,8 +157,8 @@ class ShardedNetwork(Network):
         root.set_reduce_scatter_unused_params(True)
 
     @property
+    @override
     def rollout_value_head(self) -> ValueNetwork | None:
-        """See `Network.rollout_value_head`."""
         return self.gathered.value_head
 
     def owned(self) -> list[nn.Parameter]:
@@ -168,8 +169,8 @@ class ShardedNetwork(Network):
         """Wrap a tensor shaped like this rank's slice of `owned()[place]` as a shard of the full tensor."""
         return from_slice(own, list(self.sharded.values())[place])
 
+    @override
     def forward(self, **inputs: Any) -> Tensor:
-        """See `Network.forward`."""
         hidden = super().forward(**inputs)
         return hidden.clone() if hidden._is_view() else hidden  # FSDP needs a tensor that is not a view for its hooks
 

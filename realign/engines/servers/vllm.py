@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from typing_extensions import override
+
 from realign.api.generation import GenerationConfig
 from realign.engines.servers.protocol import (
     LOADING,
@@ -43,8 +45,8 @@ class VllmProtocol(ServerProtocol):
     title = "vLLM"
     keeps_weights = frozenset({1})
 
+    @override
     async def sample(self, http: AsyncClient, ask: Ask) -> Part:
-        """See `ServerProtocol`."""
         answer = await post(
             http, "/v1/completions", completion_request(ask), tokens=len(ask.ids) + ask.config.max_new_tokens
         )
@@ -53,43 +55,43 @@ class VllmProtocol(ServerProtocol):
         logprobs = item(choice, "logprobs", "token_logprobs") if ids else []
         return checked_part(ids, logprobs, item(choice, "finish_reason"), ask)
 
+    @override
     async def score(self, http: AsyncClient, ids: Sequence[int], adapter: str | None = None) -> list[float]:
-        """See `ServerProtocol`."""
         ask = Ask(ids, GenerationConfig(max_new_tokens=1), (), 0, adapter=adapter)
         body = completion_request(ask) | {"logprobs": None, "prompt_logprobs": 0}
         answer = await post(http, "/v1/completions", body, tokens=len(ids))
         rows = zip(ids, items(answer, "choices", 0, "prompt_logprobs"), strict=False)
         return checked_scores([item(row, str(token), "logprob") for token, row in list(rows)[1:]], ids)
 
+    @override
     async def stop(self, http: AsyncClient) -> None:
-        """See `ServerProtocol`."""
         await post(http, "/pause", params={"mode": "abort"})
 
+    @override
     async def start(self, http: AsyncClient) -> None:
-        """See `ServerProtocol`."""
         await post(http, "/resume")
 
+    @override
     async def load(self, http: AsyncClient, folder: Path, label: str) -> None:
-        """See `ServerProtocol`."""
         await post(http, "/update_weight_version", {"new_version": LOADING})
         await post(
             http, "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder.absolute())}}
         )
         await self._finish_loading(http, label)
 
+    @override
     async def load_adapter(self, http: AsyncClient, folder: Path, label: str) -> None:
-        """See `ServerProtocol`."""
         await post(http, "/update_weight_version", {"new_version": LOADING})
         body = {"lora_name": label, "lora_path": str(folder.absolute()), "load_inplace": True}
         await post(http, "/v1/load_lora_adapter", body, text=True)
         await self._finish_loading(http, label)
 
+    @override
     async def unload_adapter(self, http: AsyncClient, name: str) -> None:
-        """See `ServerProtocol`."""
         await post(http, "/v1/unload_lora_adapter", {"lora_name": name}, text=True)
 
+    @override
     async def sleep(self, http: AsyncClient, level: int) -> None:
-        """See `ServerProtocol`."""
         await post(http, "/sleep", params={"level": level, "mode": "abort"})
 
     async def wake_weights(self, http: AsyncClient) -> None:
@@ -109,8 +111,8 @@ class VllmProtocol(ServerProtocol):
             raise Refused("POST /reset_prefix_cache: the prefix cache of earlier weights was not removed")
         await post(http, "/update_weight_version", {"new_version": label})
 
+    @override
     async def label(self, http: AsyncClient) -> str | None:
-        """See `ServerProtocol`."""
         return str(item(await get(http, "/weight_info"), "weight_version"))
 
 

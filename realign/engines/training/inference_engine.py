@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from realign.api.engine import Forward, PipelinableEngine, PostHook
 from realign.api.generation import GenerationConfig
@@ -66,8 +67,8 @@ class InferenceEngine(PipelinableEngine):
         return self.network.limited(replace(head, weight_VH=head.weight_VH.detach(), bias_V=bias_V))
 
     @property
+    @override
     def head_is_live(self) -> bool:
-        """See `PipelinableEngine.head_is_live`."""
         return True
 
     def use_heads(self, heads: Mapping[str, LMHead]) -> None:
@@ -87,8 +88,8 @@ class InferenceEngine(PipelinableEngine):
         self.network.heads = {role: head.to(self.device) for role, head in heads.items()}
 
     @property
+    @override
     def outputs(self) -> frozenset[str]:
-        """See `PipelinableEngine.outputs`."""
         language = {"logprobs"} if isinstance(self.head, LMHead) else set()
         scalar = set() if language else {"values", "scores"}
         return frozenset(language | scalar | value_outputs(self.value_head.spec if self.value_head else None))
@@ -99,13 +100,13 @@ class InferenceEngine(PipelinableEngine):
         return positions_of(self.module)
 
     @property
+    @override
     def reads_images(self) -> bool:
-        """See `PipelinableEngine.reads_images`."""
         return self.network.images is not None
 
     @property
+    @override
     def encoder_decoder(self) -> bool:
-        """See `PipelinableEngine.encoder_decoder`."""
         return isinstance(self.network.unpacked, EncoderDecoder)
 
     @property
@@ -173,8 +174,8 @@ class InferenceEngine(PipelinableEngine):
                 tokenizer=self.tokenizer,
             )
 
+    @override
     def check_router_replay(self) -> None:
-        """See `PipelinableEngine.check_router_replay`."""
         self.network.check_replay()
 
     def free_kept_memory(self) -> None:

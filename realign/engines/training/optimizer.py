@@ -18,6 +18,7 @@ from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from realign.errors import SettingsError
 from realign.settings import AcceptsForeign, Count, Fraction, NonNegative, NonNegativeInt, Positive, Range, Settings
@@ -250,17 +251,17 @@ class TorchOptimizer(OptimizerSpec):
         return self.of.endswith(".Muon") if self.only_matrices is None else self.only_matrices
 
     @property
+    @override
     def elementwise(self) -> bool:
-        """See `OptimizerSpec.elementwise`."""
         return self.of in {f"torch.optim.{name}" for name in ELEMENTWISE} and not self.splits
 
     @property
+    @override
     def label(self) -> str:
-        """See `OptimizerSpec.label`."""
         return self.of
 
+    @override
     def build(self, parameters: Iterable[nn.Parameter], outer: Collection[int] = ()) -> Any:
-        """See `OptimizerSpec.build`."""
         trained = [p for p in parameters if p.requires_grad]
         if not self.splits:
             return self._make(parameter_groups(trained, self.weight_decay))
@@ -269,8 +270,8 @@ class TorchOptimizer(OptimizerSpec):
         made = [self._make([{"params": inner, "weight_decay": self.weight_decay}])] if inner else []
         return MixedOptimizer(made, [build_adamw(self, rest)] if rest else [])
 
+    @override
     def set_step(self, optimizer: Any, *, lr: float, step: int) -> None:
-        """See `OptimizerSpec.set_step`."""
         if not isinstance(optimizer, MixedOptimizer):
             for group in optimizer.param_groups:
                 group["lr"] = lr

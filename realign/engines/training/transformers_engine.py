@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from realign.api.engine import LossFn, LossWeightFn, StepIf
 from realign.api.microbatch import MicroBatchSpec
@@ -262,8 +263,8 @@ class TransformersEngine(InferenceEngine):
         with self._training():
             return origin_in(done, self.network, self._trained(), weight)
 
+    @override
     def start_step(self, version: int) -> None:
-        """See `PipelinableEngine.start_step`."""
         if self._stepper is not None:
             self._stepper.train_steps = version
 
@@ -299,8 +300,8 @@ class TransformersEngine(InferenceEngine):
         """
         return self._state.state_dict()
 
+    @override
     def fixed_weights(self) -> dict[str, Any]:
-        """See `PipelinableEngine.fixed_weights`."""
         return self._state.fixed_weights()
 
     def load_state_dict(self, state: Mapping[str, Any], *, weights_only: bool = False) -> None:

@@ -1,5 +1,7 @@
 """Test optimizers, also those of other libraries: updates, groups, schedules, resuming, and errors."""
 
+from __future__ import annotations
+
 import math
 import sys
 
