@@ -79,8 +79,9 @@ class SharedModel(Settings, ModelSpec):
         owner.views.append(view)
         return view
 
+    @override
     def facts(self) -> ModelFacts:
-        """See `ModelSpec.facts`; a shared model is trained only as the role that owns it."""
+        """Return facts of a frozen role, since a shared model is trained only as the role that owns it."""
         if self.branch is Share.reference:
             return ModelFacts(outputs=frozenset({"logprobs"}), trainable=False)
         return ModelFacts(trainable=False)
@@ -189,8 +190,9 @@ class SharedEngine(PipelinableEngine):
     def start_step(self, version: int) -> None:
         """Do nothing, since schedules follow the role that trains."""
 
+    @override
     def save(self, path: Path) -> None:
-        """See `PipelinableEngine.save`; writes the whole model of the other role."""
+        """Write the whole model of the other role."""
         self.engine.save(path)
 
     def state_dict(self) -> dict[str, Any]:
@@ -206,8 +208,9 @@ class SharedEngine(PipelinableEngine):
         if state:
             raise ValueError(f"models.{self.name} shares the model of role {self.of!r}, which saves the state of both")
 
+    @override
     def weights(self) -> dict[str, Tensor]:
-        """See `PipelinableEngine.weights`; returns the weights of the other role."""
+        """Return the weights of the other role."""
         return self.engine.weights()
 
     def load_weights(self, weights: Mapping[str, Tensor], mix: float = 1.0) -> None:
@@ -223,8 +226,9 @@ class ReferenceEngine(SharedEngine):
         super().__init__(name, of, engine)
         self._score = forward
 
+    @override
     def measure(self, data: SequenceSample, mb_spec: MicroBatchSpec, loss_fn: LossFn) -> Stats:
-        """See `PipelinableEngine.measure`; measures the frozen policy."""
+        """Measure the frozen policy."""
         return measured(self.forward, data, mb_spec, loss_fn)
 
     @property
@@ -241,8 +245,9 @@ class ReferenceEngine(SharedEngine):
         return copied_head(self.forward)
 
     @property
+    @override
     def head_is_live(self) -> bool:
-        """See `PipelinableEngine.head_is_live`; the frozen policy does not change."""
+        """Return False, since the frozen policy does not change."""
         return False
 
     def generate(self, data: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:

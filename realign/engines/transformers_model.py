@@ -157,7 +157,7 @@ class TransformersModel(Settings, ModelSpec):
         return replace(facts, rate_ends=schedule.total, rate_unit=schedule.unit.value)
 
     def memory(self, name: str, work: MemoryWork) -> RoleMemory:
-        """See `EstimatesMemory.memory`; reads the config of the model."""
+        """Estimate the memory from the config of the model."""
         from realign.engines.memory import MemoryModel
         from realign.engines.model_shape import read_shape
 
@@ -225,8 +225,9 @@ class TransformersModel(Settings, ModelSpec):
         dtype = products_dtype(self.dtype, device)
         return Compute(device.type, str(dtype).removeprefix("torch."), preferred_kernel(self.attention, device, dtype))
 
+    @override
     def frozen_start(self, role: str) -> ModelSpec:
-        """See `ModelSpec.frozen_start`; with LoRA or `TopLayers` it shares the weights of the trained model."""
+        """Return the model before training; with LoRA or `TopLayers` it shares the weights of the trained model."""
         if self.optimizer is not None and self.trains.keeps_start and not self._adapter.continues:
             return SharedModel(role, Share.reference)
         if self.load_in_4bit:
@@ -239,22 +240,25 @@ class TransformersModel(Settings, ModelSpec):
         plain = replace(self, load_balancing=None, gradient_checkpointing=False)
         return replace(plain, optimizer=None, trains=All(), head=head, adapter=adapter)
 
+    @override
     def for_sampling(self) -> ModelSpec:
-        """See `ModelSpec.for_sampling`; the copy keeps no moving average of the weights."""
+        """Return a copy that keeps no moving average of the weights."""
         if self.optimizer is None:
             return self
         copy = replace(self, optimizer=replace(self.optimizer, ema_decay=None))
         return copy if self.inherited is None else copy.with_tokenizer(self.inherited)
 
+    @override
     def for_evaluation(self) -> ModelSpec:
-        """See `ModelSpec.for_evaluation`; merges adapters, and does not quantize."""
+        """Return a frozen copy that merges adapters and does not quantize."""
         adapter = AdapterStart.auto if self.adapter is AdapterStart.continue_ else self.adapter
         plain = replace(self, load_balancing=None, gradient_checkpointing=False, load_in_4bit=False)
         copy = replace(plain, optimizer=None, trains=All(), adapter=adapter)
         return copy if self.inherited is None else copy.with_tokenizer(self.inherited)
 
+    @override
     def tokenizer_source(self, role: str) -> TokenizerSource:
-        """See `ModelSpec.tokenizer_source`; returns an inherited tokenizer too."""
+        """Return the tokenizer of this role, which may be inherited."""
         if self.tokenizer is not None:
             return TokenizerSource(self.tokenizer, f"models.{role}.tokenizer", role, self.trust_remote_code)
         return self.inherited or TokenizerSource(

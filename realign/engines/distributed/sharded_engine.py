@@ -106,8 +106,9 @@ class ShardedEngine(TransformersEngine):
         """Index of this rank's part. All ranks of a tensor-parallel group have the same index."""
         return self.network.grid.data_rank
 
+    @override
     def lm_head(self) -> LMHead:
-        """See `PipelinableEngine.lm_head`. Returns a full copy on every rank; collective."""
+        """Return a full copy on every rank; collective."""
         return copied_head(self.forward)
 
     @property
@@ -124,8 +125,9 @@ class ShardedEngine(TransformersEngine):
         """Run `forward` on the prompts of this rank; without prompts, return a sample without keys."""
         return self._forward_part(part, mb_spec, post_hook, self.network.run)
 
+    @override
     def reference(self, layers: int | None = None) -> Forward:
-        """See `TransformersEngine.reference`. Requires LoRA.
+        """Compute the reference of a model with LoRA, on all ranks.
 
         Raises:
             ConfigError: the model has no adapters.
@@ -159,6 +161,7 @@ class ShardedEngine(TransformersEngine):
             return SequenceSample(())
         return self._restored_to(part[TOKENS].device, passes, results)
 
+    @override
     def train_batch(
         self,
         data: SequenceSample,
@@ -167,7 +170,7 @@ class ShardedEngine(TransformersEngine):
         loss_weight_fn: LossWeightFn,
         step_if: StepIf | None = None,
     ) -> Stats:
-        """See `TransformersEngine.train_batch`. `n_microbatches` is the mean over ranks."""
+        """Train on one batch with all ranks; `n_microbatches` is the mean over them."""
         parts = self._cut("train_batch", data, TOKENS)
         weight = step_weight(data, loss_weight_fn).to(self.device)
         if float(weight) == 0:
@@ -176,8 +179,9 @@ class ShardedEngine(TransformersEngine):
         stats = merge_stats(_moved(found, self.device) for found in self.network.grid.gather(_moved(own, "cpu")))
         return {**stats, **self.apply(weight, vetoed=step_if is not None and not step_if(stats))}
 
+    @override
     def accumulate(self, part: SequenceSample, mb_spec: MicroBatchSpec, loss_fn: LossFn, weight: Tensor) -> Stats:
-        """See `TransformersEngine.accumulate`. Runs on this rank's part; the gradient is the sum over all parts."""
+        """Run on this rank's part; the gradient is the sum over all parts."""
         self._trained()
         weight = weight.to(self.device)
         self.network.forget_gradients()
@@ -263,8 +267,9 @@ class ShardedEngine(TransformersEngine):
         own = (name for name, p in self.network.sharded.items() if not bool(p.to_local().isfinite().all()))
         return self._ranks.first(next(own, None))
 
+    @override
     def dropout_seed(self) -> int:
-        """See `TransformersEngine.dropout_seed`. Each data-parallel rank has a different seed."""
+        """Return a different seed on each data-parallel rank."""
         steps = self._trained().optimizer_steps
         return derive_seed(self._seed, self.name, "dropout", steps, self.data_rank)
 
@@ -298,12 +303,14 @@ class ShardedEngine(TransformersEngine):
     def _restored(self, parts: Shards, own: SequenceSample) -> SequenceSample:
         return parts.restore(self.network.grid.gather(own))
 
+    @override
     def state_dict(self) -> dict[str, Any]:
-        """See `TransformersEngine.state_dict`. Tensors are this rank's shards (`DTensor`), never full tensors."""
+        """Return the state with this rank's shards (`DTensor`), never with full tensors."""
         return self._sharded_state.wrapped(super().state_dict())
 
+    @override
     def load_state_dict(self, state: Mapping[str, Any], *, weights_only: bool = False) -> None:
-        """See `TransformersEngine.load_state_dict`. The state may come from any number of ranks.
+        """Restore a state that any number of ranks saved.
 
         Tensors may be full tensors, or `Saved` references to files, from which each rank reads only its shard.
         """
@@ -314,8 +321,9 @@ class ShardedEngine(TransformersEngine):
         if not self.sharding.keep_rollout:
             self.network.gathered.empty()
 
+    @override
     def weights(self) -> dict[str, Tensor]:
-        """See `TransformersEngine.weights`. Returns full tensors on every rank."""
+        """Return full tensors on every rank."""
         return {name: whole(x) for name, x in named_weights(self.module, self.value_head).items()}
 
     @override

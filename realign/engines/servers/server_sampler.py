@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 import torch
+from typing_extensions import override
 
 from realign.api.generation import GenerationConfig
 from realign.api.requests import Completion, FutureHandle, Handle, Request
@@ -467,8 +468,9 @@ class Servers(ServerSettings):
 
     torchrun: ClassVar[bool] = True
 
+    @override
     def open(self, name: str, source: WeightSource, tokenizer: object) -> Sampler:
-        """See `SamplerSpec`: starts servers if no `urls` are set, and sends the weights to all servers.
+        """Start servers if no `urls` are set, and send the weights to all servers.
 
         Under torchrun, rank 0 does.
         """

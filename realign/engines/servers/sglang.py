@@ -99,8 +99,9 @@ class SglangProtocol(ServerProtocol):
         if not item(done, "success"):
             raise Refused(f"POST /unload_lora_adapter: {done.get('error_message')}")
 
+    @override
     async def sleep(self, http: AsyncClient, level: int) -> None:
-        """See `ServerProtocol`. SGLang has one level, which does not keep the weights."""
+        """Free all memory: SGLang has one level, which does not keep the weights."""
         await post(http, "/release_memory_occupation", {})
 
     @override
@@ -111,8 +112,9 @@ class SglangProtocol(ServerProtocol):
     async def wake_cache(self, http: AsyncClient) -> None:
         await post(http, "/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]})
 
+    @override
     async def check_health(self, http: AsyncClient) -> None:
-        """See `ServerProtocol`. `/health` samples a token, which a stopped server does not."""
+        """Ask for the model: `/health` samples a token, which a stopped server does not."""
         await get(http, "/model_info")
 
     @override
@@ -159,6 +161,7 @@ class Sglang(Servers):
     variables: ClassVar[dict[str, str]] = {}
     sleep_arguments: ClassVar[str] = "--enable-memory-saver"
 
+    @override
     def lora_arguments(self, rank: int) -> str:
-        """See `ServerSettings`. During an update, the server has two adapters."""
+        """Return the arguments for two adapters, which the server has during an update."""
         return f"--enable-lora --max-lora-rank {rank} --lora-target-modules all --max-loaded-loras 2"

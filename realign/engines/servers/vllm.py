@@ -94,12 +94,14 @@ class VllmProtocol(ServerProtocol):
     async def sleep(self, http: AsyncClient, level: int) -> None:
         await post(http, "/sleep", params={"level": level, "mode": "abort"})
 
+    @override
     async def wake_weights(self, http: AsyncClient) -> None:
-        """See `ServerProtocol`. vLLM then continues sampling, which fails without the KV cache."""
+        """Wake the weights. vLLM then continues sampling, which fails without the KV cache."""
         await post(http, "/wake_up", params={"tags": "weights"})
 
+    @override
     async def wake_cache(self, http: AsyncClient) -> None:
-        """See `ServerProtocol`. vLLM then continues sampling."""
+        """Wake the KV cache. vLLM then continues sampling."""
         done = await post(http, "/wake_up", params={"tags": "kv_cache"})
         if item(done, "status") != "awake":
             raise Refused("POST /wake_up: the server is still asleep")
@@ -148,8 +150,9 @@ class Vllm(Servers):
     variables: ClassVar[dict[str, str]] = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     sleep_arguments: ClassVar[str] = "--enable-sleep-mode"
 
+    @override
     def lora_arguments(self, rank: int) -> str:
-        """See `ServerSettings`. During an update, the server has two adapters."""
+        """Return the arguments for two adapters, which the server has during an update."""
         largest = next((size for size in _RANKS if size >= rank), None)
         if largest is None:
             raise ConfigError(f"trains.rank={rank}: vLLM supports at most {_RANKS[-1]}. Set sampler.lora=merged.")

@@ -55,8 +55,9 @@ class InferenceEngine(PipelinableEngine):
         """Last layer of the model."""
         return self.network.head
 
+    @override
     def lm_head(self) -> LMHead:
-        """See `PipelinableEngine.lm_head`; shares the memory of the weights.
+        """Return the head, which shares the memory of the weights.
 
         Raises:
             ValueError: the model has a scalar head.
@@ -121,8 +122,9 @@ class InferenceEngine(PipelinableEngine):
             return tuple(sorted(found.union(end_tokens(config))))
         return tuple(sorted(found.union(end_tokens_beside(self.tokenizer))))
 
+    @override
     def forward(self, data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
-        """See `PipelinableEngine.forward`. Dropout is never applied here.
+        """Run all micro-batches without gradient and without dropout.
 
         Raises:
             ValueError: the hook added no key, or added one with a different number of sequences.
@@ -190,12 +192,14 @@ class InferenceEngine(PipelinableEngine):
         """Return the sum over data-parallel ranks; in one process this is `x`."""
         return x
 
+    @override
     def weights(self) -> dict[str, Tensor]:
-        """See `PipelinableEngine.weights`. A model with adapters returns both adapter and base weights."""
+        """Return the weights by name: with adapters, both adapter and base weights."""
         return named_weights(self.module, self.value_head)
 
+    @override
     def load_weights(self, weights: Mapping[str, Tensor], mix: float = 1.0) -> None:
-        """See `PipelinableEngine.load_weights`. Optimizer moments and averages do not change."""
+        """Load or mix in weights. Optimizer moments and averages do not change."""
         own = self.weights()
         check_weights(self.name, shapes_of(own), shapes_of(weights), mix)
         mix_into(own, weights, mix)

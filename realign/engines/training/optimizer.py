@@ -102,8 +102,9 @@ class OptimizerSpec(Settings, AcceptsForeign):
             raise SettingsError(f"betas={list(self.betas)}: must be two numbers of at least 0 and below 1")
 
     @classmethod
+    @override
     def foreign_base(cls) -> type:
-        """See `AcceptsForeign`; a config may name any optimizer class of torch or of another library."""
+        """Return the base of the classes that a config may name, of torch or of another library."""
         return torch.optim.Optimizer
 
     @property
@@ -237,7 +238,7 @@ class TorchOptimizer(OptimizerSpec):
 
     @classmethod
     def fields_for(cls, path: str, values: Mapping[str, Any]) -> dict[str, Any]:
-        """See `StandIn.fields_for`; `betas`, `eps` and all unknown keys are arguments of the class."""
+        """Pass `betas`, `eps` and all unknown keys as arguments of the class."""
         own = {f.name for f in fields(cls)} - {"of", "arguments", "betas", "eps", "eps_hat"}
         return {
             "of": path,
@@ -283,8 +284,9 @@ class TorchOptimizer(OptimizerSpec):
         for part in optimizer.rest:
             super().set_step(part, lr=peak * (lr / self.lr if self.lr else 0.0), step=step)
 
+    @override
     def check_moments(self, index: int, parameter: Tensor, moments: Mapping[str, Any]) -> None:
-        """See `OptimizerSpec.check_moments`; other libraries than torch check the shapes of their state themselves."""
+        """Check the moments of torch optimizers; other libraries check the shapes of their state themselves."""
         if not self.of.startswith("torch.optim."):
             return
         shape = list(parameter.shape)

@@ -268,8 +268,9 @@ class TransformersEngine(InferenceEngine):
         if self._stepper is not None:
             self._stepper.train_steps = version
 
+    @override
     def save(self, path: Path) -> None:
-        """See `PipelinableEngine.save`. The folder is created or replaced atomically, when it is complete.
+        """Create or replace a model folder atomically, when it is complete.
 
         If the engine keeps averaged weights, it also saves them, in a folder with the suffix `_ema`.
 
