@@ -32,7 +32,7 @@ from realign.engines.module_reader import (
     settings_4bit,
 )
 from realign.engines.network.cpu_lanes import ParallelPasses
-from realign.engines.network.heads import Causal, Head, is_encoder_decoder
+from realign.engines.network.heads import Causal, Head, ValueHead, is_encoder_decoder
 from realign.engines.network.kernels import Backend, missing_package, preferred_kernel
 from realign.engines.network.lora import load_adapters, require_peft_for
 from realign.engines.network.settings import NetworkSettings
@@ -148,7 +148,7 @@ class TransformersModel(Settings, ModelSpec):
             device=self.device,
             outputs=self.head.outputs,
             trainable=self.optimizer is not None,
-            branches=self.trains.keeps_start and not self._adapter.continues,
+            branches=self.trains.keeps_start and not self._continues,
             compute=self._compute,
         )
         schedule = None if self.optimizer is None else self.optimizer.schedule
@@ -161,7 +161,7 @@ class TransformersModel(Settings, ModelSpec):
         from realign.engines.memory import MemoryModel
         from realign.engines.model_shape import read_shape
 
-        adapter, device = self._adapter.find(name), pick_device(self.device)
+        adapter, device = self._find_adapter(name), pick_device(self.device)
         path = self.path if adapter is None else adapter.base
         with readable(f"models.{name}: cannot read the config in {path!r}"):
             shape = read_shape(
@@ -171,7 +171,7 @@ class TransformersModel(Settings, ModelSpec):
                 trains=self.trains,
                 trainable=self.optimizer is not None,
             )
-        value_head = self.head.value_head if isinstance(self.head, Causal) else None
+        value_head = self._value_head
         settings = self._settings(device).allowed(load_balancing=self.load_balancing is not None)
         together = settings.parallel_passes is ParallelPasses.auto and device.type == "cpu" and work.ranks == 1
         model = MemoryModel(
@@ -191,9 +191,56 @@ class TransformersModel(Settings, ModelSpec):
         return model.estimate(work)
 
     @property
-    def _adapter(self) -> RoleAdapter:
-        """The adapter in `path`, if any."""
-        return RoleAdapter(self.path, self.adapter, self.trains)
+    def _value_head(self) -> ValueHead | None:
+        """The value head that a language model has in addition to its own."""
+        return self.head.value_head if isinstance(self.head, Causal) else None
+
+    @property
+    def _saves_adapters_alone(self) -> bool:
+        """Whether a saved folder contains only adapters."""
+        return isinstance(self.trains, Lora) and not self.trains.merge_on_save
+
+    @property
+    def _continues(self) -> bool:
+        """Whether the adapter in `path` is trained further, so that the start of the run is not the base model."""
+        if self.adapter is AdapterStart.auto:
+            return self._saves_adapters_alone and is_adapter(self.path)
+        return self.adapter is AdapterStart.continue_
+
+    def _find_adapter(self, name: str) -> AdapterFolder | None:
+        """Return the adapter in `path`, if any, after a check of its files and of the settings that concern it.
+
+        Args:
+            name: the role, for messages.
+
+        Raises:
+            ConfigError: the settings do not fit the folder, or peft is missing.
+            DataError: the folder is invalid.
+        """
+        what = f"models.{name}.path={self.path!r}"
+        adapter = find_adapter(what, self.path)
+        if adapter is None and self.adapter is not AdapterStart.auto:
+            raise ConfigError(
+                f"models.{name}.adapter={self.adapter.value}: models.{name}.path={self.path!r} is not an adapter "
+                "folder (it has no adapter_config.json). Remove this key."
+            )
+        if adapter is None:
+            return None
+        require_peft_for(adapter.path)
+        adapter.check(what)
+        if self._continues:
+            if not isinstance(self.trains, Lora):
+                raise ConfigError(f"models.{name}.adapter=continue: requires models.{name}.trains=lora.")
+            try:
+                check_continues(adapter, rank=self.trains.rank, alpha=self.trains.alpha)
+            except ConfigError as error:
+                raise ConfigError(f"{what}: {error}") from error
+        elif self._saves_adapters_alone:
+            raise ConfigError(
+                f"models.{name}.adapter=merge: with trains.merge_on_save=false, the saved adapter would need the "
+                f"merged model, which is not saved. Set models.{name}.adapter=continue, or merge_on_save=true."
+            )
+        return adapter
 
     def _settings(self, device: torch.device) -> NetworkSettings:
         """Return the settings of the network on this device."""
@@ -228,7 +275,7 @@ class TransformersModel(Settings, ModelSpec):
     @override
     def frozen_start(self, role: str) -> ModelSpec:
         """Return the model before training; with LoRA or `TopLayers` it shares the weights of the trained model."""
-        if self.optimizer is not None and self.trains.keeps_start and not self._adapter.continues:
+        if self.optimizer is not None and self.trains.keeps_start and not self._continues:
             return SharedModel(role, Share.reference)
         if self.load_in_4bit:
             raise ConfigError(
@@ -296,7 +343,7 @@ class TransformersModel(Settings, ModelSpec):
             pick_device(self.device)
         except ConfigError as error:
             raise ConfigError(f"{what}.{error}") from error
-        adapter = self._adapter.find(name)
+        adapter = self._find_adapter(name)
         path = check_path(f"{what}.path", self.path if adapter is None else adapter.base)
         check_source(self.tokenizer_source(name), self.path)
         if not Path(path).is_dir():
@@ -325,7 +372,7 @@ class TransformersModel(Settings, ModelSpec):
 
             build = partial(ShardedEngine, sharding=self.sharding)
         self.check(name)
-        adapter, device = self._adapter.find(name), pick_device(self.device)
+        adapter, device = self._find_adapter(name), pick_device(self.device)
         settings = self._settings(device)
         enable_tf32(device)
         if self.deterministic:
@@ -340,15 +387,9 @@ class TransformersModel(Settings, ModelSpec):
             derive_seed(seed, name, "init"),
             settings_4bit(device, settings.dtype) if self.load_in_4bit else {},
         )
-        module = reader.read(merge=not self._adapter.continues)
-        check_settings(
-            f"models.{name}",
-            module,
-            head=self.head,
-            trains=self.trains,
-            sampler=self.sampler,
-            load_in_4bit=self.load_in_4bit,
-        )
+        module = reader.read(merge=not self._continues)
+        if is_encoder_decoder(module.config):
+            self._check_encoder_decoder(name)
         self.head.start(module, seed=derive_seed(seed, name, "head"))
         words = module.get_input_embeddings().weight.shape[0]
         tokenizer = self._read_tokenizer(name, words)
@@ -356,14 +397,13 @@ class TransformersModel(Settings, ModelSpec):
             raise ConfigError(f"models.{name}.head.vocabulary={settings.vocabulary}: must be at most {words}")
         keep_layout(module)
         module = (module if self.load_in_4bit else module.to(device)).eval()
-        spec = self.head.value_head if isinstance(self.head, Causal) else None
         value_head = None
-        if spec is not None:
-            value_head = read_value_head(name, module, spec, self.path, seed, settings.vocabulary)
+        if self._value_head is not None:
+            value_head = read_value_head(name, module, self._value_head, self.path, seed, settings.vocabulary)
         with readable(f"models.{name}.trains", ConfigError):
             base = self.path if adapter is None else adapter.base
             self.trains.prepare(module, path=base, seed=derive_seed(seed, name, "lora"))
-        if adapter is not None and self._adapter.continues:
+        if adapter is not None and self._continues:
             with readable(f"models.{name}.path={self.path!r}"):
                 load_adapters(module, adapter.path)
         engine = build(
@@ -380,6 +420,22 @@ class TransformersModel(Settings, ModelSpec):
         saved, saved_views = read_states(self.path)
         return Model(name, engine, tokenizer, seed, saved=saved, saved_views=saved_views)
 
+    def _check_encoder_decoder(self, name: str) -> None:
+        """Raise ConfigError if a setting is not supported by encoder-decoder models; the message names its cure."""
+        layers = 0 if self._value_head is None else self._value_head.layers
+        own = isinstance(self.sampler, InProcessSampling)
+        compiled = isinstance(self.sampler, InProcessSampling) and self.sampler.compiled_decode is CompiledDecode.on
+        wrong = {
+            f"trains={self.trains}": ("trains=all or lora", isinstance(self.trains, TopLayers)),
+            f"head.value_head.layers={layers}": ("head.value_head.layers=0", layers > 0),
+            "load_in_4bit=true": ("load_in_4bit=false", self.load_in_4bit),
+            "sampler": ("sampler to the in-process sampler", not own),
+            "sampler.compiled_decode=on": ("sampler.compiled_decode=auto", compiled),
+        }
+        for key, (cure, is_set) in wrong.items():
+            if is_set:
+                raise ConfigError(f"models.{name}.{key}: not supported by encoder-decoder models. Set {cure}.")
+
     def _read_tokenizer(self, name: str, words: int) -> Any:
         """Read the tokenizer, and check that it fits a model of `words` tokens and the tokenizer in `path`."""
         source = self.tokenizer_source(name)
@@ -395,92 +451,3 @@ class TransformersModel(Settings, ModelSpec):
 
         engine = self.for_sampling().load(name, seed=seed).machine
         return StreamingEngine(name, engine, recompute=recompute)
-
-
-@dataclass(frozen=True)
-class RoleAdapter:
-    """The settings of a role that decide about an adapter folder; see `TransformersModel`."""
-
-    path: str
-    start: AdapterStart
-    trains: Trained
-
-    @property
-    def _saved_alone(self) -> bool:
-        """Whether a saved folder contains only adapters."""
-        return isinstance(self.trains, Lora) and not self.trains.merge_on_save
-
-    @property
-    def continues(self) -> bool:
-        """Whether the adapter in `path` is trained further, so that the start of the run is not the base model."""
-        if self.start is AdapterStart.auto:
-            return self._saved_alone and is_adapter(self.path)
-        return self.start is AdapterStart.continue_
-
-    def find(self, name: str) -> AdapterFolder | None:
-        """Return the adapter in `path`, if any, after a check of its files and of the settings that concern it.
-
-        Args:
-            name: the role, for messages.
-
-        Raises:
-            ConfigError: the settings do not fit the folder, or peft is missing.
-            DataError: the folder is invalid.
-        """
-        what = f"models.{name}.path={self.path!r}"
-        found = find_adapter(what, self.path)
-        if found is None and self.start is not AdapterStart.auto:
-            raise ConfigError(
-                f"models.{name}.adapter={self.start.value}: models.{name}.path={self.path!r} is not an adapter "
-                "folder (it has no adapter_config.json). Remove this key."
-            )
-        if found is None:
-            return None
-        require_peft_for(found.path)
-        found.check(what)
-        if self.continues:
-            if not isinstance(self.trains, Lora):
-                raise ConfigError(f"models.{name}.adapter=continue: requires models.{name}.trains=lora.")
-            try:
-                check_continues(found, rank=self.trains.rank, alpha=self.trains.alpha)
-            except ConfigError as error:
-                raise ConfigError(f"{what}: {error}") from error
-        elif self._saved_alone:
-            raise ConfigError(
-                f"models.{name}.adapter=merge: with trains.merge_on_save=false, the saved adapter would need the "
-                f"merged model, which is not saved. Set models.{name}.adapter=continue, or merge_on_save=true."
-            )
-        return found
-
-
-def check_settings(
-    what: str, module: Any, *, head: Head, trains: Trained, sampler: SamplerSpec, load_in_4bit: bool
-) -> None:
-    """Check the settings of a loaded model, if it is an encoder-decoder model.
-
-    Args:
-        what: key of the model, for messages.
-        module: the model.
-        head: output of the model.
-        trains: weights that train.
-        sampler: sampler of responses.
-        load_in_4bit: whether the weights are quantized.
-
-    Raises:
-        ConfigError: encoder-decoder models do not support a setting. The message names the key and its cure.
-    """
-    if not is_encoder_decoder(module.config):
-        return
-    layers = head.value_head.layers if isinstance(head, Causal) and head.value_head is not None else 0
-    own = isinstance(sampler, InProcessSampling)
-    compiled = isinstance(sampler, InProcessSampling) and sampler.compiled_decode is CompiledDecode.on
-    wrong = {
-        f"trains={trains}": ("trains=all or lora", isinstance(trains, TopLayers)),
-        f"head.value_head.layers={layers}": ("head.value_head.layers=0", layers > 0),
-        "load_in_4bit=true": ("load_in_4bit=false", load_in_4bit),
-        "sampler": ("sampler to the in-process sampler", not own),
-        "sampler.compiled_decode=on": ("sampler.compiled_decode=auto", compiled),
-    }
-    for key, (cure, found) in wrong.items():
-        if found:
-            raise ConfigError(f"{what}.{key}: not supported by encoder-decoder models. Set {cure}.")
