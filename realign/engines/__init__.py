@@ -1,16 +1,15 @@
 """Engines run a transformers model on packed sequences. They contain no algorithm.
 
 - `transformers_model` and `shared_model`: config nodes that load an engine, or share the model of another role.
-- `module_reader`: reads the module of a model, and merges an adapter into it.
+- `module_reader`: reads the module of a model, also in 4 bits, and merges an adapter into it.
 - `network`: the model, its attention, heads, LoRA adapters, branches and outputs.
-- `quantization`: base models in 4 bits.
-- `precision`: data type of matrix products, and TF32.
-- `memory`: estimate of the memory that a model needs.
-- `training`: the single-process engine, optimizer, gradient steps and moving averages of the weights.
+- `device`: choice of the device, precision of matrix products, and free memory.
+- `memory` and `model_shape`: estimate of the memory that a model needs, from the sizes in its config.
+- `training`: the single-process engine, optimizers, gradient steps, weights by name and their moving average.
 - `sampling`: generation with the model in the same process.
 - `servers`: generation with servers of vLLM or SGLang.
 - `distributed`: the engine that shards weights and batches over several processes.
-- `files`: model folders and weights by name.
+- `files`: model folders that a run reads, and folders that it writes.
 
 The transformers package is imported when a model is loaded.
 """

@@ -82,14 +82,14 @@ def pick_device(device: str) -> torch.device:
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        found = torch.device(device)
+        picked = torch.device(device)
     except RuntimeError as error:
         raise ConfigError(f"device={device!r}: unknown device. Use auto, cpu or cuda.") from error
-    if found.type == "mps":
+    if picked.type == "mps":
         raise ConfigError(f"device={device!r}: MPS has no float64, which statistics and sampling need. Use cpu.")
-    if found.type == "cuda" and not torch.cuda.is_available():
+    if picked.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device={device!r}: torch finds no CUDA device. Use cpu or auto.")
-    return found
+    return picked
 
 
 def free_bytes(device: torch.device) -> int:

@@ -176,7 +176,8 @@ class ShardedEngine(TransformersEngine):
         if float(weight) == 0:
             return self.skip("zero_weight_steps")
         own = self.accumulate(parts[self.data_rank], mb_spec, loss_fn, weight)
-        stats = merge_stats(_moved(found, self.device) for found in self.network.grid.gather(_moved(own, "cpu")))
+        by_rank = self.network.grid.gather(_moved(own, "cpu"))
+        stats = merge_stats(_moved(rank_stats, self.device) for rank_stats in by_rank)
         return {**stats, **self.apply(weight, vetoed=step_if is not None and not step_if(stats))}
 
     @override
@@ -258,10 +259,10 @@ class ShardedEngine(TransformersEngine):
             return f"the model: weight {name!r} is not finite"
         pairs = zip(done.passes, done.losses, strict=True)
         own = [i for (part, _), loss in pairs if not bool(loss.isfinite()) for i in part.ids]
-        found = dict.fromkeys(i for ids in self.network.grid.gather(own) for i in ids)
-        if not found:
+        culprits = dict.fromkeys(i for ids in self.network.grid.gather(own) for i in ids)
+        if not culprits:
             return "the sum of the gradients, while all losses are finite"
-        return f"the loss of micro-batches with ids {', '.join(map(repr, list(found)[:8]))}"
+        return f"the loss of micro-batches with ids {', '.join(map(repr, list(culprits)[:8]))}"
 
     def _nonfinite_weight(self) -> str | None:
         own = (name for name, p in self.network.sharded.items() if not bool(p.to_local().isfinite().all()))

@@ -79,9 +79,9 @@ class Grid:
 
     def gather(self, x: Any) -> list[Any]:
         """Return the values of the data-parallel ranks, in rank order."""
-        found: list[Any] = [None] * self.data_ranks
-        dist.all_gather_object(found, x, group=self.mesh["dp"].get_group())
-        return found
+        values: list[Any] = [None] * self.data_ranks
+        dist.all_gather_object(values, x, group=self.mesh["dp"].get_group())
+        return values
 
 
 class ShardedNetwork(Network):

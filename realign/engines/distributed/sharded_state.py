@@ -30,12 +30,12 @@ class ShardedState:
         """Return a state of this rank with optimizer moments and averages as `DTensor`s."""
         out = dict(state)
         if self._stepper is not None:
-            kept, places = state["optimizer"]["optimizer"], self._places(self._stepper)
+            torch_state, places = state["optimizer"]["optimizer"], self._places(self._stepper)
             moments = {
                 i: {name: self._as_shard(x, places[i]) for name, x in moment.items()}
-                for i, moment in kept["state"].items()
+                for i, moment in torch_state["state"].items()
             }
-            out["optimizer"] = {**state["optimizer"], "optimizer": {**kept, "state": moments}}
+            out["optimizer"] = {**state["optimizer"], "optimizer": {**torch_state, "state": moments}}
         if self._average is not None:
             trained = [i for i, p in enumerate(self._network.owned()) if p.requires_grad]
             average = zip(state["ema"]["average"], trained, strict=True)
@@ -54,13 +54,13 @@ class ShardedState:
                 own[name] = {k: reader.part(x, now[k]) if k in now else x for k, x in state[name].items()}
         slices = list(self._network.sharded.values())
         if self._stepper is not None and state["optimizer"] is not None:
-            kept, places = state["optimizer"]["optimizer"], self._places(self._stepper)
+            torch_state, places = state["optimizer"]["optimizer"], self._places(self._stepper)
             moments = {
                 i: {k: reader.plain(x, slices[places[i]]) for k, x in moment.items()}
-                for i, moment in kept["state"].items()
+                for i, moment in torch_state["state"].items()
                 if i in places
             }
-            own["optimizer"] = {**state["optimizer"], "optimizer": {**kept, "state": moments}}
+            own["optimizer"] = {**state["optimizer"], "optimizer": {**torch_state, "state": moments}}
         if self._average is not None and state["ema"] is not None:
             trained = [p for p in slices if p.requires_grad]
             average = zip(state["ema"]["average"], trained, strict=True)
@@ -93,8 +93,8 @@ class _Reader:
         wanted = self._wanted.setdefault(x.folder, {})
         if x.name not in wanted:
             wanted[x.name] = torch.empty_like(like)
-        found: Tensor = wanted[x.name]
-        return found
+        tensor: Tensor = wanted[x.name]
+        return tensor
 
     def plain(self, x: Any, like: Any) -> Any:
         """Return this rank's shard of the tensor as a plain tensor, sharded like `like`; see `_as_shard`."""

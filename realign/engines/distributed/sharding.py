@@ -63,10 +63,10 @@ def whole(x: Tensor) -> Tensor:
     if part.device.type != part.device_mesh.device_type:  # offloaded shards communicate through the accelerator
         part = part.to(part.device_mesh.device_type)
     for dim in range(part.device_mesh.ndim):  # gather FSDP first, since it splits last
-        kept = part.placements[dim + 1 :]
-        part = part.redistribute(placements=[*[Replicate()] * (dim + 1), *kept])
-    found: Tensor = part.to_local()
-    return found
+        later_dims = part.placements[dim + 1 :]
+        part = part.redistribute(placements=[*[Replicate()] * (dim + 1), *later_dims])
+    local: Tensor = part.to_local()
+    return local
 
 
 def part_of(x: Tensor, like: DTensor) -> Tensor:
@@ -146,10 +146,10 @@ def read_saved(folder: Path) -> dict[str, Tensor | Saved]:
     A single process loads full tensors. With several ranks, the result contains `Saved` references.
     """
     dcp = _library()
-    found = dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    metadata = dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     if current().size > 1:
-        return {name: Saved(folder, name) for name in found}
-    tensors = {name: torch.empty(facts.size, dtype=facts.properties.dtype) for name, facts in found.items()}
+        return {name: Saved(folder, name) for name in metadata}
+    tensors = {name: torch.empty(facts.size, dtype=facts.properties.dtype) for name, facts in metadata.items()}
     read_parts(folder, tensors)
     return dict(tensors)
 

@@ -79,8 +79,8 @@ def check_run_folder(folder: Path) -> None:
 def _entries(folder: Path, pattern: str) -> list[Path]:
     """Return the paths that match a pattern, including dangling links, which `Path.glob` omits."""
     first, _, rest = pattern.partition("/")
-    found = [path for path in folder.iterdir() if fnmatchcase(path.name, first)] if folder.is_dir() else []
-    return [inner for path in found for inner in _entries(path, rest)] if rest else found
+    matches = [path for path in folder.iterdir() if fnmatchcase(path.name, first)] if folder.is_dir() else []
+    return [inner for path in matches for inner in _entries(path, rest)] if rest else matches
 
 
 def refuse_link(path: Path) -> None:

@@ -46,8 +46,8 @@ def check_path(what: str, path: str, patterns: tuple[str, ...] = ("config.json",
 
 def _inside(folder: Path, patterns: tuple[str, ...]) -> str:
     """Return a suggestion for an error message: a model in a subfolder, as a run saves it."""
-    found = [file.parent for below in ("", "*/", "final/*/") for p in patterns for file in folder.glob(below + p)]
-    return f" Did you mean {str(found[0])!r}?" if found else ""
+    models = [file.parent for below in ("", "*/", "final/*/") for p in patterns for file in folder.glob(below + p)]
+    return f" Did you mean {str(models[0])!r}?" if models else ""
 
 
 def _near_folder(folder: Path) -> str:
@@ -188,12 +188,12 @@ def parse_object(file: Path) -> dict[str, Any]:
         DataError: the file is not a JSON object.
     """
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise DataError(f"{str(file)!r} is not a JSON file: {error}") from error
-    if not isinstance(found, dict):
-        raise DataError(f"{str(file)!r} must contain a JSON object, but contains a {type(found).__name__}")
-    return found
+    if not isinstance(content, dict):
+        raise DataError(f"{str(file)!r} must contain a JSON object, but contains a {type(content).__name__}")
+    return content
 
 
 def _check_kind(path: Path) -> None:
@@ -256,8 +256,8 @@ def weight_names(folder: Path) -> frozenset[str] | None:
 
     index, file = folder / "model.safetensors.index.json", folder / "model.safetensors"
     check_model_folder(folder)
-    if (found := read_object(index)) is not None:
-        names = frozenset(found["weight_map"])
+    if (content := read_object(index)) is not None:
+        names = frozenset(content["weight_map"])
         check_layers(folder, len(names))
         return names
     if not file.is_file():

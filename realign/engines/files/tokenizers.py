@@ -128,12 +128,12 @@ def _as_in_file(key: str, tokenizer: Any, path: str) -> Any:
     with quiet_transformers():
         exact = PreTrainedTokenizerFast.from_pretrained(path, trust_remote_code=False)
     _keep_special(exact, tokenizer)
-    found = difference(tokenizer, exact)
-    if found is None:
+    changed = difference(tokenizer, exact)
+    if changed is None:
         return tokenizer
     logger.info(
         "%s: the tokenizer is read from tokenizer.json, since %s of transformers changes it: %s.",
-        *(key, type(tokenizer).__name__, found),
+        *(key, type(tokenizer).__name__, changed),
     )
     return exact
 
@@ -176,10 +176,10 @@ def difference(tokenizer: Any, expected: Any) -> str | None:
     """
     for text in _probes(expected):
         for special in (False, True):
-            found, wanted = (_ids(each, text, special) for each in (tokenizer, expected))
-            if found != wanted:
-                return f"the text {_short(text)} has {len(found)} tokens, expected {len(wanted)} or other ids"
-        if (decoded := tokenizer.decode(wanted)) != expected.decode(wanted):
+            ids, expected_ids = (_ids(side, text, special) for side in (tokenizer, expected))
+            if ids != expected_ids:
+                return f"the text {_short(text)} has {len(ids)} tokens, expected {len(expected_ids)} or other ids"
+        if (decoded := tokenizer.decode(expected_ids)) != expected.decode(expected_ids):
             return f"the text {_short(text)} is decoded as {_short(decoded)}"
     if len(tokenizer) != len(expected):
         return f"it has {len(tokenizer)} tokens, expected {len(expected)}"
@@ -218,13 +218,13 @@ def save_tokenizer(tokenizer: Any, folder: Path, final: Path | None = None) -> N
     """
     tokenizer.save_pretrained(folder)
     _forget_class(folder)
-    found = reread_difference(tokenizer, folder)
-    if found is not None and (folder / "tokenizer.json").is_file() and not _is_remote_code(tokenizer):
+    changed = reread_difference(tokenizer, folder)
+    if changed is not None and (folder / "tokenizer.json").is_file() and not _is_remote_code(tokenizer):
         _name_class(folder)
-        found = reread_difference(tokenizer, folder)
-    if found is not None:
+        changed = reread_difference(tokenizer, folder)
+    if changed is not None:
         warnings.warn(
-            f"{final or folder}: the saved tokenizer differs from the tokenizer of the run: {found}. The save "
+            f"{final or folder}: the saved tokenizer differs from the tokenizer of the run: {changed}. The save "
             "continues. Copy the tokenizer files that the run started with into this folder.",
             stacklevel=2,
         )
@@ -238,12 +238,12 @@ def reread_difference(tokenizer: Any, folder: Path) -> str | None:
     try:
         with quiet_transformers():
             back = AutoTokenizer.from_pretrained(folder, trust_remote_code=trusted)
-            found = difference(back, tokenizer)
-            if found is None:
+            changed = difference(back, tokenizer)
+            if changed is None:
                 return difference(_as_in_file(str(folder), back, str(folder)), tokenizer)
     except Exception as error:  # transformers raises many kinds
         return f"AutoTokenizer cannot read it ({type(error).__name__}: {error})"
-    return f"AutoTokenizer reads it as {type(back).__name__}: {found}"
+    return f"AutoTokenizer reads it as {type(back).__name__}: {changed}"
 
 
 def _name_class(folder: Path) -> None:

@@ -157,15 +157,15 @@ class Delivery:
             ConfigError: see `send`.
         """
         label = await server.call(self._protocol.label(server.http))
-        kept = self._sleep_level in self._protocol.keeps_weights
+        keeps_weights = self._sleep_level in self._protocol.keeps_weights
         if label != LOADING and not self._is_own(label):  # it was restarted, and is awake
             server.asleep = server.without_cache = False
         if server.asleep:
             await self._call("allocating memory", server.call(self._protocol.wake_weights(server.http)))
             server.asleep = False
-            server.has_base &= kept
+            server.has_base &= keeps_weights
         await self.stop(server)
-        if not kept or label != self.label:
+        if not keeps_weights or label != self.label:
             await self._load_current(server)
         if server.without_cache:  # only now: loading needs memory too
             await self._call("allocating memory", server.call(self._protocol.wake_cache(server.http)))
@@ -246,19 +246,19 @@ class Delivery:
         prompt = probe.ids[:PROMPT_TOKENS]
         ask = Ask(prompt, SAMPLED, (), self._updates, self.words, self.adapter)
         await server.call(self._protocol.start(server.http))
-        found = await server.call(self._protocol.score(server.http, probe.ids, self.adapter))
+        logprobs = await server.call(self._protocol.score(server.http, probe.ids, self.adapter))
         part = await server.call(self._protocol.sample(server.http, ask))
         await server.call(self._protocol.stop(server.http))
         where = f"{self._name}: the server at {server.url}"
-        gap = probe.check(found, first=not self._updates, where=where)
+        gap = probe.check(logprobs, first=not self._updates, where=where)
         server.sampled = Sampled(where, [*prompt, *part.ids], part.logprobs, self._updates)
         if not self._updates:
             logger.info("%s: its log-probs differ from those of the trainer by %.2g nats on average", where, gap)
 
     def take_sampled(self, server: Server) -> Sampled | None:
         """Return the response of a server under the current weights that was not compared yet."""
-        found, server.sampled = server.sampled, None
-        return found if found is not None and found.update == self._updates else None
+        sampled, server.sampled = server.sampled, None
+        return sampled if sampled is not None and sampled.update == self._updates else None
 
 
 def reason_of(error: BaseException) -> str:

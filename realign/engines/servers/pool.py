@@ -168,7 +168,7 @@ class ServerPool:
 
     def sampled(self) -> list[Sampled]:
         """Return the responses under the current weights that were not compared with the trainer yet."""
-        return [found for server in self._servers if (found := self._delivery.take_sampled(server)) is not None]
+        return [sampled for server in self._servers if (sampled := self._delivery.take_sampled(server)) is not None]
 
     async def update(self, folder: Path, version: int, probed: list[float]) -> None:
         """Give all servers other weights. Servers that fail get them later, before they are used again.

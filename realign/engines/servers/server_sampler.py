@@ -253,28 +253,28 @@ class ServerSampler:
         config, prompt = request.config, request.prompt_ids.tolist()
         stop_ids = self._stop_ids if config.stop_token_ids is None else tuple(config.stop_token_ids)
         key = (request.seed, request.id)
-        found = _Response()
+        response = _Response()
         end = End.aborted
         while end is End.aborted:
             if config.stop_strings:  # one may begin in an earlier part, where the server would not find it
-                found = _Response()
-            done = len(found.ids)
+                response = _Response()
+            done = len(response.ids)
             rest = replace(
                 config,
                 max_new_tokens=config.max_new_tokens - done,
                 min_new_tokens=max(0, config.min_new_tokens - done),
             )
             seed = request.response_seed if not done else derive_seed(request.response_seed, "part", done)
-            part, version = await self._pool.part(key, Ask([*prompt, *found.ids], rest, stop_ids, seed))
-            found.add(part, version)
+            part, version = await self._pool.part(key, Ask([*prompt, *response.ids], rest, stop_ids, seed))
+            response.add(part, version)
             end = part.end
-            if end is End.aborted and len(found.ids) == config.max_new_tokens:
+            if end is End.aborted and len(response.ids) == config.max_new_tokens:
                 end = End.length
         device = request.prompt_ids.device
         return Completion(
-            torch.tensor(found.ids, dtype=torch.int64, device=device),
-            torch.tensor(found.logprobs, dtype=torch.float32, device=device),
-            torch.tensor(found.versions, dtype=torch.int32, device=device),
+            torch.tensor(response.ids, dtype=torch.int64, device=device),
+            torch.tensor(response.logprobs, dtype=torch.float32, device=device),
+            torch.tensor(response.versions, dtype=torch.int32, device=device),
             truncated=end is End.length and not config.fixed_length,
         )
 
@@ -400,8 +400,8 @@ class RankedSampler:
 
     def generate(self, data: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
         """See `Sampler.generate`. Returns the whole batch on each rank."""
-        found = self._ranks.lead(lambda: self._leader().generate(data.to("cpu"), config, seed=seed))
-        return found.to(data[PROMPTS].device)
+        sample = self._ranks.lead(lambda: self._leader().generate(data.to("cpu"), config, seed=seed))
+        return sample.to(data[PROMPTS].device)
 
     def update(self, source: WeightSource, version: int) -> None:
         """See `Sampler.update`."""

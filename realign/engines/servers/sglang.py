@@ -58,8 +58,8 @@ class SglangProtocol(ServerProtocol):
         ask = Ask(ids, GenerationConfig(max_new_tokens=1), (), 0, adapter=adapter)
         body = generate_request(ask) | {"logprob_start_len": 0}
         answer = await post(http, "/generate", body, tokens=len(ids))
-        found = items(answer, "meta_info", "input_token_logprobs")
-        return checked_scores([item(pair, 0) for pair in found[1:]], ids)
+        rows = items(answer, "meta_info", "input_token_logprobs")
+        return checked_scores([item(pair, 0) for pair in rows[1:]], ids)
 
     @override
     async def stop(self, http: AsyncClient) -> None:

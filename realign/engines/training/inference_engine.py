@@ -117,10 +117,10 @@ class InferenceEngine(PipelinableEngine):
         A model with a scalar head has no such config. Its tokenizer is usually that of the policy, so the config beside
         the tokenizer counts.
         """
-        found = set(end_tokens(self.tokenizer))
+        ids = set(end_tokens(self.tokenizer))
         if (config := getattr(self.module, "generation_config", None)) is not None:
-            return tuple(sorted(found.union(end_tokens(config))))
-        return tuple(sorted(found.union(end_tokens_beside(self.tokenizer))))
+            return tuple(sorted(ids.union(end_tokens(config))))
+        return tuple(sorted(ids.union(end_tokens_beside(self.tokenizer))))
 
     @override
     def forward(self, data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
@@ -150,10 +150,10 @@ class InferenceEngine(PipelinableEngine):
 
     def _restored_to(self, device: torch.device, passes: Passes, results: Sequence[SequenceSample]) -> SequenceSample:
         """Merge the results of all passes into one sample on `device`, and wait for the copies."""
-        whole = passes.batches.restore(results).to(device)
+        merged = passes.batches.restore(results).to(device)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # `SequenceSample.to` does not wait for its copies
-        return whole
+        return merged
 
     def generate(self, data: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
         """See `PipelinableEngine.generate`.

@@ -307,12 +307,12 @@ class TorchOptimizer(OptimizerSpec):
                 f"{self.of}: bitsandbytes is not installed. Run pip install 'realign-rl[quantization]'."
             )
         try:
-            found = getattr(importlib.import_module(module), name, None)
+            optimizer_class = getattr(importlib.import_module(module), name, None)
         except ImportError as error:
             raise SettingsError(f"of={self.of}: cannot be imported ({error})") from error
-        if not inspect.isclass(found) or not issubclass(found, torch.optim.Optimizer):
+        if not inspect.isclass(optimizer_class) or not issubclass(optimizer_class, torch.optim.Optimizer):
             raise SettingsError(f"of={self.of}: must be a class derived from torch.optim.Optimizer")
-        return found
+        return optimizer_class
 
     def _check_arguments(self, cls: type[torch.optim.Optimizer]) -> None:
         """Construct the optimizer over a small matrix, so that its class checks the arguments."""

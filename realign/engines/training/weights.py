@@ -15,11 +15,11 @@ VALUE_HEAD = "value_head."
 
 def named_weights(module: nn.Module, value_head: nn.Module | None) -> dict[str, Tensor]:
     """Return each weight and persistent buffer once, by its first name; tied weights appear once to be mixed once."""
-    found = module.state_dict(keep_vars=True)
+    tensors = module.state_dict(keep_vars=True)
     if value_head is not None:
-        found = {**found, **{f"{VALUE_HEAD}{name}": x for name, x in value_head.state_dict(keep_vars=True).items()}}
-    first = {id(x): name for name, x in reversed(found.items())}
-    return {name: x.detach() for name, x in found.items() if first[id(x)] == name}
+        tensors = {**tensors, **{f"{VALUE_HEAD}{name}": x for name, x in value_head.state_dict(keep_vars=True).items()}}
+    first = {id(x): name for name, x in reversed(tensors.items())}
+    return {name: x.detach() for name, x in tensors.items() if first[id(x)] == name}
 
 
 def check_weights(role: str, own: Mapping[str, Iterable[int]], given: Mapping[str, Iterable[int]], mix: float) -> None:
@@ -41,9 +41,9 @@ def check_weights(role: str, own: Mapping[str, Iterable[int]], given: Mapping[st
         where = "missing in the given weights" if name in own else "not a weight of the model"
         raise ValueError(f"models.{role}: the given weights do not fit: {name!r} is {where}")
     for name, shape in own.items():
-        if (needed := list(shape)) != (found := list(given[name])):
+        if (needed := list(shape)) != (given_shape := list(given[name])):
             raise ValueError(
-                f"models.{role}: the given weights do not fit: {name!r} has shape {found}, expected {needed}"
+                f"models.{role}: the given weights do not fit: {name!r} has shape {given_shape}, expected {needed}"
             )
 
 
@@ -94,9 +94,9 @@ class WeightAverage:
     @torch.no_grad()
     def _exchange(self) -> None:
         for i, parameter in enumerate(self.parameters):
-            kept = parameter.detach().clone()
+            trained = parameter.detach().clone()
             parameter.copy_(self.average[i])
-            self.average[i] = kept
+            self.average[i] = trained
 
     @torch.no_grad()
     def restart(self) -> None:
