@@ -116,7 +116,7 @@ class ModuleReader:
                 + (f" and {len(absent) - 1} more" if absent[1:] else "")
             )
         if heads and not self.trains and not self.head.replaces:
-            raise no_trained_head(f"models.{self.role}", self.path, self.head, heads[0])
+            raise _no_trained_head(f"models.{self.role}", self.path, self.head, heads[0])
 
 
 def read_value_head(
@@ -173,7 +173,7 @@ def check_head(what: str, path: str, names: Collection[str], head: Head, *, rand
     """
     scalar = sorted(name for name in names if name.startswith(SCALAR_HEADS))
     if head.is_scalar and not scalar and not random_head:
-        raise no_trained_head(what, path, head, "score.weight")
+        raise _no_trained_head(what, path, head, "score.weight")
     if not head.is_scalar and scalar and not any(name.startswith(LANGUAGE_HEADS) for name in names):
         raise DataError(
             f"{what}.head=causal: {path!r} contains a reward model or critic ({scalar[0]} and no language head). Set "
@@ -181,7 +181,7 @@ def check_head(what: str, path: str, names: Collection[str], head: Head, *, rand
         )
 
 
-def no_trained_head(what: str, path: str, head: Head, lacks: str) -> DataError:
+def _no_trained_head(what: str, path: str, head: Head, lacks: str) -> DataError:
     """Return the error for a scalar head that is randomly initialized and never trained."""
     return DataError(
         f"{what}.head={head}: {path!r} has no such head ({lacks} is missing), and the role does not train, so its "

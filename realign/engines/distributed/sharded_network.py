@@ -122,7 +122,7 @@ class ShardedNetwork(Network):
         self.fusion = None if self.fusion is None else Fusion(self.gathered.module, self.fusion.path.compiled)
         summed: set[str] = set()
         if sharding.tensor_parallel > 1:
-            copied = split_layers(name, module, layers, self.grid.mesh["tp"])
+            copied = _split_layers(name, module, layers, self.grid.mesh["tp"])
             above = next(path for path, part in self.named_modules() if part is layers)
             summed = {f"{above}.{path}" for path in copied}
         self._shard(layers, sharding, settings.dtype)
@@ -334,7 +334,7 @@ COPIED = "replicated_with_grad_allreduce"
 """Name, in a transformers plan, of a part that every rank stores in full and applies to its own heads."""
 
 
-def split_layers(role: str, module: Any, layers: nn.ModuleList, mesh: DeviceMesh) -> set[str]:
+def _split_layers(role: str, module: Any, layers: nn.ModuleList, mesh: DeviceMesh) -> set[str]:
     """Split the linear layers in `layers` by the tensor-parallel plan that transformers has for the model family.
 
     Embeddings, norms and heads are replicated on every rank. Packed attention runs on the local heads only.

@@ -115,14 +115,14 @@ def check_links(folder: Path) -> None:
     for path in sorted(
         path for top in folder.iterdir() if not top.name.startswith(".") for path in (top, *_below(top))
     ):
-        if leads_out(path, own):
+        if _leads_out(path, own):
             raise DataError(
                 f"{str(path)!r} is a link to {os.readlink(path)!r}, outside of the model folder. If the model needs "
                 "this file, replace the link by a copy; otherwise remove it."
             )
 
 
-def leads_out(path: Path, folder: Path | None = None) -> bool:
+def _leads_out(path: Path, folder: Path | None = None) -> bool:
     """Return whether a file is a link that leads out of a folder, by default its own, and not into its hub cache."""
     if not path.is_symlink():
         return False
@@ -136,7 +136,7 @@ def is_other_file(path: Path) -> bool:
 
     Folders of links to the files of a shared model are common; there, the names are the same.
     """
-    return leads_out(path) and os.path.basename(os.path.realpath(path)) != path.name
+    return _leads_out(path) and os.path.basename(os.path.realpath(path)) != path.name
 
 
 def _below(path: Path) -> list[Path]:

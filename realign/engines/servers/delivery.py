@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from realign.api.sampler import WeightSource
 from realign.engines.servers.inference_server import Server
 from realign.engines.servers.probe import PROMPT_TOKENS, SAMPLED, Probe, Sampled
-from realign.engines.servers.protocol import ANY_TOKEN, LOADING, Ask, Part, Refused, Unavailable
+from realign.engines.servers.protocol import ANY_TOKEN, LOADING, Ask, Refused, ResponsePart, Unavailable
 from realign.engines.servers.server_settings import ServerSettings
 from realign.errors import ConfigError, TransientError
 
@@ -114,7 +114,7 @@ class Delivery:
         await self._call("loading weights", self._load(server))
         server.checked_at = time.monotonic()
 
-    async def check(self, server: Server, part: Part) -> None:
+    async def check(self, server: Server, part: ResponsePart) -> None:
         """Check that a server sampled with the current weights.
 
         Raises:

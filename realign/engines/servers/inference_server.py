@@ -26,7 +26,7 @@ _CONNECT_S = 10.0
 T = TypeVar("T")
 
 
-class Interrupted(Exception):
+class RequestInterrupted(Exception):
     """A call was ended by `Server.interrupt`."""
 
 
@@ -126,7 +126,7 @@ class Server:
         from httpx2 import AsyncClient, Limits, Timeout
 
         host = urlsplit(self.url).hostname or ""
-        key = server_keys(os.environ).get(host)
+        key = _server_keys(os.environ).get(host)
         self.http = AsyncClient(
             base_url=self.url,
             headers={"Authorization": f"Bearer {key}"} if key else {},
@@ -142,7 +142,7 @@ class Server:
         Raises:
             Unavailable: the server failed in this call.
             Lost: it failed in another one.
-            Interrupted: the call was interrupted.
+            RequestInterrupted: the call was interrupted.
         """
         task = asyncio.ensure_future(coroutine)
         self._calls.add(task)
@@ -155,7 +155,7 @@ class Server:
         finally:
             self._calls.discard(task)
         if task.cancelled():
-            raise Interrupted if self.up else Lost(self.failure)
+            raise RequestInterrupted if self.up else Lost(self.failure)
         return task.result()
 
     def use(self) -> None:
@@ -184,7 +184,7 @@ class Server:
             await asyncio.to_thread(self._process.stop)
 
 
-def server_keys(environment: Mapping[str, str]) -> dict[str, str]:
+def _server_keys(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the API keys by host."""
     pairs = (pair.strip().partition("=") for pair in environment.get(KEYS, "").split(","))
     return {host: key for host, equals, key in pairs if equals and key}

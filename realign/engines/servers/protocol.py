@@ -53,7 +53,7 @@ class End(Enum):
 
 
 @dataclass(frozen=True)
-class Part:
+class ResponsePart:
     """Tokens that one HTTP request sampled."""
 
     ids: list[int]
@@ -120,7 +120,7 @@ class ServerProtocol(ABC):
     """Levels of `sleep` that keep the weights in the memory of the host."""
 
     @abstractmethod
-    async def sample(self, http: AsyncClient, ask: Ask) -> Part:
+    async def sample(self, http: AsyncClient, ask: Ask) -> ResponsePart:
         """Sample tokens.
 
         Raises:
@@ -287,7 +287,7 @@ def _shown(content: bytes) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
-def checked_part(ids: Any, logprobs: Any, reason: Any, ask: Ask, label: str | None = None) -> Part:
+def checked_part(ids: Any, logprobs: Any, reason: Any, ask: Ask, label: str | None = None) -> ResponsePart:
     """Return the tokens of an answer.
 
     Raises:
@@ -309,7 +309,7 @@ def checked_part(ids: Any, logprobs: Any, reason: Any, ask: Ask, label: str | No
     stops = () if ask.config.fixed_length else ask.stop_ids
     if (ended := next((token for token in ids[:-1] if token in stops), None)) is not None:
         raise Unavailable(f"the answer continues after the end token {ended}")
-    return Part(ids, [min(float(x), 0.0) for x in logprobs], end, label)
+    return ResponsePart(ids, [min(float(x), 0.0) for x in logprobs], end, label)
 
 
 def checked_scores(logprobs: Any, ids: Sequence[int]) -> list[float]:

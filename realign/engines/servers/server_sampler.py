@@ -23,7 +23,7 @@ from realign.engines.distributed.ranks import Ranks, current
 from realign.engines.servers.delivery import BaseModel, Delivery, HasAdapter, WeightFolders
 from realign.engines.servers.pool import ServerPool
 from realign.engines.servers.probe import Probe, Sampled
-from realign.engines.servers.protocol import Ask, End, Part
+from realign.engines.servers.protocol import Ask, End, ResponsePart
 from realign.engines.servers.server_settings import LoraTransport, ServerSettings
 from realign.errors import ConfigError
 
@@ -40,7 +40,7 @@ class _Response:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
 
-    def add(self, part: Part, version: int) -> None:
+    def add(self, part: ResponsePart, version: int) -> None:
         """Append tokens."""
         self.ids += part.ids
         self.logprobs += part.logprobs
@@ -56,7 +56,7 @@ class ServerSampler:
         settings: ServerSettings,
         source: WeightSource,
         stop_ids: Sequence[int],
-        probe_ids: Sequence[int] = (),
+        _probe_ids: Sequence[int] = (),
         *,
         alone: bool = True,
     ) -> None:
@@ -67,7 +67,7 @@ class ServerSampler:
             settings: settings of the sampler.
             source: the weights.
             stop_ids: end tokens of the model.
-            probe_ids: text by which the weights of servers and trainer are compared, if `source` can score it.
+            _probe_ids: text by which the weights of servers and trainer are compared, if `source` can score it.
             alone: compare the responses of `sampled` with the trainer. Several ranks do this together.
 
         Raises:
@@ -78,7 +78,7 @@ class ServerSampler:
         self._source, self._alone = source, alone
         self._setting = f"models.{name}.sampler"
         self._folders = WeightFolders(settings.weights_dir, untie=settings.untie)
-        self._probe = Probe(probe_ids, settings.probe_tolerance)
+        self._probe = Probe(_probe_ids, settings.probe_tolerance)
         self._probe.expect(self._probe.measure(source))
         self._updates = 0
         base = None
@@ -474,7 +474,7 @@ class Servers(ServerSettings):
 
         Under torchrun, rank 0 does.
         """
-        ids, stop_ids = probe_ids(tokenizer), end_tokens(name, source, tokenizer)
+        ids, stop_ids = _probe_ids(tokenizer), end_tokens(name, source, tokenizer)
         check_adapter(f"models.{name}.sampler", self, source)
         ranks = current()
         open_own = partial(ServerSampler, name, self, source, stop_ids, ids, alone=ranks.size == 1)
@@ -496,7 +496,7 @@ def end_tokens(name: str, source: WeightSource, tokenizer: Any) -> tuple[int, ..
     return (int(end),)
 
 
-def probe_ids(tokenizer: Any) -> list[int]:
+def _probe_ids(tokenizer: Any) -> list[int]:
     """Return the text by which weights are compared: tokens spread over the vocabulary; empty without a tokenizer."""
     words = 0 if tokenizer is None else len(tokenizer)
     return [(i * 7919 + 11) % words for i in range(_PROBE_TOKENS)] if words else []

@@ -17,8 +17,8 @@ from realign.api.generation import GenerationConfig
 from realign.engines.servers.protocol import (
     LOADING,
     Ask,
-    Part,
     Refused,
+    ResponsePart,
     ServerProtocol,
     checked_part,
     checked_scores,
@@ -44,7 +44,7 @@ class SglangProtocol(ServerProtocol):
     title = "SGLang"
 
     @override
-    async def sample(self, http: AsyncClient, ask: Ask) -> Part:
+    async def sample(self, http: AsyncClient, ask: Ask) -> ResponsePart:
         answer = await post(http, "/generate", generate_request(ask), tokens=ask.tokens)
         reason = item(answer, "meta_info", "finish_reason", "type")
         pairs = items(answer, "meta_info", "output_token_logprobs")

@@ -17,8 +17,8 @@ from realign.api.generation import GenerationConfig
 from realign.engines.servers.protocol import (
     LOADING,
     Ask,
-    Part,
     Refused,
+    ResponsePart,
     ServerProtocol,
     checked_part,
     checked_scores,
@@ -46,7 +46,7 @@ class VllmProtocol(ServerProtocol):
     keeps_weights = frozenset({1})
 
     @override
-    async def sample(self, http: AsyncClient, ask: Ask) -> Part:
+    async def sample(self, http: AsyncClient, ask: Ask) -> ResponsePart:
         answer = await post(
             http, "/v1/completions", completion_request(ask), tokens=len(ask.ids) + ask.config.max_new_tokens
         )

@@ -124,7 +124,7 @@ class OptimizerSpec(Settings, AcceptsForeign):
             parameters: weights of the model.
             outer: ids of the weights outside of the layers: embeddings and heads.
         """
-        return build_adamw(self, parameters)
+        return _build_adamw(self, parameters)
 
     def set_step(self, optimizer: Any, *, lr: float, step: int) -> None:
         """Set learning rate and epsilon for optimizer step number `step`, counted from 1.
@@ -165,7 +165,7 @@ def learning_rate(spec: OptimizerSpec, step: int) -> float:
     return spec.lr * (schedule.min_ratio + (1 - schedule.min_ratio) * left)
 
 
-def parameter_groups(trained: Sequence[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+def _parameter_groups(trained: Sequence[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
     """Return the parameter groups of an optimizer: weight decay applies to matrices only."""
     groups = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
@@ -174,12 +174,12 @@ def parameter_groups(trained: Sequence[nn.Parameter], weight_decay: float) -> li
     return [group for group in groups if group["params"]]
 
 
-def build_adamw(spec: OptimizerSpec, parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
+def _build_adamw(spec: OptimizerSpec, parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
     """Build AdamW over `parameters`, with fused kernels where torch has them, else with foreach kernels."""
     trained = [p for p in parameters if p.requires_grad]
     fused = all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in trained)
     return torch.optim.AdamW(
-        parameter_groups(trained, spec.weight_decay),
+        _parameter_groups(trained, spec.weight_decay),
         lr=spec.lr,
         betas=spec.betas,
         eps=spec.eps,
@@ -265,11 +265,11 @@ class TorchOptimizer(OptimizerSpec):
     def build(self, parameters: Iterable[nn.Parameter], outer: Collection[int] = ()) -> Any:
         trained = [p for p in parameters if p.requires_grad]
         if not self.splits:
-            return self._make(parameter_groups(trained, self.weight_decay))
+            return self._make(_parameter_groups(trained, self.weight_decay))
         inner = [p for p in trained if p.ndim == 2 and id(p) not in outer]
         rest = [p for p in trained if p.ndim != 2 or id(p) in outer]
         made = [self._make([{"params": inner, "weight_decay": self.weight_decay}])] if inner else []
-        return MixedOptimizer(made, [build_adamw(self, rest)] if rest else [])
+        return MixedOptimizer(made, [_build_adamw(self, rest)] if rest else [])
 
     @override
     def set_step(self, optimizer: Any, *, lr: float, step: int) -> None:
@@ -316,7 +316,7 @@ class TorchOptimizer(OptimizerSpec):
 
     def _check_arguments(self, cls: type[torch.optim.Optimizer]) -> None:
         """Construct the optimizer over a small matrix, so that its class checks the arguments."""
-        known = argument_names(cls)
+        known = _argument_names(cls)
         for name in self.arguments:
             if name in OWN or name not in known:
                 valid = ", ".join(key for key in known if key not in OWN)
@@ -330,14 +330,14 @@ class TorchOptimizer(OptimizerSpec):
 
     def _make(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         cls: Any = self._imported()
-        if "weight_decay" not in argument_names(cls):
+        if "weight_decay" not in _argument_names(cls):
             groups = [{"params": group["params"]} for group in groups]
         arguments = {name: tuple(x) if isinstance(x, list) else x for name, x in self.arguments.items()}
         made: torch.optim.Optimizer = cls(groups, lr=self.lr, **arguments)
         return made
 
 
-def argument_names(cls: type) -> list[str]:
+def _argument_names(cls: type) -> list[str]:
     """Return the names of the arguments of an optimizer class."""
     return list(inspect.signature(cls).parameters)
 
@@ -345,7 +345,7 @@ def argument_names(cls: type) -> list[str]:
 def _refusal(cls: type[torch.optim.Optimizer]) -> str | None:
     if cls.__module__.startswith("torch.optim") and cls.__name__ in REFUSED:
         return REFUSED[cls.__name__]
-    if "lr" not in argument_names(cls):
+    if "lr" not in _argument_names(cls):
         return "it has no argument lr, which the schedule sets"
     if hasattr(cls, "train") and hasattr(cls, "eval"):
         return "it must be told about training and evaluation, which the engine does not do"

@@ -340,7 +340,7 @@ class TrainingModes:
         """Enable gradient checkpointing if requested; dropout stays off until `entered`."""
         self._network = network
         self._dropout = dropout
-        self._checkpointed = enable_checkpointing(network.module, dropout) if gradient_checkpointing else []
+        self._checkpointed = _enable_checkpointing(network.module, dropout) if gradient_checkpointing else []
 
     @contextmanager
     def entered(self, dropout_seed: Callable[[], int]) -> Iterator[None]:
@@ -364,7 +364,7 @@ class TrainingModes:
             yield
 
 
-def enable_checkpointing(module: Any, dropout: bool) -> list[Any]:
+def _enable_checkpointing(module: Any, dropout: bool) -> list[Any]:
     """Enable gradient checkpointing, and return the modules that check their own `training` flag for it."""
     # transformers is renaming this method: use the new name if it exists
     enable = getattr(module, "activation_checkpointing_enable", None) or module.gradient_checkpointing_enable
