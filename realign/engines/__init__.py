@@ -24,7 +24,7 @@ from realign.engines.sampling.in_process import InProcessSampling
 from realign.engines.servers.sglang import Sglang
 from realign.engines.servers.vllm import Vllm
 from realign.engines.shared_model import Share, SharedModel
-from realign.engines.training.expert_load import LoadBalancing
+from realign.engines.training.load_balancing import LoadBalancing
 from realign.engines.training.optimizer import (
     OptimizerSpec,
     Schedule,

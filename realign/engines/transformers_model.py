@@ -42,7 +42,7 @@ from realign.engines.network.trains import All, Lora, TopLayers, Trained
 from realign.engines.sampling.compiled_library import CompiledDecode
 from realign.engines.sampling.in_process import InProcessSampling
 from realign.engines.shared_model import Share, SharedModel
-from realign.engines.training.expert_load import LoadBalancing
+from realign.engines.training.load_balancing import LoadBalancing
 from realign.engines.training.optimizer import OptimizerSpec, ScheduleKind
 from realign.errors import ConfigError, SettingsError
 from realign.settings import Settings

@@ -11,7 +11,7 @@ import pytest
 
 from realign.api import GenerationConfig, MicroBatchSpec, SequenceSample, stat_values
 from realign.data import PromptData, RowSource
-from realign.engines.training.expert_load import LoadBalancing
+from realign.engines.training.load_balancing import LoadBalancing
 from realign.engines.training.optimizer import OptimizerSpec
 from realign.engines.training.stepper import REASONS
 from realign.interfaces import grpo, reward_model, sft

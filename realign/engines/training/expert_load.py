@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,9 +23,9 @@ from realign.engines.network.encoder_decoder import EncoderDecoder
 from realign.engines.network.routers import Routed, Routers
 from realign.engines.network.shared_prefix import Layout
 from realign.engines.network.unpacked import UnpackedModel
+from realign.engines.training.load_balancing import LoadBalancing
 from realign.engines.training.stepper import single
 from realign.errors import ConfigError
-from realign.settings import NonNegative, Settings
 
 SumOverRanks = Callable[[Tensor], Tensor]
 
@@ -211,19 +211,3 @@ def differentiate_with_hidden(hidden_RH: Tensor, loss: Tensor) -> None:
     roots = [(hidden_RH, torch.zeros_like(hidden_RH)), (loss, torch.ones_like(loss))]
     if reached := [(root, seed) for root, seed in roots if root.requires_grad]:
         torch.autograd.backward([root for root, _ in reached], [seed for _, seed in reached])
-
-
-@dataclass
-class LoadBalancing(Settings):
-    """Balances the load of experts by an auxiliary loss or by routing biases, and reports the load.
-
-    The loss is added to the loss of the interface: coef * mean over layers of E * sum over experts of (fraction of
-    tokens that chose the expert) * (its mean router probability). All tokens count, including prompts. A balanced
-    router has the loss K, the number of experts per token.
-    """
-
-    coef: NonNegative = 0.001
-    """Weight of the auxiliary loss. 0 reports the metrics without the loss. Requires softmax routers."""
-    bias_rate: NonNegative = 0.0
-    """Change of routing biases (arXiv:2408.15664): each optimizer step adds it to the bias of experts with less than
-    the mean load of their layer, and subtracts it from the others. Requires routers with biases, as in deepseek_v3."""

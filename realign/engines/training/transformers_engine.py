@@ -31,13 +31,13 @@ from realign.engines.network.value_head import ValueNetwork
 from realign.engines.training.engine_state import EngineState, ModelSaver
 from realign.engines.training.expert_load import (
     LoadBalancer,
-    LoadBalancing,
     StepLoad,
     counting,
     differentiate_with_hidden,
     listening,
 )
 from realign.engines.training.inference_engine import InferenceEngine
+from realign.engines.training.load_balancing import LoadBalancing
 from realign.engines.training.nonfinite import Accumulated, origin_in
 from realign.engines.training.optimizer import OptimizerSpec
 from realign.engines.training.stepper import Stepper, counted, single, step_weight
