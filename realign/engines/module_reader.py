@@ -22,6 +22,14 @@ from realign.engines.network.trains import Lora, Trained
 from realign.engines.network.value_head import ValueNetwork
 from realign.errors import ConfigError, DataError
 
+SCALAR_HEADS = ("score.", "classifier.")
+LANGUAGE_HEADS = ("lm_head.", "embed_out.")
+
+NOT_QUANTIZED = ("lm_head", "embed_out", "score", "classifier")
+"""Layers that stay in fp32."""
+
+_REPACKS = "support_avx512bf16_for_cpu"
+
 
 @dataclass(frozen=True)
 class ModuleReader:
@@ -152,11 +160,6 @@ def read_value_head(
     return network
 
 
-SCALAR_HEADS = ("score.", "classifier.")
-
-LANGUAGE_HEADS = ("lm_head.", "embed_out.")
-
-
 def check_head(what: str, path: str, names: Collection[str], head: Head, *, random_head: bool) -> None:
     """Check that the configured head matches the weights in a folder.
 
@@ -188,13 +191,6 @@ def _no_trained_head(what: str, path: str, head: Head, lacks: str) -> DataError:
         f"output would be random. Set {what}.path to a folder with that head, such as final/reward of "
         f"experiment=reward_model, or set {what}.head.init."
     )
-
-
-HEADS = ("lm_head", "embed_out", "score", "classifier")
-"""Layers that stay in fp32."""
-
-
-_REPACKS = "support_avx512bf16_for_cpu"
 
 
 def check_4bit(what: str, trains: Trained, head: Head, processes: int) -> None:
@@ -239,7 +235,7 @@ def settings_4bit(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=dtype,
-        llm_int8_skip_modules=list(HEADS),
+        llm_int8_skip_modules=list(NOT_QUANTIZED),
     )
     return {"quantization_config": config, "device_map": {"": device}}
 

@@ -35,6 +35,12 @@ from realign.errors import ConfigError
 NOTHING = SequenceSample(("nothing",), {TOKENS: torch.zeros(0, dtype=torch.int64)}, {TOKENS: Lengths.of([[0]])})
 """A micro-batch without tokens. A pass over it runs the collectives of a normal pass, and changes nothing."""
 
+STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+"""The ways to split a linear layer, by their names in a transformers plan."""
+
+COPIED = "replicated_with_grad_allreduce"
+"""Name, in a transformers plan, of a part that every rank stores in full and applies to its own heads."""
+
 
 @dataclass(frozen=True, eq=False)
 class Grid:
@@ -325,13 +331,6 @@ class GatheredCopy:
         self.outdate()
         for p in self._all.parameters():
             p.data = torch.empty(0, device=self._device)
-
-
-STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
-"""The ways to split a linear layer, by their names in a transformers plan."""
-
-COPIED = "replicated_with_grad_allreduce"
-"""Name, in a transformers plan, of a part that every rank stores in full and applies to its own heads."""
 
 
 def _split_layers(role: str, module: Any, layers: nn.ModuleList, mesh: DeviceMesh) -> set[str]:

@@ -26,7 +26,6 @@ from realign.errors import ConfigError, TransientError
 AVERAGED = "_ema"
 """Suffix of the folder with averaged weights, after the name of the model folder."""
 
-
 RUN_FILES = (
     *("config.yaml", "metrics.jsonl", "samples.jsonl", "eval_samples.jsonl", "curves.png", "last_failure.json"),
     *("tokens.jsonl", "spans.jsonl", "warnings.jsonl", "system.jsonl", "run.json"),
@@ -37,6 +36,10 @@ RUN_FILES = (
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 """Error codes of a full disk."""
+
+_NEW, _OLD = "new", "old"
+_SCRATCH = re.compile(r"\.(.+)\.\w{8}")
+_REMOVED = ".removed"
 
 
 class DiskFullError(TransientError, OSError):
@@ -127,13 +130,6 @@ def _replace(path: Path, new: Path, old: Path) -> None:
             old.rename(path)
         raise
     sync_folder(path.parent)
-
-
-_NEW, _OLD = "new", "old"
-
-_SCRATCH = re.compile(r"\.(.+)\.\w{8}")
-
-_REMOVED = ".removed"
 
 
 def remove_folder(path: Path) -> None:

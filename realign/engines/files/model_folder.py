@@ -18,6 +18,21 @@ from typing import Any
 
 from realign.errors import ConfigError, DataError, RealignError
 
+GENERATION_CONFIG = "generation_config.json"
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+HEADS = ("num_attention_heads", "num_key_value_heads", "n_head", "n_heads")
+SIZES = ("hidden_size", "vocab_size", "n_embd")
+EXPERTS = ("num_experts", "num_local_experts")
+MOST_LAYERS = 10_000
+MOST_HEADS = 100_000
+MOST_EXPERTS = 100_000
+LARGEST_SIZE = 10**8
+
+LARGEST_FILE = 64 << 20
+"""Size limit of a JSON file in bytes; a vocabulary is in other files."""
+
+_HASH = re.compile("[0-9a-f]{40,64}")
+
 
 def check_path(what: str, path: str, patterns: tuple[str, ...] = ("config.json",)) -> str:
     """Return the path of an existing folder, or a hub name. It does not access the network.
@@ -58,30 +73,6 @@ def _near_folder(folder: Path) -> str:
     if near:
         return f" Did you mean {str(Path(*folder.parts[: len(folder.parts) - len(parts)], near[0], *parts[1:]))!r}?"
     return f" {str(there)!r} contains no {parts[0]!r}."
-
-
-GENERATION_CONFIG = "generation_config.json"
-
-LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-
-HEADS = ("num_attention_heads", "num_key_value_heads", "n_head", "n_heads")
-
-SIZES = ("hidden_size", "vocab_size", "n_embd")
-
-EXPERTS = ("num_experts", "num_local_experts")
-
-MOST_LAYERS = 10_000
-
-MOST_HEADS = 100_000
-
-MOST_EXPERTS = 100_000
-
-LARGEST_SIZE = 10**8
-
-LARGEST_FILE = 64 << 20
-"""Size limit of a JSON file in bytes; a vocabulary is in other files."""
-
-_HASH = re.compile("[0-9a-f]{40,64}")
 
 
 def check_model_folder(folder: Path) -> None:

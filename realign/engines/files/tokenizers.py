@@ -47,7 +47,6 @@ PROBES = (
 """Texts on which two tokenizers are compared, in addition to their own tokens."""
 
 _CONFIG = "tokenizer_config.json"
-
 MODULE, CLASS = "tokenizer_of_file", "TokenizerOfFile"
 
 _CODE = f'''"""Reads tokenizer.json as it is, instead of as the tokenizer of the model's family."""

@@ -23,6 +23,7 @@ from typing import Any, Protocol, runtime_checkable
 from safetensors.torch import load_file, save_file
 
 from realign.api.sampler import WeightSource
+from realign.engines.files.folders import AVERAGED
 from realign.engines.servers.inference_server import Server
 from realign.engines.servers.probe import PROMPT_TOKENS, SAMPLED, Probe, Sampled
 from realign.engines.servers.protocol import ANY_TOKEN, LOADING, Ask, Refused, ResponsePart, Unavailable
@@ -30,8 +31,9 @@ from realign.engines.servers.server_settings import ServerSettings
 from realign.errors import ConfigError, TransientError
 
 logger = logging.getLogger(__name__)
-
-_PREFIX = "realign-"
+_LABEL_PREFIX = "realign-"
+_SHARED_MEMORY = Path("/dev/shm")
+_EMBEDDINGS, _HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class Delivery:
         self._name, self._protocol, self._probe = name, settings.protocol(), probe
         self._timeout_s, self._sleep_level = settings.update_timeout_s, settings.sleep_level
         self._base = base
-        self._run = f"{_PREFIX}{uuid.uuid4().hex[:12]}"
+        self._run = f"{_LABEL_PREFIX}{uuid.uuid4().hex[:12]}"
         self._updates = 0
         self.version = 0
         self.folder = folder
@@ -226,7 +228,7 @@ class Delivery:
         """Compare the label of a server with that of the current weights."""
         if label == self.label:
             return
-        if label is not None and label.startswith(_PREFIX) and not self._is_own(label):
+        if label is not None and label.startswith(_LABEL_PREFIX) and not self._is_own(label):
             raise ConfigError(
                 f"{self._name}: the server at {server.url} got weights from another run. Give each run its own servers."
             )
@@ -264,13 +266,6 @@ class Delivery:
 def reason_of(error: BaseException) -> str:
     """Return the text of an error, or its type if it has none."""
     return str(error) or type(error).__name__
-
-
-_SHARED_MEMORY = Path("/dev/shm")
-
-_AVERAGED = "_ema"
-
-_EMBEDDINGS, _HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
 @runtime_checkable
@@ -323,7 +318,7 @@ class WeightFolders:
 
         def save(folder: Path) -> None:
             source.save(folder)
-            shutil.rmtree(folder.with_name(f"{folder.name}{_AVERAGED}"), ignore_errors=True)
+            shutil.rmtree(folder.with_name(f"{folder.name}{AVERAGED}"), ignore_errors=True)
             self._prepare(folder)
 
         return self._write(self.root / f"update_{number}", save)

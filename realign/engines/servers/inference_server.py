@@ -22,8 +22,10 @@ KEYS = "REALIGN_SERVER_KEYS"
 so a config from another user cannot send it to a server."""
 
 _CONNECT_S = 10.0
-
 T = TypeVar("T")
+_GUARD = Path(__file__).with_name("guard.py")
+_END_S = 15.0
+_LAST_LINES = 12
 
 
 class RequestInterrupted(Exception):
@@ -188,13 +190,6 @@ def _server_keys(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the API keys by host."""
     pairs = (pair.strip().partition("=") for pair in environment.get(KEYS, "").split(","))
     return {host: key for host, equals, key in pairs if equals and key}
-
-
-_GUARD = Path(__file__).with_name("guard.py")
-
-_END_S = 15.0
-
-_LAST_LINES = 12
 
 
 class LaunchedServer:

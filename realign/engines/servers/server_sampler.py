@@ -28,8 +28,12 @@ from realign.engines.servers.server_settings import LoraTransport, ServerSetting
 from realign.errors import ConfigError
 
 _CLOSE_S = 30.0
-
 T = TypeVar("T")
+
+_NOWHERE = Path("of-rank-0")
+"""Folder that ranks other than 0 pass to `save`, which do not write."""
+
+_PROBE_TOKENS = 48
 
 
 @dataclass
@@ -344,10 +348,6 @@ def _fail(handle: FutureHandle, error: BaseException) -> None:
         handle.future.set_exception(error)
 
 
-_NOWHERE = Path("of-rank-0")
-"""Folder that ranks other than 0 pass to `save`, which do not write."""
-
-
 class RankedSampler:
     """Implements `realign.api.Sampler` on several ranks. All ranks call `generate` and `update`, in the same order."""
 
@@ -447,9 +447,6 @@ class RankedSampler:
     def _leader(self) -> ServerSampler:
         assert self._own is not None
         return self._own
-
-
-_PROBE_TOKENS = 48
 
 
 @runtime_checkable

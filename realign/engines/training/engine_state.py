@@ -20,8 +20,11 @@ from realign.engines.training.stepper import Stepper
 from realign.engines.training.weights import WeightAverage
 from realign.errors import RunError
 
-PARTS = {"value_head": "a value head", "optimizer": "an optimizer", "ema": "averaged weights"}
+OPTIONAL_PARTS = {"value_head": "a value head", "optimizer": "an optimizer", "ema": "averaged weights"}
 """Optional parts of an engine's state, and their names in messages."""
+
+IMAGE_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+"""Files of an image processor of transformers."""
 
 
 class EngineState:
@@ -69,7 +72,7 @@ class EngineState:
         for name, part in parts.items():
             if (state[name] is None) != (part is None):
                 lacks, has = ("saved state", "engine") if part is not None else ("engine", "saved state")
-                raise ValueError(f"models.{self._name}: the {has} has {PARTS[name]}, but the {lacks} does not")
+                raise ValueError(f"models.{self._name}: the {has} has {OPTIONAL_PARTS[name]}, but the {lacks} does not")
         self._network.load_module_state(state["module"])
         for name, part in parts.items():
             if part is not None:
@@ -157,16 +160,12 @@ def write_network(
         value_head.save(folder)
 
 
-FILES = ("preprocessor_config.json", "processor_config.json")
-"""Files of an image processor of transformers."""
-
-
 def copy_image_processor(tokenizer: Any, folder: Path) -> None:
     """Copy the image processor in the folder, or the cached hub repository, of a tokenizer to `folder`, if any."""
     from huggingface_hub import try_to_load_from_cache
 
     source = str(tokenizer.name_or_path)
-    for name in FILES:
+    for name in IMAGE_PROCESSOR_FILES:
         file: Any = Path(source, name)
         if not file.is_file() and not Path(source).is_dir() and source.count("/") == 1:
             file = try_to_load_from_cache(source, name)

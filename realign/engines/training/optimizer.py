@@ -23,6 +23,20 @@ from typing_extensions import override
 from realign.errors import SettingsError
 from realign.settings import AcceptsForeign, Count, Fraction, NonNegative, NonNegativeInt, Positive, Range, Settings
 
+ELEMENTWISE = frozenset({"ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "SGD"})
+"""Classes of torch.optim that update each element of a weight on its own, so that shards can be updated apart."""
+
+REFUSED_OPTIMIZERS: Mapping[str, str] = MappingProxyType(
+    {
+        "LBFGS": "it evaluates the loss several times in each step",
+        "SparseAdam": "it needs sparse gradients",
+        "Rprop": "it ignores lr after the first step, and so the schedule",
+    }
+)
+
+ENGINE_ARGUMENTS = ("params", "lr", "weight_decay", "maximize", "foreach", "fused", "capturable", "differentiable")
+"""Arguments that realign sets, or leaves at their defaults."""
+
 
 class ScheduleKind(StrEnum):
     """Shape of the learning rate after warm-up."""
@@ -188,21 +202,6 @@ def _build_adamw(spec: OptimizerSpec, parameters: Iterable[nn.Parameter]) -> tor
     )
 
 
-ELEMENTWISE = frozenset({"ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "SGD"})
-"""Classes of torch.optim that update each element of a weight on its own, so that shards can be updated apart."""
-
-REFUSED: Mapping[str, str] = MappingProxyType(
-    {
-        "LBFGS": "it evaluates the loss several times in each step",
-        "SparseAdam": "it needs sparse gradients",
-        "Rprop": "it ignores lr after the first step, and so the schedule",
-    }
-)
-
-OWN = ("params", "lr", "weight_decay", "maximize", "foreach", "fused", "capturable", "differentiable")
-"""Arguments that realign sets, or leaves at their defaults."""
-
-
 @dataclass
 class TorchOptimizer(OptimizerSpec):
     """An optimizer class of torch or of another library, such as torch.optim.Muon or bitsandbytes.optim.AdamW8bit.
@@ -318,8 +317,8 @@ class TorchOptimizer(OptimizerSpec):
         """Construct the optimizer over a small matrix, so that its class checks the arguments."""
         known = _argument_names(cls)
         for name in self.arguments:
-            if name in OWN or name not in known:
-                valid = ", ".join(key for key in known if key not in OWN)
+            if name in ENGINE_ARGUMENTS or name not in known:
+                valid = ", ".join(key for key in known if key not in ENGINE_ARGUMENTS)
                 raise SettingsError(f"{name}: {self.of} does not take this argument here (valid: {valid})")
         if self.weight_decay and "weight_decay" not in known:
             raise SettingsError(f"weight_decay={self.weight_decay}: {self.of} has no weight decay. Remove it.")
@@ -343,8 +342,8 @@ def _argument_names(cls: type) -> list[str]:
 
 
 def _refusal(cls: type[torch.optim.Optimizer]) -> str | None:
-    if cls.__module__.startswith("torch.optim") and cls.__name__ in REFUSED:
-        return REFUSED[cls.__name__]
+    if cls.__module__.startswith("torch.optim") and cls.__name__ in REFUSED_OPTIMIZERS:
+        return REFUSED_OPTIMIZERS[cls.__name__]
     if "lr" not in _argument_names(cls):
         return "it has no argument lr, which the schedule sets"
     if hasattr(cls, "train") and hasattr(cls, "eval"):
