@@ -30,9 +30,9 @@ from realign.engines.training.optimizer import (
     Schedule,
     ScheduleKind,
     ScheduleUnit,
-    TorchOptimizer,
     learning_rate,
 )
+from realign.engines.training.torch_optimizer import TorchOptimizer
 from realign.engines.transformers_model import TransformersModel
 
 __all__ = [

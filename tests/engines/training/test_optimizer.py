@@ -23,7 +23,7 @@ from realign.engines import (
     learning_rate,
 )
 from realign.engines.distributed.sharded_engine import ShardedStepper
-from realign.engines.training.optimizer import ELEMENTWISE, MixedOptimizer
+from realign.engines.training.torch_optimizer import ELEMENTWISE, MixedOptimizer
 from realign.errors import ConfigError, SettingsError
 from realign.runtime.checkpoint.schema import OPTIMIZER
 from realign.runtime.checkpoint.serialize import pack, unpack
