@@ -16,7 +16,7 @@ from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample
 from realign.engines import OptimizerSpec
 from realign.engines.network.attention import ATTENTION
 from realign.engines.network.settings import NetworkSettings
-from realign.engines.training.engine import TransformersEngine
+from realign.engines.training.transformers_engine import TransformersEngine
 from realign.interfaces.grpo import GRPOActorInterface
 
 WORDS = len(CHARACTERS)

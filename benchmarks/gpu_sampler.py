@@ -12,7 +12,7 @@ import torch
 
 from realign.api import GenerationConfig, SequenceSample
 from realign.engines.sampling.decode import Rollout
-from realign.engines.training.engine import TransformersEngine
+from realign.engines.training.transformers_engine import TransformersEngine
 
 
 @contextmanager

@@ -30,8 +30,8 @@ from torch import Tensor
 from realign.api import GenerationConfig, MicroBatchSpec, Model, ModelOutput, SequenceSample, Stats
 from realign.data import PromptData
 from realign.engines import TransformersModel
-from realign.engines.training.engine import TransformersEngine
 from realign.engines.training.optimizer import OptimizerSpec
+from realign.engines.training.transformers_engine import TransformersEngine
 from realign.functional import KLEstimator, kl_estimate
 from realign.interfaces.components import GAE
 from realign.interfaces.ppo import PPOActorInterface, dataflow

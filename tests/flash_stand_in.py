@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from realign.engines import precision
 from realign.engines.network import kernels
 
 Calls = list[dict[str, Any]]
@@ -113,4 +112,4 @@ def pretend_cuda(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = 
     monkeypatch.setattr(
         kernels, "_device_obstacle", lambda backend, device, dtype: obstacle(backend, torch.device("cuda"), dtype)
     )
-    monkeypatch.setattr(precision, "supports_bfloat16", lambda device: capability >= (8, 0))
+    monkeypatch.setattr("realign.engines.device.supports_bfloat16", lambda device: capability >= (8, 0))

@@ -20,7 +20,7 @@ from realign.cli import main
 from realign.config.folders import experiments_dir
 from realign.data import PreferenceData, PromptData, SupervisedData
 from realign.engines import TransformersModel
-from realign.engines.training.engine import TransformersEngine
+from realign.engines.training.transformers_engine import TransformersEngine
 from tests.tiny import save_tiny
 
 TABLE: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("config_mistakes.yaml").read_text(encoding="utf-8"))

@@ -22,7 +22,7 @@ from realign.api import GenerationConfig, MicroBatchSpec
 from realign.data import PreferenceData, PromptData, SupervisedData, TextData, TooLong
 from realign.data.combined import WithPretraining
 from realign.engines import Causal, OptimizerSpec, TransformersModel
-from realign.engines.training import saving
+from realign.engines.training import engine_state
 from realign.errors import ConfigError, DataError, RunError
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.interfaces.ppo import dataflow
@@ -296,14 +296,14 @@ def test_a_disk_that_is_full_for_a_while_costs_no_line_and_no_step(tmp_path, ful
 
 def test_a_save_that_fails_costs_neither_the_run_nor_its_checkpoints(tmp_path, monkeypatch):
     path = model_folder(tmp_path / "model")
-    write = saving.write_network
+    write = engine_state.write_network
 
     def fails_at_first(folder, *values):
         if "step_000001" in str(folder):
             raise OSError(errno.ENOSPC, "No space left on device")
         write(folder, *values)
 
-    monkeypatch.setattr(saving, "write_network", fails_at_first)
+    monkeypatch.setattr(engine_state, "write_network", fails_at_first)
     settings = {"steps": 3, "save_every_steps": 1, "checkpoint": CheckpointSpec(every_steps=1, keep=9)}
     with pytest.warns(UserWarning, match=r"step_000001 was not saved: .*No space left on device. Training continues"):
         run(experiment(tmp_path, path, **settings))
@@ -320,7 +320,7 @@ def test_models_of_the_last_step_that_find_no_room_are_saved_by_a_resume(tmp_pat
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(saving, "write_network", full)
+        patch.setattr(engine_state, "write_network", full)
         with pytest.raises(OSError, match=r"final/actor was not saved: .*No space left on device"):
             run(experiment(tmp_path, path, **settings))
     run(experiment(tmp_path, path, resume="auto", **settings))

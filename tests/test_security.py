@@ -295,7 +295,7 @@ def test_no_text_is_evaluated_and_only_known_files_start_programs():
     assert found == [
         "engines/sampling/compiled/library.py: subprocess.run",
         "engines/servers/guard.py: subprocess.Popen",
-        "engines/servers/launch.py: subprocess.Popen",
+        "engines/servers/inference_server.py: subprocess.Popen",
         "environments/adapters/verifiers_agent.py: subprocess.Popen",
         "rewards/sandbox.py: subprocess.Popen",
         "runtime/run_report.py: subprocess.run",

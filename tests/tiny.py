@@ -24,8 +24,8 @@ from realign.engines.network.attention import ATTENTION
 from realign.engines.network.settings import NetworkSettings
 from realign.engines.sampling.in_process import InProcessSampling
 from realign.engines.sampling.rollout_model import RolloutResources
-from realign.engines.training.engine import TransformersEngine
 from realign.engines.training.optimizer import OptimizerSpec
+from realign.engines.training.transformers_engine import TransformersEngine
 
 SPECIAL = ("<pad>", "<bos>", "<eos>")
 TEXT = "0123456789+-*/=()., :?!'abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ\n"

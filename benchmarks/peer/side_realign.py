@@ -19,8 +19,8 @@ from benchmarks.peer.work import EOS, Scenario, reward
 from realign.api import GenerationConfig, MicroBatchSpec
 from realign.data import PromptData
 from realign.engines import OptimizerSpec, Score, TransformersModel, Value
+from realign.engines.device import DType
 from realign.engines.network.network import Network
-from realign.engines.precision import DType
 from realign.engines.sampling.decode import Rollout, RowEntry
 from realign.engines.training.stepper import Stepper
 from realign.interfaces.components import Critic, KLPenalty, KLPlace

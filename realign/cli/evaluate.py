@@ -21,7 +21,7 @@ from realign.config.composition import compose_raw
 from realign.config.errors import ConfigError, suggest
 from realign.config.experiment import as_node
 from realign.config.shell_words import EXPERIMENT, is_file, quoted_text, register_file
-from realign.engines.files.durable import open_regular
+from realign.engines.files.folders import open_regular
 from realign.runtime.metrics.samples import readable
 from realign.runtime.metrics.shown_metrics import number
 from realign.runtime.standalone_evaluation import Outcome, StandaloneEvaluations

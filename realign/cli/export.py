@@ -15,10 +15,15 @@ from typing import Any
 
 from realign.cli.model_card import model_card
 from realign.engines.files.adapters import CONFIG, AdapterFolder, absolute, find_adapter
-from realign.engines.files.folders import AVERAGED, check_path, save_folder
-from realign.engines.files.inspection import check_hub
-from realign.engines.files.model_folder import check_links, check_model_folder
-from realign.engines.files.pretrained import quiet_transformers, readable
+from realign.engines.files.folders import AVERAGED, save_folder
+from realign.engines.files.model_folder import (
+    check_hub,
+    check_links,
+    check_model_folder,
+    check_path,
+    quiet_transformers,
+    readable,
+)
 from realign.engines.files.tokenizers import (
     TOKENIZER_FILES,
     has_tokenizer,

@@ -53,7 +53,7 @@ class MemoryModel:
         lanes = self._lanes(work)
         accumulates = work.optimizer_step_tokens > work.tokens or lanes > 1
         on_device = 0 if self.offload and ranks > 1 else 1
-        found = RoleMemory(
+        memory = RoleMemory(
             device=str(self.device),
             weights=on_device * self._weights // ranks,
             references=sum(self._reference(layers) for layers in work.references),
@@ -62,8 +62,8 @@ class MemoryModel:
         )
         if work.trains and self.optimizer is not None:
             copies = 1 if lanes == 1 else lanes + 2
-            found = replace(
-                found,
+            memory = replace(
+                memory,
                 moments=on_device * round(trained * moment_bytes(self.optimizer)),
                 average=on_device * FP32 * trained * (self.optimizer.ema_decay is not None),
                 gradients=FP32 * trained * copies + self._embedding_gradient,
@@ -72,8 +72,8 @@ class MemoryModel:
             )
         if work.scores:
             scoring = self._scoring(work.tokens, lanes) + self._running_pairs(work.tokens, work)
-            found = replace(found, scoring=scoring)
-        return self._with_rollout(found, work) if work.samples else found
+            memory = replace(memory, scoring=scoring)
+        return self._with_rollout(memory, work) if work.samples else memory
 
     @property
     def _bytes(self) -> int:
@@ -212,11 +212,11 @@ class MemoryModel:
         head = min(self._chunk(lanes), self._chunk_of(tokens)) + FP32 * tokens * shape.hidden if shape.words else 0
         return passing + head
 
-    def _with_rollout(self, found: RoleMemory, work: MemoryWork) -> RoleMemory:
+    def _with_rollout(self, memory: RoleMemory, work: MemoryWork) -> RoleMemory:
         shape, length = self.shape, work.prompt + work.response
         row = self._bytes * shape.cache_token * length
         copies = self._rollout_weights(work)
-        free = None if work.free is None else max(0, work.free - found.kept - copies)
+        free = None if work.free is None else max(0, work.free - memory.kept - copies)
         limit = cache_bytes(self.device, self.sampling.cache_fraction, free or 0)
         slots = max(1, min(work.sequences, self.sampling.max_slots or limit // max(1, row)))
         prefill = min(work.prompts * work.prompt, max(PREFILL_TOKENS, work.prompt))
@@ -227,7 +227,7 @@ class MemoryModel:
         logits = min(slots * shape.words, LOGIT_ELEMENTS) * (FP32 if not self._half else 2 * FP32 + self._bytes)
         scores = slots * length * shape.heads * 2 * FP32
         return replace(
-            found,
+            memory,
             cache=slots * row,
             rollout_weights=copies,
             rollout_work=max(passing, logits + scores),
@@ -237,15 +237,15 @@ class MemoryModel:
     def _rollout_weights(self, work: MemoryWork) -> int:
         """Return the memory of the weights from which a rollout samples."""
         shape, size = self.shape, self._bytes
-        whole = FP32 * shape.parameters if work.ranks > 1 else 0
+        full_copy = FP32 * shape.parameters if work.ranks > 1 else 0
         head = size * shape.words * shape.hidden
         fused = self.fused_rollout and shape.family in FAMILIES and not shape.adapters and not self.load_in_4bit
         joined = size * shape.in_layers
         if self.device.type == "cpu" and joined > CPU_BYTES:
             fused = False
         if fused:
-            return whole + joined + (head if self._half or self.device.type == "cpu" else 0)
-        return whole + (self._casts + head if self._half else 0)
+            return full_copy + joined + (head if self._half or self.device.type == "cpu" else 0)
+        return full_copy + (self._casts + head if self._half else 0)
 
 
 def moment_bytes(optimizer: OptimizerSpec) -> float:

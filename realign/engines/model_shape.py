@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from realign.engines.files.pretrained import quiet_transformers
+from realign.engines.files.model_folder import quiet_transformers
 from realign.engines.network.heads import Head, is_encoder_decoder
 from realign.engines.network.trains import All, Trained
 from realign.engines.network.unpacked import UNPACKED_FAMILIES
@@ -161,8 +161,8 @@ def _largest_list(stack: Any) -> Iterable[nn.Module]:
 def _mlp(config: Any) -> int:
     """Return the inner size of the feed-forward layer, for all experts that compute a token."""
     for name in ("moe_intermediate_size", "intermediate_size", "ffn_dim", "n_inner", "d_ff"):
-        if (found := getattr(config, name, None)) is not None:
-            return int(found) * int(getattr(config, "num_experts_per_tok", None) or 1)
+        if (size := getattr(config, name, None)) is not None:
+            return int(size) * int(getattr(config, "num_experts_per_tok", None) or 1)
     return 4 * int(config.hidden_size)
 
 

@@ -1,25 +1,33 @@
-"""Read the module of a model from a folder or the hub, with transformers; merge an adapter; read a value head."""
+"""Read the module of a model with transformers, also in 4 bits (arXiv:2305.14314), merge an adapter, and read heads."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from realign.api.seeds import derive_seed
 from realign.engines.files.adapters import AdapterFolder
-from realign.engines.files.folders import check_path
-from realign.engines.files.inspection import no_trained_head
-from realign.engines.files.pretrained import quiet_transformers, readable
-from realign.engines.network.heads import Head, ValueHead, head_mapping, is_encoder_decoder, read_head
+from realign.engines.files.model_folder import check_path, quiet_transformers, readable
+from realign.engines.network.heads import Causal, Head, ValueHead, head_mapping, is_encoder_decoder, read_head
 from realign.engines.network.passed_context import pass_context_on
 from realign.engines.network.recurrence import segment_recurrent_layers
-from realign.engines.network.trains import merge_adapter
+from realign.engines.network.trains import Lora, Trained, merge_adapter
 from realign.engines.network.value_head import ValueNetwork
-from realign.errors import DataError
+from realign.errors import ConfigError, DataError
+
+SCALAR_HEADS = ("score.", "classifier.")
+LANGUAGE_HEADS = ("lm_head.", "embed_out.")
+
+NOT_QUANTIZED = ("lm_head", "embed_out", "score", "classifier")
+"""Layers that stay in fp32."""
+
+_REPACKS = "support_avx512bf16_for_cpu"
 
 
 @dataclass(frozen=True)
@@ -115,7 +123,7 @@ class ModuleReader:
                 + (f" and {len(absent) - 1} more" if absent[1:] else "")
             )
         if heads and not self.trains and not self.head.replaces:
-            raise no_trained_head(f"models.{self.role}", self.path, self.head, heads[0])
+            raise _no_trained_head(f"models.{self.role}", self.path, self.head, heads[0])
 
 
 def read_value_head(
@@ -149,3 +157,90 @@ def read_value_head(
         probe_branch(module, network.branch)
     network.load(path, what)
     return network
+
+
+def check_head(what: str, path: str, names: Collection[str], head: Head, *, random_head: bool) -> None:
+    """Check that the configured head matches the weights in a folder.
+
+    Args:
+        what: key of the model, for messages.
+        path: path of the folder, for messages.
+        names: names of its weights.
+        head: the configured head.
+        random_head: whether a new scalar head is allowed, because the model trains or `Head.replaces` is true.
+
+    Raises:
+        DataError: `head` is causal but the folder contains a reward model or critic, or the folder lacks the scalar
+            head.
+    """
+    scalar = sorted(name for name in names if name.startswith(SCALAR_HEADS))
+    if head.is_scalar and not scalar and not random_head:
+        raise _no_trained_head(what, path, head, "score.weight")
+    if not head.is_scalar and scalar and not any(name.startswith(LANGUAGE_HEADS) for name in names):
+        raise DataError(
+            f"{what}.head=causal: {path!r} contains a reward model or critic ({scalar[0]} and no language head). Set "
+            f"{what}.path to a language model, or set {what}.head=score."
+        )
+
+
+def _no_trained_head(what: str, path: str, head: Head, lacks: str) -> DataError:
+    """Return the error for a scalar head that is randomly initialized and never trained."""
+    return DataError(
+        f"{what}.head={head}: {path!r} has no such head ({lacks} is missing), and the role does not train, so its "
+        f"output would be random. Set {what}.path to a folder with that head, such as final/reward of "
+        f"experiment=reward_model, or set {what}.head.init."
+    )
+
+
+def check_4bit(what: str, trains: Trained, head: Head, processes: int) -> None:
+    """Check that a model can be loaded in 4 bits and trained.
+
+    Args:
+        what: key of the model, for messages.
+        trains: weights that train.
+        head: output of the model.
+        processes: number of processes that share the model.
+
+    Raises:
+        ConfigError: bitsandbytes is missing, or a setting needs unquantized weights.
+    """
+    key = f"{what}.load_in_4bit=true"
+    if not isinstance(trains, Lora):
+        raise ConfigError(f"{key}: weights in 4 bits cannot train. Set {what}.trains=lora.")
+    if trains.merge_on_save:
+        raise ConfigError(
+            f"{key}: adapters cannot be merged into weights in 4 bits. Set {what}.trains.merge_on_save=false, and "
+            "merge the saved adapter with realign export --merge."
+        )
+    if isinstance(head, Causal) and head.value_head is not None and head.value_head.layers:
+        raise ConfigError(f"{key}: {what}.head.value_head.layers would copy and train these layers. Set it to 0.")
+    if processes > 1:
+        raise ConfigError(f"{key}: weights in 4 bits cannot be sharded. Start one process.")
+    if find_spec("bitsandbytes") is None:
+        raise ConfigError(f"{key}: bitsandbytes is not installed. Run pip install 'realign-rl[quantization]'.")
+
+
+def settings_4bit(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the arguments of `from_pretrained` that load linear layers as 4-bit NormalFloat, double-quantized.
+
+    Args:
+        device: device of the model; bitsandbytes quantizes while it loads.
+        dtype: dtype of matrix products.
+    """
+    from transformers import BitsAndBytesConfig
+
+    config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+        llm_int8_skip_modules=list(NOT_QUANTIZED),
+    )
+    return {"quantization_config": config, "device_map": {"": device}}
+
+
+def keep_layout(module: nn.Module) -> None:
+    """Keep the layout of quantized weights. On some CPUs, bitsandbytes would change it in the first scoring pass."""
+    for layer in module.modules():
+        if hasattr(layer, _REPACKS):
+            setattr(layer, _REPACKS, False)

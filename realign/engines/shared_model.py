@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from typing_extensions import override
 
 from realign.api.engine import Forward, LossFn, LossWeightFn, PipelinableEngine, PostHook, StepIf, copied_head, measured
 from realign.api.generation import GenerationConfig
@@ -78,8 +79,9 @@ class SharedModel(Settings, ModelSpec):
         owner.views.append(view)
         return view
 
+    @override
     def facts(self) -> ModelFacts:
-        """See `ModelSpec.facts`; a shared model is trained only as the role that owns it."""
+        """Return facts of a frozen role, since a shared model is trained only as the role that owns it."""
         if self.branch is Share.reference:
             return ModelFacts(outputs=frozenset({"logprobs"}), trainable=False)
         return ModelFacts(trainable=False)
@@ -121,12 +123,12 @@ class SharedEngine(PipelinableEngine):
         self.engine = engine
 
     @property
+    @override
     def outputs(self) -> frozenset[str]:
-        """See `PipelinableEngine.outputs`."""
         return self.engine.outputs
 
+    @override
     def forward(self, data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
-        """See `PipelinableEngine.forward`."""
         return self.engine.forward(data, mb_spec, post_hook)
 
     def train_batch(
@@ -140,56 +142,57 @@ class SharedEngine(PipelinableEngine):
         """Raise ValueError, since a shared model is trained only as the role that owns it."""
         raise ValueError(f"models.{self.name} shares the model of role {self.of!r} and cannot train")
 
+    @override
     def check_router_replay(self) -> None:
-        """See `PipelinableEngine.check_router_replay`."""
         self.engine.check_router_replay()
 
+    @override
     def generate(self, data: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
-        """See `PipelinableEngine.generate`."""
         return self.engine.generate(data, config, seed=seed)
 
+    @override
     def lm_head(self) -> LMHead:
-        """See `PipelinableEngine.lm_head`."""
         return self.engine.lm_head()
 
     @property
+    @override
     def head_is_live(self) -> bool:
-        """See `PipelinableEngine.head_is_live`."""
         return self.engine.head_is_live
 
     @property
+    @override
     def positions(self) -> int | None:
-        """See `PipelinableEngine.positions`."""
         return self.engine.positions
 
     @property
+    @override
     def eos_token_ids(self) -> tuple[int, ...]:
-        """See `PipelinableEngine.eos_token_ids`."""
         return self.engine.eos_token_ids
 
     @property
+    @override
     def reads_images(self) -> bool:
-        """See `PipelinableEngine.reads_images`."""
         return self.engine.reads_images
 
     @property
+    @override
     def encoder_decoder(self) -> bool:
-        """See `PipelinableEngine.encoder_decoder`."""
         return self.engine.encoder_decoder
 
+    @override
     def measure(self, data: SequenceSample, mb_spec: MicroBatchSpec, loss_fn: LossFn) -> Stats:
-        """See `PipelinableEngine.measure`."""
         return self.engine.measure(data, mb_spec, loss_fn)
 
+    @override
     def reduce(self, x: Tensor) -> Tensor:
-        """See `PipelinableEngine.reduce`."""
         return self.engine.reduce(x)
 
     def start_step(self, version: int) -> None:
         """Do nothing, since schedules follow the role that trains."""
 
+    @override
     def save(self, path: Path) -> None:
-        """See `PipelinableEngine.save`; writes the whole model of the other role."""
+        """Write the whole model of the other role."""
         self.engine.save(path)
 
     def state_dict(self) -> dict[str, Any]:
@@ -205,8 +208,9 @@ class SharedEngine(PipelinableEngine):
         if state:
             raise ValueError(f"models.{self.name} shares the model of role {self.of!r}, which saves the state of both")
 
+    @override
     def weights(self) -> dict[str, Tensor]:
-        """See `PipelinableEngine.weights`; returns the weights of the other role."""
+        """Return the weights of the other role."""
         return self.engine.weights()
 
     def load_weights(self, weights: Mapping[str, Tensor], mix: float = 1.0) -> None:
@@ -222,17 +226,18 @@ class ReferenceEngine(SharedEngine):
         super().__init__(name, of, engine)
         self._score = forward
 
+    @override
     def measure(self, data: SequenceSample, mb_spec: MicroBatchSpec, loss_fn: LossFn) -> Stats:
-        """See `PipelinableEngine.measure`; measures the frozen policy."""
+        """Measure the frozen policy."""
         return measured(self.forward, data, mb_spec, loss_fn)
 
     @property
+    @override
     def outputs(self) -> frozenset[str]:
-        """See `PipelinableEngine.outputs`."""
         return frozenset({"logprobs"})
 
+    @override
     def forward(self, data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
-        """See `PipelinableEngine.forward`."""
         return self._score(data, mb_spec, post_hook)
 
     def lm_head(self) -> LMHead:
@@ -240,8 +245,9 @@ class ReferenceEngine(SharedEngine):
         return copied_head(self.forward)
 
     @property
+    @override
     def head_is_live(self) -> bool:
-        """See `PipelinableEngine.head_is_live`; the frozen policy does not change."""
+        """Return False, since the frozen policy does not change."""
         return False
 
     def generate(self, data: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:

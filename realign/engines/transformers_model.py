@@ -9,30 +9,33 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from realign.api.memory import MemoryWork, RoleMemory
 from realign.api.model import Compute, Model, ModelFacts, ModelSpec, TokenizerSource
 from realign.api.sampler import Sampler
 from realign.api.sampler_spec import SamplerSpec
 from realign.api.seeds import derive_seed
+from realign.engines.device import DType, enable_tf32, pick_device, products_dtype, use_deterministic_algorithms
 from realign.engines.distributed.ranks import current
-from realign.engines.distributed.spec import Sharding
-from realign.engines.encoder_decoder_settings import check_settings
-from realign.engines.files.adapters import AdapterStart, find_adapter
-from realign.engines.files.folders import check_path, read_states
-from realign.engines.files.inspection import check_head, check_hub, pick_device, weight_names
-from realign.engines.files.pretrained import readable
-from realign.engines.files.role_tokenizer import check_inherited, check_source, read_source
-from realign.engines.files.tokenizers import has_tokenizer
-from realign.engines.module_reader import ModuleReader, read_value_head
-from realign.engines.network.heads import Causal, Head
+from realign.engines.distributed.sharding import Sharding
+from realign.engines.files.adapters import AdapterFolder, AdapterStart, check_continues, find_adapter, is_adapter
+from realign.engines.files.folders import read_states
+from realign.engines.files.model_folder import check_hub, check_path, readable, weight_names
+from realign.engines.files.tokenizers import check_inherited, check_source, has_tokenizer, read_source
+from realign.engines.module_reader import (
+    ModuleReader,
+    check_4bit,
+    check_head,
+    keep_layout,
+    read_value_head,
+    settings_4bit,
+)
+from realign.engines.network.heads import Causal, Head, ValueHead, is_encoder_decoder
 from realign.engines.network.kernels import Backend, missing_package, preferred_kernel
 from realign.engines.network.passes import ParallelPasses, SharedPrompts
 from realign.engines.network.settings import NetworkSettings, TorchCompile
-from realign.engines.network.trains import All, Trained, load_adapters
-from realign.engines.precision import DType, enable_tf32, products_dtype, use_deterministic_algorithms
-from realign.engines.quantization import check_4bit, keep_layout, settings_4bit
-from realign.engines.role_adapter import RoleAdapter
+from realign.engines.network.trains import All, Lora, TopLayers, Trained, load_adapters, require_peft_for
 from realign.engines.sampling.compiled.library import CompiledDecode
 from realign.engines.sampling.in_process import InProcessSampling
 from realign.engines.shared_model import Share, SharedModel
@@ -135,14 +138,14 @@ class TransformersModel(Settings, ModelSpec):
             key = "load_in_4bit=true" if self.load_in_4bit else "fused_rollout=false"
             raise SettingsError(f"{key}: incompatible with sampler.compiled_decode=on. Set compiled_decode=auto.")
 
+    @override
     def facts(self) -> ModelFacts:
-        """See `ModelSpec.facts`."""
         facts = ModelFacts(
             path=self.path,
             device=self.device,
             outputs=self.head.outputs,
             trainable=self.optimizer is not None,
-            branches=self.trains.keeps_start and not self._adapter.continues,
+            branches=self.trains.keeps_start and not self._continues,
             compute=self._compute,
         )
         schedule = None if self.optimizer is None else self.optimizer.schedule
@@ -151,11 +154,11 @@ class TransformersModel(Settings, ModelSpec):
         return replace(facts, rate_ends=schedule.total, rate_unit=schedule.unit.value)
 
     def memory(self, name: str, work: MemoryWork) -> RoleMemory:
-        """See `EstimatesMemory.memory`; reads the config of the model."""
+        """Estimate the memory from the config of the model."""
         from realign.engines.memory import MemoryModel
         from realign.engines.model_shape import read_shape
 
-        adapter, device = self._adapter.find(name), pick_device(self.device)
+        adapter, device = self._find_adapter(name), pick_device(self.device)
         path = self.path if adapter is None else adapter.base
         with readable(f"models.{name}: cannot read the config in {path!r}"):
             shape = read_shape(
@@ -165,7 +168,7 @@ class TransformersModel(Settings, ModelSpec):
                 trains=self.trains,
                 trainable=self.optimizer is not None,
             )
-        value_head = self.head.value_head if isinstance(self.head, Causal) else None
+        value_head = self._value_head
         settings = self._settings(device).allowed(load_balancing=self.load_balancing is not None)
         together = settings.parallel_passes is ParallelPasses.auto and device.type == "cpu" and work.ranks == 1
         model = MemoryModel(
@@ -185,9 +188,56 @@ class TransformersModel(Settings, ModelSpec):
         return model.estimate(work)
 
     @property
-    def _adapter(self) -> RoleAdapter:
-        """The adapter in `path`, if any."""
-        return RoleAdapter(self.path, self.adapter, self.trains)
+    def _value_head(self) -> ValueHead | None:
+        """The value head that a language model has in addition to its own."""
+        return self.head.value_head if isinstance(self.head, Causal) else None
+
+    @property
+    def _saves_adapters_alone(self) -> bool:
+        """Whether a saved folder contains only adapters."""
+        return isinstance(self.trains, Lora) and not self.trains.merge_on_save
+
+    @property
+    def _continues(self) -> bool:
+        """Whether the adapter in `path` is trained further, so that the start of the run is not the base model."""
+        if self.adapter is AdapterStart.auto:
+            return self._saves_adapters_alone and is_adapter(self.path)
+        return self.adapter is AdapterStart.continue_
+
+    def _find_adapter(self, name: str) -> AdapterFolder | None:
+        """Return the adapter in `path`, if any, after a check of its files and of the settings that concern it.
+
+        Args:
+            name: the role, for messages.
+
+        Raises:
+            ConfigError: the settings do not fit the folder, or peft is missing.
+            DataError: the folder is invalid.
+        """
+        what = f"models.{name}.path={self.path!r}"
+        adapter = find_adapter(what, self.path)
+        if adapter is None and self.adapter is not AdapterStart.auto:
+            raise ConfigError(
+                f"models.{name}.adapter={self.adapter.value}: models.{name}.path={self.path!r} is not an adapter "
+                "folder (it has no adapter_config.json). Remove this key."
+            )
+        if adapter is None:
+            return None
+        require_peft_for(adapter.path)
+        adapter.check(what)
+        if self._continues:
+            if not isinstance(self.trains, Lora):
+                raise ConfigError(f"models.{name}.adapter=continue: requires models.{name}.trains=lora.")
+            try:
+                check_continues(adapter, rank=self.trains.rank, alpha=self.trains.alpha)
+            except ConfigError as error:
+                raise ConfigError(f"{what}: {error}") from error
+        elif self._saves_adapters_alone:
+            raise ConfigError(
+                f"models.{name}.adapter=merge: with trains.merge_on_save=false, the saved adapter would need the "
+                f"merged model, which is not saved. Set models.{name}.adapter=continue, or merge_on_save=true."
+            )
+        return adapter
 
     def _settings(self, device: torch.device) -> NetworkSettings:
         """Return the settings of the network on this device."""
@@ -218,9 +268,10 @@ class TransformersModel(Settings, ModelSpec):
         dtype = products_dtype(self.dtype, device)
         return Compute(device.type, str(dtype).removeprefix("torch."), preferred_kernel(self.attention, device, dtype))
 
+    @override
     def frozen_start(self, role: str) -> ModelSpec:
-        """See `ModelSpec.frozen_start`; with LoRA or `TopLayers` it shares the weights of the trained model."""
-        if self.optimizer is not None and self.trains.keeps_start and not self._adapter.continues:
+        """Return the model before training; with LoRA or `TopLayers` it shares the weights of the trained model."""
+        if self.optimizer is not None and self.trains.keeps_start and not self._continues:
             return SharedModel(role, Share.reference)
         if self.load_in_4bit:
             raise ConfigError(
@@ -232,22 +283,25 @@ class TransformersModel(Settings, ModelSpec):
         plain = replace(self, load_balancing=None, gradient_checkpointing=False)
         return replace(plain, optimizer=None, trains=All(), head=head, adapter=adapter)
 
+    @override
     def for_sampling(self) -> ModelSpec:
-        """See `ModelSpec.for_sampling`; the copy keeps no moving average of the weights."""
+        """Return a copy that keeps no moving average of the weights."""
         if self.optimizer is None:
             return self
         copy = replace(self, optimizer=replace(self.optimizer, ema_decay=None))
         return copy if self.inherited is None else copy.with_tokenizer(self.inherited)
 
+    @override
     def for_evaluation(self) -> ModelSpec:
-        """See `ModelSpec.for_evaluation`; merges adapters, and does not quantize."""
+        """Return a frozen copy that merges adapters and does not quantize."""
         adapter = AdapterStart.auto if self.adapter is AdapterStart.continue_ else self.adapter
         plain = replace(self, load_balancing=None, gradient_checkpointing=False, load_in_4bit=False)
         copy = replace(plain, optimizer=None, trains=All(), adapter=adapter)
         return copy if self.inherited is None else copy.with_tokenizer(self.inherited)
 
+    @override
     def tokenizer_source(self, role: str) -> TokenizerSource:
-        """See `ModelSpec.tokenizer_source`; returns an inherited tokenizer too."""
+        """Return the tokenizer of this role, which may be inherited."""
         if self.tokenizer is not None:
             return TokenizerSource(self.tokenizer, f"models.{role}.tokenizer", role, self.trust_remote_code)
         return self.inherited or TokenizerSource(
@@ -259,8 +313,8 @@ class TransformersModel(Settings, ModelSpec):
         adapter = None if has_tokenizer(self.path) else find_adapter(f"models.{role}.path={self.path!r}", self.path)
         return self.path if adapter is None else adapter.base
 
+    @override
     def with_tokenizer(self, source: TokenizerSource) -> TransformersModel:
-        """See `ModelSpec.with_tokenizer`."""
         if self.tokenizer is not None:
             return self
         copy = replace(self)
@@ -285,7 +339,7 @@ class TransformersModel(Settings, ModelSpec):
             pick_device(self.device)
         except ConfigError as error:
             raise ConfigError(f"{what}.{error}") from error
-        adapter = self._adapter.find(name)
+        adapter = self._find_adapter(name)
         path = check_path(f"{what}.path", self.path if adapter is None else adapter.base)
         check_source(self.tokenizer_source(name), self.path)
         if not Path(path).is_dir():
@@ -306,15 +360,15 @@ class TransformersModel(Settings, ModelSpec):
             ConfigError: the settings do not fit the model. The message names the role.
             DataError: the folder or tokenizer cannot be used. The message names the role and the path.
         """
-        from realign.engines.training.engine import TransformersEngine
+        from realign.engines.training.transformers_engine import TransformersEngine
 
         build: Callable[..., TransformersEngine] = TransformersEngine
         if current().size > 1:
-            from realign.engines.distributed.engine import ShardedEngine
+            from realign.engines.distributed.sharded_engine import ShardedEngine
 
             build = partial(ShardedEngine, sharding=self.sharding)
         self.check(name)
-        adapter, device = self._adapter.find(name), pick_device(self.device)
+        adapter, device = self._find_adapter(name), pick_device(self.device)
         settings = self._settings(device)
         enable_tf32(device)
         if self.deterministic:
@@ -329,15 +383,9 @@ class TransformersModel(Settings, ModelSpec):
             derive_seed(seed, name, "init"),
             settings_4bit(device, settings.dtype) if self.load_in_4bit else {},
         )
-        module = reader.read(merge=not self._adapter.continues)
-        check_settings(
-            f"models.{name}",
-            module,
-            head=self.head,
-            trains=self.trains,
-            sampler=self.sampler,
-            load_in_4bit=self.load_in_4bit,
-        )
+        module = reader.read(merge=not self._continues)
+        if is_encoder_decoder(module.config):
+            self._check_encoder_decoder(name)
         self.head.start(module, seed=derive_seed(seed, name, "head"))
         words = module.get_input_embeddings().weight.shape[0]
         tokenizer = self._read_tokenizer(name, words)
@@ -345,14 +393,13 @@ class TransformersModel(Settings, ModelSpec):
             raise ConfigError(f"models.{name}.head.vocabulary={settings.vocabulary}: must be at most {words}")
         keep_layout(module)
         module = (module if self.load_in_4bit else module.to(device)).eval()
-        spec = self.head.value_head if isinstance(self.head, Causal) else None
         value_head = None
-        if spec is not None:
-            value_head = read_value_head(name, module, spec, self.path, seed, settings.vocabulary)
+        if self._value_head is not None:
+            value_head = read_value_head(name, module, self._value_head, self.path, seed, settings.vocabulary)
         with readable(f"models.{name}.trains", ConfigError):
             base = self.path if adapter is None else adapter.base
             self.trains.prepare(module, path=base, seed=derive_seed(seed, name, "lora"))
-        if adapter is not None and self._adapter.continues:
+        if adapter is not None and self._continues:
             with readable(f"models.{name}.path={self.path!r}"):
                 load_adapters(module, adapter.path)
         engine = build(
@@ -369,6 +416,22 @@ class TransformersModel(Settings, ModelSpec):
         )
         saved, saved_views = read_states(self.path)
         return Model(name, engine, tokenizer, seed, saved=saved, saved_views=saved_views)
+
+    def _check_encoder_decoder(self, name: str) -> None:
+        """Raise ConfigError if a setting is not supported by encoder-decoder models; the message names its cure."""
+        layers = 0 if self._value_head is None else self._value_head.layers
+        own = isinstance(self.sampler, InProcessSampling)
+        compiled = isinstance(self.sampler, InProcessSampling) and self.sampler.compiled_decode is CompiledDecode.on
+        wrong = {
+            f"trains={self.trains}": ("trains=all or lora", isinstance(self.trains, TopLayers)),
+            f"head.value_head.layers={layers}": ("head.value_head.layers=0", layers > 0),
+            "load_in_4bit=true": ("load_in_4bit=false", self.load_in_4bit),
+            "sampler": ("sampler to the in-process sampler", not own),
+            "sampler.compiled_decode=on": ("sampler.compiled_decode=auto", compiled),
+        }
+        for key, (cure, is_set) in wrong.items():
+            if is_set:
+                raise ConfigError(f"models.{name}.{key}: not supported by encoder-decoder models. Set {cure}.")
 
     def _read_tokenizer(self, name: str, words: int) -> Any:
         """Read the tokenizer, and check that it fits a model of `words` tokens and the tokenizer in `path`."""

@@ -8,8 +8,7 @@ from typing import Any
 
 from realign.engines import All, DType, InProcessSampling, Lora, TopLayers, TransformersModel
 from realign.engines.files.adapters import find_adapter
-from realign.engines.files.folders import check_path
-from realign.engines.files.pretrained import quiet_transformers, readable
+from realign.engines.files.model_folder import check_path, quiet_transformers, readable
 from realign.engines.network.heads import IMAGE_FAMILIES, is_encoder_decoder, language_model_class
 from realign.errors import ConfigError
 from realign.planning.options import PlanOptions

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from realign.api import Model, Sync
-from realign.engines.files.weights import check_weights, shapes_of
+from realign.engines.training.weights import check_weights, shapes_of
 from realign.errors import ConfigError, RealignError
 from realign.runtime.checkpoint.serialize import hash_of
 

@@ -13,7 +13,7 @@ from PIL import Image
 
 from realign.data import PromptData, SupervisedData, Turns
 from realign.data.dataset import content_hash
-from realign.engines.files.image_processor import copy_image_processor
+from realign.engines.training.engine_state import copy_image_processor
 from realign.errors import ConfigError, DataError, SettingsError
 from tests.image_files import IMAGE_TEXT, image_processor, image_tokenizer, picture
 

@@ -33,7 +33,7 @@ from realign.engines import (
     TransformersModel,
     Value,
 )
-from realign.engines.files.folders import check_path
+from realign.engines.files.model_folder import check_path
 from realign.engines.network.attention import PackedContext
 from realign.engines.network.heads import read_head
 from realign.errors import ConfigError, DataError, RunError, SettingsError, TransientError
@@ -132,7 +132,7 @@ def test_a_model_that_passes_no_window_to_its_attention_runs_unpacked():
 
 
 def tiny_engine_of(module):
-    from realign.engines.training.engine import TransformersEngine
+    from realign.engines.training.transformers_engine import TransformersEngine
 
     return TransformersEngine("actor", module, None, seed=0)
 

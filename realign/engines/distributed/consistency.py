@@ -55,9 +55,9 @@ def check_same_batch(role: str, ranks: Ranks, method: str, data: SequenceSample)
     Raises:
         ValueError: a rank's batch or call differs; the message names the rank and the difference.
     """
-    found = ranks.gather(facts_of(method, data))
-    for rank, facts in enumerate(found):
-        if differing := found[0].difference(facts):
+    facts_by_rank = ranks.gather(facts_of(method, data))
+    for rank, facts in enumerate(facts_by_rank):
+        if differing := facts_by_rank[0].difference(facts):
             raise ValueError(
                 f"models.{role}: rank {rank} called {method} with a different batch than rank 0, or another method "
                 f"({differing}). Interfaces, rewards and data must return the same on every rank."
@@ -72,10 +72,10 @@ def check_same_weights(role: str, ranks: Ranks, weights: Mapping[str, Tensor]) -
     Raises:
         DataError: a weight differs; the message names the weight and the rank.
     """
-    found = ranks.gather(weight_facts(weights))
-    for rank, facts in enumerate(found):
-        for name in {**found[0], **facts}:
-            shape, total, size = found[0].get(name, NO_WEIGHT)
+    facts_by_rank = ranks.gather(weight_facts(weights))
+    for rank, facts in enumerate(facts_by_rank):
+        for name in {**facts_by_rank[0], **facts}:
+            shape, total, size = facts_by_rank[0].get(name, NO_WEIGHT)
             own_shape, own_total, _ = facts.get(name, NO_WEIGHT)
             if shape != own_shape or abs(total - own_total) > WEIGHT_ROUNDING * size:
                 raise DataError(

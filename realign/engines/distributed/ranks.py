@@ -51,13 +51,13 @@ class Ranks:
             return [x]
         import torch.distributed as dist
 
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, x)
-        return found
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, x)
+        return values
 
     def first(self, x: T | None) -> T | None:
         """Return the first value across ranks that is not None; None if there is none."""
-        return next((found for found in self.gather(x) if found is not None), None)
+        return next((value for value in self.gather(x) if value is not None), None)
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -96,11 +96,11 @@ class Ranks:
             result = action()
         except Exception as raised:
             error = raised
-        found = self.first(error and _sendable(error))
+        failure = self.first(error and _sendable(error))
         if error is not None:
             raise error
-        if found is not None:
-            raise _marked(found)
+        if failure is not None:
+            raise _marked(failure)
         return result  # type: ignore[return-value]
 
 

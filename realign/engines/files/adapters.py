@@ -140,9 +140,9 @@ def check_continues(adapter: AdapterFolder, *, rank: int, alpha: int) -> None:
             )
     plain = {"use_dora": False, "use_rslora": False, "rank_pattern": {}, "alpha_pattern": {}, "bias": "none"}
     for key, value in plain.items():
-        if (found := config.get(key) or value) != value:
+        if (value_in_folder := config.get(key) or value) != value:
             raise ConfigError(
-                f"the adapter in {str(adapter.path)!r} uses {key}={found}, which realign does not train. Set "
+                f"the adapter in {str(adapter.path)!r} uses {key}={value_in_folder}, which realign does not train. Set "
                 "adapter=merge to merge it."
             )
 

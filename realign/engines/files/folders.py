@@ -1,8 +1,10 @@
-"""Model folders in Hugging Face format: checks of names and paths, saving, and the state files inside them."""
+"""Folders that a run writes: valid names, regular files, saves that are complete or absent, and state files.
+
+After a power loss, a file has its content only if it was synced to disk, and its name only if its folder was synced.
+"""
 
 from __future__ import annotations
 
-import difflib
 import errno
 import json
 import os
@@ -14,17 +16,15 @@ import warnings
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from safetensors import SafetensorError
 
-from realign.engines.files.durable import make_folder, not_regular, sync_folder, sync_tree
 from realign.engines.files.model_folder import parse_object
-from realign.errors import ConfigError, DataError, TransientError
+from realign.errors import ConfigError, TransientError
 
 AVERAGED = "_ema"
 """Suffix of the folder with averaged weights, after the name of the model folder."""
-
 
 RUN_FILES = (
     *("config.yaml", "metrics.jsonl", "samples.jsonl", "eval_samples.jsonl", "curves.png", "last_failure.json"),
@@ -37,50 +37,13 @@ RUN_FILES = (
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 """Error codes of a full disk."""
 
+_NEW, _OLD = "new", "old"
+_SCRATCH = re.compile(r"\.(.+)\.\w{8}")
+_REMOVED = ".removed"
+
 
 class DiskFullError(TransientError, OSError):
     """The disk is full. A restart can succeed once there is free space."""
-
-
-def check_path(what: str, path: str, patterns: tuple[str, ...] = ("config.json",)) -> str:
-    """Return the path of an existing folder, or a hub name. It does not access the network.
-
-    Hub names are `name` or `owner/name`. A path is local if it exists, if its first component is an existing folder,
-    or if it is not a valid hub name.
-
-    Args:
-        what: name of the setting, for messages.
-        path: value of the setting.
-        patterns: glob patterns of files; the folder must contain at least one match.
-
-    Raises:
-        ConfigError: the path is neither a folder nor a hub name. The message names the setting and the path.
-        DataError: the folder does not contain such files.
-    """
-    folder = Path(os.path.expanduser(path))  # keeps ~name if there is no such user
-    if folder.is_dir():
-        if not any(any(folder.glob(pattern)) for pattern in patterns):
-            raise DataError(f"{what}={path!r}: the folder has no {' or '.join(patterns)}.{_inside(folder, patterns)}")
-        return str(folder)
-    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", path) or folder.exists() or Path(path.split("/")[0]).is_dir():
-        raise ConfigError(f"{what}={path!r}: neither a model folder nor a hub name (owner/name).{_near_folder(folder)}")
-    return path
-
-
-def _inside(folder: Path, patterns: tuple[str, ...]) -> str:
-    """Return a suggestion for an error message: a model in a subfolder, as a run saves it."""
-    found = [file.parent for below in ("", "*/", "final/*/") for p in patterns for file in folder.glob(below + p)]
-    return f" Did you mean {str(found[0])!r}?" if found else ""
-
-
-def _near_folder(folder: Path) -> str:
-    """Return a suggestion for an error message: the closest existing name for the first missing path component."""
-    there = next(parent for parent in folder.absolute().parents if parent.is_dir())
-    parts = folder.absolute().relative_to(there).parts
-    near = difflib.get_close_matches(parts[0], [p.name for p in there.iterdir() if p.is_dir()], n=1)
-    if near:
-        return f" Did you mean {str(Path(*folder.parts[: len(folder.parts) - len(parts)], near[0], *parts[1:]))!r}?"
-    return f" {str(there)!r} contains no {parts[0]!r}."
 
 
 def check_name(what: str, name: str) -> None:
@@ -119,8 +82,8 @@ def check_run_folder(folder: Path) -> None:
 def _entries(folder: Path, pattern: str) -> list[Path]:
     """Return the paths that match a pattern, including dangling links, which `Path.glob` omits."""
     first, _, rest = pattern.partition("/")
-    found = [path for path in folder.iterdir() if fnmatchcase(path.name, first)] if folder.is_dir() else []
-    return [inner for path in found for inner in _entries(path, rest)] if rest else found
+    matches = [path for path in folder.iterdir() if fnmatchcase(path.name, first)] if folder.is_dir() else []
+    return [inner for path in matches for inner in _entries(path, rest)] if rest else matches
 
 
 def refuse_link(path: Path) -> None:
@@ -167,11 +130,6 @@ def _replace(path: Path, new: Path, old: Path) -> None:
             old.rename(path)
         raise
     sync_folder(path.parent)
-
-
-_NEW, _OLD = "new", "old"
-_SCRATCH = re.compile(r"\.(.+)\.\w{8}")
-_REMOVED = ".removed"
 
 
 def remove_folder(path: Path) -> None:
@@ -252,3 +210,65 @@ def read_states(path: str) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     files = {f.stem.removeprefix(prefix): f for f in sorted(Path(path).expanduser().glob(f"{prefix}?*.{suffix}"))}
     own = Path(path).expanduser() / state_file()
     return parse_object(own) if own.is_file() else {}, {role: parse_object(file) for role, file in files.items()}
+
+
+def sync_folder(folder: Path) -> None:
+    """Sync the names in a folder to disk."""
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def sync_tree(folder: Path) -> None:
+    """Sync every file and folder below a folder to disk, and then the folder itself. Links are not followed."""
+    for entry in sorted(folder.iterdir()):
+        if entry.is_symlink():
+            continue
+        if entry.is_dir():
+            sync_tree(entry)
+        elif entry.is_file():
+            number = os.open(entry, os.O_RDONLY)
+            try:
+                os.fsync(number)
+            finally:
+                os.close(number)
+    sync_folder(folder)
+
+
+def make_folder(folder: Path) -> None:
+    """Create a folder and its parents, and sync the names of the created ones to disk."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in missing:
+        sync_folder(path.parent)
+
+
+def open_regular(path: Path, flags: int, mode: str) -> BinaryIO:
+    """Open a regular file without buffering, and without waiting for a pipe or following a link.
+
+    Args:
+        path: path of the file.
+        flags: flags of `os.open`.
+        mode: mode of the returned file object.
+
+    Raises:
+        ConfigError: the path is a pipe, device, socket, folder or link.
+        OSError: the file cannot be opened.
+    """
+    try:
+        number = os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.EISDIR, errno.EMLINK):
+            raise not_regular(path) from error
+        raise
+    if not stat.S_ISREG(os.fstat(number).st_mode):
+        os.close(number)
+        raise not_regular(path)
+    return os.fdopen(number, mode, buffering=0)  # type: ignore[return-value]
+
+
+def not_regular(path: Path) -> ConfigError:
+    """Return the error for a path that must be a regular file."""
+    return ConfigError(f"{str(path)!r} is not a regular file. Remove it, or choose another output_dir.")

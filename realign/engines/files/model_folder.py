@@ -1,33 +1,78 @@
-"""Check the JSON files of a local model folder before transformers reads them.
+"""Model folders that a run reads: finding them, checking their files, and reading them with transformers.
 
-transformers trusts these files: some values end in a traceback, and others build layers until the memory is full.
+transformers trusts these files: some values end in a traceback, and others build layers until the memory is full. A
+run with several models would also read gigabytes before it reports a mistake in the last model.
 """
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import re
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from realign.errors import DataError
+from realign.errors import ConfigError, DataError, RealignError
 
 GENERATION_CONFIG = "generation_config.json"
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 HEADS = ("num_attention_heads", "num_key_value_heads", "n_head", "n_heads")
 SIZES = ("hidden_size", "vocab_size", "n_embd")
 EXPERTS = ("num_experts", "num_local_experts")
-
 MOST_LAYERS = 10_000
 MOST_HEADS = 100_000
 MOST_EXPERTS = 100_000
 LARGEST_SIZE = 10**8
+
 LARGEST_FILE = 64 << 20
 """Size limit of a JSON file in bytes; a vocabulary is in other files."""
+
 _HASH = re.compile("[0-9a-f]{40,64}")
+
+
+def check_path(what: str, path: str, patterns: tuple[str, ...] = ("config.json",)) -> str:
+    """Return the path of an existing folder, or a hub name. It does not access the network.
+
+    Hub names are `name` or `owner/name`. A path is local if it exists, if its first component is an existing folder,
+    or if it is not a valid hub name.
+
+    Args:
+        what: name of the setting, for messages.
+        path: value of the setting.
+        patterns: glob patterns of files; the folder must contain at least one match.
+
+    Raises:
+        ConfigError: the path is neither a folder nor a hub name. The message names the setting and the path.
+        DataError: the folder does not contain such files.
+    """
+    folder = Path(os.path.expanduser(path))  # keeps ~name if there is no such user
+    if folder.is_dir():
+        if not any(any(folder.glob(pattern)) for pattern in patterns):
+            raise DataError(f"{what}={path!r}: the folder has no {' or '.join(patterns)}.{_inside(folder, patterns)}")
+        return str(folder)
+    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", path) or folder.exists() or Path(path.split("/")[0]).is_dir():
+        raise ConfigError(f"{what}={path!r}: neither a model folder nor a hub name (owner/name).{_near_folder(folder)}")
+    return path
+
+
+def _inside(folder: Path, patterns: tuple[str, ...]) -> str:
+    """Return a suggestion for an error message: a model in a subfolder, as a run saves it."""
+    models = [file.parent for below in ("", "*/", "final/*/") for p in patterns for file in folder.glob(below + p)]
+    return f" Did you mean {str(models[0])!r}?" if models else ""
+
+
+def _near_folder(folder: Path) -> str:
+    """Return a suggestion for an error message: the closest existing name for the first missing path component."""
+    there = next(parent for parent in folder.absolute().parents if parent.is_dir())
+    parts = folder.absolute().relative_to(there).parts
+    near = difflib.get_close_matches(parts[0], [p.name for p in there.iterdir() if p.is_dir()], n=1)
+    if near:
+        return f" Did you mean {str(Path(*folder.parts[: len(folder.parts) - len(parts)], near[0], *parts[1:]))!r}?"
+    return f" {str(there)!r} contains no {parts[0]!r}."
 
 
 def check_model_folder(folder: Path) -> None:
@@ -61,14 +106,14 @@ def check_links(folder: Path) -> None:
     for path in sorted(
         path for top in folder.iterdir() if not top.name.startswith(".") for path in (top, *_below(top))
     ):
-        if leads_out(path, own):
+        if _leads_out(path, own):
             raise DataError(
                 f"{str(path)!r} is a link to {os.readlink(path)!r}, outside of the model folder. If the model needs "
                 "this file, replace the link by a copy; otherwise remove it."
             )
 
 
-def leads_out(path: Path, folder: Path | None = None) -> bool:
+def _leads_out(path: Path, folder: Path | None = None) -> bool:
     """Return whether a file is a link that leads out of a folder, by default its own, and not into its hub cache."""
     if not path.is_symlink():
         return False
@@ -82,7 +127,7 @@ def is_other_file(path: Path) -> bool:
 
     Folders of links to the files of a shared model are common; there, the names are the same.
     """
-    return leads_out(path) and os.path.basename(os.path.realpath(path)) != path.name
+    return _leads_out(path) and os.path.basename(os.path.realpath(path)) != path.name
 
 
 def _below(path: Path) -> list[Path]:
@@ -134,12 +179,12 @@ def parse_object(file: Path) -> dict[str, Any]:
         DataError: the file is not a JSON object.
     """
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise DataError(f"{str(file)!r} is not a JSON file: {error}") from error
-    if not isinstance(found, dict):
-        raise DataError(f"{str(file)!r} must contain a JSON object, but contains a {type(found).__name__}")
-    return found
+    if not isinstance(content, dict):
+        raise DataError(f"{str(file)!r} must contain a JSON object, but contains a {type(content).__name__}")
+    return content
 
 
 def _check_kind(path: Path) -> None:
@@ -192,14 +237,76 @@ def _invalid(file: Path, key: str, value: Any, expected: str) -> DataError:
     return DataError(f"{str(file)!r}: {key}={shown}: expected {expected}. Download the model again.")
 
 
-__all__ = [
-    "GENERATION_CONFIG",
-    "check_layers",
-    "check_links",
-    "check_model_folder",
-    "is_other_file",
-    "leads_out",
-    "parse_object",
-    "read_object",
-    "stop_tokens_in",
-]
+def weight_names(folder: Path) -> frozenset[str] | None:
+    """Return the names of the weights in a model folder, from the index or safetensors header; None without either.
+
+    Raises:
+        DataError: a file cannot be read. The message names the file.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    index, file = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    check_model_folder(folder)
+    if (content := read_object(index)) is not None:
+        names = frozenset(content["weight_map"])
+        check_layers(folder, len(names))
+        return names
+    if not file.is_file():
+        return None
+    try:
+        with safe_open(file, framework="pt") as weights:
+            names = frozenset(weights.keys())
+    except SafetensorError as error:
+        raise DataError(f"{str(file)!r} is not a safetensors file: {error}. Download the model again.") from error
+    check_layers(folder, len(names))
+    return names
+
+
+def check_hub(what: str, name: str, file: str = "config.json") -> None:
+    """Check that the files of a hub name are in the local cache if HF_HUB_OFFLINE=1.
+
+    Args:
+        what: key of the setting, for messages.
+        name: name on the hub.
+        file: a file that is in the cache if the model was downloaded.
+
+    Raises:
+        ConfigError: the file is not in the cache. The message names the setting and HF_HUB_OFFLINE.
+    """
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    if constants.HF_HUB_OFFLINE and not isinstance(try_to_load_from_cache(name, file), str):
+        raise ConfigError(
+            f"{what}={name!r}: no such folder, and not in the cache of the hub, which HF_HUB_OFFLINE=1 disables. Set "
+            f"{what} to a folder, or unset HF_HUB_OFFLINE."
+        )
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Silence the progress bars of transformers, and its warnings about missing weights, which the caller reports."""
+    from transformers.utils import logging as transformers_logging
+
+    level, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+@contextmanager
+def readable(what: str, kind: type[RealignError] = DataError) -> Iterator[None]:
+    """Convert exceptions of transformers to an error of class `kind` in one line, with the original as the cause."""
+    try:
+        yield
+    except RealignError as error:
+        raise type(error)(f"{what}: {error}") from error
+    except Exception as error:
+        first = next((line for line in str(error).splitlines() if line.strip()), "")
+        name = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        cure = " Set trust_remote_code=true of this role to run it." if "trust_remote_code" in str(error) else ""
+        raise kind(f"{what}: {name}{first}{cure}") from error

@@ -14,9 +14,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from realign.engines.files.folders import check_path
-from realign.engines.files.model_folder import GENERATION_CONFIG, is_other_file, read_object, stop_tokens_in
-from realign.engines.files.pretrained import quiet_transformers, readable
+from realign.api.model import TokenizerSource
+from realign.engines.files.model_folder import (
+    GENERATION_CONFIG,
+    check_hub,
+    check_path,
+    is_other_file,
+    quiet_transformers,
+    read_object,
+    readable,
+    stop_tokens_in,
+)
 from realign.errors import ConfigError, DataError
 
 logger = logging.getLogger(__name__)
@@ -40,6 +48,7 @@ PROBES = (
 
 _CONFIG = "tokenizer_config.json"
 MODULE, CLASS = "tokenizer_of_file", "TokenizerOfFile"
+
 _CODE = f'''"""Reads tokenizer.json as it is, instead of as the tokenizer of the model's family."""
 
 from transformers import PreTrainedTokenizerFast
@@ -48,6 +57,7 @@ from transformers import PreTrainedTokenizerFast
 class {CLASS}(PreTrainedTokenizerFast):
     """The tokenizer in tokenizer.json."""
 '''
+
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -117,12 +127,12 @@ def _as_in_file(key: str, tokenizer: Any, path: str) -> Any:
     with quiet_transformers():
         exact = PreTrainedTokenizerFast.from_pretrained(path, trust_remote_code=False)
     _keep_special(exact, tokenizer)
-    found = difference(tokenizer, exact)
-    if found is None:
+    changed = difference(tokenizer, exact)
+    if changed is None:
         return tokenizer
     logger.info(
         "%s: the tokenizer is read from tokenizer.json, since %s of transformers changes it: %s.",
-        *(key, type(tokenizer).__name__, found),
+        *(key, type(tokenizer).__name__, changed),
     )
     return exact
 
@@ -165,10 +175,10 @@ def difference(tokenizer: Any, expected: Any) -> str | None:
     """
     for text in _probes(expected):
         for special in (False, True):
-            found, wanted = (_ids(each, text, special) for each in (tokenizer, expected))
-            if found != wanted:
-                return f"the text {_short(text)} has {len(found)} tokens, expected {len(wanted)} or other ids"
-        if (decoded := tokenizer.decode(wanted)) != expected.decode(wanted):
+            ids, expected_ids = (_ids(side, text, special) for side in (tokenizer, expected))
+            if ids != expected_ids:
+                return f"the text {_short(text)} has {len(ids)} tokens, expected {len(expected_ids)} or other ids"
+        if (decoded := tokenizer.decode(expected_ids)) != expected.decode(expected_ids):
             return f"the text {_short(text)} is decoded as {_short(decoded)}"
     if len(tokenizer) != len(expected):
         return f"it has {len(tokenizer)} tokens, expected {len(expected)}"
@@ -207,13 +217,13 @@ def save_tokenizer(tokenizer: Any, folder: Path, final: Path | None = None) -> N
     """
     tokenizer.save_pretrained(folder)
     _forget_class(folder)
-    found = reread_difference(tokenizer, folder)
-    if found is not None and (folder / "tokenizer.json").is_file() and not _is_remote_code(tokenizer):
+    changed = reread_difference(tokenizer, folder)
+    if changed is not None and (folder / "tokenizer.json").is_file() and not _is_remote_code(tokenizer):
         _name_class(folder)
-        found = reread_difference(tokenizer, folder)
-    if found is not None:
+        changed = reread_difference(tokenizer, folder)
+    if changed is not None:
         warnings.warn(
-            f"{final or folder}: the saved tokenizer differs from the tokenizer of the run: {found}. The save "
+            f"{final or folder}: the saved tokenizer differs from the tokenizer of the run: {changed}. The save "
             "continues. Copy the tokenizer files that the run started with into this folder.",
             stacklevel=2,
         )
@@ -227,12 +237,12 @@ def reread_difference(tokenizer: Any, folder: Path) -> str | None:
     try:
         with quiet_transformers():
             back = AutoTokenizer.from_pretrained(folder, trust_remote_code=trusted)
-            found = difference(back, tokenizer)
-            if found is None:
+            changed = difference(back, tokenizer)
+            if changed is None:
                 return difference(_as_in_file(str(folder), back, str(folder)), tokenizer)
     except Exception as error:  # transformers raises many kinds
         return f"AutoTokenizer cannot read it ({type(error).__name__}: {error})"
-    return f"AutoTokenizer reads it as {type(back).__name__}: {found}"
+    return f"AutoTokenizer reads it as {type(back).__name__}: {changed}"
 
 
 def _name_class(folder: Path) -> None:
@@ -305,3 +315,50 @@ def _words(tokenizer: Any) -> Mapping[int, str]:
     """Return the ids and tokens of a vocabulary, without added tokens such as padding and reserved ones."""
     added = tokenizer.get_added_vocab() if hasattr(tokenizer, "get_added_vocab") else {}
     return {i: token for token, i in tokenizer.get_vocab().items() if token not in added}
+
+
+def check_source(source: TokenizerSource, model_path: str) -> None:
+    """Check a tokenizer before anything is loaded; `model_path` is the path of the role's model, checked before."""
+    path = check_tokenizer(source.key, source.path, _cure(source))
+    if not Path(path).is_dir() and source.path != model_path:
+        check_hub(source.key, path, "tokenizer_config.json")
+
+
+def read_source(name: str, source: TokenizerSource, words: int) -> Any:
+    """Read a tokenizer, and check that it fits a model of `words` tokens.
+
+    Args:
+        name: the role of the model, for messages.
+        source: where the tokenizer is.
+        words: number of rows of the model's embedding.
+
+    Raises:
+        DataError: the tokenizer cannot be read, or has more tokens than the model.
+    """
+    tokenizer = read_tokenizer(source.key, source.path, trust_remote_code=source.trust_remote_code, cure=_cure(source))
+    if len(tokenizer) > words:
+        raise DataError(
+            f"models.{name}: the tokenizer of {source.key}={source.path!r} has {len(tokenizer)} tokens, but the "
+            f"model only {words}. Set models.{name}.tokenizer to the tokenizer of the model."
+        )
+    return tokenizer
+
+
+def check_inherited(name: str, source: TokenizerSource, tokenizer: Any, own: str, *, trust_remote_code: bool) -> None:
+    """Check that the tokenizer of another role agrees with the one in the folder of the model, if that has one.
+
+    Args:
+        name: the role of the model, for messages.
+        source: where the tokenizer of the other role is.
+        tokenizer: that tokenizer.
+        own: folder or hub name with the tokenizer of the model.
+        trust_remote_code: whether to run code in `own`.
+    """
+    if source.path != own and has_tokenizer(own):
+        expected = read_tokenizer(f"models.{name}.path", own, trust_remote_code=trust_remote_code)
+        check_vocabulary(name, expected, source.role, tokenizer)
+
+
+def _cure(source: TokenizerSource) -> str:
+    """Return the end of the message about a folder without a tokenizer."""
+    return "" if source.key.endswith(".tokenizer") else f" Set models.{source.role}.tokenizer to a tokenizer."

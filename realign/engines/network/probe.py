@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from realign.api.lengths import Lengths
+from realign.engines.device import full_fp32
 from realign.engines.network.attention import ATTENTION, NotPackableError, layout_inputs, use_attention
 from realign.engines.network.branches import Branch
 from realign.engines.network.compiled_layers import compile_layers
@@ -26,7 +27,6 @@ from realign.engines.network.output import ScalarHead
 from realign.engines.network.passes import Layout
 from realign.engines.network.settings import TorchCompile
 from realign.engines.network.unpacked import describe
-from realign.engines.precision import full_fp32
 from realign.errors import ConfigError
 from realign.functional.logprobs import LMHead
 

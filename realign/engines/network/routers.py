@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from realign.api.router_experts import ROUTER_EXPERTS, experts_per_token
 from realign.api.sample import SequenceSample
 from realign.api.stats import Mean, Stats, merge_stats
+from realign.engines.device import full_fp32
 from realign.engines.network.passes import Layout
-from realign.engines.precision import full_fp32
 from realign.errors import ConfigError
 
 _ROWS = 16

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from realign.engines.files.adapters import PREFIX, WEIGHTS, absolute
-from realign.engines.files.pretrained import quiet_transformers
+from realign.engines.files.model_folder import quiet_transformers
 from realign.engines.network.branches import check_layers, read_stack, train_top
 from realign.engines.network.heads import is_encoder_decoder, read_head
 from realign.engines.network.output import ScalarHead

@@ -26,12 +26,12 @@ import torch
 from torch import Tensor
 
 from realign.api.lengths import IntArray
+from realign.engines.device import full_fp32
 from realign.engines.network.attention import ATTENTION, use_attention
 from realign.engines.network.heads import read_body
 from realign.engines.network.images import PromptInput, ids_of
 from realign.engines.network.kv_cache import KeptMemory
 from realign.engines.network.passes import SHORTEST, rewrites_rope, similar_lengths
-from realign.engines.precision import full_fp32
 from realign.errors import ConfigError
 
 TOLERANCE = 2e-4

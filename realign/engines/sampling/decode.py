@@ -21,7 +21,7 @@ from torch import Tensor
 
 from realign.api.generation import GenerationConfig
 from realign.api.router_experts import UNKNOWN
-from realign.engines.device_memory import free_bytes
+from realign.engines.device import free_bytes
 from realign.engines.network.decoder import DTYPE, Decoder, SlotCache
 from realign.engines.network.images import PromptInput
 from realign.engines.sampling.draw import sample, uniforms

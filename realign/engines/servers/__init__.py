@@ -1,13 +1,11 @@
 """Samplers over inference servers: responses are sampled by vLLM or SGLang, and weights are sent after each step.
 
 - `vllm`, `sglang`: the HTTP interfaces, and the config nodes `models.ROLE.sampler`.
-- `settings`, `spec`: the settings that both share.
-- `sampler`: the sampler, which turns responses into requests.
-- `ranked`: the sampler of a run with several ranks.
+- `server_settings`: the settings that both share.
+- `server_sampler`: the samplers of a run with one rank and with several, which turn responses into requests.
 - `pool`: routes requests to servers, and survives their failures.
-- `delivery`: which weights servers must have, and how they get them.
-- `server`: one server: its connection and its state.
+- `delivery`: which weights servers must have, the folders they load, and how they get them.
+- `inference_server`: one server: its process, its connection and its state.
 - `probe`: compares the weights of servers and trainer.
-- `weights`: model folders that servers load.
-- `launch`: servers that the run starts and stops.
+- `guard`: the script that ends a server when its run ends.
 """

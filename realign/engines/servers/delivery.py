@@ -1,4 +1,4 @@
-"""`Delivery`: the weights that all servers must sample with, and how a server gets them.
+"""`Delivery`: the weights that all servers must sample with, the folders they load, and how a server gets them.
 
 Weights have a label that contains the run and the number of the update. After each answer, the server's label is
 compared with that of the weights it was sent. A server that restarted, or that another run updated, has another label:
@@ -8,25 +8,32 @@ its tokens are discarded, and it gets the weights again before it is used.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import shutil
+import tempfile
 import time
 import uuid
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
+from safetensors.torch import load_file, save_file
+
+from realign.api.sampler import WeightSource
+from realign.engines.files.folders import AVERAGED
+from realign.engines.servers.inference_server import Server
 from realign.engines.servers.probe import PROMPT_TOKENS, SAMPLED, Probe, Sampled
-from realign.engines.servers.protocol import LOADING, Ask, Part, Refused, Unavailable
-from realign.engines.servers.server import Server
-from realign.engines.servers.settings import ServerSettings
-from realign.engines.servers.weights import vocabulary_size
-from realign.errors import ConfigError
+from realign.engines.servers.protocol import ANY_TOKEN, LOADING, Ask, Refused, ResponsePart, Unavailable
+from realign.engines.servers.server_settings import ServerSettings
+from realign.errors import ConfigError, TransientError
 
 logger = logging.getLogger(__name__)
-
-_PREFIX = "realign-"
+_LABEL_PREFIX = "realign-"
+_SHARED_MEMORY = Path("/dev/shm")
+_EMBEDDINGS, _HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True)
@@ -57,7 +64,7 @@ class Delivery:
         self._name, self._protocol, self._probe = name, settings.protocol(), probe
         self._timeout_s, self._sleep_level = settings.update_timeout_s, settings.sleep_level
         self._base = base
-        self._run = f"{_PREFIX}{uuid.uuid4().hex[:12]}"
+        self._run = f"{_LABEL_PREFIX}{uuid.uuid4().hex[:12]}"
         self._updates = 0
         self.version = 0
         self.folder = folder
@@ -109,7 +116,7 @@ class Delivery:
         await self._call("loading weights", self._load(server))
         server.checked_at = time.monotonic()
 
-    async def check(self, server: Server, part: Part) -> None:
+    async def check(self, server: Server, part: ResponsePart) -> None:
         """Check that a server sampled with the current weights.
 
         Raises:
@@ -152,15 +159,15 @@ class Delivery:
             ConfigError: see `send`.
         """
         label = await server.call(self._protocol.label(server.http))
-        kept = self._sleep_level in self._protocol.keeps_weights
+        keeps_weights = self._sleep_level in self._protocol.keeps_weights
         if label != LOADING and not self._is_own(label):  # it was restarted, and is awake
             server.asleep = server.without_cache = False
         if server.asleep:
             await self._call("allocating memory", server.call(self._protocol.wake_weights(server.http)))
             server.asleep = False
-            server.has_base &= kept
+            server.has_base &= keeps_weights
         await self.stop(server)
-        if not kept or label != self.label:
+        if not keeps_weights or label != self.label:
             await self._load_current(server)
         if server.without_cache:  # only now: loading needs memory too
             await self._call("allocating memory", server.call(self._protocol.wake_cache(server.http)))
@@ -221,7 +228,7 @@ class Delivery:
         """Compare the label of a server with that of the current weights."""
         if label == self.label:
             return
-        if label is not None and label.startswith(_PREFIX) and not self._is_own(label):
+        if label is not None and label.startswith(_LABEL_PREFIX) and not self._is_own(label):
             raise ConfigError(
                 f"{self._name}: the server at {server.url} got weights from another run. Give each run its own servers."
             )
@@ -241,21 +248,151 @@ class Delivery:
         prompt = probe.ids[:PROMPT_TOKENS]
         ask = Ask(prompt, SAMPLED, (), self._updates, self.words, self.adapter)
         await server.call(self._protocol.start(server.http))
-        found = await server.call(self._protocol.score(server.http, probe.ids, self.adapter))
+        logprobs = await server.call(self._protocol.score(server.http, probe.ids, self.adapter))
         part = await server.call(self._protocol.sample(server.http, ask))
         await server.call(self._protocol.stop(server.http))
         where = f"{self._name}: the server at {server.url}"
-        gap = probe.check(found, first=not self._updates, where=where)
+        gap = probe.check(logprobs, first=not self._updates, where=where)
         server.sampled = Sampled(where, [*prompt, *part.ids], part.logprobs, self._updates)
         if not self._updates:
             logger.info("%s: its log-probs differ from those of the trainer by %.2g nats on average", where, gap)
 
     def take_sampled(self, server: Server) -> Sampled | None:
         """Return the response of a server under the current weights that was not compared yet."""
-        found, server.sampled = server.sampled, None
-        return found if found is not None and found.update == self._updates else None
+        sampled, server.sampled = server.sampled, None
+        return sampled if sampled is not None and sampled.update == self._updates else None
 
 
 def reason_of(error: BaseException) -> str:
     """Return the text of an error, or its type if it has none."""
     return str(error) or type(error).__name__
+
+
+@runtime_checkable
+class HasAdapter(Protocol):
+    """A source of weights that can save its LoRA adapters alone."""
+
+    @property
+    def adapter_rank(self) -> int | None:
+        """Rank of the adapters; None if the model has none."""
+        ...
+
+    def save_adapter(self, path: Path) -> None:
+        """Write an adapter folder of peft."""
+        ...
+
+    def save_base(self, path: Path) -> None:
+        """Write a model folder with the weights of the base model."""
+        ...
+
+
+class WeightFolders:
+    """Writes the weights of a role for servers."""
+
+    def __init__(self, parent: str | None, *, untie: bool = False) -> None:
+        """Create the folder.
+
+        Args:
+            parent: folder in which it is created; None: shared memory if the system has it, or the temporary folder.
+            untie: whether to write tied output embeddings as separate weights.
+
+        Raises:
+            ConfigError: the folder cannot be created.
+        """
+        if parent is None and _SHARED_MEMORY.is_dir():
+            parent = str(_SHARED_MEMORY)
+        try:
+            if parent is not None:
+                Path(parent).mkdir(parents=True, exist_ok=True)
+            self.root = Path(tempfile.mkdtemp(prefix="realign-weights-", dir=parent))
+        except OSError as error:
+            raise ConfigError(f"weights_dir={parent!r}: cannot be written: {error}") from error
+        self._untie = untie
+
+    def write(self, source: WeightSource, number: int) -> Path:
+        """Write the weights of an update, and return their folder.
+
+        Raises:
+            TransientError: there is not enough space.
+        """
+
+        def save(folder: Path) -> None:
+            source.save(folder)
+            shutil.rmtree(folder.with_name(f"{folder.name}{AVERAGED}"), ignore_errors=True)
+            self._prepare(folder)
+
+        return self._write(self.root / f"update_{number}", save)
+
+    def write_adapter(self, source: HasAdapter, number: int) -> Path:
+        """Write the LoRA adapter of an update alone; see `write`."""
+        return self._write(self.root / f"update_{number}", source.save_adapter)
+
+    def write_base(self, source: HasAdapter) -> Path:
+        """Write the base model of LoRA adapters; see `write`."""
+
+        def save(folder: Path) -> None:
+            source.save_base(folder)
+            self._prepare(folder)
+
+        return self._write(self.root / "base", save)
+
+    def _prepare(self, folder: Path) -> None:
+        if self._untie:
+            untie(folder)
+
+    def _write(self, folder: Path, save: Callable[[Path], None]) -> Path:
+        try:
+            shutil.rmtree(folder, ignore_errors=True)
+            save(folder)
+        except OSError as error:
+            raise TransientError(
+                f"{folder}: the weights for the servers were not written: {error}. Set weights_dir to a folder with "
+                "more space."
+            ) from error
+        return folder
+
+    def keep_only(self, folder: Path) -> None:
+        """Remove all other versions."""
+        for other in self.root.glob("update_*"):
+            if other != folder:
+                shutil.rmtree(other, ignore_errors=True)
+
+    def remove(self) -> None:
+        """Remove everything."""
+        shutil.rmtree(self.root, ignore_errors=True)
+
+
+def untie(folder: Path) -> None:
+    """Separate the output embeddings of a model folder, if they are tied to the input embeddings.
+
+    Raises:
+        ConfigError: the input embeddings have an unknown name.
+    """
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    if not config.get("tie_word_embeddings"):
+        return
+    for file in sorted(folder.glob("*.safetensors")):
+        weights = load_file(file)
+        name = next((key for key in weights if key.endswith(_EMBEDDINGS)), None)
+        if name is None:
+            continue
+        save_file(weights | {_HEAD: weights[name].clone()}, file, metadata={"format": "pt"})
+        index = folder / "model.safetensors.index.json"
+        if index.exists():
+            listed = json.loads(index.read_text(encoding="utf-8"))
+            listed["weight_map"][_HEAD] = file.name
+            index.write_text(json.dumps(listed), encoding="utf-8")
+        path.write_text(json.dumps(config | {"tie_word_embeddings": False}), encoding="utf-8")
+        return
+    raise ConfigError(f"untie=true: the model has no weight that ends in {_EMBEDDINGS}. Set untie=false.")
+
+
+def vocabulary_size(folder: Path) -> int:
+    """Return the number of tokens that the model of a folder can sample; the largest integer if it does not say."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:  # of an engine that writes no model folder of transformers
+        return ANY_TOKEN
+    size = config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size"))
+    return ANY_TOKEN if size is None else int(size)

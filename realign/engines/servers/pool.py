@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from realign.engines.servers.delivery import Delivery, reason_of
+from realign.engines.servers.inference_server import Lost, RequestInterrupted, Server
 from realign.engines.servers.probe import Sampled
-from realign.engines.servers.protocol import Ask, End, Part, Refused, Unavailable
-from realign.engines.servers.server import Interrupted, Lost, Server
-from realign.engines.servers.settings import ServerSettings
+from realign.engines.servers.protocol import Ask, End, Refused, ResponsePart, Unavailable
+from realign.engines.servers.server_settings import ServerSettings
 from realign.errors import RealignError, SettingsError, TransientError
 
 logger = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ class ServerPool:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(server.close() for server in self._servers), return_exceptions=True)
 
-    async def part(self, key: tuple[int, Hashable], ask: Ask) -> tuple[Part, int]:
+    async def part(self, key: tuple[int, Hashable], ask: Ask) -> tuple[ResponsePart, int]:
         """Send a request until a server has answered it with the current weights, and return their version too.
 
         Args:
@@ -144,7 +144,7 @@ class ServerPool:
                     self._completed += 1
                     self._failures = server.failures = 0
                     return part, self._delivery.version
-            except (Interrupted, Lost):
+            except (RequestInterrupted, Lost):
                 pass  # the request begins again
             except Unavailable as error:
                 await self._fail_request(server, str(error))
@@ -168,7 +168,7 @@ class ServerPool:
 
     def sampled(self) -> list[Sampled]:
         """Return the responses under the current weights that were not compared with the trainer yet."""
-        return [found for server in self._servers if (found := self._delivery.take_sampled(server)) is not None]
+        return [sampled for server in self._servers if (sampled := self._delivery.take_sampled(server)) is not None]
 
     async def update(self, folder: Path, version: int, probed: list[float]) -> None:
         """Give all servers other weights. Servers that fail get them later, before they are used again.
@@ -240,7 +240,7 @@ class ServerPool:
 
         await asyncio.gather(*(attempt(server) for server in self._servers if server.up))
 
-    async def _ask(self, server: Server, ask: Ask) -> Part:
+    async def _ask(self, server: Server, ask: Ask) -> ResponsePart:
         """Send one request, and check that the server used the current weights."""
         ask = replace(ask, words=self._delivery.words, adapter=self._delivery.adapter)
         try:

@@ -85,18 +85,18 @@ class Probe:
         """Use the log-probs of new weights, as `measure` returned them."""
         self._expected = logprobs
 
-    def check(self, found: Sequence[float], *, first: bool, where: str) -> float:
+    def check(self, logprobs: Sequence[float], *, first: bool, where: str) -> float:
         """Compare the log-probs of a server, and return the mean difference in nats.
 
         Args:
-            found: log-probs of the server.
+            logprobs: log-probs of the server.
             first: whether the weights are the first ones, which determine the later limit.
             where: the server, for messages.
 
         Raises:
             ConfigError: they differ too much.
         """
-        gap = sum(abs(a - b) for a, b in zip(found, self._expected, strict=True)) / len(self._expected)
+        gap = sum(abs(a - b) for a, b in zip(logprobs, self._expected, strict=True)) / len(self._expected)
         if first:
             self._first = max(self._first, gap)
             if not gap <= LARGEST_FIRST:  # also if it is NaN
@@ -144,5 +144,5 @@ def _scored(source: Scores, texts: Sequence[list[int]]) -> list[list[float]]:
     def hook(output: ModelOutput, mb: SequenceSample) -> SequenceSample:
         return mb.with_tokens(logprobs=output.logprobs(temperature=1.0, where_T=mb["loss_mask"]))
 
-    found = source.forward(sample.with_tokens(loss_mask=mask_T), MicroBatchSpec(), hook)
-    return [[float(x) for x in logprobs.cpu()[1:]] for logprobs in found.sequences("logprobs")]
+    scored = source.forward(sample.with_tokens(loss_mask=mask_T), MicroBatchSpec(), hook)
+    return [[float(x) for x in logprobs.cpu()[1:]] for logprobs in scored.sequences("logprobs")]

@@ -53,7 +53,7 @@ class End(Enum):
 
 
 @dataclass(frozen=True)
-class Part:
+class ResponsePart:
     """Tokens that one HTTP request sampled."""
 
     ids: list[int]
@@ -120,7 +120,7 @@ class ServerProtocol(ABC):
     """Levels of `sleep` that keep the weights in the memory of the host."""
 
     @abstractmethod
-    async def sample(self, http: AsyncClient, ask: Ask) -> Part:
+    async def sample(self, http: AsyncClient, ask: Ask) -> ResponsePart:
         """Sample tokens.
 
         Raises:
@@ -287,7 +287,7 @@ def _shown(content: bytes) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
-def checked_part(ids: Any, logprobs: Any, reason: Any, ask: Ask, label: str | None = None) -> Part:
+def checked_part(ids: Any, logprobs: Any, reason: Any, ask: Ask, label: str | None = None) -> ResponsePart:
     """Return the tokens of an answer.
 
     Raises:
@@ -309,18 +309,18 @@ def checked_part(ids: Any, logprobs: Any, reason: Any, ask: Ask, label: str | No
     stops = () if ask.config.fixed_length else ask.stop_ids
     if (ended := next((token for token in ids[:-1] if token in stops), None)) is not None:
         raise Unavailable(f"the answer continues after the end token {ended}")
-    return Part(ids, [min(float(x), 0.0) for x in logprobs], end, label)
+    return ResponsePart(ids, [min(float(x), 0.0) for x in logprobs], end, label)
 
 
-def checked_scores(found: Any, ids: Sequence[int]) -> list[float]:
+def checked_scores(logprobs: Any, ids: Sequence[int]) -> list[float]:
     """Return the log-probs of a text without its first token.
 
     Raises:
         Unavailable: there are too few, or a value is no log-prob.
     """
-    if not isinstance(found, list) or len(found) != len(ids) - 1 or not all(map(_is_logprob, found)):
-        raise Unavailable(f"the answer has no valid log-probs of a text with {len(ids)} tokens: {_brief(found)}")
-    return [float(x) for x in found]
+    if not isinstance(logprobs, list) or len(logprobs) != len(ids) - 1 or not all(map(_is_logprob, logprobs)):
+        raise Unavailable(f"the answer has no valid log-probs of a text with {len(ids)} tokens: {_brief(logprobs)}")
+    return [float(x) for x in logprobs]
 
 
 def _is_logprob(x: Any) -> bool:
@@ -333,18 +333,18 @@ def item(answer: Any, *path: str | int) -> Any:
     Raises:
         Unavailable: the answer has no such item.
     """
-    found = answer
+    value = answer
     try:
         for key in path:
-            found = found[key]
+            value = value[key]
     except (LookupError, TypeError) as error:
         raise Unavailable(f"the answer has no {'.'.join(map(str, path))}: {_brief(answer)}") from error
-    return found
+    return value
 
 
 def items(answer: Any, *path: str | int) -> list[Any]:
     """Return a list inside of a JSON answer; see `item`."""
-    found = item(answer, *path)
-    if not isinstance(found, list):
+    value = item(answer, *path)
+    if not isinstance(value, list):
         raise Unavailable(f"the answer has no list {'.'.join(map(str, path))}: {_brief(answer)}")
-    return found
+    return value

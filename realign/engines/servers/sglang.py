@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from typing_extensions import override
+
 from realign.api.generation import GenerationConfig
 from realign.engines.servers.protocol import (
     LOADING,
     Ask,
-    Part,
     Refused,
+    ResponsePart,
     ServerProtocol,
     checked_part,
     checked_scores,
@@ -27,7 +29,7 @@ from realign.engines.servers.protocol import (
     post,
     sampling_settings,
 )
-from realign.engines.servers.spec import Servers
+from realign.engines.servers.server_sampler import Servers
 
 if TYPE_CHECKING:
     from httpx2 import AsyncClient
@@ -41,8 +43,8 @@ class SglangProtocol(ServerProtocol):
 
     title = "SGLang"
 
-    async def sample(self, http: AsyncClient, ask: Ask) -> Part:
-        """See `ServerProtocol`."""
+    @override
+    async def sample(self, http: AsyncClient, ask: Ask) -> ResponsePart:
         answer = await post(http, "/generate", generate_request(ask), tokens=ask.tokens)
         reason = item(answer, "meta_info", "finish_reason", "type")
         pairs = items(answer, "meta_info", "output_token_logprobs")
@@ -51,24 +53,24 @@ class SglangProtocol(ServerProtocol):
         ids = [item(pair, 1) for pair in pairs]
         return checked_part(ids, logprobs, reason, ask, None if label is None else str(label))
 
+    @override
     async def score(self, http: AsyncClient, ids: Sequence[int], adapter: str | None = None) -> list[float]:
-        """See `ServerProtocol`."""
         ask = Ask(ids, GenerationConfig(max_new_tokens=1), (), 0, adapter=adapter)
         body = generate_request(ask) | {"logprob_start_len": 0}
         answer = await post(http, "/generate", body, tokens=len(ids))
-        found = items(answer, "meta_info", "input_token_logprobs")
-        return checked_scores([item(pair, 0) for pair in found[1:]], ids)
+        rows = items(answer, "meta_info", "input_token_logprobs")
+        return checked_scores([item(pair, 0) for pair in rows[1:]], ids)
 
+    @override
     async def stop(self, http: AsyncClient) -> None:
-        """See `ServerProtocol`."""
         await post(http, "/pause_generation", {"mode": "abort"})
 
+    @override
     async def start(self, http: AsyncClient) -> None:
-        """See `ServerProtocol`."""
         await post(http, "/continue_generation", {})
 
+    @override
     async def load(self, http: AsyncClient, folder: Path, label: str) -> None:
-        """See `ServerProtocol`."""
         body = {
             "model_path": str(folder.absolute()),
             "weight_version": label,
@@ -80,8 +82,8 @@ class SglangProtocol(ServerProtocol):
         if not item(done, "success"):
             raise Refused(f"POST /update_weights_from_disk: {done.get('message')}")
 
+    @override
     async def load_adapter(self, http: AsyncClient, folder: Path, label: str) -> None:
-        """See `ServerProtocol`."""
         await _set_label(http, LOADING)
         with suppress(Refused):  # it exists if an earlier attempt failed afterwards
             await self.unload_adapter(http, label)
@@ -91,30 +93,32 @@ class SglangProtocol(ServerProtocol):
         await post(http, "/flush_cache", text=True)
         await _set_label(http, label)
 
+    @override
     async def unload_adapter(self, http: AsyncClient, name: str) -> None:
-        """See `ServerProtocol`."""
         done = await post(http, "/unload_lora_adapter", {"lora_name": name})
         if not item(done, "success"):
             raise Refused(f"POST /unload_lora_adapter: {done.get('error_message')}")
 
+    @override
     async def sleep(self, http: AsyncClient, level: int) -> None:
-        """See `ServerProtocol`. SGLang has one level, which does not keep the weights."""
+        """Free all memory: SGLang has one level, which does not keep the weights."""
         await post(http, "/release_memory_occupation", {})
 
+    @override
     async def wake_weights(self, http: AsyncClient) -> None:
-        """See `ServerProtocol`."""
         await post(http, "/resume_memory_occupation", {"tags": ["weights"]})
 
+    @override
     async def wake_cache(self, http: AsyncClient) -> None:
-        """See `ServerProtocol`."""
         await post(http, "/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]})
 
+    @override
     async def check_health(self, http: AsyncClient) -> None:
-        """See `ServerProtocol`. `/health` samples a token, which a stopped server does not."""
+        """Ask for the model: `/health` samples a token, which a stopped server does not."""
         await get(http, "/model_info")
 
+    @override
     async def label(self, http: AsyncClient) -> str | None:
-        """See `ServerProtocol`."""
         return str(item(await get(http, "/model_info"), "weight_version"))
 
 
@@ -157,6 +161,7 @@ class Sglang(Servers):
     variables: ClassVar[dict[str, str]] = {}
     sleep_arguments: ClassVar[str] = "--enable-memory-saver"
 
+    @override
     def lora_arguments(self, rank: int) -> str:
-        """See `ServerSettings`. During an update, the server has two adapters."""
+        """Return the arguments for two adapters, which the server has during an update."""
         return f"--enable-lora --max-lora-rank {rank} --lora-target-modules all --max-loaded-loras 2"

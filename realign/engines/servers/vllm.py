@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from typing_extensions import override
+
 from realign.api.generation import GenerationConfig
 from realign.engines.servers.protocol import (
     LOADING,
     Ask,
-    Part,
     Refused,
+    ResponsePart,
     ServerProtocol,
     checked_part,
     checked_scores,
@@ -27,7 +29,7 @@ from realign.engines.servers.protocol import (
     post,
     sampling_settings,
 )
-from realign.engines.servers.spec import Servers
+from realign.engines.servers.server_sampler import Servers
 from realign.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -43,8 +45,8 @@ class VllmProtocol(ServerProtocol):
     title = "vLLM"
     keeps_weights = frozenset({1})
 
-    async def sample(self, http: AsyncClient, ask: Ask) -> Part:
-        """See `ServerProtocol`."""
+    @override
+    async def sample(self, http: AsyncClient, ask: Ask) -> ResponsePart:
         answer = await post(
             http, "/v1/completions", completion_request(ask), tokens=len(ask.ids) + ask.config.max_new_tokens
         )
@@ -53,51 +55,53 @@ class VllmProtocol(ServerProtocol):
         logprobs = item(choice, "logprobs", "token_logprobs") if ids else []
         return checked_part(ids, logprobs, item(choice, "finish_reason"), ask)
 
+    @override
     async def score(self, http: AsyncClient, ids: Sequence[int], adapter: str | None = None) -> list[float]:
-        """See `ServerProtocol`."""
         ask = Ask(ids, GenerationConfig(max_new_tokens=1), (), 0, adapter=adapter)
         body = completion_request(ask) | {"logprobs": None, "prompt_logprobs": 0}
         answer = await post(http, "/v1/completions", body, tokens=len(ids))
         rows = zip(ids, items(answer, "choices", 0, "prompt_logprobs"), strict=False)
         return checked_scores([item(row, str(token), "logprob") for token, row in list(rows)[1:]], ids)
 
+    @override
     async def stop(self, http: AsyncClient) -> None:
-        """See `ServerProtocol`."""
         await post(http, "/pause", params={"mode": "abort"})
 
+    @override
     async def start(self, http: AsyncClient) -> None:
-        """See `ServerProtocol`."""
         await post(http, "/resume")
 
+    @override
     async def load(self, http: AsyncClient, folder: Path, label: str) -> None:
-        """See `ServerProtocol`."""
         await post(http, "/update_weight_version", {"new_version": LOADING})
         await post(
             http, "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder.absolute())}}
         )
         await self._finish_loading(http, label)
 
+    @override
     async def load_adapter(self, http: AsyncClient, folder: Path, label: str) -> None:
-        """See `ServerProtocol`."""
         await post(http, "/update_weight_version", {"new_version": LOADING})
         body = {"lora_name": label, "lora_path": str(folder.absolute()), "load_inplace": True}
         await post(http, "/v1/load_lora_adapter", body, text=True)
         await self._finish_loading(http, label)
 
+    @override
     async def unload_adapter(self, http: AsyncClient, name: str) -> None:
-        """See `ServerProtocol`."""
         await post(http, "/v1/unload_lora_adapter", {"lora_name": name}, text=True)
 
+    @override
     async def sleep(self, http: AsyncClient, level: int) -> None:
-        """See `ServerProtocol`."""
         await post(http, "/sleep", params={"level": level, "mode": "abort"})
 
+    @override
     async def wake_weights(self, http: AsyncClient) -> None:
-        """See `ServerProtocol`. vLLM then continues sampling, which fails without the KV cache."""
+        """Wake the weights. vLLM then continues sampling, which fails without the KV cache."""
         await post(http, "/wake_up", params={"tags": "weights"})
 
+    @override
     async def wake_cache(self, http: AsyncClient) -> None:
-        """See `ServerProtocol`. vLLM then continues sampling."""
+        """Wake the KV cache. vLLM then continues sampling."""
         done = await post(http, "/wake_up", params={"tags": "kv_cache"})
         if item(done, "status") != "awake":
             raise Refused("POST /wake_up: the server is still asleep")
@@ -109,8 +113,8 @@ class VllmProtocol(ServerProtocol):
             raise Refused("POST /reset_prefix_cache: the prefix cache of earlier weights was not removed")
         await post(http, "/update_weight_version", {"new_version": label})
 
+    @override
     async def label(self, http: AsyncClient) -> str | None:
-        """See `ServerProtocol`."""
         return str(item(await get(http, "/weight_info"), "weight_version"))
 
 
@@ -146,8 +150,9 @@ class Vllm(Servers):
     variables: ClassVar[dict[str, str]] = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     sleep_arguments: ClassVar[str] = "--enable-sleep-mode"
 
+    @override
     def lora_arguments(self, rank: int) -> str:
-        """See `ServerSettings`. During an update, the server has two adapters."""
+        """Return the arguments for two adapters, which the server has during an update."""
         largest = next((size for size in _RANKS if size >= rank), None)
         if largest is None:
             raise ConfigError(f"trains.rank={rank}: vLLM supports at most {_RANKS[-1]}. Set sampler.lora=merged.")

@@ -170,14 +170,14 @@ class StepLoad:
         mean_L1 = counts_LE.mean(-1, keepdim=True)
         load_LE = counts_LE / mean_L1
         device = counts_LE.device
-        found: Stats = {
+        stats: Stats = {
             "expert_load_max": single(float(load_LE.max()), device),
             "expert_load_min": single(float(load_LE.min()), device),
             "idle_experts": single(float((counts_LE == 0).float().mean()), device),
         }
         if self._routers.softmax:
-            found["load_balancing_loss"] = single(float(self._loss(counts_LE, probs_LE).mean()), device)
-        return found
+            stats["load_balancing_loss"] = single(float(self._loss(counts_LE, probs_LE).mean()), device)
+        return stats
 
 
 def listening(load: StepLoad | None) -> AbstractContextManager[None]:
@@ -209,5 +209,5 @@ class _WithLoss(torch.autograd.Function):
 def differentiate_with_hidden(hidden_RH: Tensor, loss: Tensor) -> None:
     """Accumulate the gradient of `loss`, and pass through all layers even if the loss does not reach them."""
     roots = [(hidden_RH, torch.zeros_like(hidden_RH)), (loss, torch.ones_like(loss))]
-    if found := [(root, seed) for root, seed in roots if root.requires_grad]:
-        torch.autograd.backward([root for root, _ in found], [seed for _, seed in found])
+    if reached := [(root, seed) for root, seed in roots if root.requires_grad]:
+        torch.autograd.backward([root for root, _ in reached], [seed for _, seed in reached])

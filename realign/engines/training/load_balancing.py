@@ -1,4 +1,7 @@
-"""`LoadBalancing`: settings that balance the load of experts (config node `models.ROLE.load_balancing`)."""
+"""`LoadBalancing`: settings that balance the load of experts (config node `models.ROLE.load_balancing`).
+
+They are apart from `expert_load` because every launch reads them, and `expert_load` imports transformers.
+"""
 
 from __future__ import annotations
 

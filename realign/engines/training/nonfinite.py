@@ -70,14 +70,14 @@ def origin(
     Returns:
         A description with the ids, or a statement that every micro-batch is finite by itself.
     """
-    found = [part for (part, _), loss in zip(micro_batches, losses, strict=True) if not bool(loss.isfinite())]
+    culprits = [part for (part, _), loss in zip(micro_batches, losses, strict=True) if not bool(loss.isfinite())]
     what = "loss"
-    if not found:
-        found, what = [part for part, layout in micro_batches if not is_finite(part, layout)], "gradient"
-    if not found:
+    if not culprits:
+        culprits, what = [part for part, layout in micro_batches if not is_finite(part, layout)], "gradient"
+    if not culprits:
         return "no single micro-batch: each has a finite loss and gradient, but their sum is not finite"
     ids: dict[Hashable, None] = {}  # in order of discovery; a split group has its id in two micro-batches
-    for i in _culprits(found, is_finite):
+    for i in _culprits(culprits, is_finite):
         if len(ids) == NAMED and i not in ids:
             return f"the {what} of ids {', '.join(map(repr, ids))} and others"
         ids[i] = None

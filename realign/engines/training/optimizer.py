@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from realign.errors import SettingsError
 from realign.settings import AcceptsForeign, Count, Fraction, NonNegative, NonNegativeInt, Positive, Range, Settings
@@ -93,8 +94,9 @@ class OptimizerSpec(Settings, AcceptsForeign):
             raise SettingsError(f"betas={list(self.betas)}: must be two numbers of at least 0 and below 1")
 
     @classmethod
+    @override
     def foreign_base(cls) -> type:
-        """See `AcceptsForeign`; a config may name any optimizer class of torch or of another library."""
+        """Return the base of the classes that a config may name, of torch or of another library."""
         return torch.optim.Optimizer
 
     @property

@@ -1,4 +1,7 @@
-"""`TorchOptimizer`: any optimizer class of torch or of another library, with the settings of `OptimizerSpec`."""
+"""`TorchOptimizer`: any optimizer class of torch or of another library, with the settings of `OptimizerSpec`.
+
+It is apart from `optimizer`, since a config may choose among all nodes in the file of their base class by a word.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from realign.engines.training.optimizer import OptimizerSpec, build_adamw, parameter_groups
 from realign.errors import SettingsError
@@ -21,14 +25,15 @@ from realign.settings import NonNegative
 ELEMENTWISE = frozenset({"ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "SGD"})
 """Classes of torch.optim that update each element of a weight on its own, so that shards can be updated apart."""
 
-REFUSED: Mapping[str, str] = MappingProxyType(
+REFUSED_OPTIMIZERS: Mapping[str, str] = MappingProxyType(
     {
         "LBFGS": "it evaluates the loss several times in each step",
         "SparseAdam": "it needs sparse gradients",
         "Rprop": "it ignores lr after the first step, and so the schedule",
     }
 )
-OWN = ("params", "lr", "weight_decay", "maximize", "foreach", "fused", "capturable", "differentiable")
+
+ENGINE_ARGUMENTS = ("params", "lr", "weight_decay", "maximize", "foreach", "fused", "capturable", "differentiable")
 """Arguments that realign sets, or leaves at their defaults."""
 
 
@@ -67,7 +72,7 @@ class TorchOptimizer(OptimizerSpec):
 
     @classmethod
     def fields_for(cls, path: str, values: Mapping[str, Any]) -> dict[str, Any]:
-        """See `StandIn.fields_for`; `betas`, `eps` and all unknown keys are arguments of the class."""
+        """Pass `betas`, `eps` and all unknown keys as arguments of the class."""
         own = {f.name for f in fields(cls)} - {"of", "arguments", "betas", "eps", "eps_hat"}
         return {
             "of": path,
@@ -81,17 +86,17 @@ class TorchOptimizer(OptimizerSpec):
         return self.of.endswith(".Muon") if self.only_matrices is None else self.only_matrices
 
     @property
+    @override
     def elementwise(self) -> bool:
-        """See `OptimizerSpec.elementwise`."""
         return self.of in {f"torch.optim.{name}" for name in ELEMENTWISE} and not self.splits
 
     @property
+    @override
     def label(self) -> str:
-        """See `OptimizerSpec.label`."""
         return self.of
 
+    @override
     def build(self, parameters: Iterable[nn.Parameter], outer: Collection[int] = ()) -> Any:
-        """See `OptimizerSpec.build`."""
         trained = [p for p in parameters if p.requires_grad]
         if not self.splits:
             return self._make(parameter_groups(trained, self.weight_decay))
@@ -100,8 +105,8 @@ class TorchOptimizer(OptimizerSpec):
         made = [self._make([{"params": inner, "weight_decay": self.weight_decay}])] if inner else []
         return MixedOptimizer(made, [build_adamw(self, rest)] if rest else [])
 
+    @override
     def set_step(self, optimizer: Any, *, lr: float, step: int) -> None:
-        """See `OptimizerSpec.set_step`."""
         if not isinstance(optimizer, MixedOptimizer):
             for group in optimizer.param_groups:
                 group["lr"] = lr
@@ -113,8 +118,9 @@ class TorchOptimizer(OptimizerSpec):
         for part in optimizer.rest:
             super().set_step(part, lr=peak * (lr / self.lr if self.lr else 0.0), step=step)
 
+    @override
     def check_moments(self, index: int, parameter: Tensor, moments: Mapping[str, Any]) -> None:
-        """See `OptimizerSpec.check_moments`; other libraries than torch check the shapes of their state themselves."""
+        """Check the moments of torch optimizers; other libraries check the shapes of their state themselves."""
         if not self.of.startswith("torch.optim."):
             return
         shape = list(parameter.shape)
@@ -135,19 +141,19 @@ class TorchOptimizer(OptimizerSpec):
                 f"{self.of}: bitsandbytes is not installed. Run pip install 'realign-rl[quantization]'."
             )
         try:
-            found = getattr(importlib.import_module(module), name, None)
+            optimizer_class = getattr(importlib.import_module(module), name, None)
         except ImportError as error:
             raise SettingsError(f"of={self.of}: cannot be imported ({error})") from error
-        if not inspect.isclass(found) or not issubclass(found, torch.optim.Optimizer):
+        if not inspect.isclass(optimizer_class) or not issubclass(optimizer_class, torch.optim.Optimizer):
             raise SettingsError(f"of={self.of}: must be a class derived from torch.optim.Optimizer")
-        return found
+        return optimizer_class
 
     def _check_arguments(self, cls: type[torch.optim.Optimizer]) -> None:
         """Construct the optimizer over a small matrix, so that its class checks the arguments."""
-        known = argument_names(cls)
+        known = _argument_names(cls)
         for name in self.arguments:
-            if name in OWN or name not in known:
-                valid = ", ".join(key for key in known if key not in OWN)
+            if name in ENGINE_ARGUMENTS or name not in known:
+                valid = ", ".join(key for key in known if key not in ENGINE_ARGUMENTS)
                 raise SettingsError(f"{name}: {self.of} does not take this argument here (valid: {valid})")
         if self.weight_decay and "weight_decay" not in known:
             raise SettingsError(f"weight_decay={self.weight_decay}: {self.of} has no weight decay. Remove it.")
@@ -158,22 +164,22 @@ class TorchOptimizer(OptimizerSpec):
 
     def _make(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         cls: Any = self._imported()
-        if "weight_decay" not in argument_names(cls):
+        if "weight_decay" not in _argument_names(cls):
             groups = [{"params": group["params"]} for group in groups]
         arguments = {name: tuple(x) if isinstance(x, list) else x for name, x in self.arguments.items()}
         made: torch.optim.Optimizer = cls(groups, lr=self.lr, **arguments)
         return made
 
 
-def argument_names(cls: type) -> list[str]:
+def _argument_names(cls: type) -> list[str]:
     """Return the names of the arguments of an optimizer class."""
     return list(inspect.signature(cls).parameters)
 
 
 def _refusal(cls: type[torch.optim.Optimizer]) -> str | None:
-    if cls.__module__.startswith("torch.optim") and cls.__name__ in REFUSED:
-        return REFUSED[cls.__name__]
-    if "lr" not in argument_names(cls):
+    if cls.__module__.startswith("torch.optim") and cls.__name__ in REFUSED_OPTIMIZERS:
+        return REFUSED_OPTIMIZERS[cls.__name__]
+    if "lr" not in _argument_names(cls):
         return "it has no argument lr, which the schedule sets"
     if hasattr(cls, "train") and hasattr(cls, "eval"):
         return "it must be told about training and evaluation, which the engine does not do"
@@ -245,6 +251,3 @@ class MixedOptimizer:
         for part in self.parts:
             starts.append(starts[-1] + sum(len(group["params"]) for group in part.param_groups))
         return starts[:-1]
-
-
-__all__ = ["ELEMENTWISE", "MixedOptimizer", "TorchOptimizer"]

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from realign.engines.distributed.ranks import Ranks
-from realign.engines.distributed.shards import write_parts
+from realign.engines.distributed.sharding import write_parts
 from realign.runtime.checkpoint.folder import (
     PARTS,
     UnfinishedCheckpoint,

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from realign.engines.distributed.shards import Saved
+from realign.engines.distributed.sharding import Saved
 from realign.errors import CheckpointError
 
 Check: TypeAlias = Callable[[Any, str], None]

@@ -4,7 +4,7 @@ The folder `checkpoints/step_000010` contains
 
 - `state.json` and `tensors.safetensors`: the tree (`realign.runtime.checkpoint.serialize`),
 - `parts/*.safetensors`: each rank's shards of the tensors that are sharded across ranks
-  (`realign.engines.distributed.shards`),
+  (`realign.engines.distributed.sharding`),
 - `manifest.json`: format, version of realign, step, size (bytes) and sha256 of each file, and sha256 of the manifest.
 
 `write_checkpoint` fills `checkpoints/.step_000010.<random>`, syncs every file and the folder to disk, and renames
@@ -28,8 +28,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from realign.engines.distributed.shards import read_saved
-from realign.engines.files.durable import make_folder, sync_folder
+from realign.engines.distributed.sharding import read_saved
+from realign.engines.files.folders import make_folder, sync_folder
 from realign.errors import CheckpointError
 from realign.runtime.checkpoint.serialize import Packed, Tree, pack, read_tensors, unpack, write_tensors
 from realign.version import installed_version

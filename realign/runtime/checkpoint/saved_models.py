@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from realign.engines.distributed.ranks import Ranks
-from realign.engines.files.durable import sync_folder, sync_tree
-from realign.engines.files.folders import refuse_link, remove_folder, save_folder
+from realign.engines.files.folders import refuse_link, remove_folder, save_folder, sync_folder, sync_tree
 from realign.errors import CheckpointError, ConfigError, RunError, TransientError
 from realign.runtime.checkpoint.folder import facts_of
 from realign.runtime.checkpoint.schema import SAVED

@@ -12,8 +12,8 @@ import torch
 from realign.api.memory import EstimatesMemory, LimitsPrompts, LimitsSequences, MemoryWork, RoleMemory
 from realign.api.model import ModelSpec
 from realign.api.sampler_spec import samples_externally
+from realign.engines.device import pick_device
 from realign.engines.distributed.ranks import current
-from realign.engines.files.inspection import pick_device
 from realign.engines.shared_model import Share, SharedModel
 from realign.runtime.experiment import Experiment
 from realign.runtime.models import sampled_roles

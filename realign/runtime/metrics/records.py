@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self
 
-from realign.engines.files.durable import open_regular
+from realign.engines.files.folders import open_regular
 from realign.errors import ConfigError
 from realign.runtime.checkpoint.folder import Start
 from realign.runtime.checkpoint.schema import DETAILS, RECORDS

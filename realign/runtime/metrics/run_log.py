@@ -14,7 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
-from realign.engines.files.durable import open_regular
+from realign.engines.files.folders import open_regular
 from realign.errors import ConfigError, RealignError
 
 NAME = "realign.log"

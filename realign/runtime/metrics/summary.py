@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from realign.api.callback import EndStatus
-from realign.engines.files.durable import open_regular
+from realign.engines.files.folders import open_regular
 from realign.runtime.metrics.shown_metrics import MetricSummary, number
 
 NAME = "summary.json"

@@ -16,7 +16,7 @@ from realign.api.model import ModelSpec
 from realign.api.requests import Request
 from realign.api.sampler import Sampler
 from realign.engines.distributed.offload import Offload
-from realign.engines.distributed.shards import whole
+from realign.engines.distributed.sharding import whole
 from realign.functional import LMHead
 from realign.runtime.models import load_own
 from realign.runtime.ray.wire_format import mapped

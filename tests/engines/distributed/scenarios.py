@@ -26,7 +26,7 @@ from realign.engines import (
     ValueHead,
 )
 from realign.engines.distributed.ranks import current
-from realign.engines.distributed.shards import whole
+from realign.engines.distributed.sharding import whole
 from realign.errors import RealignError
 from realign.interfaces.components import JSD, EarlyStop
 from realign.interfaces.critic import PPOCriticInterface

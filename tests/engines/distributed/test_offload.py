@@ -5,8 +5,8 @@ import torch
 
 from realign.api import GenerationConfig, MicroBatchSpec, SequenceSample
 from realign.engines.distributed.offload import Offload
-from realign.engines.training.engine import TransformersEngine
 from realign.engines.training.optimizer import OptimizerSpec
+from realign.engines.training.transformers_engine import TransformersEngine
 from tests.tiny import random_sample, tiny_model, tiny_tokenizer
 
 PROMPTS = SequenceSample.from_sequences(["a", "b"], {"prompt_ids": [[[5, 6, 7]], [[8]]]})

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from benchmarks.torture.crafted import MODEL_FILES, MODEL_VALUES, NO_OBJECTS
 from realign.engines import Score, TransformersModel
 from realign.engines.files.folders import read_states
-from realign.engines.files.model_folder import check_model_folder
-from realign.errors import DataError, RealignError
+from realign.engines.files.model_folder import check_hub, check_model_folder, readable, weight_names
+from realign.errors import ConfigError, DataError, RealignError
 from realign.interfaces.reward_model import RewardModelInterface
 from realign.runtime.models import adopt
 from tests.tiny import save_tiny
@@ -147,3 +149,68 @@ def test_an_interface_state_of_other_values_is_one_line(tmp_path, state):
     (tmp_path / "interface_state.json").write_text(json.dumps(state))
     with pytest.raises(DataError, match=r"^models\.reward: the interface state saved with the weights does not fit"):
         adopt("reward", RewardModelInterface(), read_states(str(tmp_path))[0])
+
+
+def test_names_of_weights_come_from_the_file_or_from_its_index(tmp_path):
+    assert weight_names(tmp_path) is None
+    save_file({"a.weight": torch.zeros(2), "score.weight": torch.zeros(1)}, tmp_path / "model.safetensors")
+    assert weight_names(tmp_path) == {"a.weight", "score.weight"}
+    index = {"weight_map": {"b.weight": "model-00001-of-00002.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "model-00001-of-00002.safetensors").touch()
+    assert weight_names(tmp_path) == {"b.weight"}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("model.safetensors", b"", r"model\.safetensors' is not a safetensors file: .* Download the model again\."),
+        ("model.safetensors", b"\xff" * 64, "is not a safetensors file"),
+        ("model.safetensors.index.json", b"{", r"index\.json' is not a JSON file"),
+        ("model.safetensors.index.json", b"[]", "must contain a JSON object"),
+        ("model.safetensors.index.json", b"{}", "is not an index of weights: it has no 'weight_map'"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        weight_names(tmp_path)
+
+
+def test_a_hub_name_is_refused_offline_unless_it_is_cached(monkeypatch):
+    check_hub("models.x.path", "owner/name")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match=r"models\.x\.path='owner/name': no such folder, .*HF_HUB_OFFLINE=1"):
+        check_hub("models.x.path", "owner/name")
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: "/cache/config.json")
+    check_hub("models.x.path", "owner/name")
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ValueError("\nfirst\nsecond"), "models.x: first"),
+        (OSError("offline"), "models.x: OSError: offline"),
+        (KeyError("x"), "models.x: KeyError: 'x'"),
+        (
+            ValueError("pass trust_remote_code"),
+            "models.x: pass trust_remote_code Set trust_remote_code=true of this role",
+        ),
+    ],
+)
+def test_an_error_of_transformers_becomes_one_line_with_the_original_as_cause(error, message):
+    with pytest.raises(DataError) as caught, readable("models.x"):
+        raise error
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
+    assert caught.value.__cause__ is error
+
+
+def test_an_error_of_realign_keeps_its_class_and_gets_the_key():
+    with pytest.raises(ConfigError, match=r"^models\.x\.trains: layers=4: too many$"), readable("models.x.trains"):
+        raise ConfigError("layers=4: too many")
+
+
+def test_other_exceptions_of_a_library_are_named_by_their_class():
+    with pytest.raises(DataError, match=r"^models\.x: ZeroDivisionError: division by zero$"), readable("models.x"):
+        raise ZeroDivisionError("division by zero")

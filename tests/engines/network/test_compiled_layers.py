@@ -11,12 +11,12 @@ from torch._dynamo.utils import counters
 from realign.api import GenerationConfig, MicroBatchSpec
 from realign.engines import LoadBalancing, Lora, OptimizerSpec, TopLayers, TransformersModel
 from realign.engines.distributed.ranks import current
-from realign.engines.distributed.shards import whole
+from realign.engines.distributed.sharding import whole
 from realign.engines.network.compiled_layers import CompiledForward, TorchCompile
 from realign.errors import ConfigError, SettingsError
 from tests.engines.distributed.run_ranks import run_ranks
 from tests.engines.sampling.test_generate import prompts, responses, sample_of
-from tests.engines.training.test_engine import STEP, train, weights
+from tests.engines.training.test_transformers_engine import STEP, train, weights
 from tests.families import family_model
 from tests.tiny import engine_over, random_sample, save_tiny, tiny_engine, tiny_model
 

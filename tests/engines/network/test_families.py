@@ -11,7 +11,7 @@ import yaml
 from realign.api import GenerationConfig, MicroBatchSpec, SequenceSample
 from realign.engines.network.attention import ATTENTION, use_attention
 from realign.engines.network.unpacked import UNPACKED_FAMILIES
-from realign.engines.training.engine import TransformersEngine
+from realign.engines.training.transformers_engine import TransformersEngine
 from realign.errors import ConfigError
 from tests.families import family_model
 from tests.tiny import VOCAB, tiny_tokenizer

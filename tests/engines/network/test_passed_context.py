@@ -6,7 +6,7 @@ import torch
 from realign.api import MicroBatchSpec
 from realign.engines import OptimizerSpec
 from realign.engines.network.passed_context import pass_context_on
-from realign.engines.training.engine import TransformersEngine
+from realign.engines.training.transformers_engine import TransformersEngine
 from tests.families import family_model
 from tests.tiny import random_sample, tiny_model, tiny_tokenizer
 

@@ -8,7 +8,7 @@ import torch
 from realign.api import GenerationConfig, MicroBatchSpec, SequenceSample
 from realign.engines import Causal, OptimizerSpec, QHeads, TransformersModel, ValueHead
 from realign.engines.sampling.background import StreamingEngine
-from realign.engines.servers.sampler import check_config
+from realign.engines.servers.server_sampler import check_config
 from realign.errors import ConfigError, SettingsError
 from tests.tiny import VOCAB, random_sample, save_tiny
 

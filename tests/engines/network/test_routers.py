@@ -10,7 +10,7 @@ from realign.engines.network.attention import ATTENTION, use_attention
 from realign.engines.network.passes import SharedPrompts
 from realign.engines.network.routers import RouterReplay
 from realign.engines.sampling.in_process import InProcessSampling
-from realign.engines.training.engine import TransformersEngine
+from realign.engines.training.transformers_engine import TransformersEngine
 from realign.errors import ConfigError
 from realign.functional import KLEstimator, kl_estimate, nll_loss
 from realign.interfaces.components import ProximalKL

@@ -11,7 +11,7 @@ from realign.engines import OptimizerSpec
 from realign.engines.network.passes import similar_lengths
 from realign.engines.network.unpacked import OwnCache, UnpackedModel
 from realign.engines.sampling.in_process import InProcessSampling
-from realign.engines.training.engine import TransformersEngine
+from realign.engines.training.transformers_engine import TransformersEngine
 from realign.errors import ConfigError
 from tests.families import family_model
 from tests.tiny import VOCAB, engine_over, random_sample, tiny_model, tiny_tokenizer

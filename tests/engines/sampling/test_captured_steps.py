@@ -21,7 +21,7 @@ from realign.engines.sampling.compiled.fusion import Fusion
 from realign.engines.sampling.compiled.library import CompiledDecode
 from realign.errors import ConfigError
 from tests.engines.sampling.test_generate import UNTIED, prompts, responses, sample_of
-from tests.engines.training.test_engine import STEP, train
+from tests.engines.training.test_transformers_engine import STEP, train
 from tests.tiny import random_sample, save_tiny, tiny_engine, tiny_model
 
 

@@ -15,10 +15,10 @@ from realign.engines.sampling.compiled import fusion
 from realign.engines.sampling.compiled.fused_layers import FusedTrunk
 from realign.engines.sampling.draw import response_keys
 from realign.engines.sampling.in_process import InProcessSampling
-from realign.engines.training.engine import TransformersEngine
 from realign.engines.training.optimizer import OptimizerSpec
+from realign.engines.training.transformers_engine import TransformersEngine
 from tests.engines.sampling.test_generate import prompts, same, sample_of
-from tests.engines.training.test_engine import train
+from tests.engines.training.test_transformers_engine import train
 from tests.tiny import random_sample, tiny_engine
 
 CONFIG = GenerationConfig(n=3, max_new_tokens=12)

@@ -8,7 +8,7 @@ import pytest
 
 from realign.api import Model, ModelSpec
 from realign.engines.servers.probe import SAMPLED
-from realign.engines.servers.spec import Servers
+from realign.engines.servers.server_sampler import Servers
 from realign.engines.servers.vllm import Vllm
 from realign.errors import TransientError
 from realign.runtime import Async, run

@@ -11,7 +11,7 @@ from realign.engines import LoadBalancing, Lora, OptimizerSpec, TransformersMode
 from realign.engines.network.attention import ATTENTION, use_attention
 from realign.engines.network.passes import Layout, SharedPrompts
 from realign.engines.network.routers import BIAS, Routers
-from realign.engines.training.engine import TransformersEngine
+from realign.engines.training.transformers_engine import TransformersEngine
 from realign.errors import ConfigError, SettingsError
 from realign.functional import nll_loss
 from tests.families import family_model

@@ -1,13 +1,33 @@
+"""Test optimizers, also those of other libraries: updates, groups, schedules, resuming, and errors."""
+
 from __future__ import annotations
 
 import math
+import sys
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
-from realign.engines import OptimizerSpec, Schedule, ScheduleKind, ScheduleUnit, learning_rate
-from realign.errors import SettingsError
+from realign.api import MicroBatchSpec
+from realign.config import build_experiment, compose
+from realign.engines import (
+    Lora,
+    OptimizerSpec,
+    Schedule,
+    ScheduleKind,
+    ScheduleUnit,
+    TorchOptimizer,
+    TransformersModel,
+    learning_rate,
+)
+from realign.engines.distributed.sharded_engine import ShardedStepper
+from realign.engines.training.torch_optimizer import ELEMENTWISE, MixedOptimizer
+from realign.errors import ConfigError, SettingsError
+from realign.runtime.checkpoint.schema import OPTIMIZER
+from realign.runtime.checkpoint.serialize import pack, unpack
+from tests.tiny import random_sample, save_tiny, tiny_engine
 
 
 def run(spec, start, gradients):
@@ -120,3 +140,297 @@ def test_a_run_shorter_than_its_warm_up_only_warms_up():
     spec = OptimizerSpec(lr=1.0, schedule=Schedule(ScheduleKind.cosine, warmup=20, total=10))
     assert [learning_rate(spec, step) for step in (0, 9)] == pytest.approx([1 / 21, 10 / 21])
     assert learning_rate(spec, 20) == 1.0
+
+
+DATA = random_sample(((9, 4, 6), (12,)))
+
+TRAINABLE = [
+    *(
+        "Adadelta",
+        "Adafactor",
+        "Adagrad",
+        "Adam",
+        "AdamW",
+        "Adamax",
+        "ASGD",
+        "Muon",
+        "NAdam",
+        "RAdam",
+        "RMSprop",
+        "SGD",
+    ),
+]
+
+
+class EightBit(torch.optim.Optimizer):
+    """SGD with momentum whose state is 8-bit numbers, a scale and a Python number, as in bitsandbytes."""
+
+    def __init__(self, params, lr=1e-3, gain: float = 1.0):
+        super().__init__(params, {"lr": lr, "gain": gain})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                old = state["code"].float() * state["scale"] if state else torch.zeros_like(p)
+                new = 0.9 * old + p.grad
+                scale = new.abs().max().reshape(1) / 127
+                code = (new / scale).round().to(torch.int8)
+                state |= {"step": state.get("step", 0) + 1, "code": code, "scale": scale}
+                p -= group["lr"] * group["gain"] * code.float() * scale
+
+    def state_dict(self):
+        found = super().state_dict()
+        inner = {i: {"code": x["code"], "scale": x["scale"]} for i, x in found["state"].items()}
+        return {**found, "state": {i: {"step": x["step"], "inner": inner[i]} for i, x in found["state"].items()}}
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        for i, p in enumerate(q for group in self.param_groups for q in group["params"]):
+            inner = {name: x.clone() for name, x in state["state"][i]["inner"].items()}
+            self.state[p] = {"step": int(state["state"][i]["step"]), **inner}
+
+
+class Forgetful(EightBit):
+    """An optimizer that leaves the conversion of its state to torch."""
+
+    state_dict = torch.optim.Optimizer.state_dict
+    load_state_dict = torch.optim.Optimizer.load_state_dict
+
+
+def spec(name, **fields):
+    return TorchOptimizer(of=f"torch.optim.{name}", **fields)
+
+
+def train(engine, steps):
+    for _ in range(steps):
+        engine.train_batch(
+            DATA, MicroBatchSpec(), lambda out, mb: (out.logprobs().sum(), {}), lambda d: d["loss_mask"].sum()
+        )
+    return engine
+
+
+def weights(engine):
+    return {name: x.clone() for name, x in engine.weights().items()}
+
+
+def updated(optimizer, settings, start, gradients):
+    parameter = nn.Parameter(start.clone())
+    made = optimizer([parameter], settings)
+    for step, gradient in enumerate(gradients, start=1):
+        parameter.grad = gradient.clone()
+        if isinstance(settings, OptimizerSpec):
+            settings.set_step(made, lr=settings.lr, step=step)
+        made.step()
+    return parameter.detach()
+
+
+@pytest.mark.parametrize("name", sorted({*ELEMENTWISE, "Adafactor"}))
+def test_an_optimizer_updates_like_its_class(name):
+    torch.manual_seed(0)
+    start, gradients = torch.randn(4, 6), [torch.randn(4, 6) for _ in range(4)]
+    cls = getattr(torch.optim, name)
+    more = {"weight_decay": 0.1}
+    ours = updated(lambda p, s: s.build(p), spec(name, lr=0.01, **more), start, gradients)
+    theirs = updated(lambda p, s: cls(p, lr=0.01, **more), None, start, gradients)
+    assert torch.equal(ours, theirs)
+    assert not torch.equal(ours, start)
+
+
+@pytest.mark.parametrize("name", TRAINABLE)
+def test_elementwise_optimizers_update_the_parts_of_a_weight_as_the_whole(name):
+    torch.manual_seed(0)
+    settings = spec(name, lr=0.1)
+    start, gradients = torch.randn(4, 6), [torch.randn(4, 6) for _ in range(3)]
+
+    def run(rows):
+        return updated(lambda p, s: s.build(p), settings, start[rows], [g[rows] for g in gradients])
+
+    same = torch.equal(torch.cat([run(slice(0, 2)), run(slice(2, 4))]), run(slice(0, 4)))
+    assert same == settings.elementwise == (name in ELEMENTWISE)
+
+
+def test_arguments_of_the_class_are_passed_and_checked():
+    optimizer = spec("SGD", arguments={"momentum": 0.5, "nesterov": True}).build([nn.Parameter(torch.ones(2, 2))])
+    assert (optimizer.param_groups[0]["momentum"], optimizer.param_groups[0]["nesterov"]) == (0.5, True)
+    assert spec("Adam", arguments={"betas": [0.8, 0.9]}).build([nn.Parameter(torch.ones(1))]).defaults["betas"] == (
+        0.8,
+        0.9,
+    )
+
+
+def test_weight_decay_applies_to_matrices_only():
+    matrix, vector = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2))
+    optimizer = spec("SGD", lr=0.1, weight_decay=0.5).build([matrix, vector])
+    matrix.grad, vector.grad = torch.zeros(2, 2), torch.zeros(2)
+    optimizer.step()
+    assert torch.allclose(matrix, torch.full((2, 2), 0.95))
+    assert torch.equal(vector, torch.ones(2))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2"])
+def test_muon_updates_the_matrices_of_layers_and_adamw_the_rest(family):
+    settings = spec("Muon", lr=0.02, other_lr=1e-3, weight_decay=0.1, betas=(0.8, 0.9))
+    engine = tiny_engine(family, optimizer=settings)
+    optimizer = engine._stepper.optimizer
+    assert isinstance(optimizer, MixedOptimizer)
+    (muon,), (adamw,) = optimizer.first, optimizer.rest
+    names = {id(p): name for name, p in engine.module.named_parameters()}
+    by_muon = {names[id(p)] for group in muon.param_groups for p in group["params"]}
+    by_adamw = {names[id(p)] for group in adamw.param_groups for p in group["params"]}
+    assert by_muon | by_adamw == set(names.values())
+    assert all(".layers." in name or ".h." in name for name in by_muon)
+    assert any("emb" in name or "wte" in name for name in by_adamw)
+    assert not any("norm" in name or "ln_" in name or "bias" in name for name in by_muon)
+    before = weights(engine)
+    train(engine, 1)
+    assert {group["lr"] for group in muon.param_groups} == {0.02}
+    assert {group["lr"] for group in adamw.param_groups} == {1e-3}
+    assert adamw.defaults["betas"] == (0.8, 0.9)
+    assert all(not torch.equal(x, before[name]) for name, x in engine.weights().items() if name in by_muon)
+
+
+def test_both_parts_of_muon_follow_the_schedule():
+    settings = spec("Muon", lr=0.02, other_lr=1e-3, schedule=Schedule("linear", total=4))
+    engine = train(tiny_engine(optimizer=settings), 2)
+    rates = [group["lr"] for group in engine._stepper.optimizer.param_groups]
+    assert rates[0] == pytest.approx(0.02 * 0.75)
+    assert rates[-1] == pytest.approx(1e-3 * 0.75)
+
+
+@pytest.mark.parametrize("of", [*(f"torch.optim.{name}" for name in TRAINABLE), f"{__name__}.EightBit"])
+def test_resuming_from_a_checkpoint_is_exact(of):
+    settings = TorchOptimizer(of=of, lr=1e-3, schedule=Schedule("linear", total=9), ema_decay=0.5)
+    whole, first, second = (tiny_engine(optimizer=settings) for _ in range(3))
+    train(whole, 4)
+    packed = pack(train(first, 2).state_dict(), copy=True)
+    state = unpack(packed.state, packed.tensors)
+    OPTIMIZER(state["optimizer"], "optimizer")
+    second.load_state_dict(state)
+    train(second, 2)
+    for name, x in weights(whole).items():
+        assert torch.equal(x, second.weights()[name])
+    for one, two in zip(whole._average.average, second._average.average, strict=True):
+        assert torch.equal(one, two)
+
+
+def test_lora_trains_with_muon(tmp_path):
+    model = TransformersModel(
+        str(save_tiny(tmp_path)), device="cpu", optimizer=spec("Muon", lr=0.02), trains=Lora(rank=2)
+    )
+    engine = model.load("actor", seed=0).machine
+    before = [p.clone() for p in engine.module.parameters() if p.requires_grad]
+    train(engine, 2)
+    after = [p for p in engine.module.parameters() if p.requires_grad]
+    assert all(not torch.equal(p, q) for p, q in zip(before, after, strict=True))
+
+
+def test_a_state_of_other_shapes_or_dtypes_is_refused():
+    engine = train(tiny_engine(optimizer=spec("SGD", lr=0.1, arguments={"momentum": 0.9})), 1)
+    state = engine.state_dict()
+    state["optimizer"]["optimizer"]["state"][0]["momentum_buffer"] = torch.zeros(3)
+    with pytest.raises(ValueError, match=r"parameter 0 has shape .*, but its momentum_buffer has \[3\]"):
+        engine.load_state_dict(state)
+    forgetful = train(tiny_engine(optimizer=TorchOptimizer(of=f"{__name__}.Forgetful", lr=0.1)), 1)
+    with pytest.raises(ValueError, match=r"Forgetful restores its code as torch\.float32, but it was torch\.int8"):
+        forgetful.load_state_dict(forgetful.state_dict())
+
+
+class ScheduleFree(torch.optim.SGD):
+    """An optimizer with modes."""
+
+    def train(self): ...
+
+    def eval(self): ...
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "of='': must be the import path of an optimizer, such as torch.optim.SGD"),
+        ({"of": "os.system"}, "of='os.system': must be the import path of an optimizer"),
+        ({"of": "torch.optim.Nothing"}, "of=torch.optim.Nothing: must be a class derived from torch.optim.Optimizer"),
+        ({"of": "torch.nn.Linear"}, "must be a class derived from torch.optim.Optimizer"),
+        ({"of": "no_such_package.Adam"}, "of=no_such_package.Adam: cannot be imported"),
+        ({"of": "torch.optim.LBFGS"}, "torch.optim.LBFGS: it evaluates the loss several times in each step"),
+        ({"of": "torch.optim.SparseAdam"}, "it needs sparse gradients"),
+        ({"of": "torch.optim.Rprop"}, "it ignores lr after the first step"),
+        ({"of": f"{__name__}.ScheduleFree"}, "it must be told about training and evaluation"),
+        ({"of": "torch.optim.SGD", "betas": (0.8, 0.9)}, r"betas=\(0.8, 0.9\): it concerns AdamW. Set arguments.betas"),
+        ({"of": "torch.optim.SGD", "eps_hat": True}, "eps_hat=True: it concerns AdamW"),
+        ({"of": "torch.optim.SGD", "other_lr": 0.1}, "other_lr=0.1: SGD updates all weights"),
+        (
+            {"of": "torch.optim.SGD", "arguments": {"momentums": 1}},
+            "momentums: torch.optim.SGD does not take .* momentum",
+        ),
+        ({"of": "torch.optim.SGD", "arguments": {"maximize": True}}, "maximize: torch.optim.SGD does not take"),
+        ({"of": "torch.optim.SGD", "arguments": {"momentum": -1}}, "refuses them: Invalid momentum value: -1"),
+        ({"of": f"{__name__}.EightBit", "weight_decay": 0.1}, "EightBit has no weight decay"),
+    ],
+)
+def test_an_optimizer_that_cannot_be_used_is_refused_by_name(fields, message):
+    with pytest.raises(SettingsError, match=message):
+        TorchOptimizer(**fields)
+
+
+def test_an_optimizer_of_whole_weights_is_refused_with_shards():
+    with pytest.raises(ConfigError, match=r"models\.actor\.optimizer=torch\.optim\.Muon: it updates whole weights"):
+        ShardedStepper("actor", spec("Muon"), None)
+
+
+def test_an_8_bit_optimizer_without_bitsandbytes_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(SettingsError, match=r"not installed. Run pip install 'realign-rl\[quantization\]'"):
+        TorchOptimizer(of="bitsandbytes.optim.AdamW8bit")
+
+
+def optimizer_of(tmp_path, *words):
+    (tmp_path / "pairs.jsonl").write_text('{"prompt": "1", "response": "2"}\n')
+    config = compose(["experiment=sft", "models.actor.path=x", f"data.path={tmp_path / 'pairs.jsonl'}", *words])
+    experiment = build_experiment(config)
+    return experiment.models["actor"].optimizer, experiment.resolved["models"]["actor"]["optimizer"]
+
+
+def test_a_config_names_the_class_and_its_arguments(tmp_path):
+    from realign.config.construct import build
+
+    words = ["_target_=torch.optim.Muon", "lr=0.02", "momentum=0.9", "other_lr=1e-4", "weight_decay=0.1"]
+    found, resolved = optimizer_of(tmp_path, *(f"models.actor.optimizer.{word}" for word in words))
+    assert found == spec(
+        "Muon",
+        lr=0.02,
+        other_lr=1e-4,
+        weight_decay=0.1,
+        arguments={"momentum": 0.9},
+        schedule=Schedule("cosine", warmup=10, total=100),
+    )
+    assert build(resolved, OptimizerSpec, "optimizer") == found
+    assert TorchOptimizer.fields_for("torch.optim.SGD", {"betas": 1, "lr": 2}) == {
+        "of": "torch.optim.SGD",
+        "arguments": {"betas": 1},
+        "lr": 2,
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["_target_=torch.optim.SGD", "momentums=1"],
+            r"models\.actor\.optimizer.*momentums: torch\.optim\.SGD does not",
+        ),
+        (["_target_=torch.optim.LBFGS"], r"models\.actor\.optimizer.*it evaluates the loss several times"),
+        (["_target_=torch.nn.Linear"], r"models\.actor\.optimizer\._target_: Linear is not a OptimizerSpec"),
+        (
+            ["_target_=bitsandbytes.optim.AdamW8bit"],
+            r"models\.actor\.optimizer.*bitsandbytes is not installed. Run pip install 'realign-rl\[quantization\]'",
+        ),
+        (["_target_=subprocess.Popen"], r"part of Python's standard library"),
+        (["_target_=torch.optim.SGD", "lr=-1"], r"models\.actor\.optimizer\.lr=-1.*: must be at least 0"),
+    ],
+)
+def test_a_config_with_a_wrong_optimizer_names_the_key(tmp_path, monkeypatch, words, message):
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(ConfigError, match=message):
+        optimizer_of(tmp_path, *(f"models.actor.optimizer.{word}" for word in words))

@@ -19,7 +19,7 @@ from realign.runtime import CheckpointSpec, run
 from realign.runtime.checkpoint.folder import list_checkpoints
 from realign.runtime.metrics import records as json_lines
 from realign.runtime.metrics.records import JsonLinesFile
-from tests.engines.files.test_durable import OTHERS
+from tests.engines.files.test_folders import OTHERS
 from tests.runtime.test_local import experiment
 
 

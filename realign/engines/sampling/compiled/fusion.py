@@ -20,12 +20,11 @@ from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 from typing_extensions import override
 
-from realign.engines.device_memory import free_bytes
+from realign.engines.device import free_bytes, full_fp32
 from realign.engines.network.attention import PackedContext
 from realign.engines.network.decoder import ModuleTrunk, Trunk
 from realign.engines.network.kernels import AttentionArgs
 from realign.engines.network.kv_cache import DecodeContext, KeptMemory, KVCache, PrefillContext, copied_all
-from realign.engines.precision import full_fp32
 from realign.engines.sampling.compiled.fused_layers import FusedLayer, FusedTrunk, Linear, RMSNorm, for_few_rows
 from realign.engines.sampling.compiled.library import CompiledDecode, LibraryError, load_library
 from realign.engines.sampling.compiled.trunk import CompiledTrunk, check_supported

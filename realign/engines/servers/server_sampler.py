@@ -1,9 +1,4 @@
-"""`ServerSampler`: a `Sampler` over inference servers.
-
-Every sampled token has the version of the weights that sampled it. An update first stops all servers. They return the
-tokens that they have, and the sampler notes their version. Responses that are not finished continue under the new
-weights, as new requests with these tokens in their prompt.
-"""
+"""Samplers over inference servers: of one process, of several ranks, and `Servers`, the config node that opens them."""
 
 from __future__ import annotations
 
@@ -12,27 +7,33 @@ import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 import torch
+from typing_extensions import override
 
 from realign.api.generation import GenerationConfig
-from realign.api.requests import Completion, FutureHandle, Request
+from realign.api.requests import Completion, FutureHandle, Handle, Request
 from realign.api.sample import SequenceSample
-from realign.api.sampler import Capabilities, WeightSource, generate_by_requests
+from realign.api.sampler import PROMPTS, Capabilities, Sampler, WeightSource, generate_by_requests
 from realign.api.seeds import derive_seed
-from realign.engines.servers.delivery import BaseModel, Delivery
+from realign.engines.distributed.ranks import Ranks, current
+from realign.engines.servers.delivery import BaseModel, Delivery, HasAdapter, WeightFolders
 from realign.engines.servers.pool import ServerPool
 from realign.engines.servers.probe import Probe, Sampled
-from realign.engines.servers.protocol import Ask, End, Part
-from realign.engines.servers.settings import LoraTransport, ServerSettings
-from realign.engines.servers.weights import HasAdapter, WeightFolders
+from realign.engines.servers.protocol import Ask, End, ResponsePart
+from realign.engines.servers.server_settings import LoraTransport, ServerSettings
 from realign.errors import ConfigError
 
 _CLOSE_S = 30.0
-
 T = TypeVar("T")
+
+_NOWHERE = Path("of-rank-0")
+"""Folder that ranks other than 0 pass to `save`, which do not write."""
+
+_PROBE_TOKENS = 48
 
 
 @dataclass
@@ -43,7 +44,7 @@ class _Response:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
 
-    def add(self, part: Part, version: int) -> None:
+    def add(self, part: ResponsePart, version: int) -> None:
         """Append tokens."""
         self.ids += part.ids
         self.logprobs += part.logprobs
@@ -59,7 +60,7 @@ class ServerSampler:
         settings: ServerSettings,
         source: WeightSource,
         stop_ids: Sequence[int],
-        probe_ids: Sequence[int] = (),
+        _probe_ids: Sequence[int] = (),
         *,
         alone: bool = True,
     ) -> None:
@@ -70,7 +71,7 @@ class ServerSampler:
             settings: settings of the sampler.
             source: the weights.
             stop_ids: end tokens of the model.
-            probe_ids: text by which the weights of servers and trainer are compared, if `source` can score it.
+            _probe_ids: text by which the weights of servers and trainer are compared, if `source` can score it.
             alone: compare the responses of `sampled` with the trainer. Several ranks do this together.
 
         Raises:
@@ -81,7 +82,7 @@ class ServerSampler:
         self._source, self._alone = source, alone
         self._setting = f"models.{name}.sampler"
         self._folders = WeightFolders(settings.weights_dir, untie=settings.untie)
-        self._probe = Probe(probe_ids, settings.probe_tolerance)
+        self._probe = Probe(_probe_ids, settings.probe_tolerance)
         self._probe.expect(self._probe.measure(source))
         self._updates = 0
         base = None
@@ -256,28 +257,28 @@ class ServerSampler:
         config, prompt = request.config, request.prompt_ids.tolist()
         stop_ids = self._stop_ids if config.stop_token_ids is None else tuple(config.stop_token_ids)
         key = (request.seed, request.id)
-        found = _Response()
+        response = _Response()
         end = End.aborted
         while end is End.aborted:
             if config.stop_strings:  # one may begin in an earlier part, where the server would not find it
-                found = _Response()
-            done = len(found.ids)
+                response = _Response()
+            done = len(response.ids)
             rest = replace(
                 config,
                 max_new_tokens=config.max_new_tokens - done,
                 min_new_tokens=max(0, config.min_new_tokens - done),
             )
             seed = request.response_seed if not done else derive_seed(request.response_seed, "part", done)
-            part, version = await self._pool.part(key, Ask([*prompt, *found.ids], rest, stop_ids, seed))
-            found.add(part, version)
+            part, version = await self._pool.part(key, Ask([*prompt, *response.ids], rest, stop_ids, seed))
+            response.add(part, version)
             end = part.end
-            if end is End.aborted and len(found.ids) == config.max_new_tokens:
+            if end is End.aborted and len(response.ids) == config.max_new_tokens:
                 end = End.length
         device = request.prompt_ids.device
         return Completion(
-            torch.tensor(found.ids, dtype=torch.int64, device=device),
-            torch.tensor(found.logprobs, dtype=torch.float32, device=device),
-            torch.tensor(found.versions, dtype=torch.int32, device=device),
+            torch.tensor(response.ids, dtype=torch.int64, device=device),
+            torch.tensor(response.logprobs, dtype=torch.float32, device=device),
+            torch.tensor(response.versions, dtype=torch.int32, device=device),
             truncated=end is End.length and not config.fixed_length,
         )
 
@@ -345,3 +346,154 @@ def _fail(handle: FutureHandle, error: BaseException) -> None:
     """Complete a handle with an error, unless it is complete."""
     if not handle.future.done() and handle.future.set_running_or_notify_cancel():
         handle.future.set_exception(error)
+
+
+class RankedSampler:
+    """Implements `realign.api.Sampler` on several ranks. All ranks call `generate` and `update`, in the same order."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        settings: ServerSettings,
+        source: WeightSource,
+        probe: Probe,
+        open: Callable[[], ServerSampler],
+    ) -> None:
+        """Open the sampler on rank 0, while the other ranks help it to gather the weights of `source`.
+
+        Args:
+            ranks: the processes of the run.
+            settings: settings of the sampler.
+            source: the weights.
+            probe: measures what the sampler of rank 0 measures.
+            open: constructs the sampler.
+        """
+        self._ranks, self._settings, self._probe = ranks, settings, probe
+        self._source, self._version = source, 0
+        self._own: ServerSampler | None = ranks.together(
+            lambda: open() if ranks.leader else self._follow_opening(source)
+        )
+        try:
+            self._check_sampled()
+        except BaseException:
+            self.close()
+            raise
+
+    def _follow_opening(self, source: WeightSource) -> None:
+        """Take part in what `ServerSampler.__init__` does with the weights."""
+        self._probe.measure(source)
+        for save in saved(self._settings, source, first=True):
+            save(_NOWHERE)
+
+    @property
+    def version(self) -> int:
+        """See `Sampler.version`."""
+        return self._version
+
+    def capabilities(self) -> Capabilities:
+        """See `Sampler.capabilities`."""
+        return self._settings.capabilities()
+
+    def submit(self, request: Request) -> Handle:
+        """Raise an error, since requests of single ranks would not be answered in the same order on all ranks."""
+        raise RuntimeError("servers under torchrun answer calls of all ranks only: call generate.")
+
+    def generate(self, data: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
+        """See `Sampler.generate`. Returns the whole batch on each rank."""
+        sample = self._ranks.lead(lambda: self._leader().generate(data.to("cpu"), config, seed=seed))
+        return sample.to(data[PROMPTS].device)
+
+    def update(self, source: WeightSource, version: int) -> None:
+        """See `Sampler.update`."""
+        self._ranks.together(lambda: self._update(source, version))
+        self._source, self._version = source, version
+        self._check_sampled()
+
+    def _update(self, source: WeightSource, version: int) -> None:
+        if self._own is not None:
+            self._own.update(source, version)
+            return
+        for save in saved(self._settings, source, first=False):
+            save(_NOWHERE)
+        self._probe.measure(source)
+
+    def pause(self) -> None:
+        """See `Sampler.pause`; all ranks call it."""
+        self._ranks.lead(lambda: self._leader().pause())
+
+    def resume(self) -> None:
+        """See `Sampler.resume`; all ranks call it."""
+        self._ranks.lead(lambda: self._leader().resume())
+
+    def sleep(self) -> None:
+        """See `Sampler.sleep`; all ranks call it."""
+        self._ranks.lead(lambda: self._leader().sleep())
+
+    def wake(self) -> None:
+        """See `Sampler.wake`; all ranks call it."""
+        self._ranks.lead(lambda: self._leader().wake())
+        self._check_sampled()
+
+    def _check_sampled(self) -> None:
+        """Compare responses of servers with the trainer, of which each rank may have a part."""
+        sampled = self._ranks.lead(lambda: self._leader().sampled())
+        self._ranks.together(lambda: self._probe.check_sampled(self._source, sampled))
+
+    def close(self) -> None:
+        """See `Sampler.close`. Ranks may call it alone, since it also ends runs that failed."""
+        if self._own is not None:
+            self._own.close()
+
+    def _leader(self) -> ServerSampler:
+        assert self._own is not None
+        return self._own
+
+
+@runtime_checkable
+class HasEndTokens(Protocol):
+    """An engine that knows the end tokens of its model."""
+
+    @property
+    def eos_token_ids(self) -> Sequence[int]:
+        """End tokens."""
+        ...
+
+
+@dataclass
+class Servers(ServerSettings):
+    """Samples with inference servers over HTTP. Each request goes to the server with the fewest requests."""
+
+    torchrun: ClassVar[bool] = True
+
+    @override
+    def open(self, name: str, source: WeightSource, tokenizer: object) -> Sampler:
+        """Start servers if no `urls` are set, and send the weights to all servers.
+
+        Under torchrun, rank 0 does.
+        """
+        ids, stop_ids = _probe_ids(tokenizer), end_tokens(name, source, tokenizer)
+        check_adapter(f"models.{name}.sampler", self, source)
+        ranks = current()
+        open_own = partial(ServerSampler, name, self, source, stop_ids, ids, alone=ranks.size == 1)
+        if ranks.size == 1:
+            return open_own()
+        return RankedSampler(ranks, self, source, Probe(ids, self.probe_tolerance), open_own)
+
+
+def end_tokens(name: str, source: WeightSource, tokenizer: Any) -> tuple[int, ...]:
+    """Return the end tokens of the engine, or else of the tokenizer.
+
+    Raises:
+        ConfigError: neither has any.
+    """
+    if isinstance(source, HasEndTokens) and (ids := tuple(source.eos_token_ids)):
+        return ids
+    if (end := getattr(tokenizer, "eos_token_id", None)) is None:
+        raise ConfigError(f"models.{name}: neither the engine nor the tokenizer has an end token, which servers need.")
+    return (int(end),)
+
+
+def _probe_ids(tokenizer: Any) -> list[int]:
+    """Return the text by which weights are compared: tokens spread over the vocabulary; empty without a tokenizer."""
+    words = 0 if tokenizer is None else len(tokenizer)
+    return [(i * 7919 + 11) % words for i in range(_PROBE_TOKENS)] if words else []

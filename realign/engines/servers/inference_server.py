@@ -1,29 +1,34 @@
-"""`Server`: one inference server: its connection, the process if the run started it, and whether it works."""
+"""`Server`: one inference server, its process if the run starts it, its connection and its state."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Coroutine, Mapping
+import socket
+import subprocess
+import sys
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from realign.engines.servers.launch import LaunchedServer, free_port
 from realign.engines.servers.probe import Sampled
 from realign.engines.servers.protocol import Unavailable
-from realign.engines.servers.settings import LOCAL, ServerSettings
-from realign.errors import TransientError
+from realign.engines.servers.server_settings import LOCAL, ServerSettings
+from realign.errors import ConfigError, TransientError
 
 KEYS = "REALIGN_SERVER_KEYS"
 """Environment variable with the API keys of servers: `host=key`, separated by commas. A key is sent to its host only,
 so a config from another user cannot send it to a server."""
+
 _CONNECT_S = 10.0
-
 T = TypeVar("T")
+_GUARD = Path(__file__).with_name("guard.py")
+_END_S = 15.0
+_LAST_LINES = 12
 
 
-class Interrupted(Exception):
+class RequestInterrupted(Exception):
     """A call was ended by `Server.interrupt`."""
 
 
@@ -123,7 +128,7 @@ class Server:
         from httpx2 import AsyncClient, Limits, Timeout
 
         host = urlsplit(self.url).hostname or ""
-        key = server_keys(os.environ).get(host)
+        key = _server_keys(os.environ).get(host)
         self.http = AsyncClient(
             base_url=self.url,
             headers={"Authorization": f"Bearer {key}"} if key else {},
@@ -139,7 +144,7 @@ class Server:
         Raises:
             Unavailable: the server failed in this call.
             Lost: it failed in another one.
-            Interrupted: the call was interrupted.
+            RequestInterrupted: the call was interrupted.
         """
         task = asyncio.ensure_future(coroutine)
         self._calls.add(task)
@@ -152,7 +157,7 @@ class Server:
         finally:
             self._calls.discard(task)
         if task.cancelled():
-            raise Interrupted if self.up else Lost(self.failure)
+            raise RequestInterrupted if self.up else Lost(self.failure)
         return task.result()
 
     def use(self) -> None:
@@ -181,7 +186,66 @@ class Server:
             await asyncio.to_thread(self._process.stop)
 
 
-def server_keys(environment: Mapping[str, str]) -> dict[str, str]:
+def _server_keys(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the API keys by host."""
     pairs = (pair.strip().partition("=") for pair in environment.get(KEYS, "").split(","))
     return {host: key for host, equals, key in pairs if equals and key}
+
+
+class LaunchedServer:
+    """A server process. It ends when this process ends, also by SIGKILL; see `guard`."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+        """Start the command.
+
+        Args:
+            command: program and arguments.
+            environment: further environment variables.
+            log: file for its output.
+
+        Raises:
+            ConfigError: the program cannot be started.
+        """
+        self.log = log
+        try:
+            with log.open("ab") as output:
+                self._process = subprocess.Popen(
+                    [sys.executable, str(_GUARD), *command],
+                    stdin=subprocess.PIPE,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, **environment},
+                    start_new_session=True,
+                )
+        except OSError as error:
+            raise ConfigError(f"the server cannot be started: {error}") from error
+
+    @property
+    def ended(self) -> bool:
+        """Whether the server ended."""
+        return self._process.poll() is not None
+
+    def last_lines(self) -> str:
+        """Return the last lines of its output."""
+        try:
+            lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError:
+            return ""
+        return "\n".join(line[:300] for line in lines[-_LAST_LINES:])
+
+    def stop(self) -> None:
+        """End the server and all its processes, and wait until they ended."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def free_port() -> int:
+    """Return a port of this machine that no process uses now."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])

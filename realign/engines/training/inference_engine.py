@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from realign.api.engine import Forward, PipelinableEngine, PostHook
 from realign.api.generation import GenerationConfig
 from realign.api.microbatch import MicroBatchSpec
 from realign.api.sample import TOKENS, SequenceSample
 from realign.engines.files.tokenizers import end_tokens, end_tokens_beside
-from realign.engines.files.weights import check_weights, mix_into, named_weights, shapes_of
 from realign.engines.network.encoder_decoder import EncoderDecoder
 from realign.engines.network.heads import value_outputs
 from realign.engines.network.network import Network, Run
@@ -24,7 +24,7 @@ from realign.engines.network.passes import Layout, Passes, side_by_side
 from realign.engines.sampling.compiled.fusion import Fusion
 from realign.engines.sampling.in_process import InProcessSampling
 from realign.engines.sampling.rollout_model import RolloutModel, RolloutResources, positions_of
-from realign.engines.training.callbacks import added
+from realign.engines.training.weights import check_weights, mix_into, named_weights, shapes_of
 from realign.errors import ConfigError
 from realign.functional.logprobs import LMHead
 
@@ -54,8 +54,9 @@ class InferenceEngine(PipelinableEngine):
         """Last layer of the model."""
         return self.network.head
 
+    @override
     def lm_head(self) -> LMHead:
-        """See `PipelinableEngine.lm_head`; shares the memory of the weights.
+        """Return the head, which shares the memory of the weights.
 
         Raises:
             ValueError: the model has a scalar head.
@@ -66,8 +67,8 @@ class InferenceEngine(PipelinableEngine):
         return self.network.limited(replace(head, weight_VH=head.weight_VH.detach(), bias_V=bias_V))
 
     @property
+    @override
     def head_is_live(self) -> bool:
-        """See `PipelinableEngine.head_is_live`."""
         return True
 
     def use_heads(self, heads: Mapping[str, LMHead]) -> None:
@@ -87,8 +88,8 @@ class InferenceEngine(PipelinableEngine):
         self.network.heads = {role: head.to(self.device) for role, head in heads.items()}
 
     @property
+    @override
     def outputs(self) -> frozenset[str]:
-        """See `PipelinableEngine.outputs`."""
         language = {"logprobs"} if isinstance(self.head, LMHead) else set()
         scalar = set() if language else {"values", "scores"}
         return frozenset(language | scalar | value_outputs(self.value_head.spec if self.value_head else None))
@@ -99,13 +100,13 @@ class InferenceEngine(PipelinableEngine):
         return positions_of(self.module)
 
     @property
+    @override
     def reads_images(self) -> bool:
-        """See `PipelinableEngine.reads_images`."""
         return self.network.images is not None
 
     @property
+    @override
     def encoder_decoder(self) -> bool:
-        """See `PipelinableEngine.encoder_decoder`."""
         return isinstance(self.network.unpacked, EncoderDecoder)
 
     @property
@@ -115,13 +116,14 @@ class InferenceEngine(PipelinableEngine):
         A model with a scalar head has no such config. Its tokenizer is usually that of the policy, so the config beside
         the tokenizer counts.
         """
-        found = set(end_tokens(self.tokenizer))
+        ids = set(end_tokens(self.tokenizer))
         if (config := getattr(self.module, "generation_config", None)) is not None:
-            return tuple(sorted(found.union(end_tokens(config))))
-        return tuple(sorted(found.union(end_tokens_beside(self.tokenizer))))
+            return tuple(sorted(ids.union(end_tokens(config))))
+        return tuple(sorted(ids.union(end_tokens_beside(self.tokenizer))))
 
+    @override
     def forward(self, data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
-        """See `PipelinableEngine.forward`. Dropout is never applied here.
+        """Run all micro-batches without gradient and without dropout.
 
         Raises:
             ValueError: the hook added no key, or added one with a different number of sequences.
@@ -147,10 +149,10 @@ class InferenceEngine(PipelinableEngine):
 
     def _restored_to(self, device: torch.device, passes: Passes, results: Sequence[SequenceSample]) -> SequenceSample:
         """Merge the results of all passes into one sample on `device`, and wait for the copies."""
-        whole = passes.batches.restore(results).to(device)
+        merged = passes.batches.restore(results).to(device)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # `SequenceSample.to` does not wait for its copies
-        return whole
+        return merged
 
     def generate(self, data: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
         """See `PipelinableEngine.generate`.
@@ -173,8 +175,8 @@ class InferenceEngine(PipelinableEngine):
                 tokenizer=self.tokenizer,
             )
 
+    @override
     def check_router_replay(self) -> None:
-        """See `PipelinableEngine.check_router_replay`."""
         self.network.check_replay()
 
     def free_kept_memory(self) -> None:
@@ -189,12 +191,14 @@ class InferenceEngine(PipelinableEngine):
         """Return the sum over data-parallel ranks; in one process this is `x`."""
         return x
 
+    @override
     def weights(self) -> dict[str, Tensor]:
-        """See `PipelinableEngine.weights`. A model with adapters returns both adapter and base weights."""
+        """Return the weights by name: with adapters, both adapter and base weights."""
         return named_weights(self.module, self.value_head)
 
+    @override
     def load_weights(self, weights: Mapping[str, Tensor], mix: float = 1.0) -> None:
-        """See `PipelinableEngine.load_weights`. Optimizer moments and averages do not change."""
+        """Load or mix in weights. Optimizer moments and averages do not change."""
         own = self.weights()
         check_weights(self.name, shapes_of(own), shapes_of(weights), mix)
         mix_into(own, weights, mix)
@@ -206,3 +210,13 @@ def _magnitude(count: int) -> str:
         if count >= size:
             return f"{count / size:.3g}{unit}"
     return str(count)
+
+
+def added(result: SequenceSample, micro_batch: SequenceSample) -> SequenceSample:
+    """Return the keys of `result` that the micro-batch does not contain."""
+    new = [k for k, x in result.data.items() if x is not micro_batch.data.get(k)]
+    if not new:
+        raise ValueError(
+            f"post_hook returned only keys of the micro-batch ({', '.join(sorted(result.data))}). It must add a key."
+        )
+    return result.select(new)

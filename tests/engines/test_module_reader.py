@@ -1,5 +1,3 @@
-"""Test base models in 4 bits: what they require, the loading call, and training where bitsandbytes is installed."""
-
 from __future__ import annotations
 
 import sys
@@ -11,14 +9,18 @@ from transformers import AutoModelForCausalLM
 
 from realign.api import GenerationConfig, MicroBatchSpec, SequenceSample
 from realign.cli import commands as cli
-from realign.engines import All, Causal, Lora, OptimizerSpec, SharedModel, TransformersModel, ValueHead
+from realign.engines import All, Causal, Lora, OptimizerSpec, Score, SharedModel, TransformersModel, Value, ValueHead
 from realign.engines.distributed.ranks import Ranks
-from realign.errors import ConfigError
+from realign.engines.module_reader import check_head
+from realign.errors import ConfigError, DataError
 from tests.tiny import random_sample, save_tiny
 
 ALONE = Lora(rank=4, merge_on_save=False)
+
 STEP = OptimizerSpec(lr=1e-2)
+
 DATA = random_sample(((9, 4, 6), (12,)))
+
 REAL = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs the extra quantization (bitsandbytes)")
 
 
@@ -43,7 +45,7 @@ def train(engine, steps=2):
 def stubbed(monkeypatch):
     """Replace the loading call by one that does not quantize. Return its arguments."""
     found = {}
-    monkeypatch.setattr("realign.engines.quantization.find_spec", lambda name: name)
+    monkeypatch.setattr("realign.engines.module_reader.find_spec", lambda name: name)
     load = AutoModelForCausalLM.from_pretrained
 
     def from_pretrained(path, **settings):
@@ -133,3 +135,61 @@ def test_a_base_in_4_bits_trains_samples_resumes_and_is_exported(tmp_path):
     assert cli.main(["export", str(tmp_path / "adapter"), "--to", str(tmp_path / "merged"), "--merge"]) == 0
     merged = TransformersModel(str(tmp_path / "merged"), device="cpu").load("actor", seed=0).machine
     assert (logprobs(merged) - logprobs(whole)).abs().max() < 2 * difference + 1e-3
+
+
+HEADS = {"causal": Causal(), "score": Score(), "value": Value()}
+
+
+@pytest.mark.parametrize(
+    ("names", "head", "random_head", "message"),
+    [
+        ({"lm_head.weight"}, Causal(), False, None),
+        ({"model.x"}, Causal(), False, None),  # tied
+        ({"score.weight", "lm_head.weight"}, Causal(), False, None),
+        ({"model.x", "score.weight"}, Score(), False, None),
+        ({"model.x", "classifier.weight"}, Value(), False, None),
+        ({"lm_head.weight"}, Value(), True, None),
+        (
+            {"lm_head.weight"},
+            Score(),
+            False,
+            r"models\.x\.head=score: 'm' has no such head .*models\.x\.head\.init",
+        ),
+        (
+            {"model.x", "score.weight"},
+            Causal(),
+            True,
+            r"models\.x\.head=causal: 'm' contains a reward model or critic \(score\.weight",
+        ),
+    ],
+)
+def test_the_head_is_told_by_the_names_of_weights(names, head, random_head, message):
+    if message is None:
+        check_head("models.x", "m", names, head, random_head=random_head)
+        return
+    with pytest.raises(DataError, match=message):
+        check_head("models.x", "m", names, head, random_head=random_head)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "gpt_neox"])
+@pytest.mark.parametrize("saved", ["causal", "score", "value"])
+@pytest.mark.parametrize("head", ["causal", "score", "value"])
+def test_what_is_said_of_a_folder_is_what_loading_it_finds(tmp_path, family, saved, head):
+    model = TransformersModel(str(save_tiny(tmp_path / "m", family, head=saved)), head=HEADS[head])
+
+    def fails(action) -> bool:
+        try:
+            action()
+        except DataError:
+            return True
+        return False
+
+    assert fails(lambda: model.check("x")) == fails(lambda: model.load("x", seed=0))
+
+
+def test_what_a_spec_says_it_gives_is_what_its_engine_gives(tmp_path):
+    for word, head in HEADS.items():
+        spec = TransformersModel(str(save_tiny(tmp_path / word, head=word)), head=head)
+        assert spec.facts().outputs == spec.load("x", seed=0).machine.outputs
+    both = TransformersModel(str(tmp_path / "causal"), head=Causal(ValueHead()))
+    assert both.facts().outputs == {"logprobs", "values", "scores"}

@@ -22,7 +22,7 @@ from realign.engines import OptimizerSpec, Schedule
 from realign.engines.sampling.compiled import fusion
 from realign.engines.sampling.in_process import InProcessSampling
 from realign.engines.sampling.rollout_model import RolloutResources
-from realign.engines.training.engine import TransformersEngine
+from realign.engines.training.transformers_engine import TransformersEngine
 from realign.errors import RunError
 from realign.functional import nll_loss
 from realign.interfaces.components import Constant, SeqMeanTokenMean, SeqMeanTokenSum, TokenMean

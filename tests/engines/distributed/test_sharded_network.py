@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
-from realign.engines.distributed import fsdp
-from realign.engines.distributed.spec import Sharding
+from realign.engines.distributed import sharded_network
+from realign.engines.distributed.sharding import Sharding
 from realign.errors import ConfigError
 
 
@@ -36,16 +36,16 @@ def test_layers_are_freed_after_their_forward_pass_and_slices_wait_on_the_cpu_as
     def fully_shard(module: nn.Module, *, reshard_after_forward: bool, offload_policy: Any, **settings: Any) -> None:
         found.append((module, reshard_after_forward, type(offload_policy)))
 
-    monkeypatch.setattr(fsdp, "fully_shard", fully_shard)
+    monkeypatch.setattr(sharded_network, "fully_shard", fully_shard)
     root: Any = Root()
-    fsdp.ShardedNetwork._shard(root, root.layers, Sharding(reshard=reshard, offload=offload), torch.float32)
+    sharded_network.ShardedNetwork._shard(root, root.layers, Sharding(reshard=reshard, offload=offload), torch.float32)
     assert found == [*((layer, reshard, policy) for layer in root.layers), (root, False, policy)]
 
 
 def test_the_mesh_has_a_dimension_for_the_ranks_that_split_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fsdp.dist, "get_world_size", lambda: 6)
-    monkeypatch.setattr(fsdp, "init_device_mesh", lambda *mesh, mesh_dim_names: (*mesh, mesh_dim_names))
-    mesh: Any = fsdp.Grid.of(Sharding(tensor_parallel=3), torch.device("cpu")).mesh
+    monkeypatch.setattr(sharded_network.dist, "get_world_size", lambda: 6)
+    monkeypatch.setattr(sharded_network, "init_device_mesh", lambda *mesh, mesh_dim_names: (*mesh, mesh_dim_names))
+    mesh: Any = sharded_network.Grid.of(Sharding(tensor_parallel=3), torch.device("cpu")).mesh
     assert mesh == ("cpu", (2, 3), ("dp", "tp"))
     with pytest.raises(ConfigError, match=r"tensor_parallel=4: must divide the number of ranks \(6\)"):
-        fsdp.Grid.of(Sharding(tensor_parallel=4), torch.device("cpu"))
+        sharded_network.Grid.of(Sharding(tensor_parallel=4), torch.device("cpu"))

@@ -1,18 +1,20 @@
-"""State of a sharded engine in checkpoints, which any number of ranks can write and read."""
+"""What a sharded engine writes and restores: model folders, and checkpoints that any number of ranks can read."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from realign.engines.distributed.fsdp import ShardedNetwork
-from realign.engines.distributed.shards import Saved, from_slice, is_part, part_of, read_parts
-from realign.engines.training.ema import WeightAverage
+from realign.engines.distributed.ranks import Ranks
+from realign.engines.distributed.sharded_network import ShardedNetwork
+from realign.engines.distributed.sharding import Saved, from_slice, is_part, part_of, read_parts
+from realign.engines.training.engine_state import ModelSaver, check_finite
 from realign.engines.training.stepper import Stepper
+from realign.engines.training.weights import WeightAverage
 
 
 class ShardedState:
@@ -28,12 +30,12 @@ class ShardedState:
         """Return a state of this rank with optimizer moments and averages as `DTensor`s."""
         out = dict(state)
         if self._stepper is not None:
-            kept, places = state["optimizer"]["optimizer"], self._places(self._stepper)
+            torch_state, places = state["optimizer"]["optimizer"], self._places(self._stepper)
             moments = {
                 i: {name: self._as_shard(x, places[i]) for name, x in moment.items()}
-                for i, moment in kept["state"].items()
+                for i, moment in torch_state["state"].items()
             }
-            out["optimizer"] = {**state["optimizer"], "optimizer": {**kept, "state": moments}}
+            out["optimizer"] = {**state["optimizer"], "optimizer": {**torch_state, "state": moments}}
         if self._average is not None:
             trained = [i for i, p in enumerate(self._network.owned()) if p.requires_grad]
             average = zip(state["ema"]["average"], trained, strict=True)
@@ -52,13 +54,13 @@ class ShardedState:
                 own[name] = {k: reader.part(x, now[k]) if k in now else x for k, x in state[name].items()}
         slices = list(self._network.sharded.values())
         if self._stepper is not None and state["optimizer"] is not None:
-            kept, places = state["optimizer"]["optimizer"], self._places(self._stepper)
+            torch_state, places = state["optimizer"]["optimizer"], self._places(self._stepper)
             moments = {
                 i: {k: reader.plain(x, slices[places[i]]) for k, x in moment.items()}
-                for i, moment in kept["state"].items()
+                for i, moment in torch_state["state"].items()
                 if i in places
             }
-            own["optimizer"] = {**state["optimizer"], "optimizer": {**kept, "state": moments}}
+            own["optimizer"] = {**state["optimizer"], "optimizer": {**torch_state, "state": moments}}
         if self._average is not None and state["ema"] is not None:
             trained = [p for p in slices if p.requires_grad]
             average = zip(state["ema"]["average"], trained, strict=True)
@@ -91,8 +93,8 @@ class _Reader:
         wanted = self._wanted.setdefault(x.folder, {})
         if x.name not in wanted:
             wanted[x.name] = torch.empty_like(like)
-        found: Tensor = wanted[x.name]
-        return found
+        tensor: Tensor = wanted[x.name]
+        return tensor
 
     def plain(self, x: Any, like: Any) -> Any:
         """Return this rank's shard of the tensor as a plain tensor, sharded like `like`; see `_as_shard`."""
@@ -107,3 +109,30 @@ class _Reader:
         """Fill the collected tensors from their files."""
         for folder, wanted in self._wanted.items():
             read_parts(folder, wanted)
+
+
+class ShardedSaver(ModelSaver):
+    """A `ModelSaver` whose methods all ranks call. Rank 0 gathers the weights on the host and writes them."""
+
+    _network: ShardedNetwork
+
+    def __init__(
+        self, name: str, network: ShardedNetwork, tokenizer: Any, average: WeightAverage | None, ranks: Ranks
+    ) -> None:
+        super().__init__(name, network, tokenizer, average)
+        self._ranks = ranks
+
+    def _check(self) -> None:
+        """Leave the check to `_write`, which gathers the weights."""
+
+    def _write(self, path: Path, write: Callable[[Any, Path], None], *, with_value_head: bool) -> None:
+        gathered = self._network.gather(torch.device("cpu") if self._ranks.leader else None)
+
+        def save() -> None:
+            check_finite(self._name, gathered.module, gathered.value_head)
+            self._write_folder(path, gathered.module, gathered.value_head if with_value_head else None, write)
+
+        try:
+            self._ranks.lead(save)
+        finally:
+            self._network.gathered.empty()

@@ -1,4 +1,7 @@
-"""Sharded tensors: full tensors, a rank's shard, and files that contain the shards of all ranks."""
+"""Sharded tensors: the settings, a rank's shard of a full tensor, and files that contain the shards of all ranks.
+
+Importing this file does not import torch.distributed.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,35 @@ import torch
 from torch import Tensor
 
 from realign.engines.distributed.ranks import current
+from realign.settings import Count, Settings
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+
+
+@dataclass
+class Sharding(Settings):
+    """Sharding of one model's weights over several processes; ignored in a single-process run.
+
+    Attributes:
+        tensor_parallel: number of ranks that compute each layer together, each with some of its heads and neurons.
+            The batch is split over the resulting groups of ranks. Must divide the number of ranks, and the numbers of
+            heads and neurons.
+        offload: keep weights, gradients and optimizer moments in host memory between uses (CUDA only).
+        reshard: free the gathered weights of a layer after its forward pass, and gather them again for its backward
+            pass. false keeps them between the passes, which is faster but needs memory for all layers.
+        reduce_once: sum gradients over the ranks once in each training step, after its last micro-batch, instead of
+            after every micro-batch. Faster with many micro-batches and slow links, but each rank then keeps the
+            gradients of all its weights in fp32: 4 bytes for each weight, in addition to its part of the gradients.
+        keep_rollout: keep the full copy of the weights, from which responses are sampled, in memory between rollouts.
+            false frees it after each rollout.
+    """
+
+    tensor_parallel: Count = 1
+    offload: bool = False
+    reshard: bool = True
+    reduce_once: bool = False
+    keep_rollout: bool = True
 
 
 def is_part(x: Tensor) -> TypeGuard[DTensor]:
@@ -34,10 +63,10 @@ def whole(x: Tensor) -> Tensor:
     if part.device.type != part.device_mesh.device_type:  # offloaded shards communicate through the accelerator
         part = part.to(part.device_mesh.device_type)
     for dim in range(part.device_mesh.ndim):  # gather FSDP first, since it splits last
-        kept = part.placements[dim + 1 :]
-        part = part.redistribute(placements=[*[Replicate()] * (dim + 1), *kept])
-    found: Tensor = part.to_local()
-    return found
+        later_dims = part.placements[dim + 1 :]
+        part = part.redistribute(placements=[*[Replicate()] * (dim + 1), *later_dims])
+    local: Tensor = part.to_local()
+    return local
 
 
 def part_of(x: Tensor, like: DTensor) -> Tensor:
@@ -117,10 +146,10 @@ def read_saved(folder: Path) -> dict[str, Tensor | Saved]:
     A single process loads full tensors. With several ranks, the result contains `Saved` references.
     """
     dcp = _library()
-    found = dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    metadata = dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     if current().size > 1:
-        return {name: Saved(folder, name) for name in found}
-    tensors = {name: torch.empty(facts.size, dtype=facts.properties.dtype) for name, facts in found.items()}
+        return {name: Saved(folder, name) for name in metadata}
+    tensors = {name: torch.empty(facts.size, dtype=facts.properties.dtype) for name, facts in metadata.items()}
     read_parts(folder, tensors)
     return dict(tensors)
 

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Annotated, ClassVar
 from urllib.parse import urlsplit
 
+from typing_extensions import override
+
 from realign.api.sampler import Capabilities
 from realign.api.sampler_spec import SamplerSpec
 from realign.engines.servers.protocol import ServerProtocol
@@ -125,8 +127,9 @@ class ServerSettings(SamplerSpec):
             )
         self.command_line(f"{where}.launch", Path("model"), 0)
 
+    @override
     def capabilities(self) -> Capabilities:
-        """See `SamplerSpec`. Tokens depend on the requests that a server decodes together."""
+        """Say what servers can do. Tokens depend on the requests that a server decodes together."""
         return Capabilities(
             bitwise=False,
             logprobs_at_temperature=True,

@@ -1,4 +1,4 @@
-"""Precision of matrix products: bf16 autocast or fp32, TF32 on CUDA, and deterministic kernels."""
+"""The device of a model: its choice, the precision of matrix products, deterministic kernels, and free memory."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from enum import StrEnum
 
 import torch
+
+from realign.errors import ConfigError
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 """Environment variable with the workspace of cuBLAS, on which the order of its sums depends."""
@@ -71,11 +73,27 @@ def _allow_tf32(allowed: bool) -> None:
     torch.backends.cudnn.allow_tf32 = allowed
 
 
-__all__ = [
-    "DType",
-    "enable_tf32",
-    "full_fp32",
-    "products_dtype",
-    "supports_bfloat16",
-    "use_deterministic_algorithms",
-]
+def pick_device(device: str) -> torch.device:
+    """Return the torch device of this name; `auto` selects CUDA if it is available.
+
+    Raises:
+        ConfigError: the device is unknown to torch, lacks float64, or is CUDA and not available.
+    """
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        picked = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"device={device!r}: unknown device. Use auto, cpu or cuda.") from error
+    if picked.type == "mps":
+        raise ConfigError(f"device={device!r}: MPS has no float64, which statistics and sampling need. Use cpu.")
+    if picked.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device={device!r}: torch finds no CUDA device. Use cpu or auto.")
+    return picked
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the free memory of a CUDA device in bytes, including memory that torch's allocator can reuse."""
+    reusable = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free: int = torch.cuda.mem_get_info(device)[0]
+    return free + reusable

@@ -7,9 +7,9 @@ import torch
 
 from realign.config import build_experiment, compose
 from realign.config.folders import list_experiments
-from realign.engines import Backend, OptimizerSpec, SharedModel, TransformersModel, precision
+from realign.engines import Backend, OptimizerSpec, SharedModel, TransformersModel
+from realign.engines.device import CUBLAS, DType, enable_tf32, full_fp32, pick_device, products_dtype
 from realign.engines.network import kernels
-from realign.engines.precision import CUBLAS, DType, enable_tf32, full_fp32, products_dtype
 from realign.errors import ConfigError
 from tests.flash_stand_in import install_flash
 from tests.test_config import MUST_BE_GIVEN
@@ -80,7 +80,7 @@ def test_a_model_on_the_cpu_computes_in_fp32_by_default(tmp_path):
 
 
 def test_a_loaded_model_reads_its_precision_from_the_device(tmp_path, monkeypatch):
-    monkeypatch.setattr(precision, "supports_bfloat16", lambda device: True)
+    monkeypatch.setattr("realign.engines.device.supports_bfloat16", lambda device: True)
     engine = TransformersModel(str(save_tiny(tmp_path / "model"))).load("actor", seed=0).machine
     with engine.network.autocast():
         assert torch.get_autocast_dtype("cpu") == torch.bfloat16
@@ -140,3 +140,15 @@ def test_a_missing_package_is_named_with_a_fix(tmp_path, monkeypatch):
     for backend in (Backend.flash, Backend.flash3, Backend.hub):
         with pytest.raises(ConfigError, match=rf"models\.actor\.attention={backend.value}: needs .*Or set .*=auto"):
             TransformersModel(path, attention=backend).check("actor")
+
+
+def test_devices():
+    assert pick_device("cpu") == torch.device("cpu")
+    if not torch.cuda.is_available():
+        assert pick_device("auto") == torch.device("cpu")
+        with pytest.raises(ConfigError, match="device='cuda:1': torch finds no CUDA device"):
+            pick_device("cuda:1")
+    with pytest.raises(ConfigError, match=r"device='gpu': unknown device. Use auto, cpu or cuda."):
+        pick_device("gpu")
+    with pytest.raises(ConfigError, match=r"device='mps': MPS has no float64, .* Use cpu\."):
+        pick_device("mps")

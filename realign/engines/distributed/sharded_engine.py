@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from realign.api.engine import Forward, LossFn, LossWeightFn, PostHook, StepIf, copied_head
 from realign.api.generation import GenerationConfig
@@ -23,26 +24,23 @@ from realign.api.shards import Shards, shard
 from realign.api.stats import Stats, merge_stats
 from realign.api.trace import keep_traces, with_responses
 from realign.engines.distributed.consistency import check_same_batch, check_same_weights
-from realign.engines.distributed.fsdp import ShardedNetwork
 from realign.engines.distributed.ranks import current
-from realign.engines.distributed.saving import ShardedSaver
-from realign.engines.distributed.shards import is_part, part_of, whole
-from realign.engines.distributed.spec import Sharding
-from realign.engines.distributed.state import ShardedState
-from realign.engines.distributed.stepper import ShardedStepper
-from realign.engines.files.weights import check_weights, mix_into, named_weights, shapes_of
+from realign.engines.distributed.sharded_network import ShardedNetwork
+from realign.engines.distributed.sharded_state import ShardedSaver, ShardedState
+from realign.engines.distributed.sharding import Sharding, is_part, part_of, whole
 from realign.engines.network.network import Network
 from realign.engines.network.passes import Layout, ParallelPasses, Passes
 from realign.engines.network.settings import NetworkSettings
 from realign.engines.network.value_head import ValueNetwork
 from realign.engines.sampling.generate import PROMPTS
-from realign.engines.training.callbacks import added, check_loss
-from realign.engines.training.engine import TransformersEngine
+from realign.engines.training.engine_state import ModelSaver
 from realign.engines.training.expert_load import StepLoad, counting, listening
+from realign.engines.training.inference_engine import added
 from realign.engines.training.nonfinite import Accumulated
 from realign.engines.training.optimizer import OptimizerSpec
-from realign.engines.training.saving import ModelSaver
 from realign.engines.training.stepper import Stepper, step_weight
+from realign.engines.training.transformers_engine import TransformersEngine, check_loss
+from realign.engines.training.weights import check_weights, mix_into, named_weights, shapes_of
 from realign.errors import ConfigError
 from realign.functional import LMHead
 
@@ -107,17 +105,18 @@ class ShardedEngine(TransformersEngine):
         """Index of this rank's part. All ranks of a tensor-parallel group have the same index."""
         return self.network.grid.data_rank
 
+    @override
     def lm_head(self) -> LMHead:
-        """See `PipelinableEngine.lm_head`. Returns a full copy on every rank; collective."""
+        """Return a full copy on every rank; collective."""
         return copied_head(self.forward)
 
     @property
+    @override
     def head_is_live(self) -> bool:
-        """See `PipelinableEngine.head_is_live`."""
         return False
 
+    @override
     def forward(self, data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
-        """See `TransformersEngine.forward`."""
         parts = self._cut("forward", data, TOKENS)
         return self._restored(parts, self.forward_part(parts[self.data_rank], mb_spec, post_hook))
 
@@ -125,8 +124,9 @@ class ShardedEngine(TransformersEngine):
         """Run `forward` on the prompts of this rank; without prompts, return a sample without keys."""
         return self._forward_part(part, mb_spec, post_hook, self.network.run)
 
+    @override
     def reference(self, layers: int | None = None) -> Forward:
-        """See `TransformersEngine.reference`. Requires LoRA.
+        """Compute the reference of a model with LoRA, on all ranks.
 
         Raises:
             ConfigError: the model has no adapters.
@@ -160,6 +160,7 @@ class ShardedEngine(TransformersEngine):
             return SequenceSample(())
         return self._restored_to(part[TOKENS].device, passes, results)
 
+    @override
     def train_batch(
         self,
         data: SequenceSample,
@@ -168,17 +169,19 @@ class ShardedEngine(TransformersEngine):
         loss_weight_fn: LossWeightFn,
         step_if: StepIf | None = None,
     ) -> Stats:
-        """See `TransformersEngine.train_batch`. `n_microbatches` is the mean over ranks."""
+        """Train on one batch with all ranks; `n_microbatches` is the mean over them."""
         parts = self._cut("train_batch", data, TOKENS)
         weight = step_weight(data, loss_weight_fn).to(self.device)
         if float(weight) == 0:
             return self.skip("zero_weight_steps")
         own = self.accumulate(parts[self.data_rank], mb_spec, loss_fn, weight)
-        stats = merge_stats(_moved(found, self.device) for found in self.network.grid.gather(_moved(own, "cpu")))
+        by_rank = self.network.grid.gather(_moved(own, "cpu"))
+        stats = merge_stats(_moved(rank_stats, self.device) for rank_stats in by_rank)
         return {**stats, **self.apply(weight, vetoed=step_if is not None and not step_if(stats))}
 
+    @override
     def accumulate(self, part: SequenceSample, mb_spec: MicroBatchSpec, loss_fn: LossFn, weight: Tensor) -> Stats:
-        """See `TransformersEngine.accumulate`. Runs on this rank's part; the gradient is the sum over all parts."""
+        """Run on this rank's part; the gradient is the sum over all parts."""
         self._trained()
         weight = weight.to(self.device)
         self.network.forget_gradients()
@@ -228,8 +231,8 @@ class ShardedEngine(TransformersEngine):
         """Sum gradients over the ranks after pass `number` of `rounds`, or keep them until the last pass."""
         self.network.reduce_gradients(not self.sharding.reduce_once or number == rounds)
 
+    @override
     def apply(self, weight: Tensor, *, vetoed: bool = False) -> Stats:
-        """See `TransformersEngine.apply`."""
         stats = super().apply(weight, vetoed=vetoed)
         self.network.gathered.outdate()
         return stats
@@ -255,22 +258,23 @@ class ShardedEngine(TransformersEngine):
             return f"the model: weight {name!r} is not finite"
         pairs = zip(done.passes, done.losses, strict=True)
         own = [i for (part, _), loss in pairs if not bool(loss.isfinite()) for i in part.ids]
-        found = dict.fromkeys(i for ids in self.network.grid.gather(own) for i in ids)
-        if not found:
+        culprits = dict.fromkeys(i for ids in self.network.grid.gather(own) for i in ids)
+        if not culprits:
             return "the sum of the gradients, while all losses are finite"
-        return f"the loss of micro-batches with ids {', '.join(map(repr, list(found)[:8]))}"
+        return f"the loss of micro-batches with ids {', '.join(map(repr, list(culprits)[:8]))}"
 
     def _nonfinite_weight(self) -> str | None:
         own = (name for name, p in self.network.sharded.items() if not bool(p.to_local().isfinite().all()))
         return self._ranks.first(next(own, None))
 
+    @override
     def dropout_seed(self) -> int:
-        """See `TransformersEngine.dropout_seed`. Each data-parallel rank has a different seed."""
+        """Return a different seed on each data-parallel rank."""
         steps = self._trained().optimizer_steps
         return derive_seed(self._seed, self.name, "dropout", steps, self.data_rank)
 
+    @override
     def generate(self, data: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
-        """See `TransformersEngine.generate`."""
         parts = self._cut("generate", data, PROMPTS)
         return self._restored(parts, self.generate_part(parts[self.data_rank], config, seed=seed))
 
@@ -299,12 +303,14 @@ class ShardedEngine(TransformersEngine):
     def _restored(self, parts: Shards, own: SequenceSample) -> SequenceSample:
         return parts.restore(self.network.grid.gather(own))
 
+    @override
     def state_dict(self) -> dict[str, Any]:
-        """See `TransformersEngine.state_dict`. Tensors are this rank's shards (`DTensor`), never full tensors."""
+        """Return the state with this rank's shards (`DTensor`), never with full tensors."""
         return self._sharded_state.wrapped(super().state_dict())
 
+    @override
     def load_state_dict(self, state: Mapping[str, Any], *, weights_only: bool = False) -> None:
-        """See `TransformersEngine.load_state_dict`. The state may come from any number of ranks.
+        """Restore a state that any number of ranks saved.
 
         Tensors may be full tensors, or `Saved` references to files, from which each rank reads only its shard.
         """
@@ -315,12 +321,13 @@ class ShardedEngine(TransformersEngine):
         if not self.sharding.keep_rollout:
             self.network.gathered.empty()
 
+    @override
     def weights(self) -> dict[str, Tensor]:
-        """See `TransformersEngine.weights`. Returns full tensors on every rank."""
+        """Return full tensors on every rank."""
         return {name: whole(x) for name, x in named_weights(self.module, self.value_head).items()}
 
+    @override
     def load_weights(self, weights: Mapping[str, Tensor], mix: float = 1.0) -> None:
-        """See `TransformersEngine.load_weights`."""
         own = named_weights(self.module, self.value_head)
         check_weights(self.name, shapes_of(own), shapes_of(weights), mix)
         slices = {name: x.to_local() if is_part(x) else x for name, x in own.items()}
@@ -335,3 +342,20 @@ def _slice(x: Tensor, like: Any) -> Tensor:
 def _moved(stats: Stats, device: torch.device | str) -> Stats:
     """Move metrics to another device; metrics on the host can be sent to another process."""
     return {name: type(stat)(*(x.to(device) for x in stat)) for name, stat in stats.items()}
+
+
+class ShardedStepper(Stepper):
+    """A stepper over the shards of one rank. The gradient norm is taken over all ranks."""
+
+    def __init__(self, name: str, spec: OptimizerSpec, network: ShardedNetwork) -> None:
+        if not spec.elementwise:
+            raise ConfigError(
+                f"models.{name}.optimizer={spec.label}: it updates whole weights or blocks of them, but each process "
+                f"has only shards. Use one process, or an optimizer that works element by element, such as AdamW."
+            )
+        super().__init__(name, spec, network.owned())
+        self._network = network
+
+    def gradient_norm(self) -> Tensor:
+        """Return the norm of the whole gradient."""
+        return self._network.gradient_norm()

@@ -1,4 +1,4 @@
-"""Test tensor files shared by several processes. Tests with several processes are in `test_engine.py`."""
+"""Test tensor files shared by several processes. Tests with several processes are in `test_sharded_engine.py`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from realign.engines import Sharding
-from realign.engines.distributed.shards import read_parts, read_saved, whole, write_parts
+from realign.engines.distributed.sharding import read_parts, read_saved, whole, write_parts
 from realign.errors import SettingsError
 
 TENSORS = {"a/b": torch.arange(6.0).view(2, 3), "c": torch.tensor([True, False]), "d": torch.zeros(0, 4)}

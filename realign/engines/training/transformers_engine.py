@@ -6,14 +6,15 @@ returns sums, and the accumulated gradient is divided once, by the weight of the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from realign.api.engine import LossFn, LossWeightFn, StepIf
 from realign.api.microbatch import MicroBatchSpec
@@ -26,17 +27,14 @@ from realign.engines.network.passes import Layout, Passes, side_by_side
 from realign.engines.network.settings import NetworkSettings
 from realign.engines.network.value_head import TargetUpdate, ValueNetwork
 from realign.engines.sampling.in_process import InProcessSampling
-from realign.engines.training.callbacks import check_loss
-from realign.engines.training.ema import WeightAverage
+from realign.engines.training.engine_state import EngineState, ModelSaver
 from realign.engines.training.expert_load import LoadBalancer, StepLoad, counting, differentiate_with_hidden, listening
-from realign.engines.training.inference import InferenceEngine
+from realign.engines.training.inference_engine import InferenceEngine
 from realign.engines.training.load_balancing import LoadBalancing
-from realign.engines.training.modes import TrainingModes
 from realign.engines.training.nonfinite import Accumulated, origin_in
 from realign.engines.training.optimizer import OptimizerSpec
-from realign.engines.training.saving import ModelSaver
-from realign.engines.training.state import EngineState
 from realign.engines.training.stepper import Stepper, counted, single, step_weight
+from realign.engines.training.weights import WeightAverage
 
 
 class TransformersEngine(InferenceEngine):
@@ -260,13 +258,14 @@ class TransformersEngine(InferenceEngine):
         with self._training():
             return origin_in(done, self.network, self._trained(), weight)
 
+    @override
     def start_step(self, version: int) -> None:
-        """See `PipelinableEngine.start_step`."""
         if self._stepper is not None:
             self._stepper.train_steps = version
 
+    @override
     def save(self, path: Path) -> None:
-        """See `PipelinableEngine.save`. The folder is created or replaced atomically, when it is complete.
+        """Create or replace a model folder atomically, when it is complete.
 
         If the engine keeps averaged weights, it also saves them, in a folder with the suffix `_ema`.
 
@@ -297,8 +296,8 @@ class TransformersEngine(InferenceEngine):
         """
         return self._state.state_dict()
 
+    @override
     def fixed_weights(self) -> dict[str, Any]:
-        """See `PipelinableEngine.fixed_weights`."""
         return self._state.fixed_weights()
 
     def load_state_dict(self, state: Mapping[str, Any], *, weights_only: bool = False) -> None:
@@ -323,3 +322,60 @@ class TransformersEngine(InferenceEngine):
         """Enter the context of training passes, see `TrainingModes`."""
         with self._modes.entered(self.dropout_seed), self.network.replaying():
             yield
+
+
+class TrainingModes:
+    """Module modes and random state of training passes.
+
+    Checkpointed layers recompute only in train mode. Without dropout all other modules stay in eval mode, so that
+    training and scoring passes compute the same. The dropout of adapters has a separate rate.
+    """
+
+    def __init__(self, network: Network, *, dropout: bool, gradient_checkpointing: bool) -> None:
+        """Enable gradient checkpointing if requested; dropout stays off until `entered`."""
+        self._network = network
+        self._dropout = dropout
+        self._checkpointed = _enable_checkpointing(network.module, dropout) if gradient_checkpointing else []
+
+    @contextmanager
+    def entered(self, dropout_seed: Callable[[], int]) -> Iterator[None]:
+        """Set modes and random state for a training pass, and restore them on exit.
+
+        Args:
+            dropout_seed: returns the seed of the dropout masks; called only if a dropout is active.
+        """
+        with ExitStack() as stack:
+            stack.callback(self._network.eval)
+            adapter_dropouts = self._network.trains.dropouts(self._network)
+            if self._dropout or adapter_dropouts:
+                stack.enter_context(torch.random.fork_rng())
+                torch.manual_seed(dropout_seed())
+            if self._dropout:
+                self._network.train()
+            for dropout in adapter_dropouts:
+                dropout.train()
+            for layer in self._checkpointed:
+                layer.training = True
+            yield
+
+
+def _enable_checkpointing(module: Any, dropout: bool) -> list[Any]:
+    """Enable gradient checkpointing, and return the modules that check their own `training` flag for it."""
+    # transformers is renaming this method: use the new name if it exists
+    enable = getattr(module, "activation_checkpointing_enable", None) or module.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+    # transformers also hooks the embeddings, for reentrant checkpointing. The hook would disable the fused rollout and
+    # make the backward pass go through frozen layers.
+    module.disable_input_require_grads()
+    checkpointed = [m for m in module.modules() if getattr(m, "gradient_checkpointing", False)]
+    for layer in [] if dropout else checkpointed:
+        for name, x in vars(layer).items():  # OPT layers store their rates as plain floats
+            if isinstance(x, float) and ("dropout" in name or name == "layerdrop"):
+                setattr(layer, name, 0.0)
+    return checkpointed
+
+
+def check_loss(loss: Tensor) -> None:
+    """Raise ValueError unless `loss`, returned by a `loss_fn`, is a 0-d floating-point sum."""
+    if loss.ndim or loss.dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"loss_fn returned {loss.dtype} {list(loss.shape)}. It must return a 0-d float32 sum.")

@@ -1,10 +1,13 @@
-"""Sharding of one network over ranks: FSDP2 for data parallelism, tensor parallelism within layers.
+"""`ShardedNetwork`: FSDP2 for data parallelism, tensor parallelism within layers, and full copies for rollouts.
 
 A rank stores a slice of every weight and of its optimizer state. A layer is gathered only while it computes.
 """
 
 from __future__ import annotations
 
+import copy
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,13 +17,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from typing_extensions import override
 
 from realign.api.lengths import Lengths
 from realign.api.sample import TOKENS, SequenceSample
-from realign.engines.distributed.full_copy import GatheredCopy
-from realign.engines.distributed.shards import from_slice
-from realign.engines.distributed.spec import Sharding
-from realign.engines.distributed.tensor_parallel import split_layers
+from realign.engines.distributed.sharding import Sharding, from_slice, whole
 from realign.engines.network.branches import read_stack
 from realign.engines.network.heads import read_body
 from realign.engines.network.network import Network
@@ -31,6 +33,12 @@ from realign.errors import ConfigError
 
 NOTHING = SequenceSample(("nothing",), {TOKENS: torch.zeros(0, dtype=torch.int64)}, {TOKENS: Lengths.of([[0]])})
 """A micro-batch without tokens. A pass over it runs the collectives of a normal pass, and changes nothing."""
+
+STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+"""The ways to split a linear layer, by their names in a transformers plan."""
+
+COPIED = "replicated_with_grad_allreduce"
+"""Name, in a transformers plan, of a part that every rank stores in full and applies to its own heads."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,9 +84,9 @@ class Grid:
 
     def gather(self, x: Any) -> list[Any]:
         """Return the values of the data-parallel ranks, in rank order."""
-        found: list[Any] = [None] * self.data_ranks
-        dist.all_gather_object(found, x, group=self.mesh["dp"].get_group())
-        return found
+        values: list[Any] = [None] * self.data_ranks
+        dist.all_gather_object(values, x, group=self.mesh["dp"].get_group())
+        return values
 
 
 class ShardedNetwork(Network):
@@ -118,7 +126,7 @@ class ShardedNetwork(Network):
         self.gathered = GatheredCopy(module, self.value_head)
         summed: set[str] = set()
         if sharding.tensor_parallel > 1:
-            copied = split_layers(name, module, layers, self.grid.mesh["tp"])
+            copied = _split_layers(name, module, layers, self.grid.mesh["tp"])
             above = next(path for path, part in self.named_modules() if part is layers)
             summed = {f"{above}.{path}" for path in copied}
         self._shard(layers, sharding, settings.dtype)
@@ -153,13 +161,13 @@ class ShardedNetwork(Network):
         root.set_reduce_scatter_unused_params(True)
 
     @property
+    @override
     def rollout_module(self) -> Any:
-        """See `Network.rollout_module`."""
         return self.gathered.module
 
     @property
+    @override
     def rollout_value_head(self) -> ValueNetwork | None:
-        """See `Network.rollout_value_head`."""
         return self.gathered.value_head
 
     def owned(self) -> list[nn.Parameter]:
@@ -170,8 +178,8 @@ class ShardedNetwork(Network):
         """Wrap a tensor shaped like this rank's slice of `owned()[place]` as a shard of the full tensor."""
         return from_slice(own, list(self.sharded.values())[place])
 
+    @override
     def forward(self, **inputs: Any) -> Tensor:
-        """See `Network.forward`."""
         hidden = super().forward(**inputs)
         return hidden.clone() if hidden._is_view() else hidden  # FSDP needs a tensor that is not a view for its hooks
 
@@ -269,3 +277,114 @@ def _divided(p: DTensor, over: str) -> bool:
     """Return whether a tensor is sharded over a mesh dimension."""
     names = p.device_mesh.mesh_dim_names or ()
     return over in names and p.placements[names.index(over)].is_shard()
+
+
+class GatheredCopy:
+    """Unsharded modules of the same classes as a sharded network. They are empty until weights are gathered.
+
+    Attributes:
+        module: a transformers model.
+        value_head: its separate value network, or None.
+    """
+
+    def __init__(self, module: Any, value_head: ValueNetwork | None) -> None:
+        """Copy the modules without their weights. The modules must not be sharded yet."""
+        parts = {"module": module} if value_head is None else {"module": module, "value_head": value_head}
+        self._device = next(module.parameters()).device
+        memo: dict[int, Any] = {}
+        for part in parts.values():
+            for p in part.parameters():
+                memo.setdefault(id(p), nn.Parameter(p.detach().new_empty(0), requires_grad=False))
+        parts = copy.deepcopy(parts, memo)
+        self.module: Any = parts["module"]
+        self.value_head: ValueNetwork | None = parts.get("value_head")
+        self._all = nn.ModuleDict(parts)
+        self._current = False
+
+    def current(self, sharded: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> Any:
+        """Return the model with the current weights on its device; collective. Gathers only if the copy is outdated.
+
+        Args:
+            sharded: this rank's shards of the weights, by name.
+            buffers: buffers, by name.
+        """
+        if not self._current:
+            self.fill(sharded, buffers, self._device)
+            self._current = True
+        return self.module
+
+    def outdate(self) -> None:
+        """Mark the gathered weights as outdated, after the weights have changed."""
+        self._current = False
+
+    @torch.no_grad()
+    def fill(self, sharded: Mapping[str, Tensor], buffers: Mapping[str, Tensor], device: torch.device | None) -> None:
+        """Gather the current weights on `device`, one by one; collective. With None, the rank only participates."""
+        self.outdate()
+        own = dict(self._all.named_parameters())
+        for name, part in sharded.items():
+            x = whole(part.detach())
+            if device is not None:
+                own[name].data = x.to(device)
+        for name, buffer in self._all.named_buffers():
+            buffer.copy_(buffers[name])
+
+    def empty(self) -> None:
+        """Free the gathered weights."""
+        self.outdate()
+        for p in self._all.parameters():
+            p.data = torch.empty(0, device=self._device)
+
+
+def _split_layers(role: str, module: Any, layers: nn.ModuleList, mesh: DeviceMesh) -> set[str]:
+    """Split the linear layers in `layers` by the tensor-parallel plan that transformers has for the model family.
+
+    Embeddings, norms and heads are replicated on every rank. Packed attention runs on the local heads only.
+
+    Returns:
+        Names, in `layers`, of replicated parameters whose gradient is summed over ranks.
+
+    Raises:
+        ConfigError: the family has no plan, the plan has an unsupported style, or the heads do not divide evenly.
+    """
+    key, family = f"models.{role}.sharding.tensor_parallel={mesh.size()}", repr(module.config.model_type)
+    plan = getattr(module.config, "base_model_tp_plan", None)
+    if not plan:
+        raise ConfigError(
+            f"{key}: transformers has no tensor-parallel plan for model family {family}. Remove this key."
+        )
+    _check_divides(key, module.config, mesh.size())
+    parts: dict[str, object] = {**dict(layers.named_parameters()), **dict(layers.named_modules())}
+    styles: dict[str, ParallelStyle] = {}
+    copied = set()
+    for name, part in parts.items():
+        wanted = next((style for path, style in plan.items() if _matches(path, name)), None)
+        linear = isinstance(part, nn.Linear)
+        if wanted == COPIED:
+            copied |= {path for path in dict(layers.named_parameters()) if f"{path}.".startswith(f"{name}.")}
+        elif wanted in STYLES and linear:
+            styles[name] = STYLES[wanted]()
+        elif wanted is not None or linear:
+            style = "no style" if wanted is None else f"style {wanted!r}"
+            raise ConfigError(
+                f"{key}: the plan of model family {family} has {style} for {name!r} ({type(part).__name__}). "
+                f"Supported: {', '.join(STYLES)} for plain linear layers, and {COPIED}. Remove this key."
+            )
+    parallelize_module(layers, mesh, styles)
+    return copied
+
+
+def _matches(path: str, name: str) -> bool:
+    """Return whether a plan path, such as `layers.*.mlp.up_proj`, matches a part's name in the list of layers."""
+    pattern = re.escape(path.partition(".")[2]).replace(r"\*", r"\d+")
+    return re.fullmatch(pattern, name) is not None
+
+
+def _check_divides(key: str, config: Any, ranks: int) -> None:
+    heads = {
+        name: getattr(config, name, None)
+        for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+    }
+    for name, n in heads.items():
+        if n is not None and n % ranks:
+            raise ConfigError(f"{key}: must divide {name}={n} of the model")

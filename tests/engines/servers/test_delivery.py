@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from realign.engines.servers.weights import WeightFolders, untie
+from realign.engines.servers.delivery import WeightFolders, untie
 from realign.errors import ConfigError, TransientError
 from tests.engines.servers.fake_server import random_table
 
