@@ -1,14 +1,14 @@
 """Passes over a batch: its micro-batches, the rows of each, and how many run at once.
 
 **Shared prefixes.** A packed pass computes the common prefix of a group's sequences once. In a causal model the result
-for a token depends only on the token, its position and the previous tokens, so it is the same for all sequences that
-share the prefix. Responses that attend to one copy of their prompt get the same results as with a copy each. Losses
+for a token depends only on the token, its position and the previous tokens. All sequences that share the prefix get the
+same. Responses that attend to one copy of their prompt get the same results as with a copy each. Losses
 still receive every token of every sequence.
 
 **Lanes.** On a CPU, several micro-batches run concurrently, each in a lane (thread) with a part of the cores. Threads
 that compute one operator together must synchronize at its end. That takes microseconds if they spin, and up to 0.2 ms
-if they sleep (`OMP_WAIT_POLICY=PASSIVE`, virtual machines), which is longer than most operators of a model that trains
-on a CPU. Micro-batches need no synchronization until their gradients are added.
+if they sleep (`OMP_WAIT_POLICY=PASSIVE`, virtual machines). Most operators of a model that trains on a CPU are shorter.
+Micro-batches need no synchronization until their gradients are added.
 
 Shapes: P prompts, S sequences, T packed tokens, R rows of the pass, N pieces of it.
 """

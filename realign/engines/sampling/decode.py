@@ -3,8 +3,8 @@
 The rest of the file is what a rollout consists of: the queue of prompts that wait for slots, the responses sampled so
 far, the stop conditions, and the record of chosen experts.
 
-Shapes: S sequences (responses, n to each prompt), B of them being decoded, N tokens of the longest response, P tokens
-of a prompt, T packed prompt tokens, H hidden size, W experts of all routers per token.
+Shapes: S sequences (responses, n to each prompt), B of them being decoded. N tokens of the longest response, P tokens
+of a prompt, T packed prompt tokens. H hidden size, W experts of all routers per token.
 """
 
 from __future__ import annotations
