@@ -146,6 +146,8 @@ def _server(app: Guard, limits: EndpointLimits) -> Server:
             if len(self.connections) > most:
                 oldest = next(iter(waiting), self)  # a client without a request, if there is one
                 oldest.transport.abort()
+                # It ends in a later turn of the loop. Counted until then, it would cost another client its connection.
+                self.connections.discard(oldest)
                 oldest._begun()
             self._wait(HEADERS_S)
 

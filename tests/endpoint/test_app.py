@@ -531,6 +531,7 @@ def test_half_open_connections_above_a_limit_are_closed_and_do_not_delay_others(
         for _ in range(100):  # idle after a request without a key
             held.append(connected(endpoint))
             held[-1].sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert held[-1].recv(4096)  # answered: from now on it is idle
         with OpenAI(base_url=f"{endpoint.url}/v1", api_key=KEY, max_retries=0) as client:
             assert client.completions.create(model="tiny", prompt="x").choices
         assert httpx2.get(f"{endpoint.url}/health").status_code == 200
