@@ -252,10 +252,7 @@ class PolicyInterface(ModelInterface):
 
     def train_step(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> Stats:
         """Take `epochs * n_minibatches` optimizer steps, in a new random order in each epoch."""
-        if "advantages" not in data:
-            data = self.score(model, data)
-            if not self.credit_per_minibatch:
-                data = self.estimate_advantages(model, data)
+        data = self.credited(model, data)
         stats = self.batch_stats(model, data)
         steps, further = self._optimize(model, data, mb_spec)
         merged = merge_stats([stats, *steps, *further])
@@ -263,6 +260,13 @@ class PolicyInterface(ModelInterface):
         if self.objective_control is None:
             return merged
         return merged | self.objective_control.update(model, data, mb_spec, self.generation.temperature)
+
+    def credited(self, model: Model, data: SequenceSample) -> SequenceSample:
+        """Return the batch with advantages, unless every mini-batch estimates its own."""
+        if "advantages" in data:
+            return data
+        data = self.score(model, data)
+        return data if self.credit_per_minibatch else self.estimate_advantages(model, data)
 
     def score(self, model: Model, data: SequenceSample) -> SequenceSample:
         """Shape `rewards`, and remove excluded responses from `loss_mask`. Called once per rollout batch.

@@ -90,7 +90,7 @@ class PPOActorInterface(PolicyInterface):
     @override
     def train_step(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> Stats:
         if model.version < self.critic_warmup_steps:
-            return self.batch_stats(model, data)
+            return self.batch_stats(model, self.credited(model, data))
         return super().train_step(model, data, mb_spec)
 
     @override
