@@ -517,7 +517,11 @@ def printed(words: list[str]) -> Any:
     )
     if call.returncode:
         return {"exit code": call.returncode, "key": key_of(call.stderr)}
-    return canonical(yaml.safe_load(call.stdout))
+    values = yaml.safe_load(call.stdout)
+    for node in values["models"].values():  # shipped files do not write this default, nor the graph
+        if isinstance(node, dict):
+            node.setdefault("_target_", "realign.engines.TransformersModel")
+    return canonical({**values, "graph": {"_target_": "realign.interfaces.ppo.dataflow", **values["graph"]}})
 
 
 OF_PPO = {"critic": "none", "value": None, "critic_warmup_steps": 0, "ptx_coef": 0.0}

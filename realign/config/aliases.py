@@ -18,7 +18,7 @@ import yaml
 
 from realign.config.errors import ConfigError, joined
 from realign.config.folders import GROUPS
-from realign.config.schema import ExperimentConfig
+from realign.config.schema import ExperimentConfig, has_experiment
 from realign.config.source import class_at, fields_of
 from realign.config.trees import get
 from realign.config.words import TARGET, is_word
@@ -255,7 +255,7 @@ def _only_key(word: str, patterns: Sequence[str], config: Mapping[str, Any]) -> 
     found = [key for pattern in patterns for key in _matching(pattern, config)]
     if len(found) > 1:
         raise ConfigError(f"{name} may mean {' or '.join(found)}. Set the one that you mean.")
-    if not found and not config.get("graph"):
+    if not found and not has_experiment(config):
         raise ConfigError(f"{name}: start from an experiment, such as experiment=grpo {word}.")
     if not found:
         raise ConfigError(f"{name}: no role of this experiment has the key {' or '.join(patterns)}.")

@@ -21,7 +21,7 @@ from realign.config.explain import explain
 from realign.config.folders import GROUPS, SCHEME
 from realign.config.hydra_node import check_folders, check_node, launcher_of, node_of, without_hydra
 from realign.config.places import ROOTS
-from realign.config.schema import COMPONENTS, REPORT, ExperimentConfig
+from realign.config.schema import COMPONENTS, REPORT, ExperimentConfig, has_experiment
 from realign.config.secret_variables import check_no_secrets, without_secrets
 from realign.config.shell_words import prepare
 
@@ -145,7 +145,7 @@ def _missing(keys: Sequence[str], config: Any, overrides: Sequence[str]) -> str:
     typed = {word.lstrip("+~").partition(".")[0] for word in overrides if "." in word.partition("=")[0]}
     if unknown := unknown_keys(config, [root for root in ROOTS if root in typed]):
         return joined(unknown)
-    if config["graph"]:
+    if has_experiment(config):
         return f"missing values: {', '.join(keys)}. Set a value, such as {keys[0]}=VALUE."
     if preset := next((owner for owner in config["owners"].values() if owner.startswith("algorithm=")), None):
         kind = "grpo" if "interfaces.actor.objective" in config["owners"] else "dpo"

@@ -156,7 +156,7 @@ def unknown_keys(config: Mapping[str, Any], roots: Iterable[str] = ROOTS) -> lis
     """Return a message for each key of the components that their classes do not have.
 
     Skips components whose class is unknown, such as one that cannot be imported; building them reports their keys. The
-    class of an evaluation depends on the graph.
+    class of an evaluation depends on the graph, and the graph on the interfaces.
 
     Args:
         config: Values by root key.
@@ -165,7 +165,7 @@ def unknown_keys(config: Mapping[str, Any], roots: Iterable[str] = ROOTS) -> lis
     found: list[str] = []
     for root in roots:
         node = config.get(root)
-        if not isinstance(node, Mapping) or root.startswith("evaluation"):
+        if not isinstance(node, Mapping) or root.startswith("evaluation") or (root == "graph" and TARGET not in node):
             continue
         if ROOTS[root].per_role:
             for role, below in node.items():

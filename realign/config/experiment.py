@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
@@ -24,6 +25,7 @@ from realign.errors import SettingsError
 from realign.settings import own_settings
 
 if TYPE_CHECKING:
+    from realign.api import ModelInterface
     from realign.api.callback import Callback
     from realign.runtime import Experiment
 
@@ -55,6 +57,7 @@ def _build(config: ExperimentConfig) -> Experiment:
     models = _roles(config, ModelSpec, "models")
     config = dataclasses.replace(config, interfaces=with_default_correction(config.interfaces, models))
     interfaces = _roles(config, ModelInterface, "interfaces")
+    config = dataclasses.replace(config, graph={**_default_graph(interfaces), **config.graph})
     graph = build_graph(config.graph, DataflowGraph, "graph", interfaces)
     data: DataSpec = build(config.data, DataSpec, "data")
     dynamic_sampling: DynamicSampling | None = None
@@ -121,6 +124,18 @@ def _build(config: ExperimentConfig) -> Experiment:
     _check_owned(config.owners, vars(experiment))
     experiment.resolved = resolved_config(config, experiment)
     return experiment
+
+
+def _default_graph(interfaces: Mapping[str, ModelInterface]) -> dict[str, str]:
+    """Return the graph of an algorithm: the function `dataflow` in the module of the actor's class or of a base class.
+
+    Without an actor, as for a reward model, the first role determines it. Empty if there is no such function.
+    """
+    owner = interfaces.get("actor", next(iter(interfaces.values()), None))
+    modules = [cls.__module__ for cls in type(owner).__mro__]
+    found = (name for name in modules if inspect.isfunction(getattr(sys.modules.get(name), "dataflow", None)))
+    module = next(found, None)
+    return {} if module is None else {TARGET: f"{module}.dataflow"}
 
 
 def _check_names(config: ExperimentConfig) -> None:

@@ -82,7 +82,7 @@ class Place:
             The class; None if it is unknown or of the wrong kind, which building reports.
         """
         annotation, default = self.declared
-        if annotation is None:
+        if annotation is None or (target is None and self.key == "graph"):  # then it follows from the interfaces
             return None
         if target is None and isinstance(default, str):
             target = default

@@ -7,6 +7,7 @@ because this module must not import torch. A test checks that both agree.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,7 +105,8 @@ class ExperimentConfig:
     interfaces: dict[str, Any] = field(default_factory=dict)
     """Role -> ModelInterface component that implements its algorithm."""
     graph: dict[str, Any] = field(default_factory=dict)
-    """Dataflow graph: `_target_` is a function annotated `-> DataflowGraph`, and the other keys are its arguments."""
+    """Dataflow graph: `_target_` is a function annotated `-> DataflowGraph`, and the other keys are its arguments.
+    Unset: the function `dataflow` beside the actor's class."""
     sync: dict[str, Any] = field(default_factory=dict)
     """Role -> update of its weights from a trained role at the end of a step: of, weight, every_steps. `_target_`
     defaults to realign.api.Sync."""
@@ -158,3 +160,9 @@ class ExperimentConfig:
     """Set by `compose`: discarded keys of lower layers, with their file."""
     owners: dict[str, str] = field(default_factory=dict)
     """Set by `compose`: config key -> the layer that owns it, such as algorithm=gspo."""
+
+
+def has_experiment(config: Mapping[str, Any]) -> bool:
+    """Return whether a config chooses the class of an interface. A preset alone only sets fields."""
+    nodes = (config.get("interfaces") or {}).values()
+    return any(isinstance(node, Mapping) and "_target_" in node for node in nodes)
