@@ -138,7 +138,7 @@ class ModelInterface(Settings):
     needs_engine: ClassVar[bool] = True
     """Whether the role needs a model."""
     reads_images: ClassVar[bool] = False
-    """Whether the interface supports prompts with images (`realign.api.image_keys`)."""
+    """Whether the interface supports prompts with images (`realign.api.sample`)."""
     KEYS: ClassVar[Mapping[str, Keys]] = MappingProxyType({})
     """What `keys` returns, by method, if no setting changes it."""
     OUTPUTS: ClassVar[frozenset[str]] = frozenset()
