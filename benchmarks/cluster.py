@@ -1,6 +1,6 @@
 """Simulation of 8 to 1,024 accelerators: throughput and staleness by placement and staleness bound.
 
-The costs come from a roofline model, whose constants are assumptions (`realign.planning.devices`). They were not
+The costs come from a roofline model, whose constants are assumptions (`realign.planning.options`). They were not
 measured on a cluster. Use the results to compare placements, not to predict seconds.
 """
 
@@ -13,11 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import table
-from realign.planning.costs import Costs
-from realign.planning.devices import Accelerator, Assumed
-from realign.planning.plans import Plan, Tail, Work
-from realign.planning.roofline import Network, decoding, rows_that_fit
-from realign.planning.simulator import simulate
+from realign.planning.options import Accelerator, Assumed
+from realign.planning.simulator import Costs, Network, Plan, Tail, Work, decoding, rows_that_fit, simulate
 
 DEVICES = (8, 16, 32, 64, 128, 256, 512, 1024)
 BOUNDS = (0, 1, 2, 4, 8)

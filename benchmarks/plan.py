@@ -35,8 +35,8 @@ from benchmarks.scale.task import common, prepare
 from realign.planning.measured import calibrated, read_runs, with_measured_lengths
 from realign.planning.options import DeviceKind, PlanOptions
 from realign.planning.placements import Placement, RoleGroup, Sampling, launcher, overrides
-from realign.planning.plans import full_steps
 from realign.planning.predict import Cluster, Prediction, predict
+from realign.planning.simulator import full_steps
 from realign.planning.workload import Workload, workload_of
 
 PROMPTS, GROUP, LENGTH = 16, 8, 32

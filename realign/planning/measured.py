@@ -18,8 +18,8 @@ import yaml
 from realign.errors import ConfigError, DataError
 from realign.planning.options import PlanOptions
 from realign.planning.placements import Placement, RoleGroup
-from realign.planning.plans import Tail
 from realign.planning.predict import Cluster, Scale, sampling_costs, training_costs
+from realign.planning.simulator import Tail
 from realign.planning.workload import Workload
 from realign.safe_yaml import load_yaml
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from realign.engines.sampling.decode import CACHE_BYTES
-from realign.planning.devices import Device
+from realign.planning.options import Device
 from realign.planning.placements import Placement, RoleGroup, Sampling
-from realign.planning.roofline import Network
+from realign.planning.simulator import Network
 from realign.planning.workload import RoleLoad, Workload
 
 WEIGHT_BYTES = 4

@@ -6,14 +6,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from realign.planning.costs import Costs
-from realign.planning.devices import Device
 from realign.planning.memory import WEIGHT_BYTES, DeviceMemory, fits, in_process_slots, memory_of
-from realign.planning.options import PlanOptions
+from realign.planning.options import Device, PlanOptions
 from realign.planning.placements import Placement, RoleGroup, Sampling
-from realign.planning.plans import Plan, Work
-from realign.planning.roofline import decoding, rows_that_fit
-from realign.planning.simulator import simulate
+from realign.planning.simulator import Costs, Plan, Work, decoding, rows_that_fit, simulate
 from realign.planning.workload import CallLoad, Workload
 
 ROUNDS = 2

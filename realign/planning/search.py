@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 
 from realign.planning.memory import fits, memory_of
 from realign.planning.placements import Placement, placements
-from realign.planning.plans import Plan
 from realign.planning.predict import Cluster, Prediction, costs_of, predict, schedule, with_steps
-from realign.planning.simulator import simulate
+from realign.planning.simulator import Plan, simulate
 from realign.planning.workload import Workload
 
 SIMULATED = 8

@@ -12,8 +12,7 @@ from realign.engines.files.model_folder import check_path, quiet_transformers, r
 from realign.engines.network.heads import IMAGE_FAMILIES, is_encoder_decoder, language_model_class
 from realign.errors import ConfigError
 from realign.planning.options import PlanOptions
-from realign.planning.plans import Tail, Work
-from realign.planning.roofline import Network
+from realign.planning.simulator import Network, Tail, Work
 from realign.runtime.experiment import Experiment
 from realign.runtime.models import owner_of
 

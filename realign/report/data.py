@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from realign.report.files import flat_config, json_lines, json_object, number, run_info, summary, usable
-from realign.report.graph import graph_svg
 
 POINTS = 600
 """Maximum number of points of a curve; longer runs are averaged over neighboring steps."""
@@ -168,4 +167,29 @@ def _shortened(record: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-__all__ = ["columns", "run_data", "run_line", "spread", "status"]
+def graph_svg(record: Any) -> str:
+    """Return the graph of a run as SVG; empty if the record is missing or no valid graph."""
+    if not record:
+        return ""
+    from realign.api import RPC, DataflowGraph, Sync
+    from realign.draw import to_svg
+
+    try:
+        rpcs = [
+            RPC(
+                str(rpc["name"]),
+                str(rpc["model"]),
+                str(rpc["method"]),
+                tuple(rpc["inputs"]),
+                tuple(rpc["outputs"]),
+                after=tuple(rpc["after"]),
+            )
+            for rpc in record["rpcs"]
+        ]
+        sync = {str(role): Sync(**values) for role, values in record["sync"].items()}
+        return to_svg(DataflowGraph(tuple(rpcs), tuple(record["dataset_keys"]), tuple(record["results"]), sync))
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError):  # of another version, or by hand
+        return ""
+
+
+__all__ = ["columns", "graph_svg", "run_data", "run_line", "spread", "status"]

@@ -6,9 +6,8 @@ import pytest
 
 from benchmarks import cluster
 from benchmarks.cluster import Case, best, measure, roofline, slots
-from realign.planning.devices import Accelerator, Assumed
-from realign.planning.plans import Tail, Work
-from realign.planning.roofline import Network
+from realign.planning.options import Accelerator, Assumed
+from realign.planning.simulator import Network, Tail, Work
 
 DEVICE = Accelerator(flops=100.0, bandwidth=10.0, memory=1000.0, link=4.0)
 NETWORK = Network(weights=50.0, layers=1, kv_heads=1, head_size=1)

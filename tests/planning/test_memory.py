@@ -8,11 +8,10 @@ import pytest
 
 from realign.engines.sampling.decode import CACHE_BYTES
 from realign.engines.sampling.in_process import InProcessSampling
-from realign.planning.devices import CPU_CORE, DEVICES, Accelerator, Assumed, Device
 from realign.planning.memory import ACTIVATION_NUMBERS, WEIGHT_BYTES, fits, in_process_slots, memory_of
+from realign.planning.options import CPU_CORE, DEVICES, Accelerator, Assumed, Device
 from realign.planning.placements import Placement, RoleGroup, Sampling
-from realign.planning.plans import Tail, Work
-from realign.planning.roofline import Network
+from realign.planning.simulator import Network, Tail, Work
 from realign.planning.workload import CallLoad, RoleLoad, Workload
 
 N = 1e9

@@ -6,13 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from realign.planning.costs import Costs
-from realign.planning.devices import Accelerator, Assumed, Device
-from realign.planning.options import PlanOptions
+from realign.planning.options import Accelerator, Assumed, Device, PlanOptions
 from realign.planning.placements import Placement, RoleGroup, Sampling
-from realign.planning.plans import Tail, Work
 from realign.planning.predict import Cluster, Scale, costs_of, engines, predict, schedule
-from realign.planning.roofline import Network
+from realign.planning.simulator import Costs, Network, Tail, Work
 from realign.planning.workload import CallLoad, RoleLoad, Workload
 
 NETWORK = Network(weights=100.0, layers=5, kv_heads=1, head_size=1, hidden=10, number_bytes=2)

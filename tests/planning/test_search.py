@@ -4,9 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from realign.planning.devices import Accelerator, Device
 from realign.planning.memory import memory_of
-from realign.planning.options import PlanOptions
+from realign.planning.options import Accelerator, Device, PlanOptions
 from realign.planning.placements import Placement, RoleGroup, placements
 from realign.planning.predict import Cluster, predict
 from realign.planning.search import EQUAL, search

@@ -8,9 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realign.planning.costs import Costs
-from realign.planning.plans import Plan, Tail, Work
-from realign.planning.simulator import simulate
+from realign.planning.simulator import Costs, Plan, Tail, Work, simulate
 
 COSTS = Costs(decode_step_s=1.0, train_step_s=4.0, sync_s=1.0)
 ONE = Work(batch_prompts=1, group=1, steps=4, prompt_tokens=0, lengths=Tail(3), reward_s=Tail(2.0))
