@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.report import table
 from realign.planning.options import Accelerator, Assumed
-from realign.planning.simulator import Costs, Network, Plan, Tail, Work, decoding, rows_that_fit, simulate
+from realign.planning.simulator import Costs, NetworkSizes, RuntimeSchedule, Tail, Work, decoding, rows_that_fit, simulate
 
 DEVICES = (8, 16, 32, 64, 128, 256, 512, 1024)
 BOUNDS = (0, 1, 2, 4, 8)
@@ -48,12 +48,12 @@ class Case:
     """Fraction of the devices that generate."""
 
 
-def slots(device: Accelerator, network: Network, assumed: Assumed, work: Work) -> int:
+def slots(device: Accelerator, network: NetworkSizes, assumed: Assumed, work: Work) -> int:
     """Return the number of rows of an engine on one device whose KV cache fits at twice the mean length."""
     return rows_that_fit(assumed.memory_used * device.memory - 2 * network.weights, network, assumed, work)
 
 
-def roofline(bound: int | None, trainers: int, device: Accelerator, network: Network, assumed: Assumed) -> Costs:
+def roofline(bound: int | None, trainers: int, device: Accelerator, network: NetworkSizes, assumed: Assumed) -> Costs:
     """Estimate the costs of an engine on one device and of training on `trainers` devices, for a `Case.bound`."""
     operations = assumed.learning + (assumed.proximal if bound else 0.0)
     transfer_s = assumed.sync_call_s + 2 * network.weights / (device.link * assumed.link_used)
@@ -75,7 +75,7 @@ def cases() -> Iterator[Case]:
 
 def measure(case: Case) -> dict[str, Any]:
     """Simulate a case and return its throughput, staleness and device utilization."""
-    device, network, assumed = Accelerator(), Network(), Assumed()
+    device, network, assumed = Accelerator(), NetworkSizes(), Assumed()
     together = case.bound is None
     engines = round(case.devices * case.share)
     trainers = case.devices if together else case.devices - engines
@@ -83,7 +83,7 @@ def measure(case: Case) -> dict[str, Any]:
     steps = max(6, ROUNDS * (bound + 1)) + 1 + 2 * bound
     work = Work(**{**vars(WORK), "steps": steps})
     costs = roofline(case.bound, trainers, device, network, assumed)
-    plan = Plan(case.bound, engines, slots(device, network, assumed, work), switch_s=assumed.switch_s * together)
+    plan = RuntimeSchedule(case.bound, engines, slots(device, network, assumed, work), switch_s=assumed.switch_s * together)
     report = simulate(costs, work, plan)
     seconds = report.ends[-1]
     return {

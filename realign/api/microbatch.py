@@ -207,7 +207,7 @@ def _fill(sizes: Sequence[int], n_bins: int, limit: int | None) -> tuple[list[in
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Cut(Sequence[Sample], Generic[Sample]):
+class SampleParts(Sequence[Sample], Generic[Sample]):
     """The parts of a sample, as a sequence. `plan` maps each part to its prompts or sequences of `key`."""
 
     whole: Sample
@@ -225,7 +225,7 @@ class Cut(Sequence[Sample], Generic[Sample]):
         return iter(self.parts)
 
 
-class MicroBatches(Cut[Sample]):
+class MicroBatches(SampleParts[Sample]):
     """The micro-batches of a sample, and the inverse of the split.
 
     Attributes:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from realign.api.lengths import IntArray, Lengths, Nested, Rows, as_integers, concatenate, describe, pack, pick, some
-from realign.api.microbatch import Cut, MicroBatches, MicroBatchSpec, plan_microbatches
+from realign.api.microbatch import MicroBatches, MicroBatchSpec, SampleParts, plan_microbatches
 
 TOKENS = "input_ids"
 _WITH_IMAGES = frozenset({TOKENS, "prompt_ids"})
@@ -479,7 +479,7 @@ def _plan(tokens: IntArray, n: int) -> tuple[IntArray, ...]:
     return tuple(np.flatnonzero(ranks == rank) for rank in range(n))
 
 
-class Shards(Cut[SequenceSample]):
+class Shards(SampleParts[SequenceSample]):
     """The parts of a batch, one per rank, and the inverse of the sharding.
 
     Attributes:

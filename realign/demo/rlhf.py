@@ -25,7 +25,7 @@ from rich.table import Table
 from realign.api import Panel
 from realign.config import ConfigError, build_experiment, compose
 from realign.demo.launch import Demo, launch, remove_earlier
-from realign.demo.sentiment import GOLD, Task, prepare
+from realign.demo.sentiment import GOLD, SentimentTask, prepare
 from realign.errors import DataError
 from realign.rewards import RewardFunction, load_function
 from realign.runtime import Evaluation, Experiment, LossEvaluation, RunResult, run
@@ -133,7 +133,7 @@ PANELS = (
 )
 
 
-class Results(NamedTuple):
+class RlhfResults(NamedTuple):
     """Results of the three runs, and their total duration in seconds."""
 
     sft: RunResult
@@ -149,7 +149,7 @@ def main(arguments: list[str]) -> int:
     )
 
 
-def train(demo: Demo, console: Console) -> Results:
+def train(demo: Demo, console: Console) -> RlhfResults:
     """Prepare the task, and execute the three runs.
 
     Raises:
@@ -162,7 +162,7 @@ def train(demo: Demo, console: Console) -> Results:
     prepare(demo.output_dir / TASK, seed=demo.seed, shuffle=demo.shuffle)
     started = time.perf_counter()
     sft, reward, ppo = (run(experiment, console=console) for experiment in planned)
-    return Results(sft, reward, ppo, time.perf_counter() - started)
+    return RlhfResults(sft, reward, ppo, time.perf_counter() - started)
 
 
 def experiments(demo: Demo) -> tuple[Experiment, ...]:
@@ -171,7 +171,7 @@ def experiments(demo: Demo) -> tuple[Experiment, ...]:
     Raises:
         ConfigError: an override is invalid, or disables an evaluation that the demo needs.
     """
-    task = Task.of(demo.output_dir / TASK)
+    task = SentimentTask.of(demo.output_dir / TASK)
     folders = {name: demo.output_dir / name for name in (*RUNS, PPO)}
     policy = folders["sft"] / "final" / "actor"
     parts = {
@@ -214,7 +214,7 @@ def experiments(demo: Demo) -> tuple[Experiment, ...]:
     return sft, reward, ppo
 
 
-def show(demo: Demo, console: Console, results: Results) -> dict[str, Any]:
+def show(demo: Demo, console: Console, results: RlhfResults) -> dict[str, Any]:
     """Print the table and some responses, plot the curves, and return the JSON object of the last line."""
     steps = judged(results.ppo.output_dir / "samples.jsonl", load_function(GOLD))
     compared = compare(steps)
@@ -229,7 +229,7 @@ def show(demo: Demo, console: Console, results: Results) -> dict[str, Any]:
     return summary | {"curves": str(picture)}
 
 
-def draw(demo: Demo, results: Results, compared: Sequence[dict[str, float]]) -> Path:
+def draw(demo: Demo, results: RlhfResults, compared: Sequence[dict[str, float]]) -> Path:
     """Plot gold score, learned and gold reward, accuracy, KL, response length and critic. Return the path."""
     found = {record["step"]: record for record in compared}
     ppo = [record | found.get(record["step"], {}) for record in results.ppo.history]
@@ -238,7 +238,7 @@ def draw(demo: Demo, results: Results, compared: Sequence[dict[str, float]]) -> 
     return draw_curves(phases, demo.output_dir / PICTURE, title=title, panels=PANELS)
 
 
-def summarize(demo: Demo, results: Results, compared: Sequence[dict[str, float]]) -> dict[str, Any]:
+def summarize(demo: Demo, results: RlhfResults, compared: Sequence[dict[str, float]]) -> dict[str, Any]:
     """Return the JSON object of the last line.
 
     "before" and "after" refer to PPO. Rewards are in standard deviations (`compare`).

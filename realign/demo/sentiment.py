@@ -86,7 +86,7 @@ WEAKER = ("slightly", "somewhat", "barely", "hardly", "almost")
 
 
 @dataclass(frozen=True)
-class Task:
+class SentimentTask:
     """Paths of the model and data files of the task."""
 
     model: Path
@@ -102,7 +102,7 @@ class Task:
     """JSONL of `prompt`: held-out openings."""
 
     @classmethod
-    def of(cls, folder: Path) -> Task:
+    def of(cls, folder: Path) -> SentimentTask:
         """Return the paths of the files that `prepare` writes to `folder`."""
         names = ("demonstrations", "pairs", "held_out_pairs", "prompts", "held_out")
         return cls(folder / "model", *(folder / f"{name}.jsonl" for name in names))
@@ -118,7 +118,7 @@ def prepare(
     shuffle: bool = False,
     held_out_pairs: int = 500,
     held_out: int = 96,
-) -> Task:
+) -> SentimentTask:
     """Write model, tokenizer and data of the task.
 
     Args:
@@ -132,7 +132,7 @@ def prepare(
         held_out_pairs: Number of unbiased pairs for the evaluation of the reward model.
         held_out: Number of openings for the evaluation of the policy.
     """
-    task = Task.of(folder)
+    task = SentimentTask.of(folder)
     folder.mkdir(parents=True, exist_ok=True)
     rng = random.Random(seed)
     every = openings()

@@ -40,7 +40,7 @@ from realign.endpoint.capture import CapturedSequence
 from realign.endpoint.limits import EndpointLimits
 from realign.endpoint.renderer import Renderer
 from realign.endpoint.server import Endpoint, check_installed
-from realign.endpoint.sessions import Backend, Session, Sessions
+from realign.endpoint.sessions import ServedPolicy, Session, Sessions
 from realign.environments import Answer, Failures, Limits, Slots, TurnWriter, Worlds
 from realign.environments.agents import START, load_agent, load_command, read_outcome, task
 from realign.environments.tools import load_tools
@@ -190,7 +190,7 @@ class AgentInterface(ModelInterface):
         """
         n, rows = self.generation.n, data.metadata["row"]
         endpoint, renderer = self._serving(model)
-        backend = Backend(model.sampler, renderer, self.generation, self.max_sequence_tokens, fixed_sampling=True)
+        backend = ServedPolicy(model.sampler, renderer, self.generation, self.max_sequence_tokens, fixed_sampling=True)
         seed = model.call_seed("generate")
         names = [f"{i}/{j}" for i in data.ids for j in range(n)]
         sessions = [Session(backend, name, seed, self.max_calls, roles=tuple(self.role_names)) for name in names]

@@ -17,7 +17,7 @@ import yaml
 
 from realign.errors import ConfigError, DataError
 from realign.planning.options import PlanOptions
-from realign.planning.placements import Placement, RoleGroup
+from realign.planning.placements import PlannedGroup, PlannedPlacement
 from realign.planning.predict import Cluster, Scale, sampling_costs, training_costs
 from realign.planning.simulator import Tail
 from realign.planning.workload import Workload
@@ -119,7 +119,7 @@ def with_measured_lengths(options: PlanOptions, steps: Sequence[MeasuredStep], l
 
 def calibrated(cluster: Cluster, load: Workload, steps: Sequence[MeasuredStep]) -> Cluster:
     """Return the cluster with the factors between measured and analytic costs."""
-    one = Placement((RoleGroup(tuple(load.roles), 1),))
+    one = PlannedPlacement((PlannedGroup(tuple(load.roles), 1),))
     sampling, training = sampling_costs(one, load, cluster), training_costs(one, load, cluster)
     work, group = load.work, load.work.group
     equations = []

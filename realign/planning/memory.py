@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from realign.engines.sampling.decode import CACHE_BYTES
 from realign.planning.options import Device
-from realign.planning.placements import Placement, RoleGroup, Sampling
-from realign.planning.simulator import Network
+from realign.planning.placements import PlannedGroup, PlannedPlacement, Sampling
+from realign.planning.simulator import NetworkSizes
 from realign.planning.workload import RoleLoad, Workload
 
 WEIGHT_BYTES = 4
@@ -38,7 +38,7 @@ class DeviceMemory:
         return self.weights + self.training + self.activations + self.cache
 
 
-def memory_of(placement: Placement, load: Workload, device: Device) -> Mapping[str, DeviceMemory]:
+def memory_of(placement: PlannedPlacement, load: Workload, device: Device) -> Mapping[str, DeviceMemory]:
     """Return the memory of a device of each group, of rollout workers and of servers, by name."""
     found = {}
     in_process = placement.sampling in (Sampling.trainer, Sampling.copy)
@@ -57,7 +57,9 @@ def memory_of(placement: Placement, load: Workload, device: Device) -> Mapping[s
     return found
 
 
-def _group(group: RoleGroup, placement: Placement, load: Workload, device: Device, *, samples: bool) -> DeviceMemory:
+def _group(
+    group: PlannedGroup, placement: PlannedPlacement, load: Workload, device: Device, *, samples: bool
+) -> DeviceMemory:
     """Return the memory of a device that has slices of the models of some roles."""
     weights = training = activations = cache = 0.0
     for name in group.roles:
@@ -84,13 +86,13 @@ def _sampler(role: RoleLoad, devices: int, load: Workload, device: Device) -> De
     return DeviceMemory(weights=WEIGHT_BYTES * n / devices + gathered + fused, cache=cache)
 
 
-def cache_bytes(network: Network, load: Workload, device: Device) -> float:
+def cache_bytes(network: NetworkSizes, load: Workload, device: Device) -> float:
     """Return the size of the KV cache of the in-process sampler."""
     slot = network.bytes_per_token * (load.longest_prompt + load.work.lengths.most)
     return slot * in_process_slots(network, load, device)
 
 
-def in_process_slots(network: Network, load: Workload, device: Device) -> int:
+def in_process_slots(network: NetworkSizes, load: Workload, device: Device) -> int:
     """Return the slots of the in-process sampler. A slot contains the longest prompt and the longest response."""
     slot = network.bytes_per_token * (load.longest_prompt + load.work.lengths.most)
     memory: float = CACHE_BYTES
@@ -101,7 +103,7 @@ def in_process_slots(network: Network, load: Workload, device: Device) -> int:
     return min(fitting, load.sequences)
 
 
-def _activations(role: RoleLoad, placement: Placement, group: RoleGroup, load: Workload) -> float:
+def _activations(role: RoleLoad, placement: PlannedPlacement, group: PlannedGroup, load: Workload) -> float:
     """Return the activations of one micro-batch; a frozen model needs those of one layer."""
     network = role.network
     ranks = max(1, group.devices // placement.tensor_parallel)

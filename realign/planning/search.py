@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from realign.planning.memory import fits, memory_of
-from realign.planning.placements import Placement, placements
+from realign.planning.placements import PlannedPlacement, placements
 from realign.planning.predict import Cluster, Prediction, costs_of, predict, schedule, with_steps
-from realign.planning.simulator import Plan, simulate
+from realign.planning.simulator import RuntimeSchedule, simulate
 from realign.planning.workload import Workload
 
 SIMULATED = 8
@@ -51,15 +51,15 @@ def search(load: Workload, cluster: Cluster, *, servers: bool) -> Search:
     return Search(best[: cluster.options.show], faster, len(found), len(fitting))
 
 
-def _promising(found: Sequence[Placement], bounds: _Bounds, number: int) -> list[list[Placement]]:
+def _promising(found: Sequence[PlannedPlacement], bounds: _Bounds, number: int) -> list[list[PlannedPlacement]]:
     """Return the allocations with the lowest bounds of the seconds of a step, each with its staleness bounds."""
-    allocations: dict[Placement, list[Placement]] = {}
+    allocations: dict[PlannedPlacement, list[PlannedPlacement]] = {}
     for one in found:
         allocations.setdefault(replace(one, max_staleness=None), []).append(one)
     return sorted(allocations.values(), key=lambda same: min(map(bounds.step_s, same)))[:number]
 
 
-def _simulated(allocations: Sequence[Sequence[Placement]], load: Workload, cluster: Cluster) -> list[Prediction]:
+def _simulated(allocations: Sequence[Sequence[PlannedPlacement]], load: Workload, cluster: Cluster) -> list[Prediction]:
     """Predict allocations, each with the smallest staleness bound of nearly its highest throughput; fastest first."""
     found = []
     for same in allocations:
@@ -76,7 +76,7 @@ class _Bounds:
         self._load, self._cluster = load, cluster
         self._found: dict[object, tuple[float, float]] = {}
 
-    def step_s(self, placement: Placement) -> float:
+    def step_s(self, placement: PlannedPlacement) -> float:
         """Return a lower bound: sampling of a batch may overlap with `max_staleness` further steps."""
         costs = costs_of(placement, self._load, self._cluster)
         plan = schedule(placement, self._load, self._cluster)
@@ -87,11 +87,11 @@ class _Bounds:
         together = train_s + busy_s if plan.shared else max(train_s, busy_s + costs.sync_s)
         return max(together, whole_s / (placement.max_staleness + 1))
 
-    def _sampling(self, placement: Placement, plan: Plan) -> tuple[float, float]:
+    def _sampling(self, placement: PlannedPlacement, plan: RuntimeSchedule) -> tuple[float, float]:
         """Return the seconds until a batch is scored, and the mean seconds in which an engine decodes."""
         costs = replace(costs_of(placement, self._load, self._cluster), train_step_s=0.0, train_token_s=0.0, sync_s=0.0)
         key = (costs, plan.engines, plan.slots)
         if key not in self._found:
-            report = simulate(costs, with_steps(self._load.work, 1), Plan(None, plan.engines, plan.slots))
+            report = simulate(costs, with_steps(self._load.work, 1), RuntimeSchedule(None, plan.engines, plan.slots))
             self._found[key] = (report.ends[0], report.generating_s / plan.engines)
         return self._found[key]

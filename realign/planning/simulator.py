@@ -93,7 +93,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Plan:
+class RuntimeSchedule:
     """Schedule of the runtime."""
 
     max_staleness: int | None = None
@@ -116,7 +116,7 @@ def full_steps(steps: int, bound: int | None) -> slice:
     return slice(first, max(first + 1, steps - (bound or 0)))
 
 
-class Trained(NamedTuple):
+class TrainedPrompt(NamedTuple):
     """A prompt that a training step uses."""
 
     prompt: int
@@ -131,10 +131,10 @@ class Trained(NamedTuple):
 class Report:
     """Result of a simulation."""
 
-    plan: Plan
+    plan: RuntimeSchedule
     ends: list[float] = field(default_factory=list)
     """End of each training step, including its weight update (seconds)."""
-    trained: list[Trained] = field(default_factory=list)
+    trained: list[TrainedPrompt] = field(default_factory=list)
     response_tokens: list[int] = field(default_factory=list)
     """Response tokens of each step."""
     generating_s: float = 0.0
@@ -165,7 +165,7 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Network:
+class NetworkSizes:
     """Sizes of a dense model. Defaults: bf16, 7 billion weights and the shape of Qwen2.5-7B (from its config.json)."""
 
     weights: float = 7.6e9
@@ -182,7 +182,7 @@ class Network:
         return 2 * self.number_bytes * self.layers * self.kv_heads * self.head_size
 
 
-def decoding(network: Network, device: Accelerator, assumed: Assumed, devices: int = 1) -> Costs:
+def decoding(network: NetworkSizes, device: Accelerator, assumed: Assumed, devices: int = 1) -> Costs:
     """Return the costs of an engine that decodes on `devices` devices with tensor parallelism."""
     read = device.bandwidth * assumed.bandwidth_used * devices
     compute = device.flops * assumed.flops_used * devices
@@ -195,7 +195,7 @@ def decoding(network: Network, device: Accelerator, assumed: Assumed, devices: i
     )
 
 
-def rows_that_fit(free: float, network: Network, assumed: Assumed, work: Work) -> int:
+def rows_that_fit(free: float, network: NetworkSizes, assumed: Assumed, work: Work) -> int:
     """Return the number of rows of an engine whose KV cache fits `free` bytes at twice the mean length."""
     length = work.prompt_tokens + 2 * min(work.lengths.mean, work.lengths.most / 2)
     return max(1, min(assumed.slots, int(free / (network.bytes_per_token * length))))
@@ -261,7 +261,7 @@ class _Engine:
 class Simulation:
     """Simulation of one run. `run` returns the report."""
 
-    def __init__(self, costs: Costs, work: Work, plan: Plan) -> None:
+    def __init__(self, costs: Costs, work: Work, plan: RuntimeSchedule) -> None:
         self.costs, self.work, self.plan = costs, work, plan
         self.now = 0.0
         self.report = Report(plan)
@@ -390,7 +390,7 @@ class Simulation:
         self._policy.train(batch)
         for prompt in batch:
             found = self._prompts.pop(prompt)
-            self.report.trained.append(Trained(prompt, self._policy.version, found.head, found.tail))
+            self.report.trained.append(TrainedPrompt(prompt, self._policy.version, found.head, found.tail))
         for engine in self._engines:
             engine.advance(self.now)
             again = engine.context * self.costs.prefill_token_s if self.plan.recompute else 0.0
@@ -400,6 +400,6 @@ class Simulation:
         self._train()
 
 
-def simulate(costs: Costs, work: Work, plan: Plan) -> Report:
+def simulate(costs: Costs, work: Work, plan: RuntimeSchedule) -> Report:
     """Simulate a run and return its report."""
     return Simulation(costs, work, plan).run()

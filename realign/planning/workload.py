@@ -12,7 +12,7 @@ from realign.engines.files.model_folder import check_path, quiet_transformers, r
 from realign.engines.network.heads import IMAGE_FAMILIES, is_encoder_decoder, language_model_class
 from realign.errors import ConfigError
 from realign.planning.options import PlanOptions
-from realign.planning.simulator import Network, Tail, Work
+from realign.planning.simulator import NetworkSizes, Tail, Work
 from realign.runtime.experiment import Experiment
 from realign.runtime.models import owner_of
 
@@ -29,7 +29,7 @@ class RoleLoad:
     """A model of the experiment. Roles that share the model of another role have none."""
 
     name: str
-    network: Network
+    network: NetworkSizes
     trained: float = 0.0
     """Fraction of the weights that train; 0 for a frozen model."""
     checkpointing: bool = False
@@ -181,7 +181,7 @@ def _role(experiment: Experiment, role: str) -> RoleLoad:
     )
 
 
-def _network(role: str, spec: TransformersModel) -> Network:
+def _network(role: str, spec: TransformersModel) -> NetworkSizes:
     """Return the sizes of a model from its `config.json`. Counts the weights of a model without storage."""
     import torch
     from transformers import AutoConfig
@@ -199,7 +199,7 @@ def _network(role: str, spec: TransformersModel) -> Network:
                 whole if whole.model_type in IMAGE_FAMILIES else config, trust_remote_code=spec.trust_remote_code
             )
     heads = int(config.num_attention_heads)
-    return Network(
+    return NetworkSizes(
         weights=float(sum(weight.numel() for weight in module.parameters())),
         layers=int(config.num_hidden_layers),
         kv_heads=_optional(config, "num_key_value_heads", heads),

@@ -26,19 +26,21 @@ TOKENIZER = SimpleNamespace(eos_token_id=0)
 
 
 @dataclass
-class Trained:
+class TrainStepResult:
     """The parameters and the metrics after a train_step."""
 
     parameters: list[Tensor]
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-def train_once(interface: ModelInterface, data: SequenceSample, mb_spec: MicroBatchSpec, *, seed: int = 0) -> Trained:
+def train_once(
+    interface: ModelInterface, data: SequenceSample, mb_spec: MicroBatchSpec, *, seed: int = 0
+) -> TrainStepResult:
     """Run `train_step` of a copy of the interface, which may have state, on a new bigram model."""
     engine = BigramEngine(seed=seed)
     engine.use_heads(random_heads(seed))
     stats = deepcopy(interface).train_step(Model("actor", engine, TOKENIZER, seed), data, mb_spec)
-    return Trained(engine.parameters, stat_values(stats))
+    return TrainStepResult(engine.parameters, stat_values(stats))
 
 
 def check_train_step(
@@ -91,7 +93,7 @@ def _fill_masked(data: SequenceSample, fill: float) -> SequenceSample:
     return data.with_tokens(**filled)
 
 
-def _assert_same(a: Trained, b: Trained, what: str, *, tolerance: float) -> None:
+def _assert_same(a: TrainStepResult, b: TrainStepResult, what: str, *, tolerance: float) -> None:
     for x, y in zip(a.parameters, b.parameters, strict=True):
         difference = float((x - y).abs().max())
         if not difference <= tolerance:
@@ -106,4 +108,4 @@ def _assert_same(a: Trained, b: Trained, what: str, *, tolerance: float) -> None
             raise AssertionError(f"{what}: metric {name} changes from {value!r} to {other!r}")
 
 
-__all__ = ["Trained", "check_train_step", "train_once"]
+__all__ = ["TrainStepResult", "check_train_step", "train_once"]
