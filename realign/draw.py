@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 DATASET = "dataset"
-COLOURS = (
+COLORS = (
     ("#dbeafe", "#2563eb"),
     ("#dcfce7", "#16a34a"),
     ("#ffedd5", "#ea580c"),
@@ -40,7 +40,7 @@ class Kind(StrEnum):
 
     data = "data"
     order = "order"
-    kept = "kept for reports"
+    reported = "kept for reports"
     unread = "unread"
     sync = "sync"
 
@@ -72,23 +72,23 @@ def flows(graph: DataflowGraph) -> list[Flow]:
         for source, keys in graph.edges[rpc.name].items():
             if keys or not _reaches(graph, source, rpc.name):
                 targets.setdefault((source, keys), []).append(rpc.name)
-    found = [
+    bundles = [
         Flow(source, keys, tuple(names), Kind.data if keys else Kind.order) for (source, keys), names in targets.items()
     ]
     unread = set(graph.unread())
     read = {key for rpc in graph.rpcs for key in rpc.inputs}
     for rpc in graph.order:
         for kind, keys in (
-            (Kind.kept, tuple(k for k in rpc.outputs if k in graph.results and k not in read)),
+            (Kind.reported, tuple(k for k in rpc.outputs if k in graph.results and k not in read)),
             (Kind.unread, tuple(k for k in rpc.outputs if k in unread)),
         ):
             if keys:
-                found.append(Flow(rpc.name, keys, (), kind))
+                bundles.append(Flow(rpc.name, keys, (), kind))
     for role, sync in graph.sync.items():
         source = [rpc.name for rpc in graph.order if rpc.model == sync.of and rpc.method == "train_step"][-1]
-        found.append(Flow(source, tuple(sync.describe().split(", ")), (), Kind.sync, role))
+        bundles.append(Flow(source, tuple(sync.describe().split(", ")), (), Kind.sync, role))
     place = {name: i for i, name in enumerate((DATASET, *(rpc.name for rpc in graph.order)))}
-    return sorted(found, key=lambda flow: place[flow.source])
+    return sorted(bundles, key=lambda flow: place[flow.source])
 
 
 def detail(rpc: RPC, notes: Mapping[str, str]) -> str:
@@ -96,10 +96,10 @@ def detail(rpc: RPC, notes: Mapping[str, str]) -> str:
     return " · ".join([rpc.model, rpc.method, *([notes[rpc.model]] if rpc.model in notes else [])])
 
 
-def colours(rpcs: Sequence[RPC]) -> dict[str, tuple[str, str]]:
+def colors(rpcs: Sequence[RPC]) -> dict[str, tuple[str, str]]:
     """Return the fill and stroke colors of each role."""
     roles = dict.fromkeys(rpc.model for rpc in rpcs)
-    return {role: COLOURS[i % len(COLOURS)] for i, role in enumerate(roles)}
+    return {role: COLORS[i % len(COLORS)] for i, role in enumerate(roles)}
 
 
 def _reaches(graph: DataflowGraph, source: str, target: str) -> bool:
@@ -143,7 +143,7 @@ def _branches(every: list[Flow], source: str) -> list[str]:
         end = {
             Kind.data: f"{keys:<{width}} ──▶ {', '.join(flow.targets)}",
             Kind.order: f"{'(order only)':<{width}} ┄┄▶ {', '.join(flow.targets)}",
-            Kind.kept: f"{keys}  (kept for reports)",
+            Kind.reported: f"{keys}  (kept for reports)",
             Kind.unread: f"{keys}  (unread)",
             Kind.sync: f"weights ══▶ {flow.role}  ({keys})",
         }[flow.kind]
@@ -160,7 +160,7 @@ def to_mermaid(graph: DataflowGraph, notes: Mapping[str, str] = NO_NOTES) -> str
     """
     every = flows(graph)
     node = {rpc.name: f"n{i}" for i, rpc in enumerate(graph.order)} | {DATASET: DATASET}
-    style = colours(graph.order)
+    style = colors(graph.order)
     ends = [flow for flow in every if not flow.targets]
     synced = {flow.role: [f"end{number}"] for number, flow in enumerate(ends) if flow.kind is Kind.sync}
     lines = ["flowchart TD"]
@@ -229,16 +229,16 @@ def link(upper: Item, lower: Item) -> None:
 
 def ranks(before: Mapping[str, Sequence[str]]) -> dict[str, int]:
     """Return the length of the longest path to each name, given the predecessors of each name."""
-    found: dict[str, int] = {}
+    ranks_of: dict[str, int] = {}
 
     def rank(name: str) -> int:
-        if name not in found:
-            found[name] = 1 + max((rank(other) for other in before[name]), default=-1)
-        return found[name]
+        if name not in ranks_of:
+            ranks_of[name] = 1 + max((rank(other) for other in before[name]), default=-1)
+        return ranks_of[name]
 
     for name in before:
         rank(name)
-    return found
+    return ranks_of
 
 
 def place(items: Sequence[Item], gap_y: float) -> tuple[float, float]:
@@ -362,11 +362,11 @@ def to_svg(graph: DataflowGraph, notes: Mapping[str, str] = NO_NOTES) -> str:
     passing = {id(item): item for edge in edges for item in edge.items}
     everything = {id(item): item for item in (*boxes.values(), *(item for _, item in labels))} | passing
     width, height = place(list(everything.values()), GAP_Y)
-    style = colours(graph.order)
+    style = colors(graph.order)
     role_of = {rpc.name: rpc.model for rpc in graph.rpcs}
     stroke = {name: style[role][1] for name, role in role_of.items()} | {DATASET: GREY[1]}
     body = [_line(edge, stroke[edge.flow.source]) for edge in edges]
-    fill = {role: colour for role, (colour, _) in style.items()}
+    fill = {role: color for role, (color, _) in style.items()}
     body += [
         _label(flow, item, style[flow.role][1] if flow.role else stroke[flow.source], fill.get(flow.role, "#ffffff"))
         for flow, item in labels
@@ -419,7 +419,7 @@ def _edge(flow: Flow, upper: Item, lower: Item, *, arrow: bool) -> _Edge:
 
 
 def _lines(flow: Flow) -> list[str]:
-    note = [f"({flow.kind.value})"] if flow.kind in (Kind.kept, Kind.unread) else []
+    note = [f"({flow.kind.value})"] if flow.kind in (Kind.reported, Kind.unread) else []
     return [*([f"weights of {flow.role}"] if flow.kind is Kind.sync else []), *flow.keys, *note]
 
 
@@ -444,7 +444,7 @@ def _port(item: Item, neighbour: Item, neighbours: Iterable[Item]) -> float:
     return item.x + (around.index(neighbour) - (len(around) - 1) / 2) * step
 
 
-def _line(edge: _Edge, colour: str) -> str:
+def _line(edge: _Edge, color: str) -> str:
     upper, lower = edge.items
     x1, y1 = _port(upper, lower, upper.below), upper.row_bottom
     x2, y2 = _port(lower, upper, lower.above), lower.row_top
@@ -457,30 +457,30 @@ def _line(edge: _Edge, colour: str) -> str:
     )
     dash = ' stroke-dasharray="4 4"' if edge.flow.kind not in (Kind.data, Kind.sync) else ""
     width = 4 if edge.flow.kind is Kind.sync else 1.4
-    shape = f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="{width}"{dash}/>'
+    shape = f'<path d="{path}" fill="none" stroke="{color}" stroke-width="{width}"{dash}/>'
     if edge.arrow:
-        shape += f'<path d="M{x2:.1f} {end + 7:.1f}l-4 -8h8z" fill="{colour}"/>'
+        shape += f'<path d="M{x2:.1f} {end + 7:.1f}l-4 -8h8z" fill="{color}"/>'
     return shape
 
 
-def _label(flow: Flow, item: Item, colour: str, fill: str) -> str:
+def _label(flow: Flow, item: Item, color: str, fill: str) -> str:
     left, top = item.x - item.width / 2, item.y - item.height / 2
     dash = "" if flow.targets or flow.kind is Kind.sync else ' stroke-dasharray="3 3"'
     frame = (
         f'<rect x="{left:.1f}" y="{top:.1f}" width="{item.width:.1f}" height="{item.height:.1f}" rx="5" '
-        f'fill="{fill}" stroke="{colour}" stroke-opacity="0.55"{dash}/>'
+        f'fill="{fill}" stroke="{color}" stroke-opacity="0.55"{dash}/>'
     )
     rows = []
     for i, line in enumerate(_lines(flow)):
-        colour_of_line = MUTED if line == f"({flow.kind.value})" else INK
+        color_of_line = MUTED if line == f"({flow.kind.value})" else INK
         y = top + 4 + LINE_HEIGHT * (i + 0.75)
-        rows.append(_text(item.x, y, line, KEY_SIZE, colour_of_line))
+        rows.append(_text(item.x, y, line, KEY_SIZE, color_of_line))
     return frame + "".join(rows)
 
 
-def _box(item: Item, detail: str, colour: tuple[str, str], tip: str) -> str:
+def _box(item: Item, detail: str, color: tuple[str, str], tip: str) -> str:
     left, top = item.x - item.width / 2, item.y - item.height / 2
-    fill, stroke = colour
+    fill, stroke = color
     return (
         f"<g><title>{escape(tip)}</title>"
         f'<rect x="{left:.1f}" y="{top:.1f}" width="{item.width:.1f}" height="{item.height:.1f}" rx="8" '
@@ -491,10 +491,10 @@ def _box(item: Item, detail: str, colour: tuple[str, str], tip: str) -> str:
     )
 
 
-def _text(x: float, y: float, text: str, size: int, colour: str, *, bold: bool = False) -> str:
+def _text(x: float, y: float, text: str, size: int, color: str, *, bold: bool = False) -> str:
     weight = ' font-weight="bold"' if bold else ""
     return (
-        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" fill="{colour}" text-anchor="middle"{weight}>'
+        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" fill="{color}" text-anchor="middle"{weight}>'
         f"{escape(text)}</text>"
     )
 

@@ -104,9 +104,9 @@ def plan_microbatches(
     if limit is not None:
         n_bins = max(n_bins, -(-int(loads.sum()) // limit))
     bins, largest = _fill(sizes, n_bins, limit)
-    if (found := max(bins) + 1) > n_bins:
+    if (needed := max(bins) + 1) > n_bins:
         # Bins added late are emptier: redistribute over the final number of bins, and keep the result if it fits.
-        even, largest = _fill(sizes, found, None)
+        even, largest = _fill(sizes, needed, None)
         bins = even if limit is None or largest <= limit else bins
     bin_of_unit = np.empty(len(bins), dtype=np.int64)
     bin_of_unit[order] = bins

@@ -167,9 +167,9 @@ class SequenceSample:
         return replace(self, metadata={**self.metadata, **{k: checked_objects(k, v) for k, v in metadata.items()}})
 
     def _pack(self, key: str, nested: Nested, cut: Lengths) -> Tensor:
-        x, found = pack(key, self.ids, nested)
-        if found != cut:
-            pairs = zip(self.ids, found.nested(), cut.nested(), strict=True)
+        x, lengths = pack(key, self.ids, nested)
+        if lengths != cut:
+            pairs = zip(self.ids, lengths.nested(), cut.nested(), strict=True)
             i, got, want = next(differing for differing in pairs if differing[1] != differing[2])
             raise ValueError(f"key {key!r}, id {i!r}: lengths {list(got)}, expected {list(want)}")
         return x
@@ -422,8 +422,8 @@ def check_packed(key: str, x: object, lengths: object, ids: Sequence[Hashable]) 
         ValueError: it is not a packed tensor, or the numbers of prompts or rows differ.
     """
     if not isinstance(x, Tensor) or not x.ndim:
-        found = "a tensor without dimensions" if isinstance(x, Tensor) else type(x).__name__
-        raise ValueError(f"key {key!r} must be a packed tensor, found {found}")
+        kind = "a tensor without dimensions" if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"key {key!r} must be a packed tensor, found {kind}")
     if not isinstance(lengths, Lengths):
         raise ValueError(f"the lengths of key {key!r} must be Lengths, found {type(lengths).__name__}")
     if len(lengths.counts) != len(ids):
@@ -504,9 +504,11 @@ class Shards(SampleParts[SequenceSample]):
         """
         if len(parts) != len(self.parts):
             raise ValueError(f"restore got {len(parts)} results for {len(self.parts)} ranks")
-        for rank, (found, asked) in enumerate(zip(parts, self.parts, strict=True)):
-            if found.ids != asked.ids:
-                raise ValueError(f"restore got ids {some(found.ids)} for rank {rank}, whose part has {some(asked.ids)}")
+        for rank, (result, asked) in enumerate(zip(parts, self.parts, strict=True)):
+            if result.ids != asked.ids:
+                raise ValueError(
+                    f"restore got ids {some(result.ids)} for rank {rank}, whose part has {some(asked.ids)}"
+                )
         known = next((part for part in parts if part.keys), parts[0])
         pairs = zip(parts, self.parts, strict=True)
         full = [_nothing_like(known, a.ids) if not (a.keys or len(b.lengths[self.key].flat)) else a for a, b in pairs]

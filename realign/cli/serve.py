@@ -77,8 +77,8 @@ class Serve(Settings):
         Raises:
             ConfigError: the endpoint is not on a loopback address, and the environment has no key.
         """
-        if found := environment.get(KEY_VARIABLE):
-            return found
+        if key := environment.get(KEY_VARIABLE):
+            return key
         if not is_loopback(self.host):
             raise ConfigError(f"host={self.host}: other machines can reach this address. Set {KEY_VARIABLE}.")
         return secrets.token_urlsafe(24)

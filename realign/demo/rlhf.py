@@ -68,13 +68,13 @@ def compare(steps: Sequence[Sequence[Sample]]) -> list[dict[str, float]]:
         `gap`, learned minus gold; and `own_accuracy` (see `agreement`) if it is defined.
     """
     first = steps[0]
-    found = []
+    compared = []
     for samples in steps:
         learned, gold = (_standard(samples, first, key) for key in ("reward", "gold"))
         record = {"step": samples[0]["step"], "learned": learned, "gold": gold, "gap": learned - gold}
         accuracy = agreement(samples)
-        found.append(record if accuracy is None else record | {"own_accuracy": accuracy})
-    return found
+        compared.append(record if accuracy is None else record | {"own_accuracy": accuracy})
+    return compared
 
 
 def agreement(samples: Sequence[Sample]) -> float | None:
@@ -231,8 +231,8 @@ def show(demo: Demo, console: Console, results: RlhfResults) -> dict[str, Any]:
 
 def draw(demo: Demo, results: RlhfResults, compared: Sequence[dict[str, float]]) -> Path:
     """Plot gold score, learned and gold reward, accuracy, KL, response length and critic. Return the path."""
-    found = {record["step"]: record for record in compared}
-    ppo = [record | found.get(record["step"], {}) for record in results.ppo.history]
+    by_step = {record["step"]: record for record in compared}
+    ppo = [record | by_step.get(record["step"], {}) for record in results.ppo.history]
     title = "Friendlier reviews: SFT, reward model, PPO" + (" with randomly permuted labels (control)" * demo.shuffle)
     phases = {"SFT": results.sft.history, "reward model": results.reward.history, "PPO": ppo}
     return draw_curves(phases, demo.output_dir / PICTURE, title=title, panels=PANELS)
@@ -307,8 +307,8 @@ _TIMES = ("before", "after")
 
 
 def _last(values: Sequence[float]) -> float:
-    kept = values[-LAST_STEPS:]
-    return sum(kept) / len(kept)
+    last = values[-LAST_STEPS:]
+    return sum(last) / len(last)
 
 
 if __name__ == "__main__":

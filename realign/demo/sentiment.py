@@ -137,18 +137,18 @@ def prepare(
     rng = random.Random(seed)
     every = openings()
     rng.shuffle(every)
-    asked, kept = every[:held_out], every[held_out:]
+    asked, trained = every[:held_out], every[held_out:]
     write_rows(task.held_out, ({"prompt": opening} for opening in asked))
-    write_rows(task.prompts, ({"prompt": opening} for opening in kept))
+    write_rows(task.prompts, ({"prompt": opening} for opening in trained))
     write_rows(task.held_out_pairs, (preference(rng, asked) for _ in range(held_out_pairs)))
     write_rows(
         task.demonstrations,
         (
             {"prompt": opening, "response": continuation(rng, opening)}
-            for opening in rng.choices(kept, k=demonstrations)
+            for opening in rng.choices(trained, k=demonstrations)
         ),
     )
-    labelled = [preference(rng, kept, hasty) for _ in range(pairs)]
+    labelled = [preference(rng, trained, hasty) for _ in range(pairs)]
     write_rows(task.pairs, (dealt_out(rng, pair) for pair in labelled) if shuffle else labelled)
     words = vocabulary()
     save(task.model, build_model("llama", 2 + len(words), seed=seed), _tokenizer(words))

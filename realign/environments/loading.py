@@ -118,8 +118,8 @@ class ToolEnvironment:
 
     async def step(self, response: Response) -> tuple[Observation, float, bool, bool, Mapping[str, Any]]:
         """Pass the turn of the policy on."""
-        found: tuple[Observation, float, bool, bool, Mapping[str, Any]] = await self._world.step(response)
-        return found
+        values: tuple[Observation, float, bool, bool, Mapping[str, Any]] = await self._world.step(response)
+        return values
 
     async def close(self) -> None:
         """Close the environment, if it has such a method, and the tools."""

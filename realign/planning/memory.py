@@ -40,21 +40,21 @@ class DeviceMemory:
 
 def memory_of(placement: PlannedPlacement, load: Workload, device: Device) -> Mapping[str, DeviceMemory]:
     """Return the memory of a device of each group, of rollout workers and of servers, by name."""
-    found = {}
+    memory = {}
     in_process = placement.sampling in (Sampling.trainer, Sampling.copy)
     for group in placement.groups:
         samples = in_process and load.sampled in group.roles
-        found[group.roles[0]] = _group(group, placement, load, device, samples=samples)
+        memory[group.roles[0]] = _group(group, placement, load, device, samples=samples)
     network = load.roles[load.sampled].network
     if placement.sampling is Sampling.workers:
-        found["rollout"] = _sampler(load.roles[load.sampled], 1, load, device)  # each worker has a whole copy
+        memory["rollout"] = _sampler(load.roles[load.sampled], 1, load, device)  # each worker has a whole copy
     elif placement.sampling is Sampling.servers:
         weights = network.number_bytes * network.weights / placement.server_parallel
         longest = load.longest_prompt + load.work.lengths.most
         least = network.bytes_per_token * longest / placement.server_parallel
         room = device.assumed.memory_used * device.accelerator.memory - weights
-        found["servers"] = DeviceMemory(weights=weights, cache=max(room, least))
-    return found
+        memory["servers"] = DeviceMemory(weights=weights, cache=max(room, least))
+    return memory
 
 
 def _group(
@@ -119,4 +119,4 @@ def _activations(role: RoleLoad, placement: PlannedPlacement, group: PlannedGrou
 def fits(memory: Mapping[str, DeviceMemory], device: Device) -> bool:
     """Return whether all devices have enough memory."""
     limit = device.assumed.memory_used * device.accelerator.memory
-    return all(one.total <= limit * (1 + 1e-9) for one in memory.values())
+    return all(device_memory.total <= limit * (1 + 1e-9) for device_memory in memory.values())

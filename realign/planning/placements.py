@@ -123,12 +123,12 @@ def _splits(n: int) -> list[int]:
 
 def widths(devices: int, options: PlanOptions) -> list[int]:
     """Return the powers of two that divide a number of devices and do not exceed a node."""
-    found, width = [], 1
+    powers, width = [], 1
     while width <= min(devices, options.devices_per_node, 8):
         if devices % width == 0 and options.devices_per_node % width == 0:
-            found.append(width)
+            powers.append(width)
         width *= 2
-    return found
+    return powers
 
 
 def groupings(load: Workload, devices: int) -> Iterator[tuple[PlannedGroup, ...]]:
@@ -207,9 +207,9 @@ def launcher(placement: PlannedPlacement, options: PlanOptions) -> list[str]:
     if placement.runtime != "torchrun":
         return ["realign"]
     nodes = _nodes(placement.trainers, options)
-    each = placement.trainers // nodes
+    processes = placement.trainers // nodes
     several = [f"--nnodes={nodes}"] if nodes > 1 else ["--standalone"]
-    return ["torchrun", *several, f"--nproc-per-node={each}", "-m", "realign"]
+    return ["torchrun", *several, f"--nproc-per-node={processes}", "-m", "realign"]
 
 
 def _nodes(devices: int, options: PlanOptions) -> int:
@@ -219,13 +219,13 @@ def _nodes(devices: int, options: PlanOptions) -> int:
 
 def notes(placement: PlannedPlacement, load: Workload, options: PlanOptions) -> list[str]:
     """Return what the overrides of a placement do not contain."""
-    found = []
+    texts = []
     if placement.sampling is Sampling.servers:
-        found.append("The overrides assign no devices to servers. Start them with CUDA_VISIBLE_DEVICES, and set urls.")
+        texts.append("The overrides assign no devices to servers. Start them with CUDA_VISIBLE_DEVICES, and set urls.")
         if options.nodes > 1:
-            found.append("Servers on other nodes need urls and weights_dir.")
+            texts.append("Servers on other nodes need urls and weights_dir.")
     if placement.runtime == "torchrun" and options.nodes > 1:
-        found.append("Run torchrun on every node, with --rdzv-backend=c10d --rdzv-endpoint=HOST:PORT.")
+        texts.append("Run torchrun on every node, with --rdzv-backend=c10d --rdzv-endpoint=HOST:PORT.")
     if placement.max_staleness and not load.corrects_staleness and load.correction_key is None:
-        found.append("The objective does not correct for stale samples.")
-    return found
+        texts.append("The objective does not correct for stale samples.")
+    return texts

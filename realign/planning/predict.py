@@ -190,14 +190,14 @@ def collectives_s(placement: PlannedPlacement, load: Workload, cluster: Cluster)
 
     Runs in one process do not measure them, so that no factor applies.
     """
-    found = 0.0
+    collectives = 0.0
     for call in load.calls:
         group = next(group for group in placement.groups if call.role in group.roles)
         ranks = max(1, group.devices // placement.tensor_parallel)
         if ranks > 1:
             microbatches = math.ceil(load.tokens / ranks / load.budget)
-            found += _gathers(call, load) * microbatches * load.roles[call.role].network.layers
-    return found * cluster.device.assumed.collective_s
+            collectives += _gathers(call, load) * microbatches * load.roles[call.role].network.layers
+    return collectives * cluster.device.assumed.collective_s
 
 
 def _gathers(call: CallLoad, load: Workload) -> int:

@@ -41,32 +41,34 @@ def search(load: Workload, cluster: Cluster, *, servers: bool) -> Search:
         cluster: devices and their costs.
         servers: whether to consider inference servers.
     """
-    found = list(placements(load, cluster.options, servers))
-    fitting = [one for one in found if fits(memory_of(one, load, cluster.device), cluster.device)]
+    candidates = list(placements(load, cluster.options, servers))
+    fitting = [one for one in candidates if fits(memory_of(one, load, cluster.device), cluster.device)]
     bounds = _Bounds(load, cluster)
     best = _simulated(_promising(fitting, bounds, SIMULATED), load, cluster)
-    others = _promising([one for one in found if one not in fitting], bounds, TOO_LARGE)
+    others = _promising([one for one in candidates if one not in fitting], bounds, TOO_LARGE)
     fastest = best[0].tokens_per_s if best else 0.0
     faster = [one for one in _simulated(others, load, cluster) if one.tokens_per_s > fastest]
-    return Search(best[: cluster.options.show], faster, len(found), len(fitting))
+    return Search(best[: cluster.options.show], faster, len(candidates), len(fitting))
 
 
-def _promising(found: Sequence[PlannedPlacement], bounds: _Bounds, number: int) -> list[list[PlannedPlacement]]:
+def _promising(candidates: Sequence[PlannedPlacement], bounds: _Bounds, number: int) -> list[list[PlannedPlacement]]:
     """Return the allocations with the lowest bounds of the seconds of a step, each with its staleness bounds."""
     allocations: dict[PlannedPlacement, list[PlannedPlacement]] = {}
-    for one in found:
-        allocations.setdefault(replace(one, max_staleness=None), []).append(one)
+    for placement in candidates:
+        allocations.setdefault(replace(placement, max_staleness=None), []).append(placement)
     return sorted(allocations.values(), key=lambda same: min(map(bounds.step_s, same)))[:number]
 
 
 def _simulated(allocations: Sequence[Sequence[PlannedPlacement]], load: Workload, cluster: Cluster) -> list[Prediction]:
     """Predict allocations, each with the smallest staleness bound of nearly its highest throughput; fastest first."""
-    found = []
+    predictions = []
     for same in allocations:
-        predicted = sorted((predict(one, load, cluster) for one in same), key=lambda p: p.placement.max_staleness or 0)
-        most = max(one.tokens_per_s for one in predicted)
-        found.append(next(one for one in predicted if one.tokens_per_s >= EQUAL * most))
-    return sorted(found, key=lambda one: -one.tokens_per_s)
+        predicted = sorted(
+            (predict(prediction, load, cluster) for prediction in same), key=lambda p: p.placement.max_staleness or 0
+        )
+        most = max(prediction.tokens_per_s for prediction in predicted)
+        predictions.append(next(prediction for prediction in predicted if prediction.tokens_per_s >= EQUAL * most))
+    return sorted(predictions, key=lambda prediction: -prediction.tokens_per_s)
 
 
 class _Bounds:

@@ -325,11 +325,11 @@ class Simulation:
         while engine.rows and engine.rows[0][0] <= engine.clock + 1e-6:
             _, prompt, length = heapq.heappop(engine.rows)
             engine.context -= self.work.prompt_tokens + length
-            found = self._prompts[prompt]
-            found.left -= 1
-            found.tokens += length
-            if not found.left:
-                found.tail = self._policy.version
+            state = self._prompts[prompt]
+            state.left -= 1
+            state.tokens += length
+            if not state.left:
+                state.tail = self._policy.version
                 self._judge(prompt)
         if not engine.rows:
             engine.context = 0.0
@@ -389,8 +389,8 @@ class Simulation:
         self._training = False
         self._policy.train(batch)
         for prompt in batch:
-            found = self._prompts.pop(prompt)
-            self.report.trained.append(TrainedPrompt(prompt, self._policy.version, found.head, found.tail))
+            state = self._prompts.pop(prompt)
+            self.report.trained.append(TrainedPrompt(prompt, self._policy.version, state.head, state.tail))
         for engine in self._engines:
             engine.advance(self.now)
             again = engine.context * self.costs.prefill_token_s if self.plan.recompute else 0.0

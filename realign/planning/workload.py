@@ -124,7 +124,7 @@ def workload_of(experiment: Experiment, options: PlanOptions) -> Workload:
         budget=experiment.microbatch.max_tokens_per_microbatch or 2**62,
         max_slots=own.max_slots,
         cache_fraction=own.cache_fraction,
-        epochs=max(one.epochs for one in training),
+        epochs=max(trained.epochs for trained in training),
         corrects_staleness=corrects,
         correction_key=f"interfaces.{lead}.correction" if correctable else None,
     )
@@ -147,7 +147,7 @@ def _work(experiment: Experiment, options: PlanOptions, group: int, lead: str) -
 
 
 def _calls(experiment: Experiment, roles: Mapping[str, RoleLoad], own_calls: set[str]) -> list[CallLoad]:
-    graph, found = experiment.graph, []
+    graph, loads = experiment.graph, []
     for rpc in graph.order:
         if rpc.name not in own_calls or rpc.method in ("generate", "credit"):
             continue
@@ -156,8 +156,8 @@ def _calls(experiment: Experiment, roles: Mapping[str, RoleLoad], own_calls: set
         if rpc.method == "train_step":
             partly = BACKWARD / 2 * (1 + roles[role].trained)
             operations, steps = plan.epochs * (FORWARD + partly), plan.optimizer_steps
-        found.append(CallLoad(rpc.name, role, operations, steps, tuple(graph.edges[rpc.name])))
-    return found
+        loads.append(CallLoad(rpc.name, role, operations, steps, tuple(graph.edges[rpc.name])))
+    return loads
 
 
 def _role(experiment: Experiment, role: str) -> RoleLoad:
@@ -190,13 +190,14 @@ def _network(role: str, spec: TransformersModel) -> NetworkSizes:
     adapter = find_adapter(f"{key}={spec.path!r}", spec.path)
     path = check_path(key, spec.path if adapter is None else adapter.base)
     with readable(f"{key}={path!r}"), quiet_transformers():
-        whole = AutoConfig.from_pretrained(path, trust_remote_code=spec.trust_remote_code)
-        if is_encoder_decoder(whole):
+        model_config = AutoConfig.from_pretrained(path, trust_remote_code=spec.trust_remote_code)
+        if is_encoder_decoder(model_config):
             raise ConfigError(f"{key}: plans do not support encoder-decoder models. Use a decoder model.")
-        config = whole.get_text_config()
+        config = model_config.get_text_config()
         with torch.device("meta"):
-            module = language_model_class(whole).from_config(
-                whole if whole.model_type in IMAGE_FAMILIES else config, trust_remote_code=spec.trust_remote_code
+            module = language_model_class(model_config).from_config(
+                model_config if model_config.model_type in IMAGE_FAMILIES else config,
+                trust_remote_code=spec.trust_remote_code,
             )
     heads = int(config.num_attention_heads)
     return NetworkSizes(
@@ -211,8 +212,8 @@ def _network(role: str, spec: TransformersModel) -> NetworkSizes:
 
 def _optional(config: Any, name: str, default: int) -> int:
     """Return a value that only some model families have in their config."""
-    found = config.to_dict().get(name)
-    return default if found is None else int(found)
+    value = config.to_dict().get(name)
+    return default if value is None else int(value)
 
 
 __all__ = ["CallLoad", "RoleLoad", "Workload", "workload_of"]

@@ -67,18 +67,18 @@ def check_train_step(
         AssertionError: the weights or the metrics changed. The message names the change and the difference.
     """
     data = (random_batch(seed) if data is None else data).select(inputs)
-    whole = train_once(interface, data, MicroBatchSpec(), seed=seed)
+    reference = train_once(interface, data, MicroBatchSpec(), seed=seed)
     lengths = data.lengths["input_ids"]
     limit = int((lengths.per_prompt if whole_groups else lengths.flat).max())
     for spec in (MicroBatchSpec(n_microbatches=2), MicroBatchSpec(limit)):
-        _assert_same(whole, train_once(interface, data, spec, seed=seed), f"split by {spec}", tolerance=1e-10)
+        _assert_same(reference, train_once(interface, data, spec, seed=seed), f"split by {spec}", tolerance=1e-10)
     if interface.plan().n_minibatches == 1:
         order = np.random.default_rng(seed).permutation(len(data))
         shuffled = train_once(interface, data.take(order), MicroBatchSpec(n_microbatches=2), seed=seed)
-        _assert_same(whole, shuffled, "prompts in another order", tolerance=1e-10)
+        _assert_same(reference, shuffled, "prompts in another order", tolerance=1e-10)
     for fill in (math.nan, math.inf) if "loss_mask" in data else ():
         dirty = train_once(interface, _fill_masked(data, fill), MicroBatchSpec(), seed=seed)
-        _assert_same(whole, dirty, f"{fill} at every masked token", tolerance=0.0)
+        _assert_same(reference, dirty, f"{fill} at every masked token", tolerance=0.0)
 
 
 def _fill_masked(data: SequenceSample, fill: float) -> SequenceSample:
