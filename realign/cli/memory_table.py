@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from realign.api.memory import RoleMemory
-from realign.runtime.checks.memory import DeviceEstimate, show
+from realign.runtime.checks.device_estimate import DeviceEstimate, show
 
 KINDS = ("weights", "optimizer", "gradients", "activations", "head", "KV cache", "rollout", "peak of a call")
 

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from realign.planning.memory import WEIGHT_BYTES, DeviceMemory, fits, in_process_slots, memory_of
 from realign.planning.options import Device, PlanOptions
+from realign.planning.placement_memory import WEIGHT_BYTES, DeviceMemory, fits, in_process_slots, memory_of
 from realign.planning.placements import PlannedGroup, PlannedPlacement, Sampling
 from realign.planning.simulator import Costs, RuntimeSchedule, Work, decoding, rows_that_fit, simulate
 from realign.planning.workload import CallLoad, Workload

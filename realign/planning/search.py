@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from realign.planning.memory import fits, memory_of
+from realign.planning.placement_memory import fits, memory_of
 from realign.planning.placements import PlannedPlacement, placements
 from realign.planning.predict import Cluster, Prediction, costs_of, predict, schedule, with_steps
 from realign.planning.simulator import RuntimeSchedule, simulate

@@ -12,7 +12,7 @@ from openai import OpenAI
 
 from realign.api import GenerationConfig
 from realign.endpoint import Endpoint, EndpointLimits, Renderer, ServedPolicy, Session, Sessions
-from realign.endpoint.calls import call_beginning
+from realign.endpoint.caller import call_beginning
 from realign.endpoint.requests import ApiError
 from tests.endpoint.test_app import END, HELLO, KEY
 from tests.samplers import TableSampler

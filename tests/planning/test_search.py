@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from realign.planning.memory import memory_of
 from realign.planning.options import Accelerator, Device, PlanOptions
+from realign.planning.placement_memory import memory_of
 from realign.planning.placements import PlannedGroup, PlannedPlacement, placements
 from realign.planning.predict import Cluster, predict
 from realign.planning.search import EQUAL, search

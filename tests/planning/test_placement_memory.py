@@ -8,8 +8,8 @@ import pytest
 
 from realign.engines.sampling.decode import CACHE_BYTES
 from realign.engines.sampling.in_process import InProcessSampling
-from realign.planning.memory import ACTIVATION_NUMBERS, WEIGHT_BYTES, fits, in_process_slots, memory_of
 from realign.planning.options import CPU_CORE, DEVICES, Accelerator, Assumed, Device
+from realign.planning.placement_memory import ACTIVATION_NUMBERS, WEIGHT_BYTES, fits, in_process_slots, memory_of
 from realign.planning.placements import PlannedGroup, PlannedPlacement, Sampling
 from realign.planning.simulator import NetworkSizes, Tail, Work
 from realign.planning.workload import CallLoad, RoleLoad, Workload
