@@ -483,7 +483,7 @@ class Shards(SampleParts[SequenceSample]):
     """The parts of a batch, one per rank, and the inverse of the sharding.
 
     Attributes:
-        whole: the sharded batch.
+        batch: the sharded batch.
         key: key whose tokens were counted.
         plan: for each rank, the ascending positions of its prompts.
         parts: for each rank, its prompts with all keys and metadata. A part may have no prompts.
@@ -493,7 +493,7 @@ class Shards(SampleParts[SequenceSample]):
         return f"Shards(tokens of {self.key!r}: {[part.lengths[self.key].total for part in self.parts]})"
 
     def restore(self, parts: Sequence[SequenceSample]) -> SequenceSample:
-        """Combine results, one sample per rank with the prompts of its part, in the order of the whole.
+        """Combine results, one sample per rank with the prompts of its part, in the order of the batch.
 
         Args:
             parts: results in rank order, with the same keys and any lengths. The result of a part without sequences
