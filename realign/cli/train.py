@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from realign.cli.errors import described, exit_code, guarded
+from realign.cli.exit_codes import described, exit_code, guarded
 from realign.config.errors import ConfigError
 from realign.errors import ExitCode, TransientError
 
