@@ -27,9 +27,9 @@ from realign.config.help_entries import (
     valid_range,
     value_text,
 )
+from realign.config.inspection import class_at, fields_of, first_sentence
 from realign.config.places import ROOTS, Place, place_of
 from realign.config.schema import COMPONENTS, REPORT, ExperimentConfig
-from realign.config.source import class_at, fields_of, first_sentence
 from realign.config.trees import MISSING, get
 
 FIRST = ("grpo", "ppo", "sft", "dpo", "reward_model")
