@@ -33,6 +33,7 @@ from realign.config.inspection import (
     members_of,
     read_module,
 )
+from realign.config.module_words import spell_out, with_target
 from realign.config.schema import COMPONENTS, REPORT, ExperimentConfig
 from realign.config.words import EXPORTERS, NONE, TARGET, snake_case
 from realign.safe_yaml import load_yaml
@@ -291,7 +292,7 @@ def _group(group: str, folder: Path | None) -> list[str]:
 @cache
 def _config(before: tuple[str, ...], folder: Path | None) -> dict[str, Any]:
     """Return the values that experiment, algorithm and overrides set. This is an approximation without Hydra."""
-    given = dict(word.lstrip("+").partition("=")[::2] for word in before if "=" in word)
+    given = dict(with_target(word).lstrip("+").partition("=")[::2] for word in before if "=" in word)
     for word in before:
         if "=" not in word and word.endswith((".yaml", ".yml")):
             given["experiment"] = word
@@ -316,6 +317,7 @@ def _file(group: str, name: str, folder: Path | None) -> dict[str, Any]:
     found = load_yaml(text)
     if not isinstance(found, dict):
         return {}
+    spell_out(found)
     config: dict[str, Any] = {}
     for one in found.pop("defaults", None) or ():  # such as `- /experiment/ppo` or `- /experiment: ppo`
         for lower in [f"{a}/{b}" for a, b in one.items()] if isinstance(one, dict) else [str(one)]:

@@ -19,6 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from realign.config.command_line import Word
 from realign.config.errors import ConfigError, suggest
+from realign.config.module_words import spell_out
 from realign.config.places import ROOTS, Place, place_of
 from realign.config.schema import REPORT
 from realign.config.trees import MISSING, Path, delete_leaf, get, has, leaves, merge, node_at, remove
@@ -77,6 +78,9 @@ class Layers:
             self._pop(config, key)
         whole = OmegaConf.to_container(config, resolve=False)
         assert isinstance(whole, dict)
+        for place, node in spell_out(whole).items():
+            with flag_override(config, ["struct", "readonly"], False):
+                node_at(config, place[:-1])[place[-1]] = node
         upper = {str(key): value for key, value in whole.items() if key in ROOTS and isinstance(value, dict)}
         group, _, name = path.rpartition("/")
         label = f"{group}={name}" if group else f"{path}.yaml"

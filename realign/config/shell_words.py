@@ -12,6 +12,7 @@ from pathlib import Path
 
 from realign.config.errors import ConfigError, one_line
 from realign.config.folders import list_experiments
+from realign.config.module_words import with_target
 from realign.safe_yaml import check_yaml
 
 ENDINGS = (".yaml", ".yml")
@@ -22,12 +23,13 @@ _SPECIAL = re.compile(r"""[,'"\[\]{}\\]|\$\{""")
 
 
 def prepare(overrides: Sequence[str]) -> list[str]:
-    """Return the overrides with quotes added where needed, and with YAML files registered as experiments.
+    """Return the overrides with quotes added where needed, YAML files registered as experiments, and words of shipped
+    classes replaced by their import paths.
 
     Raises:
         ConfigError: a YAML file does not exist or cannot be read.
     """
-    return [quoted(with_file(word)) for word in overrides]
+    return [quoted(with_target(with_file(word))) for word in overrides]
 
 
 def quoted(word: str) -> str:
