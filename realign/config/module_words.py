@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from realign.config.inspection import read_module
+from realign.config.errors import ConfigError, nearest
+from realign.config.inspection import file_of, read_module
 from realign.config.trees import Path, get
 from realign.config.words import TARGET, is_word
 
@@ -40,6 +41,8 @@ KEYS: Mapping[str, Package] = MappingProxyType(
 """Package of the words of each key, a regular expression."""
 DEEPEST = 4
 """Number of names of the longest key."""
+_IN_MAPPING = re.compile(rf"(\{{(?:[^{{}}]*,)?\s*{TARGET}:\s*)(\w+)(\s*[,}}].*)", re.DOTALL)
+"""A mapping of the command line whose `_target_` is a word."""
 
 
 def target_of(key: str, word: Any) -> str | None:
@@ -64,17 +67,32 @@ def spell_out(values: dict[Any, Any]) -> dict[Path, dict[str, Any]]:
 
 
 def with_target(override: str) -> str:
-    """Return an override whose word selects a shipped class with its import path; other overrides stay as they are.
+    """Return an override in which a word that selects a shipped class is an import path; others stay as they are.
 
     A sweep has several words: `interfaces.actor=ppo,grpo`.
+
+    Raises:
+        ConfigError: a word resembles one of the key. The message names that one.
     """
     key, _, value = override.partition("=")
     at = key.lstrip("+").removesuffix(f".{TARGET}")
+    if (match := _IN_MAPPING.fullmatch(value)) is not None and (target := target_of(at, match[2])) is not None:
+        return f"{key}={match[1]}{target}{match[3]}"
     targets = [target_of(at, word.strip()) for word in value.split(",")]
+    if is_word(value) and (near := nearest(value, words_at(at))) and near != value:
+        raise ConfigError(f"{at}: unknown choice {value!r}; did you mean {near!r}?")
     if None in targets:
         return override
     sign = key[: len(key) - len(key.lstrip("+"))]
     return f"{sign}{at}.{TARGET}={','.join(filter(None, targets))}"
+
+
+def words_at(key: str) -> list[str]:
+    """Return the words of a key."""
+    package = next((package for pattern, package in KEYS.items() if re.fullmatch(pattern, key)), None)
+    init = None if package is None else file_of(package.name)
+    names = () if init is None else sorted(path.stem for path in init.parent.glob("*.py"))
+    return [name for name in names if target_of(key, name) is not None]
 
 
 def _words(node: Any, path: Path) -> Iterator[tuple[Path, Any]]:

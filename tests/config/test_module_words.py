@@ -9,6 +9,7 @@ import pytest
 
 from realign.cli.completion import completions
 from realign.config import build_experiment, compose
+from realign.config.errors import ConfigError
 from realign.config.folders import experiments_dir, list_experiments
 from realign.config.module_words import spell_out, target_of, with_target
 from realign.config.targets import import_target
@@ -67,12 +68,24 @@ def test_a_word_is_the_module_of_the_class(key, word, path):
             "interfaces.actor=sft,raft",
             "interfaces.actor._target_=realign.interfaces.sft.SFTInterface,realign.interfaces.raft.RAFTActorInterface",
         ),
+        (
+            "evaluation.data={path: 'a,b', _target_: prompts, limit: 4}",
+            "evaluation.data={path: 'a,b', _target_: realign.data.prompts.PromptData, limit: 4}",
+        ),
         *((same, same) for same in ("interfaces.actor=nothing", "data=null", "~data", "interfaces.actor={a: 1}")),
         *((same, same) for same in ("rollout=async", "data.path=prompts", "experiment=grpo", "data=grpo,prompts")),
     ],
 )
 def test_an_override_with_a_word_becomes_one_with_an_import_path(override, replaced):
     assert with_target(override) == replaced
+
+
+@pytest.mark.parametrize("override", ["interfaces.actor=grpp", "interfaces.actor._target_=gropo", "data=prompt"])
+def test_a_misspelled_word_is_an_error_that_names_the_nearest(override):
+    with pytest.raises(
+        ConfigError, match=r"^(interfaces\.actor|data): unknown choice .* did you mean '(grpo|prompts)'"
+    ):
+        with_target(override)
 
 
 def test_a_file_is_written_in_words(tmp_path):
@@ -84,7 +97,9 @@ def test_a_file_is_written_in_words(tmp_path):
 
 
 def test_a_word_of_a_higher_layer_replaces_the_class_and_keeps_what_both_have():
-    made = build_experiment(compose(["experiment=grpo", *REQUIRED, "interfaces.actor=ppo", "interfaces.actor.epochs=2"]))
+    made = build_experiment(
+        compose(["experiment=grpo", *REQUIRED, "interfaces.actor=ppo", "interfaces.actor.epochs=2"])
+    )
     assert type(made.interfaces["actor"]).__name__ == "PPOActorInterface"
     assert made.interfaces["actor"].epochs == 2
     assert made.resolved["graph"]["_target_"] == "realign.interfaces.ppo.dataflow"
