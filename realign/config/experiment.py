@@ -57,8 +57,7 @@ def _build(config: ExperimentConfig) -> Experiment:
     models = _roles(config, ModelSpec, "models")
     config = dataclasses.replace(config, interfaces=with_default_correction(config.interfaces, models))
     interfaces = _roles(config, ModelInterface, "interfaces")
-    config = dataclasses.replace(config, graph={**_default_graph(interfaces), **config.graph})
-    graph = build_graph(config.graph, DataflowGraph, "graph", interfaces)
+    graph = build_graph(_graph_node(config, interfaces), DataflowGraph, "graph", interfaces)
     data: DataSpec = build(config.data, DataSpec, "data")
     dynamic_sampling: DynamicSampling | None = None
     if config.dynamic_sampling:
@@ -126,16 +125,17 @@ def _build(config: ExperimentConfig) -> Experiment:
     return experiment
 
 
-def _default_graph(interfaces: Mapping[str, ModelInterface]) -> dict[str, str]:
-    """Return the graph of an algorithm: the function `dataflow` in the module of the actor's class or of a base class.
+def _graph_node(config: ExperimentConfig, interfaces: Mapping[str, ModelInterface]) -> dict[str, Any]:
+    """Return the node of the graph.
 
-    Without an actor, as for a reward model, the first role determines it. Empty if there is no such function.
+    Unless `_target_` is set, it is the function `dataflow` in the module of the actor's class, or of its base class.
+    Without an actor, as for a reward model, it is that of the first role.
     """
     owner = interfaces.get("actor", next(iter(interfaces.values()), None))
-    modules = [cls.__module__ for cls in type(owner).__mro__]
-    found = (name for name in modules if inspect.isfunction(getattr(sys.modules.get(name), "dataflow", None)))
-    module = next(found, None)
-    return {} if module is None else {TARGET: f"{module}.dataflow"}
+    for cls in type(owner).__mro__:
+        if inspect.isfunction(getattr(sys.modules.get(cls.__module__), "dataflow", None)):
+            return {TARGET: f"{cls.__module__}.dataflow", **config.graph}
+    return config.graph
 
 
 def _check_names(config: ExperimentConfig) -> None:
@@ -159,12 +159,13 @@ def _check_names(config: ExperimentConfig) -> None:
 def resolved_config(config: ExperimentConfig, experiment: Experiment) -> dict[str, Any]:
     """Return the complete config of a run as plain values, including every default of every component."""
     whole = {key: value for key, value in dataclasses.asdict(config).items() if key not in (*COMPONENTS, *REPORT)}
-    parameters = inspect.signature(import_target(config.graph[TARGET], f"graph.{TARGET}")).parameters.values()
+    graph = _graph_node(config, experiment.interfaces)
+    parameters = inspect.signature(import_target(graph[TARGET], f"graph.{TARGET}")).parameters.values()
     defaults = [p for p in parameters if p.name != INTERFACES]
     return whole | {
         "models": {role: as_node(spec) for role, spec in experiment.models.items()},
         "interfaces": {role: as_node(interface) for role, interface in experiment.interfaces.items()},
-        "graph": {TARGET: config.graph[TARGET], **{p.name: as_node(p.default) for p in defaults}, **config.graph},
+        "graph": {**{p.name: as_node(p.default) for p in defaults}, **graph},
         "sync": {role: as_node(sync) for role, sync in experiment.sync.items()},
         "data": as_node(experiment.data),
         "dynamic_sampling": as_node(experiment.dynamic_sampling),
