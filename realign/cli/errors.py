@@ -18,6 +18,11 @@ from realign.config.explain import explain
 from realign.errors import ExitCode, RealignError, RunComplete, TransientError, is_transient
 
 
+def full_errors() -> bool:
+    """Return whether the environment asks for the traceback of every error."""
+    return os.environ.get("HYDRA_FULL_ERROR", "0") not in ("", "0")
+
+
 def guarded(action: Callable[[], int | None], debug: bool) -> int:
     """Run `action`, and report a user error in one line on stderr. Bugs propagate.
 

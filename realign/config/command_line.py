@@ -1,8 +1,8 @@
-"""Convert the overrides of a command line to one config layer, and rewrite their words before Hydra merges them."""
+"""Convert the overrides of a command line to one config layer, and rewrite words that select a class."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,7 @@ def as_layer(overrides: Sequence[Override], present: dict[str, Any]) -> tuple[di
 
     Args:
         overrides: Overrides of one run. Swept overrides and config groups are skipped.
-        present: Values of the lower layers. `+key` for a present key is skipped, because Hydra reports that error.
+        present: Values of the lower layers. `+key` for a present key is skipped, because applying it is an error.
 
     Raises:
         ConfigError: two overrides contradict each other.
@@ -44,21 +44,17 @@ def as_layer(overrides: Sequence[Override], present: dict[str, Any]) -> tuple[di
     return tree, deleted
 
 
-def rewrite(overrides: Sequence[Override], targets: dict[Path, str]) -> None:
-    """Replace each word that selects a class by an override of `_target_`, in place.
-
-    `input_line`, which Hydra records, keeps the text that the user typed.
-    """
-    for override in filter(_is_ours, overrides):
-        path = tuple(override.key_or_group.split("."))
-        value = override.value()
-        if override.is_delete():
-            continue
-        if is_word(value) and path in targets:
-            override.key_or_group = ".".join((*path, TARGET))
-            override._value = targets[path]
-        elif isinstance(value, dict):
-            override._value = _rewritten(value, path, targets)
+def rewritten(overrides: Sequence[Override], targets: Mapping[Path, str]) -> Iterator[tuple[Override, str, Any]]:
+    """Yield each override with its key and value, where words that select a class are `_target_`."""
+    for override in overrides:
+        key, value = override.key_or_group, override.value()
+        if _is_ours(override) and not override.is_delete():
+            path = tuple(key.split("."))
+            if is_word(value) and path in targets:
+                key, value = f"{key}.{TARGET}", targets[path]
+            elif isinstance(value, dict):
+                value = _rewritten(value, path, targets)
+        yield override, key, value
 
 
 def _is_ours(override: Override) -> bool:
@@ -99,7 +95,7 @@ def _put(tree: dict[str, Any], path: Path, value: Any) -> None:
         _put(tree[name], (str(key),), item)
 
 
-def _rewritten(value: dict[Any, Any], path: Path, targets: dict[Path, str]) -> dict[Any, Any]:
+def _rewritten(value: dict[Any, Any], path: Path, targets: Mapping[Path, str]) -> dict[Any, Any]:
     found = {}
     for key, item in value.items():
         inner = (*path, str(key))

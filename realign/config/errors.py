@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from types import MappingProxyType
 
-from realign.config.renamed import renamed
 from realign.errors import ConfigError as ConfigError  # re-export
 
 MANY = 24
@@ -64,8 +63,8 @@ def _abbreviates(word: str, name: str) -> bool:
 
 
 def unknown_key(key: str, known: Iterable[object]) -> str:
-    """Return the message about an unknown key: its new name, or the nearest of the `known` keys at the same level."""
-    return renamed(key) or f"unknown key {key!r}{suggest(key.rpartition('.')[2], known)}"
+    """Return the message about an unknown key, with the nearest of the `known` keys at the same level."""
+    return f"unknown key {key!r}{suggest(key.rpartition('.')[2], known)}"
 
 
 def joined(messages: Iterable[str]) -> str:

@@ -1,4 +1,4 @@
-"""Prepare the words of a command line for Hydra: quote text that its grammar cannot read, and register YAML files.
+"""Prepare the words of a command line for Hydra: quote text that its grammar cannot read, and choose YAML files.
 
 Hydra reads letters outside ASCII, spaces and parentheses only in quotes. A shell removes one pair of quotes, so users
 would have to write two.
@@ -8,25 +8,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from pathlib import Path
 
-from realign.config.errors import ConfigError, one_line
-from realign.config.folders import list_experiments
-from realign.safe_yaml import check_yaml
+from realign.config.files import EXPERIMENT, is_path
 
-ENDINGS = (".yaml", ".yml")
-EXPERIMENT = "experiment"
 _PLAIN_KEY = re.compile(r"[+~]{0,2}[\w@./:-]+")
 _SPECIAL = re.compile(r"""[,'"\[\]{}\\]|\$\{""")
 """Characters whose meaning in Hydra's grammar (lists, mappings, quotes, interpolations) a user may have intended."""
 
 
 def prepare(overrides: Sequence[str]) -> list[str]:
-    """Return the overrides with quotes added where needed, and with YAML files registered as experiments.
-
-    Raises:
-        ConfigError: a YAML file does not exist or cannot be read.
-    """
+    """Return the overrides with quotes added where needed, and with YAML files as experiments."""
     return [quoted(with_file(word)) for word in overrides]
 
 
@@ -57,57 +48,16 @@ def quoted_text(value: str) -> str:
 
 def is_file(word: str) -> bool:
     """Return whether a word is the path of a YAML file instead of an override."""
-    return "=" not in word and word.lower().endswith(ENDINGS)
+    return "=" not in word and is_path(word)
 
 
 def with_file(word: str) -> str:
-    """Return `experiment=NAME` for a word such as `./my.yaml` or `experiment=./my.yaml`, after registering the file.
-
-    Raises:
-        ConfigError: the file does not exist or cannot be read.
-    """
+    """Return `experiment='FILE'` for `./my.yaml` and `experiment=./my.yaml`, and other words unchanged."""
     key, _, value = word.partition("=") if not is_file(word) else (EXPERIMENT, "=", word)
-    files = [one.strip("'\"") for one in value.split(",")]
-    if key.lstrip("+") != EXPERIMENT or not all(one.lower().endswith(ENDINGS) for one in files):
+    files = value.split(",")
+    if key.lstrip("+") != EXPERIMENT or value[:1] in ("'", '"') or not all(map(is_path, files)):
         return word
-    return f"{key}={','.join(register_file(Path(one).expanduser()) for one in files)}"
+    return f"{key}={','.join(map(quoted_text, files))}"
 
 
-def register_file(path: Path, base: str | None = None) -> str:
-    """Make a YAML file available as `experiment=NAME`, and return the name.
-
-    Its `hydra` node is checked like those of all files. A file without a `@package` header sets keys at the root.
-
-    Args:
-        path: the file.
-        base: experiment that the file builds on if it has neither `defaults` nor a `graph`.
-
-    Raises:
-        ConfigError: the file does not exist or cannot be read.
-    """
-    from hydra.core.config_store import ConfigStore
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
-
-    if not path.is_file():
-        raise ConfigError(f"experiment={path}: this file does not exist. `realign --help` lists the experiments.")
-    try:
-        text = path.read_text(encoding="utf-8")
-        check_yaml(text)
-        node = OmegaConf.create(text)
-    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
-        raise ConfigError(f"experiment={path}: the file cannot be read: {one_line(error)}") from error
-    if base is not None and not {"defaults", "graph"} & set(node):
-        node = OmegaConf.merge({"defaults": [f"/{EXPERIMENT}/{base}", "_self_"]}, node)
-    header = re.match(r"\s*#\s*@package\s+(\S+)", text)
-    name = re.sub(r"[^\w.-]", "_", path.stem, flags=re.ASCII)
-    if name in list_experiments():  # a shipped experiment has precedence in Hydra's search path
-        name = f"{name}.file"
-    ConfigStore.instance().store(
-        group=EXPERIMENT, name=name, node=node, package=header[1] if header else "_global_", provider=str(path)
-    )
-    return name
-
-
-__all__ = ["is_file", "prepare", "quoted", "quoted_text", "register_file", "with_file"]
+__all__ = ["is_file", "prepare", "quoted", "quoted_text", "with_file"]

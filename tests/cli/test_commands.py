@@ -13,7 +13,7 @@ import yaml
 
 import realign
 from realign.cli import commands as cli
-from realign.config.folders import experiments_dir, list_experiments
+from realign.config.files import experiments_dir, list_experiments
 from tests.config_parts import EXPERIMENT, write_experiment
 
 CHECKOUT = experiments_dir().parent

@@ -12,7 +12,7 @@ import yaml
 
 from realign.cli.commands import _dispatch
 from realign.config import ConfigError, ExperimentConfig, build_experiment, compose
-from realign.config.folders import experiments_dir
+from realign.config.files import experiments_dir
 from tests.config.components import BASE, HERE, Clip, Gspo, TightClip
 from tests.test_safe_yaml import bomb
 
@@ -43,7 +43,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def configs(*words: str) -> list[ExperimentConfig]:
     """Return the config of each run that a command line starts."""
     found: list[ExperimentConfig] = []
-    assert _dispatch(["--config-dir=conf", *words], lambda config: found.append(config) or 0) == 0
+    assert _dispatch(["--config-dir=conf", *words], lambda config, _: found.append(config) or 0) == 0
     return found
 
 
@@ -145,7 +145,7 @@ def test_a_file_whose_aliases_repeat_too_many_values_is_refused_by_every_command
     with pytest.raises(
         ConfigError, match=r"bomb\.yaml: the file cannot be read: the aliases \(\*name\) repeat too many"
     ):
-        _dispatch(words, lambda config: 0)
+        _dispatch(words, lambda *_: 0)
 
 
 def test_a_file_may_use_aliases(here):
