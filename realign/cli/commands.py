@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from realign.cli import report
 from realign.cli.arguments import TRAIN, command_words, composed_line, read_arguments, without_names
-from realign.cli.errors import full_errors, guarded, plain_warnings
+from realign.cli.exit_codes import full_errors, guarded, plain_warnings
 from realign.cli.train import alone, build, is_one_of_many, on_ranks, print_derived, quiet_transformers, train
 from realign.config.aliases import COMMANDS as OTHER_COMMANDS
 from realign.config.errors import ConfigError, suggest

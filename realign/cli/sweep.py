@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from realign.cli.arguments import without_names
-from realign.cli.errors import guarded
+from realign.cli.exit_codes import guarded
 from realign.cli.train import Start, build, is_one_of_many
 from realign.config.composition import Composed, compose_layers, parse_sweep, resolve
 from realign.config.errors import ConfigError
