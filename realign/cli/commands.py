@@ -17,9 +17,9 @@ from realign.cli.arguments import TRAIN, command_words, composed_line, read_argu
 from realign.cli.exit_codes import full_errors, guarded, plain_warnings
 from realign.cli.train import alone, build, is_one_of_many, on_ranks, print_derived, quiet_transformers, train
 from realign.config.aliases import COMMANDS as OTHER_COMMANDS
+from realign.config.command_line import is_file
 from realign.config.errors import ConfigError, suggest
 from realign.config.files import list_algorithms, list_experiments
-from realign.config.shell_words import is_file
 from realign.version import installed_version
 
 if TYPE_CHECKING:

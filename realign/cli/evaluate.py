@@ -16,10 +16,10 @@ from typing import IO, TYPE_CHECKING, Any
 from realign.cli.arguments import composed_line
 from realign.cli.command_options import model_or_run, split_options
 from realign.cli.train import build, is_one_of_many, quiet_transformers
+from realign.config.command_line import is_file, quoted_text
 from realign.config.errors import ConfigError, suggest
 from realign.config.experiment import as_node
 from realign.config.files import EXPERIMENT
-from realign.config.shell_words import is_file, quoted_text
 from realign.engines.files.folders import open_regular
 from realign.runtime.metrics.samples import readable
 from realign.runtime.metrics.shown_metrics import number

@@ -13,8 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from realign.config.errors import one_line
-from realign.config.explain import explain
+from realign.config.errors import explain, one_line
 from realign.errors import ExitCode, RealignError, RunComplete, TransientError, is_transient
 
 

@@ -166,7 +166,7 @@ def _launch(composed: Composed, runs: Sequence[Composed], job: Any) -> list[Path
 
     config = _with_all(composed, all_settings(composed.launcher))
     jobs = _Jobs({_words(run): _with_all(run, config.hydra) for run in runs})
-    launcher = Plugins.instance().instantiate_launcher(HydraContext(jobs, jobs), job, config)  # type: ignore[arg-type]
+    launcher = Plugins.instance().instantiate_launcher(HydraContext(jobs, jobs), job, config)
     folder = Path(str(config.hydra.sweep.dir))
     folder.mkdir(parents=True, exist_ok=True)
     OmegaConf.save(config, folder / "multirun.yaml")
@@ -175,7 +175,7 @@ def _launch(composed: Composed, runs: Sequence[Composed], job: Any) -> list[Path
     for first in range(0, len(runs), size):
         for done in launcher.launch([_words(run) for run in runs[first : first + size]], initial_job_idx=first):
             _ = done.return_value  # raises the exception of a failed run
-            folders.append(Path(done.hydra_cfg.hydra.runtime.output_dir))  # type: ignore[union-attr]
+            folders.append(Path(done.hydra_cfg.hydra.runtime.output_dir))
     return folders
 
 

@@ -57,16 +57,16 @@ def train(args: argparse.Namespace, words: list[str], start: Start) -> int:
     config = composed.resolve()
     experiment = build(config)
     _check_start(experiment)
-    _record(composed)
+    _record(composed, config.output_dir)
     with _terminated_by_exception():
         return start(config, experiment)
 
 
-def _record(composed: Composed) -> None:
+def _record(composed: Composed, output_dir: str) -> None:
     """Write the config and the overrides to `.hydra` in the folder of the run, and configure the logs like Hydra."""
     from omegaconf import OmegaConf
 
-    folder = composed.folder("hydra.run.dir")
+    folder = composed.run_dir(output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     if (subdir := composed.hydra.get("output_subdir", ".hydra")) is not None:
         (folder / subdir).mkdir(exist_ok=True)
@@ -78,9 +78,9 @@ def _record(composed: Composed) -> None:
         for name, part in parts.items():
             (folder / subdir / f"{name}.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(part)), encoding="utf-8")
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, stream=sys.stdout, force=True)
-    verbose = composed.hydra.get("verbose", False)
-    for name in [None] * verbose if isinstance(verbose, bool) else [verbose] if isinstance(verbose, str) else verbose:
-        logging.getLogger(name).setLevel(logging.DEBUG)
+    verbose = composed.hydra.get("verbose") or []
+    for name in verbose if isinstance(verbose, list) else [verbose]:
+        logging.getLogger(None if name is True else name).setLevel(logging.DEBUG)
 
 
 def _show(composed: Composed, args: argparse.Namespace) -> None:
@@ -98,6 +98,7 @@ def _show(composed: Composed, args: argparse.Namespace) -> None:
     shown = composed.with_hydra()
     if args.cfg != "job":
         shown.hydra = OmegaConf.merge(all_settings(composed.launcher), shown.hydra)
+        del shown.hydra["help"], shown.hydra["hydra_help"]  # long templates of Hydra's own help, which realign replaces
     for key in {"job": ["hydra"], "hydra": list(composed.tree), "all": []}[args.cfg]:
         del shown[key]
     with without_secrets():

@@ -20,17 +20,24 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
-from realign.config.command_line import as_layer, rewritten
+from realign.config.command_line import as_layer, prepare, rewritten
 from realign.config.construct import fill, unknown_keys
-from realign.config.errors import OPTIONAL, ConfigError, joined, nearest, not_a_component, one_line, unknown_key
-from realign.config.explain import explain
+from realign.config.errors import (
+    OPTIONAL,
+    ConfigError,
+    explain,
+    joined,
+    nearest,
+    not_a_component,
+    one_line,
+    unknown_key,
+)
 from realign.config.files import GROUPS, LAUNCHER, ConfigFile, Files
 from realign.config.hydra_settings import DEFAULT_LAUNCHER, DEFAULTS, check_launcher, check_settings
 from realign.config.layers import OWNS, Layers
 from realign.config.places import ROOTS
 from realign.config.schema import COMPONENTS, REPORT, ExperimentConfig
 from realign.config.secret_variables import check_no_secrets, without_secrets
-from realign.config.shell_words import prepare
 from realign.config.trees import has, merge
 from realign.config.words import NONE
 
@@ -141,9 +148,11 @@ class Composed:
         """
         return resolve(self.tree, self.overrides)
 
-    def folder(self, key: str) -> Path:
-        """Return a folder of Hydra, such as `run.dir`, or of the run."""
-        return Path(str(OmegaConf.select(self.with_hydra(), key)))
+    def run_dir(self, output_dir: str) -> Path:
+        """Return the folder for the record of the config, which is `output_dir` unless `hydra.run.dir` is set."""
+        config = self.with_hydra()
+        config.output_dir = output_dir  # resolved: `${now:...}` would be a later time
+        return Path(str(OmegaConf.select(config, "hydra.run.dir")))
 
     def with_hydra(self) -> DictConfig:
         """Return the tree with a node `hydra`, which can be resolved."""
@@ -362,7 +371,7 @@ def _unknown_root(name: str, config: Any) -> str:
     return f"unknown key {name!r}" + (f"; did you mean {' or '.join(keys[:3])}?" if keys else f". {others}.")
 
 
-def resolve(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> ExperimentConfig:
+def resolve(tree: dict[str, Any], overrides: Sequence[str] = ()) -> ExperimentConfig:
     """Resolve every value of a composed config, so that missing values (`???`) and invalid interpolations fail early.
 
     Args:
@@ -372,7 +381,7 @@ def resolve(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> Experimen
     Raises:
         ConfigError: a value is missing or invalid; names the key.
     """
-    tree = _without_shorthands(tree)
+    tree = {key: _without_shorthands(value) for key, value in tree.items()}
     _check_roles(tree)
     # OmegaConf's search for missing values does not find interpolations of a missing value
     if missing := sorted(key for key, value in _leaves(tree) if value == "???"):

@@ -108,7 +108,7 @@ class Files:
             ConfigError: a file does not exist or cannot be read, or its defaults list is invalid.
         """
         layers: list[ConfigFile] = []
-        for group in reversed(LAYERS):  # the highest layer first: it decides what the groups below it choose
+        for group in reversed(list(LAYERS)):  # the highest layer first: it decides what the groups below it choose
             for name in reversed(self.choices.setdefault(group, LAYERS[group])):
                 layers = self._tree(group, name, ()) + layers
         return layers

@@ -259,6 +259,10 @@ def test_other_names_are_errors_that_name_the_keys(words, message):
     assert message in str(caught.value)
 
 
+def test_a_penalty_of_zero_needs_no_penalty():
+    assert translate(["experiment=grpo_arithmetic", "beta=0"])[0][1:] == ["interfaces.actor.kl.coef=0"]
+
+
 def test_keys_of_realign_stay_as_they_are():
     words = [
         GRPO,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -146,6 +147,16 @@ def test_a_file_whose_aliases_repeat_too_many_values_is_refused_by_every_command
         ConfigError, match=r"bomb\.yaml: the file cannot be read: the aliases \(\*name\) repeat too many"
     ):
         _dispatch(words, lambda *_: 0)
+
+
+def test_no_private_name_of_hydra_or_omegaconf_is_used():
+    private = re.compile(
+        r"hydra\._internal|omegaconf\.(_|base|nodes)|\._(get_node|maybe_dereference_node|set_value|get_full_key|metadata)\b"
+        r"|\._is_(none|missing|interpolation)\b|ConfigLoaderImpl"
+    )
+    files = (CHECKOUT / "realign").rglob("*.py")
+    found = [(file.name, hit[0]) for file in files if (hit := private.search(file.read_text(encoding="utf-8")))]
+    assert found == []
 
 
 def test_a_file_may_use_aliases(here):

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from realign.config import compose
+from realign.config.command_line import prepare, quoted
 from realign.config.errors import ConfigError
-from realign.config.shell_words import prepare, quoted
 from tests.config_parts import EXPERIMENT
 
 
