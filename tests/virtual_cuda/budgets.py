@@ -15,6 +15,8 @@ import torch
 
 from realign.api import GenerationConfig, Lengths, MicroBatchSpec, Model, SequenceSample
 from realign.engines import OptimizerSpec
+from realign.engines.distributed.sharded_engine import ShardedEngine
+from realign.engines.distributed.sharding import Sharding
 from realign.engines.network.settings import NetworkSettings
 from realign.engines.training.transformers_engine import TransformersEngine
 from realign.interfaces.grpo import GRPOActorInterface
@@ -106,17 +108,22 @@ def decode(layers: int, **settings: Any) -> Cost:
     return difference(counted(rollout(33)), counted(rollout(17)), 16)
 
 
-def batch() -> SequenceSample:
-    """Return a rollout batch of 16 sequences."""
-    sample = random_sample([[20] * 2] * 8, prompt=6)
+def batch(prompts: int = 8) -> SequenceSample:
+    """Return a rollout batch with two responses to each prompt."""
+    sample = random_sample([[20] * 2] * prompts, prompt=6)
     sample = sample.with_tokens(logprobs=torch.where(sample["loss_mask"], -4.0, 0.0))
-    return sample.with_sequences(rewards=torch.rand(16))
+    return sample.with_sequences(rewards=torch.rand(2 * prompts))
 
 
 def train(layers: int, **settings: Any) -> tuple[Cost, Cost]:
     """Return the costs of one micro-batch, and of the rest of a training step with one optimizer step."""
-    model = Model("actor", engine := tiny(layers, **settings), engine.tokenizer)
-    actor, data = GRPOActorInterface(generation=GenerationConfig(n=2, max_new_tokens=14)), batch()
+    return step_costs(tiny(layers, **settings), batch())
+
+
+def step_costs(engine: TransformersEngine, data: SequenceSample) -> tuple[Cost, Cost]:
+    """Return the costs of one micro-batch, and of the rest of a training step of GRPO with one optimizer step."""
+    model = Model("actor", engine, engine.tokenizer)
+    actor = GRPOActorInterface(generation=GenerationConfig(n=2, max_new_tokens=14))
 
     def step(microbatches: int) -> Callable[[], Any]:
         return lambda: actor.train_step(model, data, MicroBatchSpec(n_microbatches=microbatches))
@@ -126,6 +133,30 @@ def train(layers: int, **settings: Any) -> tuple[Cost, Cost]:
     rest = Counter(one.synchronizations)
     rest.subtract(per_microbatch.synchronizations)
     return per_microbatch, Cost(one.launches.total() - per_microbatch.launches, +rest)
+
+
+def start_fake_ranks(ranks: int) -> None:
+    """Pretend to be rank 0 of `ranks` processes, whose collectives return this rank's own data."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+
+
+def train_sharded(layers: int, ranks: int) -> tuple[Cost, Cost]:
+    """Return the costs of one micro-batch and of the rest of a training step, on rank 0 of an FSDP engine."""
+    start_fake_ranks(ranks)
+    module = tiny_model("qwen2", num_hidden_layers=layers, use_sliding_window=False, num_attention_heads=8).to("cuda")
+    engine = ShardedEngine(
+        "actor",
+        module,
+        tiny_tokenizer(),
+        NetworkSettings(dtype=torch.bfloat16),
+        sharding=Sharding(),
+        seed=0,
+        optimizer=OptimizerSpec(lr=1e-3),
+    )
+    return step_costs(engine, batch(prompts=4 * ranks))
 
 
 def of_layers(cost: Callable[[int], Cost]) -> LayerCost:

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from realign.api.lengths import IntArray, Lengths
 from realign.api.microbatch import MicroBatches, MicroBatchSpec
 from realign.api.router_experts import experts_per_token
-from realign.api.sample import TOKENS, SequenceSample
+from realign.api.sample import TOKENS, SequenceSample, on_device
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -164,7 +164,7 @@ class Layout:
 
     def rows_on(self, device: torch.device) -> Tensor | None:
         """Return `row_T` on a device, without a sync."""
-        return None if self.row_T is None else self.row_T.to(device, non_blocking=True)
+        return None if self.row_T is None else on_device(self.row_T, device)
 
     def tokens_per_row(self, device: torch.device) -> Tensor:
         """Return the number of packed tokens in each row, fp32 [R]: more than 1 for a shared prefix."""

@@ -169,14 +169,13 @@ class StepLoad:
         self.total_LE = counts_LE
         mean_L1 = counts_LE.mean(-1, keepdim=True)
         load_LE = counts_LE / mean_L1
-        device = counts_LE.device
         stats: Stats = {
-            "expert_load_max": single(float(load_LE.max()), device),
-            "expert_load_min": single(float(load_LE.min()), device),
-            "idle_experts": single(float((counts_LE == 0).float().mean()), device),
+            "expert_load_max": single(float(load_LE.max())),
+            "expert_load_min": single(float(load_LE.min())),
+            "idle_experts": single(float((counts_LE == 0).float().mean())),
         }
         if self._routers.softmax:
-            stats["load_balancing_loss"] = single(float(self._loss(counts_LE, probs_LE).mean()), device)
+            stats["load_balancing_loss"] = single(float(self._loss(counts_LE, probs_LE).mean()))
         return stats
 
 
