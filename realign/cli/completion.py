@@ -20,7 +20,7 @@ import yaml
 from realign.cli.arguments import options
 from realign.config.aliases import names
 from realign.config.errors import ConfigError
-from realign.config.folders import GROUPS, experiments_dir
+from realign.config.files import GROUPS, experiments_dir
 from realign.config.inspection import (
     ClassSource,
     FieldSource,

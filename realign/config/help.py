@@ -15,7 +15,7 @@ from typing import Annotated, Any, get_type_hints
 from realign import settings
 from realign.config import words
 from realign.config.errors import ConfigError, suggest, unknown_key
-from realign.config.folders import list_experiments
+from realign.config.files import list_experiments
 from realign.config.help_entries import (
     Entry,
     default_of,

@@ -11,7 +11,7 @@ from typing import Any
 from realign.config import words
 from realign.config.component_classes import shipped_components
 from realign.config.composition import compose_raw
-from realign.config.folders import list_experiments
+from realign.config.files import list_experiments
 from realign.config.help import Section, section
 from realign.config.help_entries import default_of, entry_of, field_text, hints_of, is_required, value_text
 from realign.config.places import ROOTS, Place, place_of
