@@ -88,7 +88,7 @@ def _print_sweep(folders: Sequence[Path]) -> None:
     """Print the runs of a sweep."""
     from rich.console import Console
 
-    from realign.cli.sweep_table import sweep_table
+    from realign.cli.sweep import sweep_table
 
     if (table := sweep_table(folders)) is not None:
         Console().print(table)

@@ -15,6 +15,7 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
+from realign.cache_folder import cache_folder
 from realign.demo.tiny import save
 from realign.errors import ConfigError
 
@@ -38,11 +39,6 @@ def smollm2() -> Path:
         with suppress(OSError):  # another process was faster, and the folder is not empty
             os.rename(Path(made) / NAME, folder)
     return folder
-
-
-def cache_folder() -> Path:
-    """Return the folder for converted models: `$XDG_CACHE_HOME/realign`, by default `~/.cache/realign`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "realign"
 
 
 def gguf_file() -> Path:

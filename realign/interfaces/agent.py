@@ -55,6 +55,8 @@ logger = logging.getLogger(__name__)
 class AgentInterface(ModelInterface):
     """A policy that agents call over HTTP: `generation.n` episodes per prompt, all concurrent."""
 
+    OUTPUTS = frozenset({"logprobs"})
+
     agent: str = ""
     """Function `agent(base_url, api_key, row)` that returns a reward, `package.module:function` or
     `path/to/file.py:function`. Set either this or `command`."""
@@ -157,10 +159,6 @@ class AgentInterface(ModelInterface):
             return Keys()
         reports = frozenset(f"{NAMED}{role}" for role in self.role_names)
         return Keys(needs={"prompt_ids": "", "row": ""}, writes=frozenset(written(dense=False)), reports=reports)
-
-    @override
-    def outputs(self) -> frozenset[str]:
-        return frozenset({"logprobs"})
 
     @override
     def plan(self) -> Plan:

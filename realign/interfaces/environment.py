@@ -54,6 +54,8 @@ OF_ENVIRONMENT = f"{NAMED}environment"
 class EnvironmentInterface(ModelInterface):
     """A policy in conversations with an environment: `generation.n` episodes per prompt, all concurrent."""
 
+    OUTPUTS = frozenset({"logprobs"})
+
     environment: str
     """Environment class, `package.module:Class` or `path/to/file.py:Class` (`realign.api.environment.Environment`). One
     instance is created per episode."""
@@ -150,10 +152,6 @@ class EnvironmentInterface(ModelInterface):
         reports = frozenset() if self.reward is None else self.reward.keys("inference").reports | {OF_ENVIRONMENT}
         writes = {*written(self.dense), *([ROUTER_EXPERTS] if self.generation.router_replay else [])}
         return Keys(needs={"prompt_ids": "", "row": ""}, writes=frozenset(writes), reports=reports)
-
-    @override
-    def outputs(self) -> frozenset[str]:
-        return frozenset({"logprobs"})
 
     @override
     def plan(self) -> Plan:
