@@ -129,7 +129,7 @@ class PackedContext:
         """
         backend = choose_backend(Backend(self.backend), q, v, args)
         if backend is Backend.sdpa:
-            return self._loop(q, k, v, args)
+            return self._loop(q, k, v, args)  # joins the keys of one sequence at a time, without a copy of all
         return packed_attention(backend, q, self._expanded(k), self._expanded(v), args, self._packing)
 
     @cached_property
@@ -186,6 +186,7 @@ class PackedContext:
         window = args.sliding_window if args.sliding_window is not None and args.sliding_window < length else None
         if args.softcap is not None or args.sinks_H is not None:
             return explicit_attention(q, k, v, args, self._mask(q, length, window))
+        # `is_causal` aligns the first query with the first key, which is wrong after keys of another piece
         mask = None if window is None and q.shape[2] == length else self._mask(q, length, window)
         return F.scaled_dot_product_attention(
             q,

@@ -83,6 +83,8 @@ class LoadBalancer:
             return None
         if not self.coef or passes == 1:  # a single pass counts its own tokens
             return StepLoad(self.routers, self.coef, None)
+        # Each pass multiplies its probabilities by the load of the whole step, so that micro-batches and ranks do not
+        # change the loss. That load must be known before the first gradient, hence the passes that only count.
         first = StepLoad(self.routers, 0.0, None)
         with first.listening():
             count(first)

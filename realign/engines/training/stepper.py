@@ -81,6 +81,7 @@ class Stepper:
             RunError: loss or gradient was not finite in `max_nonfinite_in_a_row` consecutive steps.
         """
         norm = self.gradient_norm().to(loss.device)
+        # one transfer for both numbers, since each transfer waits for the device
         finite, norm_value = torch.stack([(loss.isfinite() & norm.isfinite()).float(), norm.float()]).tolist()
         if not finite:
             self.zero_grad()
@@ -88,6 +89,7 @@ class Stepper:
             return self.report(skipped="nonfinite_steps")
         self.nonfinite_in_a_row = 0
         stats: Stats = {"loss": Mean(loss, weight), "grad_norm": Mean(norm, torch.ones_like(norm))}
+        # With a gradient of 0, weight decay and the moments of earlier steps would still move the weights (ADR 7).
         skipped = "vetoed_steps" if vetoed else None if norm_value else "zero_gradient_steps"
         stats |= self.report(skipped=skipped)
         if skipped is None:
