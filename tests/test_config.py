@@ -22,8 +22,8 @@ from realign.config import (
 )
 from realign.config.composition import config_of
 from realign.config.construct import convert
+from realign.config.experiment import COMPONENTS, REPORT
 from realign.config.folders import experiments_dir, list_experiments
-from realign.config.schema import COMPONENTS, REPORT
 from realign.data import DataSpec, PromptData
 from realign.engines import InProcessSampling
 from realign.runtime import DynamicSampling, Experiment

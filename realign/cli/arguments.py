@@ -10,8 +10,8 @@ from typing import NoReturn
 
 from realign.config.aliases import is_name, translate
 from realign.config.errors import ConfigError, suggest
+from realign.config.experiment import ExperimentConfig
 from realign.config.folders import GROUPS
-from realign.config.schema import ExperimentConfig
 from realign.config.shell_words import prepare
 
 TRAIN = "train"

@@ -15,19 +15,16 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from realign.config.construct import fill, unknown_keys
+from realign.config.construct import fill
 from realign.config.errors import OPTIONAL, ConfigError, joined, nearest, not_a_component, one_line
+from realign.config.experiment import COMPONENTS, REPORT, SHORTHANDS, ExperimentConfig, unknown_keys
 from realign.config.explain import explain
 from realign.config.folders import GROUPS, SCHEME
 from realign.config.hydra_node import check_folders, check_node, launcher_of, node_of, without_hydra
 from realign.config.places import ROOTS
-from realign.config.schema import COMPONENTS, REPORT, ExperimentConfig
 from realign.config.secret_variables import check_no_secrets, without_secrets
 from realign.config.shell_words import prepare
 
-SHORTHANDS: Mapping[str, str] = MappingProxyType({"function": "functions"})
-"""Field of a component -> the field that it is a shorthand of. A missing value (`???`) of the former is allowed if the
-latter is set."""
 ROOT_KEYS = tuple(field.name for field in fields(ExperimentConfig) if field.name not in REPORT)
 KNOWN_ROOTS = frozenset({*ROOT_KEYS, *REPORT, *GROUPS, "hydra"})
 

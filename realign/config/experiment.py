@@ -1,30 +1,225 @@
-"""`build_experiment`: turn the values of a config into a validated `Experiment`, without loading models or data."""
+"""An experiment: the schema of its YAML file, and `build_experiment`, which turns its values into an `Experiment`.
+
+A component is a mapping with `_target_`, the import path of a dataclass, and values of its fields. Defaults of a
+component are defined only in its dataclass. Defaults of the run are defined here and in `realign.runtime.Experiment`,
+because this module must not import torch. A test checks that both agree.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
-from realign.config.construct import INTERFACES, build, build_graph, convert, unknown_keys
-from realign.config.default_correction import with_default_correction
+from omegaconf import MISSING
+
+from realign.config.construct import INTERFACES, build, build_graph, convert, fill, import_target, of_sibling
 from realign.config.errors import ConfigError, joined, not_a_component, suggest, unknown_key
-from realign.config.evaluation import Training, build_evaluation
-from realign.config.layers import OWNS
-from realign.config.places import ROOTS
-from realign.config.schema import COMPONENTS, REPORT, ExperimentConfig
-from realign.config.targets import import_target
-from realign.config.words import TARGET
+from realign.config.places import ROOTS, Place, place_of
+from realign.config.words import TARGET, import_path
 from realign.errors import SettingsError
 
 if TYPE_CHECKING:
+    from realign.api import RPC, DataflowGraph, GenerationConfig, ModelInterface, ModelSpec
     from realign.api.callback import Callback
+    from realign.data import DataSpec
     from realign.runtime import Experiment
+    from realign.runtime.evaluation.base import Evaluator
+
+COMPONENTS = (
+    "models",
+    "interfaces",
+    "graph",
+    "sync",
+    "data",
+    "dynamic_sampling",
+    "evaluation",
+    "evaluations",
+    "calibration",
+    "trackers",
+    "callbacks",
+    "runtime",
+    "rollout",
+)
+"""Root keys that contain components. Hydra accepts any key in them; building checks the keys against the classes."""
+
+REPORT = ("dropped", "owners")
+"""Root keys that only `compose` sets."""
+SHORTHANDS: Mapping[str, str] = MappingProxyType({"function": "functions"})
+"""Field of a component -> the field that it is a shorthand of. A missing value (`???`) of the former is allowed if the
+latter is set."""
+
+
+@dataclass
+class MicroBatchConfig:
+    """Size of a forward pass. It does not change loss, gradient or metrics."""
+
+    max_tokens_per_microbatch: int | None = 16384
+    """Maximum number of packed tokens in one forward pass; null sets no limit."""
+    n_microbatches: int = 1
+    """Minimum number of micro-batches, limited by the number of groups."""
+
+
+@dataclass
+class CheckpointConfig:
+    """Schedule of the checkpoints for resuming. A run also writes one at its end and on Ctrl-C or SIGTERM."""
+
+    every_steps: int | None = None
+    """Interval between checkpoints in steps; null sets no step interval."""
+    every_minutes: float | None = 10.0
+    """Interval between checkpoints in minutes of training; null sets no time interval. If both intervals are set, the
+    first one to elapse triggers a checkpoint."""
+    keep: int = 2
+    """Number of most recent checkpoints to keep."""
+
+
+@dataclass
+class RecordsConfig:
+    """Detail of the records for `realign report` and `realign view`."""
+
+    every_steps: int = 10
+    """Interval in steps at which tokens and spans are recorded. The first step of the run is recorded too."""
+    token_prompts: int = 1
+    """Number of prompts whose tokens are recorded in such a step; 0 records none."""
+    token_responses: int = 4
+    """Maximum number of recorded responses of each of these prompts."""
+    token_limit: int = 1024
+    """Maximum number of recorded tokens of a response, with the last 128 tokens of its prompt."""
+    system_seconds: float | None = 10.0
+    """Interval in seconds at which CPU, memory and GPU use are recorded; null records none."""
+
+
+@dataclass
+class ExperimentConfig:
+    """Root of the config. One step is one pass over the graph with `batch_prompts` prompts."""
+
+    name: str = "unnamed"
+    """Name of the run in output and file names."""
+    seed: int = 0
+    """Seed from which all random numbers of the run are derived."""
+    output_dir: str = "runs/${name}"
+    """Output folder for the resolved config, metrics, samples, models and checkpoints."""
+    overwrite: bool = False
+    """Whether to replace an earlier run in `output_dir`."""
+    checkpoint: CheckpointConfig | None = field(default_factory=CheckpointConfig)
+    """Schedule of the checkpoints for resuming an interrupted run; null writes none."""
+    resume: str | None = None
+    """auto: resume from the newest valid checkpoint in `output_dir`, or start a new run if there is none. A path:
+    resume from this checkpoint, or from the newest checkpoint of this run. null: start a new run."""
+    resume_allow: list[str] = field(default_factory=list)
+    """Config keys that may differ from the config of the checkpoint."""
+    resume_skip: list[str] = field(default_factory=list)
+    """Parts of the checkpoint to skip when resuming: optimizer, data, random, interfaces, callbacks, counters."""
+    steps: int = MISSING
+    """Number of training steps (passes over the graph)."""
+    batch_prompts: int = MISSING
+    """Number of prompts per step."""
+    microbatch: MicroBatchConfig = field(default_factory=MicroBatchConfig)
+    """Token budget of a forward pass, for all roles."""
+    models: dict[str, Any] = field(default_factory=dict)
+    """Role -> component that loads its model; `_target_` defaults to realign.engines.TransformersModel."""
+    interfaces: dict[str, Any] = field(default_factory=dict)
+    """Role -> ModelInterface component that implements its algorithm."""
+    graph: dict[str, Any] = field(default_factory=dict)
+    """Dataflow graph: `_target_` is a function annotated `-> DataflowGraph`, and the other keys are its arguments."""
+    sync: dict[str, Any] = field(default_factory=dict)
+    """Role -> update of its weights from a trained role at the end of a step: of, weight, every_steps. `_target_`
+    defaults to realign.api.Sync."""
+    data: dict[str, Any] = field(default_factory=dict)
+    """Component that loads the training prompts."""
+    shuffle: bool = True
+    """Whether to shuffle the rows in each epoch. The order is a pure function of seed and epoch."""
+    dynamic_sampling: dict[str, Any] | None = field(default_factory=dict)
+    """Dynamic sampling: sample until enough prompts have passed a filter. `_target_` defaults to
+    realign.runtime.DynamicSampling; empty or null disables it."""
+    evaluation: dict[str, Any] | None = field(default_factory=dict)
+    """Periodic evaluation on held-out rows. Settings that the node lacks follow from the training settings, so
+    evaluation.data.path=FILE is enough. Empty or null disables it."""
+    evaluations: dict[str, Any] = field(default_factory=dict)
+    """Name -> further evaluation, with metrics eval/NAME/..."""
+    calibration: dict[str, Any] | None = field(default_factory=dict)
+    """Calibration of the gain and bias of a reward model, before or after training. `_target_` defaults to
+    realign.runtime.RewardCalibration; empty or null disables it."""
+    save_every_steps: int | None = None
+    """Interval in steps at which the trained models are saved; null saves them only at the end."""
+    keep_saves: int | None = None
+    """Number of most recent saves from `save_every_steps` to keep; null keeps all."""
+    save_best: str | None = None
+    """Metric, such as eval/reward, whose best value determines the models saved to `best`. Larger is better; a leading
+    `-` (-eval/nll) means that smaller is better. null saves no best models."""
+    sample_prompts: int = 1
+    """Number of prompts per step whose responses and rewards are written to samples.jsonl (`batch_prompts`: all)."""
+    records: RecordsConfig = field(default_factory=RecordsConfig)
+    """Detail of the records for the report: recorded tokens, spans and the load of the machine."""
+    print_samples_every_steps: int | None = None
+    """Interval in steps at which three responses are printed, with reward and KL; null prints none."""
+    trackers: dict[str, Any] = field(default_factory=dict)
+    """Metric loggers besides metrics.jsonl: any name -> component, such as `_target_: realign.runtime.TensorBoard`."""
+    callbacks: dict[str, Any] = field(default_factory=dict)
+    """Hooks that read the metrics of the run, add metrics, or stop the run: any name -> component, such as
+    early_stopping, or `_target_: my.module.MyCallback`. null disables one."""
+    runtime: dict[str, Any] = field(default_factory=dict)
+    """Placement and execution of the models: config group `runtime` (local, ray). `_target_` defaults to
+    realign.runtime.runtime_spec.Local."""
+    rollout: dict[str, Any] = field(default_factory=dict)
+    """Synchronous or asynchronous rollout: config group `rollout` (sync, async). `_target_` defaults to
+    realign.runtime.rollout.spec.Sync."""
+    ratio_tolerance: float | None = None
+    """Largest |log-prob difference| between sampler and trainer, in nats, before the first update. A larger difference
+    raises a warning, or an error with `strict_ratio`. null: 1e-3, or 0.1 for a model that computes in bfloat16."""
+    strict_ratio: bool = False
+    """Whether to stop the run, rather than warn, when the difference exceeds `ratio_tolerance`."""
+    threads: int | None = None
+    """Number of CPU threads of torch; null keeps torch's default."""
+    dropped: list[str] = field(default_factory=list)
+    """Set by `compose`: discarded keys of lower layers, with their file."""
+    owners: dict[str, str] = field(default_factory=dict)
+    """Set by `compose`: config key -> the layer that owns it, such as algorithm=gspo."""
+
+
+def unknown_keys(config: Mapping[str, Any], roots: Iterable[str] = ROOTS) -> list[str]:
+    """Return a message for each key of the components that their classes do not have.
+
+    Skips components whose class is unknown, such as one that cannot be imported; building them reports their keys. The
+    class of an evaluation depends on the graph.
+
+    Args:
+        config: Values by root key.
+        roots: Root keys to check.
+    """
+    found: list[str] = []
+    for root in roots:
+        node = config.get(root)
+        if not isinstance(node, Mapping) or root.startswith("evaluation"):
+            continue
+        if ROOTS[root].per_role:
+            for role, below in node.items():
+                found += _unknown_below(place_of((root, str(role))), below)
+        else:
+            found += _unknown_below(place_of((root,)), node)
+    return found
+
+
+def _unknown_below(place: Place, node: Any) -> Iterator[str]:
+    if not isinstance(node, Mapping):
+        return
+    target = node.get(TARGET)
+    known = place.fields(target)
+    if known is None:
+        return
+    for name, value in node.items():
+        if name in known:
+            yield from _unknown_below(place.child(name, target), value)
+        elif name != TARGET:
+            key = f"{place.key}.{name}"
+            yield of_sibling(place.chosen(target), key) or unknown_key(key, known)
 
 
 def build_experiment(config: ExperimentConfig) -> Experiment:
@@ -44,7 +239,6 @@ def _build(config: ExperimentConfig) -> Experiment:
     from realign.data import DataSpec
     from realign.runtime import DynamicSampling, Experiment, RewardCalibration, RolloutSpec, RuntimeSpec
     from realign.runtime.checkpoint.background_writer import CheckpointSpec
-    from realign.runtime.evaluation.base import Evaluator
     from realign.runtime.metrics.details import RecordSpec
     from realign.runtime.metrics.trackers import TrackerSpec
 
@@ -234,7 +428,7 @@ def _check_owned(owners: Mapping[str, str], built: Mapping[str, Any]) -> None:
             elif dataclasses.is_dataclass(value):
                 fields = [field.name for field in dataclasses.fields(value)]
                 if name not in fields:
-                    raise ConfigError(f"{owner}: {OWNS} lists {place}, but {unknown_key(f'{key}.{name}', fields)}")
+                    raise ConfigError(f"{owner}: owns lists {place}, but {unknown_key(f'{key}.{name}', fields)}")
                 value = getattr(value, name)
             key = f"{key}.{name}"
 
@@ -249,3 +443,189 @@ def _owners_named(owners: Mapping[str, str]) -> Iterator[None]:
             if f"unknown key '{place}." in str(error):
                 raise ConfigError(f"{error}; {owner} sets the class of {place}") from error
         raise
+
+
+# --- what follows from the training settings ---
+
+_ROWS = ("path", "limit", "split", "subset", "revision", "streaming")
+"""Fields of a data node that select rows. An evaluation does not take them over, since they select training rows."""
+_RANDOM = ("temperature", "top_k", "top_p")
+"""Sampling settings that greedy sampling ignores."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """The training settings from which evaluations take their defaults."""
+
+    graph: DataflowGraph
+    interfaces: Mapping[str, ModelInterface]
+    data: DataSpec
+
+    @property
+    def rewarding(self) -> RPC | None:
+        """The RPC that writes the rewards; None if there is none."""
+        name = self.graph.producers.get("rewards")
+        return next((rpc for rpc in self.graph.rpcs if rpc.name == name), None)
+
+    @property
+    def role(self) -> str:
+        """The role to evaluate: the actor, or else the first trained role."""
+        trained = [rpc.model for rpc in self.graph.rpcs if rpc.method == "train_step"]
+        return trained[0] if trained and "actor" not in trained else "actor"
+
+    @property
+    def generation(self) -> GenerationConfig | None:
+        """The sampling settings of training; None if no role samples."""
+        plans = (self.interfaces[rpc.model].plan() for rpc in self.graph.rpcs if rpc.model in self.interfaces)
+        return next((plan.generation for plan in plans if plan.generation is not None), None)
+
+
+def build_evaluation(node: Mapping[str, Any], where: str, training: Training, models: Mapping[str, Any]) -> Evaluator:
+    """Build the evaluation of a config node.
+
+    Args:
+        node: the config node.
+        where: its key, `evaluation` or `evaluations.<name>`.
+        training: the training settings.
+        models: models by role.
+
+    Raises:
+        ConfigError: a setting is missing or invalid, or no model plays the evaluated role.
+    """
+    # Imported here, so that composing a config does not import torch.
+    from realign.runtime.evaluation.base import Evaluator
+
+    target = node.get(TARGET) or import_path(_default_class(node, training))
+    cls = import_target(target, f"{where}.{TARGET}")
+    known = _fields(cls)
+    complete = {TARGET: target, "role": training.role, **node}
+    if "data" in known:
+        complete["data"] = _data(node.get("data", {}), f"{where}.data", training, prompts=_reads_prompts(cls))
+    if "generation" in known and training.generation is not None and _is_partial(node.get("generation", {})):
+        complete["generation"] = _generation(node.get("generation", {}), f"{where}.generation", training.generation)
+    if "reward" in known and _is_partial(node.get("reward")):
+        complete["reward"] = _reward(node["reward"], f"{where}.reward", training)
+    if "episodes" in known and _is_partial(node.get("episodes", {})):
+        complete["episodes"] = _episodes(node.get("episodes", {}), f"{where}.episodes", training)
+    made: Evaluator = build(complete, Evaluator, where)
+    if made.role not in models:
+        raise ConfigError(f"{where}.role: no model plays {made.role!r}{suggest(made.role, models)}")
+    return made
+
+
+def _default_class(node: Mapping[str, Any], training: Training) -> type[Evaluator]:
+    """Return the class of a node without `_target_`.
+
+    Responses are sampled if the training graph rewards responses, or if the node has a field that only this needs.
+    """
+    from realign.runtime import EpisodeEvaluation, Evaluation, LossEvaluation
+
+    if training.rewarding is None:
+        return Evaluation if node.keys() & (_fields(Evaluation) - _fields(LossEvaluation)) else LossEvaluation
+    return EpisodeEvaluation if training.rewarding.method == "generate" else Evaluation
+
+
+def _reads_prompts(cls: Any) -> bool:
+    from realign.runtime.evaluation.base import Evaluator
+
+    return not (isinstance(cls, type) and issubclass(cls, Evaluator)) or cls.reads_prompts
+
+
+def _data(raw: Any, where: str, training: Training, *, prompts: bool) -> Any:
+    """Return the data node of an evaluation: that of training, with other rows."""
+    from realign.data.prompts import prompt_source
+
+    if not _is_partial(raw):
+        return raw
+    base = prompt_source(training.data) if prompts else training.data
+    names = _fields(type(base))
+    if not raw or ("path" in names and not raw.keys() & {"path", "split"}):
+        key = f"{where}.path" if "path" in names else where
+        raise ConfigError(f"{key} is missing: give it the held-out rows")
+    keep = {"path", "subset", "revision"} if "path" not in raw else set()
+    reset = {name: _default(base, name) for name in _ROWS if name in names and name not in raw and name not in keep}
+    return fill(type(base), raw, where, dataclasses.replace(base, **reset))  # type: ignore[type-var]
+
+
+def _generation(raw: Mapping[str, Any], where: str, base: GenerationConfig) -> GenerationConfig:
+    """Return the sampling settings of an evaluation: those of training, but one greedy response per prompt.
+
+    A node that asks for several responses, or sets a sampling parameter, samples as in training.
+    """
+    greedy = not any(raw.get(name) is not None for name in _RANDOM) and raw.get("n", 1) == 1
+    return fill(type(base), raw, where, dataclasses.replace(base, n=1, greedy=greedy, router_replay=False))
+
+
+def _reward(raw: Mapping[str, Any], where: str, training: Training) -> Any:
+    """Return the reward interface of an evaluation: that of training, with other settings."""
+    rpc = training.rewarding
+    base = None if rpc is None else training.interfaces.get(rpc.model)
+    if base is None or base.needs_engine:
+        why = "training has no reward function" if base is None else f"the reward of training is a model, {rpc.model!r}"  # type: ignore[union-attr]
+        raise ConfigError(f"{where}.{TARGET} is missing: {why}. Give it the import path of a ModelInterface")
+    given = dict(raw)
+    for short, long in SHORTHANDS.items():  # setting one of them replaces the other one of training
+        for one, other in ((short, long), (long, short)):
+            if one in raw and other not in raw and {one, other} <= _fields(type(base)):
+                given[other] = _default(base, other)
+    return fill(type(base), given, where, base)
+
+
+def _episodes(raw: Mapping[str, Any], where: str, training: Training) -> Any:
+    """Return the interface that samples and scores episodes: that of training, with one greedy episode per row."""
+    rpc = training.rewarding
+    base = None if rpc is None or rpc.method != "generate" else training.interfaces.get(rpc.model)
+    if base is None:
+        raise ConfigError(f"{where}.{TARGET} is missing: training has no environment. Give it the import path of one")
+    given = dict(raw)
+    generation = base.plan().generation
+    if generation is not None and "generation" in _fields(type(base)) and _is_partial(raw.get("generation", {})):
+        given["generation"] = _generation(raw.get("generation", {}), f"{where}.generation", generation)
+    return fill(type(base), given, where, base)
+
+
+def _is_partial(raw: Any) -> bool:
+    """Return whether a value is a component without `_target_`, which takes over settings of training."""
+    return isinstance(raw, Mapping) and TARGET not in raw
+
+
+def _fields(cls: Any) -> set[str]:
+    return {field.name for field in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else set()
+
+
+def _default(owner: Any, name: str) -> Any:
+    """Return the default of a field of a dataclass instance."""
+    field = next(field for field in dataclasses.fields(owner) if field.name == name)
+    return field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+
+
+CORRECTION, DEFAULT_CORRECTION = "correction", "importance_correction"
+
+
+def with_default_correction(interfaces: Mapping[str, Any], models: Mapping[str, ModelSpec]) -> dict[str, Any]:
+    """Return the interface nodes. Those whose role has an external sampler correct for it, unless `correction` is set.
+
+    Args:
+        interfaces: Config nodes of the interfaces.
+        models: Model specs by role.
+    """
+    from realign.api.sampler_spec import samples_externally
+
+    return {
+        role: {**node, CORRECTION: DEFAULT_CORRECTION}
+        if role in models and samples_externally(models[role]) and _corrects(node, f"interfaces.{role}")
+        else node
+        for role, node in interfaces.items()
+    }
+
+
+def _corrects(node: Any, where: str) -> bool:
+    """Return whether an interface has a correction, which its node does not set."""
+    if not isinstance(node, Mapping) or CORRECTION in node or TARGET not in node:
+        return False
+    cls = import_target(node[TARGET], f"{where}.{TARGET}")
+    return (
+        inspect.isclass(cls)
+        and dataclasses.is_dataclass(cls)
+        and any(f.name == CORRECTION for f in dataclasses.fields(cls))
+    )

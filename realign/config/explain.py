@@ -8,7 +8,7 @@ import re
 from contextlib import suppress
 from typing import Any, get_args, get_type_hints
 
-from realign.config.convert import wrong_type
+from realign.config.construct import wrong_type
 from realign.config.errors import EXAMPLES, PLAIN, not_a_component, one_line, suggest, unknown_key
 
 
@@ -63,7 +63,7 @@ def explain(error: Exception) -> str:
 
 def _mistyped(key: str, message: str) -> str | None:
     """Return a message for OmegaConf's message about a value that violates the schema; None if it is ambiguous."""
-    from realign.config.schema import ExperimentConfig
+    from realign.config.experiment import ExperimentConfig
 
     null = message.endswith("is not Optional")
     if key in EXAMPLES:

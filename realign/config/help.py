@@ -15,6 +15,7 @@ from typing import Annotated, Any, get_type_hints
 from realign import settings
 from realign.config import words
 from realign.config.errors import ConfigError, suggest, unknown_key
+from realign.config.experiment import COMPONENTS, REPORT, ExperimentConfig
 from realign.config.folders import list_experiments
 from realign.config.help_entries import (
     Entry,
@@ -28,7 +29,6 @@ from realign.config.help_entries import (
     value_text,
 )
 from realign.config.places import ROOTS, Place, place_of
-from realign.config.schema import COMPONENTS, REPORT, ExperimentConfig
 from realign.config.source import class_at, fields_of, first_sentence
 from realign.config.trees import MISSING, get
 

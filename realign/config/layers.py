@@ -19,8 +19,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from realign.config.command_line import Word
 from realign.config.errors import ConfigError, suggest
+from realign.config.experiment import REPORT
 from realign.config.places import ROOTS, Place, place_of
-from realign.config.schema import REPORT
 from realign.config.trees import MISSING, Path, delete_leaf, get, has, leaves, merge, node_at, remove
 from realign.config.words import NONE, TARGET, import_path, is_word, snake_case
 

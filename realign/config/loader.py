@@ -26,9 +26,9 @@ from omegaconf import DictConfig, open_dict
 
 from realign.config.command_line import as_layer, rewrite
 from realign.config.errors import ConfigError, one_line
+from realign.config.experiment import REPORT
 from realign.config.folders import SCHEME, experiments_dir
 from realign.config.layers import Layers
-from realign.config.schema import REPORT
 from realign.config.secret_variables import without_secrets
 from realign.config.trees import node_at
 from realign.safe_yaml import check_yaml

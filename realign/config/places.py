@@ -14,8 +14,8 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
+from realign.config.construct import import_target, misfit
 from realign.config.errors import ConfigError
-from realign.config.targets import import_target, misfit
 from realign.config.words import class_of_word, import_path, members
 
 

@@ -10,10 +10,10 @@ import pytest
 
 from realign.config import schema
 from realign.config.errors import ConfigError
+from realign.config.experiment import COMPONENTS, REPORT, ExperimentConfig
 from realign.config.help import MIRRORED, Section, _ranged, find_keys, section
 from realign.config.help_entries import Entry, hints_of, valid_range
 from realign.config.reference import reference, set_by
-from realign.config.schema import COMPONENTS, REPORT, ExperimentConfig
 from tests.config_parts import write_experiment
 
 
