@@ -268,7 +268,8 @@ def test_a_users_file_that_cannot_be_imported_says_why(tmp_path, monkeypatch, re
 
 def test_the_schema_and_the_experiment_have_the_same_defaults():
     of_experiment = {f.name: f for f in dataclasses.fields(Experiment)}
-    example = Experiment("x", 1, 1, DataflowGraph(()), {}, {}, data=PromptData("prompts.jsonl"))
+    needed = {"graph": DataflowGraph(()), "interfaces": {}, "models": {}, "data": PromptData("prompts.jsonl")}
+    example = Experiment(steps=1, batch_prompts=1, **needed)
     for field in dataclasses.fields(ExperimentConfig):
         if field.name in ("name", "steps", "batch_prompts", "output_dir", "threads", *REPORT):
             continue

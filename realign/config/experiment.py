@@ -1,8 +1,7 @@
 """An experiment: the schema of its YAML file, and `build_experiment`, which turns its values into an `Experiment`.
 
 A component is a mapping with `_target_`, the import path of a dataclass, and values of its fields. Defaults of a
-component are defined only in its dataclass. Defaults of the run are defined here and in `realign.runtime.Experiment`,
-because this module must not import torch. A test checks that both agree.
+component are defined only in its dataclass, and those of the run in `realign.run_settings`.
 """
 
 from __future__ import annotations
@@ -18,13 +17,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
-from omegaconf import MISSING
-
 from realign.config.construct import INTERFACES, build, build_graph, convert, fill, import_target, of_sibling
 from realign.config.errors import ConfigError, joined, not_a_component, suggest, unknown_key
 from realign.config.places import ROOTS, Place, place_of
 from realign.config.words import TARGET, import_path
-from realign.errors import SettingsError
+from realign.run_settings import RunSettings
+from realign.settings import Count
 
 if TYPE_CHECKING:
     from realign.api import RPC, DataflowGraph, GenerationConfig, ModelInterface, ModelSpec
@@ -33,23 +31,10 @@ if TYPE_CHECKING:
     from realign.runtime import Experiment
     from realign.runtime.evaluation.base import Evaluator
 
-COMPONENTS = (
-    "models",
-    "interfaces",
-    "graph",
-    "sync",
-    "data",
-    "dynamic_sampling",
-    "evaluation",
-    "evaluations",
-    "calibration",
-    "trackers",
-    "callbacks",
-    "runtime",
-    "rollout",
-)
-"""Root keys that contain components. Hydra accepts any key in them; building checks the keys against the classes."""
-
+MISSING: Any = "???"
+"""Value of a key that must be set."""
+COMPONENTS = tuple(ROOTS)
+"""Root keys that contain components. Any key may be set in them; building checks the keys against the classes."""
 REPORT = ("dropped", "owners")
 """Root keys that only `compose` sets."""
 SHORTHANDS: Mapping[str, str] = MappingProxyType({"function": "functions"})
@@ -57,131 +42,35 @@ SHORTHANDS: Mapping[str, str] = MappingProxyType({"function": "functions"})
 latter is set."""
 
 
-@dataclass
-class MicroBatchConfig:
-    """Size of a forward pass. It does not change loss, gradient or metrics."""
-
-    max_tokens_per_microbatch: int | None = 16384
-    """Maximum number of packed tokens in one forward pass; null sets no limit."""
-    n_microbatches: int = 1
-    """Minimum number of micro-batches, limited by the number of groups."""
-
-
-@dataclass
-class CheckpointConfig:
-    """Schedule of the checkpoints for resuming. A run also writes one at its end and on Ctrl-C or SIGTERM."""
-
-    every_steps: int | None = None
-    """Interval between checkpoints in steps; null sets no step interval."""
-    every_minutes: float | None = 10.0
-    """Interval between checkpoints in minutes of training; null sets no time interval. If both intervals are set, the
-    first one to elapse triggers a checkpoint."""
-    keep: int = 2
-    """Number of most recent checkpoints to keep."""
-
-
-@dataclass
-class RecordsConfig:
-    """Detail of the records for `realign report` and `realign view`."""
-
-    every_steps: int = 10
-    """Interval in steps at which tokens and spans are recorded. The first step of the run is recorded too."""
-    token_prompts: int = 1
-    """Number of prompts whose tokens are recorded in such a step; 0 records none."""
-    token_responses: int = 4
-    """Maximum number of recorded responses of each of these prompts."""
-    token_limit: int = 1024
-    """Maximum number of recorded tokens of a response, with the last 128 tokens of its prompt."""
-    system_seconds: float | None = 10.0
-    """Interval in seconds at which CPU, memory and GPU use are recorded; null records none."""
-
-
-@dataclass
-class ExperimentConfig:
+@dataclass(kw_only=True)
+class ExperimentConfig(RunSettings):
     """Root of the config. One step is one pass over the graph with `batch_prompts` prompts."""
 
-    name: str = "unnamed"
-    """Name of the run in output and file names."""
-    seed: int = 0
-    """Seed from which all random numbers of the run are derived."""
     output_dir: str = "runs/${name}"
-    """Output folder for the resolved config, metrics, samples, models and checkpoints."""
-    overwrite: bool = False
-    """Whether to replace an earlier run in `output_dir`."""
-    checkpoint: CheckpointConfig | None = field(default_factory=CheckpointConfig)
-    """Schedule of the checkpoints for resuming an interrupted run; null writes none."""
-    resume: str | None = None
-    """auto: resume from the newest valid checkpoint in `output_dir`, or start a new run if there is none. A path:
-    resume from this checkpoint, or from the newest checkpoint of this run. null: start a new run."""
-    resume_allow: list[str] = field(default_factory=list)
-    """Config keys that may differ from the config of the checkpoint."""
-    resume_skip: list[str] = field(default_factory=list)
-    """Parts of the checkpoint to skip when resuming: optimizer, data, random, interfaces, callbacks, counters."""
-    steps: int = MISSING
-    """Number of training steps (passes over the graph)."""
-    batch_prompts: int = MISSING
-    """Number of prompts per step."""
-    microbatch: MicroBatchConfig = field(default_factory=MicroBatchConfig)
-    """Token budget of a forward pass, for all roles."""
+    steps: Count = MISSING
+    batch_prompts: Count = MISSING
     models: dict[str, Any] = field(default_factory=dict)
-    """Role -> component that loads its model; `_target_` defaults to realign.engines.TransformersModel."""
     interfaces: dict[str, Any] = field(default_factory=dict)
-    """Role -> ModelInterface component that implements its algorithm."""
     graph: dict[str, Any] = field(default_factory=dict)
-    """Dataflow graph: `_target_` is a function annotated `-> DataflowGraph`, and the other keys are its arguments."""
     sync: dict[str, Any] = field(default_factory=dict)
-    """Role -> update of its weights from a trained role at the end of a step: of, weight, every_steps. `_target_`
-    defaults to realign.api.Sync."""
     data: dict[str, Any] = field(default_factory=dict)
-    """Component that loads the training prompts."""
-    shuffle: bool = True
-    """Whether to shuffle the rows in each epoch. The order is a pure function of seed and epoch."""
     dynamic_sampling: dict[str, Any] | None = field(default_factory=dict)
-    """Dynamic sampling: sample until enough prompts have passed a filter. `_target_` defaults to
-    realign.runtime.DynamicSampling; empty or null disables it."""
     evaluation: dict[str, Any] | None = field(default_factory=dict)
-    """Periodic evaluation on held-out rows. Settings that the node lacks follow from the training settings, so
-    evaluation.data.path=FILE is enough. Empty or null disables it."""
     evaluations: dict[str, Any] = field(default_factory=dict)
-    """Name -> further evaluation, with metrics eval/NAME/..."""
     calibration: dict[str, Any] | None = field(default_factory=dict)
-    """Calibration of the gain and bias of a reward model, before or after training. `_target_` defaults to
-    realign.runtime.RewardCalibration; empty or null disables it."""
-    save_every_steps: int | None = None
-    """Interval in steps at which the trained models are saved; null saves them only at the end."""
-    keep_saves: int | None = None
-    """Number of most recent saves from `save_every_steps` to keep; null keeps all."""
-    save_best: str | None = None
-    """Metric, such as eval/reward, whose best value determines the models saved to `best`. Larger is better; a leading
-    `-` (-eval/nll) means that smaller is better. null saves no best models."""
-    sample_prompts: int = 1
-    """Number of prompts per step whose responses and rewards are written to samples.jsonl (`batch_prompts`: all)."""
-    records: RecordsConfig = field(default_factory=RecordsConfig)
-    """Detail of the records for the report: recorded tokens, spans and the load of the machine."""
-    print_samples_every_steps: int | None = None
-    """Interval in steps at which three responses are printed, with reward and KL; null prints none."""
     trackers: dict[str, Any] = field(default_factory=dict)
-    """Metric loggers besides metrics.jsonl: any name -> component, such as `_target_: realign.runtime.TensorBoard`."""
     callbacks: dict[str, Any] = field(default_factory=dict)
-    """Hooks that read the metrics of the run, add metrics, or stop the run: any name -> component, such as
-    early_stopping, or `_target_: my.module.MyCallback`. null disables one."""
     runtime: dict[str, Any] = field(default_factory=dict)
-    """Placement and execution of the models: config group `runtime` (local, ray). `_target_` defaults to
-    realign.runtime.runtime_spec.Local."""
     rollout: dict[str, Any] = field(default_factory=dict)
-    """Synchronous or asynchronous rollout: config group `rollout` (sync, async). `_target_` defaults to
-    realign.runtime.rollout.spec.Sync."""
-    ratio_tolerance: float | None = None
-    """Largest |log-prob difference| between sampler and trainer, in nats, before the first update. A larger difference
-    raises a warning, or an error with `strict_ratio`. null: 1e-3, or 0.1 for a model that computes in bfloat16."""
-    strict_ratio: bool = False
-    """Whether to stop the run, rather than warn, when the difference exceeds `ratio_tolerance`."""
     threads: int | None = None
     """Number of CPU threads of torch; null keeps torch's default."""
     dropped: list[str] = field(default_factory=list)
     """Set by `compose`: discarded keys of lower layers, with their file."""
     owners: dict[str, str] = field(default_factory=dict)
     """Set by `compose`: config key -> the layer that owns it, such as algorithm=gspo."""
+
+    def __post_init__(self) -> None:
+        """Check nothing. `Experiment` checks the values, which may be missing here."""
 
 
 def unknown_keys(config: Mapping[str, Any], roots: Iterable[str] = ROOTS) -> list[str]:
@@ -235,24 +124,19 @@ def build_experiment(config: ExperimentConfig) -> Experiment:
 
 def _build(config: ExperimentConfig) -> Experiment:
     # Imported here, so that composing a config does not import torch.
-    from realign.api import DataflowGraph, MicroBatchSpec, ModelInterface, ModelSpec, Sync
+    from realign.api import DataflowGraph, MicroBatchSpec
     from realign.data import DataSpec
-    from realign.runtime import DynamicSampling, Experiment, RewardCalibration, RolloutSpec, RuntimeSpec
-    from realign.runtime.checkpoint.background_writer import CheckpointSpec
-    from realign.runtime.metrics.details import RecordSpec
-    from realign.runtime.metrics.trackers import TrackerSpec
+    from realign.runtime import Experiment
 
     _check_names(config)
     if unknown := unknown_keys(vars(config)):
         raise ConfigError(joined(unknown))
-    models = _roles(config, ModelSpec, "models")
+    models = _roles(config, "models")
     config = dataclasses.replace(config, interfaces=with_default_correction(config.interfaces, models))
-    interfaces = _roles(config, ModelInterface, "interfaces")
+    interfaces = _roles(config, "interfaces")
     graph = build_graph(config.graph, DataflowGraph, "graph", interfaces)
     data: DataSpec = build(config.data, DataSpec, "data")
-    dynamic_sampling: DynamicSampling | None = None
-    if config.dynamic_sampling:
-        dynamic_sampling = _one(config, DynamicSampling, "dynamic_sampling")
+    dynamic_sampling = _one(config, "dynamic_sampling") if config.dynamic_sampling else None
     training = Training(graph, interfaces, data)
     evaluation: Evaluator | None = None
     if config.evaluation:
@@ -262,53 +146,28 @@ def _build(config: ExperimentConfig) -> Experiment:
         for name, node in config.evaluations.items()
         if node is not None
     }
-    calibration: RewardCalibration | None = None
-    if config.calibration:
-        calibration = _one(config, RewardCalibration, "calibration")
     if not config.output_dir.strip():
         raise ConfigError("output_dir is empty: the run would write into the current folder. Name a folder.")
-    try:
-        microbatch = MicroBatchSpec(**dataclasses.asdict(config.microbatch))
-    except SettingsError as error:
-        raise ConfigError(f"microbatch.{error}") from error
-    try:
-        records = RecordSpec(**dataclasses.asdict(config.records))
-    except SettingsError as error:
-        raise ConfigError(f"records.{error}") from error
+    plain = {f.name: getattr(config, f.name) for f in dataclasses.fields(RunSettings) if f.name not in COMPONENTS}
+    converted = {
+        "output_dir": Path(config.output_dir),
+        "microbatch": MicroBatchSpec(**dataclasses.asdict(config.microbatch)),
+    }
     experiment = Experiment(
-        name=config.name,
-        seed=config.seed,
-        output_dir=Path(config.output_dir),
-        overwrite=config.overwrite,
-        steps=config.steps,
-        batch_prompts=config.batch_prompts,
-        microbatch=microbatch,
+        **(plain | converted),
         graph=graph,
-        sync=_roles(config, Sync, "sync"),
         interfaces=interfaces,
         models=models,
+        sync=_roles(config, "sync"),
         data=data,
-        shuffle=config.shuffle,
         dynamic_sampling=dynamic_sampling,
         evaluation=evaluation,
         evaluations=evaluations,
-        calibration=calibration,
-        save_every_steps=config.save_every_steps,
-        keep_saves=config.keep_saves,
-        save_best=config.save_best,
-        sample_prompts=config.sample_prompts,
-        records=records,
-        print_samples_every_steps=config.print_samples_every_steps,
-        trackers=_roles(config, TrackerSpec, "trackers"),
+        calibration=_one(config, "calibration") if config.calibration else None,
+        trackers=_roles(config, "trackers"),
         callbacks=_callbacks(config),
-        runtime=_one(config, RuntimeSpec, "runtime"),
-        rollout=_one(config, RolloutSpec, "rollout"),
-        ratio_tolerance=config.ratio_tolerance,
-        strict_ratio=config.strict_ratio,
-        checkpoint=None if config.checkpoint is None else CheckpointSpec(**dataclasses.asdict(config.checkpoint)),
-        resume=config.resume,
-        resume_allow=config.resume_allow,
-        resume_skip=config.resume_skip,
+        runtime=_one(config, "runtime"),
+        rollout=_one(config, "rollout"),
     )
     experiment.dropped = list(config.dropped)
     _check_owned(config.owners, vars(experiment))
@@ -339,21 +198,8 @@ def resolved_config(config: ExperimentConfig, experiment: Experiment) -> dict[st
     whole = {key: value for key, value in dataclasses.asdict(config).items() if key not in (*COMPONENTS, *REPORT)}
     parameters = inspect.signature(import_target(config.graph[TARGET], f"graph.{TARGET}")).parameters.values()
     defaults = [p for p in parameters if p.name != INTERFACES]
-    return whole | {
-        "models": {role: as_node(spec) for role, spec in experiment.models.items()},
-        "interfaces": {role: as_node(interface) for role, interface in experiment.interfaces.items()},
-        "graph": {TARGET: config.graph[TARGET], **{p.name: as_node(p.default) for p in defaults}, **config.graph},
-        "sync": {role: as_node(sync) for role, sync in experiment.sync.items()},
-        "data": as_node(experiment.data),
-        "dynamic_sampling": as_node(experiment.dynamic_sampling),
-        "evaluation": as_node(experiment.evaluation),
-        "evaluations": {name: as_node(evaluation) for name, evaluation in experiment.evaluations.items()},
-        "calibration": as_node(experiment.calibration),
-        "runtime": as_node(experiment.runtime),
-        "rollout": as_node(experiment.rollout),
-        "trackers": {name: as_node(spec) for name, spec in experiment.trackers.items()},
-        "callbacks": {name: as_node(callback) for name, callback in experiment.callbacks.items()},
-    }
+    graph = {TARGET: config.graph[TARGET], **{p.name: as_node(p.default) for p in defaults}, **config.graph}
+    return whole | {key: graph if key == "graph" else as_node(getattr(experiment, key)) for key in COMPONENTS}
 
 
 def as_node(value: Any, declared: Any = None) -> Any:
@@ -380,9 +226,9 @@ def as_node(value: Any, declared: Any = None) -> Any:
     return value
 
 
-def _roles(config: ExperimentConfig, kind: Any, root: str) -> dict[str, Any]:
+def _roles(config: ExperimentConfig, root: str) -> dict[str, Any]:
     """Build the component of each role. Skips roles that are null."""
-    target = _default_target(root)
+    kind, target = _kind(root), _default_target(root)
     return {
         role: build({**target, **node} if isinstance(node, Mapping) else node, kind, f"{root}.{role}")
         for role, node in getattr(config, root).items()
@@ -408,8 +254,12 @@ def _node(node: Any, where: str) -> Mapping[str, Any]:
     return node
 
 
-def _one(config: ExperimentConfig, kind: Any, root: str) -> Any:
-    return build({**_default_target(root), **getattr(config, root)}, kind, root)
+def _one(config: ExperimentConfig, root: str) -> Any:
+    return build({**_default_target(root), **getattr(config, root)}, _kind(root), root)
+
+
+def _kind(root: str) -> Any:
+    return import_target(ROOTS[root].kind, root)
 
 
 def _default_target(root: str) -> dict[str, str]:

@@ -41,10 +41,10 @@ ROOTS: Mapping[str, Root] = MappingProxyType(
         "evaluation": Root("realign.runtime.evaluation.base.Evaluator", "realign.runtime.Evaluation"),
         "evaluations": Root("realign.runtime.evaluation.base.Evaluator", "realign.runtime.Evaluation", per_role=True),
         "calibration": Root("realign.runtime.RewardCalibration", "realign.runtime.RewardCalibration"),
-        "trackers": Root("realign.runtime.metrics.trackers.TrackerSpec", per_role=True),
-        "callbacks": Root("realign.api.callback.Callback", per_role=True),
         "runtime": Root("realign.runtime.RuntimeSpec", "realign.runtime.RuntimeSpec"),
         "rollout": Root("realign.runtime.RolloutSpec", "realign.runtime.RolloutSpec"),
+        "trackers": Root("realign.runtime.metrics.trackers.TrackerSpec", per_role=True),
+        "callbacks": Root("realign.api.callback.Callback", per_role=True),
     }
 )
 
