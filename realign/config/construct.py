@@ -11,7 +11,6 @@ import dataclasses
 import difflib
 import importlib
 import inspect
-import math
 import pkgutil
 import re
 import sys
@@ -23,9 +22,6 @@ from functools import partial
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
-
-from omegaconf import BooleanNode, FloatNode, IntegerNode, PathNode, StringNode
-from omegaconf.errors import ValidationError
 
 from realign.config import words
 from realign.config.errors import ConfigError, listed, one_line, suggest, switched_off, unknown_key
@@ -205,9 +201,20 @@ def misfit(cls: type, kind: Any) -> str | None:
     return None
 
 
-LEAVES: Mapping[Any, Callable[..., Any]] = types.MappingProxyType(
-    {bool: BooleanNode, int: IntegerNode, float: FloatNode, str: StringNode, Path: PathNode}
+BOOLS: Mapping[str, bool] = types.MappingProxyType(
+    dict.fromkeys(("true", "yes", "y", "on", "1"), True) | dict.fromkeys(("false", "no", "n", "off", "0"), False)
 )
+"""Texts of a bool."""
+LEAVES: Mapping[Any, tuple[Callable[[Any], Any], tuple[type, ...]]] = types.MappingProxyType(
+    {
+        bool: (lambda raw: BOOLS[str(raw).lower()], (bool, int, str)),
+        int: (int, (int, str)),
+        float: (float, (float, int, str)),
+        str: (str, (str, bool, int, float, Path)),
+        Path: (Path, (str, Path)),
+    }
+)
+"""How a value of YAML or a text becomes one of each type, and from which types. A bool is no number."""
 SCALES: Mapping[str, Mapping[str, float]] = types.MappingProxyType(
     {
         "s": {"ms": 0.001, "s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600},
@@ -395,14 +402,13 @@ def _choice(raw: Any, choices: Mapping[str, Any], where: str, purpose: str | Non
 
 
 def _leaf(raw: Any, annotation: Any, where: str) -> Any:
-    try:
-        value = LEAVES[annotation](value=raw)._value()
-    except ValidationError:
-        raise wrong_type(raw, annotation, where) from None
-    odd = annotation is bool and isinstance(raw, int | float) and raw not in (0, 1)
-    if odd or (isinstance(value, float) and math.isnan(value)):
-        raise wrong_type(raw, annotation, where)
-    return value
+    read, accepted = LEAVES[annotation]
+    if isinstance(raw, accepted) and (bool in accepted or not isinstance(raw, bool)):
+        with suppress(ValueError, KeyError):
+            value = read(raw)
+            if value == value:  # not NaN
+                return value
+    raise wrong_type(raw, annotation, where)
 
 
 INTERFACES = "interfaces"
