@@ -22,7 +22,7 @@ from realign.config.errors import ConfigError, joined, not_a_component, suggest,
 from realign.config.places import ROOTS, Place, place_of
 from realign.config.words import TARGET, import_path
 from realign.run_settings import RunSettings
-from realign.settings import Count
+from realign.settings import Count, own_settings
 
 if TYPE_CHECKING:
     from realign.api import RPC, DataflowGraph, GenerationConfig, ModelInterface, ModelSpec
@@ -212,9 +212,7 @@ def as_node(value: Any, declared: Any = None) -> Any:
         hints = get_type_hints(cls)
         said = declared is cls or cls in get_args(declared)
         node = {} if said else {TARGET: f"{cls.__module__}.{cls.__qualname__}"}
-        return node | {
-            f.name: as_node(getattr(value, f.name), hints[f.name]) for f in dataclasses.fields(value) if f.init
-        }
+        return node | {f.name: as_node(getattr(value, f.name), hints[f.name]) for f in own_settings(cls)}
     if isinstance(value, Enum):
         return value.name.rstrip("_")  # the format of `choices_of`
     if isinstance(value, Path):
@@ -459,7 +457,7 @@ def with_default_correction(interfaces: Mapping[str, Any], models: Mapping[str, 
         interfaces: Config nodes of the interfaces.
         models: Model specs by role.
     """
-    from realign.api.sampler_spec import samples_externally
+    from realign.api.sampler import samples_externally
 
     return {
         role: {**node, CORRECTION: DEFAULT_CORRECTION}

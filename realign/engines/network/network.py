@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from realign.api.generation import GenerationConfig
-from realign.api.image_keys import PIXELS
 from realign.api.microbatch import MicroBatchSpec
 from realign.api.router_experts import ROUTER_EXPERTS
-from realign.api.sample import TOKENS, SequenceSample
+from realign.api.sample import PIXELS, TOKENS, SequenceSample
 from realign.engines.network.attention import NotPackableError, layout_inputs
 from realign.engines.network.branches import Heard, ReferenceBranch, check_layers, layers_that_train, read_stack
 from realign.engines.network.encoder_decoder import EncoderDecoder, EncoderDecoderCache
@@ -251,8 +250,9 @@ class Network(nn.Module):
         cu_seqlens = part.cu_seqlens()
         pair = self.unpacked if isinstance(self.unpacked, EncoderDecoder) else None
         predicted_T = None if pair is None else pair.predicted(moved, layout.pieces)
+        masks = [(moved[key], x) for key, x in part.data.items() if x.dtype == torch.bool]
         return PackedOutput(
-            hidden_RH, limited, moved[TOKENS], cu_seqlens, self.autocast, branch, row_T, self.heads, predicted_T
+            hidden_RH, limited, moved[TOKENS], cu_seqlens, self.autocast, branch, row_T, self.heads, predicted_T, masks
         )
 
     def reference(self, layers: int | None = None) -> Run:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from realign.api import SequenceSample
 from realign.api.rewards import total_rewards
-from realign.api.trace import TracedSequence
+from realign.api.stats import TracedSequence
 from realign.run_settings import RecordSpec
 from realign.runtime.metrics.records import Records
 from realign.runtime.metrics.run_log import RunLog

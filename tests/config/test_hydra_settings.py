@@ -1,0 +1,323 @@
+"""Test which settings of Hydra a config may change."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+
+from realign.cli.sweep import composed_runs
+from realign.config import ConfigError, compose
+from realign.config.hydra_settings import LAUNCHERS, all_settings, check_settings
+from tests.config_parts import EXPERIMENT, write_experiment
+
+BASE = {"run.dir", "sweep.dir", "sweep.subdir", "output_subdir", "verbose", "sweeper.params", "sweeper.max_batch_size"}
+LOCAL = {
+    *("launcher.timeout_min", "launcher.cpus_per_task", "launcher.gpus_per_node", "launcher.tasks_per_node"),
+    *("launcher.mem_gb", "launcher.nodes", "launcher.name", "launcher.stderr_to_stdout"),
+}
+SLURM = LOCAL | {
+    *("launcher.partition", "launcher.qos", "launcher.comment", "launcher.constraint", "launcher.exclude"),
+    *("launcher.gres", "launcher.cpus_per_gpu", "launcher.gpus_per_task", "launcher.mem_per_gpu"),
+    *("launcher.mem_per_cpu", "launcher.account", "launcher.signal_delay_s", "launcher.max_num_timeout"),
+    "launcher.array_parallelism",
+}
+ALLOWED = {"basic": BASE, "submitit_local": BASE | LOCAL, "submitit_slurm": BASE | SLURM}
+"""Settings that a config may change, by launcher."""
+NEVER = [
+    "${graph}",
+    "${oc.env:HOME}",
+    "a\nb",
+    {"_target_": "os.system"},
+    [{"_target_": "os.system"}],
+    {"()": "os.system", "command": "true"},
+]
+"""Values that no setting accepts."""
+
+
+@cache
+def node(launcher: str = "basic") -> dict[str, Any]:
+    """Return all settings of Hydra."""
+    plain = OmegaConf.to_container(all_settings(launcher), resolve=False)
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}
+
+
+def leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield path and value of all settings in a node, including empty mappings."""
+    if isinstance(value, Mapping) and value:
+        for key, below in value.items():
+            yield from leaves(below, (*path, str(key)))
+    else:
+        yield path, value
+
+
+def mappings(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    if isinstance(value, Mapping):
+        yield path
+        for key, below in value.items():
+            yield from mappings(below, (*path, str(key)))
+
+
+def nested(path: tuple[str, ...], value: Any) -> Any:
+    for key in reversed(path):
+        value = {key: value}
+    return value
+
+
+def other(value: Any) -> Any:
+    """Return a different harmless value of the same kind."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int):
+        return value + 1
+    if isinstance(value, list):
+        return [*value, "x"]
+    return {"x": "y"} if isinstance(value, Mapping) else "other"
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_every_setting_of_hydra_is_refused_unless_it_is_in_the_list(launcher):
+    settings = list(leaves(node(launcher)))
+    assert ALLOWED[launcher] <= {".".join(path) for path, _ in settings}
+    assert len(settings) > 50
+    for path, default in settings:
+        key = ".".join(path)
+        for value in [*NEVER, None, "other", 7, True, ["x"], {}, {"x": "y"}, other(default), default]:
+            if value not in NEVER and key in ALLOWED[launcher]:
+                continue
+            if key == "job.chdir" and value is False:  # what a run does in any case
+                check_settings(nested(path, value), launcher)
+                continue
+            with pytest.raises(ConfigError, match=re.escape(f"hydra.{path[0]}")):
+                check_settings(nested(path, value), launcher)
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_key_that_hydra_does_not_have_is_refused(launcher):
+    for path in mappings(node(launcher)):
+        if path == ("sweeper", "params"):
+            continue
+        with pytest.raises(ConfigError, match=re.escape(".".join(["hydra", *path, "unknown='x'"]))):
+            check_settings(nested((*path, "unknown"), "x"), launcher)
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_no_part_of_the_node_may_come_from_elsewhere(launcher):
+    for path in mappings(node(launcher)):
+        with pytest.raises(ConfigError, match=re.escape(".".join(["hydra", *path]))):
+            check_settings(nested(path, "${models.actor}"), launcher)
+
+
+def test_a_launcher_has_only_its_own_resources():
+    for launcher, key in (("basic", "timeout_min"), ("submitit_local", "partition")):
+        with pytest.raises(ConfigError, match=rf"hydra\.launcher\.{key}=1: a config cannot change"):
+            check_settings({"launcher": {key: 1}}, launcher)
+
+
+def evil(folder: Path, settings: Any, *, defaults: str = "") -> Path:
+    """Write a third party's experiment file that changes Hydra's node, and return its folder."""
+    head, _, rest = EXPERIMENT.partition("\n")
+    return write_experiment(folder, "evil", f"{head}\n{defaults}{rest}{yaml.safe_dump({'hydra': settings})}")
+
+
+def test_no_file_changes_a_setting_that_is_not_in_the_list(tmp_path):
+    for path, default in leaves(node()):
+        if ".".join(path) not in ALLOWED["basic"]:
+            folder = evil(tmp_path, nested(path, other(default)))
+            with pytest.raises(ConfigError, match=re.escape(path[-1])):
+                compose(["experiment=evil"], folder)
+
+
+def test_no_file_puts_an_interpolation_in_place_of_the_node(tmp_path):
+    with pytest.raises(ConfigError, match="hydra"):
+        compose(["experiment=evil"], evil(tmp_path, "${models}"))
+    for override in ("hydra=${models}", "++hydra=${models}"):
+        with pytest.raises(ConfigError, match="hydra"):
+            compose(["experiment=evil", override], evil(tmp_path, {}))
+
+
+@pytest.mark.parametrize("group", ["hydra/launcher", "hydra/sweeper", "hydra/env", "hydra/output", "hydra/callbacks"])
+def test_a_group_of_hydra_in_the_folder_of_somebody_else_is_refused(group, tmp_path):
+    evil(tmp_path, {}, defaults=f"defaults: [{{override /{group}: mine}}]\n")
+    (tmp_path / group).mkdir(parents=True)
+    key = group.replace("/", ".")
+    text = f"# @package {key}\n_target_: os.system\n"
+    (tmp_path / group / "mine.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(key)):
+        compose(["experiment=evil"], tmp_path)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        "defaults: [{override /hydra/job_logging: disabled}]\n",
+        "hydra: {defaults: [{override /hydra/job_logging: disabled}]}\n",
+        "hydra: {defaults: [{/hydra/job_logging: disabled}, _self_]}\n",
+    ],
+)
+def test_defaults_of_the_node_are_refused_although_hydra_ignores_them(head, tmp_path):
+    first, _, rest = EXPERIMENT.partition("\n")
+    write_experiment(tmp_path, "evil", f"{first}\n{head}{rest}")
+    with pytest.raises(ConfigError, match=r"hydra\.(job_logging|defaults)\b.*: a config cannot"):
+        compose(["experiment=evil"], tmp_path)
+
+
+def test_a_launcher_of_the_same_name_in_the_folder_of_somebody_else_is_refused(tmp_path):
+    evil(tmp_path, {}, defaults="defaults: [{override /hydra/launcher: submitit_slurm}]\n")
+    (tmp_path / "hydra" / "launcher").mkdir(parents=True)
+    (tmp_path / "hydra" / "launcher" / "submitit_slurm.yaml").write_text("setup: ['true']\n")
+    with pytest.raises(ConfigError, match=r"hydra\.launcher"):
+        compose(["experiment=evil"], tmp_path)
+
+
+GOOD = [
+    ["hydra.run.dir=elsewhere"],
+    ["hydra.run.dir='${output_dir}/${now:%Y%m%d}'"],
+    ["hydra.sweep.dir='sweeps/${name}'", "hydra.sweep.subdir='${hydra.job.num}_${hydra.job.override_dirname}'"],
+    ["hydra.output_subdir=null"],
+    ["hydra.verbose=true"],
+    ["hydra.verbose=[realign,hydra]"],
+    ["hydra.sweeper.max_batch_size=2"],
+    ["hydra/launcher=submitit_local", "hydra.launcher.timeout_min=5", "hydra.launcher.name=mine"],
+    ["hydra/launcher=submitit_slurm", "hydra.launcher.partition=gpu", "hydra.launcher.constraint='a100|h100'"],
+    ["hydra/launcher=submitit_slurm", "hydra.launcher.comment='for the paper'", "hydra.launcher.mem_gb=8"],
+]
+
+
+@pytest.mark.parametrize("overrides", GOOD)
+def test_folders_resources_and_parameters_of_a_sweep_may_change(overrides, tmp_path):
+    write_experiment(tmp_path)
+    composed_runs(["experiment=bigram", *overrides], str(tmp_path))
+    compose(["experiment=bigram", *overrides], tmp_path)
+
+
+def test_a_file_may_change_them_too(tmp_path):
+    settings = {
+        "sweeper": {"params": {"seed": "1,2", "interfaces.actor.epochs": 2, "+models.actor.lr": 0.1}},
+        "launcher": {"timeout_min": 5},
+        "sweep": {"dir": "sweeps"},
+    }
+    evil(tmp_path, settings, defaults="defaults: [{override /hydra/launcher: submitit_local}]\n")
+    composed_runs(["experiment=evil"], str(tmp_path))
+
+
+BAD = [
+    "hydra.run.dir='${oc.env:HOME}'",
+    "hydra.run.dir=null",
+    "hydra.sweep.dir='${oc.select:hydra.job.env_set}'",
+    "hydra.sweep.dir='${now:${oc.env:HOME}}'",
+    "hydra.sweep.dir='${hydra:job.name}'",
+    "hydra.sweep.dir='${models}'",
+    "hydra.sweep.dir='${now:%n}x'",
+    "hydra.sweep.subdir='\\${x}'",
+    "hydra.output_subdir=../up",
+    "hydra.output_subdir=/etc",
+    "hydra.verbose={a: 1}",
+    "hydra.mode=MULTIRUN",
+    "hydra.searchpath=[pkg://antigravity]",
+    "++hydra.searchpath=[pkg://antigravity]",
+    "hydra/job_logging=none",
+    "hydra/hydra_logging=disabled",
+    "~hydra.job_logging.handlers",
+    "hydra.job.env_copy=[HOME]",
+    "hydra.job.env_copy=[NOT_SET_ANYWHERE]",
+    "hydra.overrides.task=['steps=1']",
+    "hydra.overrides.hydra=['hydra.verbose=true']",
+    "hydra={verbose: true, unknown: 1}",
+]
+
+
+@pytest.mark.parametrize("override", BAD)
+def test_other_values_are_refused(override, tmp_path, monkeypatch):
+    import importlib
+
+    imported: list[str] = []
+    real = importlib.import_module
+    monkeypatch.setattr(importlib, "import_module", lambda name, *a: imported.append(name) or real(name, *a))
+    write_experiment(tmp_path)
+    key = ".".join(re.split(r"[./]", override.lstrip("+~").partition("=")[0])[:2])
+    with pytest.raises(ConfigError, match=re.escape(key)) as caught:
+        composed_runs(["experiment=bigram", override], str(tmp_path))
+    assert "\n" not in str(caught.value)
+    assert "antigravity" not in imported
+
+
+CALLING = [
+    {"_target_": "os.system", "command": "true"},
+    {"seed": {"_target_": "os.system"}},
+    {"seed": [{"_target_": "os.system"}]},
+    {"_args_": [1]},
+    {"seed": "${oc.env:HOME}"},
+    {"seed": ["${models}"]},
+    {"seed": "1\n"},
+    {"see\nd": "1"},
+    "${models}",
+]
+
+
+@pytest.mark.parametrize("params", CALLING)
+def test_parameters_of_a_sweep_are_keys_and_plain_values(params, tmp_path):
+    with pytest.raises(ConfigError, match=r"hydra\.sweeper\.params"):
+        composed_runs(["experiment=evil"], str(evil(tmp_path, {"sweeper": {"params": params}})))
+
+
+def test_the_value_of_a_variable_that_a_file_asks_for_is_not_shown(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    with pytest.raises(ConfigError, match=r"hydra\.job\.env_copy=\['HF_TOKEN'\]") as caught:
+        composed_runs(["experiment=evil"], str(evil(tmp_path, {"job": {"env_copy": ["HF_TOKEN"]}})))
+    assert "hf_secret" not in str(caught.value)
+
+
+SMUGGLED = [
+    {"hydra.job.env_set.X": "y"},
+    {"+hydra.job.env_set.X": "y"},
+    {"++hydra.job.env_set": "{X: y}"},
+    {"hydra": "{verbose: true}"},
+    {"hydra.searchpath": "[pkg://antigravity]"},
+    {"hydra/job_logging": "none"},
+    {"hydra/launcher": "basic,submitit_local"},
+]
+
+
+@pytest.mark.parametrize("params", SMUGGLED)
+def test_parameters_of_a_sweep_never_reach_hydra(params, tmp_path):
+    with pytest.raises(ConfigError, match="hydra"):
+        composed_runs(["experiment=evil"], str(evil(tmp_path, {"sweeper": {"params": params}})))
+
+
+ALGORITHMS = {
+    "evil": "# @package _global_\nhydra: {job: {env_set: {X: y}}}\n",
+    "good": "# @package _global_\nsteps: 3\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [("evil", []), ("good,evil", []), ("good", ["algorithm=good,evil"]), ("good", ["algorithm=evil"])],
+)
+def test_a_file_that_a_sweep_chooses_is_checked(params, words, tmp_path):
+    (tmp_path / "algorithm").mkdir()
+    for name, text in ALGORITHMS.items():
+        (tmp_path / "algorithm" / f"{name}.yaml").write_text(text)
+    evil(tmp_path, {"sweeper": {"params": {"algorithm": "good"}}})
+    composed_runs(["experiment=evil"], str(tmp_path))
+    evil(tmp_path, {"sweeper": {"params": {"algorithm": params}}})
+    with pytest.raises(ConfigError, match=r"hydra\.job\.env_set\.X"):
+        composed_runs(["experiment=evil", *words], str(tmp_path))
+
+
+@pytest.mark.parametrize("command", ["\ntouch PWNED #", "a\rb", "a\x1b[2Jb"])
+def test_output_dir_cannot_add_a_line_to_the_script_of_a_job(command, tmp_path):
+    head, _, rest = EXPERIMENT.partition("\n")
+    for setting in ({"output_dir": command}, {"hydra": {"launcher": {"comment": command}}}):
+        text = f"{head}\ndefaults: [{{override /hydra/launcher: submitit_slurm}}]\n{rest}{yaml.safe_dump(setting)}"
+        write_experiment(tmp_path, "evil", text)
+        with pytest.raises(ConfigError, match=r"control character|printable"):
+            composed_runs(["experiment=evil"], str(tmp_path))
