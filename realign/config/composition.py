@@ -14,14 +14,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
 from realign.config.command_line import as_layer, prepare, rewritten
-from realign.config.construct import fill, unknown_keys
+from realign.config.construct import fill
 from realign.config.errors import (
     OPTIONAL,
     ConfigError,
@@ -32,11 +31,11 @@ from realign.config.errors import (
     one_line,
     unknown_key,
 )
+from realign.config.experiment import COMPONENTS, REPORT, SHORTHANDS, ExperimentConfig, unknown_keys
 from realign.config.files import GROUPS, LAUNCHER, ConfigFile, Files
 from realign.config.hydra_settings import DEFAULT_LAUNCHER, DEFAULTS, check_launcher, check_settings
 from realign.config.layers import OWNS, Layers
 from realign.config.places import ROOTS
-from realign.config.schema import COMPONENTS, REPORT, ExperimentConfig
 from realign.config.secret_variables import check_no_secrets, without_secrets
 from realign.config.trees import has, merge
 from realign.config.words import NONE
@@ -44,9 +43,6 @@ from realign.config.words import NONE
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
-SHORTHANDS: Mapping[str, str] = MappingProxyType({"function": "functions"})
-"""Field of a component -> the field that it is a shorthand of. A missing value (`???`) of the former is allowed if the
-latter is set."""
 ROOT_KEYS = tuple(field.name for field in fields(ExperimentConfig) if field.name not in REPORT)
 FOLDERS = ("output_dir", "hydra.run.dir", "hydra.sweep.dir")
 
