@@ -67,10 +67,10 @@ class SharedModel(Settings, ModelSpec):
         owner = (loaded or {}).get(self.of)
         if owner is None:
             raise ConfigError(f"models.{name}.of={self.of!r}: no RPC uses this role, so its model is not loaded")
-        engine = SharedEngine(name, self.of, owner.machine)
+        engine = SharedEngine(name, self.of, owner.engine)
         if self.branch is Share.reference:
             try:
-                engine = ReferenceEngine(name, self.of, owner.machine, owner.machine.reference(self.layers))
+                engine = ReferenceEngine(name, self.of, owner.engine, owner.engine.reference(self.layers))
             except (ConfigError, ValueError) as error:  # ValueError: an engine without reference branches
                 raise ConfigError(f"models.{name}: {error}") from error
         view = Model(name, engine, owner.tokenizer, seed, owner.version, owner.saved_views.get(name, {}))

@@ -66,10 +66,10 @@ def _completed(experiment: Experiment, used: Mapping[str, ModelSpec], models: di
     check_vocabularies(models, lead_role(experiment))
     tokenizer = models[lead_role(experiment)].tokenizer
     for rpc in experiment.graph.rpcs:
-        if rpc.method == "train_step" and rpc.model in models and not models[rpc.model].machine.trainable:
+        if rpc.method == "train_step" and rpc.model in models and not models[rpc.model].engine.trainable:
             raise untrainable(rpc, used[rpc.model])
     for role in dict.fromkeys(rpc.model for rpc in experiment.graph.rpcs if rpc.model in models):
-        check_outputs(role, models[role].machine.outputs, experiment.interfaces[role])
+        check_outputs(role, models[role].engine.outputs, experiment.interfaces[role])
     connect_heads(experiment.graph, models)
     check_models_replay(experiment.graph, models)
     models |= {role: Model(role, None, tokenizer, seed) for role in experiment.roles if role not in models}
@@ -112,7 +112,7 @@ def open_sampler(spec: ModelSpec, model: Model) -> None:
             f"models.{model.name}.sampler={type(spec.sampler).__name__}: this sampler does not work under torchrun. "
             "Start one process, or set runtime=ray."
         )
-    model.external_sampler = spec.sampler.open(model.name, model.machine, model.tokenizer)
+    model.external_sampler = spec.sampler.open(model.name, model.engine, model.tokenizer)
 
 
 def check_optimizers(experiment: Experiment) -> None:
@@ -203,7 +203,7 @@ def check_models_replay(graph: DataflowGraph, models: Mapping[str, Model]) -> No
         if rpc.model not in models or ROUTER_EXPERTS not in {own.get(key, key) for key in (*rpc.inputs, *rpc.outputs)}:
             continue
         try:
-            models[rpc.model].machine.check_router_replay()
+            models[rpc.model].engine.check_router_replay()
         except (ConfigError, ValueError) as error:
             raise ConfigError(f"{error} Set generation.router_replay=false.") from error
 
@@ -225,13 +225,13 @@ def connect_heads(graph: DataflowGraph, models: Mapping[str, Model]) -> None:
             if name is not None and key in graph.producers:
                 heads[name] = _head(calls[graph.producers[key]].model, rpc.model, graph, models)
         if heads:
-            models[rpc.model].machine.use_heads(heads)
+            models[rpc.model].engine.use_heads(heads)
 
 
 def _head(owner: str, reader: str, graph: DataflowGraph, models: Mapping[str, Model]) -> LMHead:
     """Return the head of role `owner` for a loss of role `reader`."""
-    machine = models[owner].machine
-    if owner in graph.sync and not (machine.head_is_live and models[reader].machine.head_is_live):
+    machine = models[owner].engine
+    if owner in graph.sync and not (machine.head_is_live and models[reader].engine.head_is_live):
         raise ConfigError(
             f"sync.{owner}: the loss of models.{reader} uses a copy of its head, which the sync would not change. "
             f"Remove sync.{owner}, or run both models without sharding in one process (runtime=local)."
@@ -251,7 +251,7 @@ def save_models(folder: Path, models: Mapping[str, Model], interfaces: Mapping[s
     refuse_link(folder)
     ranks = current()
     for role, model in models.items():
-        if model.engine is None or not model.engine.trainable:
+        if not model.has_engine or not model.engine.trainable:
             continue
         ranks.together(partial(model.engine.save, folder / role))
         ranks.lead(partial(_write_states, folder, role, model, interfaces))

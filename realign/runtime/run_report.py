@@ -107,7 +107,7 @@ def attempts_in(folder: Path) -> list[dict[str, Any]]:
 
 def _described(runtime: LocalRuntime) -> dict[str, Any]:
     e = runtime.experiment
-    models = ((role, model.engine) for role, model in runtime.models.items() if model.engine is not None)
+    models = ((role, model.engine) for role, model in runtime.models.items() if model.has_engine)
     lead = lead_role(e)
     larger_is_better = {} if e.save_best is None else {e.save_best.removeprefix("-"): not e.save_best.startswith("-")}
     return {

@@ -165,7 +165,7 @@ class Training:
     def _display(self, console: Console) -> LiveDisplay:
         e = self.experiment
         log = self.report.log
-        models = ((role, model.engine) for role, model in self.runtime.models.items() if model.engine is not None)
+        models = ((role, model.engine) for role, model in self.runtime.models.items() if model.has_engine)
         sizes = [f"{role}: {about}" for role, engine in models if (about := engine.describe())]
 
         def doing() -> str:

@@ -45,7 +45,7 @@ def test_the_head_is_restricted_to_the_vocabulary_of_the_config(tmp_path):
     from realign.engines import Causal
 
     spec = TransformersModel(str(save_tiny(tmp_path / "m")), device="cpu", head=Causal(vocabulary=40))
-    engine = spec.load("teacher", seed=0).machine
+    engine = spec.load("teacher", seed=0).engine
     assert engine.lm_head().weight_VH.shape[0] == copied_head(engine.forward).weight_VH.shape[0] == 40
 
 
@@ -54,11 +54,11 @@ def test_the_head_of_a_frozen_branch_is_that_of_the_start(tmp_path, trains):
     folder = str(save_tiny(tmp_path / "m"))
     step = OptimizerSpec(lr=0.1)
     actor = TransformersModel(folder, device="cpu", optimizer=step, trains=trains).load("actor", seed=0)
-    branch = SharedModel("actor", "reference").load("teacher", seed=0, loaded={"actor": actor}).machine
-    start = TransformersModel(folder, device="cpu").load("start", seed=0).machine.lm_head()
+    branch = SharedModel("actor", "reference").load("teacher", seed=0, loaded={"actor": actor}).engine
+    start = TransformersModel(folder, device="cpu").load("start", seed=0).engine.lm_head()
     assert_same_head(branch.lm_head(), start)
     data = random_sample([[5, 4]])
-    actor.machine.train_batch(data, ONE, lambda out, mb: (out.logprobs().sum(), {}), lambda d: d["loss_mask"].sum())
+    actor.engine.train_batch(data, ONE, lambda out, mb: (out.logprobs().sum(), {}), lambda d: d["loss_mask"].sum())
     assert_same_head(branch.lm_head(), start)
     assert not branch.head_is_live
 
@@ -71,7 +71,7 @@ def test_a_bigram_engine_has_a_head():
 
 def test_a_reward_model_has_no_head_for_distributions(tmp_path):
     folder = str(save_tiny(tmp_path / "m", head="score"))
-    engine = TransformersModel(folder, device="cpu", head=Score()).load("reward", seed=0).machine
+    engine = TransformersModel(folder, device="cpu", head=Score()).load("reward", seed=0).engine
     with pytest.raises(ValueError, match=r"models\.reward has a scalar head"):
         engine.lm_head()
 

@@ -8,7 +8,6 @@ forward-only engine. This works with every interface, and measures the quantity 
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -90,7 +89,7 @@ class LossEvaluation(Evaluator):
     def _loss(self, training: RPC, runtime: LoadedRun, batch: SequenceSample) -> Stats:
         interface = copy.deepcopy(runtime.interfaces[self.role])  # a copy, because train_step may change its state
         model = runtime.models[self.role]
-        forward_only = dataclasses.replace(model, engine=ForwardOnly(model.name, model.name, model.machine))
+        forward_only = model.replaced(engine=ForwardOnly(model.name, model.name, model.engine))
         return interface.train_step(forward_only, inputs_of(training, batch), runtime.microbatch)
 
 

@@ -172,7 +172,7 @@ class Host:
             away.leave()
 
     def _engine(self, role: str) -> WorkerEngine:
-        return cast(WorkerEngine, self._models[role].machine)
+        return cast(WorkerEngine, self._models[role].engine)
 
     def forward(self, role: str, part: SequenceSample, mb_spec: MicroBatchSpec, hook: PostHook) -> SequenceSample:
         """See `PipelinableEngine.forward`."""

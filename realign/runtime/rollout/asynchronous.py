@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -286,7 +286,7 @@ class RolloutAhead:
         versions = {role: model.version for role, model in self._models.items()}
         for role, sampler in self._samplers.items():
             if sampler is not self._models[role].external_sampler:  # the model updates its external sampler
-                sampler.update(self._models[role].machine, versions[role])
+                sampler.update(self._models[role].engine, versions[role])
         with self._changed:
             self._versions = versions
 
@@ -347,19 +347,19 @@ class RolloutAhead:
 
     def _called(self, rpc: RPC, batch: SequenceSample, version: int) -> SequenceSample:
         """Execute one RPC, with the background sampler if the RPC uses the policy."""
-        model = replace(self._models[rpc.model], version=version)
+        model = self._models[rpc.model].replaced(version=version)
         owner = self._owners[rpc.model]
         if owner not in self._samplers:
             # an engine serves one caller at a time; interfaces without an engine may run concurrently
-            alone: AbstractContextManager[Any] = nullcontext() if model.engine is None else self._locks[owner]
+            alone: AbstractContextManager[Any] = self._locks[owner] if model.has_engine else nullcontext()
             with alone, self._tallies[rpc.name].counting():
                 return self._make(rpc, model, batch)
         sampler = self._samplers[owner]
         # A copy of the model in this process is also an engine, which can score.
         copy: Any = sampler
-        engine = copy if isinstance(copy, SharedEngine) else SamplingEngine(rpc.model, owner, model.machine, sampler)
+        engine = copy if isinstance(copy, SharedEngine) else SamplingEngine(rpc.model, owner, model.engine, sampler)
         with self._tallies[rpc.name].counting():
-            return self._make(rpc, replace(model, engine=engine, external_sampler=sampler), batch)
+            return self._make(rpc, model.replaced(engine=engine, external_sampler=sampler), batch)
 
     def _call_metrics(self) -> dict[str, float]:
         """Return the mean times and the token counts of the calls finished since the last step."""

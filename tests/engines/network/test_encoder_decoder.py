@@ -205,7 +205,7 @@ def test_a_model_that_is_loaded_from_a_folder_trains_with_adapters_and_its_refer
     pytest.importorskip("peft")
     folder = save_pair("bart", tmp_path / "bart")
     spec = TransformersModel(str(folder), optimizer=OptimizerSpec(lr=1e-2), trains=Lora(rank=4))
-    engine, data = spec.load("actor", seed=0).machine, sample_of(SHAPE)
+    engine, data = spec.load("actor", seed=0).engine, sample_of(SHAPE)
     before = scored(engine, data)
     reference = engine.reference()
     engine.train_batch(data, MicroBatchSpec(), negative_likelihood, responses)

@@ -132,7 +132,7 @@ def test_conversations_may_run_ahead_of_training(tmp_path):
         made = experiment(tmp_path / name, models=models, rollout=rollout, data=Rows(12))
         with closing(LocalRuntime(made)) as runtime:
             batches = [runtime.step(step)[1] for step in (1, 2, 3)]
-            weights = runtime.models["actor"].machine.weights()
+            weights = runtime.models["actor"].engine.weights()
         return list(weights.values()), [batch["versions"][batch["loss_mask"]] for batch in batches]
 
     plain, _ = trained("sync", SyncRollout())
