@@ -155,7 +155,7 @@ class ModelFacts:
     device: str | None = None
     """Device in the config, such as "cuda:0" or "auto"."""
     outputs: frozenset[str] | None = None
-    """See `PipelinableEngine.outputs`."""
+    """See `EngineCapabilities.outputs`."""
     trainable: bool | None = None
     """Whether an optimizer is configured."""
     branches: bool | None = None

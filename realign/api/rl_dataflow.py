@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from realign.api.dataflow import RPC, DataflowGraph, nearest
+from realign.api.engine import HIDDEN
 from realign.api.interface import ModelInterface, implements
 from realign.api.rewards import NAMED
 from realign.api.router_experts import ROUTER_EXPERTS
-from realign.api.target_heads import HIDDEN
 from realign.errors import GraphError
 
 SAMPLED = ("input_ids", "prompt_mask", "loss_mask", "logprobs", "versions", "truncated")

@@ -99,7 +99,8 @@ class Serve(Settings):
             renderer = Renderer(model.tokenizer, self.template_options, self.response_template)
             # a sampler in this process owns the engine; the forward pass runs between two of its decode steps
             forward = sampler.forward if isinstance(sampler, StreamingEngine) else one_at_a_time(model.engine.forward)
-            backend = Backend(sampler, renderer, self.generation, model.engine.positions, scorer=Scorer(forward))
+            positions = model.engine.capabilities().positions
+            backend = Backend(sampler, renderer, self.generation, positions, scorer=Scorer(forward))
             sessions = Sessions(backend, key, seed=self.seed)
             with closing(
                 Endpoint(sessions, self.limits, model=self.shown_name, host=self.host, port=self.port)

@@ -87,7 +87,7 @@ def restore(runtime: LocalRuntime, state: Mapping[str, Any], skip: Iterable[str]
 
 
 def _model_state(model: Model, synced: bool) -> dict[str, Any]:
-    trained = model.has_engine and model.engine.trainable
+    trained = model.has_engine and model.engine.capabilities().trainable
     own = {"version": model.version, "engine": model.engine.state_dict() if trained else None}
     return own | ({"weights": model.engine.weights()} if synced else {})
 
@@ -97,7 +97,7 @@ def _restore_models(runtime: LocalRuntime, states: Mapping[str, Any], skipped: s
         where = "the checkpoint" if differing[0] in states else "this run"
         raise CheckpointError(f"models.{differing[0]} is only in {where}. Resume with the same roles.")
     for role, model in runtime.models.items():
-        state, trained = states[role], model.has_engine and model.engine.trainable
+        state, trained = states[role], model.has_engine and model.engine.capabilities().trainable
         if (state["engine"] is not None) != trained:
             now, then = ("trains", "did not") if trained else ("does not train", "did")
             raise CheckpointError(

@@ -119,7 +119,7 @@ def _described(runtime: LocalRuntime) -> dict[str, Any]:
         "versions": {"python": platform.python_version(), **_versions()},
         "device": _device(),
         "git": git_state(Path.cwd()),
-        "models": {role: engine.describe() for role, engine in models},
+        "models": {role: engine.capabilities().size for role, engine in models},
         "graph": graph_record(e.graph),
         "headline": headline(e.graph, e.interfaces, lead, tuple(e.evaluations)),
         "panels": [dataclasses.asdict(panel) for panel in panels(e.graph, e.interfaces, lead)],

@@ -166,7 +166,7 @@ class Training:
         e = self.experiment
         log = self.report.log
         models = ((role, model.engine) for role, model in self.runtime.models.items() if model.has_engine)
-        sizes = [f"{role}: {about}" for role, engine in models if (about := engine.describe())]
+        sizes = [f"{role}: {about}" for role, engine in models if (about := engine.capabilities().size)]
 
         def doing() -> str:
             first = self.done < self.first

@@ -125,7 +125,7 @@ def test_a_deterministic_model_sets_the_flags_of_torch(tmp_path, monkeypatch, tf
     assert torch.is_deterministic_algorithms_warn_only_enabled()
     assert os.environ[CUBLAS] == ":4096:8"
     engine = tiny_engine(optimizer=OptimizerSpec(lr=1e-3))
-    assert engine.trainable
+    assert engine.capabilities().trainable
 
 
 def test_a_model_changes_no_flag_by_default(tmp_path):

@@ -190,6 +190,6 @@ def test_what_is_said_of_a_folder_is_what_loading_it_finds(tmp_path, family, sav
 def test_what_a_spec_says_it_gives_is_what_its_engine_gives(tmp_path):
     for word, head in HEADS.items():
         spec = TransformersModel(str(save_tiny(tmp_path / word, head=word)), head=head)
-        assert spec.facts().outputs == spec.load("x", seed=0).engine.outputs
+        assert spec.facts().outputs == spec.load("x", seed=0).engine.capabilities().outputs
     both = TransformersModel(str(tmp_path / "causal"), head=Causal(ValueHead()))
     assert both.facts().outputs == {"logprobs", "values", "scores"}

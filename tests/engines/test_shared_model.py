@@ -113,7 +113,7 @@ def test_a_reference_over_a_trunk_that_moves_is_refused(tmp_path):
 def test_a_reference_only_scores(tmp_path):
     _, ref = load(save_tiny(tmp_path / "m"), trains=TopLayers(1), head=Causal(ValueHead()))
     data = random_sample(LENGTHS)
-    assert not ref.trainable
+    assert not ref.capabilities().trainable
     with pytest.raises(ValueError, match=r"models.ref shares the model of role 'actor' and cannot train"):
         train(ref, data)
     with pytest.raises(ValueError, match="which cannot generate"):

@@ -331,16 +331,16 @@ def test_trap_b5_nothing_but_end_tokens_is_read_from_generation_config(tmp_path)
     folder = save_tiny(tmp_path / "model", "qwen2")
     leaked = {"eos_token_id": [2, 9], "repetition_penalty": 1.1, "top_k": 20, "temperature": 0.7, "do_sample": True}
     (folder / "generation_config.json").write_text(json.dumps(leaked))
-    assert load(folder).engine.eos_token_ids == (2, 9)
+    assert load(folder).engine.capabilities().eos_token_ids == (2, 9)
     (folder / "generation_config.json").unlink()
-    assert load(folder).engine.eos_token_ids == (2,)
+    assert load(folder).engine.capabilities().eos_token_ids == (2,)
 
 
 def test_reference_and_policy_share_nothing(tmp_path):
     folder = save_tiny(tmp_path / "model", "qwen2")
     actor, ref = load(folder, optimizer=OptimizerSpec(lr=0.1)), load(folder, "ref")
-    assert actor.engine.trainable
-    assert not ref.engine.trainable
+    assert actor.engine.capabilities().trainable
+    assert not ref.engine.capabilities().trainable
     assert not any(p.requires_grad for p in ref.engine.module.parameters())
     data = random_sample([[9, 5]])
     assert torch.equal(logprobs(actor.engine, data), logprobs(ref.engine, data))

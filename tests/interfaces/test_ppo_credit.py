@@ -271,12 +271,9 @@ def test_end_tokens_that_do_not_train_get_credit_but_no_loss():
 
 
 def test_end_tokens_are_those_of_the_model_if_the_sampler_names_none():
-    class Ended(BigramEngine):
-        eos_token_ids = (3, 6)
-
     data = two_prompts(rewards=[1.0, 2, 3, 4, 5], truncated=[False] * 5)
     interface = PPOActorInterface(train_end_token=False)
-    trained = interface.credit(Model("actor", Ended()), data, MicroBatchSpec())["loss_mask"]
+    trained = interface.credit(Model("actor", BigramEngine(eos_token_ids=(3, 6))), data, MicroBatchSpec())["loss_mask"]
     assert data["input_ids"][trained].tolist() == [2, 2, 2, 4, 5, 5]
     with pytest.raises(ConfigError, match="train_end_token=false: neither the model nor its tokenizer has an end"):
         interface.credit(model(), data, MicroBatchSpec())

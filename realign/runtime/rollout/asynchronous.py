@@ -33,7 +33,7 @@ from realign.api import (
     merge_stats,
     stat_values,
 )
-from realign.api.engine import PostHook
+from realign.api.engine import PostHook, Scores
 from realign.api.rewards import total_rewards
 from realign.api.sampler import Sampler
 from realign.api.sampler_spec import SamplesInBackground
@@ -47,18 +47,21 @@ from realign.runtime.rollout.staleness import Staleness
 
 
 class SamplingEngine(SharedEngine):
-    """Engine of a policy in training for calls of asynchronous rollout, which may only sample."""
+    """Engine of a policy in training for calls of asynchronous rollout, which uses the sampler instead."""
 
     def __init__(self, name: str, of: str, engine: PipelinableEngine, sampler: Sampler) -> None:
         super().__init__(name, of, engine)
         self._sampler = sampler
 
+    @override
     def forward(self, data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
-        """Raise an error, because the engine is in use by training.
+        """Score with the sampler, because the engine is in use by training.
 
         Raises:
-            ConfigError: always.
+            ConfigError: the sampler cannot score.
         """
+        if isinstance(self._sampler, Scores):
+            return self._sampler.forward(data, mb_spec, post_hook)
         raise ConfigError(
             f"models.{self.name}: with rollout=async, {type(self._sampler).__name__} can sample but not score. Set "
             "rollout=sync."
@@ -355,9 +358,7 @@ class RolloutAhead:
             with alone, self._tallies[rpc.name].counting():
                 return self._make(rpc, model, batch)
         sampler = self._samplers[owner]
-        # A copy of the model in this process is also an engine, which can score.
-        copy: Any = sampler
-        engine = copy if isinstance(copy, SharedEngine) else SamplingEngine(rpc.model, owner, model.engine, sampler)
+        engine = SamplingEngine(rpc.model, owner, model.engine, sampler)
         with self._tallies[rpc.name].counting():
             return self._make(rpc, model.replaced(engine=engine, external_sampler=sampler), batch)
 

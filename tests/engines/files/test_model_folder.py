@@ -40,7 +40,7 @@ def load(folder: Path) -> str:
     message = ""
     try:
         engine: Any = TransformersModel(str(folder)).load("actor", seed=0).engine
-        assert all(isinstance(i, int) for i in engine.eos_token_ids)
+        assert all(isinstance(i, int) for i in engine.capabilities().eos_token_ids)
     except RealignError as error:
         message = str(error)
     assert "\n" not in message

@@ -188,5 +188,9 @@ def test_errors_name_the_setting(tmp_path):
     with pytest.raises(SettingsError, match="layers=1: q_heads read the trunk's last hidden states"):
         ValueHead(layers=1, q_heads=QHeads())
     assert config.distorted() == ["advantage_scale=0.5"]
-    assert plain.outputs == {"logprobs", "values", "scores"}
-    assert load(folder).outputs == Causal(ValueHead(q_heads=QHeads())).outputs == {*plain.outputs, "q_values"}
+    assert plain.capabilities().outputs == {"logprobs", "values", "scores"}
+    assert (
+        load(folder).capabilities().outputs
+        == Causal(ValueHead(q_heads=QHeads())).outputs
+        == {*plain.capabilities().outputs, "q_values"}
+    )

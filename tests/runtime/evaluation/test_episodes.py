@@ -47,10 +47,6 @@ class Numbers(Digits):
         return 11
 
 
-class Short(BigramEngine):
-    positions = 40
-
-
 @dataclass
 class Small(BigramModel):
     """Bigram model with 40 positions."""
@@ -58,7 +54,7 @@ class Small(BigramModel):
     path: str = "somewhere"
 
     def load(self, name: str, *, seed: int) -> Model:
-        return Model(name, Short(seed=seed, lr=self.lr), Numbers(), seed)
+        return Model(name, BigramEngine(seed=seed, lr=self.lr, positions=40), Numbers(), seed)
 
     def facts(self) -> ModelFacts:
         return ModelFacts(path=self.path)

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from realign.api import MicroBatchSpec
-from realign.api.engine import copied_head
-from realign.api.target_heads import role_of_hidden
+from realign.api.engine import copied_head, role_of_hidden
 from realign.engines import Lora, OptimizerSpec, Score, SharedModel, TopLayers, TransformersModel
 from realign.functional import LMHead
 from realign.testing import BigramEngine
@@ -34,7 +33,7 @@ def test_a_copied_head_is_the_head_of_the_engine(family):
 def test_the_head_of_an_engine_in_this_process_follows_training_and_the_copy_does_not():
     engine = tiny_engine("llama", optimizer=OptimizerSpec(lr=0.1))
     live, copy = engine.lm_head(), copied_head(engine.forward)
-    assert engine.head_is_live
+    assert engine.capabilities().live_head
     data = random_sample([[5, 4]])
     engine.train_batch(data, ONE, lambda out, mb: (out.logprobs().sum(), {}), lambda d: d["loss_mask"].sum())
     assert_same_head(live, engine.lm_head())
@@ -60,7 +59,7 @@ def test_the_head_of_a_frozen_branch_is_that_of_the_start(tmp_path, trains):
     data = random_sample([[5, 4]])
     actor.engine.train_batch(data, ONE, lambda out, mb: (out.logprobs().sum(), {}), lambda d: d["loss_mask"].sum())
     assert_same_head(branch.lm_head(), start)
-    assert not branch.head_is_live
+    assert not branch.capabilities().live_head
 
 
 def test_a_bigram_engine_has_a_head():
