@@ -133,7 +133,7 @@ class EngineCapabilities:
     live_head: bool = False
     """Whether the result of `lm_head` follows later changes of the weights; otherwise it is a copy."""
     images: bool = False
-    """Whether the network reads the images of prompts (`realign.api.image_keys`)."""
+    """Whether the network reads the images of prompts (`realign.api.sample`)."""
     encoder_decoder: bool = False
     """Whether an encoder reads the prompt, so that the network predicts only tokens of one response."""
     router_replay: bool = False

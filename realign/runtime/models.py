@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 from realign.api import RPC, DataflowGraph, Model, ModelInterface, ModelSpec
 from realign.api.engine import role_of_hidden
 from realign.api.router_experts import ROUTER_EXPERTS
-from realign.api.sampler_spec import ConfiguresSampler
+from realign.api.sampler import ConfiguresSampler
 from realign.engines import SharedModel
 from realign.engines.distributed.ranks import current
 from realign.engines.files.folders import AVERAGED, refuse_link, write_state

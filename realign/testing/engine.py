@@ -7,6 +7,7 @@ import math
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -341,7 +342,7 @@ def _check_weights(case: EngineCase) -> None:
     }
     now = case.weights()
     for what, (weights, mix) in wrong.items():
-        _refused(lambda weights=weights, mix=mix: engine.load_weights(weights, mix), f"load_weights with {what}")
+        _refused(partial(engine.load_weights, weights, mix), f"load_weights with {what}")
         case.same_weights(case.weights(), now, f"load_weights with {what}, which is refused,", bitwise=True)
 
 

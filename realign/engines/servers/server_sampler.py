@@ -9,16 +9,25 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 import torch
 from typing_extensions import override
 
 from realign.api.engine import EngineCapabilities
 from realign.api.generation import GenerationConfig
-from realign.api.requests import Completion, FutureHandle, Handle, Request
 from realign.api.sample import SequenceSample
-from realign.api.sampler import PROMPTS, Capabilities, Sampler, WeightSource, generate_by_requests
+from realign.api.sampler import (
+    PROMPTS,
+    Capabilities,
+    Completion,
+    FutureHandle,
+    Handle,
+    Request,
+    Sampler,
+    WeightSource,
+    generate_by_requests,
+)
 from realign.api.seeds import derive_seed
 from realign.engines.distributed.ranks import Ranks, current
 from realign.engines.servers.delivery import BaseModel, Delivery, HasAdapter, WeightFolders
