@@ -9,10 +9,10 @@ import pytest
 
 from realign.cli.completion import completions
 from realign.config import build_experiment, compose
+from realign.config.construct import import_target
 from realign.config.errors import ConfigError
-from realign.config.folders import experiments_dir, list_experiments
+from realign.config.files import experiments_dir, list_experiments
 from realign.config.module_words import spell_out, target_of, with_target
-from realign.config.targets import import_target
 from tests.config_parts import write_experiment
 
 REQUIRED = ["models.actor.path=m", "data.path=p.jsonl", "interfaces.reward.function=reward.py:score"]
