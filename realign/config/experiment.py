@@ -83,17 +83,17 @@ def unknown_keys(config: Mapping[str, Any], roots: Iterable[str] = ROOTS) -> lis
         config: Values by root key.
         roots: Root keys to check.
     """
-    found: list[str] = []
+    messages: list[str] = []
     for root in roots:
         node = config.get(root)
         if not isinstance(node, Mapping) or root.startswith("evaluation"):
             continue
         if ROOTS[root].per_role:
             for role, below in node.items():
-                found += _unknown_below(place_of((root, str(role))), below)
+                messages += _unknown_below(place_of((root, str(role))), below)
         else:
-            found += _unknown_below(place_of((root,)), node)
-    return found
+            messages += _unknown_below(place_of((root,)), node)
+    return messages
 
 
 def _unknown_below(place: Place, node: Any) -> Iterator[str]:
@@ -238,12 +238,12 @@ def _callbacks(config: ExperimentConfig) -> dict[str, Callback]:
     """Build the callbacks, which a bare word can select. Skips those that are null or none."""
     from realign.api.callback import Callback
 
-    found = {}
+    built = {}
     for name, node in config.callbacks.items():
         where = f"callbacks.{name}"
         component = isinstance(node, Mapping)
-        found[name] = build(node, Callback, where) if component else convert(node, Callback | None, where)
-    return {name: callback for name, callback in found.items() if callback is not None}
+        built[name] = build(node, Callback, where) if component else convert(node, Callback | None, where)
+    return {name: callback for name, callback in built.items() if callback is not None}
 
 
 def _node(node: Any, where: str) -> Mapping[str, Any]:
@@ -413,8 +413,8 @@ def _reward(raw: Mapping[str, Any], where: str, training: Training) -> Any:
         raise ConfigError(f"{where}.{TARGET} is missing: {why}. Give it the import path of a ModelInterface")
     given = dict(raw)
     for short, long in SHORTHANDS.items():  # setting one of them replaces the other one of training
-        for one, other in ((short, long), (long, short)):
-            if one in raw and other not in raw and {one, other} <= _fields(type(base)):
+        for name, other in ((short, long), (long, short)):
+            if name in raw and other not in raw and {name, other} <= _fields(type(base)):
                 given[other] = _default(base, other)
     return fill(type(base), given, where, base)
 
