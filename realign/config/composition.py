@@ -84,8 +84,9 @@ def compose_layers(
     """
     words = prepare(overrides)
     parsed = parse(words)
-    files = Files(_chosen(parsed), config_dir, base)
-    below = _FileLayers(files.read(), files.choices, config_dir, base)
+    chosen = _chosen(parsed)
+    files = Files(chosen, config_dir, base)
+    below = _FileLayers(files.read(), chosen, files.choices, config_dir, base)
     for file in below.files:
         values = {key: value for key, value in file.values.items() if key not in (*REPORT, "hydra")}
         _check_file(file, values)
@@ -104,7 +105,10 @@ class _FileLayers:
     """The layers below the command line."""
 
     files: list[ConfigFile]
+    chosen: Mapping[str, tuple[str, ...]]
+    """Names that the command line chooses for config groups."""
     choices: Mapping[str, tuple[str, ...]]
+    """Those names, and the names that files and defaults choose for other groups."""
     config_dir: Path | str | None
     base: str | None
     layers: Layers = field(default_factory=lambda: Layers(_defaults()))
@@ -132,7 +136,7 @@ class Composed:
         """
         words = prepare(overrides)
         parsed = parse(words)
-        if any(self.below.choices.get(group) != name for group, name in _chosen(parsed).items()):
+        if _chosen(parsed) != self.below.chosen:
             return compose_layers(words, self.below.config_dir, self.below.base)
         return _with_command_line(self.below, words, parsed)
 

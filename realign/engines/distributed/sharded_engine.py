@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from realign.api.engine import Forward, LossFn, LossWeightFn, PostHook, StepIf, copied_head
+from realign.api.engine import EngineCapabilities, Forward, LossFn, LossWeightFn, PostHook, StepIf, copied_head
 from realign.api.generation import GenerationConfig
 from realign.api.lengths import Lengths
 from realign.api.microbatch import MicroBatchSpec
@@ -93,12 +93,17 @@ class ShardedEngine(TransformersEngine):
     def _make_saver(self) -> ModelSaver:
         return ShardedSaver(self.name, self.network, self.tokenizer, self._average, self._ranks)
 
+    @override
+    def capabilities(self) -> EngineCapabilities:
+        return replace(super().capabilities(), live_head=False)
+
     @property
+    @override
     def data_ranks(self) -> int:
-        """Number of data-parallel parts of a batch."""
         return self.network.grid.data_ranks
 
     @property
+    @override
     def data_rank(self) -> int:
         """Index of this rank's part. All ranks of a tensor-parallel group have the same index."""
         return self.network.grid.data_rank
@@ -107,11 +112,6 @@ class ShardedEngine(TransformersEngine):
     def lm_head(self) -> LMHead:
         """Return a full copy on every rank; collective."""
         return copied_head(self.forward)
-
-    @property
-    @override
-    def head_is_live(self) -> bool:
-        return False
 
     @override
     def forward(self, data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
