@@ -410,6 +410,7 @@ class DecodingLoop:
             running = SharedRollout(self._stream(call.config, longest))
             self._running.append(running)
         elif longest > running.stream.reach:
+            # twice as long, since each growth prepares the weights again, and prompts often get longer one by one
             running.stream.reach = max(longest, 2 * running.stream.reach)
             running.stream.decoder, running.stream.head = self._prepared(call.config, running.stream.reach)
         running.add(call)
@@ -453,7 +454,7 @@ class SharedRollout:
         self.stream.finished.clear()
 
     def remove(self, call: SamplingCall) -> None:
-        """Drop the single sequence of an unfinished call, and store its tokens in `call.kept`."""
+        """Drop the single sequence of an unfinished call, and store its tokens in `call.last_tokens`."""
         call.last_tokens = self.stream.so_far(call.sequence)
         self.stream.remove(call.sequence)
         del self.calls[call.sequence]

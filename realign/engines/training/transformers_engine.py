@@ -152,7 +152,7 @@ class TransformersEngine(InferenceEngine):
             RunError: `max_nonfinite_in_a_row` consecutive steps had a non-finite loss or gradient.
         """
         part = self._own_part("train_batch", data)
-        weight = step_weight(data, loss_weight_fn).to(self.device)
+        weight = step_weight(data, loss_weight_fn)  # stays where the batch is: a kernel takes it as a number
         if float(weight) == 0:
             return self.skip("zero_weight_steps")
         stats = self._over_ranks(self.accumulate(part, mb_spec, loss_fn, weight))
@@ -184,7 +184,6 @@ class TransformersEngine(InferenceEngine):
         """
         stepper = self._trained()
         stepper.zero_grad()
-        weight = weight.to(self.device)
         passes = self.network.passes(with_responses(part, mb_spec), mb_spec, parallel=True, training=True)
         load = self._start_load(passes, range(0))
 
@@ -237,9 +236,9 @@ class TransformersEngine(InferenceEngine):
 
     def _counts(self, part: SequenceSample, passes: Passes) -> Stats:
         return {
-            "tokens": counted(part.lengths[TOKENS].total, self.device),
-            "shared_tokens": counted(passes.saved, self.device),
-            "n_microbatches": single(len(passes.batches), self.device),
+            "tokens": counted(part.lengths[TOKENS].total),
+            "shared_tokens": counted(passes.saved),
+            "n_microbatches": single(len(passes.batches)),
         }
 
     def apply(self, weight: Tensor, *, vetoed: bool = False) -> Stats:
@@ -260,7 +259,7 @@ class TransformersEngine(InferenceEngine):
         if done is None:
             raise ValueError(f"model {self.name!r}: apply has no gradient. Call accumulate first.")
         self._accumulated = None
-        weight, steps = weight.to(self.device), stepper.optimizer_steps
+        steps = stepper.optimizer_steps
         culprits = partial(self._nonfinite_origin, done, weight)
         stats = stepper.step(self._total_loss(done.losses), weight, vetoed=vetoed, culprits=culprits)
         if stepper.optimizer_steps > steps:
@@ -274,7 +273,7 @@ class TransformersEngine(InferenceEngine):
 
     def skip(self, reason: str) -> Stats:
         """Count a skipped step for one of `stepper.REASONS`; `zero_weight_steps` is a batch of weight 0."""
-        return self._trained().report(self.device, skipped=reason)
+        return self._trained().report(skipped=reason)
 
     def _total_loss(self, losses: Sequence[Tensor]) -> Tensor:
         """Return the sum over the batch of the losses that `loss_fn` returned."""
