@@ -187,7 +187,9 @@ def _unknown_below(place: Place, node: Any) -> Iterator[str]:
             yield from _unknown_below(place.child(name, target), value)
         elif name != TARGET:
             key = f"{place.key}.{name}"
-            yield _of_sibling(place.chosen(target), key) or unknown_key(key, known)
+            chosen = place.chosen(target)
+            made = import_target(chosen.path, place.key) if chosen is not None else None
+            yield _of_sibling(made, key) or unknown_key(key, known)
 
 
 def _choices(base: type) -> Iterator[type]:
