@@ -19,7 +19,7 @@ from realign.cli.arguments import options
 from realign.config.aliases import names
 from realign.config.errors import ConfigError
 from realign.config.folders import GROUPS, experiments_dir, file_values
-from realign.config.inspection import Type, choices, class_at, fields_of, is_enum, types_of
+from realign.config.inspection import Type, choices, class_at, is_enum, settings_of, types_of
 from realign.config.places import ROOTS, Place, place_of
 from realign.config.schema import REPORT
 from realign.config.trees import get
@@ -189,7 +189,7 @@ def _is_deep(types: Iterable[Type]) -> bool:
 def _fields_at(path: str) -> dict[str, tuple[Type, ...]]:
     """Return the types of the fields of the class at an import path."""
     definition = class_at(path)
-    fields = fields_of(definition) if definition is not None else {}
+    fields = settings_of(definition) if definition is not None else {}
     return {name: types_of(field.annotation, field.module) for name, field in fields.items()}
 
 
@@ -204,7 +204,7 @@ def _fields_below(path: list[str], config: Mapping[str, Any]) -> dict[str, tuple
     place, node = place_of(tuple(path[:start])), get(config, tuple(path[:start]))
     for name in path[start:]:
         place, node = place.child(name, _target(place, node)), node.get(name) if isinstance(node, dict) else None
-    fields = place.fields(_target(place, node)) or {}
+    fields = place.settings(_target(place, node)) or {}
     return {name: types_of(field.annotation, field.module) for name, field in fields.items()}
 
 

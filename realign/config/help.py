@@ -148,7 +148,7 @@ def keys_below(path: tuple[str, ...], config: Mapping[str, Any], depth: int = DE
     waiting: list[tuple[Place, Any, int]] = [(*_component_at(path, config), depth)]
     while waiting:
         place, target, left = waiting.pop()
-        for name in place.fields(target) or ():
+        for name in place.settings(target) or ():
             child, below = _stepped(place, target, name, config)
             yield child.key
             if left > 1 and is_dataclass(child.chosen(below)):
@@ -182,13 +182,13 @@ def section_of(path: tuple[str, ...], config: Mapping[str, Any], experiment: str
     place, target = _component_at(path[:start], config)
     entry: Entry | None = own if start == 1 else None
     for depth in range(start, len(path)):
-        known = place.fields(target)
+        known = place.settings(target)
         if known is None or path[depth] not in known:
             raise ConfigError(unknown_key(".".join(path[: depth + 1]), known or ()))
         entry = _field_entry(place, target, known[path[depth]], config)
         place, target = _stepped(place, target, path[depth], config)
     definition = place.chosen(target)
-    fields = fields_of(definition) if definition is not None else {}
+    fields = place.settings(target) or {}
     entries = tuple(_field_entry(place, target, below, config) for below in fields.values())
     name = definition.name if definition is not None and entries else ""
     # A key that also accepts text is described by its own text.

@@ -57,6 +57,8 @@ class Field:
     """The string after the field, or its line in the docstring; empty if there is none."""
     module: str
     """Module in which the names of annotation and default are resolved."""
+    is_foreign: bool = False
+    """Whether it is a setting of another class (`SETTING_OF`), so that this class accepts only the default."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -232,7 +234,8 @@ def _class(node: ast.ClassDef, module: str) -> Definition:
             if "ClassVar" in annotation or "InitVar" in annotation or default is NotImplemented:
                 constants |= {name: after} if statement.value is not None else {}
             elif not name.startswith("_"):
-                fields[name] = Field(name, annotation, default, after or described.get(name, ""), module)
+                foreign = statement.value is not None and "SETTING_OF" in ast.unparse(statement.value)
+                fields[name] = Field(name, annotation, default, after or described.get(name, ""), module, foreign)
         elif isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
             constants[statement.targets[0].id] = after
         elif isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -440,6 +443,11 @@ def fields_of(definition: Definition) -> dict[str, Field]:
             if lower.dataclass:
                 fields[name] = dataclasses.replace(own, text=text)
     return fields
+
+
+def settings_of(definition: Definition) -> dict[str, Field]:
+    """Return the fields of a class without those that are settings of another class."""
+    return {name: field for name, field in fields_of(definition).items() if not field.is_foreign}
 
 
 def docstring(definition: Definition) -> str:

@@ -26,6 +26,7 @@ from realign.config.inspection import (
     is_abstract,
     is_dataclass,
     is_protocol,
+    settings_of,
     types_of,
 )
 from realign.config.targets import import_target
@@ -109,6 +110,11 @@ class Place:
         """Return the fields of the class that a `_target_` selects here; None if it is unknown."""
         definition = self.chosen(target)
         return None if definition is None else fields_of(definition)
+
+    def settings(self, target: Any) -> dict[str, Field] | None:
+        """Return `fields` without those that are settings of another class."""
+        definition = self.chosen(target)
+        return None if definition is None else settings_of(definition)
 
     def of_word(self, word: str) -> str | None:
         """Return the import path of the class that a word selects here; None if this place accepts no words.

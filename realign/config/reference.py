@@ -21,6 +21,7 @@ from realign.config.inspection import (
     is_component,
     is_dataclass,
     read_module,
+    settings_of,
     types_of,
     words_of,
 )
@@ -110,7 +111,7 @@ def _used(place: Place, node: Any) -> Iterator[tuple[str, str]]:
 def _class_section(definition: Definition) -> Section:
     entries = tuple(
         entry_of(name, types_of(field.annotation, field.module), default_of(field), field.text)
-        for name, field in fields_of(definition).items()
+        for name, field in settings_of(definition).items()
     )
     return Section(definition.path, definition.name, docstring(definition), entries)
 

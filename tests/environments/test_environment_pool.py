@@ -1,0 +1,189 @@
+"""Test environments that block their event loop or ignore cancellation: the cost, and that nothing hangs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from realign.api.environment import Response
+from realign.environments import EnvironmentFailure, EnvironmentPool, Limits, Slots, TurnWriter
+from realign.environments import event_loops as loops
+from tests.environments.environment_fixtures import Blocking, Plain
+from tests.tiny import tiny_tokenizer
+
+BLOCKED = "a call blocked the event loop, which was abandoned"
+LOST = "its event loop was abandoned because a call blocked it"
+SAID = Response("x", (1,), 0, False)
+
+
+@pytest.fixture(autouse=True)
+def released() -> Iterator[None]:
+    """Release blocked threads at the end of a test, and wait until they end."""
+    Blocking.release.clear()
+    Blocking.closed.clear()
+    yield
+    Blocking.release.set()
+    deadline = time.monotonic() + 60
+    while threads() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not threads()
+
+
+def threads() -> list[threading.Thread]:
+    return [each for each in threading.enumerate() if each.name == "environments"]
+
+
+def limits(concurrency: int = 64) -> Limits:
+    return Limits(timeout_s=0.5, slots=Slots(concurrency), grace_s=1.5)
+
+
+def opened(given: Limits, make=Blocking) -> EnvironmentPool:
+    return EnvironmentPool("mine", make, TurnWriter(tiny_tokenizer()), given)
+
+
+def converse(given: Limits, *hows: str) -> list[str | float]:
+    """Return the reward of each environment after up to two turns, or its failure."""
+    found: dict[int, str | float] = {}
+    with opened(given) as worlds:
+        answers = worlds.reset([({"name": how, "how": how}, 0) for how in hows])
+        live = list(range(len(hows)))
+        for turn in range(3):
+            following = []
+            for episode, answer in zip(live, answers, strict=True):
+                if answer.step is None:
+                    found[episode] = answer.failure
+                elif answer.step.over:
+                    found[episode] = answer.step.reward
+                else:
+                    following.append(episode)
+            live = following
+            answers = worlds.step({episode: Response("x", (1,), turn, False) for episode in live})
+    return [found[episode] for episode in range(len(hows))]
+
+
+def test_a_step_that_blocks_fails_and_what_finished_in_time_keeps_its_result(caplog):
+    given = limits()
+    found = converse(given, "good", "good", "step blocks", "waits")
+    assert found == [1.0, 1.0, *[f"no answer within timeout_s=0.5: {BLOCKED}"] * 2]
+    assert sorted(Blocking.closed) == ["good", "good", "step blocks", "waits"]
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert "environment mine blocked its event loop for more than 2 s" in warning
+    assert "in blocked_here\n    Blocking.release.wait()" in warning
+    assert "base_events.py" not in warning
+    assert converse(given, "good", "good") == [1.0, 1.0]
+
+
+def test_environments_of_an_abandoned_loop_fail_in_their_later_turns(caplog):
+    found = converse(limits(), "good", "second step blocks", "two turns", "two turns")
+    blocked = f"no answer within timeout_s=0.5: {BLOCKED}"
+    assert found == [1.0, blocked, blocked, blocked]
+    with opened(limits()) as worlds:
+        worlds.reset([({"name": how, "how": how}, 0) for how in ("step blocks", "good")])
+        (answer,) = worlds.step({0: SAID})
+        assert answer.failure == blocked
+        (answer,) = worlds.step({1: SAID})
+        assert (answer.step, answer.failure) == (None, LOST)
+
+
+def test_a_reset_that_blocks_fails_and_the_next_batch_has_a_new_loop(caplog):
+    given = limits()
+    with opened(given) as worlds:
+        answers = worlds.reset([({"name": how, "how": how}, 0) for how in ("good", "reset blocks", "good")])
+        assert [answer.failure for answer in answers][1] == f"no answer within timeout_s=0.5: {BLOCKED}"
+    assert "    Blocking.release.wait()" in caplog.text
+    assert converse(given, "good") == [1.0]
+
+
+def test_a_call_that_swallows_its_cancellation_fails_alone(caplog):
+    given = limits()
+    expected = "no answer within timeout_s=0.5; the call ignored its cancellation and was left running"
+    assert converse(given, "good", "swallows", "two turns") == [1.0, expected, 1.0]
+    assert not threads()  # the loop ends although one of its tasks does not
+    assert (caplog.text, given.slots._free) == ("", 64)
+
+
+def test_closing_takes_no_reward_back_and_waits_for_a_limited_time(caplog):
+    assert converse(limits(), "close swallows", "good", "leaves a task") == [1.0, 1.0, 1.0]
+    assert caplog.text.count("closing an environment failed") == 1
+    caplog.clear()
+    assert converse(limits(), "close blocks", "good") == [1.0, 1.0]
+    assert "blocked its event loop" in caplog.text
+
+
+def test_an_environment_does_not_end_the_loop_of_the_others(caplog):
+    assert converse(limits(), "good", "stops the loop", "exits in a task", "two turns") == [1.0] * 4
+    assert "abandoned" not in caplog.text
+
+
+@pytest.mark.slow
+def test_batches_in_a_row_leave_one_thread_for_each_blocked_loop_and_all_slots_free(caplog):
+    given = limits(concurrency=2)
+    for blocked in range(1, 4):
+        found = converse(given, "step blocks", "good", "good", "good", "good")
+        assert found[0] == f"no answer within timeout_s=0.5: {BLOCKED}"
+        assert converse(given, *["good"] * 5) == [1.0] * 5
+        assert (len(threads()), given.slots._free) == (blocked, 2)
+    assert caplog.text.count("blocked its event loop") == 1
+
+
+@pytest.mark.slow
+def test_too_many_blocked_threads_end_the_run(caplog, monkeypatch):
+    monkeypatch.setattr(loops, "MOST_BLOCKED", 1)
+    given = limits()
+    converse(given, "step blocks")
+    with pytest.raises(EnvironmentFailure, match="mine: 2 threads are blocked by calls that do not return"):
+        converse(given, "step blocks")
+    Blocking.release.set()
+    while threads():
+        time.sleep(0.01)
+    Blocking.release.clear()
+    converse(given, "step blocks")  # calls that have returned are not counted
+
+
+def test_slow_calls_of_many_are_not_taken_for_a_loop_that_is_blocked(caplog):
+    class Slow(Blocking):
+        async def step(self, response):
+            time.sleep(0.4)
+            return "", 1.0, True, False, {}
+
+    with opened(limits(), Slow) as worlds:
+        worlds.reset([({"name": "slow", "how": "slow"}, 0)] * 9)  # together they exceed the limit of a single call
+        assert [answer.failure for answer in worlds.step(dict.fromkeys(range(9), SAID))] == [""] * 9
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("how", ["step blocks", "waits", "swallows"])
+def test_an_exception_of_a_signal_handler_ends_the_wait_at_once(how):
+    """With limits of an hour, the exception waits neither for the call nor for the end of the batch."""
+
+    def stop(number, frame):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGUSR1, stop)
+    given = Limits(timeout_s=3600.0, slots=Slots(1), grace_s=3600.0)
+
+    def interrupted() -> None:
+        with opened(given) as worlds:
+            worlds.reset([({"name": how, "how": how}, 0)])
+            threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGUSR1]).start()
+            worlds.step({0: SAID})
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            interrupted()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert Blocking.closed == ([] if how == "step blocks" else [how])
+
+
+def test_plain_environments_need_no_more_than_the_loop_of_their_batch():
+    with opened(limits(), Plain) as worlds:
+        worlds.reset([({}, 0)] * 3)
+        assert [answer.failure for answer in worlds.step(dict.fromkeys(range(3), SAID))] == [""] * 3
+        assert len(threads()) == 1
+    assert not threads()
