@@ -75,8 +75,10 @@ class Definition:
     """Annotated fields that the class itself declares, or the parameters of the function."""
     constants: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Other names that the class itself assigns, with their texts; of an enum, its members."""
-    methods: Mapping[str, bool] = dataclasses.field(default_factory=dict)
-    """Methods that the class itself defines, and whether they are abstract."""
+    methods: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Methods that the class itself defines, with their parameters as written."""
+    abstract: tuple[str, ...] = ()
+    """Names of the abstract ones."""
     dataclass: bool = False
     """Whether the class itself has the decorator `dataclass`."""
     returns: str | None = None
@@ -225,7 +227,8 @@ def _class(node: ast.ClassDef, module: str) -> Definition:
     described = described_names(text)
     fields: dict[str, Field] = {}
     constants: dict[str, str] = {}
-    methods: dict[str, bool] = {}
+    methods: dict[str, str] = {}
+    abstract: list[str] = []
     for place, statement in enumerate(node.body):
         after = _text_after(node.body, place)
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
@@ -239,11 +242,13 @@ def _class(node: ast.ClassDef, module: str) -> Definition:
         elif isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
             constants[statement.targets[0].id] = after
         elif isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
-            decorators = [ast.unparse(decorator) for decorator in statement.decorator_list]
-            methods[statement.name] = any("abstract" in decorator for decorator in decorators)
+            methods[statement.name] = ast.unparse(statement.args)
+            if any("abstract" in ast.unparse(decorator) for decorator in statement.decorator_list):
+                abstract.append(statement.name)
     decorators = [ast.unparse(decorator).partition("(")[0].rpartition(".")[2] for decorator in node.decorator_list]
     bases = tuple(ast.unparse(base).partition("[")[0] for base in node.bases)
-    return Definition(module, node.name, text, bases, fields, constants, methods, "dataclass" in decorators)
+    is_decorated = "dataclass" in decorators
+    return Definition(module, node.name, text, bases, fields, constants, methods, tuple(abstract), is_decorated)
 
 
 def _default(value: ast.expr | None) -> Any:
@@ -326,15 +331,16 @@ def _from_cache(path: Path, key: list[Any]) -> Module | None:
         if why_not_private(path.parent) is not None or why_not_private(path) is not None:
             return None
         head, _, body = path.read_text(encoding="utf-8").partition("\n")
-        if json.loads(head) == [*key, _digest(body)]:
+        if head == _head(key, body):
             facts = json.loads(body)
             definitions = {name: _definition(**values) for name, values in facts["definitions"].items()}
             return Module(definitions, facts["imported"], facts["constants"])
     return None
 
 
-def _definition(*, fields: Mapping[str, Any], bases: list[str], **values: Any) -> Definition:
-    return Definition(fields={n: Field(**field) for n, field in fields.items()}, bases=tuple(bases), **values)
+def _definition(*, fields: Mapping[str, Any], bases: list[str], abstract: list[str], **values: Any) -> Definition:
+    declared = {name: Field(**field) for name, field in fields.items()}
+    return Definition(fields=declared, bases=tuple(bases), abstract=tuple(abstract), **values)
 
 
 def _to_cache(path: Path, key: list[Any], module: Module) -> None:
@@ -347,14 +353,15 @@ def _to_cache(path: Path, key: list[Any], module: Module) -> None:
         handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
         try:
             with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(f"{json.dumps([*key, _digest(body)])}\n{body}")
+                file.write(f"{_head(key, body)}\n{body}")
             os.replace(temporary, path)
         finally:
             Path(temporary).unlink(missing_ok=True)
 
 
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+def _head(key: list[Any], body: str) -> str:
+    """Return the first line of a cache file: what the facts were read from and by, and their digest."""
+    return json.dumps([*key, hashlib.sha256(body.encode()).hexdigest()])
 
 
 # --- names ---
@@ -402,18 +409,26 @@ def _living(module: str, name: str) -> Definition | None:
         return None
     if thing.__module__ != module and read_module(thing.__module__) is not None:
         return find(thing.__module__, thing.__qualname__)
-    fields = {}
-    for field in dataclasses.fields(thing) if dataclasses.is_dataclass(thing) else ():
-        annotation = field.type if isinstance(field.type, str) else inspect.formatannotation(field.type)
-        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    fields: dict[str, Field] = {}
+    own = [field for field in getattr(thing, "__dataclass_fields__", {}).values() if field.init]
+    for made in (field for field in own if field.name in inspect.get_annotations(thing)):
+        annotation = made.type if isinstance(made.type, str) else inspect.formatannotation(made.type)
+        default = made.default if made.default_factory is dataclasses.MISSING else made.default_factory()
         written = None if default is dataclasses.MISSING else repr(default)
-        fields |= {field.name: Field(field.name, annotation, written, "", module)} if field.init else {}
+        fields[made.name] = Field(made.name, annotation, written, "", module)
     bases = tuple(f"{base.__module__}.{base.__qualname__}" for base in thing.__bases__)
-    methods = {
-        name: getattr(value, "__isabstractmethod__", False) for name, value in vars(thing).items() if callable(value)
-    }
+    methods = {name: _parameters(value) for name, value in vars(thing).items() if inspect.isroutine(value)}
+    abstract = tuple(name for name in methods if getattr(vars(thing)[name], "__isabstractmethod__", False))
     text = "" if thing.__doc__ is None else inspect.cleandoc(thing.__doc__)
-    return Definition(module, thing.__name__, text, bases, fields, {}, methods, dataclasses.is_dataclass(thing))
+    made = dataclasses.is_dataclass(thing)
+    return Definition(module, thing.__name__, text, bases, fields, {}, methods, abstract, made)
+
+
+def _parameters(method: Any) -> str:
+    with suppress(TypeError, ValueError):
+        names = inspect.signature(getattr(method, "__func__", method)).parameters.values()
+        return ", ".join(str(each.replace(annotation=each.empty)) for each in names)
+    return "*args, **kwargs"
 
 
 def ancestry(definition: Definition) -> list[Definition]:
@@ -475,10 +490,47 @@ def is_abstract(definition: Definition) -> bool:
     decided: set[str] = set()
     for each in ancestry(definition):
         given = {name for name, field in each.fields.items() if field.default is not None} | each.constants.keys()
-        if any(abstract and name not in decided | given for name, abstract in each.methods.items()):
+        if not set(each.abstract) <= decided | given:
             return True
         decided |= each.methods.keys() | given
     return False
+
+
+def takes_calls_of(definition: Definition, protocol: Definition) -> bool:
+    """Return whether a class has the methods of a protocol, and they accept the same arguments."""
+    methods: dict[str, str] = {}
+    for base in reversed(ancestry(definition)):
+        methods |= base.methods
+    for name, written in protocol.methods.items():
+        if name.startswith("_") and name != "__call__":
+            continue
+        wanted = _signature(written).parameters.values()
+        positional = [each.name for each in wanted if each.kind is each.POSITIONAL_OR_KEYWORD]
+        keywords = {each.name: None for each in wanted if each.kind is each.KEYWORD_ONLY}
+        try:
+            _signature(methods[name]).bind(*positional, **keywords)
+        except (KeyError, TypeError):
+            return False
+    return True
+
+
+def _signature(parameters: str) -> inspect.Signature:
+    """Return the signature for parameters as written; defaults only tell which parameters are optional."""
+    (function,) = ast.parse(f"def f({parameters}): ...").body
+    assert isinstance(function, ast.FunctionDef)
+    given, kind = function.args, inspect.Parameter
+    optional = {each.arg for each in [*given.posonlyargs, *given.args][-len(given.defaults) or len(parameters) :]}
+    optional |= {each.arg for each, default in zip(given.kwonlyargs, given.kw_defaults, strict=True) if default}
+    listed = [
+        *((each, kind.POSITIONAL_ONLY) for each in given.posonlyargs),
+        *((each, kind.POSITIONAL_OR_KEYWORD) for each in given.args),
+        *((each, kind.VAR_POSITIONAL) for each in [given.vararg] if each is not None),
+        *((each, kind.KEYWORD_ONLY) for each in given.kwonlyargs),
+        *((each, kind.VAR_KEYWORD) for each in [given.kwarg] if each is not None),
+    ]
+    return inspect.Signature(
+        [kind(each.arg, how, default=None if each.arg in optional else kind.empty) for each, how in listed]
+    )
 
 
 def members_of(definition: Definition) -> dict[str, str]:
@@ -547,7 +599,7 @@ def value_of(expression: str, module: str) -> Any:
     """Return the value of an expression of constants, enums and components; `Unknown` for other expressions."""
     try:
         return _value(ast.parse(expression, mode="eval").body, module)
-    except (ValueError, TypeError, ArithmeticError):
+    except (SyntaxError, ValueError, TypeError, ArithmeticError):
         return Unknown(expression)
 
 

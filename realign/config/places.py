@@ -27,6 +27,7 @@ from realign.config.inspection import (
     is_dataclass,
     is_protocol,
     settings_of,
+    takes_calls_of,
     types_of,
 )
 from realign.config.targets import import_target
@@ -176,8 +177,6 @@ def fits(definition: Definition, kind: Type) -> bool:
         return is_dataclass(definition)
     if kind.definition is None:
         return False
-    lineage = ancestry(definition)
     if is_protocol(kind.definition):
-        wanted = {name for name in kind.definition.methods if not name.startswith("_") or name == "__call__"}
-        return wanted <= {name for base in lineage for name in base.methods}
-    return kind.definition.path in {base.path for base in lineage} and not is_abstract(definition)
+        return takes_calls_of(definition, kind.definition)
+    return kind.definition in ancestry(definition) and not is_abstract(definition)
