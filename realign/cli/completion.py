@@ -18,10 +18,10 @@ import yaml
 from realign.cli.arguments import options
 from realign.config.aliases import names
 from realign.config.errors import ConfigError
-from realign.config.folders import GROUPS, experiments_dir, file_values
+from realign.config.experiment import REPORT
+from realign.config.files import GROUPS, experiments_dir, file_values
 from realign.config.inspection import Type, choices, class_at, is_enum, settings_of, types_of
 from realign.config.places import ROOTS, Place, place_of
-from realign.config.schema import REPORT
 from realign.config.trees import get
 from realign.config.words import TARGET, is_word
 
@@ -48,7 +48,7 @@ OPTIONS: Mapping[str, str] = MappingProxyType(
     }
 )
 """Class of the options of a command, which begin with its name, such as `plan.devices=8`."""
-ROOT_KEYS = "realign.config.schema.ExperimentConfig"
+ROOT_KEYS = "realign.config.experiment.ExperimentConfig"
 """Class of the root keys."""
 EXAMPLE = "grpo"
 """Experiment whose keys are offered if the command line names none."""

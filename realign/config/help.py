@@ -10,7 +10,8 @@ from typing import Any
 
 from realign.config.aliases import described, index
 from realign.config.errors import ConfigError, suggest, unknown_key
-from realign.config.folders import file_values, list_experiments
+from realign.config.experiment import REPORT
+from realign.config.files import file_values, list_experiments
 from realign.config.inspection import (
     MISSING,
     Component,
@@ -31,16 +32,13 @@ from realign.config.inspection import (
     types_of,
 )
 from realign.config.places import ROOTS, Place, imported_class_at, place_of
-from realign.config.schema import REPORT
 from realign.config.trees import get
 from realign.config.words import TARGET, is_word, snake_case
 
 FIRST = ("grpo", "ppo", "sft", "dpo", "reward_model")
 """Experiments in which a key is looked up first, if the command line names no experiment."""
-SCHEMA = "realign.config.schema.ExperimentConfig"
+SCHEMA = "realign.config.experiment.ExperimentConfig"
 """Class of the root keys."""
-RUN = "realign.runtime.experiment.Experiment"
-"""Class of the run, whose fields have the ranges of the root keys."""
 DEPTH = 5
 """Levels of keys in which a single name is searched."""
 NUMBERS = frozenset({"int", "float", "bool", "str", "None"})
@@ -166,13 +164,13 @@ def section_of(path: tuple[str, ...], config: Mapping[str, Any], experiment: str
     Raises:
         ConfigError: there is no such key.
     """
-    schema, run = _class(SCHEMA), _class(RUN)
+    schema = _class(SCHEMA)
     if not path:
-        entries = tuple(_schema_entry(schema, run, name, name, config) for name in _root_fields())
+        entries = tuple(_schema_entry(schema, name, name, config) for name in _root_fields())
         return Section("", "", first_paragraph(schema), entries, None, experiment)
     if path[0] not in ROOTS:
         return _schema_section(path, config)
-    own = _schema_entry(schema, run, path[0], path[0], config)
+    own = _schema_entry(schema, path[0], path[0], config)
     if ROOTS[path[0]].per_role and len(path) == 1:
         roles = config.get(path[0]) or {}
         named = tuple(_role_entry((path[0], role), config) for role in roles)
@@ -200,7 +198,6 @@ def section_of(path: tuple[str, ...], config: Mapping[str, Any], experiment: str
 def _schema_section(path: tuple[str, ...], config: Mapping[str, Any]) -> Section:
     """Describe a root key that is no component, or a key below it."""
     schema: Definition | None = _class(SCHEMA)
-    run: Definition | None = _class(RUN)
     entry: Entry | None = None
     for depth, name in enumerate(path):
         key = ".".join(path[: depth + 1])
@@ -208,14 +205,12 @@ def _schema_section(path: tuple[str, ...], config: Mapping[str, Any]) -> Section
         if name not in fields or key in REPORT:
             raise ConfigError(unknown_key(key, _root_fields() if depth == 0 else fields))
         assert schema is not None
-        entry = _schema_entry(schema, run, name, key, config)
-        schema, run = _settings(schema, name), _settings(run, name)
+        entry = _schema_entry(schema, name, key, config)
+        schema = _settings(schema, name)
     assert entry is not None
     fields = fields_of(schema) if schema is not None else {}
     assert schema is not None or not fields
-    inner = tuple(
-        _schema_entry(schema, run, name, f"{entry.key}.{name}", config) for name in fields if schema is not None
-    )
+    inner = tuple(_schema_entry(schema, name, f"{entry.key}.{name}", config) for name in fields if schema is not None)
     return Section(entry.key, "", entry.text, inner, entry)
 
 
@@ -265,16 +260,12 @@ def _field_entry(place: Place, target: Any, own: Field, config: Mapping[str, Any
     return entry_of(child.key, types, default, own.text, given)
 
 
-def _schema_entry(schema: Definition, run: Definition | None, name: str, key: str, config: Mapping[str, Any]) -> Entry:
-    """Describe a field of the schema. Its valid range is that of the same field of the run."""
+def _schema_entry(schema: Definition, name: str, key: str, config: Mapping[str, Any]) -> Entry:
+    """Describe a field of the schema."""
     own = fields_of(schema)[name]
     types, default = types_of(own.annotation, own.module), default_of(own)
     given = get(config, tuple(key.split(".")), MISSING)
     given = MISSING if given == default or isinstance(given, Mapping) else given
-    same = fields_of(run).get(name) if run is not None else None
-    ranged = () if same is None else types_of(same.annotation, same.module)
-    if any(member.range for member in ranged) and {member.name for member in ranged} <= NUMBERS:
-        types = ranged
     component = key in ROOTS or any(is_dataclass(member.definition) for member in types)
     entry = entry_of(key, types, default, own.text, given)
     written = "none" if component and default is None else entry.default

@@ -12,6 +12,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from realign.config.construct import import_target
 from realign.config.errors import ConfigError
 from realign.config.inspection import (
     Component,
@@ -30,7 +31,6 @@ from realign.config.inspection import (
     takes_calls_of,
     types_of,
 )
-from realign.config.targets import import_target
 
 
 class Root(NamedTuple):
@@ -55,10 +55,10 @@ ROOTS: Mapping[str, Root] = MappingProxyType(
         "evaluation": Root("realign.runtime.evaluation.base.Evaluator", "realign.runtime.Evaluation"),
         "evaluations": Root("realign.runtime.evaluation.base.Evaluator", "realign.runtime.Evaluation", per_role=True),
         "calibration": Root("realign.runtime.RewardCalibration", "realign.runtime.RewardCalibration"),
-        "trackers": Root("realign.runtime.metrics.trackers.TrackerSpec", per_role=True),
-        "callbacks": Root("realign.api.callback.Callback", per_role=True),
         "runtime": Root("realign.runtime.RuntimeSpec", "realign.runtime.RuntimeSpec"),
         "rollout": Root("realign.runtime.RolloutSpec", "realign.runtime.RolloutSpec"),
+        "trackers": Root("realign.runtime.metrics.trackers.TrackerSpec", per_role=True),
+        "callbacks": Root("realign.api.callback.Callback", per_role=True),
     }
 )
 

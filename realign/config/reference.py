@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from realign.config.composition import compose_raw
-from realign.config.folders import list_experiments
+from realign.config.files import list_experiments
 from realign.config.help import Section, component_paths, entry_of, section
 from realign.config.inspection import (
     ROOT,

@@ -11,11 +11,11 @@ import pytest
 from realign.cli import commands as cli
 from realign.config.composition import compose_raw
 from realign.config.errors import ConfigError
-from realign.config.folders import file_values, list_experiments
+from realign.config.experiment import REPORT, ExperimentConfig
+from realign.config.files import file_values, list_experiments
 from realign.config.help import Entry, Section, find_keys, key_help, section
 from realign.config.places import ROOTS
 from realign.config.reference import reference, set_by
-from realign.config.schema import REPORT, ExperimentConfig
 from tests.config_parts import write_experiment
 
 

@@ -14,9 +14,9 @@ from enum import Enum
 import pytest
 
 from realign.config import inspection, words
+from realign.config.construct import import_target
 from realign.config.inspection import MISSING, class_at, fields_of, types_of, words_of
 from realign.config.reference import shipped_components
-from realign.config.targets import import_target
 from realign.interfaces.components.kl import KLPlace
 
 
