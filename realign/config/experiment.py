@@ -108,7 +108,9 @@ def _unknown_below(place: Place, node: Any) -> Iterator[str]:
             yield from _unknown_below(place.child(name, target), value)
         elif name != TARGET:
             key = f"{place.key}.{name}"
-            yield of_sibling(place.chosen(target), key) or unknown_key(key, known)
+            chosen = place.chosen(target)
+            made = import_target(chosen.path, place.key) if chosen is not None else None
+            yield of_sibling(made, key) or unknown_key(key, known)
 
 
 def build_experiment(config: ExperimentConfig) -> Experiment:
