@@ -351,7 +351,7 @@ def test_a_checkpoint_of_somebody_else_reads_no_other_file(tmp_path, name):
     (tmp_path / "secret.jsonl").write_text("secret")
     name = name.format(folder=tmp_path)
     change_checkpoint(out, 3, lambda tree: tree["records"]["sizes"].update({name: 6}))
-    with pytest.raises(CheckpointError, match=r"records\.sizes=.* in the checkpoint: expected only metrics, samples"):
+    with pytest.raises(CheckpointError, match=r"records\.sizes\..* in the checkpoint: Input should be 'metrics', '"):
         resumed(tmp_path, resume=str(out), output_dir=tmp_path / "branch")
     assert not list((tmp_path / "branch").glob("secret*"))
 

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, Self
 from realign.engines.files.folders import open_regular
 from realign.errors import ConfigError
 from realign.runtime.checkpoint.folder import Start
-from realign.runtime.checkpoint.schema import DETAILS, RECORDS
+from realign.runtime.checkpoint.schema import RECORDS
 
 _MOST_WAITING = 10_000
 _CHUNK = 1 << 20
@@ -187,7 +187,7 @@ class NullJsonLines(JsonLinesFile):
 class Records:
     """The record files of a run, such as metrics.jsonl and samples.jsonl."""
 
-    NAMES = (*RECORDS, *DETAILS)
+    NAMES = RECORDS
 
     def __init__(self, folder: Path, start: Start | None) -> None:
         """Open the files in `folder`. When resuming from `start`, truncate them to their size at its checkpoint."""
