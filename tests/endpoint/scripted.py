@@ -9,8 +9,7 @@ from contextlib import closing, contextmanager
 import torch
 
 from realign.api import Capabilities, GenerationConfig, Request, SequenceSample
-from realign.api.requests import Completion, FutureHandle, Tokens
-from realign.api.sampler import generate_by_requests
+from realign.api.sampler import Completion, FutureHandle, Tokens, generate_by_requests
 from realign.endpoint import Backend, Endpoint, EndpointLimits, Renderer, Session, Sessions
 
 
