@@ -19,8 +19,8 @@ from realign.config.errors import ConfigError, one_line, unknown_key
 from realign.config.places import ROOTS, Place, place_of
 from realign.config.targets import Fits, beside, import_target, misfit, such_as
 from realign.config.words import TARGET
-from realign.errors import GraphError, SettingsError
-from realign.settings import AcceptsForeign, StandIn
+from realign.errors import GraphError, NoEffectError, SettingsError
+from realign.settings import AcceptsForeign, StandIn, default_of
 
 INTERFACES = "interfaces"
 """Parameter of a graph function that receives the built interfaces. No config value can set it."""
@@ -262,7 +262,9 @@ def _construct(make: Callable[..., T], parameters: list[_Parameter], raw: Mappin
         else:
             values[p.name] = default
     try:
-        return make(**values)
+        return _made(make, values, raw)
+    except NoEffectError as error:
+        raise NoEffectError(error.owner, f"{prefix}{error.key}", error.value, error.reason) from error
     except (SettingsError, GraphError) as error:
         raise ConfigError(located(where, one_line(error), known)) from error
     except ConfigError:
@@ -270,6 +272,17 @@ def _construct(make: Callable[..., T], parameters: list[_Parameter], raw: Mappin
     except Exception as error:  # a bug in the constructor of a component: its traceback is printed
         error.add_note(f"while building {where or 'the config'}")
         raise
+
+
+def _made(make: Callable[..., T], values: dict[str, Any], raw: Mapping[str, Any]) -> T:
+    """Call `make`. Without effect, a default of the component around this one becomes that of the class itself."""
+    while True:
+        try:
+            return make(**values)
+        except NoEffectError as error:
+            if error.owner is not make or error.key in raw:
+                raise
+            values[error.key] = default_of(error.owner, error.key)
 
 
 def located(where: str, message: str, fields: Iterable[str]) -> str:

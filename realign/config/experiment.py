@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import inspect
@@ -19,8 +20,10 @@ from realign.config.layers import OWNS
 from realign.config.places import ROOTS
 from realign.config.schema import COMPONENTS, REPORT, ExperimentConfig
 from realign.config.targets import import_target
+from realign.config.trees import has, remove
 from realign.config.words import TARGET
-from realign.errors import SettingsError
+from realign.errors import NoEffectError, SettingsError
+from realign.settings import default_of
 
 if TYPE_CHECKING:
     from realign.api.callback import Callback
@@ -34,8 +37,36 @@ def build_experiment(config: ExperimentConfig) -> Experiment:
         ConfigError: a component is invalid, or components do not match, such as roles of the graph, temperatures, or an
             evaluation without a model. The message names the key.
     """
+    idle: list[str] = []
     with _owners_named(config.owners):
-        return _build(config)
+        while True:
+            try:
+                experiment = _build(config)
+            except NoEffectError as error:
+                if any(_overlap(key, error.key) for key in config.typed):
+                    raise
+                config = _without(config, error)
+                idle.append(f"{error.key}{error.value and '='}{error.value} ({error.reason.partition('. ')[0]})")
+            else:
+                experiment.idle = idle
+                return experiment
+
+
+def _overlap(one: str, other: str) -> bool:
+    """Return whether two keys are equal, or one is below the other."""
+    return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
+
+
+def _without(config: ExperimentConfig, error: NoEffectError) -> ExperimentConfig:
+    """Return the config without a key of a file that has no effect, so that its class gives the default."""
+    root, *names = error.key.split(".")
+    if not names:
+        return dataclasses.replace(config, **{root: default_of(ExperimentConfig, root)})
+    tree = copy.deepcopy({root: getattr(config, root)})
+    if not has(tree, (root, *names)):
+        raise error
+    remove(tree, (root, *names))
+    return dataclasses.replace(config, **tree)
 
 
 def _build(config: ExperimentConfig) -> Experiment:

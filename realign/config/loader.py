@@ -28,9 +28,10 @@ from realign.config.command_line import as_layer, rewrite
 from realign.config.errors import ConfigError, one_line
 from realign.config.folders import SCHEME, experiments_dir
 from realign.config.layers import Layers
+from realign.config.places import ROOTS
 from realign.config.schema import REPORT
 from realign.config.secret_variables import without_secrets
-from realign.config.trees import node_at
+from realign.config.trees import leaves, node_at
 from realign.safe_yaml import check_yaml
 
 HYDRA_VERSION = "1.3"
@@ -87,11 +88,15 @@ class LayeredLoader(ConfigLoaderImpl):
             if override.key_or_group.partition(".")[0] in REPORT:
                 raise ConfigError(f"{override.input_line}: only realign sets {override.key_or_group}")
         tree, deleted = as_layer(self._overrides, layers.view)
+        keys = [override.key_or_group for override in self._overrides]
+        plain = [key for key in keys if key.split(".")[0] not in ROOTS]
+        typed = sorted({*(".".join(path) for path, _ in leaves(tree, ())), *plain})
         rewrite(self._overrides, layers.add_command_line(tree, deleted))
         self._overrides, self._loaded = [], loaded
         composed = super()._compose_config_from_defaults_list(defaults, repo)
         with open_dict(composed):
             composed.dropped, composed.owners = layers.dropped(), layers.owners
+            composed.typed = typed
         return composed
 
     def _load_single_config(self, default: ResultDefault, repo: Any) -> ConfigResult:

@@ -29,7 +29,7 @@ COMPONENTS = (
 )
 """Root keys that contain components. Hydra accepts any key in them; building checks the keys against the classes."""
 
-REPORT = ("dropped", "owners")
+REPORT = ("dropped", "owners", "typed")
 """Root keys that only `compose` sets."""
 
 
@@ -158,3 +158,5 @@ class ExperimentConfig:
     """Set by `compose`: discarded keys of lower layers, with their file."""
     owners: dict[str, str] = field(default_factory=dict)
     """Set by `compose`: config key -> the layer that owns it, such as algorithm=gspo."""
+    typed: list[str] = field(default_factory=list)
+    """Set by `compose`: keys of the command line."""

@@ -166,11 +166,13 @@ class DataSource(FileSource):
     """Excerpt of the prompt column to use, such as `{max_tokens: 64, end: "."}`. It replaces the text in the row.
     null uses the whole text."""
 
+    @override
+    def ineffective(self) -> dict[str, str]:
+        unused = "with template=plain. Set template=chat"
+        return {"system": unused, "template_options": unused} if self.template is Template.plain else {}
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("system", "template_options"):
-            if self.template is Template.plain and (value := getattr(self, name)):
-                raise SettingsError(f"{name}={value!r}: requires template=chat, but template=plain. Set template=chat.")
         if self.streaming and isinstance(self.split, Split):
             raise SettingsError("streaming=true: split into parts needs all rows in memory. Set streaming=false.")
         limit = self.length_limit()

@@ -145,11 +145,6 @@ class PPOActorInterface(ModelInterface):
             found, most = getattr(self, name), getattr(self.generation, limit)
             if found is not None and found > most:
                 raise SettingsError(f"{name}={found}: must be at most generation.{limit}={most}")
-        if not self.train_end_token and self.generation.fixed_length:
-            raise SettingsError(
-                "train_end_token=false: has no effect with generation.fixed_length=true, under which no token ends a "
-                "response. Set one of them to its default"
-            )
         self.truncation.check(longest=self.generation.max_new_tokens, baseline=self.reward.has_baseline)
         self.advantage.check(responses=self.generation.n, adv_norm=self.adv_norm, baseline=self.reward.has_baseline)
         self._check_critic()
@@ -157,18 +152,26 @@ class PPOActorInterface(ModelInterface):
         self.objective_control = self.objective.control()
         self.reward_moments = self.reward.moments()
 
+    @override
+    def ineffective(self) -> dict[str, str]:
+        reasons = {}
+        if self.generation.fixed_length:
+            reasons["train_end_token"] = (
+                "with generation.fixed_length=true, under which no token ends a response. Set one of them otherwise"
+            )
+        if self.critic is not Critic.shared:
+            reasons["value"] = f"with critic={self.critic.value}. Set critic=shared"
+        if self.critic is not Critic.own:
+            reasons["critic_warmup_steps"] = f"with critic={self.critic.value}. Set critic=own"
+        return reasons
+
     def _check_critic(self) -> None:
-        """Reject combinations of critic and value settings that have no effect or cannot be trained."""
+        """Reject critics that cannot be trained."""
         if self.critic is Critic.shared and self.value is None:
             self.value = ValueObjective()
-        if self.value is not None and self.critic is not Critic.shared:
-            raise SettingsError(f"value: has no effect with critic={self.critic.value}. Set critic=shared")
         if self.critic is not Critic.none and not self.advantage.gives_returns:
             why = f"{type(self.advantage).__name__} computes no returns to train a critic"
             raise SettingsError(f"critic={self.critic.value}: {why}. Set advantage=gae or critic=none")
-        if self.critic_warmup_steps and self.critic is not Critic.own:
-            why = f"has no effect with critic={self.critic.value}"
-            raise SettingsError(f"critic_warmup_steps={self.critic_warmup_steps}: {why}. Set critic=own")
         if self.credit_per_minibatch and self.critic is Critic.own:
             raise SettingsError("credit_per_minibatch=true: cannot be combined with critic=own. Set critic=shared")
 

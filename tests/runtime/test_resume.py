@@ -264,8 +264,8 @@ def test_a_script_is_compared_by_what_orders_the_data(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"resume_skip": ["data"]}, r"resume_skip=\[data\]: it has no effect without resume"),
-        ({"resume_allow": ["data"]}, r"resume_allow=\[data\]: it has no effect without resume"),
+        ({"resume_skip": ["data"]}, r"resume_skip=\[data\]: has no effect without resume"),
+        ({"resume_allow": ["data"]}, r"resume_allow=\[data\]: has no effect without resume"),
         (
             {"resume": "auto", "resume_skip": ["dat"]},
             r"resume_skip=\[dat\]: unknown part \(valid: optimizer, data, random, ",
