@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realign.api import RPC, DataflowGraph, Sync
-from realign.draw import FORMATS, to_mermaid, to_svg, to_text
-from realign.draw.flows import DATASET, Flow, Kind, flows
+from realign.draw import DATASET, FORMATS, Flow, Kind, flows, to_mermaid, to_svg, to_text
 
 SVG = "{http://www.w3.org/2000/svg}"
 SCORED = ("input_ids", "loss_mask")

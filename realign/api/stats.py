@@ -266,10 +266,10 @@ def keep_traces(stats: Mapping[str, Any], data: SequenceSample, mb_spec: MicroBa
         data: the micro-batch, with `trace_response` if traces are on.
         mb_spec: spec with the `trace_ids`.
     """
-    found = {name: stat for name, stat in stats.items() if isinstance(stat, TokenValues)}
-    plain = {name: stat for name, stat in stats.items() if name not in found}
+    token_values = {name: stat for name, stat in stats.items() if isinstance(stat, TokenValues)}
+    plain = {name: stat for name, stat in stats.items() if name not in token_values}
     place = {prompt: i for i, prompt in enumerate(mb_spec.trace_ids)}
-    if not found or not place:
+    if not token_values or not place:
         return plain
     lengths = data.lengths[TOKENS]
     index_S = torch.tensor([place.get(i, -1) for i in data.ids])[torch.from_numpy(lengths.prompt_of_sequence.copy())]
@@ -279,7 +279,7 @@ def keep_traces(stats: Mapping[str, Any], data: SequenceSample, mb_spec: MicroBa
     about = tokens_S[chosen_S], index_S[chosen_S], data[RESPONSE].cpu()[chosen_S]
     traces = {
         name: Trace(stat.values_T.detach().float()[chosen_T.to(stat.values_T.device)].cpu(), *about)
-        for name, stat in found.items()
+        for name, stat in token_values.items()
     }
     return plain | traces
 

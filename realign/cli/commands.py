@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from realign.cli import report
 from realign.cli.arguments import TRAIN, command_words, prepared_overrides, read_arguments
-from realign.cli.errors import guarded, plain_warnings
+from realign.cli.exit_codes import guarded, plain_warnings
 from realign.cli.train import alone, build, is_one_of_many, on_ranks, print_derived, quiet_transformers, train
 from realign.config.aliases import COMMANDS as OTHER_COMMANDS
 from realign.config.errors import ConfigError, suggest

@@ -252,14 +252,14 @@ def _write_results(request: EvalRequest, keys: Mapping[str, str], outcomes: Mapp
         }
         for name, outcome in outcomes.items()
     }
-    found = {
+    results = {
         "model": request.model,
         "seed": request.experiment.seed,
         "realign": installed_version(),
         "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "evaluations": evaluations,
     }
-    text = json.dumps(found, indent=2, ensure_ascii=False, default=str)
+    text = json.dumps(results, indent=2, ensure_ascii=False, default=str)
     with open_regular(request.out / RESULTS, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, "wb") as file:
         file.write(f"{text}\n".encode(errors="backslashreplace"))
 

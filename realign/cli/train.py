@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from realign.cli.errors import described, exit_code, guarded
+from realign.cli.exit_codes import described, exit_code, guarded
 from realign.config.errors import ConfigError
 from realign.errors import ExitCode, TransientError
 
@@ -88,7 +88,7 @@ def _print_sweep(folders: Sequence[Path]) -> None:
     """Print the runs of a sweep."""
     from rich.console import Console
 
-    from realign.cli.sweep_table import sweep_table
+    from realign.cli.sweep import sweep_table
 
     if (table := sweep_table(folders)) is not None:
         Console().print(table)

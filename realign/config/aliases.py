@@ -18,8 +18,8 @@ import yaml
 
 from realign.config.errors import ConfigError, joined
 from realign.config.folders import GROUPS
+from realign.config.inspection import class_at, fields_of
 from realign.config.schema import ExperimentConfig
-from realign.config.source import class_at, fields_of
 from realign.config.trees import get
 from realign.config.words import TARGET, is_word
 

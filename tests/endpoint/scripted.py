@@ -10,7 +10,7 @@ import torch
 
 from realign.api import Capabilities, GenerationConfig, Request, SequenceSample
 from realign.api.sampler import Completion, FutureHandle, Tokens, generate_by_requests
-from realign.endpoint import Backend, Endpoint, EndpointLimits, Renderer, Session, Sessions
+from realign.endpoint import Endpoint, EndpointLimits, Renderer, ServedPolicy, Session, Sessions
 
 
 class GrowingHandle(FutureHandle):
@@ -71,7 +71,7 @@ def scripted(
 ) -> Iterator[tuple[Endpoint, Session, ScriptedSampler]]:
     """Serve a session in which the policy samples these texts."""
     sampler = ScriptedSampler(renderer, texts, step)
-    backend = Backend(sampler, renderer, GenerationConfig(max_new_tokens=500))  # type: ignore[arg-type]
+    backend = ServedPolicy(sampler, renderer, GenerationConfig(max_new_tokens=500))  # type: ignore[arg-type]
     session = Session(backend, "p/0")
     with closing(Endpoint(Sessions(), EndpointLimits(), model="policy")) as endpoint:
         endpoint.start()

@@ -13,7 +13,7 @@ from realign.config import build_experiment, compose
 from realign.config.folders import experiments_dir
 from realign.errors import DataError
 from realign.interfaces.dpo import DPOInterface, DPOLoss, dataflow
-from realign.interfaces.ppo import ReferenceInterface
+from realign.interfaces.reference import ReferenceInterface
 from realign.runtime import run
 from realign.testing import BigramEngine, check_train_step, random_preferences
 from tests.test_algorithms import PREFERENCE

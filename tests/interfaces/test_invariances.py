@@ -23,6 +23,7 @@ from realign.interfaces.dpo import DPOInterface, DPOLoss
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.interfaces.ilql import ILQLInterface
 from realign.interfaces.kto import KTOInterface
+from realign.interfaces.policy import PolicyInterface
 from realign.interfaces.ppo import PPOActorInterface
 from realign.interfaces.reward_model import RewardLoss, RewardModelInterface, ScoreAt
 from realign.testing import check_train_step, random_preferences
@@ -68,7 +69,7 @@ BASES = {
     "aggregation": c.Aggregation,
 }
 GROUPS = GenerationConfig(n=4)
-PPO_SETTINGS = [
+POLICY_SETTINGS: list[dict] = [
     *NORMALIZATIONS,
     {"adv_norm": c.Normalization(unbiased=True, eps=1e-2, eps_inside_sqrt=True)},
     {"epochs": 2, "n_minibatches": 2},
@@ -77,7 +78,7 @@ PPO_SETTINGS = [
     *({"kl": c.KLPenalty("reward", 0.1, e)} for e in KLEstimator),
     *({"kl": c.KLPenalty("loss", 0.1, e, importance_weighted=True)} for e in KLEstimator),
     {"kl": c.KLPenalty("loss", 0.1, full_vocabulary=True)},
-    {"kl": c.KLPenalty("loss", 0.1, full_vocabulary=True, target=0.5, horizon=100), "ptx_coef": 0.5},
+    {"kl": c.KLPenalty("loss", 0.1, full_vocabulary=True, target=0.5, horizon=100)},
     {"kl": c.KLPenalty("reward", 0.1, target=0.5, horizon=100)},
     {"reward": c.RewardShaping(bias=0.5, gain=2.0, clip=1.5, scale="running")},
     {"reward": c.RewardShaping(scale="ref", center=True)},
@@ -94,12 +95,10 @@ PPO_SETTINGS = [
     {"train_end_token": False, "generation": GenerationConfig(n=4, stop_token_ids=[2, 5])},
     {"keep_best": 2, "generation": GROUPS},
     {"recompute": True},
-    {"ptx_coef": 0.5, "n_minibatches": 2},
     {"early_stop": c.EarlyStop(kl=1e-6), "epochs": 2},
     {"early_stop": c.EarlyStop(ratio=5.0), "epochs": 2},
     {"credit_per_minibatch": True, "n_minibatches": 2},
     {"correction": c.ImportanceCorrection(rejection=LIMITS), "entropy_coef": 0.1, "kl": c.KLPenalty("loss", 0.1)},
-    {"correction": c.ImportanceCorrection(rejection=LIMITS), "ptx_coef": 0.5, "n_minibatches": 2},
     {
         "correction": c.ImportanceCorrection(LIMITS, c.RatioRange("geometric", 0.9), keep_in_divisor=True),
         "kl": c.KLPenalty("loss", 0.1, importance_weighted=True, target=0.5, horizon=100),
@@ -107,7 +106,11 @@ PPO_SETTINGS = [
         "n_minibatches": 2,
     },
 ]
-GAE_ONLY = [
+PPO_SETTINGS: list[dict] = [
+    *POLICY_SETTINGS,
+    {"kl": c.KLPenalty("loss", 0.1, full_vocabulary=True, target=0.5, horizon=100), "ptx_coef": 0.5},
+    {"ptx_coef": 0.5, "n_minibatches": 2},
+    {"correction": c.ImportanceCorrection(rejection=LIMITS), "ptx_coef": 0.5, "n_minibatches": 2},
     {"reward": c.RewardShaping(baseline="greedy")},
     {"objective": c.ProximalKL(target=0.01), "epochs": 2, "n_minibatches": 2, "ptx_coef": 0.5},
     {"critic": "own"},
@@ -137,7 +140,7 @@ SETTINGS: dict[str, list[dict]] = {
         {"epochs": 2, "n_minibatches": 2, "on_policy_fraction": 0.5},
         {"generation": GenerationConfig(temperature=0.7)},
     ],
-    "GRPOActorInterface": PPO_SETTINGS,
+    "GRPOActorInterface": POLICY_SETTINGS,
     "ILQLInterface": [
         {"epochs": 2, "n_minibatches": 2},
         {"gamma": 0.5, "tau": 0.9, "cql_coef": 0.5, "awac_coef": 0.3},
@@ -152,7 +155,8 @@ SETTINGS: dict[str, list[dict]] = {
         {"kind": DPOLoss.ipo, "generation": GROUPS},
         {"reference_free": True, "target_margin": 0.5, "sft_coef": 0.5},
     ],
-    "PPOActorInterface": [*PPO_SETTINGS, *GAE_ONLY],
+    "PPOActorInterface": PPO_SETTINGS,
+    "PolicyInterface": [],  # its settings are tested in PPO and GRPO
     "PPOCriticInterface": [
         {"epochs": 2, "n_minibatches": 2},
         {"objective": c.ValueObjective(clip=None)},
@@ -216,7 +220,7 @@ def interface_names(rpc):
     return tuple(ours.get(key, key) for key in rpc.inputs)
 
 
-def actor_inputs(interface: PPOActorInterface) -> list[tuple[str, ...]]:
+def actor_inputs(interface: PolicyInterface) -> list[tuple[str, ...]]:
     """Return input sets of train_step: the keys its settings need, and all known keys, without and with advantages."""
     (train,) = (rpc for rpc in rl_graph({"actor": interface}).rpcs if rpc.name == "actor_train")
     known, uses = interface_names(train), interface.keys("train_step").uses
@@ -235,7 +239,7 @@ def critic_inputs() -> list[tuple[str, ...]]:
 
 def input_sets(interface: ModelInterface) -> list[tuple[str, ...]]:
     """Return the input sets of the train_step RPCs in the class's own file, by the interface's names of the keys."""
-    if isinstance(interface, PPOActorInterface):
+    if isinstance(interface, PolicyInterface):
         return actor_inputs(interface)
     module = importlib.import_module(type(interface).__module__)
     if not hasattr(module, "dataflow"):
@@ -355,8 +359,8 @@ def test_no_component_of_the_package_escapes(base):
 
 @pytest.mark.parametrize("place", ["kl", "reward", "truncation", "early_stop", "adv_norm", "value"])
 def test_no_setting_of_a_fixed_component_of_ppo_escapes(place):
-    """Components without variants, whose settings PPO_SETTINGS and GAE_ONLY list."""
-    found = [kwargs[place] for kwargs in (*PPO_SETTINGS, *GAE_ONLY) if place in kwargs]
+    """Components without variants, whose settings PPO_SETTINGS lists."""
+    found = [kwargs[place] for kwargs in PPO_SETTINGS if place in kwargs]
     (cls,) = {type(x) for x in found}
     names = {f.name for f in dataclasses.fields(cls) if f.init}
     changed = {name for x in found for name in names if getattr(x, name) != _default(cls, name)}

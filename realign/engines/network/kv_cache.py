@@ -329,5 +329,5 @@ def copied_all(x: T, name: str, memory: KeptMemory) -> T:
     return type(x)(*(copied_all(getattr(x, field), f"{name}.{field}", memory) for field in fields)) if fields else x
 
 
-def _fits(kept: Tensor, elements: int, like: Tensor) -> bool:
-    return kept.numel() >= elements and kept.dtype == like.dtype and kept.device == like.device
+def _fits(memory: Tensor, elements: int, like: Tensor) -> bool:
+    return memory.numel() >= elements and memory.dtype == like.dtype and memory.device == like.device

@@ -117,16 +117,16 @@ class Stepper:
     def _count_nonfinite(self, loss: Tensor, norm: Tensor, origin: str) -> None:
         self.nonfinite_in_a_row += 1
         n, most = self.nonfinite_in_a_row, self.spec.max_nonfinite_in_a_row
-        found = f"loss sum {float(loss)}, gradient norm {float(norm)}{origin}"
+        values = f"loss sum {float(loss)}, gradient norm {float(norm)}{origin}"
         if n >= most:
             raise RunError(
                 f"models.{self.name}: the loss or gradient of {n} consecutive optimizer steps was not finite "
-                f"(optimizer.max_nonfinite_in_a_row={most}). Last: {found}. Lower optimizer.lr or set "
+                f"(optimizer.max_nonfinite_in_a_row={most}). Last: {values}. Lower optimizer.lr or set "
                 "optimizer.grad_clip, and check the rewards."
             )
         warnings.warn(
             f"models.{self.name}: the loss or gradient after optimizer step {self.optimizer_steps} is not finite "
-            f"({found}). The step is skipped and training continues. Consecutive skips: {n}; the run ends at {most}.",
+            f"({values}). The step is skipped and training continues. Consecutive skips: {n}; the run ends at {most}.",
             stacklevel=2,
         )
 

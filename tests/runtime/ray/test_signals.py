@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from realign.runtime import CheckpointSpec, Ray, run
-from realign.cli.errors import guarded
+from realign.cli.exit_codes import guarded
 from tests.runtime.test_run_checkpoints import experiment, save_files
 
 torch.set_num_threads(1)

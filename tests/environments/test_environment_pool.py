@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from realign.api.environment import Response
-from realign.environments import EnvironmentFailure, Limits, Slots, TurnWriter, Worlds
+from realign.environments import EnvironmentFailure, EnvironmentPool, Limits, Slots, TurnWriter
 from realign.environments import event_loops as loops
 from tests.environments.environment_fixtures import Blocking, Plain
 from tests.tiny import tiny_tokenizer
@@ -42,8 +42,8 @@ def limits(concurrency: int = 64) -> Limits:
     return Limits(timeout_s=0.5, slots=Slots(concurrency), grace_s=1.5)
 
 
-def opened(given: Limits, make=Blocking) -> Worlds:
-    return Worlds("mine", make, TurnWriter(tiny_tokenizer()), given)
+def opened(given: Limits, make=Blocking) -> EnvironmentPool:
+    return EnvironmentPool("mine", make, TurnWriter(tiny_tokenizer()), given)
 
 
 def converse(given: Limits, *hows: str) -> list[str | float]:
