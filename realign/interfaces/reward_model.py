@@ -238,7 +238,7 @@ class RewardModelInterface(ModelInterface):
 
     @override
     def ineffective(self) -> dict[str, str]:
-        reasons = {}
+        reasons: dict[str, str] = {}
         if self.kind is not RewardLoss.pairwise:
             unpaired = f"with kind={self.kind.value}. Set kind=pairwise"
             reasons |= dict.fromkeys(("use_margin", "from_divergence", "center_coef"), unpaired)

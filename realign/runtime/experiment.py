@@ -173,7 +173,7 @@ class Experiment(Settings):
 
     @override
     def ineffective(self) -> dict[str, str]:
-        reasons = {}
+        reasons: dict[str, str] = {}
         if self.resume is None:
             reasons |= dict.fromkeys(("resume_allow", "resume_skip"), "without resume. Set resume")
         if self.save_every_steps is None:

@@ -165,7 +165,7 @@ def test_a_start_that_failed_is_no_earlier_run(tmp_path):
 def test_a_tree_of_something_else_is_refused(tmp_path):
     write_checkpoint(tmp_path / "run" / "checkpoints", 1, {"config": {}, "weights": torch.ones(2)})
     with pytest.raises(
-        CheckpointError, match="step_000001 is not a checkpoint of a run: it lacks counters, data, environment,"
+        CheckpointError, match="step_000001 is not a checkpoint of a run: it lacks callbacks, counters, data, environment"
     ):
         resumed(tmp_path)
 
@@ -339,7 +339,7 @@ def test_a_checkpoint_of_somebody_else_removes_no_folder(tmp_path, name):
     victim.mkdir()
     name = name.format(victim=victim)
     change_checkpoint(out, 3, lambda tree: tree["saves"].update(made=[name]))
-    with pytest.raises(CheckpointError, match=re.escape(f"saves.made={name!r}"[:60])):
+    with pytest.raises(CheckpointError, match=re.escape(f"saves.made.0={name!r}"[:50])):
         resumed(tmp_path, **SAVING)
     assert victim.is_dir()
     assert (out / "final").is_dir()

@@ -89,7 +89,7 @@ class KLPenalty(Settings):
 
     @override
     def ineffective(self) -> dict[str, str]:
-        reasons = {}
+        reasons: dict[str, str] = {}
         if self.place is not KLPlace.loss:
             elsewhere = f"with place={self.place.value}. Set place=loss"
             reasons |= {"full_vocabulary": elsewhere, "importance_weighted": elsewhere}
