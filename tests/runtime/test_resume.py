@@ -165,7 +165,7 @@ def test_a_start_that_failed_is_no_earlier_run(tmp_path):
 def test_a_tree_of_something_else_is_refused(tmp_path):
     write_checkpoint(tmp_path / "run" / "checkpoints", 1, {"config": {}, "weights": torch.ones(2)})
     with pytest.raises(
-        CheckpointError, match="step_000001 is not a checkpoint of a run: it lacks callbacks, counters, data, environment"
+        CheckpointError, match="step_000001 is not a checkpoint of a run: it lacks callbacks, counters, data,"
     ):
         resumed(tmp_path)
 
