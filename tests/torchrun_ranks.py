@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from realign.config.folders import experiments_dir
+from realign.config.files import experiments_dir
 
 CHECKOUT = experiments_dir().parent
 MARK = "REALIGN_TEST_MARK"

@@ -211,12 +211,12 @@ class SequenceSample:
         starts = self.lengths[self._known(key)].starts
         if starts[-1] > np.iinfo(np.int32).max:
             raise ValueError(f"key {key!r} has {starts[-1]} rows, which exceeds int32 cu_seqlens. Use a smaller batch")
-        return torch.from_numpy(starts.astype(np.int32)).to(self.data[key].device)
+        return on_device(torch.from_numpy(starts.astype(np.int32)), self.data[key].device)
 
     def group_index(self, key: str = TOKENS) -> Tensor:
         """Return the index of the prompt of each sequence of `key`: int64 [S]."""
         owners = self.lengths[self._known(key)].prompt_of_sequence
-        return torch.from_numpy(owners.copy()).to(self.data[key].device)
+        return on_device(torch.from_numpy(owners.copy()), self.data[key].device)
 
     def sequences(self, key: str = TOKENS) -> tuple[Tensor, ...]:
         """Return views of the sequences of `key`, in prompt order."""
@@ -374,12 +374,23 @@ class SequenceSample:
 
     def to(self, device: torch.device | str) -> SequenceSample:
         """Return the same sample with its tensors on `device`."""
-        overlap = torch.device(device).type != "cpu"  # a non-blocking copy to the host could be read too early
-        return replace(self, data={k: v.to(device, non_blocking=overlap) for k, v in self.data.items()})
+        return replace(self, data={key: on_device(x, device) for key, x in self.data.items()})
 
     def meta(self) -> SequenceSample:
         """Return the same sample with its tensors on the meta device, which have only a shape and a dtype."""
         return self.to("meta")
+
+
+def on_device(x: Tensor, device: torch.device | str) -> Tensor:
+    """Return a tensor on a device, without waiting for the copy of a tensor from the host.
+
+    The device reads pinned memory while the host goes on, and torch keeps that memory until it has been read. A copy to
+    the host waits, since it could be read too early.
+    """
+    target = torch.device(device).type
+    if x.device.type != "cpu" or target in ("cpu", "meta"):
+        return x.to(device)
+    return x.pin_memory().to(device, non_blocking=True)
 
 
 def part_sizes(n: int, parts: int) -> str:

@@ -20,7 +20,8 @@ import yaml
 from realign.cli.arguments import options
 from realign.config.aliases import names
 from realign.config.errors import ConfigError
-from realign.config.folders import GROUPS, experiments_dir
+from realign.config.experiment import COMPONENTS, REPORT, ExperimentConfig
+from realign.config.files import GROUPS, experiments_dir
 from realign.config.inspection import (
     ClassSource,
     FieldSource,
@@ -33,7 +34,6 @@ from realign.config.inspection import (
     members_of,
     read_module,
 )
-from realign.config.schema import COMPONENTS, REPORT, ExperimentConfig
 from realign.config.words import EXPORTERS, NONE, TARGET, snake_case
 from realign.safe_yaml import load_yaml
 
@@ -200,7 +200,9 @@ def _values(key: str, before: list[str], folder: Path | None) -> list[str]:
         base = class_at(DEFAULTS["callbacks"])
         return [*_words_of(base), "null"] if base is not None else []
     config = _config(tuple(before), folder)
-    owner = find_class("realign.config.schema", "ExperimentConfig") if len(path) == 1 else _class_of(path[:-1], config)
+    owner = (
+        find_class("realign.config.experiment", "ExperimentConfig") if len(path) == 1 else _class_of(path[:-1], config)
+    )
     field = fields_of(owner).get(path[-1]) if owner is not None else None
     return _words(field) if field is not None else []
 
@@ -247,7 +249,7 @@ def _class_of(path: list[str], config: Mapping[str, Any]) -> ClassSource | None:
     """Return the class of the component at a key."""
     node: Any
     if path[0] not in COMPONENTS:
-        cls, rest, node = find_class("realign.config.schema", "ExperimentConfig"), path, config
+        cls, rest, node = find_class("realign.config.experiment", "ExperimentConfig"), path, config
     else:
         start = 2 if path[0] in PER_ROLE else 1
         node = _get(config, path[:start])

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from realign.config import words
+from realign.config.construct import PACKAGES, import_target, misfit
 from realign.config.places import ROOTS
-from realign.config.targets import PACKAGES, import_target, misfit
 
 
 def shipped_components() -> list[type]:

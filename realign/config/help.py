@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
-from typing import Annotated, Any, get_type_hints
+from typing import Any, get_type_hints
 
-from realign import settings
 from realign.config import words
 from realign.config.errors import ConfigError, suggest, unknown_key
-from realign.config.folders import list_experiments
+from realign.config.experiment import COMPONENTS, REPORT, ExperimentConfig
+from realign.config.files import list_experiments
 from realign.config.help_entries import (
     Entry,
     default_of,
@@ -24,40 +21,14 @@ from realign.config.help_entries import (
     first_paragraph,
     hints_of,
     is_required,
-    valid_range,
     value_text,
 )
-from realign.config.inspection import class_at, fields_of, first_sentence
+from realign.config.inspection import first_sentence
 from realign.config.places import ROOTS, Place, place_of
-from realign.config.schema import COMPONENTS, REPORT, ExperimentConfig
 from realign.config.trees import MISSING, get
 
 FIRST = ("grpo", "ppo", "sft", "dpo", "reward_model")
 """Experiments in which a key is looked up first, if the command line names no experiment."""
-MIRRORED: Mapping[str, str] = MappingProxyType(
-    {
-        "ExperimentConfig": "realign.runtime.experiment.Experiment",
-        "MicroBatchConfig": "realign.api.microbatch.MicroBatchSpec",
-        "CheckpointConfig": "realign.runtime.checkpoint.background_writer.CheckpointSpec",
-        "RecordsConfig": "realign.runtime.metrics.details.RecordSpec",
-    }
-)
-"""Class of the run that a class of the schema mirrors."""
-NUMBERS: Mapping[str, Any] = MappingProxyType(
-    {
-        "int": int,
-        "float": float,
-        "bool": bool,
-        "str": str,
-        "Count": settings.Count,
-        "NonNegativeInt": settings.NonNegativeInt,
-        "NonNegative": settings.NonNegative,
-        "Positive": settings.Positive,
-        "Finite": settings.Finite,
-        "Fraction": settings.Fraction,
-    }
-)
-"""Names in the annotations of fields with ranges."""
 DEPTH = 5
 """Levels of keys in which a single name is searched."""
 
@@ -220,60 +191,22 @@ def _field_entry(place: Place, target: Any, name: str, config: Mapping[str, Any]
 
 
 def _schema_entry(cls: type, name: str, key: str, config: Mapping[str, Any]) -> Entry:
-    """Describe a field of the schema. Its valid range is that of the same field of the run."""
+    """Describe a field of the schema."""
     field = next(field for field in dataclasses.fields(cls) if field.name == name)
     default = default_of(field)
     required = default is dataclasses.MISSING or default == "???"
     given = get(config, tuple(key.split(".")), MISSING)
     given = MISSING if given == default or isinstance(given, Mapping) else given
-    annotation = get_type_hints(cls)[name]
-    ranged = _ranged(cls).get(name, annotation)
+    annotation = hints_of(cls)[name]
     component = key in COMPONENTS or any(map(dataclasses.is_dataclass, words.members(annotation)))
     kind = ("mapping of names to components" if ROOTS[key].per_role else "component") if key in COMPONENTS else None
     written = None if required else ("none" if component and default is None else value_text(default))
-    entry = entry_of(key, annotation if valid_range(ranged) == "" else ranged, written, field_text(cls, name), given)
+    entry = entry_of(key, annotation, written, field_text(cls, name), given)
     if kind is not None:
         return dataclasses.replace(entry, type=kind, component=True, default=written if default else "none")
     if component:
         return dataclasses.replace(entry, component=True, type="settings", default="the settings below")
     return entry
-
-
-def _ranged(cls: type) -> dict[str, Any]:
-    """Return the annotations with ranges of the class of the run that a class of the schema mirrors.
-
-    Reads them from the source, since importing the class would import torch.
-    """
-    source = class_at(MIRRORED[cls.__name__])
-    assert source is not None
-    found = {}
-    for name, field in fields_of(source).items():
-        if field.annotation is not None:
-            with suppress(KeyError):  # a class of the run, which has no range
-                found[name] = _annotation(field.annotation)
-    return found
-
-
-def _annotation(node: ast.expr) -> Any:
-    """Return an annotation of numbers and ranges from its source.
-
-    Raises:
-        KeyError: it contains something else.
-    """
-    match node:
-        case ast.Name(id=name):
-            return NUMBERS[name]
-        case ast.Constant(value=None):
-            return None
-        case ast.BinOp(left=left, op=ast.BitOr(), right=right):
-            return _annotation(left) | _annotation(right)
-        case ast.Subscript(
-            value=ast.Name(id="Annotated"),
-            slice=ast.Tuple(elts=[kind, ast.Call(func=ast.Name(id="Range"), keywords=bounds)]),
-        ):
-            limits = {bound.arg: ast.literal_eval(bound.value) for bound in bounds if bound.arg is not None}
-            return Annotated[_annotation(kind), settings.Range(**limits)]
-    raise KeyError(ast.unparse(node))
 
 
 def _root_fields() -> list[str]:

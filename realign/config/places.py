@@ -14,8 +14,8 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
+from realign.config.construct import import_target, misfit
 from realign.config.errors import ConfigError
-from realign.config.targets import import_target, misfit
 from realign.config.words import class_of_word, import_path, members
 from realign.settings import SETTING_OF
 
@@ -42,10 +42,10 @@ ROOTS: Mapping[str, Root] = MappingProxyType(
         "evaluation": Root("realign.runtime.evaluation.base.Evaluator", "realign.runtime.Evaluation"),
         "evaluations": Root("realign.runtime.evaluation.base.Evaluator", "realign.runtime.Evaluation", per_role=True),
         "calibration": Root("realign.runtime.RewardCalibration", "realign.runtime.RewardCalibration"),
-        "trackers": Root("realign.runtime.metrics.trackers.TrackerSpec", per_role=True),
-        "callbacks": Root("realign.api.callback.Callback", per_role=True),
         "runtime": Root("realign.runtime.RuntimeSpec", "realign.runtime.RuntimeSpec"),
         "rollout": Root("realign.runtime.RolloutSpec", "realign.runtime.RolloutSpec"),
+        "trackers": Root("realign.runtime.metrics.trackers.TrackerSpec", per_role=True),
+        "callbacks": Root("realign.api.callback.Callback", per_role=True),
     }
 )
 

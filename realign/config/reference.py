@@ -11,11 +11,11 @@ from typing import Any
 from realign.config import words
 from realign.config.component_classes import shipped_components
 from realign.config.composition import compose_raw
-from realign.config.folders import list_experiments
+from realign.config.experiment import COMPONENTS
+from realign.config.files import list_experiments
 from realign.config.help import Section, section
 from realign.config.help_entries import default_of, entry_of, field_text, hints_of, is_required, value_text
 from realign.config.places import ROOTS, Place, place_of
-from realign.config.schema import COMPONENTS
 from realign.config.trees import MISSING
 from realign.settings import own_settings
 

@@ -451,5 +451,5 @@ class TransformersModel(Settings, ModelSpec):
         """See `realign.api.sampler.SamplesInBackground`; uses a copy of the model without its moving average."""
         from realign.engines.sampling.background import StreamingEngine
 
-        engine = self.for_sampling().load(name, seed=seed).machine
+        engine = self.for_sampling().load(name, seed=seed).engine
         return StreamingEngine(name, engine, recompute=recompute)

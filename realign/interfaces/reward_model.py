@@ -302,7 +302,7 @@ class RewardModelInterface(ModelInterface):
             scored = mb.with_sequences(scores=self._scores(output, mb))
             return scored.with_tokens(after=self._scaled(scores_after(output, mb))) if self.dense else scored
 
-        scored = model.machine.forward(self._marked(model, data.select(["input_ids"])), mb_spec, post_hook)
+        scored = model.engine.forward(self._marked(model, data.select(["input_ids"])), mb_spec, post_hook)
         return scored["scores"], scored.get("after")
 
     def _marked(self, model: Model, data: SequenceSample) -> SequenceSample:

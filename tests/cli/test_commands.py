@@ -13,7 +13,8 @@ import yaml
 
 import realign
 from realign.cli import commands as cli
-from realign.config.folders import experiments_dir, list_experiments
+from realign.config import experiment
+from realign.config.files import Files, experiments_dir, list_experiments
 from tests.config_parts import EXPERIMENT, write_experiment
 
 CHECKOUT = experiments_dir().parent
@@ -168,6 +169,21 @@ def test_train_runs_writes_its_config_and_litters_nothing(here, capsys):
     assert not re.search(r"nothing reads|never read|neutral|none", out.split("tokens per micro-batch")[1]), out
 
 
+@pytest.mark.parametrize("command", [[], ["check"], ["graph"]])
+@pytest.mark.parametrize("words", [[], ["max_steps=1", "num_generations=4"]])
+def test_one_launch_composes_once_and_builds_once(here, monkeypatch, command, words):
+    calls = []
+
+    def counted(owner, name):
+        function = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *given: calls.append(name) or function(*given))
+
+    counted(Files, "read")
+    counted(experiment, "build_experiment")
+    assert realign_main(*command, "experiment=bigram", "steps=1", *words) == 0
+    assert calls == ["read", "build_experiment"]
+
+
 def test_an_earlier_run_is_not_overwritten_by_accident(here, capsys):
     assert realign_main("experiment=bigram") == 0
     before = {p: p.stat().st_mtime_ns for p in here.rglob("*")}
@@ -184,6 +200,23 @@ def test_a_sweep_makes_one_folder_for_each_run(here):
     assert [(c["seed"], c["interfaces"]["actor"]["epochs"]) for c in found] == [(5, 1), (5, 2)]
     assert all((sweep / str(i) / "metrics.jsonl").exists() for i in range(2))
     assert [p.name for p in here.iterdir()] == ["runs"]
+
+
+def test_a_sweep_may_start_its_runs_in_batches(here):
+    words = ["experiment=bigram", "steps=1", "seed=1,2", "hydra.sweeper.max_batch_size=1", "hydra.sweep.dir=all"]
+    assert realign_main("-m", *words, "hydra.sweep.subdir='${hydra.job.num}_${hydra.job.override_dirname}'") == 0
+    names = [f"{i}_experiment=bigram,seed={seed},steps=1" for i, seed in enumerate((1, 2))]
+    assert sorted(path.name for path in (here / "all").iterdir()) == [*names, "multirun.yaml"]
+    assert [yaml.safe_load((here / "all" / name / "config.yaml").read_text())["seed"] for name in names] == [1, 2]
+
+
+def test_the_record_of_the_command_line_may_be_in_another_folder_or_nowhere(here):
+    assert realign_main("experiment=bigram", "steps=1", "hydra.run.dir='records/${name}'") == 0
+    record = here / "records" / "bigram" / ".hydra"
+    assert sorted(path.name for path in record.iterdir()) == ["config.yaml", "hydra.yaml", "overrides.yaml"]
+    assert yaml.safe_load((record / "overrides.yaml").read_text()) == ["experiment=bigram", "steps=1"]
+    assert realign_main("experiment=bigram", "steps=1", "overwrite=true", "hydra.output_subdir=null") == 0
+    assert not (here / "runs" / "bigram" / ".hydra").exists()
 
 
 def test_a_mistake_in_a_sweep_is_one_line(here, capsys):

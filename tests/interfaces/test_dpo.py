@@ -10,7 +10,7 @@ import torch
 
 from realign.api import MicroBatchSpec, Model, SequenceSample, stat_values
 from realign.config import build_experiment, compose
-from realign.config.folders import experiments_dir
+from realign.config.files import experiments_dir
 from realign.errors import DataError
 from realign.interfaces.dpo import DPOInterface, DPOLoss, dataflow
 from realign.interfaces.reference import ReferenceInterface
@@ -160,7 +160,7 @@ def held_out_accuracy(train: SequenceSample) -> float:
         interface.train_step(model, train, MicroBatchSpec())
         model.advance()
     frozen = Model("actor", BigramEngine(lr=0.0))
-    frozen.machine.logits_VV = model.machine.logits_VV
+    frozen.engine.logits_VV = model.engine.logits_VV
     return stat_values(replace(interface, n_minibatches=1).train_step(frozen, toy(1), MicroBatchSpec()))[
         "rewards/accuracy"
     ]

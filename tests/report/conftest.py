@@ -12,8 +12,8 @@ import pytest
 from realign.interfaces.components import KLPenalty
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.interfaces.reference import ReferenceInterface
+from realign.run_settings import RecordSpec
 from realign.runtime import run
-from realign.runtime.metrics.details import RecordSpec
 from tests.runtime.test_local import GENERATION, BigramModel, CountToken, experiment
 
 HOSTILE_VALUES: dict[str, Any] = {

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from realign.api.engine import Forward, LossFn, LossWeightFn, PostHook, StepIf, copied_head
+from realign.api.engine import EngineCapabilities, Forward, LossFn, LossWeightFn, PostHook, StepIf, copied_head
 from realign.api.generation import GenerationConfig
 from realign.api.lengths import Lengths
 from realign.api.microbatch import MicroBatchSpec
 from realign.api.sample import TOKENS, SequenceSample, Shards, shard
 from realign.api.seeds import derive_seed
-from realign.api.stats import Stats, keep_traces, merge_stats, with_responses
+from realign.api.stats import Stats, keep_traces, merge_stats, on_host, with_responses
 from realign.engines.distributed.consistency import check_same_batch, check_same_weights
 from realign.engines.distributed.ranks import current
 from realign.engines.distributed.sharded_network import ShardedNetwork
@@ -93,12 +93,17 @@ class ShardedEngine(TransformersEngine):
     def _make_saver(self) -> ModelSaver:
         return ShardedSaver(self.name, self.network, self.tokenizer, self._average, self._ranks)
 
+    @override
+    def capabilities(self) -> EngineCapabilities:
+        return replace(super().capabilities(), live_head=False)
+
     @property
+    @override
     def data_ranks(self) -> int:
-        """Number of data-parallel parts of a batch."""
         return self.network.grid.data_ranks
 
     @property
+    @override
     def data_rank(self) -> int:
         """Index of this rank's part. All ranks of a tensor-parallel group have the same index."""
         return self.network.grid.data_rank
@@ -107,11 +112,6 @@ class ShardedEngine(TransformersEngine):
     def lm_head(self) -> LMHead:
         """Return a full copy on every rank; collective."""
         return copied_head(self.forward)
-
-    @property
-    @override
-    def head_is_live(self) -> bool:
-        return False
 
     @override
     def forward(self, data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
@@ -169,19 +169,17 @@ class ShardedEngine(TransformersEngine):
     ) -> Stats:
         """Train on one batch with all ranks; `n_microbatches` is the mean over them."""
         parts = self._cut("train_batch", data, TOKENS)
-        weight = step_weight(data, loss_weight_fn).to(self.device)
+        weight = step_weight(data, loss_weight_fn)
         if float(weight) == 0:
             return self.skip("zero_weight_steps")
         own = self.accumulate(parts[self.data_rank], mb_spec, loss_fn, weight)
-        by_rank = self.network.grid.gather(_moved(own, "cpu"))
-        stats = merge_stats(_moved(rank_stats, self.device) for rank_stats in by_rank)
+        stats = merge_stats(self.network.grid.gather(on_host(own)))
         return {**stats, **self.apply(weight, vetoed=step_if is not None and not step_if(stats))}
 
     @override
     def accumulate(self, part: SequenceSample, mb_spec: MicroBatchSpec, loss_fn: LossFn, weight: Tensor) -> Stats:
         """Run on this rank's part; the gradient is the sum over all parts."""
         self._trained()
-        weight = weight.to(self.device)
         self.network.forget_gradients()
         passes = self.network.passes(with_responses(part, mb_spec), mb_spec, training=True)
         idle = self._idle_rounds(passes)
@@ -335,11 +333,6 @@ class ShardedEngine(TransformersEngine):
 
 def _slice(x: Tensor, like: Any) -> Tensor:
     return part_of(x, like) if is_part(like) else x
-
-
-def _moved(stats: Stats, device: torch.device | str) -> Stats:
-    """Move metrics to another device; metrics on the host can be sent to another process."""
-    return {name: type(stat)(*(x.to(device) for x in stat)) for name, stat in stats.items()}
 
 
 class ShardedStepper(Stepper):

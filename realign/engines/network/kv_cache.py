@@ -297,7 +297,7 @@ class KeptMemory:
         fitting = [i for i, block in enumerate(blocks) if _fits(block, elements, like)]
         if fitting:
             return blocks.pop(min(fitting, key=lambda i: blocks[i].numel()))
-        if blocks:
+        if blocks:  # the longer block serves later rollouts too, so the short one would only take memory
             blocks.pop()
         return like.new_empty(elements)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from realign.api.engine import LossFn, LossWeightFn, StepIf
+from realign.api.engine import EngineCapabilities, LossFn, LossWeightFn, PostHook, StepIf
+from realign.api.generation import GenerationConfig
 from realign.api.microbatch import MicroBatchSpec
 from realign.api.sample import TOKENS, SequenceSample
 from realign.api.seeds import derive_seed
@@ -106,10 +108,27 @@ class TransformersEngine(InferenceEngine):
     def _make_saver(self) -> ModelSaver:
         return ModelSaver(self.name, self.network, self.tokenizer, self._average)
 
+    @override
+    def capabilities(self) -> EngineCapabilities:
+        return replace(super().capabilities(), trainable=self._stepper is not None)
+
     @property
-    def trainable(self) -> bool:
-        """Whether an optimizer was configured."""
-        return self._stepper is not None
+    def data_ranks(self) -> int:
+        """Number of parts into which the engine's processes cut a batch."""
+        return 1
+
+    @property
+    def data_rank(self) -> int:
+        """Index of the part of a batch that this process computes, from 0."""
+        return 0
+
+    def forward_part(self, part: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
+        """Run `forward` on the prompts of this process. With one process, these are the whole batch."""
+        return self.forward(part, mb_spec, post_hook)
+
+    def generate_part(self, part: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
+        """Run `generate` for the prompts of this process. With one process, these are the whole batch."""
+        return self.generate(part, config, seed=seed)
 
     def train_batch(
         self,
@@ -132,7 +151,7 @@ class TransformersEngine(InferenceEngine):
             ValueError: the model is frozen, the loss is not an fp32 scalar, or the weight is negative or not finite.
             RunError: `max_nonfinite_in_a_row` consecutive steps had a non-finite loss or gradient.
         """
-        weight = step_weight(data, loss_weight_fn).to(self.device)
+        weight = step_weight(data, loss_weight_fn)  # stays where the batch is: a kernel takes it as a number
         if float(weight) == 0:
             return self.skip("zero_weight_steps")
         stats = self.accumulate(data, mb_spec, loss_fn, weight)
@@ -156,7 +175,6 @@ class TransformersEngine(InferenceEngine):
         """
         stepper = self._trained()
         stepper.zero_grad()
-        weight = weight.to(self.device)
         passes = self.network.passes(with_responses(part, mb_spec), mb_spec, parallel=True, training=True)
         load = self._start_load(passes, range(0))
 
@@ -209,9 +227,9 @@ class TransformersEngine(InferenceEngine):
 
     def _counts(self, part: SequenceSample, passes: Passes) -> Stats:
         return {
-            "tokens": counted(part.lengths[TOKENS].total, self.device),
-            "shared_tokens": counted(passes.saved, self.device),
-            "n_microbatches": single(len(passes.batches), self.device),
+            "tokens": counted(part.lengths[TOKENS].total),
+            "shared_tokens": counted(passes.saved),
+            "n_microbatches": single(len(passes.batches)),
         }
 
     def apply(self, weight: Tensor, *, vetoed: bool = False) -> Stats:
@@ -232,7 +250,7 @@ class TransformersEngine(InferenceEngine):
         if done is None:
             raise ValueError(f"model {self.name!r}: apply has no gradient. Call accumulate first.")
         self._accumulated = None
-        weight, steps = weight.to(self.device), stepper.optimizer_steps
+        steps = stepper.optimizer_steps
         culprits = partial(self._nonfinite_origin, done, weight)
         stats = stepper.step(self._total_loss(done.losses), weight, vetoed=vetoed, culprits=culprits)
         if stepper.optimizer_steps > steps:
@@ -246,7 +264,7 @@ class TransformersEngine(InferenceEngine):
 
     def skip(self, reason: str) -> Stats:
         """Count a skipped step for one of `stepper.REASONS`; `zero_weight_steps` is a batch of weight 0."""
-        return self._trained().report(self.device, skipped=reason)
+        return self._trained().report(skipped=reason)
 
     def _total_loss(self, losses: Sequence[Tensor]) -> Tensor:
         """Return the sum over the batch of the losses that `loss_fn` returned."""

@@ -171,7 +171,7 @@ def end_tokens(model: Model, ids_T: Tensor, stop_token_ids: Sequence[int] | None
         ConfigError: neither the model nor its tokenizer has an end token.
     """
     if stop_token_ids is None:
-        stop_token_ids = model.machine.eos_token_ids
+        stop_token_ids = model.engine.capabilities().eos_token_ids
         if not stop_token_ids and (end := getattr(model.tokenizer, "eos_token_id", None)) is not None:
             stop_token_ids = (end,)
         if not stop_token_ids:

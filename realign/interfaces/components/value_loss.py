@@ -148,7 +148,7 @@ def value_stats(data: SequenceSample, model: Model) -> Stats:
     """Return metrics of the old values: means, standard deviations, explained variance of returns."""
     mask_T = data["loss_mask"]
     returns_M, values_M = data["returns"][mask_T].double(), data["values"][mask_T].double()
-    reduce = model.machine.reduce
+    reduce = model.engine.reduce
     sums = torch.stack([returns_M.new_tensor(len(returns_M)), returns_M.sum(), values_M.sum()])
     count, total, value_total = reduce(sums).unbind()
     n = count.clamp(min=1)

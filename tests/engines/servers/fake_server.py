@@ -21,6 +21,8 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+from realign.api import EngineCapabilities
+
 DEFAULT = "default"
 """Label of weights that no client has set."""
 MEMORY = {
@@ -43,9 +45,8 @@ class Table:
         Path(path).mkdir(parents=True)
         save_file(self.weights(), Path(path) / "model.safetensors")
 
-    @property
-    def eos_token_ids(self):
-        return (0,)
+    def capabilities(self):
+        return EngineCapabilities(frozenset({"logprobs"}), trainable=True, eos_token_ids=(0,))
 
 
 class Scoring(Table):

@@ -219,7 +219,7 @@ def test_adapters_are_trained_through_frozen_routers(tmp_path):
     )
     data, gradients = sample(), []
     for each in (ONE, SPECS[0]):
-        engine = spec.load("actor", seed=0).machine
+        engine = spec.load("actor", seed=0).engine
         gradients.append(train(engine, data, each, nothing)[0])
     assert any(float(x.abs().max()) > 1e-5 for x in gradients[0].values())
     assert_same(*gradients)

@@ -319,7 +319,7 @@ def test_lora_trains_with_muon(tmp_path):
     model = TransformersModel(
         str(save_tiny(tmp_path)), device="cpu", optimizer=spec("Muon", lr=0.02), trains=Lora(rank=2)
     )
-    engine = model.load("actor", seed=0).machine
+    engine = model.load("actor", seed=0).engine
     before = [p.clone() for p in engine.module.parameters() if p.requires_grad]
     train(engine, 2)
     after = [p for p in engine.module.parameters() if p.requires_grad]

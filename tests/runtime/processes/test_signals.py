@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from realign.cli import commands as cli
-from realign.config.folders import experiments_dir
+from realign.config.files import experiments_dir
 from realign.runtime.checkpoint.folder import list_checkpoints
 from realign.runtime.processes.signals import Interrupted, StopSignals
 from tests.config_parts import write_experiment

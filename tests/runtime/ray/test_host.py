@@ -36,8 +36,13 @@ def test_two_halves_are_one_step(specs):
     one, two = Host(0, 1), Host(0, 1)
     for host in (one, two):
         loaded = host.load(specs, 3, frozenset())["actor"]
-    assert loaded.eos_token_ids == (2,)
-    assert (loaded.trainable, loaded.positions, loaded.data_ranks, loaded.data_rank) == (True, 128, 1, 0)
+    assert loaded.capabilities.eos_token_ids == (2,)
+    assert (loaded.capabilities.trainable, loaded.capabilities.positions, loaded.data_ranks, loaded.data_rank) == (
+        True,
+        128,
+        1,
+        0,
+    )
     part, whole = one.ask("actor", "train", (DATA, SPEC, loss, WEIGHT))
     assert stat_values(part)["tokens"] == 18
     assert two.ask("actor", "accumulate", (DATA, SPEC, loss, WEIGHT)).keys() == part.keys()
