@@ -26,8 +26,8 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, Union, get_args
 from realign.config import words
 from realign.config.errors import ConfigError, listed, one_line, suggest, switched_off, unknown_key
 from realign.config.words import TARGET
-from realign.errors import GraphError, SettingsError
-from realign.settings import AcceptsForeign, StandIn, choices_of
+from realign.errors import GraphError, NoEffectError, SettingsError
+from realign.settings import AcceptsForeign, StandIn, choices_of, default_of
 
 OURS = "realign"
 PACKAGES = ("interfaces", "engines", "data", "runtime")
@@ -605,7 +605,9 @@ def _construct(make: Callable[..., T], parameters: list[_Parameter], raw: Mappin
         else:
             values[p.name] = default
     try:
-        return make(**values)
+        return _made(make, values, raw)
+    except NoEffectError as error:
+        raise NoEffectError(error.owner, f"{prefix}{error.key}", error.value, error.reason) from error
     except (SettingsError, GraphError) as error:
         raise ConfigError(located(where, one_line(error), known)) from error
     except ConfigError:
@@ -613,6 +615,17 @@ def _construct(make: Callable[..., T], parameters: list[_Parameter], raw: Mappin
     except Exception as error:  # a bug in the constructor of a component: its traceback is printed
         error.add_note(f"while building {where or 'the config'}")
         raise
+
+
+def _made(make: Callable[..., T], values: dict[str, Any], raw: Mapping[str, Any]) -> T:
+    """Call `make`. Without effect, a default of the component around this one becomes that of the class itself."""
+    while True:
+        try:
+            return make(**values)
+        except NoEffectError as error:
+            if error.owner is not make or error.key in raw:
+                raise
+            values[error.key] = default_of(error.owner, error.key)
 
 
 def located(where: str, message: str, fields: Iterable[str]) -> str:

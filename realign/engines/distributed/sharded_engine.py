@@ -311,7 +311,7 @@ class ShardedEngine(TransformersEngine):
 
         Tensors may be full tensors, or `Saved` references to files, from which each rank reads only its shard.
         """
-        if state.get("fused") and self.fusion is not None:
+        if state["fused"] and self.fusion is not None:
             self.network.sampler()  # with the run's initial weights, see `Fusion.compare`
         super().load_state_dict(self._sharded_state.own(state), weights_only=weights_only)
         self.network.gathered.outdate()
