@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from realign.config.errors import ConfigError, nearest
-from realign.config.inspection import file_of, read_module
-from realign.config.trees import Path, get
+from realign.config.inspection import read_module
+from realign.config.trees import Path as Key
+from realign.config.trees import get
 from realign.config.words import TARGET, is_word
 
 
@@ -51,11 +53,11 @@ def target_of(key: str, word: Any) -> str | None:
     if package is None or not is_word(word):
         return None
     module = read_module(f"{package.name}.{word}")
-    classes = () if module is None else module.classes.values()
+    classes = () if module is None else module.definitions.values()
     return next((cls.path for cls in classes if cls.dataclass and cls.name.endswith(package.ending)), None)
 
 
-def spell_out(values: dict[Any, Any]) -> dict[Path, dict[str, Any]]:
+def spell_out(values: dict[Any, Any]) -> dict[Key, dict[str, Any]]:
     """Replace the words of a file, alone or as a `_target_`, by import paths. Return the changed components."""
     changed = {}
     for path, word in list(_words(values, ())):
@@ -90,12 +92,12 @@ def with_target(override: str) -> str:
 def words_at(key: str) -> list[str]:
     """Return the words of a key."""
     package = next((package for pattern, package in KEYS.items() if re.fullmatch(pattern, key)), None)
-    init = None if package is None else file_of(package.name)
-    names = () if init is None else sorted(path.stem for path in init.parent.glob("*.py"))
+    folder = None if package is None else Path(__file__).parents[1] / package.name.partition(".")[2]
+    names = () if folder is None else sorted(path.stem for path in folder.glob("*.py"))
     return [name for name in names if target_of(key, name) is not None]
 
 
-def _words(node: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+def _words(node: Any, path: Key) -> Iterator[tuple[Key, Any]]:
     """Yield the words below a node with the keys of their components."""
     if isinstance(node, str):
         yield path, node
