@@ -19,13 +19,13 @@ import math
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import Field, dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol, Union, get_args, get_origin, get_type_hints
 
-from realign.errors import SettingsError
+from realign.errors import NoEffectError, SettingsError
 
 if TYPE_CHECKING:
     from pydantic import GetCoreSchemaHandler
@@ -86,8 +86,8 @@ class Settings:
     A subclass with its own `__post_init__` calls `super().__post_init__()` first.
 
     Raises:
-        SettingsError: a field has a value outside its range or choices. The message names the field, its value and
-            the valid values.
+        SettingsError: a field has a value outside its range or choices, or has no effect. The message names the field,
+            its value and the valid values.
     """
 
     def __post_init__(self) -> None:
@@ -105,6 +105,36 @@ class Settings:
                     f"{field.name}={given}: {type(self).__name__} has no such setting and accepts only {only}. Use "
                     f"{field.metadata[SETTING_OF]}"
                 )
+        for name, reason in self.ineffective().items():
+            if (value := getattr(self, name)) != default_of(type(self), name):
+                raise NoEffectError(type(self), name, _shown(value), reason)
+
+    def ineffective(self) -> Mapping[str, str]:
+        """Return the fields that change nothing beside the values of the others, each with the reason and a cure.
+
+        Such a field is an error if it was set in Python or on the command line, and a line of the launch table if it
+        comes from a file. A default is neither, so this method need not look at the value of the field itself.
+        """
+        return {}
+
+
+def default_of(kind: type, name: str) -> Any:
+    """Return the default of a field of a dataclass; `MISSING` if it has none."""
+    field: Field[Any] = kind.__dataclass_fields__[name]  # type: ignore[attr-defined]
+    return field.default if field.default_factory is MISSING else field.default_factory()
+
+
+def _shown(value: Any) -> str:
+    """Return a value as it is written on the command line; empty for a component."""
+    if is_dataclass(value):
+        return ""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, Enum):
+        return value.name.rstrip("_")
+    if isinstance(value, list):
+        return f"[{', '.join(map(str, value))}]"
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def own_settings(kind: Any) -> list[Field[Any]]:

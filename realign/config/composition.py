@@ -37,7 +37,7 @@ from realign.config.hydra_settings import DEFAULT_LAUNCHER, DEFAULTS, check_laun
 from realign.config.layers import OWNS, Layers
 from realign.config.places import ROOTS
 from realign.config.secret_variables import check_no_secrets, without_secrets
-from realign.config.trees import has, merge
+from realign.config.trees import has, leaves, merge
 from realign.config.words import NONE
 
 if TYPE_CHECKING:
@@ -224,7 +224,9 @@ def _applied(below: _FileLayers, overrides: Sequence[Override]) -> dict[str, Any
     tree = OmegaConf.to_container(config, resolve=False)
     assert isinstance(tree, dict)
     plain = {str(key): value for key, value in tree.items()}
-    return {**plain, "dropped": layers.dropped(plain), "owners": layers.owners}
+    keys = (override.key_or_group for override in overrides)
+    typed = {*(".".join(path) for path, _ in leaves(upper, ())), *(key for key in keys if _root(key) not in COMPONENTS)}
+    return {**plain, "dropped": layers.dropped(plain), "owners": layers.owners, "typed": sorted(typed)}
 
 
 def _apply(config: DictConfig, override: Override, key: str, value: Any) -> None:

@@ -26,8 +26,8 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, Union, get_args
 from realign.config import words
 from realign.config.errors import ConfigError, listed, one_line, suggest, switched_off, unknown_key
 from realign.config.words import TARGET
-from realign.errors import GraphError, SettingsError
-from realign.settings import AcceptsForeign, StandIn, choices_of
+from realign.errors import GraphError, NoEffectError, SettingsError
+from realign.settings import AcceptsForeign, StandIn, choices_of, default_of
 
 OURS = "realign"
 PACKAGES = ("interfaces", "engines", "data", "runtime")
@@ -70,20 +70,20 @@ def import_target(path: Any, where: str, fits: Fits | None = None) -> Any:
         raise ConfigError(
             f"{where}: {path} is part of Python's standard library, which has no components. Nothing was imported."
         )
-    found: Any = None
+    named: Any = None
     done = ""
     for part in path.split("."):
         name = f"{done}.{part}" if done else part
-        step = getattr(found, part, None) if found is not None else None
-        if step is None and (found is None or isinstance(found, ModuleType)):
+        step = getattr(named, part, None) if named is not None else None
+        if step is None and (named is None or isinstance(named, ModuleType)):
             step = _import(name, where)
         if step is None:
             if name in EXTRAS:
                 raise ConfigError(f"{where}={path}: {name} is not installed. Run pip install {EXTRAS[name]!r}.")
             place = done or "the current directory and the installed packages"
-            raise ConfigError(f"{where}: there is no {part!r} in {place}{_hint(path, part, found, fits)}")
-        found, done = step, name
-    return found
+            raise ConfigError(f"{where}: there is no {part!r} in {place}{_hint(path, part, named, fits)}")
+        named, done = step, name
+    return named
 
 
 def _import(name: str, where: str) -> ModuleType | None:
@@ -102,14 +102,14 @@ def _import(name: str, where: str) -> ModuleType | None:
         raise
 
 
-def _contents(found: Any, fits: Fits | None) -> Iterable[str]:
-    """Return valid continuations of an import path: submodules, and accepted objects defined in `found`."""
-    if found is None:
+def _contents(owner: Any, fits: Fits | None) -> Iterable[str]:
+    """Return valid continuations of an import path: submodules, and accepted objects defined in `owner`."""
+    if owner is None:
         return (module.name for module in pkgutil.iter_modules())
-    if not isinstance(found, ModuleType):
-        return (name for name in vars(found) if not name.startswith("_"))
-    modules = (module.name for module in pkgutil.iter_modules(getattr(found, "__path__", [])))
-    return [*_defined(found, fits), *(name for name in modules if not name.startswith("_"))]
+    if not isinstance(owner, ModuleType):
+        return (name for name in vars(owner) if not name.startswith("_"))
+    modules = (module.name for module in pkgutil.iter_modules(getattr(owner, "__path__", [])))
+    return [*_defined(owner, fits), *(name for name in modules if not name.startswith("_"))]
 
 
 def _defined(module: ModuleType, fits: Fits | None) -> list[str]:
@@ -148,26 +148,26 @@ def such_as(kind: str, where: str = "") -> str:
     return f", such as {example}" if example and kind in EXAMPLE_TARGETS else ""
 
 
-def _hint(path: str, part: str, found: Any, fits: Fits | None) -> str:
-    """Return the end of a message about an import path whose name `part` does not exist in `found`."""
-    names = list(_contents(found, fits))
+def _hint(path: str, part: str, owner: Any, fits: Fits | None) -> str:
+    """Return the end of a message about an import path whose name `part` does not exist in `owner`."""
+    names = list(_contents(owner, fits))
     here = difflib.get_close_matches(part, names, n=1, cutoff=NEAR)
-    elsewhere = _elsewhere(path, found, fits) if fits is not None else None
+    elsewhere = _elsewhere(path, owner, fits) if fits is not None else None
     if elsewhere is not None and (not here or elsewhere.rpartition(".")[2] == part):
         return f"; did you mean {elsewhere}?"
     return suggest(part, names) if names else ""
 
 
-def _elsewhere(path: str, found: Any, fits: Fits) -> str | None:
+def _elsewhere(path: str, owner: Any, fits: Fits) -> str | None:
     """Return the import path of the accepted object of realign whose name is nearest to the last name of `path`.
 
     `path` may be a bare name. Searches only modules of realign, because importing other modules can have side effects.
     """
     packages: tuple[str, ...]
-    if found is None:
+    if owner is None:
         packages = PACKAGES if "." not in path else ()
     else:
-        package = getattr(found, "__name__", "") if hasattr(found, "__path__") else getattr(found, "__package__", None)
+        package = getattr(owner, "__name__", "") if hasattr(owner, "__path__") else getattr(owner, "__package__", None)
         packages = tuple(name for name in PACKAGES if package == f"{OURS}.{name}")
     known: dict[str, str] = {}
     for package in packages:
@@ -201,6 +201,8 @@ def misfit(cls: type, kind: Any) -> str | None:
     return None
 
 
+# --- values ---
+
 BOOLS: Mapping[str, bool] = types.MappingProxyType(
     dict.fromkeys(("true", "yes", "y", "on", "1"), True) | dict.fromkeys(("false", "no", "n", "off", "0"), False)
 )
@@ -228,108 +230,101 @@ LISTS = (list, tuple, collections.abc.Sequence, collections.abc.Iterable)
 MAPPINGS = (dict, collections.abc.Mapping)
 
 
-class Converter:
-    """Converts config values to the annotations of fields.
+def convert(raw: Any, annotation: Any, where: str, default: Any = None) -> Any:
+    """Check and convert one value. Scalars follow OmegaConf's rules; enum members are selected by name.
 
     Args:
-        component: Function that constructs the component that a mapping describes, from the mapping, the annotation,
-            the key and the default of the field. It returns None for a plain mapping.
+        raw: Scalar, list or mapping from YAML.
+        annotation: Annotation of the field. A mapping with `_target_` is built as a component of this kind, and of
+            any kind if the annotation is `Any`. `dict[str, Any]` and `list[Any]` accept plain values only.
+        where: Key, for messages.
+        default: Default of the field. If it is a dataclass, a mapping without `_target_` overrides its fields.
+
+    Raises:
+        ConfigError: the value is invalid; names the key, the value and the valid choices.
     """
-
-    def __init__(self, component: Callable[[Mapping[Any, Any], Any, str, Any], Any]) -> None:
-        self._component = component
-
-    def convert(self, raw: Any, annotation: Any, where: str, default: Any = None) -> Any:
-        """Check and convert one value. Scalars follow OmegaConf's rules; enum members are selected by name.
-
-        Args:
-            raw: Scalar, list or mapping from YAML.
-            annotation: Annotation of the field. A mapping with `_target_` is built as a component of this kind, and of
-                any kind if the annotation is `Any`. `dict[str, Any]` and `list[Any]` accept plain values only.
-            where: Key, for messages.
-            default: Default of the field. If it is a dataclass, a mapping without `_target_` overrides its fields.
-
-        Raises:
-            ConfigError: the value is invalid; names the key, the value and the valid choices.
-        """
-        if raw == "???":
-            raise ConfigError(f"{where} is missing: give it a value ({type_name(annotation)})")
-        if isinstance(raw, str) and annotation not in LEAVES and words.component_bases(annotation):
-            if raw == words.NONE and words.is_optional(annotation):
-                return None
-            if raw.isidentifier() and (cls := words.class_of_word(raw, annotation, where)) is not None:
-                raw = {words.TARGET: words.import_path(cls)}
-        origin, arguments = get_origin(annotation), get_args(annotation)
-        if origin in (Union, types.UnionType):
-            return self._one_of(raw, arguments, where, default)
-        if isinstance(raw, Mapping):
-            made = self._component(raw, annotation, where, default)
-            if made is not None:
-                return made
-        if annotation is Any or annotation is object:
-            return self._plain(raw, where)
-        if raw is None and annotation is not type(None):
-            valid = listed(found) if len(found := words.choices(annotation)) > 1 else ""
-            raise ConfigError(f"{where} must not be null; expected {type_name(annotation)}{valid}{switched_off(where)}")
-        if origin is Literal:
-            return _choice(raw, {str(a): a for a in arguments}, where)
-        if inspect.isclass(annotation) and issubclass(annotation, Enum):
-            if isinstance(raw, annotation):
-                return raw
-            return _choice(raw, choices_of(annotation), where, annotation.__doc__)
-        if (origin or annotation) in LISTS:
-            return self._list(raw, origin or annotation, arguments, where)
-        if (origin or annotation) in MAPPINGS and isinstance(raw, Mapping):
-            kind = arguments[1] if arguments else Any
-            return {key: self._member(value, kind, f"{where}.{key}") for key, value in raw.items()}
-        if annotation in LEAVES:
-            return _leaf(raw, annotation, where)
-        if is_plain_class(annotation) and isinstance(raw, annotation):
-            return raw
-        raise wrong_type(raw, annotation, where)
-
-    def _one_of(self, raw: Any, members: tuple[Any, ...], where: str, default: Any) -> Any:
-        if raw is None and type(None) in members:
+    if raw == "???":
+        raise ConfigError(f"{where} is missing: give it a value ({type_name(annotation)})")
+    if isinstance(raw, str) and annotation not in LEAVES and words.component_bases(annotation):
+        if raw == words.NONE and words.is_optional(annotation):
             return None
-        members = tuple(m for m in members if m is not type(None))
-        if len(members) == 1:
-            return self.convert(raw, members[0], where, default)
-        if type(raw) in members:
+        if raw.isidentifier() and (cls := words.class_of_word(raw, annotation, where)) is not None:
+            raw = {words.TARGET: words.import_path(cls)}
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin in (Union, types.UnionType):
+        return _one_of(raw, arguments, where, default)
+    if isinstance(raw, Mapping):
+        made = _component(raw, annotation, where, default)
+        if made is not None:
+            return made
+    if annotation is Any or annotation is object:
+        return _plain(raw, where)
+    if raw is None and annotation is not type(None):
+        valid = listed(choices) if len(choices := words.choices(annotation)) > 1 else ""
+        raise ConfigError(f"{where} must not be null; expected {type_name(annotation)}{valid}{switched_off(where)}")
+    if origin is Literal:
+        return _choice(raw, {str(a): a for a in arguments}, where)
+    if inspect.isclass(annotation) and issubclass(annotation, Enum):
+        if isinstance(raw, annotation):
             return raw
-        if isinstance(raw, Mapping):  # fields of the first class, or `_target_` of a class that is the last one
-            classes = [member for member in members if dataclasses.is_dataclass(member)]
-            if classes:
-                return self.convert(raw, classes[-1 if words.TARGET in raw else 0], where, default)
-        lists = [member for member in members if (get_origin(member) or member) in LISTS]
-        if isinstance(raw, list) and len(lists) == 1:
-            return self.convert(raw, lists[0], where, default)
-        for member in members:
-            try:
-                return self.convert(raw, member, where, default)
-            except ConfigError:
-                continue
-        raise ConfigError(f"{where}: expected {' or '.join(map(type_name, members))}, found {raw!r}")
-
-    def _member(self, raw: Any, annotation: Any, where: str) -> Any:
-        return _values(raw, where) if annotation is Any else self.convert(raw, annotation, where)
-
-    def _plain(self, raw: Any, where: str) -> Any:
-        """Return a value of a field without a specific annotation, with nested components built."""
-        if isinstance(raw, Mapping):
-            return {key: self.convert(value, Any, f"{where}.{key}") for key, value in raw.items()}
-        if isinstance(raw, list):
-            return [self.convert(value, Any, f"{where}[{i}]") for i, value in enumerate(raw)]
+        return _choice(raw, choices_of(annotation), where, annotation.__doc__)
+    if (origin or annotation) in LISTS:
+        return _list(raw, origin or annotation, arguments, where)
+    if (origin or annotation) in MAPPINGS and isinstance(raw, Mapping):
+        kind = arguments[1] if arguments else Any
+        return {key: _member(value, kind, f"{where}.{key}") for key, value in raw.items()}
+    if annotation in LEAVES:
+        return _leaf(raw, annotation, where)
+    if is_plain_class(annotation) and isinstance(raw, annotation):
         return raw
+    raise wrong_type(raw, annotation, where)
 
-    def _list(self, raw: Any, kind: Any, arguments: tuple[Any, ...], where: str) -> Any:
-        if not isinstance(raw, list | tuple):
-            raise ConfigError(f"{where}: expected a list, found {raw!r}; write it in brackets, such as {where}=[{raw}]")
-        fixed = kind is tuple and bool(arguments) and arguments[-1] is not Ellipsis
-        if fixed and len(raw) != len(arguments):
-            raise ConfigError(f"{where}: expected {len(arguments)} values, found {len(raw)}")
-        kinds = arguments if fixed else (arguments[:1] or (Any,)) * len(raw)
-        values = [self._member(value, kinds[i], f"{where}[{i}]") for i, value in enumerate(raw)]
-        return tuple(values) if kind is tuple else values
+
+def _one_of(raw: Any, members: tuple[Any, ...], where: str, default: Any) -> Any:
+    if raw is None and type(None) in members:
+        return None
+    members = tuple(m for m in members if m is not type(None))
+    if len(members) == 1:
+        return convert(raw, members[0], where, default)
+    if type(raw) in members:
+        return raw
+    if isinstance(raw, Mapping):  # fields of the first class, or `_target_` of a class that is the last one
+        classes = [member for member in members if dataclasses.is_dataclass(member)]
+        if classes:
+            return convert(raw, classes[-1 if words.TARGET in raw else 0], where, default)
+    lists = [member for member in members if (get_origin(member) or member) in LISTS]
+    if isinstance(raw, list) and len(lists) == 1:
+        return convert(raw, lists[0], where, default)
+    for member in members:
+        try:
+            return convert(raw, member, where, default)
+        except ConfigError:
+            continue
+    raise ConfigError(f"{where}: expected {' or '.join(map(type_name, members))}, found {raw!r}")
+
+
+def _member(raw: Any, annotation: Any, where: str) -> Any:
+    return _values(raw, where) if annotation is Any else convert(raw, annotation, where)
+
+
+def _plain(raw: Any, where: str) -> Any:
+    """Return a value of a field without a specific annotation, with nested components built."""
+    if isinstance(raw, Mapping):
+        return {key: convert(value, Any, f"{where}.{key}") for key, value in raw.items()}
+    if isinstance(raw, list):
+        return [convert(value, Any, f"{where}[{i}]") for i, value in enumerate(raw)]
+    return raw
+
+
+def _list(raw: Any, kind: Any, arguments: tuple[Any, ...], where: str) -> Any:
+    if not isinstance(raw, list | tuple):
+        raise ConfigError(f"{where}: expected a list, found {raw!r}; write it in brackets, such as {where}=[{raw}]")
+    fixed = kind is tuple and bool(arguments) and arguments[-1] is not Ellipsis
+    if fixed and len(raw) != len(arguments):
+        raise ConfigError(f"{where}: expected {len(arguments)} values, found {len(raw)}")
+    kinds = arguments if fixed else (arguments[:1] or (Any,)) * len(raw)
+    values = [_member(value, kinds[i], f"{where}[{i}]") for i, value in enumerate(raw)]
+    return tuple(values) if kind is tuple else values
 
 
 def type_name(annotation: Any) -> str:
@@ -435,10 +430,10 @@ def build(node: Any, kind: Any, where: str) -> Any:
         ConfigError: the class or a field is invalid; names the full key, the value and the nearest valid choice.
     """
 
-    def fits(found: Any) -> bool:
-        if not inspect.isclass(found) or found is kind or inspect.isabstract(found):
+    def fits(cls: Any) -> bool:
+        if not inspect.isclass(cls) or cls is kind or inspect.isabstract(cls):
             return False
-        return dataclasses.is_dataclass(found) if kind is Any else misfit(found, kind) is None
+        return dataclasses.is_dataclass(cls) if kind is Any else misfit(cls, kind) is None
 
     name = type_name(kind)
     cls = _target(node, where, f"a class that is {name}{such_as(name)}", fits)
@@ -477,9 +472,9 @@ def build_graph(node: Any, returns: type[T], where: str, interfaces: Mapping[str
         ConfigError: the target has another kind, or an argument is unknown, missing or of the wrong type.
     """
 
-    def fits(found: Any) -> bool:
+    def fits(function: Any) -> bool:
         with suppress(NameError):  # unresolvable annotation of a third-party function
-            return inspect.isfunction(found) and get_type_hints(found).get("return") is returns
+            return inspect.isfunction(function) and get_type_hints(function).get("return") is returns
         return False
 
     name = type_name(returns)
@@ -521,9 +516,6 @@ def _component(raw: Mapping[Any, Any], annotation: Any, where: str, default: Any
     if dataclasses.is_dataclass(annotation) and isinstance(annotation, type):
         return fill(annotation, raw, where)
     return None
-
-
-convert = Converter(_component).convert
 
 
 def of_sibling(made: Any, key: str) -> str:
@@ -613,7 +605,9 @@ def _construct(make: Callable[..., T], parameters: list[_Parameter], raw: Mappin
         else:
             values[p.name] = default
     try:
-        return make(**values)
+        return _made(make, values, raw)
+    except NoEffectError as error:
+        raise NoEffectError(error.owner, f"{prefix}{error.key}", error.value, error.reason) from error
     except (SettingsError, GraphError) as error:
         raise ConfigError(located(where, one_line(error), known)) from error
     except ConfigError:
@@ -621,6 +615,17 @@ def _construct(make: Callable[..., T], parameters: list[_Parameter], raw: Mappin
     except Exception as error:  # a bug in the constructor of a component: its traceback is printed
         error.add_note(f"while building {where or 'the config'}")
         raise
+
+
+def _made(make: Callable[..., T], values: dict[str, Any], raw: Mapping[str, Any]) -> T:
+    """Call `make`. Without effect, a default of the component around this one becomes that of the class itself."""
+    while True:
+        try:
+            return make(**values)
+        except NoEffectError as error:
+            if error.owner is not make or error.key in raw:
+                raise
+            values[error.key] = default_of(error.owner, error.key)
 
 
 def located(where: str, message: str, fields: Iterable[str]) -> str:

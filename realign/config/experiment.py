@@ -6,6 +6,7 @@ component are defined only in its dataclass, and those of the run in `realign.ru
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import inspect
@@ -20,9 +21,11 @@ from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 from realign.config.construct import INTERFACES, build, build_graph, convert, fill, import_target, of_sibling
 from realign.config.errors import ConfigError, joined, not_a_component, suggest, unknown_key
 from realign.config.places import ROOTS, Place, place_of
+from realign.config.trees import has, remove
 from realign.config.words import TARGET, import_path
+from realign.errors import NoEffectError
 from realign.run_settings import RunSettings
-from realign.settings import Count, own_settings
+from realign.settings import Count, default_of, own_settings
 
 if TYPE_CHECKING:
     from realign.api import RPC, DataflowGraph, GenerationConfig, ModelInterface, ModelSpec
@@ -35,7 +38,7 @@ MISSING: Any = "???"
 """Value of a key that must be set."""
 COMPONENTS = tuple(ROOTS)
 """Root keys that contain components. Any key may be set in them; building checks the keys against the classes."""
-REPORT = ("dropped", "owners")
+REPORT = ("dropped", "owners", "typed")
 """Root keys that only `compose` sets."""
 SHORTHANDS: Mapping[str, str] = MappingProxyType({"function": "functions"})
 """Field of a component -> the field that it is a shorthand of. A missing value (`???`) of the former is allowed if the
@@ -68,6 +71,8 @@ class ExperimentConfig(RunSettings):
     """Set by `compose`: discarded keys of lower layers, with their file."""
     owners: dict[str, str] = field(default_factory=dict)
     """Set by `compose`: config key -> the layer that owns it, such as algorithm=gspo."""
+    typed: list[str] = field(default_factory=list)
+    """Set by `compose`: keys of the command line."""
 
     def __post_init__(self) -> None:
         """Check nothing. `Experiment` checks the values, which may be missing here."""
@@ -83,17 +88,17 @@ def unknown_keys(config: Mapping[str, Any], roots: Iterable[str] = ROOTS) -> lis
         config: Values by root key.
         roots: Root keys to check.
     """
-    found: list[str] = []
+    messages: list[str] = []
     for root in roots:
         node = config.get(root)
         if not isinstance(node, Mapping) or root.startswith("evaluation"):
             continue
         if ROOTS[root].per_role:
             for role, below in node.items():
-                found += _unknown_below(place_of((root, str(role))), below)
+                messages += _unknown_below(place_of((root, str(role))), below)
         else:
-            found += _unknown_below(place_of((root,)), node)
-    return found
+            messages += _unknown_below(place_of((root,)), node)
+    return messages
 
 
 def _unknown_below(place: Place, node: Any) -> Iterator[str]:
@@ -108,7 +113,9 @@ def _unknown_below(place: Place, node: Any) -> Iterator[str]:
             yield from _unknown_below(place.child(name, target), value)
         elif name != TARGET:
             key = f"{place.key}.{name}"
-            yield of_sibling(place.chosen(target), key) or unknown_key(key, known)
+            chosen = place.chosen(target)
+            made = import_target(chosen.path, place.key) if chosen is not None else None
+            yield of_sibling(made, key) or unknown_key(key, known)
 
 
 def build_experiment(config: ExperimentConfig) -> Experiment:
@@ -118,8 +125,36 @@ def build_experiment(config: ExperimentConfig) -> Experiment:
         ConfigError: a component is invalid, or components do not match, such as roles of the graph, temperatures, or an
             evaluation without a model. The message names the key.
     """
+    idle: list[str] = []
     with _owners_named(config.owners):
-        return _build(config)
+        while True:
+            try:
+                experiment = _build(config)
+            except NoEffectError as error:
+                if any(_overlap(key, error.key) for key in config.typed):
+                    raise
+                config = _without(config, error)
+                idle.append(f"{error.key}{error.value and '='}{error.value} ({error.reason.partition('. ')[0]})")
+            else:
+                experiment.idle = idle
+                return experiment
+
+
+def _overlap(one: str, other: str) -> bool:
+    """Return whether two keys are equal, or one is below the other."""
+    return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
+
+
+def _without(config: ExperimentConfig, error: NoEffectError) -> ExperimentConfig:
+    """Return the config without a key of a file that has no effect, so that its class gives the default."""
+    root, *names = error.key.split(".")
+    if not names:
+        return dataclasses.replace(config, **{root: default_of(ExperimentConfig, root)})
+    tree = copy.deepcopy({root: getattr(config, root)})
+    if not has(tree, (root, *names)):
+        raise error
+    remove(tree, (root, *names))
+    return dataclasses.replace(config, **tree)
 
 
 def _build(config: ExperimentConfig) -> Experiment:
@@ -238,12 +273,12 @@ def _callbacks(config: ExperimentConfig) -> dict[str, Callback]:
     """Build the callbacks, which a bare word can select. Skips those that are null or none."""
     from realign.api.callback import Callback
 
-    found = {}
+    built = {}
     for name, node in config.callbacks.items():
         where = f"callbacks.{name}"
         component = isinstance(node, Mapping)
-        found[name] = build(node, Callback, where) if component else convert(node, Callback | None, where)
-    return {name: callback for name, callback in found.items() if callback is not None}
+        built[name] = build(node, Callback, where) if component else convert(node, Callback | None, where)
+    return {name: callback for name, callback in built.items() if callback is not None}
 
 
 def _node(node: Any, where: str) -> Mapping[str, Any]:
@@ -413,8 +448,8 @@ def _reward(raw: Mapping[str, Any], where: str, training: Training) -> Any:
         raise ConfigError(f"{where}.{TARGET} is missing: {why}. Give it the import path of a ModelInterface")
     given = dict(raw)
     for short, long in SHORTHANDS.items():  # setting one of them replaces the other one of training
-        for one, other in ((short, long), (long, short)):
-            if one in raw and other not in raw and {one, other} <= _fields(type(base)):
+        for name, other in ((short, long), (long, short)):
+            if name in raw and other not in raw and {name, other} <= _fields(type(base)):
                 given[other] = _default(base, other)
     return fill(type(base), given, where, base)
 

@@ -63,16 +63,14 @@ class ValueNormalization(Settings):
     eps: NonNegative = 1e-5
     """Epsilon added to the standard deviation."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.scale is not ValueScale.exponential and self.beta != ValueNormalization.beta:
-            raise SettingsError(
-                f"beta={self.beta:g}: has no effect with scale={self.scale.value}. Set scale=exponential"
-            )
-        if self.scale is ValueScale.none and self.eps != ValueNormalization.eps:
-            raise SettingsError(
-                f"eps={self.eps:g}: has no effect with scale=none. Set scale=exponential or scale=cumulative"
-            )
+    @override
+    def ineffective(self) -> dict[str, str]:
+        reasons = {}
+        if self.scale is not ValueScale.exponential:
+            reasons["beta"] = f"with scale={self.scale.value}. Set scale=exponential"
+        if self.scale is ValueScale.none:
+            reasons["eps"] = "with scale=none. Set scale=exponential or scale=cumulative"
+        return reasons
 
     def moments(self) -> RunningMoments | None:
         """Create the running moments: mean 0 and standard deviation 1 until the first training step."""

@@ -144,6 +144,11 @@ class PolicyInterface(ModelInterface):
     early_stop: EarlyStop = field(default_factory=EarlyStop)
     """Bounds beyond which the rest of a rollout batch is skipped."""
 
+    @override
+    def ineffective(self) -> dict[str, str]:
+        unused = "with generation.fixed_length=true, under which no token ends a response. Set one of them otherwise"
+        return {"train_end_token": unused} if self.generation.fixed_length else {}
+
     def __post_init__(self) -> None:
         super().__post_init__()
         self.generation.check_ratios()
@@ -151,11 +156,6 @@ class PolicyInterface(ModelInterface):
             given, most = getattr(self, name), getattr(self.generation, limit)
             if given is not None and given > most:
                 raise SettingsError(f"{name}={given}: must be at most generation.{limit}={most}")
-        if not self.train_end_token and self.generation.fixed_length:
-            raise SettingsError(
-                "train_end_token=false: has no effect with generation.fixed_length=true, under which no token ends a "
-                "response. Set one of them to its default"
-            )
         self.truncation.check(longest=self.generation.max_new_tokens, baseline=self.reward.has_baseline)
         self.advantage.check(responses=self.generation.n, adv_norm=self.adv_norm, baseline=self.reward.has_baseline)
         self.kl_control = self.kl.control()

@@ -9,6 +9,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
+
 from realign.api import Callback, DataflowGraph, MicroBatchSpec, ModelInterface, ModelSpec, Plan, Sync
 from realign.data import DataSpec
 from realign.engines.files.folders import AVERAGED, check_name
@@ -86,6 +88,8 @@ class Experiment(RunSettings):
         self.output_dir = Path(self.output_dir)
         self.dropped: list[str] = []
         """Config keys that a higher layer discarded, with their file."""
+        self.idle: list[str] = []
+        """Settings of files that have no effect, with the reason."""
         self.resolved: Mapping[str, Any] = {}
         """The whole config as plain values; empty without one. Resuming compares it with the checkpoint's config."""
         self._check_resume()
@@ -113,14 +117,19 @@ class Experiment(RunSettings):
         check_minibatches(self.graph, self.interfaces, self.batch_prompts)
         check_exact_sampling(self.graph, self.interfaces)
 
+    @override
+    def ineffective(self) -> dict[str, str]:
+        reasons: dict[str, str] = {}
+        if self.resume is None:
+            reasons |= dict.fromkeys(("resume_allow", "resume_skip"), "without resume. Set resume")
+        if self.save_every_steps is None:
+            reasons["keep_saves"] = "without save_every_steps. Set save_every_steps"
+        return reasons
+
     def _check_resume(self) -> None:
         for part in self.resume_skip:
             if part not in list(CheckpointPart):
                 raise SettingsError(f"resume_skip=[{part}]: unknown part (valid: {', '.join(CheckpointPart)})")
-        for name, value in (("resume_allow", self.resume_allow), ("resume_skip", self.resume_skip)):
-            if self.resume is None and value:
-                setting = f"{name}=[{', '.join(value)}]"
-                raise SettingsError(f"{setting}: it has no effect without resume. Set resume, or remove {name}.")
         if self.resume == AUTO and CheckpointPart.counters in self.resume_skip:
             raise SettingsError(
                 "resume_skip=[counters]: it starts a new run, which resume=auto cannot do. Set resume to the path of "
@@ -128,11 +137,6 @@ class Experiment(RunSettings):
             )
 
     def _check_saves(self) -> None:
-        if self.keep_saves is not None and self.save_every_steps is None:
-            raise SettingsError(
-                f"keep_saves={self.keep_saves}: it has no effect without save_every_steps. Set save_every_steps, or "
-                "remove keep_saves."
-            )
         if self.save_best is not None and self.save_best.startswith(("eval/", "-eval/")) and not self.all_evaluations:
             raise SettingsError(
                 f"save_best={self.save_best}: the run has no evaluation that measures this metric. Configure an "

@@ -79,7 +79,7 @@ def restore(runtime: LocalRuntime, state: Mapping[str, Any], skip: Iterable[str]
                 "data: the rows differ from those of the run that wrote the checkpoint. Use the same file, or set "
                 "resume_skip=[data] to start at the beginning of this one."
             )
-        _restore_place(runtime, state["data"], state.get("rollout"))
+        _restore_place(runtime, state["data"], state["rollout"])
     if CheckpointPart.counters not in skipped:
         runtime.counters = Counters.from_state(state["counters"])
     if CheckpointPart.random not in skipped:  # last, because the code above may draw random numbers

@@ -182,7 +182,7 @@ def _refuses(action: Callable[[], object], what: str) -> bool:
 
 
 def _check_capabilities(case: EngineCase) -> None:
-    """Check that capabilities are declared, and that undeclared outputs are refused."""
+    """Check that capabilities are declared, and that undeclared outputs raise an error."""
     engine, has = case.engine, case.has
     _require(isinstance(has, EngineCapabilities), "capabilities does not return EngineCapabilities")
     _require(engine.capabilities() == has, "capabilities changes between two calls")
@@ -195,18 +195,20 @@ def _check_capabilities(case: EngineCase) -> None:
         "scores": case.data.n_sequences,
     }
     for name in OUTPUTS[:3]:
+        hook = partial(_output_of, name)
+        if name in has.outputs:
+            _require(len(engine.forward(case.data, SPEC, hook)["check"]) == n[name], f"{name} has a wrong length")
+            continue
+        try:
+            engine.forward(case.data, SPEC, hook)
+        except Exception:  # of any kind: a run with an undeclared output raises an error before it starts
+            continue
+        raise AssertionError(f"ModelOutput.{name}, which outputs does not name, must raise an error")
 
-        def hook(output: ModelOutput, mb: SequenceSample, name: str = name) -> SequenceSample:
-            x = {"logprobs": output.logprobs, "values": output.values, "scores": output.scores}[name]()
-            return mb.with_sequences(check=x) if name == "scores" else mb.with_tokens(check=x)
 
-        def ask(hook: PostHook = hook) -> SequenceSample:
-            return engine.forward(case.data, SPEC, hook)
-
-        if name not in has.outputs:
-            _refused(ask, f"ModelOutput.{name}, which outputs does not name,")
-        else:
-            _require(len(ask()["check"]) == n[name], f"{name} has a wrong length")
+def _output_of(name: str, output: ModelOutput, mb: SequenceSample) -> SequenceSample:
+    x = getattr(output, name)()
+    return mb.with_sequences(check=x) if name == "scores" else mb.with_tokens(check=x)
 
 
 def _check_forward(case: EngineCase) -> None:
@@ -482,11 +484,15 @@ def _check_router_replay(case: EngineCase) -> None:
 
 
 def _check_heads(case: EngineCase) -> None:
-    """Check that `lm_head` is live or a copy as declared, and that `use_heads` works or is refused."""
+    """Check that `lm_head` is live or a copy as declared, and that `use_heads` works or raises an error."""
     if not case.language:
         _refused(case.engine.lm_head, "lm_head without a language model")
         return
-    head = case.engine.lm_head()
+    try:
+        head = case.engine.lm_head()
+    except Exception:  # of any kind, also that its `ModelOutput` has no `lm_head`
+        _refused(partial(case.engine.use_heads, {}), "use_heads of an engine without lm_head")
+        return
     copied = head.weight_VH.detach().clone()
     if not _refuses(lambda: case.engine.use_heads({"check": head}), "use_heads"):
         same = case.engine.forward(case.data, SPEC, _divergence_from_itself)["check"]
@@ -509,7 +515,7 @@ def _divergence_from_itself(output: ModelOutput, mb: SequenceSample) -> Sequence
 
 
 def _check_reference(case: EngineCase) -> None:
-    """Check that `reference` keeps the current weights, or is refused."""
+    """Check that `reference` keeps the current weights, or raises an error."""
     references: list[Any] = []
     if _refuses(lambda: references.append(case.engine.reference()), "reference"):
         return

@@ -1,12 +1,14 @@
-"""Test how a config becomes an experiment: callbacks, and what evaluations and corrections take over from training."""
+"""Test how a config becomes an experiment: callbacks, idle settings, and what evaluations take over from training."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from realign.api import GenerationConfig
+from realign.cli.launch_table import derived_rows
 from realign.config import ConfigError, build_experiment, compose
 from realign.config.experiment import as_node
 from realign.data import PreferenceData, PromptData, SupervisedData
@@ -311,3 +313,64 @@ def test_a_correction_of_the_user_stays():
         *SERVER, "interfaces.actor.correction=importance_correction", "interfaces.actor.correction.weight.cap=2"
     )
     assert found == ImportanceCorrection(weight=RatioRange(cap=2.0))
+
+
+# --- settings without effect ---
+
+
+IDLE = """# @package _global_
+defaults: [/experiment/grpo, _self_]
+models: {actor: {path: m}}
+data: {path: p.jsonl}
+interfaces:
+  actor:
+    _target_: realign.interfaces.ppo.PPOActorInterface
+    advantage: gae
+    kl: {place: loss, full_vocabulary: true, estimator: null}
+    critic_warmup_steps: 3
+  reward: {function: "realign.rewards.arithmetic:score"}
+"""
+
+
+def idle(folder: Path, *words: str, more: str = "") -> Experiment:
+    file = folder / "experiment" / "idle.yaml"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(IDLE + more)
+    return build_experiment(compose(["experiment=idle", *words], folder))
+
+
+def test_a_setting_of_a_file_without_effect_is_a_row_of_the_launch_table(tmp_path):
+    made = idle(tmp_path, "interfaces.actor.kl.place=reward")
+    actor = made.interfaces["actor"]
+    assert (actor.kl.full_vocabulary, actor.critic_warmup_steps) == (False, 0)
+    assert made.resolved["interfaces"]["actor"]["critic_warmup_steps"] == 0
+    assert made.idle == [
+        "interfaces.actor.kl.full_vocabulary=true (with place=reward)",
+        "interfaces.actor.critic_warmup_steps=3 (with critic=none)",
+    ]
+    assert dict(derived_rows(made))["settings without effect"] == "; ".join(made.idle)
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (
+            ["kl.place=reward", "kl.full_vocabulary=true"],
+            "kl.full_vocabulary=true: has no effect with place=reward",
+        ),
+        (["kl={place: reward, full_vocabulary: true}"], "kl.full_vocabulary=true: has no effect"),
+        (["critic_warmup_steps=4"], "critic_warmup_steps=4: has no effect with critic=none. Set critic=own"),
+        (["value.coef=2"], "value: has no effect with critic=none. Set critic=shared"),
+    ],
+)
+def test_a_setting_of_the_command_line_without_effect_is_an_error(tmp_path, words, key):
+    with pytest.raises(ConfigError, match=re.escape(f"interfaces.actor.{key}")):
+        idle(tmp_path, *(f"interfaces.actor.{word}" for word in words))
+
+
+def test_settings_of_the_run_without_effect_follow_the_same_rule(tmp_path):
+    with pytest.raises(ConfigError, match=r"^resume_allow=\[steps\]: has no effect without resume"):
+        idle(tmp_path, "resume_allow=[steps]")
+    made = idle(tmp_path, more="keep_saves: 3\nsave_every_steps: null\n")
+    assert made.keep_saves is None
+    assert made.idle[-1] == "keep_saves=3 (without save_every_steps)"

@@ -36,6 +36,7 @@ from realign.engines import (
 from realign.engines.files.model_folder import check_path
 from realign.engines.network.attention import PackedContext
 from realign.engines.network.heads import read_head
+from realign.engines.servers.vllm import Vllm
 from realign.errors import ConfigError, DataError, RunError, SettingsError, TransientError
 from realign.functional import LMHead
 from tests.tiny import FAMILIES, OTHERS, UNPACKED, random_sample, save_tiny, tiny_engine, tiny_model, tiny_tokenizer
@@ -461,12 +462,15 @@ def test_importing_the_package_does_not_import_transformers():
 
 
 def test_a_frozen_model_has_nothing_that_trains():
-    for trains, word in ((TopLayers(1), "top_layers"), (Lora(), "lora")):
-        with pytest.raises(
-            SettingsError, match=f"trains={word}: it is ignored without an optimizer. Set optimizer.lr."
-        ):
+    for trains in (TopLayers(1), Lora()):
+        with pytest.raises(SettingsError, match=r"trains: has no effect without an optimizer\. Set optimizer\.lr"):
             TransformersModel("x", trains=trains)
     TransformersModel("x", trains=All())
+
+
+def test_a_server_cannot_sample_a_part_of_the_vocabulary():
+    with pytest.raises(SettingsError, match=r"head\.vocabulary=5: sampler=Vllm samples all tokens\."):
+        TransformersModel("x", head=Causal(vocabulary=5), sampler=Vllm())
 
 
 @pytest.mark.parametrize(

@@ -151,11 +151,20 @@ class TransformersEngine(InferenceEngine):
             ValueError: the model is frozen, the loss is not an fp32 scalar, or the weight is negative or not finite.
             RunError: `max_nonfinite_in_a_row` consecutive steps had a non-finite loss or gradient.
         """
+        part = self._own_part("train_batch", data)
         weight = step_weight(data, loss_weight_fn)  # stays where the batch is: a kernel takes it as a number
         if float(weight) == 0:
             return self.skip("zero_weight_steps")
-        stats = self.accumulate(data, mb_spec, loss_fn, weight)
+        stats = self._over_ranks(self.accumulate(part, mb_spec, loss_fn, weight))
         return {**stats, **self.apply(weight, vetoed=step_if is not None and not step_if(stats))}
+
+    def _own_part(self, method: str, data: SequenceSample) -> SequenceSample:
+        """Return the prompts of a batch that this process computes; `method` is the caller, for messages."""
+        return data
+
+    def _over_ranks(self, stats: Stats) -> Stats:
+        """Merge the metrics of all data-parallel ranks."""
+        return stats
 
     def accumulate(self, part: SequenceSample, mb_spec: MicroBatchSpec, loss_fn: LossFn, weight: Tensor) -> Stats:
         """Reset the gradient, then accumulate the gradient of the sum of `loss_fn` over `part`, divided by `weight`.

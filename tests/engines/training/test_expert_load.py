@@ -335,7 +335,7 @@ def test_a_model_without_routers_names_the_setting():
 
 
 def test_a_frozen_model_cannot_balance():
-    with pytest.raises(SettingsError, match="load_balancing: it is ignored without an optimizer"):
+    with pytest.raises(SettingsError, match="load_balancing: has no effect without an optimizer"):
         TransformersModel("folder", load_balancing=LoadBalancing())
 
 
