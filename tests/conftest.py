@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -41,3 +42,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(
             f"{tests} tests were skipped. Run `apt-get install {package}` to run them.", yellow=True
         )
+
+
+@pytest.fixture
+def reasoning_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Install a substitute of reasoning-gym."""
+    from tests.demo.reasoning_package import installed  # only a few tests need what it imports
+
+    yield from installed(tmp_path / "packages", monkeypatch)

@@ -22,12 +22,10 @@ from realign.interfaces.ppo import PPOActorInterface
 from realign.runtime import Experiment
 from realign.runtime.local import LocalRuntime
 from realign.testing import BigramEngine, random_batch, train_once
-from tests.test_config import MUST_BE_GIVEN
+from tests.config_parts import MUST_BE_GIVEN, PREFERENCE
 
 BUFFER = "interfaces.actor.truncation.overlong_buffer"
 NEEDS = {"dapo": [f"{BUFFER}=2"]}
-PREFERENCE = ("cpo", "dpo_norm", "ipo", "orpo", "robust_dpo", "simpo")
-"""Presets for actors that learn from pairs, as in experiment=dpo, tested in tests/interfaces/test_dpo.py."""
 ALGORITHMS = sorted({*list_algorithms()} - {*PREFERENCE})
 INHERENT = {
     # Every preset replaces the advantage, and the new one needs rewards, which this experiment has not.

@@ -49,6 +49,18 @@ def test_every_folder_of_tests_is_a_package_of_the_project():
             assert (ROOT / "realign" / place).is_dir(), place
 
 
+def test_no_test_module_is_imported_by_another():
+    """What several test modules need is a fixture, or a module without tests."""
+    tests = {str(path.relative_to(ROOT).with_suffix("")).replace("/", ".") for path in (ROOT / "tests").rglob("*.py")}
+    found = {
+        f"{path.relative_to(ROOT)} imports {other}"
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        for other in imports(f"tests.{path.stem}", path, dict.fromkeys(tests))
+        if other.rpartition(".")[2].startswith("test_")
+    }
+    assert found == set()
+
+
 def test_no_assert_computes_something_that_the_code_needs():
     """`python -O` removes asserts, so the only check of a setting must not be the side effect of one."""
     found = [

@@ -9,13 +9,7 @@ from realign.api import GenerationConfig, Model, Request, SequenceSample
 from realign.api.requests import Completion, FutureHandle
 from realign.api.sampler import generate_by_requests, requests_of, sample_of
 from realign.testing import SAMPLER_CHECKS, BigramEngine, check_sampler
-from tests.samplers import TableSampler
-
-CONFIG = GenerationConfig(n=3, max_new_tokens=6)
-
-
-def prompts(ids="abcd") -> SequenceSample:
-    return SequenceSample.from_sequences(list(ids), {"prompt_ids": [[[1 + ord(i) % 7, 2]] for i in ids]})
+from tests.samplers import CONFIG, TableSampler, prompts
 
 
 def table(**settings) -> TableSampler:

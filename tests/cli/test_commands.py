@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,8 +14,7 @@ import realign
 from realign.cli import commands as cli
 from realign.config.folders import experiments_dir, list_experiments
 from tests.config_parts import EXPERIMENT, write_experiment
-
-CHECKOUT = experiments_dir().parent
+from tests.processes import CHECKOUT, printed_without, python
 
 
 @pytest.fixture
@@ -34,23 +32,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def realign_main(*args: str) -> int:
     return cli.main(["--config-dir", "../conf", *args])
-
-
-def python(code: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    everything = {**os.environ, "PYTHONPATH": str(CHECKOUT), **env}
-    command = [sys.executable, "-c", code]
-    return subprocess.run(command, cwd=cwd, env=everything, capture_output=True, text=True, timeout=120, check=False)
-
-
-def printed_without(modules: set[str], words: list[str], here) -> str:
-    """Return the output of a command line. The command must not import any of the modules."""
-    code = (
-        f"import sys; from realign.cli.commands import main; code = main({words!r})\n"
-        f"sys.exit(code or bool({modules!r} & set(sys.modules)))"
-    )
-    done = python(code, here)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def test_help_lists_commands_and_experiments_without_torch_or_hydra(here):

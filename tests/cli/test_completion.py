@@ -12,8 +12,8 @@ import pytest
 from realign.cli.completion import DEFAULTS, PER_ROLE, completions, script
 from realign.config.places import ROOTS
 from realign.config.source import class_at
-from tests.cli.test_commands import printed_without
 from tests.config_parts import write_experiment
+from tests.processes import printed_without
 
 CHECKOUT = Path(__file__).parents[2]
 

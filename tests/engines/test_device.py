@@ -11,8 +11,8 @@ from realign.engines import Backend, OptimizerSpec, SharedModel, TransformersMod
 from realign.engines.device import CUBLAS, DType, enable_tf32, full_fp32, pick_device, products_dtype
 from realign.engines.network import kernels
 from realign.errors import ConfigError
+from tests.config_parts import MUST_BE_GIVEN
 from tests.flash_stand_in import install_flash
-from tests.test_config import MUST_BE_GIVEN
 from tests.tiny import random_sample, save_tiny, tiny_engine
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -22,7 +22,7 @@ from realign.interfaces.grpo import GRPOActorInterface
 from realign.interfaces.ppo import PPOActorInterface
 from realign.runtime.evaluation.scores import sequence_stats
 from realign.testing import BigramEngine, random_batch, train_once
-from tests.interfaces.test_invariances import COMPONENTS, subclasses
+from tests.interfaces.declared import COMPONENTS, subclasses
 
 ACTORS = (PPOActorInterface, GRPOActorInterface)
 ADVANTAGES = [x for kind in subclasses(AdvantageEstimator) for x in COMPONENTS[kind]]

@@ -10,7 +10,7 @@ from realign.planning.options import PlanOptions
 from realign.planning.placements import Placement, RoleGroup, placements
 from realign.planning.predict import Cluster, predict
 from realign.planning.search import EQUAL, search
-from tests.planning.test_predict import ASSUMED, CLUSTER, DEVICE, LOAD
+from tests.planning.cluster import ASSUMED, CLUSTER, DEVICE, LOAD
 
 
 def cluster(**options):

@@ -11,7 +11,7 @@ import pytest
 
 from realign.report.data import BUDGETS, MOST_NAMES, POINTS, columns, run_data, run_line, spread, status
 from realign.report.files import run_info, summary
-from tests.report.conftest import HOSTILE_VALUES, hostile_files
+from tests.report.runs import HOSTILE_VALUES, hostile_files
 
 
 def test_a_report_contains_the_records_of_the_run(run_folder):

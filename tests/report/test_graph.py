@@ -7,7 +7,7 @@ import pytest
 from realign.draw import to_svg
 from realign.report.graph import graph_svg
 from realign.runtime.run_report import graph_record
-from tests.runtime.test_local import experiment
+from tests.toys import experiment
 
 
 def test_a_recorded_graph_is_drawn_like_the_graph_of_the_run(tmp_path):

@@ -13,9 +13,9 @@ from realign.api import Callback, CallbackResult
 from realign.errors import CheckpointError, ConfigError, RunComplete, RunError
 from realign.runtime import CheckpointSpec, run
 from realign.runtime.checkpoint.folder import list_checkpoints
+from tests.checkpoint_runs import untimed
 from tests.engines.distributed.run_ranks import run_ranks
-from tests.runtime.test_local import experiment
-from tests.runtime.test_run_checkpoints import untimed
+from tests.toys import experiment
 
 EVERY = CheckpointSpec(every_steps=1, keep=9)
 

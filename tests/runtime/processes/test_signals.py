@@ -11,19 +11,18 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from realign.cli import commands as cli
 from realign.config.folders import experiments_dir
 from realign.runtime.checkpoint.folder import list_checkpoints
 from realign.runtime.processes.signals import Interrupted, StopSignals
+from tests.checkpoint_runs import untimed
 from tests.config_parts import write_experiment
-from tests.runtime.test_run_checkpoints import untimed
 from tests.tiny import save_tiny
+from tests.torchrun_ranks import ARGS, STEPS, assert_same_as_whole
 
 CHECKOUT = experiments_dir().parent
-STEPS = 40
 SLOW = """\
 import time
 from dataclasses import dataclass
@@ -43,17 +42,6 @@ class Slow(CountThrees):
             time.sleep(0.01)
         return super().inference(model, data, mb_spec)
 """
-ARGS = (
-    "--config-dir=conf",
-    "experiment=bigram",
-    f"steps={STEPS}",
-    "data.n=6",
-    "evaluation.reward._target_=tests.config_parts.CountThrees",
-    "evaluation.data={_target_: tests.config_parts.Prompts, n: 3}",
-    "evaluation.every_steps=7",
-    "interfaces.reward._target_=slow.Slow",
-    "checkpoint.every_steps=1",
-)
 
 
 @pytest.fixture
@@ -81,15 +69,6 @@ def wait_for(process: subprocess.Popen[str], path: Path, lines: int) -> None:
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.005)
-
-
-def assert_same_as_whole(out: str) -> None:
-    assert cli.main([*ARGS, "output_dir=whole"]) == 0
-    for name in ("metrics", "samples", "eval_samples"):
-        assert untimed(Path(out, f"{name}.jsonl")) == untimed(Path("whole", f"{name}.jsonl")), name
-    found, expected = (np.load(Path(folder, "final/actor/bigram.npz")) for folder in (out, "whole"))
-    assert found.files == expected.files
-    assert all(found[name].tobytes() == expected[name].tobytes() for name in expected.files)
 
 
 def test_a_run_that_was_killed_goes_on_bit_for_bit(here):

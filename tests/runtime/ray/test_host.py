@@ -10,7 +10,7 @@ from realign.runtime.evaluation.loss import LOSS_SUM
 from realign.runtime.ray import host as host_module
 from realign.runtime.ray.host import Host
 from realign.runtime.ray.wire_format import mapped
-from tests.runtime.test_run_checkpoints import assert_same_tree
+from tests.checkpoint_runs import assert_same_tree
 from tests.tiny import random_sample
 
 SPEC, DATA = MicroBatchSpec(), random_sample([[6, 5], [7]])

@@ -24,7 +24,7 @@ import torch
 
 from realign.runtime import CheckpointSpec, Ray, run
 from realign.cli.errors import guarded
-from tests.runtime.test_run_checkpoints import experiment, save_files
+from tests.checkpoint_runs import experiment, save_files
 
 torch.set_num_threads(1)
 files = Path(sys.argv[1])
