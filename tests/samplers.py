@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 from realign.api import Capabilities, GenerationConfig, Model, ModelSpec, Request, SequenceSample, WeightSource
-from realign.api.requests import Completion, FutureHandle, Tokens
-from realign.api.sampler import generate_by_requests
-from realign.api.sampler_spec import SamplerSpec
+from realign.api.sampler import Completion, FutureHandle, SamplerSpec, Tokens, generate_by_requests
 from realign.testing import BigramEngine
 from tests.toys import Digits
 

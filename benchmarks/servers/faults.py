@@ -17,8 +17,7 @@ from benchmarks.jobs import command_of, descendants, kill
 from benchmarks.report import table
 from benchmarks.servers.task import loaded, prepared, prompts, sampling
 from realign.api import GenerationConfig, MicroBatchSpec, Model, Sampler, SequenceSample
-from realign.api.requests import Completion
-from realign.api.sampler import requests_of, sample_of
+from realign.api.sampler import Completion, requests_of, sample_of
 from realign.interfaces.components.scoring import score_logprobs
 
 LIMIT_S = 600

@@ -12,7 +12,7 @@ from realign.api.callback import (
     StartEvent,
     StepEvent,
 )
-from realign.api.dataflow import RPC, DataflowGraph, Sync
+from realign.api.dataflow import RPC, SAMPLED, DataflowGraph, Sync, rl_graph
 from realign.api.engine import ModelOutput, PipelinableEngine
 from realign.api.generation import GenerationConfig
 from realign.api.in_process_sampler import InProcessSampler
@@ -32,12 +32,9 @@ from realign.api.lengths import Lengths
 from realign.api.microbatch import MicroBatches, MicroBatchSpec, plan_microbatches
 from realign.api.model import Compute, Model, ModelFacts, ModelSpec, TokenizerSource
 from realign.api.q_values import QValues
-from realign.api.requests import Completion, Handle, Request, Tokens
 from realign.api.rewards import total_rewards
-from realign.api.rl_dataflow import SAMPLED, rl_graph
 from realign.api.sample import SequenceSample, part_sizes
-from realign.api.sampler import Capabilities, Sampler, WeightSource
-from realign.api.sampler_spec import SamplerSpec
+from realign.api.sampler import Capabilities, Completion, Handle, Request, Sampler, SamplerSpec, Tokens, WeightSource
 from realign.api.seeds import derive_seed
 from realign.api.stats import (
     Correlation,

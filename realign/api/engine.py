@@ -236,7 +236,7 @@ class PipelinableEngine(Protocol):
 
     @property
     def reads_images(self) -> bool:
-        """Whether the network reads the images of prompts (`realign.api.image_keys`)."""
+        """Whether the network reads the images of prompts (`realign.api.sample`)."""
         return False
 
     @property

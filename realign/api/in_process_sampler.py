@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from realign.api.generation import GenerationConfig
-from realign.api.requests import Completion, FutureHandle, Request
 from realign.api.sample import SequenceSample
-from realign.api.sampler import PROMPTS, Capabilities, WeightSource
+from realign.api.sampler import PROMPTS, Capabilities, Completion, FutureHandle, Request, WeightSource
 
 IN_PROCESS = Capabilities(
     bitwise=True, logprobs_at_temperature=True, stop_strings=True, lora=True, abort=False, router_experts=True

@@ -137,7 +137,7 @@ class ModelInterface(Settings):
     needs_engine: ClassVar[bool] = True
     """Whether the role needs a model."""
     reads_images: ClassVar[bool] = False
-    """Whether the interface supports prompts with images (`realign.api.image_keys`)."""
+    """Whether the interface supports prompts with images (`realign.api.sample`)."""
 
     def generate(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
         """Sample sequences from the model."""

@@ -9,8 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
-from realign.api.lengths import IntArray, Lengths, as_integers
-from realign.api.packing import concatenate, pick, some
+from realign.api.lengths import IntArray, Lengths, as_integers, concatenate, pick, some
 from realign.errors import SettingsError
 from realign.settings import Count, Settings
 
@@ -47,7 +46,7 @@ class MicroBatchSpec(Settings):
         n_microbatches: minimum number of micro-batches, limited by the number of groups.
         whole_groups: never split a group (the sequences of one prompt). Algorithms set it if their loss compares the
             sequences of a group.
-        trace_ids: prompts whose per-token values the engine returns with the metrics (`realign.api.trace`); none if
+        trace_ids: prompts whose per-token values the engine returns with the metrics (`realign.api.stats`); none if
             empty.
 
     Raises:

@@ -1,12 +1,21 @@
-"""Total reward of each response, from sequence-level and token-level rewards, and the named rewards it consists of."""
+"""Total and named rewards of responses, and `Verifier`, a reward interface that scores given texts.
+
+With a verifier, a run can check rewards on known answers, and compare a policy with a constant answer.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from realign.api.sample import SequenceSample
 from realign.functional import segment_sum
+
+if TYPE_CHECKING:
+    from realign.api.model import Model
 
 
 def total_rewards(data: SequenceSample) -> Tensor:
@@ -32,4 +41,32 @@ def named_rewards(data: SequenceSample) -> dict[str, Tensor]:
     return {key: data[key] for key in names if len(data[key]) == data.n_sequences}
 
 
-__all__ = ["NAMED", "named_rewards", "total_rewards"]
+ANSWER = "{answer}"
+"""The part of `Verifier.known_answer_template` that the answer replaces."""
+
+
+@runtime_checkable
+class Verifier(Protocol):
+    """A reward interface whose rewards of right and wrong answers can be compared before the first step."""
+
+    known_answer: str | None
+    """Column of the data with the right answer; None turns the comparison off."""
+    known_answer_template: str
+    """Response with the answer at `ANSWER`."""
+
+    def is_cheap(self) -> bool:
+        """Return whether `score_texts` costs little for many texts; False for judges, servers and sandboxes."""
+        ...
+
+    def score_texts(self, model: Model, data: SequenceSample, responses: Sequence[Sequence[str]]) -> Tensor:
+        """Compute the rewards [S] of texts as responses; NaN for texts without a reward.
+
+        Args:
+            model: model of the role, or another one with the same tokenizer.
+            data: prompts with `prompt_ids` and `row`.
+            responses: texts for each prompt of `data`.
+        """
+        ...
+
+
+__all__ = ["ANSWER", "NAMED", "Verifier", "named_rewards", "total_rewards"]

@@ -8,6 +8,8 @@ so each prompt keeps all of its sequences.
 from __future__ import annotations
 
 import difflib
+import heapq
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -18,15 +20,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from realign.api.image_keys import IMAGE_KEYS
-from realign.api.lengths import IntArray, Lengths, Rows
-from realign.api.microbatch import MicroBatches, MicroBatchSpec, plan_microbatches
-from realign.api.packing import Nested, concatenate, describe, pack, pick, some
-from realign.api.validation import check_packed, checked_ids, checked_indices, checked_objects
+from realign.api.lengths import IntArray, Lengths, Nested, Rows, as_integers, concatenate, describe, pack, pick, some
+from realign.api.microbatch import Cut, MicroBatches, MicroBatchSpec, plan_microbatches
 
 TOKENS = "input_ids"
 _WITH_IMAGES = frozenset({TOKENS, "prompt_ids"})
 """Keys with image tokens, whose meaning depends on the images of the prompt."""
+
+# A prompt has one sequence of patches and one of grids, with those of all its images in order. They belong to all
+# sequences of the prompt, so responses share them. A sequence contains the tokens of the first images of its prompt.
+# P patches of all images, d values of a patch, I images.
+PIXELS = "pixel_values"
+"""[P, d] fp32: patches of the images, from the image processor of the model."""
+GRIDS = "image_grid_thw"
+"""[I, 3] int64: number of patches of each image along time, height and width."""
+IMAGE_KEYS = (PIXELS, GRIDS)
 
 
 class MissingKeyError(ValueError):
@@ -378,3 +386,135 @@ def part_sizes(n: int, parts: int) -> str:
     """Format the chunk sizes of `SequenceSample.chunks` for messages: "4", or "2 or 3"."""
     smallest, larger = divmod(n, parts)
     return f"{smallest} or {smallest + 1}" if larger else str(smallest)
+
+
+def checked_ids(ids: Iterable[Hashable]) -> tuple[Hashable, ...]:
+    """Return the ids as a tuple.
+
+    Raises:
+        ValueError: an id is not hashable, or occurs twice.
+    """
+    ids = tuple(ids)
+    try:
+        if len(set(ids)) == len(ids):
+            return ids
+    except TypeError as error:
+        raise ValueError(f"ids must be hashable, such as text or numbers ({error}). Found {some(ids)}") from error
+    repeated, times = Counter(ids).most_common(1)[0]
+    raise ValueError(f"Duplicate id {repeated!r} ({times} occurrences). Ids must be unique")
+
+
+def checked_objects(key: str, values: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the metadata of a key as a tuple with one object per prompt.
+
+    Raises:
+        ValueError: `values` is not a sequence of objects.
+    """
+    if isinstance(values, str | bytes) or not isinstance(values, Sequence):
+        raise ValueError(f"metadata {key!r} must be a list with one object per prompt, found {type(values).__name__}")
+    return tuple(values)
+
+
+def check_packed(key: str, x: object, lengths: object, ids: Sequence[Hashable]) -> None:
+    """Check that a packed tensor has the rows that its lengths state for these ids.
+
+    Raises:
+        ValueError: it is not a packed tensor, or the numbers of prompts or rows differ.
+    """
+    if not isinstance(x, Tensor) or not x.ndim:
+        found = "a tensor without dimensions" if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"key {key!r} must be a packed tensor, found {found}")
+    if not isinstance(lengths, Lengths):
+        raise ValueError(f"the lengths of key {key!r} must be Lengths, found {type(lengths).__name__}")
+    if len(lengths.counts) != len(ids):
+        raise ValueError(f"key {key!r} has lengths of {len(lengths.counts)} prompts, expected {len(ids)} (ids)")
+    if (rows := len(x)) != lengths.total:
+        ends = lengths.starts[lengths.sequence_starts[1:]]
+        first = int(np.searchsorted(ends, rows, side="right")) if rows < lengths.total else len(ids) - 1
+        where = f". Id {ids[first]!r} should end at row {int(ends[first])}" if ids else ""
+        raise ValueError(f"key {key!r} has {rows} rows, but its lengths sum to {lengths.total}{where}")
+
+
+def checked_indices(name: str, values: object, n: int) -> IntArray:
+    """Return indices as an array.
+
+    Raises:
+        ValueError: an index is not an integer from 0 to `n - 1`.
+    """
+    chosen = as_integers(name, values)
+    if chosen.size and (chosen.min() < 0 or chosen.max() >= n):
+        raise ValueError(f"{name} must be indices from 0 to {n - 1}, found {chosen.min()} to {chosen.max()}")
+    return chosen
+
+
+def shard(data: SequenceSample, n: int, key: str) -> Shards:
+    """Assign each prompt, with all of its sequences, to one of `n` ranks, balancing tokens.
+
+    Assigns prompts, longest first, to the rank with the fewest tokens so far (Graham 1969, doi:10.1137/0117039). Two
+    ranks differ by at most one prompt's tokens. The assignment depends only on the lengths of `key`.
+
+    Args:
+        data: the batch.
+        n: number of ranks. With more ranks than prompts, some receive none.
+        key: key whose tokens are counted: "input_ids", or "prompt_ids" before sampling.
+
+    Raises:
+        ValueError: `n` is below 1, or there is no such packed key.
+    """
+    if n < 1:
+        raise ValueError(f"n={n}: a batch needs at least 1 rank")
+    if key not in data.lengths:
+        raise ValueError(f"no packed key {key!r} to shard by (keys: {', '.join(sorted(data.lengths)) or 'none'})")
+    plan = _plan(data.lengths[key].per_prompt, n)
+    return Shards(data, key, plan, tuple(data.take(prompts) for prompts in plan))
+
+
+def _plan(tokens: IntArray, n: int) -> tuple[IntArray, ...]:
+    """Return, for each rank, the ascending positions of its prompts."""
+    heap = [(0, 0, rank) for rank in range(n)]  # tokens, prompts (to balance prompts without tokens too), rank
+    ranks = np.zeros(len(tokens), dtype=np.int64)
+    for prompt in np.argsort(-tokens, kind="stable").tolist():
+        load, prompts, ranks[prompt] = heap[0]
+        heapq.heapreplace(heap, (load + int(tokens[prompt]), prompts + 1, int(ranks[prompt])))
+    return tuple(np.flatnonzero(ranks == rank) for rank in range(n))
+
+
+class Shards(Cut[SequenceSample]):
+    """The parts of a batch, one per rank, and the inverse of the sharding.
+
+    Attributes:
+        whole: the sharded batch.
+        key: key whose tokens were counted.
+        plan: for each rank, the ascending positions of its prompts.
+        parts: for each rank, its prompts with all keys and metadata. A part may have no prompts.
+    """
+
+    def __repr__(self) -> str:
+        return f"Shards(tokens of {self.key!r}: {[part.lengths[self.key].total for part in self.parts]})"
+
+    def restore(self, parts: Sequence[SequenceSample]) -> SequenceSample:
+        """Combine results, one sample per rank with the prompts of its part, in the order of the whole.
+
+        Args:
+            parts: results in rank order, with the same keys and any lengths. The result of a part without sequences
+                may have no keys.
+
+        Raises:
+            ValueError: a result has other prompts than its part, or lacks a key of the other results.
+        """
+        if len(parts) != len(self.parts):
+            raise ValueError(f"restore got {len(parts)} results for {len(self.parts)} ranks")
+        for rank, (found, asked) in enumerate(zip(parts, self.parts, strict=True)):
+            if found.ids != asked.ids:
+                raise ValueError(f"restore got ids {some(found.ids)} for rank {rank}, whose part has {some(asked.ids)}")
+        known = next((part for part in parts if part.keys), parts[0])
+        pairs = zip(parts, self.parts, strict=True)
+        full = [_nothing_like(known, a.ids) if not (a.keys or len(b.lengths[self.key].flat)) else a for a, b in pairs]
+        return SequenceSample.gather(full).take(np.argsort(np.concatenate(self.plan)))
+
+
+def _nothing_like(known: SequenceSample, ids: tuple[Hashable, ...]) -> SequenceSample:
+    """Return prompts without sequences, with the keys of another sample."""
+    lengths = Lengths(np.zeros(len(ids), dtype=np.int64), np.zeros(0, dtype=np.int64))
+    metadata = {} if ids else dict.fromkeys(known.metadata, ())
+    return SequenceSample(ids, {k: x[:0] for k, x in known.data.items()}, dict.fromkeys(known.data, lengths), metadata)

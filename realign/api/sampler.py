@@ -8,19 +8,151 @@ Shapes: P tokens of a prompt, N tokens of a response, T packed tokens, S sequenc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from realign.api.generation import GenerationConfig
-from realign.api.image_keys import PIXELS
 from realign.api.lengths import Lengths
-from realign.api.requests import Completion, Handle, Request
-from realign.api.sample import SequenceSample
+from realign.api.sample import PIXELS, SequenceSample
+from realign.api.seeds import derive_seed
+from realign.settings import Settings
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """One response to one prompt."""
+
+    id: Hashable
+    """Id of the prompt."""
+    response_index: int
+    """Index of the response among the responses to this prompt, from 0."""
+    prompt_ids: Tensor
+    """[P] int64, at least one token."""
+    config: GenerationConfig
+    """Sampling parameters. `n` is ignored, since a request is one response."""
+    seed: int
+    """Seed of the call. The seed of the response is derived from (seed, id, response_index)."""
+
+    @property
+    def response_seed(self) -> int:
+        """A 63-bit seed for this response, for samplers that accept one seed per request."""
+        return derive_seed(self.seed, "response", str(self.id), self.response_index)
+
+
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """Sampled tokens of one response, on the device of its prompt."""
+
+    ids: Tensor
+    """[N] int64."""
+    logprobs: Tensor
+    """[N] fp32, under the distribution that each token was drawn from."""
+    versions: Tensor
+    """[N] int32, the policy version that sampled each token."""
+
+    @classmethod
+    def none(cls, prompt_ids: Tensor) -> Tokens:
+        """Return the tokens of a response that has not started: none.
+
+        Args:
+            prompt_ids: the prompt, which determines the device.
+        """
+        empty = prompt_ids.new_zeros(0)
+        return cls(empty, empty.float(), empty.int())
+
+
+@dataclass(frozen=True, eq=False)
+class Completion(Tokens):
+    """A finished response."""
+
+    truncated: bool
+    """Whether the length limit ended the response. False for stop tokens, stop strings and `fixed_length`."""
+
+
+class Handle(Protocol):
+    """A requested response. All methods are thread-safe."""
+
+    @property
+    def request(self) -> Request:
+        """The request."""
+        ...
+
+    @property
+    def done(self) -> bool:
+        """Whether `result` returns or raises without waiting."""
+        ...
+
+    def tokens(self) -> Tokens:
+        """Return the tokens so far.
+
+        Returns:
+            A copy: all tokens of a finished response, or the tokens before the cancellation of a cancelled one. For
+            an unfinished response, none if the sampler does not report its tokens (`Capabilities.abort`).
+        """
+        ...
+
+    def result(self, timeout_s: float | None = None) -> Completion:
+        """Wait for the response.
+
+        Args:
+            timeout_s: seconds to wait; None waits without limit.
+
+        Returns:
+            The finished response.
+
+        Raises:
+            concurrent.futures.CancelledError: the response was cancelled.
+            TimeoutError: the response did not finish within `timeout_s`. Sampling continues.
+            RuntimeError: the sampler was closed or failed.
+            ValueError: the sampler cannot serve the request.
+        """
+        ...
+
+    def cancel(self) -> bool:
+        """Cancel the response; `result` then raises `CancelledError`. Other responses are not affected.
+
+        Returns:
+            Whether this call cancelled it; False if the response already finished, failed or was cancelled.
+        """
+        ...
+
+
+class FutureHandle:
+    """A `Handle` with a future that the sampler completes, for samplers without partial results."""
+
+    def __init__(self, request: Request) -> None:
+        """Create the handle of a request that has not started.
+
+        Args:
+            request: the request.
+        """
+        self.request = request
+        self.future: Future[Completion] = Future()
+
+    @property
+    def done(self) -> bool:
+        """See `Handle.done`."""
+        return self.future.done()
+
+    def tokens(self) -> Tokens:
+        """See `Handle.tokens`. Returns no tokens before the response is finished."""
+        finished = self.future.done() and not self.future.cancelled() and self.future.exception() is None
+        return self.future.result() if finished else Tokens.none(self.request.prompt_ids)
+
+    def result(self, timeout_s: float | None = None) -> Completion:
+        """See `Handle.result`."""
+        return self.future.result(timeout_s)
+
+    def cancel(self) -> bool:
+        """See `Handle.cancel`. Returns False if the sampler has started the request, unless a subclass can abort."""
+        return not self.future.done() and self.future.cancel()
+
 
 PROMPTS = "prompt_ids"
 """The key of the prompts that `Sampler.generate` reads."""
@@ -96,7 +228,7 @@ class Sampler(Protocol):
 
         Args:
             data: key `prompt_ids`, one non-empty sequence per id. The images of prompts are the keys `IMAGE_KEYS` of
-                `realign.api.image_keys`.
+                `realign.api.sample`.
             config: sampling parameters.
             seed: seed of this call.
 
@@ -233,11 +365,95 @@ def generate_by_requests(
     return sample_of(data, completions, config.n)
 
 
+@dataclass
+class SamplerSpec(Settings):
+    """Sampler of a role (config node `models.ROLE.sampler`). Subclasses construct samplers outside the engine.
+
+    An external sampler serves synchronous and asynchronous rollout, evaluation, calibration and chat. The model calls
+    its `update` after every change of the weights.
+    """
+
+    external: ClassVar[bool] = True
+    """Whether `open` returns a sampler. If False, the role's engine samples."""
+
+    torchrun: ClassVar[bool] = False
+    """Whether the external sampler works under torchrun, where all ranks call `open` and the methods of the sampler."""
+
+    def check(self, where: str) -> None:
+        """Check the configuration before any weights are loaded.
+
+        Args:
+            where: the key of this node, for messages.
+
+        Raises:
+            ValueError: the configuration is invalid. The message names the key.
+        """
+
+    def capabilities(self) -> Capabilities:
+        """Return the guarantees of the sampler, for the launch table."""
+        raise NotImplementedError(f"{type(self).__name__} does not implement capabilities")
+
+    def open(self, name: str, source: WeightSource, tokenizer: object) -> Sampler:
+        """Construct the sampler with the weights of `source` as version 0.
+
+        Args:
+            name: name of the role, for messages.
+            source: engine of the role.
+            tokenizer: tokenizer of the role.
+
+        Raises:
+            ValueError: the sampler cannot be constructed. The message names the key.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not implement open")
+
+
+@runtime_checkable
+class ConfiguresSampler(Protocol):
+    """A model spec with a node `sampler`."""
+
+    @property
+    def sampler(self) -> SamplerSpec:
+        """Sampler settings of the role."""
+        ...
+
+
+@runtime_checkable
+class SamplesInBackground(Protocol):
+    """A model spec that can construct a sampler for asynchronous rollout (rollout=async)."""
+
+    def background_sampler(self, name: str, *, seed: int, recompute: bool) -> Sampler:
+        """Load a second copy of the model and return its sampler, which samples while the role's engine trains.
+
+        Args:
+            name: name of the role, for messages.
+            seed: root seed of the run.
+            recompute: whether to recompute the KV cache of unfinished responses when the weights change.
+
+        Raises:
+            ValueError: the model cannot be loaded or cannot sample.
+        """
+        ...
+
+
+def samples_externally(spec: object) -> bool:
+    """Return whether an external sampler samples for the role of this model spec."""
+    return isinstance(spec, ConfiguresSampler) and spec.sampler.external
+
+
 __all__ = [
     "Capabilities",
+    "Completion",
+    "ConfiguresSampler",
+    "FutureHandle",
+    "Handle",
+    "Request",
     "Sampler",
+    "SamplerSpec",
+    "SamplesInBackground",
+    "Tokens",
     "WeightSource",
     "generate_by_requests",
     "requests_of",
     "sample_of",
+    "samples_externally",
 ]

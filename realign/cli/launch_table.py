@@ -9,7 +9,7 @@ from itertools import takewhile
 from typing import Any
 
 from realign.api import ModelInterface, Plan, part_sizes
-from realign.api.sampler_spec import ConfiguresSampler
+from realign.api.sampler import ConfiguresSampler
 from realign.engines.shared_model import shared_roles
 from realign.runtime import Experiment
 from realign.runtime.graph_checks import unread_inputs

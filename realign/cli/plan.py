@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from realign.api.sampler_spec import SamplerSpec
+from realign.api.sampler import SamplerSpec
 from realign.config.words import words_of
 from realign.planning.measured import calibrated, read_runs, with_measured_lengths
 from realign.planning.options import PlanOptions

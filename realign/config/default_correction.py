@@ -27,7 +27,7 @@ def with_default_correction(interfaces: Mapping[str, Any], models: Mapping[str, 
         interfaces: Config nodes of the interfaces.
         models: Model specs by role.
     """
-    from realign.api.sampler_spec import samples_externally
+    from realign.api.sampler import samples_externally
 
     return {
         role: {**node, KEY: DEFAULT}

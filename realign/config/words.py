@@ -27,7 +27,7 @@ ONE_WORD = {"QLoRA": "Qlora", "LoRA": "Lora", "DoRA": "Dora", "ReMax": "Remax"}
 """Names that count as one word although their capitals suggest two."""
 EXPORTERS: Mapping[str, str] = types.MappingProxyType(
     {
-        "realign.api.sampler_spec.SamplerSpec": "realign.engines",
+        "realign.api.sampler.SamplerSpec": "realign.engines",
         "realign.api.callback.Callback": "realign.runtime.callbacks",
     }
 )

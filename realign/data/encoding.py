@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from realign.api.long_text import part_over
 from realign.api.sample import SequenceSample
 from realign.data.columns import Row
 from realign.data.images import RowImages
 from realign.data.rendering import Segment
 from realign.data.writer import Written
 from realign.errors import ConfigError, DataError
+from realign.text import part_over
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

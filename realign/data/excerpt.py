@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from realign.api.long_text import part_over
 from realign.data.columns import Row, read_column
 from realign.data.encoding import Dropped
 from realign.errors import DataError, SettingsError
 from realign.settings import Count, Settings
+from realign.text import part_over
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from realign.api.image_keys import GRIDS, PIXELS
+from realign.api.sample import GRIDS, PIXELS
 from realign.data.messages import short
 from realign.errors import DataError
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from realign.api.requests import Completion, Handle
+from realign.api.sampler import Completion, Handle
 from realign.endpoint.capture import Capture, Prompt
 from realign.endpoint.limits import EndpointLimits
 from realign.endpoint.renderer import Renderer

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from realign.api.requests import Completion
+from realign.api.sampler import Completion
 from realign.endpoint.renderer import Renderer
 
 

@@ -11,7 +11,6 @@ from contextlib import contextmanager, suppress
 from functools import cached_property
 from typing import Any
 
-from realign.api.long_text import part_over
 from realign.chat_template import Bounds, ChatTemplate
 from realign.endpoint.response_parsing import (
     ParsedResponse,
@@ -24,6 +23,7 @@ from realign.endpoint.response_parsing import (
 )
 from realign.endpoint.response_parsing import response_template as found_response_template
 from realign.errors import ConfigError, DataError
+from realign.text import part_over
 
 logger = logging.getLogger(__name__)
 

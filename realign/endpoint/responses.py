@@ -11,7 +11,7 @@ from itertools import accumulate
 from typing import Any
 
 from realign.api.environment import ToolCall
-from realign.api.requests import Completion
+from realign.api.sampler import Completion
 from realign.endpoint.capture import Prompt
 from realign.endpoint.renderer import Renderer
 from realign.endpoint.requests import Parameters

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from realign.api.generation import GenerationConfig
-from realign.api.requests import Completion, FutureHandle, Handle, Request, Tokens
-from realign.api.sampler import Sampler
+from realign.api.sampler import Completion, FutureHandle, Handle, Request, Sampler, Tokens
 from realign.api.seeds import derive_seed
 from realign.endpoint.capture import Capture, CapturedCall, Prompt
 from realign.endpoint.renderer import Renderer

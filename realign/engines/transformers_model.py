@@ -13,8 +13,7 @@ from typing_extensions import override
 
 from realign.api.memory import MemoryWork, RoleMemory
 from realign.api.model import Compute, Model, ModelFacts, ModelSpec, TokenizerSource
-from realign.api.sampler import Sampler
-from realign.api.sampler_spec import SamplerSpec
+from realign.api.sampler import Sampler, SamplerSpec
 from realign.api.seeds import derive_seed
 from realign.engines.device import DType, enable_tf32, pick_device, products_dtype, use_deterministic_algorithms
 from realign.engines.distributed.ranks import current
@@ -443,7 +442,7 @@ class TransformersModel(Settings, ModelSpec):
         return tokenizer
 
     def background_sampler(self, name: str, *, seed: int, recompute: bool) -> Sampler:
-        """See `realign.api.sampler_spec.SamplesInBackground`; uses a copy of the model without its moving average."""
+        """See `realign.api.sampler.SamplesInBackground`; uses a copy of the model without its moving average."""
         from realign.engines.sampling.background import StreamingEngine
 
         engine = self.for_sampling().load(name, seed=seed).machine

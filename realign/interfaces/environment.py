@@ -36,9 +36,8 @@ from realign.api import (
     derive_seed,
 )
 from realign.api.environment import Environment, Response
-from realign.api.rewards import NAMED, total_rewards
+from realign.api.rewards import NAMED, Verifier, total_rewards
 from realign.api.router_experts import ROUTER_EXPERTS, with_experts
-from realign.api.verifier import Verifier
 from realign.endpoint.renderer import Renderer
 from realign.endpoint.response_parsing import ParsedResponse, can_parse
 from realign.environments import Answer, Episode, Failures, Limits, Slots, TurnWriter, Worlds, load_environment

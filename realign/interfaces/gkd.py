@@ -40,7 +40,7 @@ from realign.api import (
     masked_mean,
     merge_stats,
 )
-from realign.api.rl_dataflow import reported
+from realign.api.dataflow import reported
 from realign.interfaces.components.aggregation import Aggregation, TokenMean
 from realign.interfaces.components.divergence import Divergence, ReverseKL
 from realign.interfaces.reference import ReferenceInterface

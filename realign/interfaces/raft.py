@@ -36,7 +36,7 @@ from realign.api import (
     masked_mean,
     merge_stats,
 )
-from realign.api.rl_dataflow import reported
+from realign.api.dataflow import reported
 from realign.errors import SettingsError
 from realign.functional import degenerate_groups, keep_best, segment_sum
 from realign.interfaces.sft import SFTInterface

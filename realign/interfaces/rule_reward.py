@@ -29,8 +29,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from realign.api import Keys, MicroBatchSpec, Model, ModelInterface, Plan, SequenceSample, derive_seed
-from realign.api.rewards import NAMED
-from realign.api.verifier import ANSWER
+from realign.api.rewards import ANSWER, NAMED
 from realign.errors import SettingsError
 from realign.interfaces.components.response_cut import Cut, ResponseCut, cut_responses, reward_keys
 from realign.rewards.pool.functions import RewardScope

@@ -11,7 +11,7 @@ from torch.profiler import record_function
 from realign.api import RPC, DataflowGraph, MicroBatchSpec, Model, ModelInterface, SequenceSample, stat_values
 from realign.api.interface import method_of
 from realign.api.sample import MissingKeyError
-from realign.api.trace import TracedSequence, traced
+from realign.api.stats import TracedSequence, traced
 from realign.engines.distributed.ranks import current
 from realign.runtime.out_of_memory import memory_limited
 

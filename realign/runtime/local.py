@@ -24,7 +24,7 @@ from realign.api import (
     stat_values,
 )
 from realign.api.sampler import Sampler
-from realign.api.trace import TracedSequence
+from realign.api.stats import TracedSequence
 from realign.data import Dataset
 from realign.data.dataset import content_hash
 from realign.data.encoding import DecodedSequence, decoded_row

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 from realign.api import RPC, DataflowGraph, Model, ModelInterface, ModelSpec
 from realign.api.router_experts import ROUTER_EXPERTS
-from realign.api.sampler_spec import ConfiguresSampler
+from realign.api.sampler import ConfiguresSampler
 from realign.api.target_heads import role_of_hidden
 from realign.engines import SharedModel
 from realign.engines.distributed.ranks import current

@@ -25,7 +25,7 @@ from realign.api import (
 from realign.api.engine import LossFn, LossWeightFn, PipelinableEngine, PostHook, StepIf
 from realign.api.q_values import QValues
 from realign.api.sampler import requests_of, sample_of
-from realign.api.trace import keep_traces, with_responses
+from realign.api.stats import keep_traces, with_responses
 from realign.functional import LMHead, last_true, previous
 
 

@@ -14,8 +14,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realign.api import Lengths, MicroBatchSpec, SequenceSample, part_sizes
+from realign.api import GenerationConfig, Lengths, MicroBatchSpec, SequenceSample, part_sizes
+from realign.api.sample import IMAGE_KEYS, shard
+from realign.api.sampler import requests_of
 from realign.functional.normalization import Scope, normalize
+from realign.runtime.ray.wire_format import from_wire, to_wire
+from tests.images import image_prompts, image_sample
 
 DTYPES = {
     "input_ids": torch.int64,
@@ -465,3 +469,163 @@ def test_minibatches_deal_every_prompt_out_once_in_an_order_that_the_generator_d
 def test_fewer_prompts_than_minibatches_make_one_each():
     data = SequenceSample.from_sequences(range(2), {"input_ids": [[[i]] for i in range(2)]})
     assert sorted(part.ids for part in data.minibatches(3, np.random.default_rng(0))) == [(0,), (1,)]
+
+
+SIZES = [[(2, 3)], [], [(3, 3), (1, 2)], [(2, 2)]]
+RESPONSES = [[4, 2, 3], [5], [1, 6], [3, 3]]
+
+
+@pytest.fixture
+def data():
+    return image_sample(SIZES, RESPONSES)
+
+
+def images_of(sample):
+    """Return patches and grids of each prompt by id, as lists."""
+    parts = zip(sample.ids, *(sample.sequences(key) for key in IMAGE_KEYS), strict=True)
+    return {i: (pixels.tolist(), grids.tolist()) for i, pixels, grids in parts}
+
+
+def assert_same_images(part, whole):
+    found, wanted = images_of(part), images_of(whole)
+    assert found == {i: wanted[i] for i in part.ids}
+
+
+def equal(a, b):
+    return a.ids == b.ids and a.lengths == b.lengths and all(torch.equal(a[key], b[key]) for key in a.keys)
+
+
+def test_images_follow_their_prompts_in_another_order(data):
+    moved = data.take([3, 0, 2, 1])
+    assert list(images_of(moved)) == ["p3", "p0", "p2", "p1"]
+    assert_same_images(moved, data)
+    for part in data.minibatches(2, np.random.default_rng(0)):
+        assert_same_images(part, data)
+
+
+def test_the_prompts_of_a_batch_can_be_parted_and_gathered(data):
+    assert equal(SequenceSample.gather(data.unpack()), data)
+    assert equal(SequenceSample.gather(data.chunks(3)), data)
+
+
+@pytest.mark.parametrize("budget", [32, 40, 100])
+def test_micro_batches_with_a_part_of_a_group_have_the_images_of_its_prompt(data, budget):
+    batches = data.split(MicroBatchSpec(max_tokens_per_microbatch=budget))
+    for part in batches:
+        assert_same_images(part, data)
+    assert len(batches) > 1 or budget == 100
+
+
+@pytest.mark.parametrize("ranks", [2, 6])
+def test_shards_for_ranks_have_the_images_of_their_prompts(data, ranks):
+    parts = shard(data, ranks, "input_ids")
+    for part in parts:
+        assert_same_images(part, data)
+    assert equal(parts.restore(parts.parts), data)
+
+
+def test_images_survive_pickling_and_the_wire_format(data):
+    assert equal(pickle.loads(pickle.dumps(data)), data)
+    assert equal(from_wire(pickle.loads(pickle.dumps(to_wire(data)))), data)
+
+
+def test_selected_tokens_keep_their_images(data):
+    assert data.select(["input_ids"]).keys == {"input_ids", *IMAGE_KEYS}
+    assert data.select(["loss_mask"]).keys == {"loss_mask"}
+    assert image_prompts(SIZES).select(["prompt_ids"]).keys == {"prompt_ids", *IMAGE_KEYS}
+
+
+def test_requests_with_images_are_rejected():
+    with pytest.raises(ValueError, match="the prompts have images"):
+        requests_of(image_prompts(SIZES), GenerationConfig(), 0)
+    assert len(requests_of(image_prompts([[], []]), GenerationConfig(n=2), 0)) == 4
+
+
+NESTED = st.lists(st.lists(st.integers(0, 30), max_size=4), max_size=12)
+
+
+def batch(nested: list[list[int]]) -> SequenceSample:
+    """Return prompts p0, p1, ... with distinct tokens, one number per sequence and one per prompt."""
+    n_tokens = sum(map(sum, nested))
+    tokens = iter(torch.arange(n_tokens).split([n for group in nested for n in group] or [0]))
+    data = {"input_ids": [[next(tokens) for _ in group] for group in nested]}
+    ids = [f"p{i}" for i in range(len(nested))]
+    whole = SequenceSample.from_sequences(ids, data, {"row": [{"at": i} for i in range(len(nested))]})
+    return whole.with_sequences(score=torch.arange(float(whole.n_sequences)))
+
+
+def same(a: SequenceSample, b: SequenceSample) -> bool:
+    return (
+        a.ids == b.ids
+        and a.data.keys() == b.data.keys()
+        and all(a.lengths[k] == b.lengths[k] and torch.equal(a[k], b[k]) for k in a.data)
+        and a.metadata == b.metadata
+    )
+
+
+@settings(deadline=None)
+@given(NESTED, st.integers(1, 6))
+def test_every_prompt_stands_whole_in_one_part_and_comes_back(nested: list[list[int]], n: int) -> None:
+    whole = batch(nested)
+    parts = shard(whole, n, "input_ids")
+    assert len(parts) == n
+    assert sorted(i for part in parts for i in part.ids) == sorted(whole.ids)
+    assert all(same(part, whole.take([whole.ids.index(i) for i in part.ids])) for part in parts)
+    assert same(parts.restore(list(parts)), whole)
+
+
+@settings(deadline=None)
+@given(NESTED, st.integers(1, 6))
+def test_loads_differ_by_one_prompt_at_most(nested: list[list[int]], n: int) -> None:
+    parts = shard(batch(nested), n, "input_ids")
+    loads = [part.lengths["input_ids"].total for part in parts]
+    assert max(loads) - min(loads) <= max(map(sum, nested), default=0)
+
+
+def test_longest_prompts_go_first_to_the_lightest_rank() -> None:
+    # 9 -> rank 0; 8 -> rank 1; 7 -> rank 1 (8 < 9); 3 -> rank 0; 2 -> rank 0 (12 < 15)
+    parts = shard(batch([[2], [3], [3, 4], [9], [8]]), 2, "input_ids")
+    assert [part.ids for part in parts] == [("p0", "p1", "p3"), ("p2", "p4")]
+
+
+def test_ranks_without_prompts_need_no_keys_to_come_back() -> None:
+    parts = shard(batch([[4], [2]]), 3, "input_ids")
+    assert [len(part) for part in parts] == [1, 1, 0]
+    results = [part.select(["score"]) for part in parts[:2]]
+    back = parts.restore([*results, SequenceSample(())])
+    assert back["score"].tolist() == [0, 1]
+    assert parts[2]["input_ids"].dtype == torch.int64
+
+
+def test_prompts_without_sequences_come_back_without_any() -> None:
+    parts = shard(batch([[4, 1], [], []]), 2, "input_ids")
+    assert [part.ids for part in parts] == [("p0",), ("p1", "p2")]
+    back = parts.restore([parts[0].select(["score"]), SequenceSample(("p1", "p2"))])
+    assert back.lengths["score"].nested() == ((1, 1), (), ())
+    with pytest.raises(ValueError, match="key 'score' is missing for ids 'p0'"):
+        parts.restore([SequenceSample(("p0",)), parts[1].select(["score"])])
+
+
+def test_results_may_be_cut_in_another_way() -> None:
+    parts = shard(batch([[4], [2], [1]]), 2, "input_ids")
+    results = [
+        SequenceSample.from_sequences(part.ids, {"new": [[[int(i[1:])] * 2] * 3 for i in part.ids]}) for part in parts
+    ]
+    back = parts.restore(results)
+    assert back.lengths["new"].nested() == ((2, 2, 2),) * 3
+    assert back["new"].tolist() == [0] * 6 + [1] * 6 + [2] * 6
+
+
+def test_results_that_do_not_fit_are_refused() -> None:
+    parts = shard(batch([[4], [2]]), 2, "input_ids")
+    with pytest.raises(ValueError, match="restore got 1 results for 2 ranks"):
+        parts.restore([parts[0]])
+    with pytest.raises(ValueError, match=r"ids 'p1' for rank 0, whose part has 'p0'"):
+        parts.restore([parts[1], parts[0]])
+
+
+def test_what_cannot_be_cut_is_refused() -> None:
+    with pytest.raises(ValueError, match="n=0: a batch needs at least 1 rank"):
+        shard(batch([[1]]), 0, "input_ids")
+    with pytest.raises(ValueError, match=r"no packed key 'prompt_ids' to shard by \(keys: input_ids, score\)"):
+        shard(batch([[1]]), 2, "prompt_ids")

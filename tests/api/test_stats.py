@@ -14,9 +14,12 @@ from torch import Tensor
 from realign.api import (
     Max,
     Mean,
+    MicroBatchSpec,
     Min,
+    Model,
     Stats,
     Sum,
+    TokenValues,
     correlation,
     masked_max,
     masked_mean,
@@ -24,6 +27,11 @@ from realign.api import (
     merge_stats,
     stat_values,
 )
+from realign.api.stats import keep_traces, traced, with_responses
+from realign.interfaces.components import KLPenalty
+from realign.interfaces.grpo import GRPOActorInterface
+from realign.interfaces.ppo import PPOActorInterface
+from realign.testing import BigramEngine, random_batch
 
 ROWS = st.lists(st.tuples(st.integers(-50, 50), st.booleans()), min_size=1, max_size=12)
 
@@ -178,3 +186,53 @@ def test_a_variance_is_that_of_all_parts_together():
     assert whole["v"] == pytest.approx(float(x[:4].var(correction=0)))
     assert stat_values(parts)["v"] == pytest.approx(whole["v"])
     assert stat_values({"v": masked_variance(x, torch.zeros(5, dtype=torch.bool))}) == {}
+
+
+KEYS = ("input_ids", "loss_mask", "logprobs", "rewards", "ref_logprobs")
+
+
+def trained(interface, spec, data):
+    engine = BigramEngine()
+    stats = interface.train_step(Model("actor", engine), data, spec)
+    return engine.parameters, stats
+
+
+@pytest.mark.parametrize("n_microbatches", [1, 3, 7])
+def test_traces_are_the_same_however_the_batch_is_cut_and_change_nothing_else(n_microbatches):
+    data = random_batch().select(KEYS)
+    interface = GRPOActorInterface(kl=KLPenalty("loss", 0.1))
+    plain, off = trained(interface, MicroBatchSpec(n_microbatches=n_microbatches), data)
+    weights, stats = trained(interface, MicroBatchSpec(n_microbatches=n_microbatches, trace_ids=("q1", "q3")), data)
+    assert all(torch.equal(a, b) for a, b in zip(plain, weights, strict=True))
+    assert stat_values(stats) == stat_values(off)
+    assert not list(traced(off, ("q1", "q3")))
+    found = {(one.prompt, one.response): one.values for one in traced(stats, ("q1", "q3"))}
+    whole = {
+        (one.prompt, one.response): one.values
+        for one in traced(trained(interface, MicroBatchSpec(trace_ids=("q1", "q3")), data)[1], ("q1", "q3"))
+    }
+    trained_responses = {key for key, values in whole.items() if values["token/mask"].any()}
+    assert trained_responses
+    assert found.keys() == whole.keys()
+    for key, values in whole.items():
+        for name, x_T in values.items():
+            assert torch.allclose(found[key][name], x_T, atol=1e-6), (key, name)
+
+
+def test_a_trace_holds_the_values_of_the_loss():
+    data = random_batch().select(KEYS)
+    _, stats = trained(PPOActorInterface(), MicroBatchSpec(trace_ids=data.ids), data)
+    ratio = torch.cat([one.values["token/ratio"] for one in traced(stats, data.ids)])
+    mask = torch.cat([one.values["token/mask"] for one in traced(stats, data.ids)]).bool()
+    assert float(ratio[mask].mean()) == pytest.approx(stat_values(stats)["ratio_mean"], rel=1e-5)
+    assert {"token/ratio", "token/entropy", "token/advantage", "token/mask"} <= set(stats)
+
+
+def test_token_values_are_dropped_unless_their_prompt_is_traced():
+    data = with_responses(random_batch().select(["input_ids"]), MicroBatchSpec(trace_ids=("q2",)))
+    stats = {"token/x": TokenValues(torch.arange(len(data["input_ids"])).double())}
+    assert keep_traces(stats, data, MicroBatchSpec()) == {}
+    kept = keep_traces(stats, data, MicroBatchSpec(trace_ids=("q2",)))
+    start, end = (int(data.cu_seqlens()[s]) for s in (data.lengths["input_ids"].sequence_starts[2:4]))
+    assert kept["token/x"].values.tolist() == list(range(start, end))
+    assert stat_values(merge_stats([kept, kept])) == {}

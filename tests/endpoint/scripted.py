@@ -6,12 +6,10 @@ import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
-import pytest
 import torch
 
 from realign.api import Capabilities, GenerationConfig, Request, SequenceSample
-from realign.api.requests import Completion, FutureHandle, Tokens
-from realign.api.sampler import generate_by_requests
+from realign.api.sampler import Completion, FutureHandle, Tokens, generate_by_requests
 from realign.endpoint import Backend, Endpoint, EndpointLimits, Renderer, Session, Sessions
 from tests.samplers import TableSampler
 from tests.tiny import TEXT, VOCAB, tiny_tokenizer
@@ -118,9 +116,3 @@ def served(sampler=None, config: GenerationConfig = CONFIG, limit: int | None = 
         with closing(Endpoint(Sessions(backend, KEY), EndpointLimits(**limits), model="tiny")) as endpoint:
             endpoint.start()
             yield endpoint, sampler
-
-
-@pytest.fixture(scope="module")
-def endpoint():
-    with served() as (found, _):
-        yield found

@@ -29,6 +29,12 @@ from tests.tiny import tiny_engine, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
+def endpoint():
+    with served() as (found, _):
+        yield found
+
+
+@pytest.fixture(scope="module")
 def client(endpoint):
     with OpenAI(base_url=f"{endpoint.url}/v1", api_key=KEY, max_retries=0) as found:
         yield found

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from realign.api.sampler_spec import SamplerSpec
+from realign.api.sampler import SamplerSpec
 from realign.config import compose
 from realign.config.experiment import build_experiment
 from realign.config.words import words_of

@@ -18,11 +18,9 @@ from realign.api.engine import Forward, LossFn, LossWeightFn, PostHook, StepIf, 
 from realign.api.generation import GenerationConfig
 from realign.api.lengths import Lengths
 from realign.api.microbatch import MicroBatchSpec
-from realign.api.sample import TOKENS, SequenceSample
+from realign.api.sample import TOKENS, SequenceSample, Shards, shard
 from realign.api.seeds import derive_seed
-from realign.api.shards import Shards, shard
-from realign.api.stats import Stats, merge_stats
-from realign.api.trace import keep_traces, with_responses
+from realign.api.stats import Stats, keep_traces, merge_stats, with_responses
 from realign.engines.distributed.consistency import check_same_batch, check_same_weights
 from realign.engines.distributed.ranks import current
 from realign.engines.distributed.sharded_network import ShardedNetwork

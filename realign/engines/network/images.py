@@ -18,9 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from realign.api.image_keys import GRIDS, PIXELS
 from realign.api.lengths import IntArray
-from realign.api.sample import TOKENS, SequenceSample
+from realign.api.sample import GRIDS, PIXELS, TOKENS, SequenceSample
 from realign.engines.network.attention import AttentionContext, use_attention
 from realign.engines.network.heads import IMAGE_FAMILIES, read_body
 from realign.engines.network.kernels import CONTEXT

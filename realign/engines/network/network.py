@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from realign.api.generation import GenerationConfig
-from realign.api.image_keys import PIXELS
 from realign.api.microbatch import MicroBatchSpec
 from realign.api.router_experts import ROUTER_EXPERTS
-from realign.api.sample import TOKENS, SequenceSample
+from realign.api.sample import PIXELS, TOKENS, SequenceSample
 from realign.engines.network.attention import NotPackableError, layout_inputs
 from realign.engines.network.branches import Heard, ReferenceBranch, check_layers, layers_that_train, read_stack
 from realign.engines.network.encoder_decoder import EncoderDecoder, EncoderDecoderCache

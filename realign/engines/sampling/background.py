@@ -24,10 +24,9 @@ from realign.api.engine import PipelinableEngine, PostHook
 from realign.api.generation import GenerationConfig
 from realign.api.in_process_sampler import IN_PROCESS
 from realign.api.microbatch import MicroBatchSpec
-from realign.api.requests import Completion, Request, Tokens
 from realign.api.router_experts import with_experts
 from realign.api.sample import SequenceSample
-from realign.api.sampler import PROMPTS, Capabilities, WeightSource
+from realign.api.sampler import PROMPTS, Capabilities, Completion, Request, Tokens, WeightSource
 from realign.engines.network.decoder import Decoder
 from realign.engines.network.images import PromptInput, followed_by
 from realign.engines.network.network import Network
@@ -149,7 +148,7 @@ class StreamingEngine(SharedEngine):
 
 
 class StreamingHandle:
-    """Handle of one response of a `StreamingEngine`. Implements `realign.api.requests.Handle`."""
+    """Handle of one response of a `StreamingEngine`. Implements `realign.api.sampler.Handle`."""
 
     def __init__(self, request: Request, loop: DecodingLoop, call: SamplingCall) -> None:
         """Wrap a call that has exactly one sequence."""

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from realign.api.generation import GenerationConfig
-from realign.api.image_keys import PIXELS
 from realign.api.lengths import Lengths
 from realign.api.router_experts import with_experts
-from realign.api.sample import SequenceSample
+from realign.api.sample import PIXELS, SequenceSample
 from realign.engines.network.images import CURE, NO_IMAGES, ImageInputs, ImagePrompt, PromptInput, prompts_with_images
 from realign.engines.sampling.decode import Responses, Rollout, Stopping
 from realign.engines.sampling.draw import response_keys

@@ -9,8 +9,7 @@ import torch
 from typing_extensions import override
 
 from realign.api.in_process_sampler import IN_PROCESS
-from realign.api.sampler import Capabilities
-from realign.api.sampler_spec import SamplerSpec
+from realign.api.sampler import Capabilities, SamplerSpec
 from realign.engines.sampling.compiled.library import CompiledDecode, LibraryError, load_library
 from realign.errors import ConfigError
 from realign.settings import Count, Range

@@ -15,9 +15,18 @@ import torch
 from typing_extensions import override
 
 from realign.api.generation import GenerationConfig
-from realign.api.requests import Completion, FutureHandle, Handle, Request
 from realign.api.sample import SequenceSample
-from realign.api.sampler import PROMPTS, Capabilities, Sampler, WeightSource, generate_by_requests
+from realign.api.sampler import (
+    PROMPTS,
+    Capabilities,
+    Completion,
+    FutureHandle,
+    Handle,
+    Request,
+    Sampler,
+    WeightSource,
+    generate_by_requests,
+)
 from realign.api.seeds import derive_seed
 from realign.engines.distributed.ranks import Ranks, current
 from realign.engines.servers.delivery import BaseModel, Delivery, HasAdapter, WeightFolders

@@ -12,8 +12,7 @@ from urllib.parse import urlsplit
 
 from typing_extensions import override
 
-from realign.api.sampler import Capabilities
-from realign.api.sampler_spec import SamplerSpec
+from realign.api.sampler import Capabilities, SamplerSpec
 from realign.engines.servers.protocol import ServerProtocol
 from realign.errors import ConfigError
 from realign.settings import Count, NonNegativeInt, Positive, Range

@@ -20,8 +20,7 @@ from realign.api.engine import LossFn, LossWeightFn, StepIf
 from realign.api.microbatch import MicroBatchSpec
 from realign.api.sample import TOKENS, SequenceSample
 from realign.api.seeds import derive_seed
-from realign.api.stats import Stats, merge_stats
-from realign.api.trace import keep_traces, with_responses
+from realign.api.stats import Stats, keep_traces, merge_stats, with_responses
 from realign.engines.network.network import Network
 from realign.engines.network.passes import Layout, Passes, side_by_side
 from realign.engines.network.settings import NetworkSettings

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from realign.api import Model
 from realign.api.interface import implements
 from realign.api.router_experts import ROUTER_EXPERTS
-from realign.api.sampler_spec import ConfiguresSampler, samples_externally
+from realign.api.sampler import ConfiguresSampler, samples_externally
 from realign.data import Dataset, SequenceDataset
 from realign.engines.distributed.ranks import current
 from realign.errors import ConfigError

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from realign.api import Model, SequenceSample
-from realign.api.verifier import ANSWER, Verifier
+from realign.api.rewards import ANSWER, Verifier
 from realign.data import Dataset
 from realign.engines.distributed.ranks import current
 from realign.errors import ConfigError, RewardError

@@ -11,7 +11,7 @@ import torch
 
 from realign.api.memory import EstimatesMemory, LimitsPrompts, LimitsSequences, MemoryWork, RoleMemory
 from realign.api.model import ModelSpec
-from realign.api.sampler_spec import samples_externally
+from realign.api.sampler import samples_externally
 from realign.engines.device import pick_device
 from realign.engines.distributed.ranks import current
 from realign.engines.shared_model import Share, SharedModel

@@ -14,8 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from realign.api import RPC, DataflowGraph, GenerationConfig, MicroBatchSpec, Model, ModelInterface, SequenceSample
-from realign.api.rewards import NAMED, total_rewards
-from realign.api.verifier import Verifier
+from realign.api.rewards import NAMED, Verifier, total_rewards
 from realign.engines.distributed.ranks import current
 from realign.errors import ConfigError, SettingsError
 from realign.functional.pass_at_k import pass_at_k

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from realign.api import SequenceSample
 from realign.api.rewards import total_rewards
-from realign.api.trace import TracedSequence
+from realign.api.stats import TracedSequence
 from realign.runtime.metrics.records import Records
 from realign.runtime.metrics.run_log import RunLog
 from realign.settings import Count, NonNegativeInt, Positive, Settings

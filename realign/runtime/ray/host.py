@@ -13,8 +13,7 @@ from torch import Tensor
 from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample, Stats
 from realign.api.engine import LossFn, PipelinableEngine, PostHook, measured
 from realign.api.model import ModelSpec
-from realign.api.requests import Request
-from realign.api.sampler import Sampler
+from realign.api.sampler import Request, Sampler
 from realign.engines.distributed.offload import Offload
 from realign.engines.distributed.sharding import whole
 from realign.functional import LMHead

@@ -15,8 +15,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from typing_extensions import override
 
 from realign.api import RPC, Model, ModelSpec, SequenceSample
-from realign.api.sampler import Sampler
-from realign.api.sampler_spec import samples_externally
+from realign.api.sampler import Sampler, samples_externally
 from realign.errors import ConfigError, TransientError
 from realign.runtime.experiment import Experiment
 from realign.runtime.local import CallResult, LocalRuntime

@@ -11,8 +11,7 @@ from typing_extensions import override
 
 from realign.api import GenerationConfig, MicroBatchSpec, SequenceSample, Stats, merge_stats
 from realign.api.engine import Forward, LossFn, LossWeightFn, PipelinableEngine, PostHook, StepIf
-from realign.api.sample import TOKENS
-from realign.api.shards import Shards, shard
+from realign.api.sample import TOKENS, Shards, shard
 from realign.engines.training.stepper import step_weight
 from realign.functional import LMHead
 from realign.runtime.ray.host import Loaded

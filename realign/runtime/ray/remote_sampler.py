@@ -8,8 +8,7 @@ from contextlib import contextmanager
 
 from realign.api import GenerationConfig, SequenceSample
 from realign.api.in_process_sampler import IN_PROCESS
-from realign.api.requests import Completion, FutureHandle, Request
-from realign.api.sampler import Capabilities, WeightSource
+from realign.api.sampler import Capabilities, Completion, FutureHandle, Request, WeightSource
 from realign.runtime.ray.worker_groups import WorkerGroup
 
 

@@ -35,8 +35,7 @@ from realign.api import (
 )
 from realign.api.engine import PostHook
 from realign.api.rewards import total_rewards
-from realign.api.sampler import Sampler
-from realign.api.sampler_spec import SamplesInBackground
+from realign.api.sampler import Sampler, SamplesInBackground
 from realign.engines.shared_model import SharedEngine
 from realign.errors import ConfigError, RunError
 from realign.rewards.pool.pool import Tally

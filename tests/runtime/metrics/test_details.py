@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from realign.api.callback import Callback
-from realign.api.trace import TracedSequence
+from realign.api.stats import TracedSequence
 from realign.engines import TransformersModel
 from realign.engines.training.optimizer import OptimizerSpec
 from realign.errors import RunError

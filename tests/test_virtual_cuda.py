@@ -1,0 +1,44 @@
+"""Run tests on the virtual CUDA device (`tests/virtual_cuda`), in processes that load it before torch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.virtual_cuda.build import NO_COMPILER, compiler, library
+
+ROOT = Path(__file__).parents[1]
+pytestmark = [
+    pytest.mark.virtual_cuda,
+    pytest.mark.skipif(compiler() is None, reason=NO_COMPILER),
+]
+RUNS = "tests/virtual_cuda/test_runs.py"
+QUICK = "trains_on_the_device[grpo] or lora or resumes or full_device or model_is_on"
+
+
+def on_device(*arguments: str, fp32: bool = False) -> None:
+    """Run pytest on the device, and fail with its output if it fails."""
+    library()
+    plugins = ["-p", "tests.virtual_cuda.plugin", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    command = [sys.executable, "-m", "pytest", *plugins, "-q", *arguments]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)} | ({"VIRTUAL_CUDA_FP32": "1"} if fp32 else {})
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+def test_the_device_and_a_run_on_it():
+    on_device("tests/virtual_cuda/test_device.py", RUNS, "-k", f"test_device or {QUICK}")
+
+
+@pytest.mark.slow
+def test_every_run_on_the_device():
+    on_device(RUNS, "-k", f"not ({QUICK})")
+
+
+@pytest.mark.slow
+def test_the_presets_on_the_device():
+    on_device("tests/test_presets.py", fp32=True)

@@ -1,0 +1,204 @@
+"""Test the virtual device: it computes what the CPU computes, and refuses what CUDA refuses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention import varlen
+
+from tests.virtual_cuda.counts import SynchronizationError, counting
+from tests.virtual_cuda.device import DEVICE, limit
+
+
+def on_device(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    return [tensor.detach().cuda().requires_grad_(tensor.requires_grad) for tensor in tensors]
+
+
+def test_a_tensor_is_an_ordinary_tensor_on_cuda():
+    x = torch.arange(6.0, device="cuda").view(2, 3)
+    assert type(x) is torch.Tensor
+    assert x.device == torch.device("cuda", 0)
+    assert x.cpu().tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+    assert torch.cuda.is_available()
+
+
+def test_a_training_step_equals_the_one_on_the_cpu():
+    torch.manual_seed(0)
+    host = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 2))
+    device = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 2)).cuda()
+    device.load_state_dict(host.state_dict())
+    x, y = torch.randn(5, 4), torch.randint(2, (5,))
+    for module, inputs, labels in ((host, x, y), (device, x.cuda(), y.cuda())):
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, fused=True)
+        F.cross_entropy(module(inputs), labels).backward()
+        optimizer.step()
+    for a, b in zip(host.parameters(), device.parameters(), strict=True):
+        assert b.is_cuda
+        torch.testing.assert_close(a, b.cpu())  # `linear` is another kernel on the CPU, with other rounding
+
+
+def test_views_and_in_place_operators_share_memory():
+    x = torch.zeros(2, 3, device="cuda")
+    x[1].add_(1)
+    x.t()[0].fill_(7)
+    assert x.tolist() == [[7, 0, 0], [7, 1, 1]]
+
+
+@pytest.mark.parametrize("mixed", [lambda x, y: x + y, lambda x, y: y @ x, lambda x, y: torch.cat([x, y])])
+def test_operators_with_tensors_on_both_devices_are_refused(mixed):
+    with pytest.raises(RuntimeError, match="same device"):
+        mixed(torch.ones(2, 2, device="cuda"), torch.ones(2, 2))
+
+
+def test_host_scalars_and_host_indices_are_allowed_as_on_cuda():
+    x = torch.arange(4.0, device="cuda")
+    assert (x * torch.tensor(2.0)).tolist() == [0, 2, 4, 6]
+    assert x[torch.tensor([3, 0])].tolist() == [3, 0]
+
+
+def test_numpy_and_generators_of_the_host_are_refused():
+    with pytest.raises(TypeError, match="cuda"):
+        torch.ones(2, device="cuda").numpy()
+    with pytest.raises(RuntimeError, match="generator"):
+        torch.randn(2, device="cuda", generator=torch.Generator())
+
+
+def test_memory_is_counted_and_a_limit_raises_the_error_of_torch():
+    before = torch.cuda.memory_allocated()
+    x = torch.empty(1000, dtype=torch.float32, device="cuda")
+    assert torch.cuda.memory_allocated() - before == 4000
+    with limit(10_000), pytest.raises(torch.OutOfMemoryError, match="Tried to allocate 40000 bytes"):
+        torch.empty(10_000, device="cuda")
+    y = x * 2  # allocated by a kernel of the CPU
+    assert torch.cuda.memory_allocated() - before == 8000
+    del x, y
+    assert torch.cuda.memory_allocated() == before
+    torch.cuda.reset_peak_memory_stats()
+    assert torch.cuda.max_memory_allocated() == before
+
+
+def test_a_storage_is_freed_and_allocated_again_as_fsdp_does():
+    x = torch.ones(8, device="cuda")
+    live = torch.cuda.memory_allocated()
+    x.untyped_storage().resize_(0)
+    assert torch.cuda.memory_allocated() == live - 32
+    x.untyped_storage().resize_(32)
+    assert x.fill_(3).tolist() == [3] * 8
+
+
+@pytest.mark.parametrize(
+    ("wait", "reason"),
+    [
+        (lambda x: x.sum().item(), "_local_scalar_dense"),
+        (lambda x: x.tolist(), "device to host"),
+        (lambda x: bool((x > 0).all()), "_local_scalar_dense"),
+        (lambda x: x.cpu(), "device to host"),
+        (lambda x: x.nonzero(), "nonzero"),
+        (lambda x: x[x > 0], "boolean mask"),
+        (lambda x: torch.tensor([1.0], device="cuda"), "torch.tensor of Python values"),
+        (lambda x: torch.ones(2).cuda(), "host to device"),
+        (lambda x: x.repeat_interleave(torch.tensor([1, 2, 3]).cuda()), "repeat_interleave without output_size"),
+        (lambda x: torch.cuda.synchronize(), "cuda.synchronize"),
+    ],
+)
+def test_each_way_to_wait_for_the_device_is_a_synchronization(wait, reason):
+    x = torch.arange(3.0, device="cuda")
+    with counting() as counts:
+        wait(x)
+    assert reason in {why for why, _ in counts.synchronizations}
+
+
+def test_launches_are_counted_also_in_the_backward_pass():
+    x = torch.ones(4, device="cuda", requires_grad=True)
+    with counting() as counts:
+        y = (x * 2).relu()
+    assert counts.launches.total() == 2
+    assert not counts.synchronizations
+    with counting() as counts:
+        y.backward(torch.ones_like(y))
+    assert counts.launches["threshold_backward"] == 1
+    with counting() as counts:
+        x.detach().view(2, 2).t()
+        torch.empty(3, device="cuda")
+    assert not counts.launches
+
+
+def test_a_masked_fill_and_a_lazy_copy_do_not_wait():
+    x = torch.arange(3.0, device="cuda")
+    with counting() as counts:
+        x[x > 1] = 0.0
+        torch.ones(3).to("cuda", non_blocking=True)
+    assert not counts.synchronizations
+    assert {kind for kind, _ in counts.copies} == {"host to device, not pinned"}
+
+
+def test_pinned_memory_is_copied_without_waiting():
+    pinned = torch.arange(3.0).pin_memory()
+    assert pinned.is_pinned()
+    assert not torch.arange(3.0).is_pinned()
+    with counting() as counts:
+        pinned.to("cuda", non_blocking=True)
+    assert {kind for kind, _ in counts.copies} == {"host to device"}
+
+
+def test_a_graph_repeats_its_operators_into_the_same_memory_and_refuses_to_wait():
+    x, graph = torch.ones(2, device="cuda"), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = x * 2 + 1
+    x.fill_(5)
+    graph.replay()
+    assert y.tolist() == [11, 11]
+    with pytest.raises(SynchronizationError, match="_local_scalar_dense"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        x.sum().item()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("causal", [True, False])
+def test_attention_and_its_gradient_equal_the_cpu(dtype, causal):
+    torch.manual_seed(0)
+    given = [torch.randn(1, 2, 5, 8, dtype=dtype, requires_grad=True) for _ in range(3)]
+    copies = on_device(*given)
+    expected, actual = (F.scaled_dot_product_attention(*x, is_causal=causal) for x in (given, copies))
+    assert torch.equal(expected, actual.cpu())
+    expected.sum().backward()
+    actual.sum().backward()
+    assert all(torch.equal(a.grad, b.grad.cpu()) for a, b in zip(given, copies, strict=True))
+
+
+def test_varlen_attention_equals_attention_of_each_sequence():
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(7, 2, 8, dtype=torch.bfloat16, device="cuda", requires_grad=True) for _ in range(3))
+    bounds = torch.tensor([0, 3, 7], dtype=torch.int32, device="cuda")
+    packed = varlen.varlen_attn(q, k, v, bounds, bounds, 4, 4, window_size=(-1, 0))
+    for start, stop in ((0, 3), (3, 7)):
+        one = [x[start:stop].transpose(0, 1)[None] for x in (q, k, v)]
+        alone = F.scaled_dot_product_attention(*one, is_causal=True)[0].transpose(0, 1)
+        torch.testing.assert_close(packed[start:stop], alone)
+    packed.sum().backward()
+    assert q.grad.is_cuda
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dtype": torch.float32}, "half precision"),
+        ({"bounds": torch.int64}, "int32"),
+        ({"longest": 3}, "do not fit"),
+        ({"last": 6}, "do not fit"),
+    ],
+)
+def test_varlen_attention_refuses_what_its_kernel_refuses(change, message):
+    x = torch.randn(7, 2, 8, dtype=change.get("dtype", torch.bfloat16), device="cuda")
+    bounds = torch.tensor([0, 3, change.get("last", 7)], dtype=change.get("bounds", torch.int32), device="cuda")
+    longest = change.get("longest", 4)
+    with pytest.raises(RuntimeError, match=message):
+        varlen.varlen_attn(x, x, x, bounds, bounds, longest, longest)
+
+
+def test_the_limit_does_not_outlive_its_block():
+    with pytest.raises(ValueError, match="inside"), limit(0):
+        raise ValueError("inside")
+    assert torch.empty(100, device="cuda").numel() == 100
+    assert DEVICE.live_bytes() >= 0

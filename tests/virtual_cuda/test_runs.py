@@ -1,0 +1,106 @@
+"""Whole runs on the virtual device: every tensor is where CUDA needs it, in bf16 and in fp32."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from realign.config import build_experiment, compose
+from realign.demo.arithmetic import prepare
+from realign.engines.transformers_model import TransformersModel
+from realign.errors import RunError
+from realign.runtime import run
+from tests.virtual_cuda.device import limit
+
+Compose = Callable[..., list[str]]
+GRPO = "experiment=grpo_arithmetic"
+POLICY = {
+    "grpo": [],
+    "grpo in fp32": ["models.actor.dtype=float32"],
+    "greedy evaluation and a checkpoint": ["evaluation.every_steps=1", "checkpoint.every_steps=1"],
+    "a reference in the loss": ["interfaces.actor.kl.place=loss", "interfaces.actor.kl.coef=0.1"],
+    "a critic": [
+        "interfaces.actor._target_=realign.interfaces.ppo.PPOActorInterface",
+        "interfaces.actor.critic=own",
+        "graph._target_=realign.interfaces.ppo.dataflow",
+        "models.critic._target_=realign.engines.TransformersModel",
+        "models.critic.path=${models.actor.path}",
+        "models.critic.head._target_=realign.engines.Value",
+        "models.critic.optimizer.lr=1e-3",
+        "interfaces.critic._target_=realign.interfaces.critic.PPOCriticInterface",
+    ],
+    "lora": ["models.actor.trains._target_=realign.engines.Lora", "models.actor.trains.rank=4"],
+    "gradient checkpointing": ["models.actor.gradient_checkpointing=true"],
+    "modules of transformers": ["models.actor.fused_rollout=false"],
+    "sdpa, deterministic": ["models.actor.attention=sdpa", "models.actor.deterministic=true"],
+    "asynchronous rollout": ["rollout=async"],
+    "recomputed log-probs": ["interfaces.actor.recompute=true"],
+}
+
+
+@pytest.fixture(scope="session")
+def task(tmp_path_factory):
+    return prepare(tmp_path_factory.mktemp("task"), seed=0, demonstrations=64, held_out=16)
+
+
+@pytest.fixture
+def overrides(task, tmp_path) -> Compose:
+    """Return the overrides of a small run whose rewards differ between untrained answers."""
+    reward = tmp_path / "reward.py"
+    reward.write_text("def score(prompt, response, row):\n    return len(response) / 5 + (response[:1] in '13579')\n")
+
+    def make(experiment: str, *more: str) -> list[str]:
+        prompts = [f"data.path={task.prompts}", f"evaluation.data.path={task.held_out}", "evaluation.batch_prompts=8"]
+        rewards = [f"interfaces.reward.function={reward}:score", "interfaces.reward.workers=0"]
+        sizes = ["steps=2", "batch_prompts=4", f"output_dir={tmp_path / 'run'}"]
+        return [experiment, f"models.actor.path={task.model}", *prompts, *rewards, *sizes, *more]
+
+    return make
+
+
+@pytest.mark.parametrize("case", POLICY)
+def test_a_policy_trains_on_the_device(case, overrides, tmp_path):
+    experiment = build_experiment(compose(overrides(GRPO, *POLICY[case])))
+    result = run(experiment)
+    assert all(math.isfinite(norm) for norm in result.series("grad_norm"))
+    # the ratio is 1 before the first update, up to the rounding of bf16
+    assert result.history[1]["first_logprob_diff_max"] < (1e-4 if "fp32" in case else 0.1)
+    assert (tmp_path / "run" / "final" / "actor" / "config.json").exists()
+    info = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert "cuda" in json.dumps(info)
+
+
+def test_the_model_is_on_the_device_in_fp32_and_computes_in_bf16(task):
+    model = TransformersModel(str(task.model)).load("actor", seed=0)
+    weights = model.machine.weights()
+    assert {weight.device.type for weight in weights.values()} == {"cuda"}
+    assert {weight.dtype for weight in weights.values()} == {torch.float32}
+
+
+def test_a_run_resumes_bit_for_bit(overrides, tmp_path):
+    straight = run(build_experiment(compose(overrides(GRPO, "steps=3", f"output_dir={tmp_path / 'straight'}"))))
+    parts = [f"output_dir={tmp_path / 'parts'}", "checkpoint.every_steps=1"]
+    run(build_experiment(compose(overrides(GRPO, "steps=2", *parts))))
+    resumed = run(build_experiment(compose(overrides(GRPO, "steps=3", "resume=auto", *parts))))
+    assert resumed.series("grad_norm")[-1] == straight.series("grad_norm")[-1]
+
+
+@pytest.mark.parametrize(("experiment", "role"), [("dpo", "actor"), ("reward_model", "reward")])
+def test_pairs_train_on_the_device(experiment, role, task, tmp_path):
+    rows = [{"prompt": f"{a}+1=", "chosen": str(a + 1)[::-1], "rejected": "0"} for a in range(10, 18)]
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sizes = ["steps=2", "batch_prompts=4", "save_every_steps=null", f"output_dir={tmp_path / 'run'}"]
+    words = [f"experiment={experiment}", f"models.{role}.path={task.model}", f"data.path={pairs}", *sizes]
+    result = run(build_experiment(compose(words)))
+    assert len(result.series("grad_norm")) == 2
+
+
+def test_a_full_device_ends_the_run_with_what_to_lower(overrides):
+    experiment = build_experiment(compose(overrides(GRPO)))
+    with limit(100_000), pytest.raises(RunError, match="memory"):
+        run(experiment)
