@@ -8,7 +8,14 @@ from collections import Counter
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
+
+# On a busy machine an example may take any time. `make test-slow` has the profile `full`.
+UNTIMED = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+hypothesis.settings.register_profile("fast", max_examples=30, **UNTIMED)
+hypothesis.settings.register_profile("full", max_examples=100, **UNTIMED)
+hypothesis.settings.load_profile("fast")
 
 INSTALL = {"bwrap is not installed": "bubblewrap", "no C++ compiler is installed": "g++"}
 """Part of the reason of a skip, and the Debian package that the test needs."""

@@ -37,7 +37,13 @@ def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+LONG = ("docs/guides/library.md", "docs/guides/sizing.md")
+"""Pages whose code trains for more than five seconds."""
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(p, marks=pytest.mark.slow if name_of(p) in LONG else []) for p in PAGES], ids=name_of
+)
 def test_the_code_of_a_page_runs_and_prints_what_the_page_shows(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code = "".join(b.code for b in pages.blocks(page.read_text(encoding="utf-8")) if b.language == "python")
