@@ -16,6 +16,7 @@ from realign.interfaces.kto import KTOInterface
 from realign.interfaces.ppo import PPOActorInterface
 from realign.interfaces.reward_model import RewardLoss, RewardModelInterface
 from realign.testing import check_train_step, random_preferences
+from tests.grids import pairwise
 from tests.interfaces.declared import (
     CENTERED,
     COMPONENTS,
@@ -39,15 +40,9 @@ BASES = {
 }
 
 
-def grid():
-    """Yield all combinations of advantage and objective, with each correction or none, for both actors."""
-    objectives = [x for kind in subclasses(c.Objective) for x in COMPONENTS[kind]]
-    advantages = [x for kind in subclasses(c.AdvantageEstimator) for x in COMPONENTS[kind]]
-    corrections = [None, c.ImportanceCorrection(LIMITS, c.RatioRange("sequence", 0.5, 2.0))]
-    for actor in (PPOActorInterface, GRPOActorInterface):
-        for advantage, objective, correction in itertools.product(advantages, objectives, corrections):
-            chosen = {"advantage": advantage, "objective": objective, "correction": correction}
-            yield actor, chosen | {"generation": GROUPS, "adv_norm": CENTERED}
+OBJECTIVES = [x for kind in subclasses(c.Objective) for x in COMPONENTS[kind]]
+ADVANTAGES = [x for kind in subclasses(c.AdvantageEstimator) for x in COMPONENTS[kind]]
+CORRECTIONS = [None, c.ImportanceCorrection(LIMITS, c.RatioRange("sequence", 0.5, 2.0))]
 
 
 def each_component():
@@ -93,9 +88,14 @@ def named(found):
         yield pytest.param(actor, chosen, id=f"{actor.__name__}-{kinds}-{i}")
 
 
-@pytest.mark.parametrize(("actor", "chosen"), list(named(grid())))
-def test_any_advantage_works_with_any_objective_and_correction(actor, chosen):
-    interface = actor(**chosen)
+@pytest.mark.parametrize(
+    ("actor", "advantage", "objective", "correction"),
+    pairwise((PPOActorInterface, GRPOActorInterface), ADVANTAGES, OBJECTIVES, CORRECTIONS),
+    ids=lambda x: x.__name__ if isinstance(x, type) else type(x).__name__,
+)
+def test_any_advantage_works_with_any_objective_and_correction(actor, advantage, objective, correction):
+    chosen = {"advantage": advantage, "objective": objective, "correction": correction}
+    interface = actor(**chosen, generation=GROUPS, adv_norm=CENTERED)
     check_train_step(interface, actor_inputs(interface)[0])
 
 

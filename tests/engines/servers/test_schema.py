@@ -73,6 +73,7 @@ def test_a_wrong_answer_is_found():
     assert schema.request_faults("vllm", "GET", "/pause", {}, {}) == ["GET /pause: unknown"]
 
 
+@pytest.mark.server
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "variable", "usual"),

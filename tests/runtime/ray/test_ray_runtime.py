@@ -37,12 +37,13 @@ from tests.checkpoint_runs import assert_same_tree, experiment, started, state, 
 from tests.tiny import random_sample
 from tests.toys import BigramModel
 
-pytestmark = pytest.mark.usefixtures("cluster")
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
 DATA = random_sample([[6, 5], [7]])
 WORDS = DATA.with_tokens(input_ids=DATA["input_ids"] % 11)
 """`DATA` with the vocabulary of the bigram model."""
 
 
+@pytest.mark.slow
 def test_a_run_is_that_of_one_process_bit_for_bit(files, tmp_path):
     """Run PPO with a critic in a separate process, a reference in the actor's process, and all
     components with state."""
@@ -227,6 +228,7 @@ def test_resources_that_other_jobs_use_are_a_transient_error():
         ray.util.remove_placement_group(held)
 
 
+@pytest.mark.slow
 def test_calls_that_do_not_wait_for_each_other_are_made_at_the_same_time(files, tmp_path, monkeypatch):
     """The calls are the reward and the reference of GRPO. Keys are in the order of the graph, whichever call ends
     first."""

@@ -15,7 +15,7 @@ from realign.runtime.ray.worker_groups import WorkerGroup
 from realign.runtime.runtime_spec import RuntimeSpec
 from tests.checkpoint_runs import assert_same_tree, experiment, start_anywhere, started, state, untimed
 
-pytestmark = pytest.mark.usefixtures("cluster")
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
 SYNCED, OFTEN = "synced reference", CheckpointSpec(every_steps=2)
 
 

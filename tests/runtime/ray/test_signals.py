@@ -36,6 +36,7 @@ START_S = 240
 """Maximum duration of the first steps on a busy machine, in seconds."""
 
 
+@pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="process groups are POSIX")
 def test_sigterm_lets_the_step_end_writes_a_checkpoint_and_leaves_no_process(tmp_path):
