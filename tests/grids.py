@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -31,4 +31,16 @@ def pairwise(*axes: Sequence[Any]) -> list[Any]:
             *(axis[i] for axis, i in zip(axes, cell, strict=True)), marks=[] if cell in chosen else pytest.mark.slow
         )
         for cell in itertools.product(*sizes)
+    ]
+
+
+def rotating(first: Iterable[Any], second: Iterable[Any]) -> list[Any]:
+    """Return all combinations of two axes. They are marked slow, except for as few as contain every value of both."""
+    ours, theirs = list(first), list(second)
+    longer, shorter = len(max(ours, theirs, key=len)), len(min(ours, theirs, key=len))
+    chosen = {(k, k % shorter) if len(ours) >= len(theirs) else (k % shorter, k) for k in range(longer)}
+    return [
+        pytest.param(a, b, marks=[] if (i, j) in chosen else pytest.mark.slow)
+        for i, a in enumerate(ours)
+        for j, b in enumerate(theirs)
     ]

@@ -249,6 +249,7 @@ def stopped_on_ranks(folder: Path) -> tuple[list[str], list[float], str | None, 
     return recorder.calls, result.series("double_reward"), result.stopped, len(result.series("step"))
 
 
+@pytest.mark.slow
 def test_on_two_ranks_rank_0_calls_them_and_its_decision_ends_both(tmp_path):
     first, second = run_ranks(2, stopped_on_ranks, tmp_path)
     assert first[0][-1] == "end at 2: stopped callbacks.mine: as told"

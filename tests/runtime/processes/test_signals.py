@@ -71,6 +71,7 @@ def wait_for(process: subprocess.Popen[str], path: Path, lines: int) -> None:
         time.sleep(0.005)
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_goes_on_bit_for_bit(here):
     process = command("output_dir=run", "resume=auto")  # resume=auto starts a new run if there is no checkpoint
     wait_for(process, Path("run/metrics.jsonl"), 6)
@@ -100,6 +101,7 @@ def test_a_signal_lets_the_step_end_and_the_run_goes_on_bit_for_bit(here, number
     assert_same_as_whole("run")
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_the_run_in_the_middle_of_a_step(here):
     process = command("output_dir=run", "interfaces.reward.blocked_by=never")
     wait_for(process, Path("waiting"), 0)
@@ -177,10 +179,9 @@ def test_a_second_signal_while_an_environment_blocks_ends_the_run_without_waitin
     assert err.endswith("interrupted; the steps after the last checkpoint are lost\n")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("conversing")
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_one_signal_is_enough_while_an_environment_blocks_before_the_first_step(number, code):
     Path("block").touch()
     evaluation = ("_target_=realign.runtime.EpisodeEvaluation", "episodes=${interfaces.agent}", "data=${data}")
