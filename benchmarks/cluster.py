@@ -1,6 +1,6 @@
 """Simulation of 8 to 1,024 accelerators: throughput and staleness by placement and staleness bound.
 
-The costs come from a roofline model, whose constants are assumptions (`realign.planning.devices`). They were not
+The costs come from a roofline model, whose constants are assumptions (`realign.planning.options`). They were not
 measured on a cluster. Use the results to compare placements, not to predict seconds.
 """
 
@@ -13,11 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import table
-from realign.planning.costs import Costs
-from realign.planning.devices import Accelerator, Assumed
-from realign.planning.plans import Plan, Tail, Work
-from realign.planning.roofline import Network, decoding, rows_that_fit
-from realign.planning.simulator import simulate
+from realign.planning.options import Accelerator, Assumed
+from realign.planning.simulator import (
+    Costs,
+    NetworkSizes,
+    RuntimeSchedule,
+    Tail,
+    Work,
+    decoding,
+    rows_that_fit,
+    simulate,
+)
 
 DEVICES = (8, 16, 32, 64, 128, 256, 512, 1024)
 BOUNDS = (0, 1, 2, 4, 8)
@@ -51,12 +57,12 @@ class Case:
     """Fraction of the devices that generate."""
 
 
-def slots(device: Accelerator, network: Network, assumed: Assumed, work: Work) -> int:
+def slots(device: Accelerator, network: NetworkSizes, assumed: Assumed, work: Work) -> int:
     """Return the number of rows of an engine on one device whose KV cache fits at twice the mean length."""
     return rows_that_fit(assumed.memory_used * device.memory - 2 * network.weights, network, assumed, work)
 
 
-def roofline(bound: int | None, trainers: int, device: Accelerator, network: Network, assumed: Assumed) -> Costs:
+def roofline(bound: int | None, trainers: int, device: Accelerator, network: NetworkSizes, assumed: Assumed) -> Costs:
     """Estimate the costs of an engine on one device and of training on `trainers` devices, for a `Case.bound`."""
     operations = assumed.learning + (assumed.proximal if bound else 0.0)
     transfer_s = assumed.sync_call_s + 2 * network.weights / (device.link * assumed.link_used)
@@ -78,7 +84,7 @@ def cases() -> Iterator[Case]:
 
 def measure(case: Case) -> dict[str, Any]:
     """Simulate a case and return its throughput, staleness and device utilization."""
-    device, network, assumed = Accelerator(), Network(), Assumed()
+    device, network, assumed = Accelerator(), NetworkSizes(), Assumed()
     together = case.bound is None
     engines = round(case.devices * case.share)
     trainers = case.devices if together else case.devices - engines
@@ -86,7 +92,9 @@ def measure(case: Case) -> dict[str, Any]:
     steps = max(6, ROUNDS * (bound + 1)) + 1 + 2 * bound
     work = Work(**{**vars(WORK), "steps": steps})
     costs = roofline(case.bound, trainers, device, network, assumed)
-    plan = Plan(case.bound, engines, slots(device, network, assumed, work), switch_s=assumed.switch_s * together)
+    plan = RuntimeSchedule(
+        case.bound, engines, slots(device, network, assumed, work), switch_s=assumed.switch_s * together
+    )
     report = simulate(costs, work, plan)
     seconds = report.ends[-1]
     return {
@@ -143,17 +151,17 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 
     top = best(rows)
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13.5, 4.2), layout="constrained")
-    colours = plt.get_cmap("viridis")([0.0, 0.22, 0.45, 0.68, 0.88])
+    colors = plt.get_cmap("viridis")([0.0, 0.22, 0.45, 0.68, 0.88])
     each = [top[n, None]["tokens_per_s"] / n for n in DEVICES]
     left.plot(DEVICES, each, "k--", marker="s", label="colocated, synchronous")
-    for bound, colour in zip(BOUNDS, colours, strict=True):
+    for bound, color in zip(BOUNDS, colors, strict=True):
         name = "separate, bound 0" if bound == 0 else f"asynchronous, bound {bound}"
         own = [top[n, bound] for n in DEVICES]
-        left.plot(DEVICES, [r["tokens_per_s"] / r["devices"] for r in own], color=colour, marker="o", label=name)
+        left.plot(DEVICES, [r["tokens_per_s"] / r["devices"] for r in own], color=color, marker="o", label=name)
         ratio = [r["tokens_per_s"] / top[r["devices"], None]["tokens_per_s"] for r in own]
-        middle.plot(DEVICES, ratio, color=colour, marker="o")
-        right.plot(DEVICES, [r["staleness"]["head"] for r in own], color=colour, marker="o")
-        right.plot(DEVICES, [r["staleness"]["max"] for r in own], color=colour, ls=":", lw=1)
+        middle.plot(DEVICES, ratio, color=color, marker="o")
+        right.plot(DEVICES, [r["staleness"]["head"] for r in own], color=color, marker="o")
+        right.plot(DEVICES, [r["staleness"]["max"] for r in own], color=color, ls=":", lw=1)
     middle.axhline(1, color="k", ls="--", lw=1)
     left.set(title="Response tokens per second and device", ylim=(0, None))
     middle.set(title="Throughput over colocated", ylim=(0, None))

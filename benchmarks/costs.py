@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from realign.planning.costs import Costs
+from realign.planning.simulator import Costs
 
 
 def measure(words: Sequence[str], prompts: int, tokens: int, repeats: int = 6) -> Costs:

@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 from realign.config import build_experiment, compose
-from realign.config.folders import list_algorithms
+from realign.config.files import list_algorithms
 from realign.runtime import run
 
 OUT = Path("runs/grpo_kin")

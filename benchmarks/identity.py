@@ -520,10 +520,16 @@ def printed(words: list[str]) -> Any:
     return canonical(yaml.safe_load(call.stdout))
 
 
+OF_PPO = {"critic": "none", "value": None, "critic_warmup_steps": 0, "ptx_coef": 0.0}
+"""Settings of every actor before they became PPO's alone, with the values that others accept, but do not record."""
+
+
 def canonical(value: Any) -> Any:
     """Return resolved values with the name of each class instead of its module, which the restructuring moves."""
     if isinstance(value, dict):
         target = value.get("_target_")
+        if str(target).endswith(("GRPOActorInterface", "MyActor")):
+            value = {k: v for k, v in value.items() if k not in OF_PPO or v != OF_PPO[k]}
         if isinstance(target, str) and target.startswith("realign."):
             value = {**value, "_target_": target.rpartition(".")[2]}
         return {str(k): canonical(v) for k, v in value.items()}

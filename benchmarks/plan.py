@@ -34,21 +34,21 @@ from benchmarks.report import arguments, facts, table
 from benchmarks.scale.task import common, prepare
 from realign.planning.measured import calibrated, read_runs, with_measured_lengths
 from realign.planning.options import DeviceKind, PlanOptions
-from realign.planning.placements import Placement, RoleGroup, Sampling, launcher, overrides
-from realign.planning.plans import full_steps
+from realign.planning.placements import PlannedGroup, PlannedPlacement, Sampling, launcher, overrides
 from realign.planning.predict import Cluster, Prediction, predict
+from realign.planning.simulator import full_steps
 from realign.planning.workload import Workload, workload_of
 
 PROMPTS, GROUP, LENGTH = 16, 8, 32
 LIMIT = 0.25
 """Largest relative error of a prediction."""
-TOGETHER, APART = (RoleGroup(("actor", "ref"), 1),), (RoleGroup(("actor",), 1), RoleGroup(("ref",), 1))
-PLACEMENTS: Mapping[str, Placement] = {
-    "one_process": Placement(TOGETHER),
-    "copy": Placement(TOGETHER, Sampling.copy, 1, max_staleness=1),
-    "torchrun": Placement((RoleGroup(("actor", "ref"), 2),)),
-    "reference": Placement(APART),
-    "workers": Placement(TOGETHER, Sampling.workers, 1, max_staleness=1),
+TOGETHER, APART = (PlannedGroup(("actor", "ref"), 1),), (PlannedGroup(("actor",), 1), PlannedGroup(("ref",), 1))
+PLACEMENTS: Mapping[str, PlannedPlacement] = {
+    "one_process": PlannedPlacement(TOGETHER),
+    "copy": PlannedPlacement(TOGETHER, Sampling.copy, 1, max_staleness=1),
+    "torchrun": PlannedPlacement((PlannedGroup(("actor", "ref"), 2),)),
+    "reference": PlannedPlacement(APART),
+    "workers": PlannedPlacement(TOGETHER, Sampling.workers, 1, max_staleness=1),
 }
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from realign.config.folders import list_algorithms, list_experiments
+from realign.config.files import list_algorithms, list_experiments
 from realign.config.help import Section
 from realign.config.help_entries import Entry
 from realign.config.reference import reference, set_by

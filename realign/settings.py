@@ -18,7 +18,7 @@ import math
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import Field, dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cache
 from typing import Annotated, Any, ClassVar, Protocol, Union, get_args, get_origin, get_type_hints
@@ -56,6 +56,11 @@ Finite = Annotated[float, Range(gt=-math.inf, lt=math.inf)]
 Fraction = Annotated[float, Range(ge=0, le=1)]
 
 
+SETTING_OF = "setting_of"
+"""Key in the metadata of a field: import path of the class that has this setting. The class with the field accepts only
+its default, so that a preset can turn it off for both, and documents and records no such setting."""
+
+
 class Settings:
     """Base class of dataclasses that validate their enums and ranges on construction.
 
@@ -75,6 +80,17 @@ class Settings:
             value = checked(field.name, given, hints[field.name])
             if value is not given:
                 object.__setattr__(self, field.name, value)
+            if SETTING_OF in field.metadata and value != field.default:
+                only, given = ("null" if x is None else getattr(x, "name", x) for x in (field.default, value))
+                raise SettingsError(
+                    f"{field.name}={given}: {type(self).__name__} has no such setting and accepts only {only}. Use "
+                    f"{field.metadata[SETTING_OF]}"
+                )
+
+
+def own_settings(kind: Any) -> list[Field[Any]]:
+    """Return the fields of a dataclass that its constructor takes, without those of another class (`SETTING_OF`)."""
+    return [field for field in fields(kind) if field.init and SETTING_OF not in field.metadata]
 
 
 @cache
@@ -199,6 +215,7 @@ def _or_null(members: tuple[Any, ...]) -> str:
 
 
 __all__ = [
+    "SETTING_OF",
     "Count",
     "Finite",
     "Fraction",
@@ -209,4 +226,5 @@ __all__ = [
     "Settings",
     "checked",
     "choices_of",
+    "own_settings",
 ]

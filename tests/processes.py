@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from realign.config.folders import experiments_dir
+from realign.config.files import experiments_dir
 
 CHECKOUT = experiments_dir().parent
 

@@ -15,10 +15,11 @@ import yaml
 from realign.api import MicroBatchSpec
 from realign.cli import commands as cli
 from realign.config import ConfigError, build_experiment, compose, resolved_config
-from realign.config.folders import experiments_dir, list_algorithms, list_experiments
+from realign.config.files import experiments_dir, list_algorithms, list_experiments
 from realign.config.targets import import_target
 from realign.demo.arithmetic import prepare
-from realign.interfaces.ppo import PPOActorInterface
+from realign.interfaces.grpo import GRPOActorInterface
+from realign.interfaces.policy import PolicyInterface
 from realign.runtime import Experiment
 from realign.runtime.local import LocalRuntime
 from realign.testing import BigramEngine, random_batch, train_once
@@ -57,10 +58,10 @@ def merged(lower: dict[str, Any], upper: dict[str, Any]) -> dict[str, Any]:
 
 @cache
 def rl_experiments() -> tuple[str, ...]:
-    """Return the experiments for which presets exist: those whose actor is a PPO actor."""
+    """Return the experiments for which presets exist: those whose actor has the pipeline of a policy."""
     actors = {name: template("experiment", name)["interfaces"].get("actor") for name in sorted(list_experiments())}
     found = {name: import_target(node["_target_"], name) for name, node in actors.items() if node is not None}
-    return tuple(name for name, actor in found.items() if issubclass(actor, PPOActorInterface))
+    return tuple(name for name, actor in found.items() if issubclass(actor, PolicyInterface))
 
 
 PAIRS = [(experiment, preset) for experiment in rl_experiments() for preset in ALGORITHMS]
@@ -136,6 +137,8 @@ def test_a_preset_and_an_experiment_compose_and_each_keeps_its_values(experiment
     chosen = template("algorithm", preset)
     owned = chosen.pop("owns")
     given = dict(leaves(chosen))
+    if type(made.interfaces["actor"]) is GRPOActorInterface:  # it accepts only these values, and records none
+        assert (given.pop("interfaces.actor.critic"), given.pop("interfaces.actor.value")) == ("none", None)
     for key, value in given.items():
         if isinstance(value, str) and value.startswith("${"):
             value = value_at(values, value[2:-1])

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from realign.cli import main
-from realign.config.folders import experiments_dir
+from realign.config.files import experiments_dir
 from realign.data import PreferenceData, PromptData, SupervisedData
 from realign.engines import TransformersModel
 from realign.engines.training.transformers_engine import TransformersEngine

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realign.api import RPC, DataflowGraph, Sync
-from realign.draw import FORMATS, to_mermaid, to_svg, to_text
-from realign.draw.flows import DATASET, Flow, Kind, flows
+from realign.draw import DATASET, FORMATS, Flow, Kind, flows, to_mermaid, to_svg, to_text
 
 SVG = "{http://www.w3.org/2000/svg}"
 SCORED = ("input_ids", "loss_mask")
@@ -39,7 +38,7 @@ def test_flows_bundle_keys_by_source_and_leave_out_an_order_that_data_imply():
     found = flows(ppo())
     assert Flow("actor_gen", SCORED, ("ref_inf", "actor_inf", "critic_inf"), Kind.data) in found
     assert Flow(DATASET, ("row",), ("reward_inf",), Kind.data) in found
-    assert Flow("actor_gen", ("versions",), (), Kind.kept) in found
+    assert Flow("actor_gen", ("versions",), (), Kind.reported) in found
     assert Flow("actor_gen", ("truncated",), (), Kind.unread) in found
     assert [flow for flow in found if flow.kind is Kind.order] == [
         Flow("actor_train", (), ("critic_train",), Kind.order)

@@ -14,7 +14,7 @@ import yaml
 
 from realign.api import MicroBatchSpec, Model, SequenceSample
 from realign.config import build_experiment, compose
-from realign.config.folders import experiments_dir, list_experiments
+from realign.config.files import experiments_dir, list_experiments
 from realign.testing import BigramEngine
 from tests.config_parts import MUST_BE_GIVEN
 

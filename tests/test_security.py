@@ -21,8 +21,9 @@ from rich.console import Console
 import realign
 from realign.api import RPC, DataflowGraph
 from realign.cli.commands import main
+from realign.cli.sweep import composed_runs
 from realign.config import ConfigError, build_experiment, compose, resolved_config
-from realign.config.composition import check_launch, config_of
+from realign.config.composition import config_of
 from realign.draw import FORMATS
 from realign.engines import TransformersModel
 from realign.errors import DataError
@@ -246,7 +247,7 @@ def test_an_experiment_that_one_run_of_a_sweep_chooses_is_checked_too(tmp_path):
     with pytest.raises(ConfigError, match=r"hydra\.callbacks"):
         compose(["experiment=evil"], tmp_path)
     with pytest.raises(ConfigError, match=r"hydra\.callbacks"):
-        check_launch(["experiment=harmless,evil"], tmp_path)
+        composed_runs(["experiment=harmless,evil"], str(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["os:system", "builtins:eval", "shutil:move", "subprocess:call", "os.path:join"])

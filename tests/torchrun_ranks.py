@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from realign.cli import commands as cli
-from realign.config.folders import experiments_dir
+from realign.config.files import experiments_dir
 from tests.checkpoint_runs import untimed
 
 CHECKOUT = experiments_dir().parent

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 SIDES = {"trl": "TRL", "realign": "realign"}
-COLOURS = {"trl": ("#9aa5b1", "#52606d"), "realign": ("#7fb3e6", "#1f5fa8")}
+COLORS = {"trl": ("#9aa5b1", "#52606d"), "realign": ("#7fb3e6", "#1f5fa8")}
 PARTS = ("rollout", "training")
 NAMES = {"ppo_long_tail": "PPO, 4 epochs,\nlong tail", "many": "192 responses", "large_vocabulary": "vocabulary 32k"}
 
@@ -31,10 +31,10 @@ def draw(rows: Sequence[dict[str, Any]], out: Path) -> None:
         whole = row["seconds"]["trl"]["wall"]
         for side, name in SIDES.items():
             seconds, x, bottom = row["seconds"][side], i + (0.2 if side == "realign" else -0.2), 0.0
-            for part, colour in zip(PARTS, COLOURS[side], strict=True):
+            for part, color in zip(PARTS, COLORS[side], strict=True):
                 height = seconds[part] / whole
                 label = f"{name}, {part}" if i == 0 else None
-                axes.bar(x, height, 0.38, bottom, color=colour, label=label)
+                axes.bar(x, height, 0.38, bottom, color=color, label=label)
                 bottom += height
             ratio = f"\n{row['ratio']['wall']:.1f}x" if side == "realign" else ""
             axes.text(x, bottom + 0.02, f"{seconds['wall']:.1f} s{ratio}", ha="center", va="bottom", fontsize=8)

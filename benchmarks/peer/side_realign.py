@@ -26,6 +26,7 @@ from realign.engines.training.stepper import Stepper
 from realign.interfaces.components import Critic, KLPenalty, KLPlace
 from realign.interfaces.critic import PPOCriticInterface
 from realign.interfaces.grpo import GRPOActorInterface
+from realign.interfaces.policy import PolicyInterface
 from realign.interfaces.ppo import PPOActorInterface, dataflow
 from realign.interfaces.reference import ReferenceInterface
 from realign.interfaces.reward_model import RewardModelInterface
@@ -73,7 +74,7 @@ class Side:
                 self._timed(model.engine, "forward")
         self._timed(self.runtime.models["actor"].engine, "generate")
         owners = (Network, "run"), (Stepper, "step"), (Stepper, "differentiate"), (torch.Tensor, "backward")
-        for owner, name in (*owners, (PPOActorInterface, "loss"), (PPOCriticInterface, "loss")):
+        for owner, name in (*owners, (PolicyInterface, "loss"), (PPOCriticInterface, "loss")):
             self._timed(owner, name)
 
     def _timed(self, owner: Any, name: str) -> None:

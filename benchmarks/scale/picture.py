@@ -16,14 +16,14 @@ def draw(rows: Mapping[str, Mapping[str, Any]], path: Path) -> None:
 
     path.parent.mkdir(parents=True, exist_ok=True)
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained", width_ratios=(3, 2))
-    colours = plt.get_cmap("tab10").colors
-    for colour, (name, row) in zip(colours, rows.items(), strict=False):
+    colors = plt.get_cmap("tab10").colors
+    for color, (name, row) in zip(colors, rows.items(), strict=False):
         for number, curve in enumerate(row["curves"]):
             start = curve[0][0] - row["step_s"]
             left.plot(
                 [seconds - start for seconds, _ in curve],
                 [reward for _, reward in curve],
-                color=colour,
+                color=color,
                 alpha=0.8,
                 label=None if number else name,
             )

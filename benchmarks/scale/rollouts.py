@@ -13,9 +13,7 @@ from benchmarks.costs import measure
 from benchmarks.jobs import Job
 from benchmarks.report import table
 from benchmarks.scale.task import ON_RAY, REWARD, SIGMA, TOKENS, common
-from realign.planning.costs import Costs
-from realign.planning.plans import Plan, Report, Tail, Work, full_steps
-from realign.planning.simulator import simulate
+from realign.planning.simulator import Costs, Report, RuntimeSchedule, Tail, Work, full_steps, simulate
 
 PROMPTS, GROUP, WORKERS, BOUND = 8, 4, 48, 2
 LAST = 4
@@ -111,7 +109,7 @@ def predicted(costs: Costs, job: Job, bound: int | None, steps: int) -> Report:
         reward_s=reward_seconds(job, steps),
         reward_workers=WORKERS,
     )
-    return simulate(costs, work, Plan(bound))
+    return simulate(costs, work, RuntimeSchedule(bound))
 
 
 def reward_seconds(job: Job, steps: int) -> tuple[float, ...]:

@@ -68,14 +68,14 @@ def draw(sample: SequenceSample) -> str:
 def token_rows(picture: Picture, sample: SequenceSample, slots: Sequence[Span]) -> None:
     """Draw the keys with one element per token."""
     given_T, trained_T = sample["prompt_mask"].tolist(), sample["loss_mask"].tolist()
-    colour_T = [GIVEN if g else SAMPLED if t else TOOL for g, t in zip(given_T, trained_T, strict=True)]
+    color_T = [GIVEN if g else SAMPLED if t else TOOL for g, t in zip(given_T, trained_T, strict=True)]
     ids_T = sample["input_ids"].tolist()
-    picture.row("text", "", slots, [WORDS.get(i, str(i)) for i in ids_T], colour_T)
+    picture.row("text", "", slots, [WORDS.get(i, str(i)) for i in ids_T], color_T)
     picture.y += GAP
     picture.row("input_ids", "[T]", slots, [str(i) for i in ids_T])
-    for key, colour in zip(MASKS, (GIVEN, SAMPLED), strict=True):
+    for key, color in zip(MASKS, (GIVEN, SAMPLED), strict=True):
         mask_T = sample[key].tolist()
-        picture.row(key, "[T]", slots, [show(m) for m in mask_T], [colour if m else PLAIN for m in mask_T])
+        picture.row(key, "[T]", slots, [show(m) for m in mask_T], [color if m else PLAIN for m in mask_T])
     for key in CREDIT:
         pairs = zip(sample[key].tolist(), trained_T, strict=True)
         picture.row(key, "[T]", slots, [show(x) if trained else UNREAD for x, trained in pairs])
@@ -101,22 +101,22 @@ class Picture:
         self.y = TOP
 
     def row(
-        self, label: str, shape: str, spans: Sequence[Span], texts: Sequence[str], colours: Sequence[str] | None = None
+        self, label: str, shape: str, spans: Sequence[Span], texts: Sequence[str], colors: Sequence[str] | None = None
     ) -> None:
         """One cell for each span of token columns."""
         self.text(LEFT - 44, self.y + 17, label, "end")
         self.text(LEFT - 10, self.y + 17, shape, "end", MUTED, 11)
-        for (start, stop), text, colour in zip(spans, texts, colours or [PLAIN] * len(spans), strict=True):
+        for (start, stop), text, color in zip(spans, texts, colors or [PLAIN] * len(spans), strict=True):
             x, width = LEFT + start * CELL, (stop - start) * CELL
-            self.box(x, self.y, width, ROW, colour)
-            self.text(x + width / 2, self.y + 17, text, colour=MUTED if text == UNREAD else INK)
+            self.box(x, self.y, width, ROW, color)
+            self.text(x + width / 2, self.y + 17, text, color=MUTED if text == UNREAD else INK)
         self.y += ROW
 
     def indices(self, n: int) -> None:
         """Draw the indices of the token columns."""
         self.text(LEFT - 44, self.y + 19, "index t", "end", MUTED)
         for t in range(n):
-            self.text(LEFT + (t + 0.5) * CELL, self.y + 19, str(t), colour=MUTED, size=11)
+            self.text(LEFT + (t + 0.5) * CELL, self.y + 19, str(t), color=MUTED, size=11)
         self.y += ROW
 
     def boundaries(self, bounds: Sequence[int], top: int) -> None:
@@ -134,17 +134,17 @@ class Picture:
         """Draw the legend."""
         self.y += 3 * GAP
         x = LEFT
-        for colour, meaning in ((GIVEN, "given"), (SAMPLED, "sampled, trains"), (TOOL, "written by a tool")):
-            self.box(x, self.y, 16, 14, colour)
+        for color, meaning in ((GIVEN, "given"), (SAMPLED, "sampled, trains"), (TOOL, "written by a tool")):
+            self.box(x, self.y, 16, 14, color)
             self.text(x + 24, self.y + 12, meaning, "start", MUTED, 12)
             x += 52 + 8 * len(meaning)
         self.text(x, self.y + 12, f"{UNREAD} never read: any value is fine", "start", MUTED, 12)
         self.y += ROW
 
-    def box(self, x: float, y: float, width: float, height: float, colour: str) -> None:
+    def box(self, x: float, y: float, width: float, height: float, color: str) -> None:
         """Draw a filled rectangle."""
         size = f'width="{width:g}" height="{height:g}"'
-        self.body.append(f'<rect x="{x:g}" y="{y:g}" {size} fill="{colour}" stroke="{LINE}"/>')
+        self.body.append(f'<rect x="{x:g}" y="{y:g}" {size} fill="{color}" stroke="{LINE}"/>')
 
     def text(
         self,
@@ -152,12 +152,12 @@ class Picture:
         y: float,
         text: str,
         anchor: str = "middle",
-        colour: str = INK,
+        color: str = INK,
         size: int = 13,
         weight: str = "normal",
     ) -> None:
         """One line of text."""
-        style = f'text-anchor="{anchor}" fill="{colour}" font-size="{size}" font-weight="{weight}"'
+        style = f'text-anchor="{anchor}" fill="{color}" font-size="{size}" font-weight="{weight}"'
         if text:
             self.body.append(f'<text x="{x:g}" y="{y:g}" {style}>{escape(text)}</text>')
 

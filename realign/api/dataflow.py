@@ -50,12 +50,12 @@ class RPC:
 
     def __post_init__(self) -> None:
         for name in ("inputs", "outputs", "after"):
-            found = getattr(self, name)
-            if isinstance(found, str):
+            names = getattr(self, name)
+            if isinstance(names, str):
                 raise GraphError(
-                    f"RPC {self.name!r}: {name} must be a tuple of names, found {found!r}. Write ({found!r},)"
+                    f"RPC {self.name!r}: {name} must be a tuple of names, found {names!r}. Write ({names!r},)"
                 )
-            if twice := _repeated(found):
+            if twice := _repeated(names):
                 raise GraphError(f"RPC {self.name!r}: {name} contains {twice!r} twice. List each name once")
         if self.method not in METHODS:
             raise GraphError(f"RPC {self.name!r}: unknown method {self.method!r}{nearest(self.method, METHODS)}")
@@ -226,13 +226,13 @@ class DataflowGraph:
 
     def leading_to(self, key: str) -> tuple[RPC, ...]:
         """Return the calls that `key` depends on, in execution order; none if the dataset provides it."""
-        waiting, found = [self.producers[key]] if key in self.producers else [], set[str]()
+        waiting, needed = [self.producers[key]] if key in self.producers else [], set[str]()
         while waiting:
             name = waiting.pop()
-            if name not in found:
-                found.add(name)
+            if name not in needed:
+                needed.add(name)
                 waiting += self.edges[name]
-        return tuple(rpc for rpc in self.order if rpc.name in found)
+        return tuple(rpc for rpc in self.order if rpc.name in needed)
 
     def unread(self) -> list[str]:
         """Return the keys that an RPC writes and no RPC reads, except `results`. Most are misspelled names."""

@@ -61,10 +61,10 @@ class GenerationConfig(Settings):
 
         Each of them makes importance ratios against log-probs of the full softmax wrong.
         """
-        found = [("advantage_scale", self.advantage_scale > 0)]
-        found += [("greedy", self.greedy), ("top_k", self.top_k > 0), ("top_p", self.top_p < 1)]
-        found.append(("min_new_tokens", self.min_new_tokens > 0 and not self.fixed_length))
-        return [f"{name}={getattr(self, name)}" for name, on in found if on]
+        settings = [("advantage_scale", self.advantage_scale > 0)]
+        settings += [("greedy", self.greedy), ("top_k", self.top_k > 0), ("top_p", self.top_p < 1)]
+        settings.append(("min_new_tokens", self.min_new_tokens > 0 and not self.fixed_length))
+        return [f"{name}={getattr(self, name)}" for name, on in settings if on]
 
     def check_ratios(self) -> None:
         """Reject settings that make the importance ratios of a training loss wrong.

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import Field, dataclass, field, fields, is_dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import Field, dataclass, field, is_dataclass
 from enum import StrEnum
-from types import FunctionType
+from types import FunctionType, MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -15,7 +15,7 @@ from realign.api.generation import GenerationConfig
 from realign.api.microbatch import MicroBatchSpec
 from realign.api.sample import SequenceSample
 from realign.api.stats import Stats
-from realign.settings import Settings
+from realign.settings import Settings, own_settings
 
 if TYPE_CHECKING:
     from realign.api.model import Model
@@ -131,13 +131,20 @@ class ModelInterface(Settings):
     """An algorithm for one model. Subclass it as a dataclass and implement the methods that the graph calls.
 
     Each method receives the keys that its RPC declares as inputs, and returns exactly the keys that the RPC declares
-    as outputs. All other methods are optional, with defaults for simple interfaces.
+    as outputs. All other methods are optional, with defaults for simple interfaces. A declaration that no setting
+    changes may be a class attribute instead of a method: `OUTPUTS = frozenset({"logprobs"})`.
     """
 
     needs_engine: ClassVar[bool] = True
     """Whether the role needs a model."""
     reads_images: ClassVar[bool] = False
     """Whether the interface supports prompts with images (`realign.api.sample`)."""
+    KEYS: ClassVar[Mapping[str, Keys]] = MappingProxyType({})
+    """What `keys` returns, by method, if no setting changes it."""
+    OUTPUTS: ClassVar[frozenset[str]] = frozenset()
+    """What `outputs` returns, if no setting changes it; `HEADLINE` and `PANELS` likewise."""
+    HEADLINE: ClassVar[tuple[str, ...]] = ()
+    PANELS: ClassVar[tuple[Panel, ...]] = ()
 
     def generate(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
         """Sample sequences from the model."""
@@ -161,11 +168,11 @@ class ModelInterface(Settings):
         Raises:
             ValueError: the current settings do not allow `method`. The message names the setting.
         """
-        return Keys()
+        return self.KEYS.get(method, Keys())
 
     def outputs(self) -> frozenset[str]:
         """Return the outputs that the interface requires of `ModelOutput`. The runtime checks the model's head."""
-        return frozenset()
+        return self.OUTPUTS
 
     def roles(self) -> Mapping[str, Role]:
         """Return the other roles that the current settings require, by name, with their defaults."""
@@ -177,7 +184,7 @@ class ModelInterface(Settings):
 
     def headline(self) -> tuple[str, ...]:
         """Return metrics for the progress line, most important first; empty: the first metrics of a step."""
-        return ()
+        return self.HEADLINE
 
     def targets(self) -> dict[str, float]:
         """Return values that the settings ask for, by metric, such as the target of an adaptive KL coefficient."""
@@ -185,7 +192,7 @@ class ModelInterface(Settings):
 
     def panels(self) -> tuple[Panel, ...]:
         """Return charts of the learning curves; empty: one chart for each metric of the progress line."""
-        return ()
+        return self.PANELS
 
     def describe(self, batch_prompts: int) -> dict[str, str]:
         """Return rows of the launch table, by name. A row with an empty value is omitted."""
@@ -263,18 +270,31 @@ def is_component_key(key: str) -> bool:
     return key in COMPONENT_KEYS or key.startswith(COMPONENT_PREFIXES)
 
 
-def settings_unused_by_override(interface: ModelInterface, base: type[ModelInterface], name: str) -> list[str]:
-    """Return the settings that method `name` of `base` reads and the override in a subclass does not name.
+def settings_unused_by_override(interface: ModelInterface, name: str) -> list[str]:
+    """Return the settings that only definitions of a method read that an override replaces, as it calls no `super()`.
 
-    An override that calls `super()` uses them all. Settings that the override reads in helper methods also count as
-    unused.
+    A definition also reads what the methods of the interface read that it calls.
     """
-    override, original = (inspect.unwrap(getattr(cls, name)) for cls in (type(interface), base))
-    if override is original or not isinstance(override, FunctionType) or "super" in override.__code__.co_names:
-        return []
-    unused = {*original.__code__.co_names} - {*override.__code__.co_names}
-    settings: tuple[Field[Any], ...] = fields(interface) if is_dataclass(interface) else ()
+    cls = type(interface)
+    definitions = [inspect.unwrap(vars(base)[name]) for base in cls.__mro__ if name in vars(base)]
+    definitions = [definition for definition in definitions if isinstance(definition, FunctionType)]
+    ends = (i for i, definition in enumerate(definitions, 1) if "super" not in definition.__code__.co_names)
+    first_replaced = next(ends, len(definitions))
+    used = _names_read(cls, definitions[:first_replaced], name)
+    unused = _names_read(cls, definitions[first_replaced:], name) - used
+    settings: list[Field[Any]] = own_settings(cls) if is_dataclass(cls) else []
     return [setting.name for setting in settings if _reads(unused, setting.name)]
+
+
+def _names_read(cls: type, functions: Iterable[FunctionType], name: str) -> set[str]:
+    """Return the attributes that functions and the methods of `cls` that they call read, without following `name`."""
+    names, waiting = set[str](), [*functions]
+    while waiting:
+        new = {*waiting.pop().__code__.co_names} - names
+        names |= new
+        called = (vars(base).get(method) for base in cls.__mro__ for method in new - {name})
+        waiting += [method for method in called if isinstance(method, FunctionType)]
+    return names
 
 
 def _reads(names: set[str], setting: str) -> bool:

@@ -258,8 +258,8 @@ def _as_tensor(key: str, owner: Hashable, sequence: Any) -> Tensor:
     return tensor
 
 
-def _not_nested(key: str, owner: Hashable, expected: str, found: object) -> ValueError:
-    return ValueError(f"key {key!r}, id {owner!r}: found {type(found).__name__}, expected {expected} ({_FORM})")
+def _not_nested(key: str, owner: Hashable, expected: str, value: object) -> ValueError:
+    return ValueError(f"key {key!r}, id {owner!r}: found {type(value).__name__}, expected {expected} ({_FORM})")
 
 
 def _kind(x: Tensor) -> str:

@@ -104,9 +104,9 @@ def plan_microbatches(
     if limit is not None:
         n_bins = max(n_bins, -(-int(loads.sum()) // limit))
     bins, largest = _fill(sizes, n_bins, limit)
-    if (found := max(bins) + 1) > n_bins:
+    if (needed := max(bins) + 1) > n_bins:
         # Bins added late are emptier: redistribute over the final number of bins, and keep the result if it fits.
-        even, largest = _fill(sizes, found, None)
+        even, largest = _fill(sizes, needed, None)
         bins = even if limit is None or largest <= limit else bins
     bin_of_unit = np.empty(len(bins), dtype=np.int64)
     bin_of_unit[order] = bins
@@ -207,10 +207,10 @@ def _fill(sizes: Sequence[int], n_bins: int, limit: int | None) -> tuple[list[in
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Cut(Sequence[Sample], Generic[Sample]):
+class SampleParts(Sequence[Sample], Generic[Sample]):
     """The parts of a sample, as a sequence. `plan` maps each part to its prompts or sequences of `key`."""
 
-    whole: Sample
+    batch: Sample
     key: str
     plan: tuple[IntArray, ...]
     parts: tuple[Sample, ...]
@@ -225,11 +225,11 @@ class Cut(Sequence[Sample], Generic[Sample]):
         return iter(self.parts)
 
 
-class MicroBatches(Cut[Sample]):
+class MicroBatches(SampleParts[Sample]):
     """The micro-batches of a sample, and the inverse of the split.
 
     Attributes:
-        whole: the split sample.
+        batch: the split sample.
         key: key whose tokens were counted.
         plan: for each micro-batch, the ascending indices of its sequences of `key`.
         parts: the micro-batches.
@@ -241,14 +241,14 @@ class MicroBatches(Cut[Sample]):
         return f"MicroBatches({len(loads)} micro-batches{sizes})"
 
     def restore(self, parts: Sequence[Sample]) -> Sample:
-        """Combine results, one sample per micro-batch with its sequences, in the order of the whole.
+        """Combine results, one sample per micro-batch with its sequences, in the order of the batch.
 
         Args:
             parts: for each micro-batch, in order, a sample with its ids. All parts have the same keys. Each key has
                 one sequence per sequence of the micro-batch, of any length (per token, one per sequence, ...).
 
         Returns:
-            A sample with the ids of the whole and the packed keys of the parts, without metadata.
+            A sample with the ids of the batch and the packed keys of the parts, without metadata.
 
         Raises:
             ValueError: a part has other ids, lacks a key, or has another number of sequences than its micro-batch.
@@ -267,11 +267,11 @@ class MicroBatches(Cut[Sample]):
             cuts = [part.lengths[name] for part in parts]
             if (shared := tuple(map(id, cuts))) not in rows:  # keys that share lengths share an index
                 joined = Lengths.join(cuts)
-                rows[shared] = joined.rows(back), Lengths(self.whole.lengths[self.key].counts, joined.flat[back])
+                rows[shared] = joined.rows(back), Lengths(self.batch.lengths[self.key].counts, joined.flat[back])
             index, lengths[name] = rows[shared]
             data[name] = pick(concatenate(name, [part.data[name] for part in parts], [p.ids for p in parts]), index)
-        whole: Any = self.whole
-        restored: Sample = replace(whole, data=data, lengths=lengths, metadata={})
+        batch: Any = self.batch
+        restored: Sample = replace(batch, data=data, lengths=lengths, metadata={})
         return restored
 
     def _check_part(self, part: Sample, asked: Sample, names: Sequence[str]) -> None:

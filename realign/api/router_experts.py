@@ -30,9 +30,9 @@ def with_experts(data: SequenceSample, experts: Sequence[Tensor | None]) -> Sequ
     Raises:
         ValueError: a sequence has another number of rows than tokens.
     """
-    found = [x for x in experts if x is not None]
+    known = [x for x in experts if x is not None]
     lengths = _where(data, np.array([x is not None for x in experts], dtype=bool))
-    packed = torch.cat(found) if found else torch.zeros(0, 0, dtype=torch.int16)
+    packed = torch.cat(known) if known else torch.zeros(0, 0, dtype=torch.int16)
     return data.with_data({ROUTER_EXPERTS: packed.to(data[TOKENS].device)}, lengths=lengths)
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from realign.api.lengths import IntArray, Lengths, Nested, Rows, as_integers, concatenate, describe, pack, pick, some
-from realign.api.microbatch import Cut, MicroBatches, MicroBatchSpec, plan_microbatches
+from realign.api.microbatch import MicroBatches, MicroBatchSpec, SampleParts, plan_microbatches
 
 TOKENS = "input_ids"
 _WITH_IMAGES = frozenset({TOKENS, "prompt_ids"})
@@ -167,9 +167,9 @@ class SequenceSample:
         return replace(self, metadata={**self.metadata, **{k: checked_objects(k, v) for k, v in metadata.items()}})
 
     def _pack(self, key: str, nested: Nested, cut: Lengths) -> Tensor:
-        x, found = pack(key, self.ids, nested)
-        if found != cut:
-            pairs = zip(self.ids, found.nested(), cut.nested(), strict=True)
+        x, lengths = pack(key, self.ids, nested)
+        if lengths != cut:
+            pairs = zip(self.ids, lengths.nested(), cut.nested(), strict=True)
             i, got, want = next(differing for differing in pairs if differing[1] != differing[2])
             raise ValueError(f"key {key!r}, id {i!r}: lengths {list(got)}, expected {list(want)}")
         return x
@@ -211,12 +211,12 @@ class SequenceSample:
         starts = self.lengths[self._known(key)].starts
         if starts[-1] > np.iinfo(np.int32).max:
             raise ValueError(f"key {key!r} has {starts[-1]} rows, which exceeds int32 cu_seqlens. Use a smaller batch")
-        return torch.from_numpy(starts.astype(np.int32)).to(self.data[key].device)
+        return on_device(torch.from_numpy(starts.astype(np.int32)), self.data[key].device)
 
     def group_index(self, key: str = TOKENS) -> Tensor:
         """Return the index of the prompt of each sequence of `key`: int64 [S]."""
         owners = self.lengths[self._known(key)].prompt_of_sequence
-        return torch.from_numpy(owners.copy()).to(self.data[key].device)
+        return on_device(torch.from_numpy(owners.copy()), self.data[key].device)
 
     def sequences(self, key: str = TOKENS) -> tuple[Tensor, ...]:
         """Return views of the sequences of `key`, in prompt order."""
@@ -374,12 +374,23 @@ class SequenceSample:
 
     def to(self, device: torch.device | str) -> SequenceSample:
         """Return the same sample with its tensors on `device`."""
-        overlap = torch.device(device).type != "cpu"  # a non-blocking copy to the host could be read too early
-        return replace(self, data={k: v.to(device, non_blocking=overlap) for k, v in self.data.items()})
+        return replace(self, data={key: on_device(x, device) for key, x in self.data.items()})
 
     def meta(self) -> SequenceSample:
         """Return the same sample with its tensors on the meta device, which have only a shape and a dtype."""
         return self.to("meta")
+
+
+def on_device(x: Tensor, device: torch.device | str) -> Tensor:
+    """Return a tensor on a device, without waiting for the copy of a tensor from the host.
+
+    The device reads pinned memory while the host goes on, and torch keeps that memory until it has been read. A copy to
+    the host waits, since it could be read too early.
+    """
+    target = torch.device(device).type
+    if x.device.type != "cpu" or target in ("cpu", "meta"):
+        return x.to(device)
+    return x.pin_memory().to(device, non_blocking=True)
 
 
 def part_sizes(n: int, parts: int) -> str:
@@ -422,8 +433,8 @@ def check_packed(key: str, x: object, lengths: object, ids: Sequence[Hashable]) 
         ValueError: it is not a packed tensor, or the numbers of prompts or rows differ.
     """
     if not isinstance(x, Tensor) or not x.ndim:
-        found = "a tensor without dimensions" if isinstance(x, Tensor) else type(x).__name__
-        raise ValueError(f"key {key!r} must be a packed tensor, found {found}")
+        kind = "a tensor without dimensions" if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"key {key!r} must be a packed tensor, found {kind}")
     if not isinstance(lengths, Lengths):
         raise ValueError(f"the lengths of key {key!r} must be Lengths, found {type(lengths).__name__}")
     if len(lengths.counts) != len(ids):
@@ -479,11 +490,11 @@ def _plan(tokens: IntArray, n: int) -> tuple[IntArray, ...]:
     return tuple(np.flatnonzero(ranks == rank) for rank in range(n))
 
 
-class Shards(Cut[SequenceSample]):
+class Shards(SampleParts[SequenceSample]):
     """The parts of a batch, one per rank, and the inverse of the sharding.
 
     Attributes:
-        whole: the sharded batch.
+        batch: the sharded batch.
         key: key whose tokens were counted.
         plan: for each rank, the ascending positions of its prompts.
         parts: for each rank, its prompts with all keys and metadata. A part may have no prompts.
@@ -493,7 +504,7 @@ class Shards(Cut[SequenceSample]):
         return f"Shards(tokens of {self.key!r}: {[part.lengths[self.key].total for part in self.parts]})"
 
     def restore(self, parts: Sequence[SequenceSample]) -> SequenceSample:
-        """Combine results, one sample per rank with the prompts of its part, in the order of the whole.
+        """Combine results, one sample per rank with the prompts of its part, in the order of the batch.
 
         Args:
             parts: results in rank order, with the same keys and any lengths. The result of a part without sequences
@@ -504,9 +515,11 @@ class Shards(Cut[SequenceSample]):
         """
         if len(parts) != len(self.parts):
             raise ValueError(f"restore got {len(parts)} results for {len(self.parts)} ranks")
-        for rank, (found, asked) in enumerate(zip(parts, self.parts, strict=True)):
-            if found.ids != asked.ids:
-                raise ValueError(f"restore got ids {some(found.ids)} for rank {rank}, whose part has {some(asked.ids)}")
+        for rank, (result, asked) in enumerate(zip(parts, self.parts, strict=True)):
+            if result.ids != asked.ids:
+                raise ValueError(
+                    f"restore got ids {some(result.ids)} for rank {rank}, whose part has {some(asked.ids)}"
+                )
         known = next((part for part in parts if part.keys), parts[0])
         pairs = zip(parts, self.parts, strict=True)
         full = [_nothing_like(known, a.ids) if not (a.keys or len(b.lengths[self.key].flat)) else a for a, b in pairs]

@@ -6,13 +6,16 @@ import argparse
 import dataclasses
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from realign.config.aliases import is_name, translate
+from realign.config.command_line import prepare
 from realign.config.errors import ConfigError, suggest
-from realign.config.folders import GROUPS
+from realign.config.files import GROUPS
 from realign.config.schema import ExperimentConfig
-from realign.config.shell_words import prepare
+
+if TYPE_CHECKING:
+    from realign.config.composition import Composed
 
 TRAIN = "train"
 """The default command."""
@@ -94,15 +97,32 @@ def with_overrides_for_flags(argv: Sequence[str]) -> list[str]:
     return found
 
 
-def prepared_overrides(words: Sequence[str], config_dir: str | None) -> list[str]:
-    """Return the overrides with names of other tools replaced, YAML files registered, and special text quoted.
+def composed_line(words: Sequence[str], config_dir: str | None, base: str | None = None) -> Composed:
+    """Compose the overrides of a command line, with names of other tools replaced.
 
     Prints a note about each replaced name on stderr.
+
+    Args:
+        words: Overrides.
+        config_dir: As for `compose`.
+        base: As for `compose_layers`.
     """
-    overrides, notes = translate(prepare(words), config_dir)
+    from realign.config.composition import compose_layers
+
+    overrides, composed = _translated(words, config_dir, base)
+    return compose_layers(overrides, config_dir, base) if composed is None else composed.again(overrides)
+
+
+def without_names(words: Sequence[str], config_dir: str | None) -> list[str]:
+    """Return the overrides of a sweep with names of other tools replaced. Prints a note about each name on stderr."""
+    return _translated(words, config_dir, None)[0]
+
+
+def _translated(words: Sequence[str], config_dir: str | None, base: str | None) -> tuple[list[str], Composed | None]:
+    overrides, notes, composed = translate(prepare(words), config_dir, base)
     for note in notes:
         sys.stderr.write(f"note: {note}\n")
-    return overrides
+    return overrides, composed
 
 
 def command_words(argv: Sequence[str]) -> list[str] | None:

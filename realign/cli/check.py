@@ -23,7 +23,7 @@ from realign.engines.shared_model import shared_roles
 from realign.runtime import Experiment, LocalRuntime
 from realign.runtime.calls import call
 from realign.runtime.checks.before_loading import writable
-from realign.runtime.checks.memory import estimate, free_memory, longest_prompt
+from realign.runtime.checks.device_estimate import estimate, free_memory, longest_prompt
 from realign.runtime.metrics.samples import show_row, spoken
 from realign.runtime.resume import find_start
 from realign.runtime.run_checkpoints import check_frozen, frozen_weights, restore

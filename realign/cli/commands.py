@@ -13,13 +13,13 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from realign.cli import report
-from realign.cli.arguments import TRAIN, command_words, prepared_overrides, read_arguments
-from realign.cli.errors import guarded, plain_warnings
+from realign.cli.arguments import TRAIN, command_words, composed_line, read_arguments, without_names
+from realign.cli.exit_codes import full_errors, guarded, plain_warnings
 from realign.cli.train import alone, build, is_one_of_many, on_ranks, print_derived, quiet_transformers, train
 from realign.config.aliases import COMMANDS as OTHER_COMMANDS
+from realign.config.command_line import is_file
 from realign.config.errors import ConfigError, suggest
-from realign.config.folders import list_algorithms, list_experiments
-from realign.config.shell_words import is_file
+from realign.config.files import list_algorithms, list_experiments
 from realign.version import installed_version
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = list(sys.argv[1:] if argv is None else argv)
     use_expandable_segments()
-    debug = "--debug" in args or os.environ.get("HYDRA_FULL_ERROR", "0") not in ("", "0")
+    debug = "--debug" in args or full_errors()
     with plain_warnings(debug):
         return guarded(lambda: _of_all_ranks(args, debug), debug)
 
@@ -128,7 +128,7 @@ def _of_all_ranks(args: list[str], debug: bool) -> int:
     words = command_words(args)
     if is_one_of_many():
         return on_ranks(lambda start: _dispatch(args, start), debug, words)
-    return _dispatch(args, lambda config: alone(config, debug, words))
+    return _dispatch(args, lambda _, experiment: alone(experiment, debug, words))
 
 
 def _dispatch(argv: list[str], start: Start) -> int:
@@ -167,7 +167,6 @@ def _dispatch(argv: list[str], start: Start) -> int:
         return REPORTS[command](args, overrides)
     if not overrides and not (args.cfg or args.info):
         raise ConfigError("no overrides. Start from experiment=NAME; `realign --help` lists the experiments.")
-    overrides = prepared_overrides(overrides, args.config_dir)
     return train(args, overrides, start) if command == TRAIN else COMMANDS[command](args, overrides)
 
 
@@ -201,9 +200,7 @@ def help_text(config_dir: Path | None = None) -> str:
 
 
 def _built(args: argparse.Namespace, overrides: Sequence[str]) -> Experiment:
-    from realign.config import compose
-
-    return build(compose(overrides, args.config_dir))
+    return build(composed_line(overrides, args.config_dir).resolve())
 
 
 def show_help(args: argparse.Namespace) -> int:
@@ -217,7 +214,7 @@ def show_key_help(args: argparse.Namespace, words: Sequence[str]) -> int:
     from realign.cli.key_help import key_help
 
     overrides = [word for word in words if "=" in word or word.startswith("~") or is_file(word)]
-    prepared = prepared_overrides(overrides, args.config_dir) if overrides else []
+    prepared = without_names(overrides, args.config_dir) if overrides else []
     keys = [word for word in words if word not in overrides]
     folder = Path(args.config_dir) if args.config_dir else None
     _say(key_help([*prepared, *keys], folder, min(shutil.get_terminal_size().columns, 110)))
@@ -291,7 +288,8 @@ def plan(args: argparse.Namespace, overrides: list[str]) -> int:
     from realign.planning.options import PlanOptions
 
     options, overrides = split_options("plan", PlanOptions, overrides)
-    plan_and_print(_built(args, overrides), options, overrides, Console())
+    composed = composed_line(overrides, args.config_dir)
+    plan_and_print(build(composed.resolve()), options, composed.overrides, Console())
     return 0
 
 

@@ -1,7 +1,7 @@
 """Shell completion: commands, options, experiments, config keys, and words.
 
 The shell calls `realign --complete LINE` at every press of the tab key, so this module imports neither torch nor Hydra.
-Keys and words come from the source code of the components that the experiment names, see `realign.config.source`.
+Keys and words come from the source code of the components that the experiment names, see `realign.config.inspection`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ import yaml
 from realign.cli.arguments import options
 from realign.config.aliases import names
 from realign.config.errors import ConfigError
-from realign.config.folders import GROUPS, experiments_dir
-from realign.config.schema import COMPONENTS, REPORT, ExperimentConfig
-from realign.config.source import (
+from realign.config.files import GROUPS, experiments_dir
+from realign.config.inspection import (
     ClassSource,
     FieldSource,
     ancestry,
@@ -34,6 +33,7 @@ from realign.config.source import (
     members_of,
     read_module,
 )
+from realign.config.schema import COMPONENTS, REPORT, ExperimentConfig
 from realign.config.words import EXPORTERS, NONE, TARGET, snake_case
 from realign.safe_yaml import load_yaml
 

@@ -13,14 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from realign.cli.arguments import prepared_overrides
+from realign.cli.arguments import composed_line
 from realign.cli.command_options import model_or_run, split_options
 from realign.cli.train import build, is_one_of_many, quiet_transformers
-from realign.config import compose
-from realign.config.composition import compose_raw
+from realign.config.command_line import is_file, quoted_text
 from realign.config.errors import ConfigError, suggest
 from realign.config.experiment import as_node
-from realign.config.shell_words import EXPERIMENT, is_file, quoted_text, register_file
+from realign.config.files import EXPERIMENT
 from realign.engines.files.folders import open_regular
 from realign.runtime.metrics.samples import readable
 from realign.runtime.metrics.shown_metrics import number
@@ -133,12 +132,15 @@ def read_request(args: argparse.Namespace, words: Sequence[str]) -> EvalRequest:
             f"realign eval MODEL evaluation.data.path=held_out.jsonl interfaces.reward.function=reward.py:score"
         )
     model = model_or_run("eval", models[0])
-    overrides = prepared_overrides(list(_overrides(rest, models[0])), args.config_dir)
-    raw = compose_raw(overrides, args.config_dir)
-    overrides.append(f"models.{_role(raw, options.role)}.path={quoted_text(model)}")
-    overrides += _of_training(raw)
+    composed = composed_line(list(_overrides(rest, models[0])), args.config_dir, BASE)
+    raw = composed.tree
+    overrides = [
+        *composed.overrides,
+        f"models.{_role(raw, options.role)}.path={quoted_text(model)}",
+        *_of_training(raw),
+    ]
     out = Path(args.out) if args.out else Path("evals") / _folder_name(model)
-    return EvalRequest(model, options, build(compose(overrides, args.config_dir)), out)
+    return EvalRequest(model, options, build(composed.again(overrides).resolve()), out)
 
 
 def _overrides(words: Sequence[str], model: str) -> Iterator[str]:
@@ -147,9 +149,7 @@ def _overrides(words: Sequence[str], model: str) -> Iterator[str]:
     if not named:
         yield f"{EXPERIMENT}={BASE}"
     for word in words:
-        if is_file(word):
-            yield f"{EXPERIMENT}={register_file(Path(word).expanduser(), base=BASE)}"
-        elif word != model:
+        if word != model:
             yield word
 
 
@@ -252,14 +252,14 @@ def _write_results(request: EvalRequest, keys: Mapping[str, str], outcomes: Mapp
         }
         for name, outcome in outcomes.items()
     }
-    found = {
+    results = {
         "model": request.model,
         "seed": request.experiment.seed,
         "realign": installed_version(),
         "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "evaluations": evaluations,
     }
-    text = json.dumps(found, indent=2, ensure_ascii=False, default=str)
+    text = json.dumps(results, indent=2, ensure_ascii=False, default=str)
     with open_regular(request.out / RESULTS, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, "wb") as file:
         file.write(f"{text}\n".encode(errors="backslashreplace"))
 

@@ -141,19 +141,19 @@ def model_folder(source: str, command: str = "export") -> Path:
         raise DataError(
             f"{command} {source!r}: {str(final)!r} is a link to {os.readlink(final)!r}. Name that folder itself."
         )
-    found = {path.name: path for path in sorted(final.glob("*")) if _is_model(path)}
-    if _is_model(folder) or not found:
+    models = {path.name: path for path in sorted(final.glob("*")) if _is_model(path)}
+    if _is_model(folder) or not models:
         if (folder / CONFIG).is_file():
             return folder
         if is_run(folder) and not _is_model(folder):
             raise ConfigError(f"{command} {source!r}: the run has not saved a final model.{_saves(folder)}")
         return Path(check_path(command, str(folder)))
-    trained = [name for name in found if not name.endswith(AVERAGED)]
-    if "actor" not in found and len(trained) != 1:
+    trained = [name for name in models if not name.endswith(AVERAGED)]
+    if "actor" not in models and len(trained) != 1:
         raise ConfigError(
-            f"{command} {source!r}: the run has several models. Choose one: {', '.join(map(str, found.values()))}."
+            f"{command} {source!r}: the run has several models. Choose one: {', '.join(map(str, models.values()))}."
         )
-    chosen = found["actor" if "actor" in found else trained[0]]
+    chosen = models["actor" if "actor" in models else trained[0]]
     if chosen.is_symlink():
         raise DataError(f"{str(chosen)!r} is a link to {os.readlink(chosen)!r}. Name that folder itself.")
     return chosen

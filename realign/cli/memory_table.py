@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from realign.api.memory import RoleMemory
-from realign.runtime.checks.memory import DeviceEstimate, show
+from realign.runtime.checks.device_estimate import DeviceEstimate, show
 
 KINDS = ("weights", "optimizer", "gradients", "activations", "head", "KV cache", "rollout", "peak of a call")
 
@@ -27,7 +27,7 @@ def print_memory(console: Console, devices: Sequence[DeviceEstimate], prompt: in
     table = Table(
         title=f"Memory (estimate, prompts of up to {prompt:,} tokens)", title_justify="left", box=None, pad_edge=False
     )
-    rows = [(role, cells(found)) for device in devices for role, found in device.roles.items()]
+    rows = [(role, cells(memory)) for device in devices for role, memory in device.roles.items()]
     for role in ("", *(role for role, _ in rows)):
         table.add_column(role, justify="right" if role else "left", overflow="fold")
     for i, kind in enumerate(KINDS):

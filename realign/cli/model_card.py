@@ -105,14 +105,14 @@ def _front_matter(exported: Path, base: str | None, config: Mapping[str, Any]) -
     algorithm = _graph_name(config)
     names = [name.partition(":")[0] for name in _data(config)]  # without the split
     data = list(dict.fromkeys(name for name in names if _is_hub_name(name)))
-    found = {
+    fields = {
         "library_name": "peft" if adapter else "transformers",
         "base_model": base if base is not None and _is_hub_name(base) else None,
         "datasets": data or None,
         "pipeline_tag": "text-classification" if scalar else "text-generation",
         "tags": ["realign", *([algorithm] if algorithm else []), *(["lora"] if adapter else [])],
     }
-    return {key: value for key, value in found.items() if value is not None}
+    return {key: value for key, value in fields.items() if value is not None}
 
 
 def _is_hub_name(name: str) -> bool:
@@ -189,8 +189,8 @@ def _metrics(run: Path | None) -> Iterator[str]:
     if not series:
         return
     rows = [
-        f"| {_cell(key)} | {found[0][1]:.4g} (step {found[0][0]}) | {found[-1][1]:.4g} (step {found[-1][0]}) |"
-        for key, found in sorted(series.items())[:MOST_METRICS]
+        f"| {_cell(key)} | {points[0][1]:.4g} (step {points[0][0]}) | {points[-1][1]:.4g} (step {points[-1][0]}) |"
+        for key, points in sorted(series.items())[:MOST_METRICS]
     ]
     yield "\n".join(["## Metrics", "", "| metric | first | last |", "|---|---|---|", *rows])
 

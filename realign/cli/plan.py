@@ -48,18 +48,18 @@ def plan_and_print(experiment: Experiment, options: PlanOptions, words: Sequence
         options = with_measured_lengths(options, steps, load)
         load = workload_of(experiment, options)
         cluster = calibrated(Cluster(options, options.described_device()), load, steps)
-    found = search(load, cluster, servers=server is not None)
+    result = search(load, cluster, servers=server is not None)
 
     def say(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     for line in described_inputs(load, cluster):
         say(line)
-    say(f"{found.considered} placements, of which {found.fitting} fit the memory.\n")
-    console.print(plan_table(found, cluster))
-    for number, one in enumerate([*found.best, *found.too_large], 1):
-        say(f"\n{number}  {command_line(one, load, options, words, server or '')}")
-        for note in notes(one.placement, load, options):
+    say(f"{result.considered} placements, of which {result.fitting} fit the memory.\n")
+    console.print(plan_table(result, cluster))
+    for number, prediction in enumerate([*result.best, *result.too_large], 1):
+        say(f"\n{number}  {command_line(prediction, load, options, words, server or '')}")
+        for note in notes(prediction.placement, load, options):
             say(f"   {note}")
     if server is None:
         say("\nNot considered: inference servers, for which this version has no models.ROLE.sampler.")
@@ -89,22 +89,22 @@ def described_inputs(load: Workload, cluster: Cluster) -> Iterator[str]:
     )
 
 
-def plan_table(found: Search, cluster: Cluster) -> Table:
+def plan_table(result: Search, cluster: Cluster) -> Table:
     """Return the table of the best placements, and of faster ones that do not fit."""
     table = Table(box=None, title="Placements by predicted throughput", title_justify="left")
     for name in ("", "placement", "max_staleness", "tokens/s", "s/step", "mean staleness", "GB per device", "fits"):
         table.add_column(name, justify="left" if name in ("", "placement", "GB per device", "fits") else "right")
-    for number, one in enumerate([*found.best, *found.too_large], 1):
-        bound = one.placement.max_staleness
+    for number, prediction in enumerate([*result.best, *result.too_large], 1):
+        bound = prediction.placement.max_staleness
         table.add_row(
             str(number),
-            Text(one.placement.describe()),
+            Text(prediction.placement.describe()),
             "sync" if bound is None else str(bound),
-            _rounded(one.tokens_per_s),
-            _rounded(one.step_s),
-            f"{one.staleness:.1f}",
-            ", ".join(f"{name} {memory.total / GB:.3g}" for name, memory in one.memory.items()),
-            "yes" if one.fits else Text("no", style="red"),
+            _rounded(prediction.tokens_per_s),
+            _rounded(prediction.step_s),
+            f"{prediction.staleness:.1f}",
+            ", ".join(f"{name} {memory.total / GB:.3g}" for name, memory in prediction.memory.items()),
+            "yes" if prediction.fits else Text("no", style="red"),
         )
     return table
 
@@ -114,10 +114,12 @@ def _rounded(x: float) -> str:
     return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
 
 
-def command_line(one: Prediction, load: Workload, options: PlanOptions, words: Sequence[str], server: str) -> str:
+def command_line(
+    prediction: Prediction, load: Workload, options: PlanOptions, words: Sequence[str], server: str
+) -> str:
     """Return the command that runs a placement."""
-    own = overrides(one.placement, load, options, server)
-    return shlex.join([*launcher(one.placement, options), *words, *own])
+    own = overrides(prediction.placement, load, options, server)
+    return shlex.join([*launcher(prediction.placement, options), *words, *own])
 
 
 __all__ = ["plan_and_print"]

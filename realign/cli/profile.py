@@ -40,23 +40,23 @@ def profile_and_print(experiment: Experiment, options: ProfileOptions, console: 
             restore(runtime, start.state, experiment.resume_skip)
             runtime.batches_ahead = runtime.prompts.drawn - start.step
         with console.status(f"running {options.last} steps"):
-            found = profile_steps(runtime, options, done, folder)
-    console.print(profile_table(found))
+            profile = profile_steps(runtime, options, done, folder)
+    console.print(profile_table(profile))
     if experiment.runtime.starts_workers:
         console.print("Operators run in worker processes, and are not in the trace.", soft_wrap=True)
     console.print(f"\nTrace: {folder / TRACE} (open it in ui.perfetto.dev)", markup=False, soft_wrap=True)
 
 
-def profile_table(found: StepProfile) -> Table:
+def profile_table(profile: StepProfile) -> Table:
     """Return the table of calls."""
-    last = found.first + found.steps - 1
-    title = f"Steps {found.first} to {last}: {found.step_s:.3g} s per step under the profiler"
+    last = profile.first + profile.steps - 1
+    title = f"Steps {profile.first} to {last}: {profile.step_s:.3g} s per step under the profiler"
     table = Table(box=None, title=title, title_justify="left")
     table.add_column("call")
     for name in ("s/step", "% of step", "tokens/s"):
         table.add_column(name, justify="right")
-    table.add_column(f"operators by self time ({found.device}, s/step over all threads)")
-    for call in found.calls:
+    table.add_column(f"operators by self time ({profile.device}, s/step over all threads)")
+    for call in profile.calls:
         rate = "-" if call.tokens_per_s is None else f"{call.tokens_per_s:,.0f}"
         top = ", ".join(f"{name} {seconds:.2g}" for name, seconds in call.operators.items())
         table.add_row(call.name, f"{call.seconds:.3g}", f"{100 * call.fraction:.0f}", rate, Text(top or "-"))

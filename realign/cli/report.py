@@ -70,10 +70,10 @@ def _runs(command: str, args: argparse.Namespace, words: Sequence[str], at_least
         raise ConfigError(f"--config-dir does not apply to realign {command}, which has no experiment")
     folders: list[Path] = []
     for word in words:
-        found = find_runs(Path(word)) if Path(word).is_dir() else []
-        if not found:
+        runs = find_runs(Path(word)) if Path(word).is_dir() else []
+        if not runs:
             check_run(Path(word))
-        folders += found
+        folders += runs
     if len(folders) < at_least:
         number = "at least two folders of runs" if at_least > 1 else "the folder of a run, such as runs/NAME"
         raise ConfigError(f"realign {command} expects {number}, found {list(words) or 'none'}")

@@ -16,7 +16,7 @@ from realign.api.engine import Forward, PostHook
 from realign.api.sampler import Sampler
 from realign.cli.command_options import settings_of
 from realign.config.errors import ConfigError
-from realign.endpoint import Backend, Endpoint, EndpointLimits, Renderer, Scorer, Sessions
+from realign.endpoint import Endpoint, EndpointLimits, Renderer, Scorer, ServedPolicy, Sessions
 from realign.endpoint.server import check_installed, is_loopback
 from realign.engines import TransformersModel
 from realign.runtime.models import open_sampler
@@ -77,8 +77,8 @@ class Serve(Settings):
         Raises:
             ConfigError: the endpoint is not on a loopback address, and the environment has no key.
         """
-        if found := environment.get(KEY_VARIABLE):
-            return found
+        if key := environment.get(KEY_VARIABLE):
+            return key
         if not is_loopback(self.host):
             raise ConfigError(f"host={self.host}: other machines can reach this address. Set {KEY_VARIABLE}.")
         return secrets.token_urlsafe(24)
@@ -99,7 +99,7 @@ class Serve(Settings):
             renderer = Renderer(model.tokenizer, self.template_options, self.response_template)
             # a sampler in this process owns the engine; the forward pass runs between two of its decode steps
             forward = sampler.forward if isinstance(sampler, StreamingEngine) else one_at_a_time(model.machine.forward)
-            backend = Backend(sampler, renderer, self.generation, model.machine.positions, scorer=Scorer(forward))
+            backend = ServedPolicy(sampler, renderer, self.generation, model.machine.positions, scorer=Scorer(forward))
             sessions = Sessions(backend, key, seed=self.seed)
             with closing(
                 Endpoint(sessions, self.limits, model=self.shown_name, host=self.host, port=self.port)

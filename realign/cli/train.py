@@ -1,7 +1,6 @@
-"""`realign <overrides>`: a Hydra application that starts a run, a sweep, or a distributed run.
+"""`realign <overrides>`: start a run, or a distributed run.
 
-Under torchrun, only rank 0 reads the command line and runs as a Hydra application. It sends the composed config to the
-other ranks.
+Under torchrun, only rank 0 reads the command line and composes the config. It sends the config to the other ranks.
 """
 
 from __future__ import annotations
@@ -9,107 +8,110 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import logging
 import os
 import secrets
-import shutil
 import signal
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from realign.cli.errors import described, exit_code, guarded
+from realign.cli.arguments import composed_line
+from realign.cli.exit_codes import described, exit_code, full_errors, guarded
 from realign.config.errors import ConfigError
 from realign.errors import ExitCode, TransientError
 
 if TYPE_CHECKING:
-    from omegaconf import DictConfig
-
     from realign.config import ExperimentConfig
+    from realign.config.composition import Composed
     from realign.runtime import Experiment
     from realign.runtime.processes.rendezvous import Meeting
 
-Start: TypeAlias = "Callable[[ExperimentConfig], int]"
-"""Function that runs a composed config and returns the exit code."""
-SLURM = "submitit_slurm"
+Start: TypeAlias = "Callable[[ExperimentConfig, Experiment], int]"
+"""Function that runs the experiment built from a config, and returns the exit code."""
+LOG_FORMAT = "[%(asctime)s][%(name)s][%(levelname)s] - %(message)s"
 
 
-def train(args: argparse.Namespace, overrides: list[str], start: Start) -> int:
-    """Validate the command line, and run `start` on the config of one run or of each run of a sweep.
+def train(args: argparse.Namespace, words: list[str], start: Start) -> int:
+    """Compose a command line, and run `start` on the run or on each run of a sweep.
 
     Also handles `--cfg` and `--info`, which start no run.
 
     Returns:
         The exit code.
     """
-    from realign.config import compose
-    from realign.config.composition import check_launch, register_schema, search_path
-    from realign.config.loader import run_application, show_config, show_info
-
-    launcher = check_launch(overrides, args.config_dir)
     if args.multirun:
-        _check_sweep(overrides, launcher)
-    if not (args.multirun or args.cfg or args.info):
-        _check_start(build(compose(overrides, args.config_dir)))  # before Hydra creates its folder
+        from realign.cli.sweep import sweep
 
-    folders: list[Path] = []
-
-    def job(composed: DictConfig) -> None:
-        config = _config_of_job(composed)
-        folders.append(Path(config.output_dir))
-        if code := start(config):
-            raise SystemExit(code)
-
-    words = [*search_path(args.config_dir), *overrides]
-    register_schema()
-    if args.cfg:
-        show_config(words, args.cfg, args.package, args.resolve)
+        with _terminated_by_exception():
+            return sweep(words, args.config_dir, start, args.debug or full_errors())
+    composed = composed_line(words, args.config_dir)
+    if args.cfg or args.info:
+        _show(composed, args)
         return 0
-    if args.info:
-        show_info(words, args.info)
-        return 0
+    config = composed.resolve()
+    experiment = build(config)
+    _check_start(experiment)
+    _record(composed, config.output_dir)
     with _terminated_by_exception():
-        try:
-            done = run_application(job, words, args.multirun)
-            folders = folders or done  # a launcher may have started the runs in other processes
-        except SystemExit as stop:
-            return stop.code if isinstance(stop.code, int) else 1
-        finally:
-            if args.multirun:
-                _print_sweep(folders)
-    return 0
+        return start(config, experiment)
 
 
-def _print_sweep(folders: Sequence[Path]) -> None:
-    """Print the runs of a sweep."""
-    from rich.console import Console
+def _record(composed: Composed, output_dir: str) -> None:
+    """Write the config and the overrides to `.hydra` in the folder of the run, and configure the logs like Hydra."""
+    from omegaconf import OmegaConf
 
-    from realign.cli.sweep_table import sweep_table
+    folder = composed.run_dir(output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    if (subdir := composed.hydra.get("output_subdir", ".hydra")) is not None:
+        (folder / subdir).mkdir(exist_ok=True)
+        parts = {
+            "config": composed.tree,
+            "hydra": {"hydra": composed.hydra},
+            "overrides": composed.hydra["overrides"]["task"],
+        }
+        for name, part in parts.items():
+            (folder / subdir / f"{name}.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(part)), encoding="utf-8")
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, stream=sys.stdout, force=True)
+    verbose = composed.hydra.get("verbose") or []
+    for name in verbose if isinstance(verbose, list) else [verbose]:
+        logging.getLogger(None if name is True else name).setLevel(logging.DEBUG)
 
-    if (table := sweep_table(folders)) is not None:
-        Console().print(table)
 
+def _show(composed: Composed, args: argparse.Namespace) -> None:
+    """Print the config (`--cfg`), or the files that it consists of (`--info`)."""
+    from omegaconf import OmegaConf
 
-def _check_sweep(overrides: Sequence[str], launcher: str) -> None:
-    if given := [word for word in overrides if word.lstrip("+").startswith("resume=")]:
-        raise ConfigError(
-            f"{given[0]}: a sweep (-m) always starts new runs. Resume the runs of a sweep one by one, with resume=auto "
-            "and the output_dir of the run."
-        )
-    if is_one_of_many():
-        raise ConfigError(
-            "-m: a sweep cannot run under torchrun, which starts the ranks of one run. Start each run separately."
-        )
+    from realign.config.hydra_settings import all_settings
+    from realign.config.secret_variables import without_secrets
 
-    if launcher == SLURM and not shutil.which("srun"):
-        raise ConfigError(
-            f"hydra/launcher={SLURM}: the command srun was not found. Start the sweep on a Slurm cluster, or use "
-            "hydra/launcher=submitit_local."
-        )
+    if args.info:
+        files = "\n".join(f"  {file.source}" for file in composed.below.files)
+        dropped = "".join(f"\n  {key}" for key in composed.tree["dropped"])
+        print(f"Files, the lowest layer first:\n{files}\nDiscarded keys:{dropped or ' none'}")
+        return
+    shown = composed.with_hydra()
+    if args.cfg != "job":
+        shown.hydra = OmegaConf.merge(all_settings(composed.launcher), shown.hydra)
+        del shown.hydra["help"], shown.hydra["hydra_help"]  # long templates of Hydra's own help, which realign replaces
+    for key in {"job": ["hydra"], "hydra": list(composed.tree), "all": []}[args.cfg]:
+        del shown[key]
+    with without_secrets():
+        if args.resolve:
+            OmegaConf.resolve(shown)
+        part = shown if args.package in (None, "_global_") else OmegaConf.select(shown, args.package)
+    if part is None:
+        raise ConfigError(f"--package {args.package}: the config has no such key")
+    if not OmegaConf.is_config(part):
+        print(part)
+        return
+    head = "" if part is shown else f"# @package {args.package}\n"
+    print(head + OmegaConf.to_yaml(part), end="")
 
 
 def _check_start(experiment: Experiment) -> None:
@@ -126,30 +128,14 @@ def _check_start(experiment: Experiment) -> None:
             interface.close()
 
 
-def _config_of_job(composed: DictConfig) -> ExperimentConfig:
-    from hydra.core.hydra_config import HydraConfig
-    from hydra.types import RunMode
-
-    from realign.config.composition import resolve
-
-    config = resolve(composed)
-    hydra = HydraConfig.get()
-    if hydra.mode is RunMode.MULTIRUN:
-        config.output_dir = hydra.runtime.output_dir  # each job of a sweep has a separate folder
-    return config
-
-
-def alone(config: ExperimentConfig, debug: bool, command: Sequence[str] | None = None) -> int:
+def alone(experiment: Experiment, debug: bool, command: Sequence[str] | None = None) -> int:
     """Execute a run in this process, and return the exit code. `command` contains the words of the command line."""
 
     def make() -> None:
         from realign.runtime import run
         from realign.runtime.checkpoint.last_failure import record_end, recorder
-        from realign.runtime.output_folder import check_output_folder
         from realign.runtime.processes.watchdog import watchdog_for
 
-        experiment = build(config)
-        check_output_folder(experiment)
         watch = watchdog_for(experiment.runtime)
         watch.record = recorder(experiment.output_dir, secrets.token_hex(8))
         try:
@@ -189,7 +175,7 @@ def on_ranks(command: Callable[[Start], int], debug: bool, words: Sequence[str] 
                     return _led(meeting, command, words)
                 _quiet()
                 if plan := meeting.plan():
-                    _take_part(meeting, config_of(json.loads(plan)))
+                    _take_part(meeting, build(config_of(json.loads(plan))))
                 return 0
     except BaseException as error:
         if meeting is not None:
@@ -197,7 +183,7 @@ def on_ranks(command: Callable[[Start], int], debug: bool, words: Sequence[str] 
         if isinstance(error, ConfigError | TransientError) and _another_rank_prints(error):
             return exit_code(error)
         raise
-    return command(lambda config: alone(config, debug, words))  # no rendezvous address is set
+    return command(lambda _, experiment: alone(experiment, debug, words))  # no rendezvous address is set
 
 
 def _another_rank_prints(error: Exception) -> bool:
@@ -209,11 +195,11 @@ def _another_rank_prints(error: Exception) -> bool:
 
 
 def _led(meeting: Meeting, command: Callable[[Start], int], words: Sequence[str] | None) -> int:
-    def start(config: ExperimentConfig) -> int:
+    def start(config: ExperimentConfig, experiment: Experiment) -> int:
         try:
-            with meeting.watch.telling():  # inside the Hydra job, because Hydra would add another message
+            with meeting.watch.telling():
                 meeting.plan(json.dumps(dataclasses.asdict(config)))
-                _take_part(meeting, config, words)
+                _take_part(meeting, experiment, words)
         except Exception:
             return meeting.watch.code
         return 0
@@ -224,11 +210,10 @@ def _led(meeting: Meeting, command: Callable[[Start], int], words: Sequence[str]
     return 0
 
 
-def _take_part(meeting: Meeting, config: ExperimentConfig, words: Sequence[str] | None = None) -> None:
+def _take_part(meeting: Meeting, experiment: Experiment, words: Sequence[str] | None = None) -> None:
     from realign.runtime import run
     from realign.runtime.checkpoint.last_failure import record_end, recorder
 
-    experiment = build(config)
     leads = meeting.ranks.leader
     console = _console(experiment) if leads else None
     meeting.watch.record = recorder(experiment.output_dir, meeting.attempt)

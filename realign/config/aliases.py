@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import yaml
 
 from realign.config.errors import ConfigError, joined
-from realign.config.folders import GROUPS
+from realign.config.files import GROUPS
+from realign.config.inspection import class_at, fields_of
 from realign.config.schema import ExperimentConfig
-from realign.config.source import class_at, fields_of
 from realign.config.trees import get
 from realign.config.words import TARGET, is_word
+
+if TYPE_CHECKING:
+    from realign.config.composition import Composed
 
 CHOOSES = ("experiment", "algorithm")
 """Config groups that decide which keys exist."""
@@ -142,15 +146,23 @@ def described(name: str) -> list[str]:
     return list(dict.fromkeys(lines))
 
 
-def translate(overrides: Sequence[str], config_dir: Path | str | None = None) -> tuple[list[str], list[str]]:
+class Translated(NamedTuple):
+    """A command line without names of other tools."""
+
+    overrides: list[str]
+    notes: list[str]
+    """A note for each name that was replaced."""
+    composed: Composed | None
+    """The config without some of the overrides, if names were compared with it. `again` composes all of them."""
+
+
+def translate(overrides: Sequence[str], config_dir: Path | str | None = None, base: str | None = None) -> Translated:
     """Replace names of other tools by keys.
 
     Args:
         overrides: Overrides of the command line.
         config_dir: As for `compose`.
-
-    Returns:
-        The overrides, and a note for each name that was replaced.
+        base: As for `compose_layers`.
 
     Raises:
         ConfigError: names have no key of the same meaning and unit in this experiment, or several. Says for each what
@@ -158,27 +170,31 @@ def translate(overrides: Sequence[str], config_dir: Path | str | None = None) ->
     """
     theirs = {i: entries for i, word in enumerate(overrides) if (entries := _entries_of(word))}
     own = [word for i, word in enumerate(overrides) if i not in theirs]
-    if theirs:  # a user's own class may have such a key
-        config = _composed(own, config_dir)
-        theirs = {i: entries for i, entries in theirs.items() if not _is_own(_parts(overrides[i])[1], config)}
+    composed = _composed(own, config_dir, base) if theirs else None
+    if composed is not None:  # a user's own class may have such a key
+        theirs = {i: entries for i, entries in theirs.items() if not _is_own(_parts(overrides[i])[1], composed.tree)}
     new: dict[int, list[str]] = {}
     problems = []
     rows = {i: _rows(overrides[i], entries) for i, entries in theirs.items()}
     fixed = [i for i, found in rows.items() if any(row.overrides or row.answer for row in found)]
     others = [i for i in rows if i not in fixed]
     for group in (fixed, others):
-        if group is others and others and new:  # what the first names set may be what the others need
-            config = _composed([*own, *(word for words in new.values() for word in words)], config_dir)
+        if (
+            composed is not None and group is others and others and new
+        ):  # what the first set may be what the others need
+            with suppress(ConfigError):
+                composed = composed.again([*own, *(word for words in new.values() for word in words)])
         for i in group:
+            assert composed is not None
             try:
-                new[i] = _replaced(overrides[i], rows[i], config)
+                new[i] = _replaced(overrides[i], rows[i], composed.tree)
             except ConfigError as error:
                 problems.append(str(error))
     problems += [_unknown(word) for i, word in enumerate(overrides) if i not in theirs and _is_foreign(word)]
     if problems:
         raise ConfigError(joined(problems))
     notes = [f"{overrides[i]} was read as {' '.join(new[i])}" for i in sorted(new)]
-    return [word for i, given in enumerate(overrides) for word in new.get(i, [given])], notes
+    return Translated([word for i, given in enumerate(overrides) for word in new.get(i, [given])], notes, composed)
 
 
 def plain(text: str) -> str:
@@ -243,7 +259,7 @@ def _replaced(word: str, rows: Sequence[Row], config: Mapping[str, Any]) -> list
         pairs = [item.partition("=") for item in fixed]
         return [f"{_only_key(word, (pattern,), config)}={given}" for pattern, _, given in pairs]
     target = _only_key(word, tuple(dict.fromkeys(key for row in rows for key in row.keys)), config)
-    _check_needs(key, target, rows, config)
+    _check_needs(key, value.removeprefix("="), target, rows, config)
     rest = key.partition(".")[2] if target == "evaluation" else ""
     return [f"{sign}{target}{f'.{rest}' if rest else ''}{value}"]
 
@@ -262,10 +278,19 @@ def _only_key(word: str, patterns: Sequence[str], config: Mapping[str, Any]) -> 
     return found[0]
 
 
-def _check_needs(name: str, target: str, rows: Sequence[Row], config: Mapping[str, Any]) -> None:
+def _is_zero(value: str) -> bool:
+    """Return whether the text of a value is the number 0."""
+    with suppress(ValueError):
+        return float(value) == 0
+    return False
+
+
+def _check_needs(name: str, value: str, target: str, rows: Sequence[Row], config: Mapping[str, Any]) -> None:
     """Raise an error if the config gives `target` another meaning than the name has."""
     place = target.removesuffix(".coef") + ".place"
     if target.endswith(".kl.coef") and get(config, tuple(place.split(".")), "none") in (None, "none"):
+        if _is_zero(value):
+            return  # no penalty either way
         raise ConfigError(
             f"{name}: {target} has no effect with {place}=none. Set {place}=loss or {place}=reward, and {target}."
         )
@@ -312,13 +337,14 @@ def _tools_of_root(root: str) -> list[str]:
     return list(dict.fromkeys(below))
 
 
-def _composed(overrides: Sequence[str], config_dir: Path | str | None) -> dict[str, Any]:
-    from realign.config.composition import compose_raw
+def _composed(overrides: Sequence[str], config_dir: Path | str | None, base: str | None) -> Composed:
+    from realign.config import composition
 
     try:
-        return compose_raw(overrides, config_dir)
+        return composition.compose_layers(overrides, config_dir, base)
     except ConfigError:  # such as a sweep; other errors are reported later
-        return compose_raw([word for word in overrides if word.partition("=")[0] in CHOOSES], config_dir)
+        choices = [word for word in overrides if word.partition("=")[0] in CHOOSES]
+        return composition.compose_layers(choices, config_dir, base)
 
 
 def _of_actor(pattern: str) -> str:

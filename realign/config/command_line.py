@@ -1,18 +1,73 @@
-"""Convert the overrides of a command line to one config layer, and rewrite their words before Hydra merges them."""
+"""The overrides of a command line: quote what Hydra's grammar cannot read, and convert them to one config layer.
+
+Hydra reads letters outside ASCII, spaces and parentheses only in quotes. A shell removes one pair of quotes, so users
+would have to write two.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from realign.config.errors import ConfigError
+from realign.config.files import EXPERIMENT, is_path
 from realign.config.places import ROOTS
 from realign.config.trees import Path, get
 from realign.config.words import NONE, TARGET, is_word
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
+
+
+_PLAIN_KEY = re.compile(r"[+~]{0,2}[\w@./:-]+")
+_SPECIAL = re.compile(r"""[,'"\[\]{}\\]|\$\{""")
+"""Characters whose meaning in Hydra's grammar (lists, mappings, quotes, interpolations) a user may have intended."""
+
+
+def prepare(overrides: Sequence[str]) -> list[str]:
+    """Return the overrides with quotes added where needed, and with YAML files as experiments."""
+    return [quoted(with_file(word)) for word in overrides]
+
+
+def quoted(word: str) -> str:
+    """Return an override whose value Hydra reads as text, with quotes if Hydra's grammar needs them.
+
+    A value with commas, brackets, quotes or interpolations stays unchanged, since it may be a list or a sweep.
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    key, equals, value = word.partition("=")
+    if not equals or not value.strip() or not _PLAIN_KEY.fullmatch(key) or _SPECIAL.search(value):
+        return word
+    try:
+        OverridesParser.create().parse_override(word)
+    except HydraException:
+        return f'{key}="{value}"'
+    return word
+
+
+def quoted_text(value: str) -> str:
+    """Return a text in the quotes of Hydra's grammar, as the value of an override. Interpolations stay in effect."""
+    # Hydra reads a backslash as an escape only before a quote
+    escaped = re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), value)
+    return f"'{escaped}'"
+
+
+def is_file(word: str) -> bool:
+    """Return whether a word is the path of a YAML file instead of an override."""
+    return "=" not in word and is_path(word)
+
+
+def with_file(word: str) -> str:
+    """Return `experiment='FILE'` for `./my.yaml` and `experiment=./my.yaml`, and other words unchanged."""
+    key, _, value = word.partition("=") if not is_file(word) else (EXPERIMENT, "=", word)
+    files = value.split(",")
+    if key.lstrip("+") != EXPERIMENT or value[:1] in ("'", '"') or not all(map(is_path, files)):
+        return word
+    return f"{key}={','.join(map(quoted_text, files))}"
 
 
 @dataclass(frozen=True)
@@ -27,7 +82,7 @@ def as_layer(overrides: Sequence[Override], present: dict[str, Any]) -> tuple[di
 
     Args:
         overrides: Overrides of one run. Swept overrides and config groups are skipped.
-        present: Values of the lower layers. `+key` for a present key is skipped, because Hydra reports that error.
+        present: Values of the lower layers. `+key` for a present key is skipped, because applying it is an error.
 
     Raises:
         ConfigError: two overrides contradict each other.
@@ -44,21 +99,17 @@ def as_layer(overrides: Sequence[Override], present: dict[str, Any]) -> tuple[di
     return tree, deleted
 
 
-def rewrite(overrides: Sequence[Override], targets: dict[Path, str]) -> None:
-    """Replace each word that selects a class by an override of `_target_`, in place.
-
-    `input_line`, which Hydra records, keeps the text that the user typed.
-    """
-    for override in filter(_is_ours, overrides):
-        path = tuple(override.key_or_group.split("."))
-        value = override.value()
-        if override.is_delete():
-            continue
-        if is_word(value) and path in targets:
-            override.key_or_group = ".".join((*path, TARGET))
-            override._value = targets[path]
-        elif isinstance(value, dict):
-            override._value = _rewritten(value, path, targets)
+def rewritten(overrides: Sequence[Override], targets: Mapping[Path, str]) -> Iterator[tuple[Override, str, Any]]:
+    """Yield each override with its key and value, where words that select a class are `_target_`."""
+    for override in overrides:
+        key, value = override.key_or_group, override.value()
+        if _is_ours(override) and not override.is_delete():
+            path = tuple(key.split("."))
+            if is_word(value) and path in targets:
+                key, value = f"{key}.{TARGET}", targets[path]
+            elif isinstance(value, dict):
+                value = _rewritten(value, path, targets)
+        yield override, key, value
 
 
 def _is_ours(override: Override) -> bool:
@@ -99,7 +150,7 @@ def _put(tree: dict[str, Any], path: Path, value: Any) -> None:
         _put(tree[name], (str(key),), item)
 
 
-def _rewritten(value: dict[Any, Any], path: Path, targets: dict[Path, str]) -> dict[Any, Any]:
+def _rewritten(value: dict[Any, Any], path: Path, targets: Mapping[Path, str]) -> dict[Any, Any]:
     found = {}
     for key, item in value.items():
         inner = (*path, str(key))

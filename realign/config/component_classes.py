@@ -24,8 +24,9 @@ def shipped_components() -> list[type]:
     waiting = list(found)
     while waiting:
         cls = waiting.pop()
-        for hint in get_type_hints(cls).values() if dataclasses.is_dataclass(cls) else ():
-            for inner in _component_classes(hint):
+        hints = get_type_hints(cls)
+        for field in dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ():
+            for inner in _component_classes(hints[field.name]):
                 if inner not in found:
                     found[inner] = None
                     waiting.append(inner)

@@ -1,39 +1,58 @@
-"""`compose`: turn overrides and config groups into an `ExperimentConfig` with resolved, type-checked values."""
+"""`compose`: turn overrides and config groups into an `ExperimentConfig` with resolved, type-checked values.
+
+A launch composes once: it reads the files, merges them and the command line, and checks the values. `Composed` is
+passed to everything that needs the config.
+"""
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, fields, replace
-from functools import cache
-from itertools import product
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
+from realign.config.command_line import as_layer, prepare, rewritten
 from realign.config.construct import fill, unknown_keys
-from realign.config.errors import OPTIONAL, ConfigError, joined, nearest, not_a_component, one_line
-from realign.config.explain import explain
-from realign.config.folders import GROUPS, SCHEME
-from realign.config.hydra_node import check_folders, check_node, launcher_of, node_of, without_hydra
+from realign.config.errors import (
+    OPTIONAL,
+    ConfigError,
+    explain,
+    joined,
+    nearest,
+    not_a_component,
+    one_line,
+    unknown_key,
+)
+from realign.config.files import GROUPS, LAUNCHER, ConfigFile, Files
+from realign.config.hydra_settings import DEFAULT_LAUNCHER, DEFAULTS, check_launcher, check_settings
+from realign.config.layers import OWNS, Layers
 from realign.config.places import ROOTS
 from realign.config.schema import COMPONENTS, REPORT, ExperimentConfig
 from realign.config.secret_variables import check_no_secrets, without_secrets
-from realign.config.shell_words import prepare
+from realign.config.trees import has, merge
+from realign.config.words import NONE
+
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
 
 SHORTHANDS: Mapping[str, str] = MappingProxyType({"function": "functions"})
 """Field of a component -> the field that it is a shorthand of. A missing value (`???`) of the former is allowed if the
 latter is set."""
 ROOT_KEYS = tuple(field.name for field in fields(ExperimentConfig) if field.name not in REPORT)
-KNOWN_ROOTS = frozenset({*ROOT_KEYS, *REPORT, *GROUPS, "hydra"})
+FOLDERS = ("output_dir", "hydra.run.dir", "hydra.sweep.dir")
 
 
 def compose(overrides: Sequence[str] = (), config_dir: Path | str | None = None) -> ExperimentConfig:
-    """Compose a config like the command line, without a Hydra application.
+    """Compose a config like the command line.
 
     Args:
         overrides: Overrides, such as `experiment=grpo_arithmetic`, `steps=10`, `interfaces.actor.adv_norm.std=none`.
@@ -42,7 +61,7 @@ def compose(overrides: Sequence[str] = (), config_dir: Path | str | None = None)
     Raises:
         ConfigError: the config is invalid; names the key and the nearest valid one in one line.
     """
-    return resolve(_composed(overrides, config_dir), overrides)
+    return compose_layers(overrides, config_dir).resolve()
 
 
 def compose_raw(overrides: Sequence[str] = (), config_dir: Path | str | None = None) -> dict[str, Any]:
@@ -51,25 +70,264 @@ def compose_raw(overrides: Sequence[str] = (), config_dir: Path | str | None = N
     Raises:
         ConfigError: the config is invalid.
     """
-    plain = OmegaConf.to_container(_composed(overrides, config_dir), resolve=False)
-    assert isinstance(plain, dict)
-    return {str(key): value for key, value in plain.items()}
+    return compose_layers(overrides, config_dir).tree
 
 
-def _composed(overrides: Sequence[str], config_dir: Path | str | None) -> DictConfig:
-    # Imported here, so that `realign --help` does not import Hydra.
-    from hydra.errors import HydraException
-    from yaml import YAMLError
+def compose_layers(
+    overrides: Sequence[str] = (), config_dir: Path | str | None = None, base: str | None = None
+) -> Composed:
+    """Compose a config.
 
-    overrides = prepare(overrides)
-    check_words(overrides)
-    register_schema()
+    Args:
+        overrides: As for `compose`.
+        config_dir: As for `compose`.
+        base: Experiment that a file given by its path builds on if it has neither `defaults` nor a `graph`.
 
+    Raises:
+        ConfigError: the config is invalid.
+    """
+    words = prepare(overrides)
+    parsed = parse(words)
+    files = Files(_chosen(parsed), config_dir, base)
+    below = _FileLayers(files.read(), files.choices, config_dir, base)
+    for file in below.files:
+        values = {key: value for key, value in file.values.items() if key not in (*REPORT, "hydra")}
+        _check_file(file, values)
+        below.layers.add_file(values, file.label, file.source)
+    return _with_command_line(below, words, parsed)
+
+
+def _defaults() -> dict[str, Any]:
+    """Return the values of the schema."""
+    values = dataclasses.asdict(ExperimentConfig())
+    return {key: value for key, value in values.items() if key not in REPORT}
+
+
+@dataclass(frozen=True)
+class _FileLayers:
+    """The layers below the command line."""
+
+    files: list[ConfigFile]
+    choices: Mapping[str, tuple[str, ...]]
+    config_dir: Path | str | None
+    base: str | None
+    layers: Layers = field(default_factory=lambda: Layers(_defaults()))
+
+
+@dataclass(frozen=True)
+class Composed:
+    """A composed config."""
+
+    tree: dict[str, Any]
+    """Plain values with missing values (`???`) and unresolved interpolations."""
+    hydra: dict[str, Any]
+    """Settings of Hydra, with those of realign."""
+    launcher: str
+    """Name of the launcher of a sweep."""
+    overrides: tuple[str, ...]
+    """Overrides of the command line."""
+    below: _FileLayers
+
+    def again(self, overrides: Sequence[str]) -> Composed:
+        """Compose another command line. Files are read again only if it chooses others.
+
+        Raises:
+            ConfigError: the config is invalid.
+        """
+        words = prepare(overrides)
+        parsed = parse(words)
+        if any(self.below.choices.get(group) != name for group, name in _chosen(parsed).items()):
+            return compose_layers(words, self.below.config_dir, self.below.base)
+        return _with_command_line(self.below, words, parsed)
+
+    def resolve(self) -> ExperimentConfig:
+        """Resolve every value, so that missing values (`???`) and invalid interpolations fail early.
+
+        Raises:
+            ConfigError: a value is missing or invalid; names the key.
+        """
+        return resolve(self.tree, self.overrides)
+
+    def run_dir(self, output_dir: str) -> Path:
+        """Return the folder for the record of the config, which is `output_dir` unless `hydra.run.dir` is set."""
+        config = self.with_hydra()
+        config.output_dir = output_dir  # resolved: `${now:...}` would be a later time
+        return Path(str(OmegaConf.select(config, "hydra.run.dir")))
+
+    def with_hydra(self) -> DictConfig:
+        """Return the tree with a node `hydra`, which can be resolved."""
+        _register_resolvers()
+        return OmegaConf.create({**self.tree, "hydra": self.hydra})
+
+
+def _with_command_line(below: _FileLayers, words: Sequence[str], parsed: Sequence[Override]) -> Composed:
+    """Apply the overrides of the command line to the layers of files."""
+    for override in parsed:
+        if override.key_or_group.partition(".")[0] in REPORT:
+            raise ConfigError(f"{override.input_line}: only realign sets {override.key_or_group}")
+    launcher, hydra = _hydra_settings(below, parsed)
+    values = [override for override in parsed if not _is_group(override) and _root(override.key_or_group) != "hydra"]
+    known = [override for override in values if _root(override.key_or_group) in ROOT_KEYS]
+    if len(known) < len(values):
+        raise ConfigError(_unknown(below, values, known))
+    tree = _applied(below, known)
+    check_values(tree)
+    choices = {group: ",".join(below.choices[group]) or None for group in GROUPS}
+    typed = [word for word, override in zip(words, parsed, strict=True) if not override.is_hydra_override()]
+    hydra["overrides"] = {"hydra": [word for word in words if word not in typed], "task": typed}
+    hydra["job"]["override_dirname"] = ",".join(sorted(typed))
+    hydra["runtime"] = {"cwd": os.getcwd(), "choices": choices, "output_dir": "???"}
+    made = Composed(tree, hydra, launcher, tuple(words), below)
+    _check_folders(made.with_hydra(), tree)
+    return made
+
+
+def _hydra_settings(below: _FileLayers, parsed: Sequence[Override]) -> tuple[str, dict[str, Any]]:
+    """Return the launcher and the settings of Hydra that files and command line set, after checking them."""
+    nodes = [file.values.get("hydra", {}) for file in below.files]
+    launcher = check_launcher(*below.choices.get(LAUNCHER, (DEFAULT_LAUNCHER,)))
+    for override in parsed:
+        key = override.key_or_group
+        if (key.startswith("hydra/") and key != LAUNCHER) or (_root(key) == "hydra" and override.is_delete()):
+            named = key.replace("/", ".")
+            raise ConfigError(
+                f"{override.input_line}: {named}: a config cannot change this setting of Hydra. Remove it."
+            )
+        if key.startswith("hydra.sweeper.params"):
+            raise ConfigError(f"{key}: write the parameters of a sweep as overrides, such as -m seed=0,1.")
+        if _root(key) == "hydra" and key != LAUNCHER:
+            node = override.value()
+            for name in reversed(key.split(".")[1:]):
+                node = {name: node}
+            nodes.append(node)
+    if LAUNCHER in below.choices and Path(below.config_dir or "", LAUNCHER, f"{launcher}.yaml").exists():
+        raise ConfigError(f"hydra.launcher={launcher}: a launcher of --config-dir is not allowed. Remove its file.")
+    settings = copy.deepcopy({key: dict(value) for key, value in DEFAULTS.items()})
+    for node in nodes:
+        check_settings(node, launcher)
+        merge(settings, node)
+    return launcher, settings
+
+
+def _applied(below: _FileLayers, overrides: Sequence[Override]) -> dict[str, Any]:
+    """Return the values of the files with the overrides applied in their order."""
+    layers = copy.deepcopy(below.layers)
+    upper, deleted = as_layer(overrides, layers.tree)
+    targets = layers.add_command_line(upper, deleted)
+    config = OmegaConf.create(layers.tree)
+    for override, key, value in rewritten(overrides, targets):
+        path = tuple(key.split("."))
+        if override.is_delete() and not has(layers.tree, path) and has(below.layers.tree, path):
+            continue  # a word for the component has discarded the key
+        with _explained(override.input_line):
+            _apply(config, override, key, value)
+    tree = OmegaConf.to_container(config, resolve=False)
+    assert isinstance(tree, dict)
+    plain = {str(key): value for key, value in tree.items()}
+    return {**plain, "dropped": layers.dropped(plain), "owners": layers.owners}
+
+
+def _apply(config: DictConfig, override: Override, key: str, value: Any) -> None:
+    """Apply one override: `key=value`, `+key=value` for a new key, `++key=value` for both, `~key` to delete it."""
+    if override.package is not None:
+        raise ConfigError(f"{override.input_line}: a key has no @. Only a file has a package.")
+    if override.is_delete():
+        present = OmegaConf.select(config, key, throw_on_missing=False)
+        if present is None:
+            raise ConfigError(f"~{key}: {key} is not set. `realign --cfg job` shows the keys that are set.")
+        if value is not None and value != present:
+            raise ConfigError(f"~{key}={value}: {key} is {present}. Remove the value, or correct it.")
+        parent, _, name = key.rpartition(".")
+        del (OmegaConf.select(config, parent) if parent else config)[name]
+        return
+    root, _, rest = key.partition(".")
+    if not rest:
+        check_values({key: value})
+    elif config.get(root, NONE) in (None, NONE) and root in config:
+        raise ConfigError(f"{override.input_line}: {key} is a field of {root}, which is null. Remove one of them.")
+    may_exist = not override.is_add() or isinstance(value, dict | list)
+    if not may_exist and OmegaConf.select(config, key, throw_on_missing=False) is not None:
+        raise ConfigError(
+            f"{override.input_line}: Could not append to config. An item is already at '{key}'. Remove the +, or write "
+            "++ to set a key that may exist."
+        )
+    OmegaConf.update(config, key, value, merge=True, force_add=True)
+
+
+@contextmanager
+def _explained(words: object) -> Iterator[None]:
+    """Raise a `ConfigError` for an exception of OmegaConf."""
     try:
-        _refuse_search_path(overrides)
-        return without_hydra(_checked(overrides, config_dir))
-    except (HydraException, OmegaConfBaseException, YAMLError) as error:
-        raise ConfigError(_explained(error, overrides, config_dir)) from error
+        yield
+    except OmegaConfBaseException as error:
+        raise ConfigError(explain(error)) from error
+    except (
+        AttributeError,
+        AssertionError,
+        TypeError,
+        ValueError,
+        RecursionError,
+    ) as error:  # a key below a single value
+        raise ConfigError(
+            f"{words}: incompatible ({one_line(str(error).splitlines()[0])}). "
+            "Check for an override below a key that is null or a single value."
+        ) from error
+
+
+def parse(words: Sequence[str]) -> list[Override]:
+    """Parse the overrides of one run.
+
+    Raises:
+        ConfigError: a word is no override, or has several values.
+    """
+    from hydra.core.override_parser.types import ValueType
+
+    parsed = parse_sweep(words)
+    for override in parsed:
+        if override.is_sweep_override():
+            key, _, value = str(override.input_line).partition("=")
+            if override.value_type is not ValueType.SIMPLE_CHOICE_SWEEP:
+                raise ConfigError(f"{override.input_line}: a sweep needs -m.")
+            raise ConfigError(
+                f"{key}={value}: a comma separates the values of a sweep. For a sweep, add -m; for a list, write "
+                f"'{key}=[{value}]'; for a decimal number, use a point."
+            )
+    return parsed
+
+
+def parse_sweep(words: Sequence[str]) -> list[Override]:
+    """Parse overrides that may have several values.
+
+    Raises:
+        ConfigError: a word is no override.
+    """
+    # Imported here, so that `realign --help` does not import Hydra.
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    check_words(words)
+    try:
+        return OverridesParser.create().parse_overrides(list(words))
+    except HydraException as error:
+        raise ConfigError(explain(error)) from error
+
+
+def _is_group(override: Override) -> bool:
+    """Return whether an override chooses a file of a config group."""
+    return override.key_or_group in (*GROUPS, LAUNCHER) and not isinstance(override.value(), dict)
+
+
+def _chosen(parsed: Sequence[Override]) -> dict[str, tuple[str, ...]]:
+    """Return the names that the command line chooses for each config group; none for no file."""
+    chosen: dict[str, tuple[str, ...]] = {}
+    for override in filter(_is_group, parsed):
+        name = override.value()
+        group = override.key_or_group
+        if override.package is not None or override.is_add() or override.is_force_add():
+            raise ConfigError(f"{override.input_line}: a config group takes one word. Write {group}=NAME.")
+        names = name if isinstance(name, list) else [name]
+        chosen[group] = () if name is None or override.is_delete() else tuple(map(str, names))
+    return chosen
 
 
 def check_words(overrides: Sequence[str]) -> None:
@@ -86,19 +344,15 @@ def check_words(overrides: Sequence[str]) -> None:
             raise ConfigError(f"{word!r} is not an override: its key is missing. Write key=value.")
 
 
-def _explained(error: Exception, overrides: Sequence[str], config_dir: Path | str | None) -> str:
-    """Return the message of a Hydra error. For an unknown root key, suggest nested keys of the same name."""
-    message = explain(error)
-    unknown = {word: root for word in overrides if (root := _root(word)) not in KNOWN_ROOTS}
-    if not message.startswith("unknown key") or not unknown:
-        return message
-    others = [word for word in overrides if word not in unknown]
-    whole: Any = {}
-    with suppress(Exception):  # another error, which is reported when the names of these keys are right
-        whole = OmegaConf.to_container(without_hydra(_whole([*search_path(config_dir), *others])), resolve=False)
-    typed = {_root(word) for word in others if "." in word.partition("=")[0]}
-    nested = unknown_keys(whole, [root for root in ROOTS if root in typed])
-    return joined([*(_unknown_root(root, whole) for root in unknown.values()), *nested])
+def _unknown(below: _FileLayers, overrides: Sequence[Override], known: Sequence[Override]) -> str:
+    """Return the message about unknown root keys: the nearest ones, or nested keys of the same name."""
+    tree: dict[str, Any] = {}
+    with suppress(ConfigError):  # which is reported when the names of these keys are right
+        tree = _applied(below, known)
+    typed = {_root(override.key_or_group) for override in known if "." in override.key_or_group}
+    nested = unknown_keys(tree, [root for root in ROOTS if root in typed])
+    unknown = dict.fromkeys(_root(override.key_or_group) for override in overrides if override not in known)
+    return joined([*(_unknown_root(root, tree) for root in unknown), *nested])
 
 
 def _root(word: str) -> str:
@@ -108,6 +362,8 @@ def _root(word: str) -> str:
 
 def _unknown_root(name: str, config: Any) -> str:
     """Return the message about an unknown root key: the nearest one, or nested keys of the same name."""
+    if name in GROUPS:
+        return f"{name}=NAME chooses a file, and there are no keys below {name}"
     if near := nearest(name, [*ROOT_KEYS, *GROUPS]):
         return f"unknown key {name!r}; did you mean {near!r}?"
     keys = [key for key, _ in _leaves(config) if key.rpartition(".")[2] == name]
@@ -115,25 +371,25 @@ def _unknown_root(name: str, config: Any) -> str:
     return f"unknown key {name!r}" + (f"; did you mean {' or '.join(keys[:3])}?" if keys else f". {others}.")
 
 
-def resolve(composed: DictConfig, overrides: Sequence[str] = ()) -> ExperimentConfig:
+def resolve(tree: dict[str, Any], overrides: Sequence[str] = ()) -> ExperimentConfig:
     """Resolve every value of a composed config, so that missing values (`???`) and invalid interpolations fail early.
 
     Args:
-        composed: The config.
+        tree: Plain values with unresolved interpolations.
         overrides: Overrides of the command line. If values are missing, their misspelt keys are reported first.
 
     Raises:
         ConfigError: a value is missing or invalid; names the key.
     """
+    tree = {key: _without_shorthands(value) for key, value in tree.items()}
+    _check_roles(tree)
+    # OmegaConf's search for missing values does not find interpolations of a missing value
+    if missing := sorted(key for key, value in _leaves(tree) if value == "???"):
+        raise ConfigError(_missing(missing, tree, overrides))
+    _register_resolvers()
     try:
-        _clear_shorthands(composed)
-        unresolved = OmegaConf.to_container(composed, resolve=False)
-        _check_roles(unresolved)
-        # OmegaConf's search for missing values does not find interpolations of a missing value
-        if missing := sorted(key for key, value in _leaves(unresolved) if value == "???"):
-            raise ConfigError(_missing(missing, unresolved, overrides))
         with without_secrets():
-            plain = OmegaConf.to_container(composed, resolve=True)
+            plain = OmegaConf.to_container(OmegaConf.create(tree), resolve=True)
     except OmegaConfBaseException as error:
         raise ConfigError(explain(error)) from error
     assert isinstance(plain, dict)
@@ -145,7 +401,7 @@ def _missing(keys: Sequence[str], config: Any, overrides: Sequence[str]) -> str:
     typed = {word.lstrip("+~").partition(".")[0] for word in overrides if "." in word.partition("=")[0]}
     if unknown := unknown_keys(config, [root for root in ROOTS if root in typed]):
         return joined(unknown)
-    if config["graph"]:
+    if config.get("graph"):
         return f"missing values: {', '.join(keys)}. Set a value, such as {keys[0]}=VALUE."
     if preset := next((owner for owner in config["owners"].values() if owner.startswith("algorithm=")), None):
         kind = "grpo" if "interfaces.actor.objective" in config["owners"] else "dpo"
@@ -153,15 +409,12 @@ def _missing(keys: Sequence[str], config: Any, overrides: Sequence[str]) -> str:
     return f"missing values: {', '.join(keys)}. Start from experiment=NAME; `realign --help` lists the experiments."
 
 
-def _clear_shorthands(node: Any) -> None:
-    """Set missing values of `SHORTHANDS` to null where the other field is set."""
-    if not isinstance(node, DictConfig) or node._is_none() or node._is_missing() or node._is_interpolation():
-        return
-    for key in list(node):
-        if SHORTHANDS.get(str(key)) in node and OmegaConf.is_missing(node, str(key)) and node[SHORTHANDS[str(key)]]:
-            node[key] = None
-        elif not OmegaConf.is_missing(node, str(key)):
-            _clear_shorthands(node._get_node(key))
+def _without_shorthands(node: Any) -> Any:
+    """Return a node in which missing values of `SHORTHANDS` are null where the other field is set."""
+    if not isinstance(node, dict):
+        return node
+    unused = {key for key, other in SHORTHANDS.items() if node.get(key) == "???" and node.get(other)}
+    return {key: None if key in unused else _without_shorthands(value) for key, value in node.items()}
 
 
 def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -183,151 +436,71 @@ def _check_roles(config: Any) -> None:
 
 def config_of(plain: Mapping[str, Any]) -> ExperimentConfig:
     """Return the config for plain values, such as those of a saved `config.yaml`. Components stay unchanged."""
+    return _config(plain)
+
+
+def _config(plain: Mapping[str, Any], base: ExperimentConfig | None = None) -> ExperimentConfig:
+    """Return the config for plain values. Missing ones are those of `base`, if it is given."""
     for key in COMPONENTS:
-        empty = plain.get(key, {}) is None and key in OPTIONAL
-        if not empty and not isinstance(plain.get(key, {}), Mapping):
-            raise ConfigError(not_a_component(key, repr(plain[key])))
-    values = fill(ExperimentConfig, {key: value for key, value in plain.items() if key not in COMPONENTS}, "")
+        value = plain.get(key, {})
+        if not isinstance(value, Mapping) and not (value is None and key in OPTIONAL):
+            raise ConfigError(not_a_component(key, "null" if value is None else repr(value)))
+    values = fill(ExperimentConfig, {key: value for key, value in plain.items() if key not in COMPONENTS}, "", base)
     return replace(values, **{key: value for key, value in plain.items() if key in COMPONENTS})
 
 
-def register_schema() -> None:
-    """Register the schema that `experiments/config.yaml` is based on with Hydra."""
-    from hydra.core.config_store import ConfigStore
-
-    schema = OmegaConf.structured(ExperimentConfig)
-    for key in COMPONENTS:
-        OmegaConf.set_struct(schema[key], False)
-    ConfigStore.instance().store(name="experiment_schema", node=schema)
-
-
-def search_path(config_dir: Path | str | None) -> list[str]:
-    """Return the override that adds a user's folder of config groups to Hydra's search path."""
-    quoted = [url.replace("\\", "\\\\").replace("'", "\\'") for url in _search_urls(config_dir)]
-    return [f"hydra.searchpath=['{url}']" for url in quoted]
-
-
-def _search_urls(config_dir: Path | str | None) -> list[str]:
-    """Return the value of Hydra's search path that `search_path` sets."""
-    if config_dir is None:
-        return []
-    folder = Path(config_dir).resolve()
-    if not folder.is_dir():
-        raise ConfigError(f"--config-dir={config_dir}: this folder does not exist.")
-    return [f"{SCHEME}://{folder}"]
-
-
-def check_launch(overrides: Sequence[str], config_dir: Path | str | None = None) -> str:
-    """Check the `hydra` node in every run that a command line starts, and return the name of its launcher.
-
-    Args:
-        overrides: As for `compose`. For a sweep (`seed=1,2`), each combination is composed.
-        config_dir: As for `compose`.
+def check_values(tree: Mapping[str, Any]) -> None:
+    """Check the values outside of components, as far as they are known before interpolations are resolved.
 
     Raises:
-        ConfigError: the config is invalid; names the key.
+        ConfigError: a key is unknown, or a value has the wrong type.
     """
-    from hydra.errors import HydraException
-    from yaml import YAMLError
+    _config({key: _known(value) for key, value in tree.items() if not _is_open(value)}, ExperimentConfig())
 
-    check_words(overrides)
-    register_schema()
+
+def _is_open(value: Any) -> bool:
+    """Return whether a value is missing or an interpolation."""
+    return isinstance(value, str) and (value == "???" or "${" in value)
+
+
+def _known(value: Any) -> Any:
+    return {k: _known(v) for k, v in value.items() if not _is_open(v)} if isinstance(value, dict) else value
+
+
+def _check_file(file: ConfigFile, values: Mapping[str, Any]) -> None:
+    """Check the values of one file, so that the message names it."""
     try:
-        _refuse_search_path(overrides)
-        given = _choices(overrides)
-        whole = _checked([choice.text for choice in given if choice.values == [choice.text]], config_dir)
-        params = [f"{key}={value}" for key, value in (whole.hydra.sweeper.get("params") or {}).items()]
-        swept = {choice.key: choice.values for choice in [*_choices(params), *given]}  # the command line has precedence
-        if params or any(len(values) > 1 for values in swept.values()):
-            for words in product(*swept.values()):
-                _checked(words, config_dir)
-        return launcher_of(node_of(whole))
-    except (HydraException, OmegaConfBaseException, YAMLError) as error:
-        raise ConfigError(_explained(error, overrides, config_dir)) from error
+        for key in values:
+            if key not in (*ROOT_KEYS, OWNS):
+                raise ConfigError(unknown_key(key, [*ROOT_KEYS, *GROUPS]))
+        check_values({key: value for key, value in values.items() if key != OWNS})
+    except ConfigError as error:
+        raise ConfigError(f"{file.source}: {error}") from error
 
 
-def _refuse_search_path(overrides: Sequence[str]) -> None:
-    """Raise an error for overrides of Hydra's search path, before the config is composed.
+def _check_folders(config: DictConfig, tree: Mapping[str, Any]) -> None:
+    """Check that no value reads a secret, and that no folder contains a control character.
 
-    A search path can name a Python package, which Hydra would import to read configs from it.
-    """
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-
-    for text, one in zip(overrides, OverridesParser.create().parse_overrides(list(overrides)), strict=True):
-        if one.key_or_group == "hydra.searchpath":
-            raise ConfigError(f"{one_line(text)}: this setting of Hydra cannot be changed. Use --config-dir.")
-
-
-def _checked(overrides: Sequence[str], config_dir: Path | str | None) -> DictConfig:
-    """Compose the whole config, and check the `hydra` node.
+    A launcher writes `hydra.sweep.dir`, which can contain `output_dir`, into the shell script of a job. A line break
+    would start a new command.
 
     Raises:
-        ConfigError: the `hydra` node changes a setting that no config may change.
+        ConfigError: names the setting and its value.
     """
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-
-    words = [*search_path(config_dir), *overrides]
-    whole = _whole(words)
-    found = node_of(whole)
-    given: dict[str, list[str]] = {"hydra": [], "task": []}
-    for word, one in zip(words, OverridesParser.create().parse_overrides(words), strict=True):
-        given["hydra" if one.is_hydra_override() else "task"].append(word)
-    default = _default_node(launcher_of(found))
-    check_node(found, {**default, "overrides": given, "searchpath": _search_urls(config_dir)})
-    composed = without_hydra(whole)
-    check_no_secrets(composed, _leaves(OmegaConf.to_container(composed, resolve=False)))
-    check_folders(whole)
-    return whole
+    check_no_secrets(config, _leaves(tree))
+    for key in FOLDERS:
+        try:
+            value = OmegaConf.select(config, key)
+        except InterpolationToMissingValueError:  # such as output_dir=???, which a launcher cannot resolve either
+            continue
+        except OmegaConfBaseException as error:
+            raise ConfigError(explain(error)) from error
+        if not str(value).isprintable():
+            raise ConfigError(f"{key}={value!r:.200}: the folder contains a control character. Remove it.")
 
 
-@cache
-def _default_node(launcher: str) -> Mapping[str, Any]:
-    """Return the `hydra` node composed with a launcher, without files and overrides of the user."""
-    return MappingProxyType(node_of(_whole([f"hydra/launcher={launcher}"])))
+def _register_resolvers() -> None:
+    """Register `${now:...}`, as Hydra does."""
+    from hydra.core.utils import setup_globals
 
-
-def _whole(overrides: Sequence[str]) -> DictConfig:
-    """Compose the whole config with Hydra, including the `hydra` node."""
-    from hydra.errors import ConfigCompositionException
-
-    from realign.config.loader import whole_config
-
-    try:
-        return whole_config(overrides)
-    except KeyError as error:  # Hydra reads environment variables that the config names
-        raise ConfigCompositionException(
-            f"hydra.job.env_copy: the environment variable {error} is not set. Keep the default of this setting."
-        ) from error
-    except (AttributeError, AssertionError, TypeError, RecursionError) as error:  # OmegaConf merges into null
-        raise ConfigCompositionException(
-            f"overrides {' '.join(overrides)}: incompatible ({one_line(str(error).splitlines()[0])}). "
-            "Check for an override below a key that is null or a single value."
-        ) from error
-
-
-@dataclass(frozen=True)
-class _Choice:
-    """An override, and its expansion in the runs of a sweep."""
-
-    text: str
-    """The text of the override."""
-    key: str
-    """Key of the override, including a leading + or ~."""
-    values: list[str]
-    """The override itself, or one override per value in a sweep."""
-
-
-def _choices(overrides: Sequence[str]) -> list[_Choice]:
-    """Parse overrides, and expand those that are swept."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.core.override_parser.types import Glob
-
-    found = []
-    for text, one in zip(overrides, OverridesParser.create().parse_overrides(list(overrides)), strict=True):
-        key = one.get_key_element()
-        if isinstance(one.value(), Glob):
-            raise ConfigError(f"{text}: glob is not supported. List the values: {key}=a,b.")
-        sweep = one.is_discrete_sweep()
-        values = [f"{key}={value}" for value in one.sweep_string_iterator()] if sweep else [text]
-        found.append(_Choice(text, key, values))
-    return found
+    setup_globals()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from types import MappingProxyType
 
-from realign.config.renamed import renamed
 from realign.errors import ConfigError as ConfigError  # re-export
 
 MANY = 24
@@ -33,7 +33,6 @@ EXAMPLES: Mapping[str, str] = MappingProxyType(
     }
 )
 """Example override for each root key of components."""
-PLAIN: Mapping[str, str] = MappingProxyType({"str": "a text", "bool": "a bool", "list": "a list"})
 OPTIONAL = ("dynamic_sampling", "evaluation", "calibration")
 
 
@@ -64,8 +63,8 @@ def _abbreviates(word: str, name: str) -> bool:
 
 
 def unknown_key(key: str, known: Iterable[object]) -> str:
-    """Return the message about an unknown key: its new name, or the nearest of the `known` keys at the same level."""
-    return renamed(key) or f"unknown key {key!r}{suggest(key.rpartition('.')[2], known)}"
+    """Return the message about an unknown key, with the nearest of the `known` keys at the same level."""
+    return f"unknown key {key!r}{suggest(key.rpartition('.')[2], known)}"
 
 
 def joined(messages: Iterable[str]) -> str:
@@ -100,3 +99,27 @@ def not_a_component(key: str, found: str) -> str:
     example = EXAMPLES.get(key) or f"{key}.{'path' if key.startswith('models.') else 'FIELD'}=VALUE"
     off = f", or switch it off by {key}=null" if key in OPTIONAL else ""
     return f"{key}: expected a component, found {found}; set its fields one by one, such as {example}{off}"
+
+
+def explain(error: Exception) -> str:
+    """Return a one-line message for an exception of Hydra, OmegaConf or the YAML parser."""
+    from hydra.errors import OverrideParseException
+    from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+    if isinstance(error, OverrideParseException):
+        key, _, value = error.override.partition("=")
+        quoted = f". Quote text with special characters twice: '{key}=\"{value}\"'" if value else ""
+        return one_line(f"cannot read the override {error.override!r}: {_first_line(error.message)}{quoted}")
+    cause = next((e for e in (error, error.__cause__) if isinstance(e, OmegaConfBaseException)), None)
+    if cause is None:
+        return one_line(str(error).split("\nSee http")[0])
+    key = cause.full_key or ""
+    if isinstance(cause, MissingMandatoryValue):
+        return f"{key} is missing: give it a value"
+    if match := re.search(r"trying to access (\S+): node `(\S+)` is not a container", str(cause)):
+        return f"{match[2]} is null or a single value, but {key} takes the value of {match[1]}"
+    return one_line(f"{key}: {_first_line(cause)}" if key else _first_line(cause))
+
+
+def _first_line(text: object) -> str:
+    return str(text).strip().split("\n")[0]

@@ -21,6 +21,7 @@ from realign.config.schema import COMPONENTS, REPORT, ExperimentConfig
 from realign.config.targets import import_target
 from realign.config.words import TARGET
 from realign.errors import SettingsError
+from realign.settings import own_settings
 
 if TYPE_CHECKING:
     from realign.api.callback import Callback
@@ -172,9 +173,7 @@ def as_node(value: Any, declared: Any = None) -> Any:
         hints = get_type_hints(cls)
         said = declared is cls or cls in get_args(declared)
         node = {} if said else {TARGET: f"{cls.__module__}.{cls.__qualname__}"}
-        return node | {
-            f.name: as_node(getattr(value, f.name), hints[f.name]) for f in dataclasses.fields(value) if f.init
-        }
+        return node | {f.name: as_node(getattr(value, f.name), hints[f.name]) for f in own_settings(cls)}
     if isinstance(value, Enum):
         return value.name.rstrip("_")  # the format of `choices_of`
     if isinstance(value, Path):

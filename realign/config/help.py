@@ -15,7 +15,7 @@ from typing import Annotated, Any, get_type_hints
 from realign import settings
 from realign.config import words
 from realign.config.errors import ConfigError, suggest, unknown_key
-from realign.config.folders import list_experiments
+from realign.config.files import list_experiments
 from realign.config.help_entries import (
     Entry,
     default_of,
@@ -27,9 +27,9 @@ from realign.config.help_entries import (
     valid_range,
     value_text,
 )
+from realign.config.inspection import class_at, fields_of, first_sentence
 from realign.config.places import ROOTS, Place, place_of
 from realign.config.schema import COMPONENTS, REPORT, ExperimentConfig
-from realign.config.source import class_at, fields_of, first_sentence
 from realign.config.trees import MISSING, get
 
 FIRST = ("grpo", "ppo", "sft", "dpo", "reward_model")
@@ -145,13 +145,13 @@ def _section(path: tuple[str, ...], config: Mapping[str, Any], experiment: str |
     place, target = _walked(path[:start], config)
     entry: Entry | None = own if start == 1 else None
     for depth in range(start, len(path)):
-        known = place.fields(target)
+        known = place.settings(target)
         if known is None or path[depth] not in known:
             raise ConfigError(unknown_key(".".join(path[: depth + 1]), known or ()))
         entry = _field_entry(place, target, path[depth], config)
         place, target = _stepped(place, target, path[: depth + 1], config)
     cls = place.chosen(target)
-    names = place.fields(target) or {} if cls is not None else {}
+    names = place.settings(target) or {} if cls is not None else {}
     entries = tuple(_field_entry(place, target, name, config) for name in names if name != "interfaces")
     name = cls.__name__ if cls is not None and entries else ""
     # A key that also accepts text is described by its own text.
@@ -299,7 +299,7 @@ def _keys_below(path: tuple[str, ...], config: Mapping[str, Any], depth: int) ->
     waiting: list[tuple[Place, Any, int]] = [(place, target, depth)]
     while waiting:
         place, target, left = waiting.pop()
-        for name in place.fields(target) or ():
+        for name in place.settings(target) or ():
             child, below = _stepped(place, target, (*place.key.split("."), name), config)
             yield child.key
             if left > 1 and dataclasses.is_dataclass(child.chosen(below)):

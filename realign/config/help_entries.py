@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from realign.config import words
 from realign.config.component_classes import is_component
-from realign.config.source import class_at, described_names, fields_of, first_sentence, members_of
+from realign.config.inspection import class_at, described_names, fields_of, first_sentence, members_of
 from realign.config.trees import MISSING
 from realign.settings import Range, choices_of
 

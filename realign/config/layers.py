@@ -1,40 +1,30 @@
-"""Layers of a config: the files, from the root file to `algorithm=`, and the command line as the highest layer.
+"""Layers of a config: the files, from the lowest to `algorithm=`, and the command line as the highest layer.
 
 A layer that selects a class for a component discards the fields that lower layers set for another class. Fields for the
-same class are merged. A layer that lists a key under `owns` discards all lower values of this key. The layers are
-changed before Hydra merges them, so interpolations, packages and deletions follow Hydra's rules. Classes are imported
-only if two layers select different classes.
+same class are merged. A layer that lists a key under `owns` discards all lower values of this key. Values are plain:
+interpolations are text until all layers are merged. Classes are imported only if two layers select different classes.
 """
 
 from __future__ import annotations
 
+import copy
 import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf, flag_override
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from realign.config.command_line import Word
 from realign.config.errors import ConfigError, suggest
 from realign.config.places import ROOTS, Place, place_of
-from realign.config.schema import REPORT
-from realign.config.trees import MISSING, Path, delete_leaf, get, has, leaves, merge, node_at, remove
+from realign.config.trees import MISSING, Path, get, has, leaves, merge, remove
 from realign.config.words import NONE, TARGET, import_path, is_word, snake_case
 
 OWNS = "owns"
 """Key of a file that lists the config keys that the file owns."""
-
-
-@dataclass(frozen=True)
-class Layer:
-    """One config file, as loaded by Hydra."""
-
-    source: str
-    """Path of the file, such as experiment/ppo.yaml."""
-    config: DictConfig
 
 
 @dataclass(frozen=True)
@@ -53,42 +43,40 @@ class Dropped:
 
 @dataclass
 class Layers:
-    """The layers of one config, from the lowest to the highest."""
+    """The values of the layers so far, from the lowest to the highest."""
 
-    files: list[Layer] = field(default_factory=list)
-    """Files, lowest layer first."""
-    view: dict[str, Any] = field(default_factory=dict)
-    """Merged component values of the layers so far, as plain values with unresolved interpolations."""
+    tree: dict[str, Any]
+    """Merged values, with unresolved interpolations. Initially the defaults of the schema."""
+    sources: dict[Path, str] = field(default_factory=dict)
+    """Path of a value -> the highest file that sets it."""
     drops: list[Dropped] = field(default_factory=list)
     """Discarded keys."""
     owners: dict[str, str] = field(default_factory=dict)
     """Config key -> the layer that owns it, such as algorithm=gspo."""
 
-    def add_file(self, path: str, config: Any) -> None:
-        """Add a file, as loaded by Hydra, on top of the files so far. Removes `owns` from it.
+    def __post_init__(self) -> None:
+        self._view = self.tree
+        """What the next layer is compared with: the tree, without the keys that the command line deletes."""
+
+    def add_file(self, values: Mapping[str, Any], label: str, source: str) -> None:
+        """Add a file on top of the files so far.
+
+        Args:
+            values: Plain values, from the root.
+            label: Name of the layer, such as experiment=ppo.
+            source: Path of the file, for messages.
 
         Raises:
             ConfigError: `owns` lists an unknown key, or a word is invalid.
         """
-        if not isinstance(config, DictConfig):
-            return
-        owned = self._pop(config, OWNS)
-        for key in REPORT:
-            self._pop(config, key)
-        whole = OmegaConf.to_container(config, resolve=False)
-        assert isinstance(whole, dict)
-        upper = {str(key): value for key, value in whole.items() if key in ROOTS and isinstance(value, dict)}
-        group, _, name = path.rpartition("/")
-        label = f"{group}={name}" if group else f"{path}.yaml"
-        self._own(owned, upper, label)
-        words = self._lay(upper, label)
-        self.files.append(Layer(f"{path}.yaml", config))
-        for place, target in words.items():
-            self._set_target(place, target)
-        merge(self.view, upper)
+        upper = {key: value for key, value in values.items() if key != OWNS}
+        self._own(values.get(OWNS), upper, label)
+        self._lay(upper, label)
+        self.sources |= {path: source for path, _ in leaves(upper, ())}
+        merge(self.tree, upper)
 
     def add_command_line(self, tree: dict[str, Any], deleted: Sequence[Path]) -> dict[Path, str]:
-        """Add the overrides of the command line on top of the files.
+        """Discard what the overrides of the command line replace. The caller then applies them to `tree`.
 
         Args:
             tree: Values of the overrides, nested. A `Word` represents the class of a component with further keys.
@@ -101,15 +89,14 @@ class Layers:
             ConfigError: an override contradicts the owner of its key, or a word is invalid.
         """
         self._check_owned(tree, deleted)
+        self._view = copy.deepcopy(self.tree)
         for path in deleted:
-            remove(self.view, path)
-        rewritten = self._lay(tree, None)
-        merge(self.view, tree)
-        return rewritten
+            remove(self._view, path)
+        return self._lay(tree, None)
 
-    def dropped(self) -> list[str]:
+    def dropped(self, final: Mapping[str, Any]) -> list[str]:
         """Return the discarded keys whose values differ from the final ones, with their file and the higher layer."""
-        return [str(drop) for drop in self.drops if get(self.view, drop.path, MISSING) != drop.value]
+        return [str(drop) for drop in self.drops if get(final, drop.path, MISSING) != drop.value]
 
     # --- class selection ---
 
@@ -120,12 +107,12 @@ class Layers:
             The import path for each word of `upper` whose component has fields.
         """
         rewritten: dict[Path, str] = {}
-        for root, node in upper.items():
-            for path, value in _root_places(root, node):
+        for root in [root for root in upper if root in ROOTS]:
+            for path, value in _root_places(root, upper[root]):
                 if isinstance(value, dict):
-                    place, lower = place_of(path), get(self.view, path)
+                    place, lower = place_of(path), get(self._view, path)
                     if is_word(lower) and TARGET not in value and (target := place.of_word(lower)) is not None:
-                        self._set_target(path, target)
+                        self._replace(path, {TARGET: target})
                     self._lay_component(place, path, value, by, rewritten)
         return rewritten
 
@@ -155,7 +142,7 @@ class Layers:
         self, place: Place, path: Path, owner: dict[str, Any], by: str | None, rewritten: dict[Path, str]
     ) -> None:
         """Apply one field of the upper layer to the value at `path`; `owner` is the mapping that contains the field."""
-        value, lower = owner[path[-1]], get(self.view, path)
+        value, lower = owner[path[-1]], get(self._view, path)
         if is_word(value) and isinstance(lower, dict):
             target = place.of_word(value)
             if target is None:
@@ -165,7 +152,7 @@ class Layers:
         if not isinstance(value, dict):
             return
         if is_word(lower) and TARGET not in value and (target := place.of_word(lower)) is not None:
-            self._set_target(path, target)
+            self._replace(path, {TARGET: target})
         self._lay_component(place, path, value, by, rewritten)
 
     def _refit(
@@ -220,7 +207,7 @@ class Layers:
         if path[0] not in ROOTS:
             raise ConfigError(f"{where}, but there is no {path[0]!r}{suggest(path[0], ROOTS)}")
         if ROOTS[path[0]].per_role and len(path) > 1:
-            roles = {*self.view.get(path[0], {}), *upper.get(path[0], {})}
+            roles = {role for tree in (self.tree, upper) for role in tree.get(path[0]) or ()}
             if path[1] not in roles and difflib.get_close_matches(path[1], roles, cutoff=0.75):
                 raise ConfigError(f"{where}, but there is no role {path[1]!r}{suggest(path[1], roles)}")
 
@@ -228,7 +215,7 @@ class Layers:
         """Raise an error for overrides that replace an owned component. Fields of its class may be overridden."""
         for key, owner in self.owners.items():
             path = tuple(key.split("."))
-            lower, upper = get(self.view, path, MISSING), get(tree, path, MISSING)
+            lower, upper = get(self._view, path, MISSING), get(tree, path, MISSING)
             if lower is MISSING:
                 continue
             if any(path[: len(gone)] == gone for gone in deleted):
@@ -238,22 +225,21 @@ class Layers:
                     f"{key}: {_shown(upper)} contradicts {owner}, which sets it to {_shown(lower)}; remove one of them"
                 )
 
-    # --- files ---
+    # --- changes ---
 
     def _drop(self, path: Path, by: str | None) -> None:
-        """Discard all values at a path from the files and the view, and record them."""
-        if not has(self.view, path):
+        """Discard all values at a path, and record those of files."""
+        if not has(self._view, path):
             return
-        for leaf, value in list(leaves(get(self.view, path), path)):
-            holders = [layer for layer in self.files if node_at(layer.config, leaf) is not None]
-            if by is None and (owned := self._owner_of(leaf)) is not None and holders:
+        for leaf, value in list(leaves(get(self._view, path), path)):
+            if (source := self.sources.get(leaf)) is None:
+                continue
+            if by is None and (owned := self._owner_of(leaf)) is not None:
                 place, owner = owned
                 raise ConfigError(f"{place}: the command line chooses another class than {owner}; remove one of them")
-            if holders:
-                self.drops.append(Dropped(leaf, value, holders[-1].source, by or "the command line"))
-            for layer in holders:
-                delete_leaf(layer.config, leaf, len(path))
-        remove(self.view, path)
+            self.drops.append(Dropped(leaf, value, source, by or "the command line"))
+        remove(self._view, path)
+        remove(self.tree, path)
         for key in [key for key in self.owners if tuple(key.split("."))[: len(path)] == path]:
             del self.owners[key]  # a higher layer sets this key now
 
@@ -261,45 +247,30 @@ class Layers:
         owned = ((key, by) for key, by in self.owners.items() if path[: key.count(".") + 1] == tuple(key.split(".")))
         return next(owned, None)
 
-    def _set_target(self, path: Path, target: str) -> None:
-        """Replace a word by its class in the highest file that contains it, and in the view."""
-        self._write(path, {TARGET: target})
-        if is_word(get(self.view, path)):
-            get(self.view, path[:-1])[path[-1]] = {TARGET: target}
-
     def _expand(self, path: Path) -> None:
         """Replace an interpolation of a whole component by one interpolation per value, so that a layer can set some.
 
-        For overrides of the command line, Hydra would replace the interpolation, and so all other values.
+        Otherwise, an override would replace the interpolation, and so all other values.
         """
-        text = get(self.view, path)
+        text = get(self._view, path)
         source = re.fullmatch(r"\$\{([\w.]*\w)\}", text) if isinstance(text, str) else None
-        found = self._mapping(path)
-        if source is not None and found:
-            get(self.view, path[:-1])[path[-1]] = linked = _links(found, source[1])
-            self._write(path, linked)
+        component = self._mapping(path)
+        if source is not None and component:
+            self._replace(path, _links(component, source[1]))
 
-    def _write(self, path: Path, value: Mapping[str, Any]) -> None:
-        """Replace a value in the highest file that contains it."""
-        for layer in reversed(self.files):
-            if node_at(layer.config, path) is not None:
-                with flag_override(layer.config, ["struct", "readonly"], False):
-                    node_at(layer.config, path[:-1])[path[-1]] = value
-                return
-
-    @staticmethod
-    def _pop(config: DictConfig, key: str) -> Any:
-        if key not in config or OmegaConf.get_type(config) is not dict:  # the schema contains the keys of `REPORT`
-            return None
-        with flag_override(config, ["struct", "readonly"], False):
-            found = config.pop(key)
-        return OmegaConf.to_container(found) if OmegaConf.is_config(found) else found
+    def _replace(self, path: Path, value: dict[str, Any]) -> None:
+        """Replace a value by a mapping of the same meaning."""
+        if (source := self.sources.pop(path, None)) is not None:
+            self.sources |= {leaf: source for leaf, _ in leaves(value, path)}
+        for tree in (self.tree, self._view):
+            if has(tree, path):
+                get(tree, path[:-1])[path[-1]] = copy.deepcopy(value)
 
     # --- access ---
 
     def _mapping(self, path: Path) -> dict[str, Any]:
         """Return the mapping at a path of the view, with interpolations resolved; empty if there is none."""
-        found = get(self.view, path)
+        found = get(self._view, path)
         if isinstance(found, str) and "${" in found:
             found = self._interpolated(found)
         return found if isinstance(found, dict) else {}
@@ -309,12 +280,10 @@ class Layers:
 
     def _interpolated(self, text: str) -> Any:
         try:
-            value = OmegaConf.create({**self.view, "_asked_": text})._get_node("_asked_")._maybe_dereference_node()  # type: ignore[union-attr]
-            if value is None:
-                return None  # the key is outside the components, or a higher layer sets it
-            return OmegaConf.to_container(value, resolve=False) if OmegaConf.is_config(value) else value._value()
+            value = OmegaConf.select(OmegaConf.create({**self._view, "_asked_": text}), "_asked_")
         except OmegaConfBaseException:
-            return None
+            return None  # a higher layer sets the key, or resolving the config reports it
+        return OmegaConf.to_container(value, resolve=False) if OmegaConf.is_config(value) else value
 
 
 def _links(node: Mapping[str, Any], source: str) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 from realign.config.errors import ConfigError
 from realign.config.targets import import_target, misfit
 from realign.config.words import class_of_word, import_path, members
+from realign.settings import SETTING_OF
 
 
 class Root(NamedTuple):
@@ -54,6 +55,8 @@ class Field(NamedTuple):
 
     annotation: Any
     default: Callable[[], Any]
+    setting_of: str | None = None
+    """Import path of the class that has this setting, if the class with the field accepts only its default."""
 
 
 class Place:
@@ -100,6 +103,11 @@ class Place:
             return None if cls is None else fields_of(cls)
         return None
 
+    def settings(self, target: Any) -> dict[str, Field] | None:
+        """Return `fields` without those that are settings of another class."""
+        fields = self.fields(target)
+        return fields and {name: field for name, field in fields.items() if field.setting_of is None}
+
     def of_word(self, word: str) -> str | None:
         """Return the import path of the class that a word selects here; None if this place accepts no words.
 
@@ -140,7 +148,11 @@ def fields_of(cls: Any) -> dict[str, Field]:
     """Return the fields of a dataclass, or the parameters of a graph function, by name."""
     if inspect.isclass(cls) and dataclasses.is_dataclass(cls):
         hints = get_type_hints(cls)
-        return {f.name: Field(hints[f.name], _default_of(f)) for f in dataclasses.fields(cls) if f.init}
+        return {
+            f.name: Field(hints[f.name], _default_of(f), f.metadata.get(SETTING_OF))
+            for f in dataclasses.fields(cls)
+            if f.init
+        }
     if inspect.isfunction(cls):
         hints = get_type_hints(cls)
         parameters = inspect.signature(cls).parameters.values()

@@ -11,12 +11,13 @@ from typing import Any
 from realign.config import words
 from realign.config.component_classes import shipped_components
 from realign.config.composition import compose_raw
-from realign.config.folders import list_experiments
+from realign.config.files import list_experiments
 from realign.config.help import Section, section
 from realign.config.help_entries import default_of, entry_of, field_text, hints_of, is_required, value_text
 from realign.config.places import ROOTS, Place, place_of
 from realign.config.schema import COMPONENTS
 from realign.config.trees import MISSING
+from realign.settings import own_settings
 
 PLAIN = ("microbatch", "checkpoint", "records")
 """Root keys that contain settings and are no component."""
@@ -74,8 +75,8 @@ def _used(place: Place, node: Any) -> Iterator[tuple[str, str]]:
 def _class_section(cls: type) -> Section:
     hints = hints_of(cls)
     entries = []
-    for field in dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ():
-        if not field.init or field.name.startswith("_"):
+    for field in own_settings(cls) if dataclasses.is_dataclass(cls) else ():
+        if field.name.startswith("_"):
             continue
         default = None if is_required(cls, field.name) else value_text(default_of(field))
         entries.append(entry_of(field.name, hints[field.name], default, field_text(cls, field.name), MISSING))

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from omegaconf import DictConfig, Node, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
@@ -23,22 +23,24 @@ class SecretRefused(ConfigError):
 
 
 @contextmanager
-def without_secrets() -> Iterator[None]:
+def without_secrets(may_insert: bool = True, key: str = "") -> Iterator[None]:
     """Let `${oc.env:NAME}` refuse secrets while configs are resolved in this context.
 
-    In the URL of a reward or MCP server, a secret that `REALIGN_URL_VARIABLES` lists stays an interpolation. Its client
-    inserts the value, so that no config contains it.
+    A secret that `REALIGN_URL_VARIABLES` lists stays an interpolation, so that no config contains it. Its client
+    inserts the value into the URL of a reward or MCP server.
+
+    Args:
+        may_insert: Whether the value that is resolved may contain an allowed secret.
+        key: Key of this value, for messages.
 
     Raises:
         SecretRefused: in place of OmegaConf's exception, if a value reads a secret.
     """
     refused: list[str] = []
 
-    def env(name: str, default: Any = _NO_DEFAULT, *, _node_: Node) -> Any:
+    def env(name: str, default: Any = _NO_DEFAULT) -> Any:
         if name in secret_variables(os.environ):
-            text, key = _node_._value(), _node_._get_full_key("")
-            is_url = isinstance(text, str) and text.startswith(("http://", "https://")) and _is_server(key)
-            if is_url and name in allowed_variables(os.environ):
+            if may_insert and name in allowed_variables(os.environ):
                 return f"${{oc.env:{name}}}"
             refused.append(refusal(key or "an override", name))
             raise SecretRefused(refused[-1])
@@ -70,7 +72,8 @@ def check_no_secrets(composed: DictConfig, values: Iterable[tuple[str, Any]]) ->
     for key, found in values:
         value = found
         if isinstance(found, str) and "${" in found:
-            with suppress(OmegaConfBaseException), without_secrets():
+            is_url = found.startswith(("http://", "https://")) and _is_server(key)
+            with suppress(OmegaConfBaseException), without_secrets(is_url, key):
                 value = OmegaConf.select(composed, key)
         parent, _, name = key.rpartition(".")
         variable = {name: str(value)} if parent.endswith(".sampler.environment") and not str(value).isdigit() else {}

@@ -1,11 +1,9 @@
-"""Access to nested mappings by path, for plain values and for OmegaConf nodes."""
+"""Access to nested mappings of plain values by path."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any
-
-from omegaconf import DictConfig, flag_override
 
 Path = tuple[str, ...]
 """Names of a dotted key."""
@@ -34,8 +32,10 @@ def remove(node: Any, path: Path) -> None:
 
 
 def merge(lower: dict[str, Any], upper: Mapping[str, Any]) -> None:
-    """Merge nested mappings into `lower`, in place. Values of `upper` have precedence."""
+    """Merge nested mappings into `lower`, in place. Values of `upper` have precedence, unless they are missing."""
     for key, value in upper.items():
+        if value == "???" and key in lower:
+            continue
         if isinstance(value, dict):
             below = lower.get(key)
             lower[key] = dict(below) if isinstance(below, dict) else {}
@@ -51,27 +51,3 @@ def leaves(node: Any, path: Path) -> Iterator[tuple[Path, Any]]:
             yield from leaves(value, (*path, str(key)))
     else:
         yield path, node
-
-
-def node_at(config: Any, path: Path) -> Any:
-    """Return the node at a path of a file, without resolving interpolations; None if there is none."""
-    for name in path:
-        if (
-            not isinstance(config, DictConfig)
-            or config._is_none()
-            or config._is_interpolation()
-            or config._is_missing()
-        ):
-            return None
-        config = config._get_node(name)
-    return config
-
-
-def delete_leaf(config: DictConfig, path: Path, top: int) -> None:
-    """Remove a leaf of a file, and its parent mappings of at least depth `top` that become empty."""
-    with flag_override(config, ["struct", "readonly"], False):
-        for depth in range(len(path), top - 1, -1):
-            parent = node_at(config, path[: depth - 1])
-            if depth < len(path) and len(parent[path[depth - 1]]):
-                return
-            del parent[path[depth - 1]]

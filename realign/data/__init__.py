@@ -8,7 +8,7 @@ from realign.data.combined import (
 )
 from realign.data.data_source import DataSource
 from realign.data.dataset import Dataset, DataSpec, LoadReport, PackedDataset, PackedTokens, SequenceDataset
-from realign.data.encoding import Dropped, EncodedRow, RowEncoder, TooLong
+from realign.data.encoding import DroppedRow, EncodedRow, RowEncoder, TooLong
 from realign.data.excerpt import Excerpt
 from realign.data.order import batch_indices, epoch_order
 from realign.data.preferences import LabelKind, PreferenceData, PreferenceDataset, RatedPairs
@@ -26,7 +26,7 @@ __all__ = [
     "DataSource",
     "DataSpec",
     "Dataset",
-    "Dropped",
+    "DroppedRow",
     "EncodedRow",
     "Excerpt",
     "LabelKind",

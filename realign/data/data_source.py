@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from realign.data.columns import Row, read_column
 from realign.data.dataset import Collected, Dataset, DataSpec, LoadReport, PackedDataset, collect_tables
-from realign.data.encoding import Dropped, Ending, LengthLimit, RowEncoder, RowText, TooLong
+from realign.data.encoding import DroppedRow, Ending, LengthLimit, RowEncoder, RowText, TooLong
 from realign.data.excerpt import Excerpt
 from realign.data.images import ImageLoader, RowImages
 from realign.data.order import Mixture
@@ -181,7 +181,7 @@ class DataSource(FileSource):
             )
 
     @abstractmethod
-    def text_of(self, row: Row, writer: Writer) -> RowText | Dropped:
+    def text_of(self, row: Row, writer: Writer) -> RowText | DroppedRow:
         """Return a row as text, or why it is dropped.
 
         Raises:
@@ -217,14 +217,14 @@ class DataSource(FileSource):
             self.has_images,
         )
 
-        def write(row: Row) -> RowText | Dropped:
+        def write(row: Row) -> RowText | DroppedRow:
             if self.excerpt is None:
                 return self.text_of(row, writer)
             column = self.columns(row).get("prompt_column")
             if column is None:
                 raise DataError("excerpt needs a prompt column with strings. Set excerpt=null, or set prompt_column.")
             cut = self.excerpt.replace(row, column, tokenizer)
-            return cut if isinstance(cut, Dropped) else self.text_of(cut, writer)
+            return cut if isinstance(cut, DroppedRow) else self.text_of(cut, writer)
 
         return RowEncoder(tokenizer, write, self.length_limit(), self.ending(tokenizer))
 
@@ -318,9 +318,9 @@ class ImageSource(DataSource):
             return encoder
         loader, write = self._loader(tokenizer), encoder.write
 
-        def with_images(row: Row) -> RowText | Dropped:
+        def with_images(row: Row) -> RowText | DroppedRow:
             text = write(row)
-            return text if isinstance(text, Dropped) else _with_image_tokens(row, column, text, loader)
+            return text if isinstance(text, DroppedRow) else _with_image_tokens(row, column, text, loader)
 
         return replace(encoder, write=with_images)
 

@@ -22,7 +22,7 @@ from typing_extensions import override
 from realign.api.lengths import IntArray, Lengths
 from realign.api.sample import SequenceSample
 from realign.data.columns import Row
-from realign.data.encoding import Dropped, Encoded, RowEncoder
+from realign.data.encoding import DroppedRow, Encoded, RowEncoder
 from realign.data.images import RowImages
 from realign.data.order import EpochOrder, Mixture, RowOrder
 from realign.data.row_sources import Table
@@ -382,7 +382,7 @@ class _Collector:
     def read(self, encoded: Iterable[Encoded]) -> Iterator[list[int]]:
         """Store each row, and yield the token ids of the kept ones."""
         for index, row in enumerate(encoded):
-            if isinstance(row, Dropped):
+            if isinstance(row, DroppedRow):
                 self.dropped[row.reason] += 1
                 continue
             self.indices.append(index)

@@ -43,7 +43,7 @@ class TooLong(StrEnum):
     error = "error"
 
 
-class Dropped(NamedTuple):
+class DroppedRow(NamedTuple):
     """A row that is left out of the dataset."""
 
     reason: str
@@ -115,7 +115,7 @@ class EncodedRow:
     images: RowImages | None = None
 
 
-Encoded: TypeAlias = EncodedRow | Dropped
+Encoded: TypeAlias = EncodedRow | DroppedRow
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class LengthLimit:
     tokens: int | None
     too_long: TooLong
 
-    def bound(self, text: RowText, tokenizer: PreTrainedTokenizerBase) -> RowText | Dropped:
+    def bound(self, text: RowText, tokenizer: PreTrainedTokenizerBase) -> RowText | DroppedRow:
         """Return the row without text that is certainly above the limit, before all of it is tokenized.
 
         Raises:
@@ -149,7 +149,7 @@ class LengthLimit:
             if part_over(tokenizer, "".join(segment.text for segment in rest), self.tokens) is not None:
                 if self.too_long is TooLong.error:
                     raise DataError(self._over("far too many"))
-                return Dropped(self._reason)
+                return DroppedRow(self._reason)
             sequences.append(written._replace(segments=[*cut, *rest]))
         return replace(text, sequences=sequences)
 
@@ -181,7 +181,7 @@ class LengthLimit:
         cuts = [excess[tuple(sequence.ids[: sequence.prompt])] for sequence in row.sequences]
         too_short = any(s.prompt - s.start <= cut for s, cut in zip(row.sequences, cuts, strict=True) if cut)
         if self.too_long is TooLong.drop or too_short:
-            return Dropped(self._reason)
+            return DroppedRow(self._reason)
         shortened = [s.shortened(cut) for s, cut in zip(row.sequences, cuts, strict=True)]
         return replace(row, sequences=shortened, truncated=True)
 
@@ -198,7 +198,7 @@ class RowEncoder:
     """
 
     tokenizer: PreTrainedTokenizerBase
-    write: Callable[[Row], RowText | Dropped]
+    write: Callable[[Row], RowText | DroppedRow]
     limit: LengthLimit
     end: Ending | None = None
     _warned: bool = field(default=False, init=False, repr=False)
@@ -226,7 +226,7 @@ class RowEncoder:
         """
         source = iter(rows)
         while chunk := list(islice(source, _CHUNK)):
-            written: list[RowText | Dropped] = []
+            written: list[RowText | DroppedRow] = []
             for place, row in chunk:
                 with _named(place):
                     written.append(self._written(row))
@@ -236,7 +236,7 @@ class RowEncoder:
             ]
             ids = encode(self.tokenizer, texts)
             for (place, _), text in zip(chunk, written, strict=True):
-                if isinstance(text, Dropped):
+                if isinstance(text, DroppedRow):
                     yield text
                     continue
                 parts = [list(islice(ids, len(sequence.segments))) for sequence in text.sequences]
@@ -244,9 +244,9 @@ class RowEncoder:
                     encoded = self._encoded(text, parts)
                 yield encoded
 
-    def _written(self, row: Row) -> RowText | Dropped:
+    def _written(self, row: Row) -> RowText | DroppedRow:
         text = self.write(row)
-        return text if isinstance(text, Dropped) else self.limit.bound(text, self.tokenizer)
+        return text if isinstance(text, DroppedRow) else self.limit.bound(text, self.tokenizer)
 
     def _encoded(self, text: RowText, parts: list[list[list[int]]]) -> Encoded:
         sequences = [self._sequence(written, ids) for written, ids in zip(text.sequences, parts, strict=True)]
@@ -254,7 +254,7 @@ class RowEncoder:
         if text.pairs:
             selected = [a.ids != b.ids for a, b in zip(sequences[::2], sequences[1::2], strict=True) for _ in range(2)]
             if not any(selected):
-                return Dropped(_EQUAL_PAIR)
+                return DroppedRow(_EQUAL_PAIR)
         labels, margins = (tuple(compress(values, selected)) for values in (text.labels, text.margins))
         row = EncodedRow(text.row, tuple(compress(sequences, selected)), labels, margins, images=text.images)
         return self.limit.fit(row)

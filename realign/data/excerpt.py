@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from realign.data.columns import Row, read_column
-from realign.data.encoding import Dropped
+from realign.data.encoding import DroppedRow
 from realign.errors import DataError, SettingsError
 from realign.settings import Count, Settings
 from realign.text import part_over
@@ -40,16 +40,16 @@ class Excerpt(Settings):
             if getattr(self, name) == "":
                 raise SettingsError(f"{name}='': must be the text of a token, or null")
 
-    def cut(self, text: str, tokenizer: PreTrainedTokenizerBase) -> str | Dropped:
+    def cut(self, text: str, tokenizer: PreTrainedTokenizerBase) -> str | DroppedRow:
         """Return the excerpt of a text, or why its row is dropped."""
         if self.start is None and self.max_tokens is not None:  # nothing behind these tokens matters
             text = part_over(tokenizer, text, self.max_tokens) or text
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         tokens = [tokenizer.decode([token], clean_up_tokenization_spaces=False) for token in encoded["input_ids"]]
         stretch = self._stretch(tokens)
-        return Dropped(stretch) if isinstance(stretch, str) else _slice(text, encoded["offset_mapping"], stretch)
+        return DroppedRow(stretch) if isinstance(stretch, str) else _slice(text, encoded["offset_mapping"], stretch)
 
-    def replace(self, row: Row, column: str, tokenizer: PreTrainedTokenizerBase) -> Row | Dropped:
+    def replace(self, row: Row, column: str, tokenizer: PreTrainedTokenizerBase) -> Row | DroppedRow:
         """Return a row with the text in `column` replaced by the excerpt, or why the row is dropped.
 
         Raises:
@@ -64,7 +64,7 @@ class Excerpt(Settings):
         if not isinstance(text, str):
             raise DataError(f"excerpt needs a string in column {column!r}, found a {type(text).__name__}.")
         excerpt = self.cut(text, tokenizer)
-        return excerpt if isinstance(excerpt, Dropped) else {**row, column: excerpt}
+        return excerpt if isinstance(excerpt, DroppedRow) else {**row, column: excerpt}
 
     def _stretch(self, tokens: list[str]) -> range | str:
         """Return the indices of the tokens in the excerpt, or the reason why the row is dropped."""

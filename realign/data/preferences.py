@@ -19,7 +19,7 @@ from realign.api.sample import SequenceSample
 from realign.data.columns import Row, only_one, overlap, read_column
 from realign.data.data_source import DataSource
 from realign.data.dataset import Collected, LoadReport, SequenceDataset
-from realign.data.encoding import Dropped, Ending, LengthLimit, RowText
+from realign.data.encoding import DroppedRow, Ending, LengthLimit, RowText
 from realign.data.messages import short
 from realign.data.writer import Writer, Written
 from realign.errors import DataError, SettingsError
@@ -155,7 +155,7 @@ class PreferenceData(DataSource):
         return {"responses_column": responses, "labels_column": labels}
 
     @override
-    def text_of(self, row: Row, writer: Writer) -> RowText | Dropped:
+    def text_of(self, row: Row, writer: Writer) -> RowText | DroppedRow:
         values = {setting: read_column(row, column) for setting, column in self.columns(row).items()}
         prompt, tools = values.get("prompt_column"), self.tools(row)
         if "chosen_column" in values:
@@ -186,13 +186,13 @@ class PreferenceData(DataSource):
         written = [text for pair in both for text in pair]
         return RowText(row, written, [1.0, 0.0] * n, [m for m in margins for _ in range(2)], pairs=True)
 
-    def _rated(self, row: Row, written: list[Written], ratings: list[float]) -> RowText | Dropped:
+    def _rated(self, row: Row, written: list[Written], ratings: list[float]) -> RowText | DroppedRow:
         """Return pairs of rated responses, with the difference of their ratings as the margin."""
         order = sorted(range(len(ratings)), key=lambda i: -ratings[i])
         pairs = [(order[0], order[-1])] if self.rated_pairs is RatedPairs.best_worst else combinations(order, 2)
         ranked = [(best, worst) for best, worst in pairs if ratings[best] > ratings[worst]]
         if not ranked:
-            return Dropped("all responses have the same rating")
+            return DroppedRow("all responses have the same rating")
         margins = [ratings[best] - ratings[worst] for best, worst in ranked]
         return RowText(
             row,

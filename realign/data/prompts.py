@@ -114,11 +114,17 @@ class PromptDataset(PackedDataset):
         Raises:
             DataError: there is no prompt, or not one row for each.
         """
-        tokens, found = PackedTokens.pack(prompts), tuple(rows)
-        if not found or len(found) != len(tokens):
-            raise DataError(f"{source}: {len(tokens)} prompts and {len(found)} rows; expected one row for each prompt.")
+        tokens, dataset_rows = PackedTokens.pack(prompts), tuple(rows)
+        if not dataset_rows or len(dataset_rows) != len(tokens):
+            raise DataError(
+                f"{source}: {len(tokens)} prompts and {len(dataset_rows)} rows; expected one row for each prompt."
+            )
         longest = int(np.diff(tokens.starts).max())
-        return cls(tokens, LoadReport(source, len(found), len(found), {}, 0, len(tokens.ids), longest), found)
+        return cls(
+            tokens,
+            LoadReport(source, len(dataset_rows), len(dataset_rows), {}, 0, len(tokens.ids), longest),
+            dataset_rows,
+        )
 
     @override
     def _sample(self, rows: IntArray, ids: tuple[Hashable, ...]) -> SequenceSample:

@@ -24,7 +24,7 @@ from typing_extensions import override
 from realign.api.sample import SequenceSample
 from realign.api.seeds import derive_seed
 from realign.data.dataset import Collected, Dataset, LoadReport, PackedDataset, collect
-from realign.data.encoding import Dropped, EncodedRow, RowEncoder
+from realign.data.encoding import DroppedRow, EncodedRow, RowEncoder
 from realign.data.files import Cursor, PlacedRow, Position, RowFile
 from realign.data.order import RowOrder, SourceChoice, epoch_order, fractions
 from realign.errors import CheckpointError, DataError
@@ -131,7 +131,7 @@ class SourceStream:
             epoch, counts = self.position.epoch, Counter(self.position.dropped)
             truncated = count = 0
             for placed, row in zip(rows, encoded, strict=True):
-                if isinstance(row, Dropped):
+                if isinstance(row, DroppedRow):
                     self._note_drop(placed, row, counts)
                     continue
                 count += 1
@@ -147,7 +147,7 @@ class SourceStream:
             )
         return taken
 
-    def _note_drop(self, placed: PlacedRow, dropped: Dropped, counts: Counter[str]) -> None:
+    def _note_drop(self, placed: PlacedRow, dropped: DroppedRow, counts: Counter[str]) -> None:
         counts[dropped.reason] += 1
         if counts[dropped.reason] == 1:
             logger.warning(

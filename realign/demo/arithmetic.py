@@ -41,8 +41,8 @@ def prepare(
     rng = random.Random(seed)
     pairs = [(a, b) for a in range(10, 100) for b in range(a, 100)]  # a + b and b + a are in the same split
     rng.shuffle(pairs)
-    asked, kept = pairs[: held_out // 2], pairs[held_out // 2 :]
-    practice = [p for pair in kept for p in both_ways(*pair)]
+    asked, trained = pairs[: held_out // 2], pairs[held_out // 2 :]
+    practice = [p for pair in trained for p in both_ways(*pair)]
     rng.shuffle(practice)
     tiny.write_rows(task.held_out, [_problem(*p) for pair in asked for p in both_ways(*pair)])
     tiny.write_rows(task.prompts, [_problem(a, b) for a, b in practice])

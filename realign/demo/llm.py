@@ -44,7 +44,7 @@ PANELS = (
 )
 
 
-class Results(NamedTuple):
+class LlmResults(NamedTuple):
     """Result of the run, and its duration in seconds."""
 
     grpo: RunResult
@@ -66,7 +66,7 @@ def main(arguments: list[str]) -> int:
     )
 
 
-def train(demo: Demo, console: Console, *, model: str) -> Results:
+def train(demo: Demo, console: Console, *, model: str) -> LlmResults:
     """Prepare model and task, and execute the run.
 
     Args:
@@ -84,7 +84,7 @@ def train(demo: Demo, console: Console, *, model: str) -> Results:
     remove_earlier(demo.output_dir, {TASK, RUN, PICTURE})
     reasoning.prepare(demo.output_dir / TASK, seed=demo.seed)
     started = time.perf_counter()
-    return Results(run(planned, console=console), time.perf_counter() - started)
+    return LlmResults(run(planned, console=console), time.perf_counter() - started)
 
 
 def experiment(demo: Demo, model: str) -> Experiment:
@@ -93,7 +93,7 @@ def experiment(demo: Demo, model: str) -> Experiment:
     Raises:
         ConfigError: an override is invalid, or disables the evaluation, which the demo needs.
     """
-    task = reasoning.Task.of(demo.output_dir / TASK)
+    task = reasoning.ReasoningTask.of(demo.output_dir / TASK)
     built = build_experiment(
         compose(
             [
@@ -113,7 +113,7 @@ def experiment(demo: Demo, model: str) -> Experiment:
     return built
 
 
-def show(demo: Demo, console: Console, results: Results) -> dict[str, Any]:
+def show(demo: Demo, console: Console, results: LlmResults) -> dict[str, Any]:
     """Print the table and the answers before and after, plot the curves, and return the JSON object."""
     title = "Sums by a language model: GRPO" + (" with shuffled rewards (control)" if demo.shuffle else "")
     picture = draw_curves({"GRPO": results.grpo.history}, demo.output_dir / PICTURE, title=title, panels=PANELS)
@@ -124,7 +124,7 @@ def show(demo: Demo, console: Console, results: Results) -> dict[str, Any]:
     return summary | {"curves": str(picture)}
 
 
-def summarize(demo: Demo, results: Results) -> dict[str, Any]:
+def summarize(demo: Demo, results: LlmResults) -> dict[str, Any]:
     """Return the JSON object of the last line."""
     held_out, lengths = results.grpo.series("eval/reward"), results.grpo.series("response_tokens")
     return {

@@ -24,7 +24,7 @@ DRAWN = 3000
 """Number of questions drawn. Some occur several times, because there are only about 160 sums of two digits."""
 
 
-class Task(NamedTuple):
+class ReasoningTask(NamedTuple):
     """Paths of the files of the task."""
 
     train: Path
@@ -37,12 +37,12 @@ class Task(NamedTuple):
     """A right and a wrong answer to each question, for DPO."""
 
     @classmethod
-    def of(cls, folder: Path) -> Task:
+    def of(cls, folder: Path) -> ReasoningTask:
         """Return the paths of the files that `prepare` writes to `folder`."""
         return cls(*(folder / f"{name}.jsonl" for name in cls._fields))
 
 
-def prepare(folder: Path, *, seed: int, held_out: int = 200) -> Task:
+def prepare(folder: Path, *, seed: int, held_out: int = 200) -> ReasoningTask:
     """Write prompts, demonstrations and preference pairs.
 
     Args:
@@ -60,7 +60,7 @@ def prepare(folder: Path, *, seed: int, held_out: int = 200) -> Task:
     entries = reasoning_gym.create_dataset(TASK, seed=seed, size=DRAWN, **SETTINGS)
     rows = [_row(entry) for entry in entries]
     asked = dict(list({row["prompt"]: row for row in rows}.items())[:held_out])
-    task = Task.of(folder)
+    task = ReasoningTask.of(folder)
     folder.mkdir(parents=True, exist_ok=True)
     write_rows(task.held_out, asked.values())
     train = [row for row in rows if row["prompt"] not in asked]

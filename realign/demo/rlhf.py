@@ -9,23 +9,104 @@ scores the responses of PPO (gold reward). With shuffle=true, the labels of the 
 
 from __future__ import annotations
 
+import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
 
 from realign.api import Panel
 from realign.config import ConfigError, build_experiment, compose
-from realign.demo.gold import Sample, compare, judged
 from realign.demo.launch import Demo, launch, remove_earlier
-from realign.demo.sentiment import GOLD, Task, prepare
-from realign.rewards import load_function
+from realign.demo.sentiment import GOLD, SentimentTask, prepare
+from realign.errors import DataError
+from realign.rewards import RewardFunction, load_function
 from realign.runtime import Evaluation, Experiment, LossEvaluation, RunResult, run
 from realign.runtime.metrics.curves import draw_curves
+
+Sample = dict[str, Any]
+
+
+# Reward over-optimization is learned reward versus gold reward (arXiv:2210.10760). A run saves its responses as text
+# (`sample_prompts`), with the learned reward of each, and the same responses are scored with the gold function. Both
+# rewards are standardized by mean and standard deviation at the first step, whose responses the reference policy
+# sampled. So they are comparable, and both start at 0.
+
+
+def judged(samples: Path, gold: RewardFunction) -> list[list[Sample]]:
+    """Return the responses of a `samples.jsonl` that have both rewards, grouped by step.
+
+    Adds the key `gold` to each response.
+
+    Raises:
+        DataError: no response has both rewards.
+    """
+    rows = [json.loads(line) for line in samples.read_text(encoding="utf-8").splitlines()]
+    for row in rows:
+        row["gold"] = gold(row["prompt"], row["response"], row)
+    both = [row for row in rows if None not in (row["reward"], row["gold"])]
+    if not both:
+        raise DataError(f"{samples} contains no response with both a learned and a gold reward.")
+    return [list(step) for _, step in groupby(both, key=lambda row: row["step"])]
+
+
+def compare(steps: Sequence[Sequence[Sample]]) -> list[dict[str, float]]:
+    """Return the standardized learned and gold rewards of each step.
+
+    Args:
+        steps: Responses by step, as returned by `judged`.
+
+    Returns:
+        For each step: `step`; `learned` and `gold`, the mean rewards in standard deviations from the first step;
+        `gap`, learned minus gold; and `own_accuracy` (see `agreement`) if it is defined.
+    """
+    first = steps[0]
+    compared = []
+    for samples in steps:
+        learned, gold = (_standard(samples, first, key) for key in ("reward", "gold"))
+        record = {"step": samples[0]["step"], "learned": learned, "gold": gold, "gap": learned - gold}
+        accuracy = agreement(samples)
+        compared.append(record if accuracy is None else record | {"own_accuracy": accuracy})
+    return compared
+
+
+def agreement(samples: Sequence[Sample]) -> float | None:
+    """Return the accuracy of the reward model: the fraction of response pairs that both rewards rank equally.
+
+    Each pair consists of two responses to one prompt. Pairs with equal gold rewards are skipped. Pairs with equal
+    learned rewards count as errors.
+
+    Returns:
+        The fraction; None if no pair is left.
+    """
+    prompts: dict[Any, list[Sample]] = {}
+    for sample in samples:
+        prompts.setdefault(sample["id"], []).append(sample)
+    alike: list[bool] = []
+    for group in prompts.values():
+        learned, gold = _values(group, "reward"), _values(group, "gold")
+        a, b = np.triu_indices(len(group), k=1)
+        differs = gold[a] != gold[b]
+        alike += (((learned[a] - learned[b]) * (gold[a] - gold[b])) > 0)[differs].tolist()
+    return sum(alike) / len(alike) if alike else None
+
+
+def _standard(samples: Sequence[Sample], first: Sequence[Sample], key: str) -> float:
+    start = _values(first, key)
+    deviation = float(start.std()) or 1.0
+    return (float(_values(samples, key).mean()) - float(start.mean())) / deviation
+
+
+def _values(samples: Sequence[Mapping[str, Any]], key: str) -> npt.NDArray[np.float64]:
+    return np.array([sample[key] for sample in samples], dtype=np.float64)
+
 
 NAME = "rlhf"
 RUNS = ("sft", "reward")
@@ -52,7 +133,7 @@ PANELS = (
 )
 
 
-class Results(NamedTuple):
+class RlhfResults(NamedTuple):
     """Results of the three runs, and their total duration in seconds."""
 
     sft: RunResult
@@ -68,7 +149,7 @@ def main(arguments: list[str]) -> int:
     )
 
 
-def train(demo: Demo, console: Console) -> Results:
+def train(demo: Demo, console: Console) -> RlhfResults:
     """Prepare the task, and execute the three runs.
 
     Raises:
@@ -81,7 +162,7 @@ def train(demo: Demo, console: Console) -> Results:
     prepare(demo.output_dir / TASK, seed=demo.seed, shuffle=demo.shuffle)
     started = time.perf_counter()
     sft, reward, ppo = (run(experiment, console=console) for experiment in planned)
-    return Results(sft, reward, ppo, time.perf_counter() - started)
+    return RlhfResults(sft, reward, ppo, time.perf_counter() - started)
 
 
 def experiments(demo: Demo) -> tuple[Experiment, ...]:
@@ -90,7 +171,7 @@ def experiments(demo: Demo) -> tuple[Experiment, ...]:
     Raises:
         ConfigError: an override is invalid, or disables an evaluation that the demo needs.
     """
-    task = Task.of(demo.output_dir / TASK)
+    task = SentimentTask.of(demo.output_dir / TASK)
     folders = {name: demo.output_dir / name for name in (*RUNS, PPO)}
     policy = folders["sft"] / "final" / "actor"
     parts = {
@@ -133,7 +214,7 @@ def experiments(demo: Demo) -> tuple[Experiment, ...]:
     return sft, reward, ppo
 
 
-def show(demo: Demo, console: Console, results: Results) -> dict[str, Any]:
+def show(demo: Demo, console: Console, results: RlhfResults) -> dict[str, Any]:
     """Print the table and some responses, plot the curves, and return the JSON object of the last line."""
     steps = judged(results.ppo.output_dir / "samples.jsonl", load_function(GOLD))
     compared = compare(steps)
@@ -148,16 +229,16 @@ def show(demo: Demo, console: Console, results: Results) -> dict[str, Any]:
     return summary | {"curves": str(picture)}
 
 
-def draw(demo: Demo, results: Results, compared: Sequence[dict[str, float]]) -> Path:
+def draw(demo: Demo, results: RlhfResults, compared: Sequence[dict[str, float]]) -> Path:
     """Plot gold score, learned and gold reward, accuracy, KL, response length and critic. Return the path."""
-    found = {record["step"]: record for record in compared}
-    ppo = [record | found.get(record["step"], {}) for record in results.ppo.history]
+    by_step = {record["step"]: record for record in compared}
+    ppo = [record | by_step.get(record["step"], {}) for record in results.ppo.history]
     title = "Friendlier reviews: SFT, reward model, PPO" + (" with randomly permuted labels (control)" * demo.shuffle)
     phases = {"SFT": results.sft.history, "reward model": results.reward.history, "PPO": ppo}
     return draw_curves(phases, demo.output_dir / PICTURE, title=title, panels=PANELS)
 
 
-def summarize(demo: Demo, results: Results, compared: Sequence[dict[str, float]]) -> dict[str, Any]:
+def summarize(demo: Demo, results: RlhfResults, compared: Sequence[dict[str, float]]) -> dict[str, Any]:
     """Return the JSON object of the last line.
 
     "before" and "after" refer to PPO. Rewards are in standard deviations (`compare`).
@@ -226,8 +307,8 @@ _TIMES = ("before", "after")
 
 
 def _last(values: Sequence[float]) -> float:
-    kept = values[-LAST_STEPS:]
-    return sum(kept) / len(kept)
+    last = values[-LAST_STEPS:]
+    return sum(last) / len(last)
 
 
 if __name__ == "__main__":

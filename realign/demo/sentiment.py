@@ -86,7 +86,7 @@ WEAKER = ("slightly", "somewhat", "barely", "hardly", "almost")
 
 
 @dataclass(frozen=True)
-class Task:
+class SentimentTask:
     """Paths of the model and data files of the task."""
 
     model: Path
@@ -102,7 +102,7 @@ class Task:
     """JSONL of `prompt`: held-out openings."""
 
     @classmethod
-    def of(cls, folder: Path) -> Task:
+    def of(cls, folder: Path) -> SentimentTask:
         """Return the paths of the files that `prepare` writes to `folder`."""
         names = ("demonstrations", "pairs", "held_out_pairs", "prompts", "held_out")
         return cls(folder / "model", *(folder / f"{name}.jsonl" for name in names))
@@ -118,7 +118,7 @@ def prepare(
     shuffle: bool = False,
     held_out_pairs: int = 500,
     held_out: int = 96,
-) -> Task:
+) -> SentimentTask:
     """Write model, tokenizer and data of the task.
 
     Args:
@@ -132,23 +132,23 @@ def prepare(
         held_out_pairs: Number of unbiased pairs for the evaluation of the reward model.
         held_out: Number of openings for the evaluation of the policy.
     """
-    task = Task.of(folder)
+    task = SentimentTask.of(folder)
     folder.mkdir(parents=True, exist_ok=True)
     rng = random.Random(seed)
     every = openings()
     rng.shuffle(every)
-    asked, kept = every[:held_out], every[held_out:]
+    asked, trained = every[:held_out], every[held_out:]
     write_rows(task.held_out, ({"prompt": opening} for opening in asked))
-    write_rows(task.prompts, ({"prompt": opening} for opening in kept))
+    write_rows(task.prompts, ({"prompt": opening} for opening in trained))
     write_rows(task.held_out_pairs, (preference(rng, asked) for _ in range(held_out_pairs)))
     write_rows(
         task.demonstrations,
         (
             {"prompt": opening, "response": continuation(rng, opening)}
-            for opening in rng.choices(kept, k=demonstrations)
+            for opening in rng.choices(trained, k=demonstrations)
         ),
     )
-    labelled = [preference(rng, kept, hasty) for _ in range(pairs)]
+    labelled = [preference(rng, trained, hasty) for _ in range(pairs)]
     write_rows(task.pairs, (dealt_out(rng, pair) for pair in labelled) if shuffle else labelled)
     words = vocabulary()
     save(task.model, build_model("llama", 2 + len(words), seed=seed), _tokenizer(words))

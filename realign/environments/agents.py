@@ -1,7 +1,7 @@
 """Agents: programs that call the policy over HTTP, as environments whose only step runs the whole program.
 
 An agent is a Python function, `async def` or `def`, or a command. It gets the base URL and the key of an
-OpenAI-compatible endpoint, and returns a reward. `Worlds` runs agents under the same limits as environments.
+OpenAI-compatible endpoint, and returns a reward. `EnvironmentPool` runs agents under the same limits as environments.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from functools import partial
 from typing import IO, Any
 
 from realign.api.environment import Environment, Response
-from realign.environments.calls import Step, finite_reward, five_values
+from realign.environments.asker import Step, finite_reward, five_values
 from realign.environments.loading import takes_seed
 from realign.environments.tools import ToolSources
 from realign.environments.turns import shortened

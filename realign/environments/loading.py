@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from realign.api.environment import Environment, Observation, Response
-from realign.environments.calls import result_of
+from realign.environments.asker import result_of
 from realign.environments.tools import Toolbox, ToolSources
 from realign.errors import ConfigError
 from realign.rewards.pool.functions import load_object
@@ -118,8 +118,8 @@ class ToolEnvironment:
 
     async def step(self, response: Response) -> tuple[Observation, float, bool, bool, Mapping[str, Any]]:
         """Pass the turn of the policy on."""
-        found: tuple[Observation, float, bool, bool, Mapping[str, Any]] = await self._world.step(response)
-        return found
+        values: tuple[Observation, float, bool, bool, Mapping[str, Any]] = await self._world.step(response)
+        return values
 
     async def close(self) -> None:
         """Close the environment, if it has such a method, and the tools."""

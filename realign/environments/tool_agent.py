@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx2
 
-from realign.environments.calls import result_of
+from realign.environments.asker import result_of
 from realign.environments.tools import Toolbox
 from realign.errors import ConfigError
 from realign.rewards.pool.functions import RewardScope, load_function, scope_of

@@ -40,8 +40,8 @@ from realign.endpoint.capture import CapturedSequence
 from realign.endpoint.limits import EndpointLimits
 from realign.endpoint.renderer import Renderer
 from realign.endpoint.server import Endpoint, check_installed
-from realign.endpoint.sessions import Backend, Session, Sessions
-from realign.environments import Answer, Failures, Limits, Slots, TurnWriter, Worlds
+from realign.endpoint.sessions import ServedPolicy, Session, Sessions
+from realign.environments import Answer, EnvironmentPool, Failures, Limits, Slots, TurnWriter
 from realign.environments.agents import START, load_agent, load_command, read_outcome, task
 from realign.environments.tools import load_tools
 from realign.errors import SettingsError
@@ -54,6 +54,8 @@ logger = logging.getLogger(__name__)
 @dataclass
 class AgentInterface(ModelInterface):
     """A policy that agents call over HTTP: `generation.n` episodes per prompt, all concurrent."""
+
+    OUTPUTS = frozenset({"logprobs"})
 
     agent: str = ""
     """Function `agent(base_url, api_key, row)` that returns a reward, `package.module:function` or
@@ -159,10 +161,6 @@ class AgentInterface(ModelInterface):
         return Keys(needs={"prompt_ids": "", "row": ""}, writes=frozenset(written(dense=False)), reports=reports)
 
     @override
-    def outputs(self) -> frozenset[str]:
-        return frozenset({"logprobs"})
-
-    @override
     def plan(self) -> Plan:
         return Plan(
             responses_per_prompt=self.generation.n,
@@ -190,7 +188,7 @@ class AgentInterface(ModelInterface):
         """
         n, rows = self.generation.n, data.metadata["row"]
         endpoint, renderer = self._serving(model)
-        backend = Backend(model.sampler, renderer, self.generation, self.max_sequence_tokens, fixed_sampling=True)
+        backend = ServedPolicy(model.sampler, renderer, self.generation, self.max_sequence_tokens, fixed_sampling=True)
         seed = model.call_seed("generate")
         names = [f"{i}/{j}" for i in data.ids for j in range(n)]
         sessions = [Session(backend, name, seed, self.max_calls, roles=tuple(self.role_names)) for name in names]
@@ -213,10 +211,12 @@ class AgentInterface(ModelInterface):
     def _run(self, model: Model, starts: Sequence[tuple[Mapping[str, Any], int]]) -> list[Answer]:
         """Run the agents of all episodes, and return their rewards or failures."""
         writer = TurnWriter(model.tokenizer)  # an agent has no observations
-        with Worlds(self.name, self._opened(), writer, self._limits, partial(read_outcome, self.role_names)) as worlds:
-            begun = worlds.reset(starts)
+        with EnvironmentPool(
+            self.name, self._opened(), writer, self._limits, partial(read_outcome, self.role_names)
+        ) as pool:
+            begun = pool.reset(starts)
             able = {k: START for k, answer in enumerate(begun) if answer.step is not None}
-            ended = dict(zip(able, worlds.step(able), strict=True))
+            ended = dict(zip(able, pool.step(able), strict=True))
         return [ended.get(k, answer) for k, answer in enumerate(begun)]
 
     def _played(self, session: Session, answer: Answer) -> list[Played]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import torch
@@ -27,7 +27,6 @@ from realign.api import (
     Model,
     ModelInterface,
     ModelOutput,
-    Panel,
     Plan,
     SequenceSample,
     Stats,
@@ -89,6 +88,17 @@ class PPOCriticInterface(ModelInterface):
     Its mini-batches differ from the actor's, and an early stop of the actor does not stop the critic.
     """
 
+    KEYS: ClassVar = {
+        # a critic that shares the actor's model also replays the experts of the rollout, as the actor's loss does
+        "inference": Keys(
+            {"input_ids": "", "loss_mask": ""}, frozenset({ROUTER_EXPERTS}), frozenset({"values", "bootstrap_values"})
+        ),
+        "train_step": Keys({"input_ids": "", "loss_mask": "", "values": "", "returns": ""}),
+    }
+    OUTPUTS = frozenset({"values", "scores"})
+    HEADLINE = ("explained_variance", "value_loss")
+    PANELS = VALUE_PANELS
+
     epochs: Count = 1
     """Passes over the rollout batch."""
     n_minibatches: Count = 1
@@ -110,28 +120,8 @@ class PPOCriticInterface(ModelInterface):
         self.moments = self.normalization.moments()
 
     @override
-    def keys(self, method: str) -> Keys:
-        scored = {"input_ids": "", "loss_mask": ""}
-        if method == "inference":
-            # a critic that shares the actor's model also replays the experts of the rollout, as the actor's loss does
-            return Keys(scored, frozenset({ROUTER_EXPERTS}), frozenset({"values", "bootstrap_values"}))
-        return Keys(needs=scored | {"values": "", "returns": ""}) if method == "train_step" else Keys()
-
-    @override
-    def outputs(self) -> frozenset[str]:
-        return frozenset({"values", "scores"})
-
-    @override
     def plan(self) -> Plan:
         return Plan(epochs=self.epochs, n_minibatches=self.n_minibatches)
-
-    @override
-    def headline(self) -> tuple[str, ...]:
-        return ("explained_variance", "value_loss")
-
-    @override
-    def panels(self) -> tuple[Panel, ...]:
-        return VALUE_PANELS
 
     def inference(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
         """Compute `values` [T] of the states before each token and `bootstrap_values` [S] of the final states."""

@@ -18,7 +18,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -126,6 +126,13 @@ def _log_odds(logprobs_P: Tensor) -> Tensor:
 class DPOInterface(ModelInterface):
     """The policy of DPO and its variants, trained on pairs of responses."""
 
+    OUTPUTS = frozenset({"logprobs"})
+    HEADLINE: ClassVar[tuple[str, ...]] = ("loss", "rewards/accuracy", "rewards/margin")
+    PANELS: ClassVar[tuple[Panel, ...]] = (
+        Panel("accuracy on preferences", {"rewards/accuracy": "training batch"}),
+        Panel("margin of implicit rewards", {"rewards/margin": "training batch"}),
+    )
+
     n_minibatches: Count = 1
     """Optimizer steps per batch of prompts."""
     kind: DPOLoss = DPOLoss.sigmoid
@@ -173,10 +180,6 @@ class DPOInterface(ModelInterface):
         return {} if self.reference_free else {"ref_logprobs": "reference_free=false"}
 
     @override
-    def outputs(self) -> frozenset[str]:
-        return frozenset({"logprobs"})
-
-    @override
     def roles(self) -> Mapping[str, Role]:
         """Return the reference policy, unless `reference_free`."""
         return {} if self.reference_free else {"ref": Role(ReferenceInterface(temperature=self.temperature))}
@@ -184,17 +187,6 @@ class DPOInterface(ModelInterface):
     @override
     def plan(self) -> Plan:
         return Plan(n_minibatches=self.n_minibatches, temperature=self.temperature, temperature_setting="temperature")
-
-    @override
-    def headline(self) -> tuple[str, ...]:
-        return ("loss", "rewards/accuracy", "rewards/margin")
-
-    @override
-    def panels(self) -> tuple[Panel, ...]:
-        return (
-            Panel("accuracy on preferences", {"rewards/accuracy": "training batch"}),
-            Panel("margin of implicit rewards", {"rewards/margin": "training batch"}),
-        )
 
     def train_step(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> Stats:
         """Take `n_minibatches` optimizer steps over the batch, in a new random order; pairs stay together.

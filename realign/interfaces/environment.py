@@ -40,7 +40,7 @@ from realign.api.rewards import NAMED, Verifier, total_rewards
 from realign.api.router_experts import ROUTER_EXPERTS, with_experts
 from realign.endpoint.renderer import Renderer
 from realign.endpoint.response_parsing import ParsedResponse, can_parse
-from realign.environments import Answer, Episode, Failures, Limits, Slots, TurnWriter, Worlds, load_environment
+from realign.environments import Answer, EnvironmentPool, Episode, Failures, Limits, Slots, TurnWriter, load_environment
 from realign.environments.loading import load_with_tools
 from realign.environments.tools import load_tools
 from realign.errors import GraphError, SettingsError
@@ -53,6 +53,8 @@ OF_ENVIRONMENT = f"{NAMED}environment"
 @dataclass
 class EnvironmentInterface(ModelInterface):
     """A policy in conversations with an environment: `generation.n` episodes per prompt, all concurrent."""
+
+    OUTPUTS = frozenset({"logprobs"})
 
     environment: str
     """Environment class, `package.module:Class` or `path/to/file.py:Class` (`realign.api.environment.Environment`). One
@@ -152,10 +154,6 @@ class EnvironmentInterface(ModelInterface):
         return Keys(needs={"prompt_ids": "", "row": ""}, writes=frozenset(writes), reports=reports)
 
     @override
-    def outputs(self) -> frozenset[str]:
-        return frozenset({"logprobs"})
-
-    @override
     def plan(self) -> Plan:
         return Plan(
             responses_per_prompt=self.generation.n,
@@ -181,14 +179,14 @@ class EnvironmentInterface(ModelInterface):
         starts = [(row, self._seed(model, str(i), j)) for i, _, row in prompts for j in range(n)]
         writer = TurnWriter(model.tokenizer, self.chat, self.role, self.template_options)
         seed = model.call_seed("generate")
-        with Worlds(self.environment, self._opened(), writer, self._limits) as worlds:
-            self._take(episodes, model.lead(partial(worlds.reset, starts)))
+        with EnvironmentPool(self.environment, self._opened(), writer, self._limits) as pool:
+            self._take(episodes, model.lead(partial(pool.reset, starts)))
             for turn in range(self.max_turns):
                 live = {place: episode for place, episode in enumerate(episodes) if not episode.over}
                 if not live:
                     break
                 said = self._speak(model, live, turn, derive_seed(seed, "turn", turn), [row for row, _ in starts])
-                self._take(live.values(), model.lead(partial(worlds.step, said)))
+                self._take(live.values(), model.lead(partial(pool.step, said)))
         self._failures.check([e.failure for e in episodes if e.failure], len(episodes))
         if not any(e.turn_ends or e.failure for e in episodes):
             warnings.warn(

@@ -57,6 +57,13 @@ TEACHER = {"logprobs": "teacher_logprobs", "hidden": "teacher_hidden"}
 class GKDInterface(ModelInterface):
     """The student of GKD, which learns the teacher's distributions."""
 
+    OUTPUTS = frozenset({"logprobs"})
+    HEADLINE = ("reward", "divergence", "teacher_nll")
+    PANELS = (
+        Panel("divergence from the teacher (nats per token)", {"divergence": "training batch"}),
+        Panel("negative log-likelihood (nats per token)", {"teacher_nll": "under the teacher"}),
+    )
+
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     """Sampling settings, without restrictions; `generation.temperature` also divides the logits of both models in the
     loss."""
@@ -84,10 +91,6 @@ class GKDInterface(ModelInterface):
         return self.on_policy_fraction < 1
 
     @override
-    def outputs(self) -> frozenset[str]:
-        return frozenset({"logprobs"})
-
-    @override
     def roles(self) -> Mapping[str, Role]:
         """Return the teacher, whose model has no default."""
         return {"teacher": Role(ReferenceInterface(self.generation.temperature, hidden_states=True), RoleModel.none)}
@@ -102,17 +105,6 @@ class GKDInterface(ModelInterface):
             generation=self.generation,
             sampler=self.generation.describe(),
             exact_sampling=not self.generation.distorted(),
-        )
-
-    @override
-    def headline(self) -> tuple[str, ...]:
-        return ("reward", "divergence", "teacher_nll")
-
-    @override
-    def panels(self) -> tuple[Panel, ...]:
-        return (
-            Panel("divergence from the teacher (nats per token)", {"divergence": "training batch"}),
-            Panel("negative log-likelihood (nats per token)", {"teacher_nll": "under the teacher"}),
         )
 
     @override

@@ -8,6 +8,7 @@ Reads `prompt_ids`; writes `input_ids` and `prompt_mask` with one sequence per p
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 from typing_extensions import override
 
@@ -27,19 +28,12 @@ from realign.api import (
 class GreedyInterface(ModelInterface):
     """A policy that samples greedily: the most likely token at every position."""
 
+    KEYS: ClassVar = {"generate": Keys({"prompt_ids": ""}, writes=frozenset({"input_ids", "prompt_mask"}))}
+    OUTPUTS = frozenset({"logprobs"})
+
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     """Sampling settings of the actor (`${interfaces.actor.generation}`); the greedy response stops by the same rules.
     `n` is set to 1 and `greedy` to true. The temperature does not change greedy responses."""
-
-    @override
-    def keys(self, method: str) -> Keys:
-        if method != "generate":
-            return Keys()
-        return Keys(needs={"prompt_ids": ""}, writes=frozenset({"input_ids", "prompt_mask"}))
-
-    @override
-    def outputs(self) -> frozenset[str]:
-        return frozenset({"logprobs"})
 
     @override
     def plan(self) -> Plan:

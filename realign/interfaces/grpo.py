@@ -13,12 +13,12 @@ from realign.api import GenerationConfig
 from realign.functional import Scope
 from realign.interfaces.components.advantages import AdvantageEstimator, GroupRelative
 from realign.interfaces.components.normalization import Normalization
-from realign.interfaces.ppo import PPOActorInterface, dataflow
+from realign.interfaces.policy import PolicyInterface, dataflow
 
 
 @dataclass
-class GRPOActorInterface(PPOActorInterface):
-    """The policy of GRPO: PPO with another advantage."""
+class GRPOActorInterface(PolicyInterface):
+    """The policy of GRPO: rewards compared within the group of a prompt, and no critic."""
 
     generation: GenerationConfig = field(default_factory=lambda: GenerationConfig(n=8))
     """Sampling settings; `generation.n` is the group size."""

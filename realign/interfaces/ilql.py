@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import numpy as np
 import torch
@@ -72,6 +72,15 @@ def expectile_loss(values_T: Tensor, returns_T: Tensor, mask_T: Tensor, *, tau: 
 class ILQLInterface(ModelInterface):
     """The policy and action values of ILQL, trained on responses with rewards."""
 
+    KEYS: ClassVar = {"train_step": Keys(dict.fromkeys(TRAINED, ""))}
+    OUTPUTS = frozenset({"logprobs", "values", "q_values"})
+    HEADLINE = ("loss", "q_loss", "v_loss", "nll")
+    PANELS = (
+        Panel("losses of action values and values (squared reward)", {"q_loss": "Q", "v_loss": "V"}),
+        Panel("values (reward)", {"q": "Q of the tokens", "value": "V"}),
+        Panel("negative log-likelihood (nats per token)", {"nll": "policy", "cql_loss": "softmax of Q"}),
+    )
+
     epochs: Count = 1
     """Passes over the batch."""
     n_minibatches: Count = 1
@@ -93,28 +102,8 @@ class ILQLInterface(ModelInterface):
     """Weights of tokens and sequences in the loss: token_mean, seq_mean_token_mean, seq_mean_token_sum or constant."""
 
     @override
-    def keys(self, method: str) -> Keys:
-        return Keys(needs=dict.fromkeys(TRAINED, "")) if method == "train_step" else Keys()
-
-    @override
-    def outputs(self) -> frozenset[str]:
-        return frozenset({"logprobs", "values", "q_values"})
-
-    @override
     def plan(self) -> Plan:
         return Plan(epochs=self.epochs, n_minibatches=self.n_minibatches)
-
-    @override
-    def headline(self) -> tuple[str, ...]:
-        return ("loss", "q_loss", "v_loss", "nll")
-
-    @override
-    def panels(self) -> tuple[Panel, ...]:
-        return (
-            Panel("losses of action values and values (squared reward)", {"q_loss": "Q", "v_loss": "V"}),
-            Panel("values (reward)", {"q": "Q of the tokens", "value": "V"}),
-            Panel("negative log-likelihood (nats per token)", {"nll": "policy", "cql_loss": "softmax of Q"}),
-        )
 
     def train_step(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> Stats:
         """Take `epochs * n_minibatches` optimizer steps over the batch, in a new random order in each epoch."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import numpy as np
 import torch
@@ -148,6 +148,15 @@ def response_logprobs(model: Model, data: SequenceSample, mb_spec: MicroBatchSpe
 class KTOInterface(ModelInterface):
     """The policy of KTO, trained on labeled responses."""
 
+    KEYS: ClassVar = {"train_step": Keys(dict.fromkeys((*TRAINED, "prompt_mask", "mismatched_ref_logprobs"), ""))}
+    OUTPUTS = frozenset({"logprobs"})
+    HEADLINE = ("loss", "rewards/accuracy", "rewards/margin", "kl_baseline")
+    PANELS = (
+        Panel("accuracy on labels", {"rewards/accuracy": "training batch"}),
+        Panel("margin of implicit rewards", {"rewards/margin": "training batch"}),
+        Panel("KL to the reference (nats)", {"kl_baseline": "mismatched pairs"}),
+    )
+
     n_minibatches: Count = 1
     """Optimizer steps per batch of prompts."""
     beta: Positive = 0.1
@@ -161,16 +170,6 @@ class KTOInterface(ModelInterface):
     """Temperature of all log-probs, which divides the logits. Must equal the reference's; this is checked at launch."""
 
     @override
-    def keys(self, method: str) -> Keys:
-        if method != "train_step":
-            return Keys()
-        return Keys(needs=dict.fromkeys((*TRAINED, "prompt_mask", "mismatched_ref_logprobs"), ""))
-
-    @override
-    def outputs(self) -> frozenset[str]:
-        return frozenset({"logprobs"})
-
-    @override
     def roles(self) -> Mapping[str, Role]:
         """Return the reference policy."""
         return {"ref": Role(KTOReferenceInterface(temperature=self.temperature))}
@@ -178,18 +177,6 @@ class KTOInterface(ModelInterface):
     @override
     def plan(self) -> Plan:
         return Plan(n_minibatches=self.n_minibatches, temperature=self.temperature, temperature_setting="temperature")
-
-    @override
-    def headline(self) -> tuple[str, ...]:
-        return ("loss", "rewards/accuracy", "rewards/margin", "kl_baseline")
-
-    @override
-    def panels(self) -> tuple[Panel, ...]:
-        return (
-            Panel("accuracy on labels", {"rewards/accuracy": "training batch"}),
-            Panel("margin of implicit rewards", {"rewards/margin": "training batch"}),
-            Panel("KL to the reference (nats)", {"kl_baseline": "mismatched pairs"}),
-        )
 
     def train_step(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> Stats:
         """Take `n_minibatches` optimizer steps over the batch, in a new random order."""

@@ -48,6 +48,9 @@ from realign.interfaces.dpo import DPOInterface
 class OnlineDPOInterface(DPOInterface):
     """The policy of online DPO: it samples responses, and trains on pairs of them."""
 
+    HEADLINE = ("reward", *DPOInterface.HEADLINE)
+    PANELS = (Panel("reward", {"reward": "sampled responses"}), *DPOInterface.PANELS)
+
     generation: GenerationConfig = field(default_factory=lambda: GenerationConfig(n=2))
     """Sampling settings, without restrictions; `generation.n` is at least 2. `temperature` is the loss's own."""
 
@@ -78,14 +81,6 @@ class OnlineDPOInterface(DPOInterface):
             sampler=self.generation.describe(),
             exact_sampling=not self.generation.distorted(),
         )
-
-    @override
-    def headline(self) -> tuple[str, ...]:
-        return ("reward", *super().headline())
-
-    @override
-    def panels(self) -> tuple[Panel, ...]:
-        return (Panel("reward", {"reward": "sampled responses"}), *super().panels())
 
     def generate(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
         """Sample `generation.n` responses per prompt."""

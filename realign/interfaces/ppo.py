@@ -1,130 +1,39 @@
 """PPO: a clipped surrogate objective with generalized advantages (arXiv:1707.06347; language models arXiv:1909.08593).
 
-Training reads the keys that sampling writes and `rewards`, and further keys if the settings need them. Only sampled
-tokens are trained. A response with a reward or dense reward that is not finite is excluded, and `missing_rewards`
-counts it. A train step is a pipeline of replaceable components:
-
-    score (reward, truncation) -> KL in the reward, dense rewards -> advantage -> adv_norm -> mini-batches;
-    objective x correction -> kl, entropy_coef, value and ptx_coef as additional terms -> aggregation
+The pipeline of `policy.py`, and what needs values or text: a critic with its own model (`critic=own`) or on the actor's
+(`critic=shared`, whose value loss is a term of the policy's), and pretraining text in the loss (PPO-ptx). An own critic
+trains on the returns that the actor computes once for both, in the call `credit`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
-import numpy as np
-import torch
 from torch import Tensor
 from typing_extensions import override
 
-from realign.api import (
-    SAMPLED,
-    DataflowGraph,
-    GenerationConfig,
-    Keys,
-    LossStats,
-    Max,
-    MicroBatchSpec,
-    Model,
-    ModelInterface,
-    ModelOutput,
-    Panel,
-    Plan,
-    Role,
-    RoleModel,
-    SequenceSample,
-    Stats,
-    TokenValues,
-    masked_mean,
-    merge_stats,
-    rl_graph,
-    settings_unused_by_override,
-)
-from realign.api.router_experts import ROUTER_EXPERTS
+from realign.api import Keys, LossStats, MicroBatchSpec, Model, ModelOutput, Panel, Plan, SequenceSample, Stats
 from realign.errors import SettingsError
-from realign.functional import broadcast_to_tokens, keep_best, segment_sum
 from realign.interfaces.components import (
-    GAE,
     POLICY_PANELS,
     VALUE_PANELS,
-    AdvantageEstimator,
-    Aggregation,
-    Clip,
-    Correction,
     Critic,
-    EarlyStop,
-    Estimate,
-    KLPenalty,
-    Normalization,
-    Objective,
-    PolicyTokens,
-    Rewards,
-    RewardShaping,
-    TokenMean,
-    Truncation,
     ValueObjective,
-    advantage_stats,
-    first_logprob_diff,
     mix_pretraining,
-    normalized_advantages,
-    old_logprobs,
-    policy_loss_of,
-    policy_stats,
     pretraining_loss,
-    score_logprobs,
-    scoring_keys,
-    staleness_stats,
-    trained,
     value_stats,
 )
-from realign.interfaces.components.truncation import end_tokens
-from realign.interfaces.greedy import GreedyInterface
-from realign.interfaces.reference import ReferenceInterface
-from realign.settings import Count, NonNegative, NonNegativeInt
+from realign.interfaces.policy import CREDITED, PolicyInterface, dataflow, token_traces
+from realign.settings import NonNegative, NonNegativeInt
 
 
 @dataclass
-class PPOActorInterface(ModelInterface):
-    """The policy of PPO, and the base of every actor that samples responses and learns from their rewards."""
+class PPOActorInterface(PolicyInterface):
+    """The policy of PPO, with or without a critic."""
 
-    reads_images: ClassVar[bool] = True
+    HEADLINE = (*PolicyInterface.HEADLINE, "explained_variance")
 
-    generation: GenerationConfig = field(default_factory=GenerationConfig)
-    """Sampling settings; `generation.temperature` applies to all log-probs of the policy."""
-    epochs: Count = 1
-    """Passes over the rollout batch."""
-    n_minibatches: Count = 1
-    """Optimizer steps per pass; prompts are randomly permuted in each."""
-    reward: RewardShaping = field(default_factory=RewardShaping)
-    """Shaping of scores: bias, gain, clip, scale, baseline."""
-    truncation: Truncation = field(default_factory=Truncation)
-    """Treatment of responses that reached the length limit."""
-    min_response_tokens: NonNegativeInt = 0
-    """Minimum length in tokens, including the end token; shorter responses are excluded from the loss (3 as in
-    DeepSpeed-Chat, which excludes responses of one token and the end token)."""
-    train_end_token: bool = True
-    """Train on end tokens. With false, they get rewards and advantages, but are in no loss, as in systems that pad with
-    the end token (DeepSpeed-Chat, trlX with the tokenizer of GPT-2)."""
-    keep_best: Count | None = None
-    """Number of responses per prompt that train, those with the highest scores (realhf's best-of-k); null: all."""
-    advantage: AdvantageEstimator = field(default_factory=GAE)
-    """Advantage estimator: gae, n_step, group_relative, or your own."""
-    adv_norm: Normalization = field(default_factory=Normalization)
-    """Normalization of advantages: scopes of the mean that is subtracted and of the standard deviation that divides."""
-    credit_per_minibatch: bool = False
-    """Estimate and normalize advantages separately in every mini-batch (openai/lm-human-preferences)."""
-    objective: Objective = field(default_factory=Clip)
-    """Policy objective: clip, proximal_kl, gspo, cispo, sapo, gmpo, reinforce, or your own."""
-    correction: Correction | None = None
-    """Importance correction for the behavior policy: importance_correction, or your own; null: none."""
-    recompute: bool = False
-    """Recompute old log-probs with the training engine, instead of using the sampler's; `correction` implies it."""
-    kl: KLPenalty = field(default_factory=KLPenalty)
-    """Penalty against the reference policy, in the reward or in the loss: kl_penalty, or your own."""
-    entropy_coef: float = 0.0
-    """Weight of the entropy bonus in the loss (nats per token)."""
     critic: Critic = Critic.none
     """Model that estimates values: none, own or shared."""
     value: ValueObjective | None = None
@@ -133,32 +42,9 @@ class PPOActorInterface(ModelInterface):
     """Number of training steps at the start in which only the critic is trained (critic=own)."""
     ptx_coef: NonNegative = 0.0
     """Weight of the mean negative log-likelihood of pretraining text in the loss (PPO-ptx, arXiv:2203.02155)."""
-    aggregation: Aggregation = field(default_factory=TokenMean)
-    """Weights of tokens and sequences in the loss: token_mean, seq_mean_token_mean, seq_mean_token_sum or constant."""
-    early_stop: EarlyStop = field(default_factory=EarlyStop)
-    """Bounds beyond which the rest of a rollout batch is skipped."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.generation.check_ratios()
-        for name, limit in (("min_response_tokens", "max_new_tokens"), ("keep_best", "n")):
-            found, most = getattr(self, name), getattr(self.generation, limit)
-            if found is not None and found > most:
-                raise SettingsError(f"{name}={found}: must be at most generation.{limit}={most}")
-        if not self.train_end_token and self.generation.fixed_length:
-            raise SettingsError(
-                "train_end_token=false: has no effect with generation.fixed_length=true, under which no token ends a "
-                "response. Set one of them to its default"
-            )
-        self.truncation.check(longest=self.generation.max_new_tokens, baseline=self.reward.has_baseline)
-        self.advantage.check(responses=self.generation.n, adv_norm=self.adv_norm, baseline=self.reward.has_baseline)
-        self._check_critic()
-        self.kl_control = self.kl.control()
-        self.objective_control = self.objective.control()
-        self.reward_moments = self.reward.moments()
-
-    def _check_critic(self) -> None:
-        """Reject combinations of critic and value settings that have no effect or cannot be trained."""
         if self.critic is Critic.shared and self.value is None:
             self.value = ValueObjective()
         if self.value is not None and self.critic is not Critic.shared:
@@ -173,284 +59,73 @@ class PPOActorInterface(ModelInterface):
             raise SettingsError("credit_per_minibatch=true: cannot be combined with critic=own. Set critic=shared")
 
     @override
-    def keys(self, method: str) -> Keys:
-        """Return the keys that the components read, each with the setting that needs it."""
-        replayed = {ROUTER_EXPERTS: "generation.router_replay=true"} if self.generation.router_replay else {}
-        if method == "generate":
-            return Keys({"prompt_ids": ""}, writes=frozenset({*SAMPLED, *replayed}))
-        if method == "inference":
-            scoring = scoring_keys()
-            return replace(scoring, needs={**scoring.needs, **replayed})
-        needs = dict.fromkeys(("input_ids", "loss_mask", "logprobs"), "")
-        needs |= {"rewards": ""} if self.advantage.needs_rewards else {}
-        needs |= {**self.kl.needs(), **self.truncation.needs(), **self.reward.needs()}
-        uses = {"prox_logprobs", "truncated", *self.advantage.uses}
-        uses |= set() if self.advantage.needs_rewards else {"rewards"}
-        uses |= set() if self.reward.shapes_scores else {"dense_rewards"}  # with dense rewards all scores are 0
-        if method == "credit":
-            return Keys(needs | self.advantage.needs(), frozenset(uses), frozenset(CREDITED))
-        needs |= replayed | self.objective.needs() | ({"prox_logprobs": "recompute=true"} if self.recompute else {})
-        if self.correction is not None:
-            needs, uses = needs | self.correction.needs(), uses | {"versions"}
-        if self.critic is not Critic.none:
-            needs["values"] = f"critic={self.critic.value}"
-        if self.critic is Critic.own:
-            needs, uses = needs | dict.fromkeys(CREDITED, "critic=own"), uses | {*self.advantage.needs()}
-        else:
-            needs |= self.advantage.needs()
+    def step_keys(self) -> Keys:
+        """Return values, the advantages that `credit` computed for an own critic, and pretraining text."""
+        estimated = super().step_keys()
+        needs = {} if self.critic is Critic.none else {"values": f"critic={self.critic.value}"}
+        needs |= dict.fromkeys(CREDITED, "critic=own") if self.critic is Critic.own else estimated.needs
         if self.ptx_coef:
             needs |= dict.fromkeys(("ptx_input_ids", "ptx_loss_mask"), f"ptx_coef={self.ptx_coef:g}")
-        return Keys(needs, frozenset(uses))
+        return Keys(needs, frozenset(estimated.needs if self.critic is Critic.own else ()))
 
     @override
     def outputs(self) -> frozenset[str]:
-        """Return log-probs, and values if the loss includes them."""
-        return frozenset({"logprobs"} if self.value is None else {"logprobs", "values"})
-
-    @override
-    def roles(self) -> Mapping[str, Role]:
-        """Return a reference policy, a teacher without a default model, and a greedy policy."""
-        return {
-            "ref": Role(ReferenceInterface(self.generation.temperature, self.kl.full_vocabulary), RoleModel.start),
-            "teacher": Role(ReferenceInterface(self.generation.temperature), RoleModel.none),
-            "baseline": Role(GreedyInterface(self.generation), RoleModel.shared),
-        }
-
-    @override
-    def plan(self) -> Plan:
-        longest = self.generation.max_new_tokens
-        return Plan(
-            epochs=self.epochs,
-            n_minibatches=self.n_minibatches,
-            at_most=self.early_stop.bounded,
-            first_training_step=self.critic_warmup_steps + 1,
-            responses_per_prompt=self.generation.n,
-            longest_response=longest,
-            expected_response=longest if self.truncation.overlong_buffer else None,
-            temperature=self.generation.temperature,
-            generation=self.generation,
-            sampler=self.generation.describe(),
-            corrects_staleness=self.correction is not None,
-        )
-
-    @override
-    def headline(self) -> tuple[str, ...]:
-        return (
-            "reward",
-            "entropy",
-            "clip_fraction",
-            "approx_kl",
-            "ref_kl_per_sequence",
-            "explained_variance",
-            "teacher_kl",
-        )
-
-    @override
-    def targets(self) -> dict[str, float]:
-        return {} if self.kl.target is None else {"ref_kl_per_sequence": self.kl.target}
+        return super().outputs() if self.value is None else super().outputs() | {"values"}
 
     @override
     def panels(self) -> tuple[Panel, ...]:
         return POLICY_PANELS if self.value is None else (*POLICY_PANELS, *VALUE_PANELS)
 
     @override
+    def plan(self) -> Plan:
+        return replace(super().plan(), first_training_step=self.critic_warmup_steps + 1)
+
+    @override
     def describe(self, batch_prompts: int) -> dict[str, str]:
-        kept = [] if self.keep_best is None else [f"the best {self.keep_best} of {self.generation.n} per prompt"]
-        kept += [f"those of at least {self.min_response_tokens} tokens"] if self.min_response_tokens else []
-        kept += [] if self.train_end_token else ["without their end tokens"]
-        return {
-            "scores": self.reward.describe(),
-            "truncated responses": self.truncation.describe(),
-            "responses in the loss": ", ".join(kept),
-            "KL to reference": self.kl.describe(),
-            "advantage": self.advantage.describe(),
-            "advantage normalization": self.adv_norm.describe(per_minibatch=self.credit_per_minibatch),
-            "policy objective": self.objective.describe(),
-            "importance correction": "" if self.correction is None else self.correction.describe(),
-            "entropy bonus": f"coefficient {self.entropy_coef:g}" if self.entropy_coef else "",
+        return super().describe(batch_prompts) | {
             "value loss": "" if self.value is None else f"{self.value.describe()}, coefficient {self.value.coef:g}",
             "pretraining loss": f"coefficient {self.ptx_coef:g}" if self.ptx_coef else "",
-            "loss aggregation": self.aggregation.describe(),
-            "early stop": self.early_stop.describe(),
-            "not used by the overridden loss": ", ".join(settings_unused_by_override(self, PPOActorInterface, "loss")),
         }
 
-    def generate(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
-        """Sample `generation.n` responses per prompt; `versions` is the policy version that sampled each token."""
-        return model.sampler.generate(data, self.generation, seed=model.call_seed("generate"))
-
-    def inference(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
-        """Compute `logprobs` [T] of the sampled tokens under the current weights."""
-        return score_logprobs(model, data, mb_spec, self.generation.temperature)
-
-    def credit(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
-        """Compute `advantages` and `returns` [T], and the `loss_mask` [T] of the tokens in the losses."""
-        return self.estimate_advantages(model, self.score(model, data)).select(CREDITED)
-
+    @override
     def train_step(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> Stats:
-        """Take `epochs * n_minibatches` optimizer steps, in a new random order in each epoch."""
-        if "advantages" not in data:
-            data = self.score(model, data)
-            if not self.credit_per_minibatch:
-                data = self.estimate_advantages(model, data)
-        stats = self.batch_stats(model, data)
         if model.version < self.critic_warmup_steps:
-            return stats
-        steps, further = self._optimize(model, data, mb_spec)
-        merged = merge_stats([stats, *steps, *further])
-        merged |= self.kl_control.update(merged, model.machine.reduce)
-        if self.objective_control is None:
-            return merged
-        return merged | self.objective_control.update(model, data, mb_spec, self.generation.temperature)
+            return self.batch_stats(model, self.credited(model, data))
+        return super().train_step(model, data, mb_spec)
 
-    def score(self, model: Model, data: SequenceSample) -> SequenceSample:
-        """Shape `rewards`, and remove excluded responses from `loss_mask`. Called once per rollout batch.
+    @override
+    def trained(self, data: SequenceSample) -> SequenceSample:
+        # Prompts whose responses don't train still have their pretraining text.
+        return data if "ptx_input_ids" in data else super().trained(data)
 
-        Without rewards (`AdvantageEstimator.needs_rewards`), all of them are 0.
-        """
-        if "rewards" not in data and not self.advantage.needs_rewards:
-            data = data.with_sequences(rewards=torch.zeros(data.n_sequences, device=data["loss_mask"].device))
-        cu_seqlens, rewards_S, truncated_S = data.cu_seqlens(), Rewards.known(data), data.get("truncated")
-        tokens_S = segment_sum(data["loss_mask"], cu_seqlens)
-        valid_S = rewards_S.isfinite() & (tokens_S >= max(1, self.min_response_tokens))
-        self.reward.observe(self.reward_moments, rewards_S, valid_S, model.machine.reduce)
-        scores_S = self.reward.shape(self.reward_moments, rewards_S)
-        scores_S = self.truncation.scores(scores_S, truncated_S, tokens_S, self.generation.max_new_tokens)
-        scores_S = scores_S - self.reward.baselines(self.reward_moments, data)
-        valid_S = valid_S & scores_S.isfinite() & self.truncation.kept(valid_S, truncated_S)
-        if self.keep_best is not None:
-            total_S = Rewards.of(data.with_sequences(rewards=scores_S)).per_sequence
-            valid_S = keep_best(total_S, data.group_index(), valid_S, self.keep_best)
-        mask_T = data["loss_mask"] & broadcast_to_tokens(valid_S, cu_seqlens)
-        return data.with_sequences(rewards=scores_S).with_tokens(loss_mask=mask_T)
+    @override
+    def prepare(self, minibatch: SequenceSample, reduce: Callable[[Tensor], Tensor]) -> SequenceSample:
+        minibatch = super().prepare(minibatch, reduce)
+        return mix_pretraining(minibatch, self.ptx_coef, self.loss_weight, reduce) if self.ptx_coef else minibatch
 
-    def estimate_advantages(self, model: Model, data: SequenceSample) -> SequenceSample:
-        """Add normalized `advantages` [T], and `returns` [T] if the estimator computes them.
+    @override
+    def token_loss(
+        self, output: ModelOutput, minibatch: SequenceSample, weight_T: Tensor | None
+    ) -> tuple[Tensor, LossStats]:
+        loss_T, stats = super().token_loss(output, minibatch, weight_T)
+        if self.value is None:
+            return loss_T, stats
+        values_T = output.values()
+        value_loss_T, value_metrics = self.value(values_T, minibatch)
+        return loss_T + self.value.coef * value_loss_T, {**stats, **value_metrics, **token_traces({"value": values_T})}
 
-        With train_end_token=false, end tokens leave `loss_mask` after that.
-        """
-        cu_seqlens, reduce = data.cu_seqlens(), model.machine.reduce
-        valid_S = data["rewards"].isfinite() & (segment_sum(data["loss_mask"], cu_seqlens) > 0)
-        if (kept_S := self.advantage.keep(data)) is not None:
-            valid_S = valid_S & kept_S
-        data = data.with_tokens(loss_mask=data["loss_mask"] & broadcast_to_tokens(valid_S, cu_seqlens))
-        rewards = Rewards.of(data, *self.kl_control.in_reward(data))
-        found = Estimate.of(self.advantage.estimate(rewards, data, reduce), cu_seqlens, type(self.advantage).__name__)
-        advantages_T = normalized_advantages(found, data, valid_S, self.adv_norm, reduce)
-        if (factor := self.advantage.rescale(rewards, data, valid_S, reduce)) is not None:
-            advantages_T = advantages_T * factor
-        returns = {} if found.returns_T is None else {"returns": found.returns_T}
-        if not self.train_end_token:
-            stops = self.generation.stop_token_ids
-            ends_T = end_tokens(model, data["input_ids"], stops, "train_end_token=false")
-            data = data.with_tokens(loss_mask=data["loss_mask"] & ~ends_T)
-        return data.with_tokens(advantages=advantages_T, **returns)
-
-    def _optimize(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> tuple[list[Stats], list[Stats]]:
-        """Take the optimizer steps of a rollout batch until `early_stop`. Returns their metrics and additional ones."""
-        allowed = True
-
-        def step_if(stats: Stats) -> bool:
-            nonlocal allowed
-            allowed = self.early_stop.allows(stats)
-            return allowed
-
-        data = data if "ptx_input_ids" in data else trained(data)
-        reduce, rng = model.machine.reduce, np.random.default_rng(model.call_seed("minibatches"))
-        steps, further = list[Stats](), list[Stats]()
-        # lazy, so that an early stop also skips the permutation of later epochs
-        for part in (part for _ in range(self.epochs) for part in data.minibatches(self.n_minibatches, rng)):
-            if self.credit_per_minibatch:
-                part = self.estimate_advantages(model, part)
-                further += [advantage_stats(part), value_stats(part, model) if self.value is not None else {}]
-            part = self.objective.prepare(part, reduce)
-            if self.ptx_coef:
-                part = mix_pretraining(part, self.ptx_coef, self.loss_weight, reduce)
-            loss = self.loss if steps else self.first_loss
-            steps.append(model.machine.train_batch(part, mb_spec, loss, self.loss_weight, step_if))
-            if not allowed:
-                break
-        if self.early_stop.bounded:
-            further.append({"early_stopped": Max(torch.tensor(float(not allowed)))})
-        return steps, further
-
+    @override
     def loss(self, output: ModelOutput, minibatch: SequenceSample) -> tuple[Tensor, LossStats]:
-        """Return the loss (objective times correction, plus other terms), summed over the micro-batch, and metrics."""
-        weight_T, divisor_T = None, minibatch["loss_mask"]
-        if self.correction is not None:
-            weight_T, mask_T, divisor_T = self.correction.correct(minibatch)
-            minibatch = minibatch.with_tokens(loss_mask=mask_T)
-        mask_T, old_T, temperature = minibatch["loss_mask"], old_logprobs(minibatch), self.generation.temperature
-        logprobs_T, entropy_T = output.logprobs_and_entropy(temperature=temperature, where_T=mask_T)
-        control = self.objective_control
-        tokens = PolicyTokens.of(logprobs_T, old_T, minibatch, None if control is None else control.coef)
-        policy = policy_loss_of(self.objective, tokens, weight_T)
-        loss_T, stats = policy.loss_T, policy_stats(policy, tokens, entropy_T) | self.objective.stats(policy, mask_T)
-        trace = {"ratio": policy.ratio_T, "entropy": entropy_T, "advantage": tokens.advantages_T, "mask": mask_T}
-        trace["logprob"] = logprobs_T
-        if self.kl_control.is_in_loss:
-            penalty_T, kl_stats = self.kl_control.in_loss(output, logprobs_T, minibatch, temperature)
-            loss_T, stats, trace["kl_penalty"] = loss_T + penalty_T, stats | kl_stats, penalty_T
-        if self.entropy_coef:
-            loss_T = loss_T - self.entropy_coef * entropy_T
-        if self.value is not None:
-            trace["value"] = output.values()
-            value_loss_T, metrics = self.value(trace["value"], minibatch)
-            loss_T, stats = loss_T + self.value.coef * value_loss_T, stats | metrics
-        loss = self.aggregation.total(torch.where(mask_T, loss_T, 0), divisor_T, minibatch.cu_seqlens())
-        if self.ptx_coef:
-            text_loss, text_stats = pretraining_loss(output, minibatch)
-            loss, stats = loss + text_loss, stats | text_stats
-        return loss, stats | {f"token/{name}": TokenValues(x_T.detach()) for name, x_T in trace.items()}
+        loss, stats = super().loss(output, minibatch)
+        if not self.ptx_coef:
+            return loss, stats
+        text_loss, text_stats = pretraining_loss(output, minibatch)
+        return loss + text_loss, {**stats, **text_stats}
 
-    def first_loss(self, output: ModelOutput, minibatch: SequenceSample) -> tuple[Tensor, LossStats]:
-        """Return `loss` with `first_logprob_diff_max`, which checks the ratio on the first mini-batch of a step."""
-        loss, stats = self.loss(output, minibatch)
-        return loss, {**stats, **first_logprob_diff(stats, output, minibatch, self.generation.temperature)}
-
-    def loss_weight(self, data: SequenceSample) -> Tensor:
-        """Return the divisor of the loss, after all filters and the correction."""
-        divisor_T = data["loss_mask"] if self.correction is None else self.correction.correct(data).divisor_T
-        return self.aggregation.weight(divisor_T, data.cu_seqlens())
-
-    def batch_stats(self, model: Model, data: SequenceSample) -> Stats:
-        """Compute the metrics of the rollout batch."""
-        mask_T, cu_seqlens = data["loss_mask"], data.cu_seqlens()
-        trained_S = segment_sum(mask_T, cu_seqlens) > 0
-        surprise_S = segment_sum(torch.where(mask_T, -data["logprobs"], 0), cu_seqlens)
-        stats: list[Stats] = [
-            {"trained_fraction": masked_mean(trained_S.float(), torch.ones_like(trained_S))},
-            {"entropy_per_sequence": masked_mean(surprise_S, trained_S)},
-            self.advantage.stats(data),
-            self.kl_control.stats(data),
-            advantage_stats(data) if "advantages" in data else {},
-            value_stats(data, model) if self.value is not None and "returns" in data else {},
-            {} if self.correction is None else self.correction.stats(data),
-            staleness_stats(data, model.version) if self.correction is not None and "versions" in data else {},
-        ]
-        return merge_stats(stats)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the KL coefficients and the running moments of the scores."""
-        control = {} if self.objective_control is None else {"objective": self.objective_control.state_dict()}
-        kl_state, moments = self.kl_control.state_dict(), self.reward.state_of(self.reward_moments)
-        return {"kl_controller": kl_state, "reward": moments, **control}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
-        self.kl_control.load_state_dict(state["kl_controller"])
-        self.reward.restore(self.reward_moments, state["reward"])
-        if self.objective_control is not None:
-            self.objective_control.load_state_dict(state.get("objective", {}))
-
-
-CREDITED = ("advantages", "returns", "loss_mask")
-"""Keys that `credit` writes."""
-
-
-def dataflow(interfaces: Mapping[str, ModelInterface]) -> DataflowGraph:
-    """Build the graph of PPO and its variants: sample, reward, score, train. The settings determine the calls."""
-    return rl_graph(interfaces)
+    @override
+    def credit_stats(self, model: Model, data: SequenceSample) -> Stats:
+        stats = super().credit_stats(model, data)
+        return stats if self.value is None or "returns" not in data else stats | value_stats(data, model)
 
 
 __all__ = ["PPOActorInterface", "dataflow"]

@@ -17,6 +17,8 @@ from realign.settings import Range
 class ReferenceInterface(ModelInterface):
     """A frozen policy that computes `logprobs` of sampled tokens at the sampler's temperature."""
 
+    OUTPUTS = frozenset({"logprobs"})
+
     reads_images: ClassVar[bool] = True
 
     temperature: Annotated[float, Range(ge=0.01, lt=math.inf)] = 1.0
@@ -28,10 +30,6 @@ class ReferenceInterface(ModelInterface):
     @override
     def keys(self, method: str) -> Keys:
         return scoring_keys(hidden=self.hidden_states) if method == "inference" else Keys()
-
-    @override
-    def outputs(self) -> frozenset[str]:
-        return frozenset({"logprobs"})
 
     @override
     def plan(self) -> Plan:

@@ -199,6 +199,8 @@ def centering_loss(chosen_P: Tensor, rejected_P: Tensor) -> Tensor:
 class RewardModelInterface(ModelInterface):
     """A reward model, trained on preferences and then used to compute rewards. Needs a model with head=score."""
 
+    OUTPUTS = frozenset({"scores"})
+
     kind: RewardLoss = RewardLoss.pairwise
     """Loss: pairwise, best_of_n, scalar_rating or scalar_compare."""
     n_minibatches: Count = 1
@@ -258,10 +260,6 @@ class RewardModelInterface(ModelInterface):
         mask = "cut" if self.cut is not None else "dense=true" if self.dense else None
         needs = {"input_ids": ""} | ({} if mask is None else {"prompt_mask": mask})
         return Keys(needs=needs, writes=reward_keys(self.dense))
-
-    @override
-    def outputs(self) -> frozenset[str]:
-        return frozenset({"scores"})
 
     @override
     def plan(self) -> Plan:

@@ -37,6 +37,9 @@ from realign.settings import Count
 class SFTInterface(ModelInterface):
     """Supervised fine-tuning on packed sequences."""
 
+    KEYS: ClassVar = {"train_step": Keys({"input_ids": "", "loss_mask": ""})}
+    OUTPUTS = frozenset({"logprobs"})
+    PANELS = (Panel("negative log-likelihood (nats per token)", {"nll": "training batch"}),)
     reads_images: ClassVar[bool] = True
 
     n_minibatches: Count = 1
@@ -45,24 +48,12 @@ class SFTInterface(ModelInterface):
     """Weights of tokens and sequences in the loss: token_mean, seq_mean_token_mean, seq_mean_token_sum or constant."""
 
     @override
-    def keys(self, method: str) -> Keys:
-        return Keys(needs={"input_ids": "", "loss_mask": ""}) if method == "train_step" else Keys()
-
-    @override
-    def outputs(self) -> frozenset[str]:
-        return frozenset({"logprobs"})
-
-    @override
     def plan(self) -> Plan:
         return Plan(n_minibatches=self.n_minibatches)
 
     @override
     def headline(self) -> tuple[str, ...]:
         return ("nll",) if isinstance(self.aggregation, TokenMean) else ("loss", "nll")  # equal with token means
-
-    @override
-    def panels(self) -> tuple[Panel, ...]:
-        return (Panel("negative log-likelihood (nats per token)", {"nll": "training batch"}),)
 
     def train_step(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> Stats:
         """Take `n_minibatches` optimizer steps over the batch, in a new random order."""

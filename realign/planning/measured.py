@@ -17,9 +17,9 @@ import yaml
 
 from realign.errors import ConfigError, DataError
 from realign.planning.options import PlanOptions
-from realign.planning.placements import Placement, RoleGroup
-from realign.planning.plans import Tail
+from realign.planning.placements import PlannedGroup, PlannedPlacement
 from realign.planning.predict import Cluster, Scale, sampling_costs, training_costs
+from realign.planning.simulator import Tail
 from realign.planning.workload import Workload
 from realign.safe_yaml import load_yaml
 
@@ -49,7 +49,7 @@ def read_runs(folders: Sequence[str], load: Workload) -> list[MeasuredStep]:
         ConfigError: a folder is not a run, or the run used asynchronous rollout or workers.
         DataError: a file cannot be read, or lacks a metric.
     """
-    found: list[MeasuredStep] = []
+    steps_of_runs: list[MeasuredStep] = []
     for folder in folders:
         path = Path(folder).expanduser()
         if not (path / "metrics.jsonl").is_file():
@@ -57,8 +57,8 @@ def read_runs(folders: Sequence[str], load: Workload) -> list[MeasuredStep]:
         _check_synchronous(folder, path / "config.yaml")
         rows = _records(path / "metrics.jsonl")
         steps = [_step(row, load, path) for row in rows]
-        found += steps[1:] or steps
-    return found
+        steps_of_runs += steps[1:] or steps
+    return steps_of_runs
 
 
 def _records(path: Path) -> list[dict[str, float]]:
@@ -67,10 +67,10 @@ def _records(path: Path) -> list[dict[str, float]]:
         rows = [json.loads(line) for line in lines]
     except (OSError, ValueError) as error:
         raise DataError(f"plan.runs: {path} cannot be read ({error}).") from error
-    found = [row for row in rows if row.get("step")]
-    if not found:
+    training_rows = [row for row in rows if row.get("step")]
+    if not training_rows:
         raise DataError(f"plan.runs: {path} contains no training step. Set the folder of a run that has trained.")
-    return found
+    return training_rows
 
 
 def _check_synchronous(folder: str, path: Path) -> None:
@@ -94,7 +94,7 @@ def _step(row: dict[str, float], load: Workload, path: Path) -> MeasuredStep:
         tokens, mean = row["rollout_tokens"], row["response_tokens"]
         sampled = sum(row[f"time/{name}_s"] for name in load.sampling_calls)
         rewards = sum(row[f"time/{name}_s"] for name in load.reward_calls)
-        whole = row["step_s"]
+        step_s = row["step_s"]
     except KeyError as error:
         raise DataError(
             f"plan.runs: step {row['step']:g} of {path} has no metric {error}. Set a run of this experiment."
@@ -102,25 +102,25 @@ def _step(row: dict[str, float], load: Workload, path: Path) -> MeasuredStep:
     sequences = tokens / mean if mean else 0.0
     packed = row.get("tokens", 0.0) / load.epochs
     prompt = packed / sequences - mean if sequences and packed else load.work.prompt_tokens
-    return MeasuredStep(sequences, mean, max(0.0, prompt), sampled, rewards, max(0.0, whole - sampled - rewards))
+    return MeasuredStep(sequences, mean, max(0.0, prompt), sampled, rewards, max(0.0, step_s - sampled - rewards))
 
 
 def with_measured_lengths(options: PlanOptions, steps: Sequence[MeasuredStep], load: Workload) -> PlanOptions:
     """Return the options with the lengths and reward seconds of the runs."""
     workers = load.work.reward_workers
-    each = [step.reward_s * (workers or 1) / max(1.0, step.sequences if workers else 1.0) for step in steps]
+    response_s = [step.reward_s * (workers or 1) / max(1.0, step.sequences if workers else 1.0) for step in steps]
     return replace(
         options,
         prompt_tokens=max(1.0, statistics.fmean(step.prompt_tokens for step in steps)),
         response_tokens=max(1.0, statistics.fmean(step.response_tokens for step in steps)),
-        reward_s=statistics.fmean(each),
+        reward_s=statistics.fmean(response_s),
     )
 
 
 def calibrated(cluster: Cluster, load: Workload, steps: Sequence[MeasuredStep]) -> Cluster:
     """Return the cluster with the factors between measured and analytic costs."""
-    one = Placement((RoleGroup(tuple(load.roles), 1),))
-    sampling, training = sampling_costs(one, load, cluster), training_costs(one, load, cluster)
+    single_device = PlannedPlacement((PlannedGroup(tuple(load.roles), 1),))
+    sampling, training = sampling_costs(single_device, load, cluster), training_costs(single_device, load, cluster)
     work, group = load.work, load.work.group
     equations = []
     for step in steps:

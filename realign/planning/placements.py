@@ -30,7 +30,7 @@ class Sampling(StrEnum):
 
 
 @dataclass(frozen=True)
-class RoleGroup:
+class PlannedGroup:
     """Roles that share devices."""
 
     roles: tuple[str, ...]
@@ -38,10 +38,10 @@ class RoleGroup:
 
 
 @dataclass(frozen=True)
-class Placement:
+class PlannedPlacement:
     """Devices of all roles and of sampling."""
 
-    groups: tuple[RoleGroup, ...]
+    groups: tuple[PlannedGroup, ...]
     """Groups of roles. The first one contains the sampled role."""
     sampling: Sampling = Sampling.trainer
     samplers: int = 0
@@ -86,7 +86,7 @@ class Placement:
         return f"{trained}{parallel}{where}"
 
 
-def placements(load: Workload, options: PlanOptions, servers: bool) -> Iterator[Placement]:
+def placements(load: Workload, options: PlanOptions, servers: bool) -> Iterator[PlannedPlacement]:
     """Yield the placements that use all devices.
 
     Args:
@@ -98,20 +98,20 @@ def placements(load: Workload, options: PlanOptions, servers: bool) -> Iterator[
     bounds: list[int | None] = list(range(options.max_staleness + 1))
     for groups in groupings(load, n):
         for parallel in widths(groups[0].devices, options) if len(groups) == 1 else (1,):
-            yield Placement(groups, tensor_parallel=parallel)
+            yield PlannedPlacement(groups, tensor_parallel=parallel)
     if n == 1 or (n == 2 and options.device is DeviceKind.cpu):
         for bound in bounds:
-            yield Placement(next(groupings(load, 1)), Sampling.copy, n - 1, max_staleness=bound)
+            yield PlannedPlacement(next(groupings(load, 1)), Sampling.copy, n - 1, max_staleness=bound)
     for samplers in _splits(n):
         for groups, bound in product(groupings(load, n - samplers), bounds):
             alone = len(groups) == 1
             for parallel in widths(groups[0].devices, options) if alone else (1,):
-                yield Placement(groups, Sampling.workers, samplers, parallel, max_staleness=bound)
+                yield PlannedPlacement(groups, Sampling.workers, samplers, parallel, max_staleness=bound)
             if servers:
                 for width in widths(samplers, options):
                     even = (n - samplers) % _nodes(n - samplers, options) == 0  # as torchrun requires
                     strict = None if bound == 0 and alone and even else bound
-                    yield Placement(groups, Sampling.servers, samplers, 1, width, strict)
+                    yield PlannedPlacement(groups, Sampling.servers, samplers, 1, width, strict)
 
 
 def _splits(n: int) -> list[int]:
@@ -123,15 +123,15 @@ def _splits(n: int) -> list[int]:
 
 def widths(devices: int, options: PlanOptions) -> list[int]:
     """Return the powers of two that divide a number of devices and do not exceed a node."""
-    found, width = [], 1
+    powers, width = [], 1
     while width <= min(devices, options.devices_per_node, 8):
         if devices % width == 0 and options.devices_per_node % width == 0:
-            found.append(width)
+            powers.append(width)
         width *= 2
-    return found
+    return powers
 
 
-def groupings(load: Workload, devices: int) -> Iterator[tuple[RoleGroup, ...]]:
+def groupings(load: Workload, devices: int) -> Iterator[tuple[PlannedGroup, ...]]:
     """Yield ways to distribute roles over devices: together; each trained role apart; every role apart.
 
     Groups get devices in proportion to their operations, and at least one.
@@ -148,7 +148,7 @@ def groupings(load: Workload, devices: int) -> Iterator[tuple[RoleGroup, ...]]:
             yield _sized(load, choice, devices)
 
 
-def _sized(load: Workload, choice: Sequence[tuple[str, ...]], devices: int) -> tuple[RoleGroup, ...]:
+def _sized(load: Workload, choice: Sequence[tuple[str, ...]], devices: int) -> tuple[PlannedGroup, ...]:
     need = [
         sum(call.operations * load.roles[call.role].network.weights for call in load.calls if call.role in roles)
         for roles in choice
@@ -156,10 +156,10 @@ def _sized(load: Workload, choice: Sequence[tuple[str, ...]], devices: int) -> t
     sizes = [1] * len(choice)
     for _ in range(devices - len(choice)):  # the group with the most operations per device gets the next one
         sizes[max(range(len(choice)), key=lambda i: need[i] / sizes[i])] += 1
-    return tuple(RoleGroup(roles, size) for roles, size in zip(choice, sizes, strict=True))
+    return tuple(PlannedGroup(roles, size) for roles, size in zip(choice, sizes, strict=True))
 
 
-def overrides(placement: Placement, load: Workload, options: PlanOptions, server: str) -> list[str]:
+def overrides(placement: PlannedPlacement, load: Workload, options: PlanOptions, server: str) -> list[str]:
     """Return the overrides of a placement.
 
     Args:
@@ -182,7 +182,7 @@ def overrides(placement: Placement, load: Workload, options: PlanOptions, server
     return words
 
 
-def _runtime_words(placement: Placement, options: PlanOptions) -> list[str]:
+def _runtime_words(placement: PlannedPlacement, options: PlanOptions) -> list[str]:
     if placement.runtime != "ray":
         return ["runtime=local"]
     words = ["runtime=ray", *(["runtime.address=auto"] if options.nodes > 1 else [])]
@@ -195,21 +195,21 @@ def _runtime_words(placement: Placement, options: PlanOptions) -> list[str]:
     return [*words, f"runtime.placement={{{', '.join(f'{role}: {node}' for role, node in nodes.items())}}}"]
 
 
-def _server_words(placement: Placement, key: str, server: str) -> list[str]:
+def _server_words(placement: PlannedPlacement, key: str, server: str) -> list[str]:
     words = [f"{key}={server}", f"{key}.servers={placement.samplers // placement.server_parallel}"]
     if placement.server_parallel > 1:
         words.append(f"{key}.arguments='{LAUNCHERS[server]} {placement.server_parallel}'")
     return words
 
 
-def launcher(placement: Placement, options: PlanOptions) -> list[str]:
+def launcher(placement: PlannedPlacement, options: PlanOptions) -> list[str]:
     """Return the program that starts a run with a placement."""
     if placement.runtime != "torchrun":
         return ["realign"]
     nodes = _nodes(placement.trainers, options)
-    each = placement.trainers // nodes
+    processes = placement.trainers // nodes
     several = [f"--nnodes={nodes}"] if nodes > 1 else ["--standalone"]
-    return ["torchrun", *several, f"--nproc-per-node={each}", "-m", "realign"]
+    return ["torchrun", *several, f"--nproc-per-node={processes}", "-m", "realign"]
 
 
 def _nodes(devices: int, options: PlanOptions) -> int:
@@ -217,15 +217,15 @@ def _nodes(devices: int, options: PlanOptions) -> int:
     return -(-devices // options.devices_per_node)
 
 
-def notes(placement: Placement, load: Workload, options: PlanOptions) -> list[str]:
+def notes(placement: PlannedPlacement, load: Workload, options: PlanOptions) -> list[str]:
     """Return what the overrides of a placement do not contain."""
-    found = []
+    texts = []
     if placement.sampling is Sampling.servers:
-        found.append("The overrides assign no devices to servers. Start them with CUDA_VISIBLE_DEVICES, and set urls.")
+        texts.append("The overrides assign no devices to servers. Start them with CUDA_VISIBLE_DEVICES, and set urls.")
         if options.nodes > 1:
-            found.append("Servers on other nodes need urls and weights_dir.")
+            texts.append("Servers on other nodes need urls and weights_dir.")
     if placement.runtime == "torchrun" and options.nodes > 1:
-        found.append("Run torchrun on every node, with --rdzv-backend=c10d --rdzv-endpoint=HOST:PORT.")
+        texts.append("Run torchrun on every node, with --rdzv-backend=c10d --rdzv-endpoint=HOST:PORT.")
     if placement.max_staleness and not load.corrects_staleness and load.correction_key is None:
-        found.append("The objective does not correct for stale samples.")
-    return found
+        texts.append("The objective does not correct for stale samples.")
+    return texts

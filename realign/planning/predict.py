@@ -6,14 +6,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from realign.planning.costs import Costs
-from realign.planning.devices import Device
-from realign.planning.memory import WEIGHT_BYTES, DeviceMemory, fits, in_process_slots, memory_of
-from realign.planning.options import PlanOptions
-from realign.planning.placements import Placement, RoleGroup, Sampling
-from realign.planning.plans import Plan, Work
-from realign.planning.roofline import decoding, rows_that_fit
-from realign.planning.simulator import simulate
+from realign.planning.options import Device, PlanOptions
+from realign.planning.placement_memory import WEIGHT_BYTES, DeviceMemory, fits, in_process_slots, memory_of
+from realign.planning.placements import PlannedGroup, PlannedPlacement, Sampling
+from realign.planning.simulator import Costs, RuntimeSchedule, Work, decoding, rows_that_fit, simulate
 from realign.planning.workload import CallLoad, Workload
 
 ROUNDS = 2
@@ -69,7 +65,7 @@ class Cluster:
 class Prediction:
     """Predicted behavior of a placement."""
 
-    placement: Placement
+    placement: PlannedPlacement
     step_s: float
     tokens_per_s: float
     """Trained response tokens per second."""
@@ -79,7 +75,7 @@ class Prediction:
     fits: bool
 
 
-def predict(placement: Placement, load: Workload, cluster: Cluster) -> Prediction:
+def predict(placement: PlannedPlacement, load: Workload, cluster: Cluster) -> Prediction:
     """Simulate a placement."""
     bound = placement.max_staleness or 0
     steps = max(LEAST_STEPS, ROUNDS * (bound + 1)) + 1 + 2 * bound
@@ -96,9 +92,9 @@ def with_steps(work: Work, steps: int) -> Work:
     return replace(work, steps=steps)
 
 
-def schedule(placement: Placement, load: Workload, cluster: Cluster) -> Plan:
+def schedule(placement: PlannedPlacement, load: Workload, cluster: Cluster) -> RuntimeSchedule:
     """Return the schedule that the simulator executes."""
-    return Plan(
+    return RuntimeSchedule(
         max_staleness=placement.max_staleness,
         engines=engines(placement),
         slots=slots(placement, load, cluster),
@@ -106,14 +102,14 @@ def schedule(placement: Placement, load: Workload, cluster: Cluster) -> Plan:
     )
 
 
-def engines(placement: Placement) -> int:
+def engines(placement: PlannedPlacement) -> int:
     """Return the number of engines that sample."""
     if placement.sampling is Sampling.trainer:
         return max(1, placement.groups[0].devices // placement.tensor_parallel)
     return max(1, placement.samplers // placement.server_parallel)
 
 
-def slots(placement: Placement, load: Workload, cluster: Cluster) -> int:
+def slots(placement: PlannedPlacement, load: Workload, cluster: Cluster) -> int:
     """Return the number of rows of an engine."""
     network = load.roles[load.sampled].network
     if placement.sampling is not Sampling.servers:
@@ -123,7 +119,7 @@ def slots(placement: Placement, load: Workload, cluster: Cluster) -> int:
     return rows_that_fit(free, network, device.assumed, load.work)
 
 
-def costs_of(placement: Placement, load: Workload, cluster: Cluster) -> Costs:
+def costs_of(placement: PlannedPlacement, load: Workload, cluster: Cluster) -> Costs:
     """Return the costs of a placement: analytic costs times the measured factors."""
     sampling = sampling_costs(placement, load, cluster)
     training = cluster.scale.of_training(training_costs(placement, load, cluster))
@@ -137,7 +133,7 @@ def costs_of(placement: Placement, load: Workload, cluster: Cluster) -> Costs:
     )
 
 
-def sampling_costs(placement: Placement, load: Workload, cluster: Cluster) -> Costs:
+def sampling_costs(placement: PlannedPlacement, load: Workload, cluster: Cluster) -> Costs:
     """Return the analytic costs of an engine."""
     network, assumed = load.roles[load.sampled].network, cluster.device.assumed
     costs = decoding(network, cluster.device.accelerator, assumed, placement.server_parallel)
@@ -146,7 +142,7 @@ def sampling_costs(placement: Placement, load: Workload, cluster: Cluster) -> Co
     return replace(costs, decode_step_s=costs.decode_step_s + assumed.in_process_layer_s * network.layers)
 
 
-def update_s(placement: Placement, load: Workload, cluster: Cluster) -> float:
+def update_s(placement: PlannedPlacement, load: Workload, cluster: Cluster) -> float:
     """Return the seconds of a weight update."""
     assumed, network = cluster.device.assumed, load.roles[load.sampled].network
     if placement.sampling is Sampling.trainer:
@@ -159,12 +155,12 @@ def update_s(placement: Placement, load: Workload, cluster: Cluster) -> float:
     return assumed.sync_call_s + size * network.weights / assumed.host_rate
 
 
-def _link(group: RoleGroup, cluster: Cluster) -> float:
+def _link(group: PlannedGroup, cluster: Cluster) -> float:
     device = cluster.device.accelerator
     return device.node_link if group.devices <= cluster.options.devices_per_node else device.link
 
 
-def training_costs(placement: Placement, load: Workload, cluster: Cluster) -> Costs:
+def training_costs(placement: PlannedPlacement, load: Workload, cluster: Cluster) -> Costs:
     """Return the analytic costs of all calls after sampling.
 
     A call starts when the calls that it depends on have ended, and when its devices are free.
@@ -189,19 +185,19 @@ def training_costs(placement: Placement, load: Workload, cluster: Cluster) -> Co
     return Costs(0.0, train_step_s=fixed, train_token_s=max(ends.values(), default=0.0))
 
 
-def collectives_s(placement: Placement, load: Workload, cluster: Cluster) -> float:
+def collectives_s(placement: PlannedPlacement, load: Workload, cluster: Cluster) -> float:
     """Return the seconds of a step for starting the collectives of sharded models.
 
     Runs in one process do not measure them, so that no factor applies.
     """
-    found = 0.0
+    collectives = 0.0
     for call in load.calls:
         group = next(group for group in placement.groups if call.role in group.roles)
         ranks = max(1, group.devices // placement.tensor_parallel)
         if ranks > 1:
             microbatches = math.ceil(load.tokens / ranks / load.budget)
-            found += _gathers(call, load) * microbatches * load.roles[call.role].network.layers
-    return found * cluster.device.assumed.collective_s
+            collectives += _gathers(call, load) * microbatches * load.roles[call.role].network.layers
+    return collectives * cluster.device.assumed.collective_s
 
 
 def _gathers(call: CallLoad, load: Workload) -> int:
@@ -209,12 +205,14 @@ def _gathers(call: CallLoad, load: Workload) -> int:
     return GATHERS[True] * load.epochs if call.optimizer_steps else GATHERS[False]
 
 
-def _needs_proximal(placement: Placement, load: Workload) -> bool:
+def _needs_proximal(placement: PlannedPlacement, load: Workload) -> bool:
     """Return whether the overrides of the placement add a correction, which recomputes log-probs."""
     return bool(placement.max_staleness) and not load.corrects_staleness
 
 
-def token_s(call: CallLoad, group: RoleGroup, placement: Placement, load: Workload, cluster: Cluster) -> float:
+def token_s(
+    call: CallLoad, group: PlannedGroup, placement: PlannedPlacement, load: Workload, cluster: Cluster
+) -> float:
     """Return the seconds per packed token of a call on a group of devices.
 
     Transfers of sharded weights overlap with the computation, so that the longer of both counts.

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from realign.planning.memory import fits, memory_of
-from realign.planning.placements import Placement, placements
-from realign.planning.plans import Plan
+from realign.planning.placement_memory import fits, memory_of
+from realign.planning.placements import PlannedPlacement, placements
 from realign.planning.predict import Cluster, Prediction, costs_of, predict, schedule, with_steps
-from realign.planning.simulator import simulate
+from realign.planning.simulator import RuntimeSchedule, simulate
 from realign.planning.workload import Workload
 
 SIMULATED = 8
@@ -42,32 +41,34 @@ def search(load: Workload, cluster: Cluster, *, servers: bool) -> Search:
         cluster: devices and their costs.
         servers: whether to consider inference servers.
     """
-    found = list(placements(load, cluster.options, servers))
-    fitting = [one for one in found if fits(memory_of(one, load, cluster.device), cluster.device)]
+    candidates = list(placements(load, cluster.options, servers))
+    fitting = [one for one in candidates if fits(memory_of(one, load, cluster.device), cluster.device)]
     bounds = _Bounds(load, cluster)
     best = _simulated(_promising(fitting, bounds, SIMULATED), load, cluster)
-    others = _promising([one for one in found if one not in fitting], bounds, TOO_LARGE)
+    others = _promising([one for one in candidates if one not in fitting], bounds, TOO_LARGE)
     fastest = best[0].tokens_per_s if best else 0.0
     faster = [one for one in _simulated(others, load, cluster) if one.tokens_per_s > fastest]
-    return Search(best[: cluster.options.show], faster, len(found), len(fitting))
+    return Search(best[: cluster.options.show], faster, len(candidates), len(fitting))
 
 
-def _promising(found: Sequence[Placement], bounds: _Bounds, number: int) -> list[list[Placement]]:
+def _promising(candidates: Sequence[PlannedPlacement], bounds: _Bounds, number: int) -> list[list[PlannedPlacement]]:
     """Return the allocations with the lowest bounds of the seconds of a step, each with its staleness bounds."""
-    allocations: dict[Placement, list[Placement]] = {}
-    for one in found:
-        allocations.setdefault(replace(one, max_staleness=None), []).append(one)
+    allocations: dict[PlannedPlacement, list[PlannedPlacement]] = {}
+    for placement in candidates:
+        allocations.setdefault(replace(placement, max_staleness=None), []).append(placement)
     return sorted(allocations.values(), key=lambda same: min(map(bounds.step_s, same)))[:number]
 
 
-def _simulated(allocations: Sequence[Sequence[Placement]], load: Workload, cluster: Cluster) -> list[Prediction]:
+def _simulated(allocations: Sequence[Sequence[PlannedPlacement]], load: Workload, cluster: Cluster) -> list[Prediction]:
     """Predict allocations, each with the smallest staleness bound of nearly its highest throughput; fastest first."""
-    found = []
+    predictions = []
     for same in allocations:
-        predicted = sorted((predict(one, load, cluster) for one in same), key=lambda p: p.placement.max_staleness or 0)
-        most = max(one.tokens_per_s for one in predicted)
-        found.append(next(one for one in predicted if one.tokens_per_s >= EQUAL * most))
-    return sorted(found, key=lambda one: -one.tokens_per_s)
+        predicted = sorted(
+            (predict(prediction, load, cluster) for prediction in same), key=lambda p: p.placement.max_staleness or 0
+        )
+        most = max(prediction.tokens_per_s for prediction in predicted)
+        predictions.append(next(prediction for prediction in predicted if prediction.tokens_per_s >= EQUAL * most))
+    return sorted(predictions, key=lambda prediction: -prediction.tokens_per_s)
 
 
 class _Bounds:
@@ -77,7 +78,7 @@ class _Bounds:
         self._load, self._cluster = load, cluster
         self._found: dict[object, tuple[float, float]] = {}
 
-    def step_s(self, placement: Placement) -> float:
+    def step_s(self, placement: PlannedPlacement) -> float:
         """Return a lower bound: sampling of a batch may overlap with `max_staleness` further steps."""
         costs = costs_of(placement, self._load, self._cluster)
         plan = schedule(placement, self._load, self._cluster)
@@ -88,11 +89,11 @@ class _Bounds:
         together = train_s + busy_s if plan.shared else max(train_s, busy_s + costs.sync_s)
         return max(together, whole_s / (placement.max_staleness + 1))
 
-    def _sampling(self, placement: Placement, plan: Plan) -> tuple[float, float]:
+    def _sampling(self, placement: PlannedPlacement, plan: RuntimeSchedule) -> tuple[float, float]:
         """Return the seconds until a batch is scored, and the mean seconds in which an engine decodes."""
         costs = replace(costs_of(placement, self._load, self._cluster), train_step_s=0.0, train_token_s=0.0, sync_s=0.0)
         key = (costs, plan.engines, plan.slots)
         if key not in self._found:
-            report = simulate(costs, with_steps(self._load.work, 1), Plan(None, plan.engines, plan.slots))
+            report = simulate(costs, with_steps(self._load.work, 1), RuntimeSchedule(None, plan.engines, plan.slots))
             self._found[key] = (report.ends[0], report.generating_s / plan.engines)
         return self._found[key]

@@ -9,19 +9,196 @@ training also wait during the training step.
 The code of the runtime (`realign.runtime.rollout.staleness`) decides which prompts are admitted and which are trained
 on. Without a staleness bound (None), generation, rewards and training of a batch run in sequence, as in the synchronous
 runtime. The simulation has no failures and no RPC overhead.
+
+Costs are measured, or follow from the sizes of a network and the rates of a device (roofline model).
 """
 
 from __future__ import annotations
 
 import heapq
 import math
+import random
+import statistics
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from realign.planning.costs import Costs
-from realign.planning.plans import Plan, Report, Trained, Work
+from realign.planning.options import Accelerator, Assumed
 from realign.runtime.rollout.staleness import Staleness
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Costs in seconds."""
+
+    decode_step_s: float
+    """Fixed cost of a decoding step: reading the weights and launching every operator once."""
+    decode_row_s: float = 0.0
+    """Additional cost per row."""
+    decode_context_s: float = 0.0
+    """Additional cost per token of context over all rows: reading its keys and values."""
+    prefill_token_s: float = 0.0
+    """Cost per token of prefill. Decoding waits meanwhile."""
+    train_step_s: float = 0.0
+    """Fixed cost of a training step."""
+    train_token_s: float = 0.0
+    """Additional cost per packed token, over all passes on the training devices."""
+    sync_s: float = 0.0
+    """Duration of a weight update, during which rollout engines do not decode."""
+
+
+@dataclass(frozen=True)
+class Tail:
+    """Log-normal distribution: its mean, the std of its logarithm, and its maximum `most`."""
+
+    mean: float
+    sigma: float = 0.0
+    most: float = math.inf
+
+    def draw(self, n: int, *what: object) -> list[float]:
+        """Draw values that depend on `what` only."""
+        if not self.sigma:
+            return [min(self.mean, self.most)] * n
+        gauss, middle = random.Random("/".join(map(str, what))).gauss, self.mean * math.exp(-(self.sigma**2) / 2)
+        return [min(middle * math.exp(gauss(0.0, self.sigma)), self.most) for _ in range(n)]
+
+
+@dataclass(frozen=True)
+class Work:
+    """Work of a run."""
+
+    batch_prompts: int
+    group: int
+    """Responses per prompt."""
+    steps: int
+    prompt_tokens: float
+    lengths: Tail
+    """Distribution of the tokens of a response."""
+    reward_s: Tail | tuple[float, ...] = Tail(0.0)
+    """Seconds to score each response. A tuple has the seconds for every response of prompt i."""
+    reward_workers: int | None = None
+    """Number of responses that are scored concurrently; None: all."""
+    seed: int = 0
+
+    def tokens_of(self, prompt: int) -> list[int]:
+        """Return the tokens of each response to a prompt, at least one."""
+        return [max(1, round(x)) for x in self.lengths.draw(self.group, self.seed, "length", prompt)]
+
+    def seconds_of(self, prompt: int) -> list[float]:
+        """Return the seconds to score each response to a prompt."""
+        if isinstance(self.reward_s, tuple):
+            return [self.reward_s[prompt % len(self.reward_s)]] * self.group
+        return self.reward_s.draw(self.group, self.seed, "reward", prompt)
+
+
+@dataclass(frozen=True)
+class RuntimeSchedule:
+    """Schedule of the runtime."""
+
+    max_staleness: int | None = None
+    """Staleness bound; None if generation, rewards and training run in sequence."""
+    engines: int = 1
+    """Number of engines that generate, each with its own rows."""
+    slots: int = 256
+    """Number of rows of an engine."""
+    recompute: bool = True
+    """Whether the KV cache of running responses is recomputed after a weight update."""
+    switch_s: float = 0.0
+    """Seconds before and after training to move weights and optimizer state, if the same devices also generate."""
+    shared: bool = False
+    """Whether asynchronous rollout uses the devices of training, so that engines wait during a training step."""
+
+
+def full_steps(steps: int, bound: int | None) -> slice:
+    """Return the slice of steps with a full pipeline: at least one step, and never the first."""
+    first = min(1 + (bound or 0), steps - 1)
+    return slice(first, max(first + 1, steps - (bound or 0)))
+
+
+class TrainedPrompt(NamedTuple):
+    """A prompt that a training step uses."""
+
+    prompt: int
+    step: int
+    head: int
+    """Version of the policy at the prefill of the prompt."""
+    tail: int
+    """Version of the policy at the end of its last response."""
+
+
+@dataclass
+class Report:
+    """Result of a simulation."""
+
+    plan: RuntimeSchedule
+    ends: list[float] = field(default_factory=list)
+    """End of each training step, including its weight update (seconds)."""
+    trained: list[TrainedPrompt] = field(default_factory=list)
+    response_tokens: list[int] = field(default_factory=list)
+    """Response tokens of each step."""
+    generating_s: float = 0.0
+    """Seconds in which engines had rows, summed over engines."""
+    training_s: float = 0.0
+
+    @property
+    def full(self) -> slice:
+        """Return the steps with a full pipeline: without the first ones, and the last ones, which admit no prompt."""
+        return full_steps(len(self.ends), self.plan.max_staleness)
+
+    @property
+    def step_s(self) -> float:
+        """Return the mean seconds of a step with a full pipeline."""
+        return (self.ends[self.full.stop - 1] - self.ends[self.full.start - 1]) / (self.full.stop - self.full.start)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Return the trained response tokens per second with a full pipeline."""
+        return statistics.fmean(self.response_tokens[self.full]) / self.step_s
+
+    def staleness(self) -> dict[str, float]:
+        """Return mean staleness at the prefill (head) and at the last token (tail), and the maximum at the prefill."""
+        counted = [t for t in self.trained if self.full.start < t.step <= self.full.stop]
+        head = [t.step - 1 - t.head for t in counted]
+        tail = [t.step - 1 - t.tail for t in counted]
+        return {"head": statistics.fmean(head), "tail": statistics.fmean(tail), "max": float(max(head))}
+
+
+@dataclass(frozen=True)
+class NetworkSizes:
+    """Sizes of a dense model. Defaults: bf16, 7 billion weights and the shape of Qwen2.5-7B (from its config.json)."""
+
+    weights: float = 7.6e9
+    layers: int = 28
+    kv_heads: int = 4
+    head_size: int = 128
+    hidden: int = 3584
+    number_bytes: int = 2
+    """Bytes of a number in matrix products and in the KV cache."""
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Return the bytes of the KV cache per token of context."""
+        return 2 * self.number_bytes * self.layers * self.kv_heads * self.head_size
+
+
+def decoding(network: NetworkSizes, device: Accelerator, assumed: Assumed, devices: int = 1) -> Costs:
+    """Return the costs of an engine that decodes on `devices` devices with tensor parallelism."""
+    read = device.bandwidth * assumed.bandwidth_used * devices
+    compute = device.flops * assumed.flops_used * devices
+    together_s = assumed.tensor_parallel_layer_s * network.layers if devices > 1 else 0.0
+    return Costs(
+        decode_step_s=assumed.decode_call_s + together_s + network.number_bytes * network.weights / read,
+        decode_row_s=2 * network.weights / compute,
+        decode_context_s=network.bytes_per_token / read,
+        prefill_token_s=2 * network.weights / compute,
+    )
+
+
+def rows_that_fit(free: float, network: NetworkSizes, assumed: Assumed, work: Work) -> int:
+    """Return the number of rows of an engine whose KV cache fits `free` bytes at twice the mean length."""
+    length = work.prompt_tokens + 2 * min(work.lengths.mean, work.lengths.most / 2)
+    return max(1, min(assumed.slots, int(free / (network.bytes_per_token * length))))
 
 
 @dataclass
@@ -84,7 +261,7 @@ class _Engine:
 class Simulation:
     """Simulation of one run. `run` returns the report."""
 
-    def __init__(self, costs: Costs, work: Work, plan: Plan) -> None:
+    def __init__(self, costs: Costs, work: Work, plan: RuntimeSchedule) -> None:
         self.costs, self.work, self.plan = costs, work, plan
         self.now = 0.0
         self.report = Report(plan)
@@ -148,11 +325,11 @@ class Simulation:
         while engine.rows and engine.rows[0][0] <= engine.clock + 1e-6:
             _, prompt, length = heapq.heappop(engine.rows)
             engine.context -= self.work.prompt_tokens + length
-            found = self._prompts[prompt]
-            found.left -= 1
-            found.tokens += length
-            if not found.left:
-                found.tail = self._policy.version
+            state = self._prompts[prompt]
+            state.left -= 1
+            state.tokens += length
+            if not state.left:
+                state.tail = self._policy.version
                 self._judge(prompt)
         if not engine.rows:
             engine.context = 0.0
@@ -212,8 +389,8 @@ class Simulation:
         self._training = False
         self._policy.train(batch)
         for prompt in batch:
-            found = self._prompts.pop(prompt)
-            self.report.trained.append(Trained(prompt, self._policy.version, found.head, found.tail))
+            state = self._prompts.pop(prompt)
+            self.report.trained.append(TrainedPrompt(prompt, self._policy.version, state.head, state.tail))
         for engine in self._engines:
             engine.advance(self.now)
             again = engine.context * self.costs.prefill_token_s if self.plan.recompute else 0.0
@@ -223,6 +400,6 @@ class Simulation:
         self._train()
 
 
-def simulate(costs: Costs, work: Work, plan: Plan) -> Report:
+def simulate(costs: Costs, work: Work, plan: RuntimeSchedule) -> Report:
     """Simulate a run and return its report."""
     return Simulation(costs, work, plan).run()

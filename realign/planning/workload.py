@@ -12,8 +12,7 @@ from realign.engines.files.model_folder import check_path, quiet_transformers, r
 from realign.engines.network.heads import IMAGE_FAMILIES, is_encoder_decoder, language_model_class
 from realign.errors import ConfigError
 from realign.planning.options import PlanOptions
-from realign.planning.plans import Tail, Work
-from realign.planning.roofline import Network
+from realign.planning.simulator import NetworkSizes, Tail, Work
 from realign.runtime.experiment import Experiment
 from realign.runtime.models import owner_of
 
@@ -30,7 +29,7 @@ class RoleLoad:
     """A model of the experiment. Roles that share the model of another role have none."""
 
     name: str
-    network: Network
+    network: NetworkSizes
     trained: float = 0.0
     """Fraction of the weights that train; 0 for a frozen model."""
     checkpointing: bool = False
@@ -125,7 +124,7 @@ def workload_of(experiment: Experiment, options: PlanOptions) -> Workload:
         budget=experiment.microbatch.max_tokens_per_microbatch or 2**62,
         max_slots=own.max_slots,
         cache_fraction=own.cache_fraction,
-        epochs=max(one.epochs for one in training),
+        epochs=max(trained.epochs for trained in training),
         corrects_staleness=corrects,
         correction_key=f"interfaces.{lead}.correction" if correctable else None,
     )
@@ -148,7 +147,7 @@ def _work(experiment: Experiment, options: PlanOptions, group: int, lead: str) -
 
 
 def _calls(experiment: Experiment, roles: Mapping[str, RoleLoad], own_calls: set[str]) -> list[CallLoad]:
-    graph, found = experiment.graph, []
+    graph, loads = experiment.graph, []
     for rpc in graph.order:
         if rpc.name not in own_calls or rpc.method in ("generate", "credit"):
             continue
@@ -157,8 +156,8 @@ def _calls(experiment: Experiment, roles: Mapping[str, RoleLoad], own_calls: set
         if rpc.method == "train_step":
             partly = BACKWARD / 2 * (1 + roles[role].trained)
             operations, steps = plan.epochs * (FORWARD + partly), plan.optimizer_steps
-        found.append(CallLoad(rpc.name, role, operations, steps, tuple(graph.edges[rpc.name])))
-    return found
+        loads.append(CallLoad(rpc.name, role, operations, steps, tuple(graph.edges[rpc.name])))
+    return loads
 
 
 def _role(experiment: Experiment, role: str) -> RoleLoad:
@@ -182,7 +181,7 @@ def _role(experiment: Experiment, role: str) -> RoleLoad:
     )
 
 
-def _network(role: str, spec: TransformersModel) -> Network:
+def _network(role: str, spec: TransformersModel) -> NetworkSizes:
     """Return the sizes of a model from its `config.json`. Counts the weights of a model without storage."""
     import torch
     from transformers import AutoConfig
@@ -191,16 +190,17 @@ def _network(role: str, spec: TransformersModel) -> Network:
     adapter = find_adapter(f"{key}={spec.path!r}", spec.path)
     path = check_path(key, spec.path if adapter is None else adapter.base)
     with readable(f"{key}={path!r}"), quiet_transformers():
-        whole = AutoConfig.from_pretrained(path, trust_remote_code=spec.trust_remote_code)
-        if is_encoder_decoder(whole):
+        model_config = AutoConfig.from_pretrained(path, trust_remote_code=spec.trust_remote_code)
+        if is_encoder_decoder(model_config):
             raise ConfigError(f"{key}: plans do not support encoder-decoder models. Use a decoder model.")
-        config = whole.get_text_config()
+        config = model_config.get_text_config()
         with torch.device("meta"):
-            module = language_model_class(whole).from_config(
-                whole if whole.model_type in IMAGE_FAMILIES else config, trust_remote_code=spec.trust_remote_code
+            module = language_model_class(model_config).from_config(
+                model_config if model_config.model_type in IMAGE_FAMILIES else config,
+                trust_remote_code=spec.trust_remote_code,
             )
     heads = int(config.num_attention_heads)
-    return Network(
+    return NetworkSizes(
         weights=float(sum(weight.numel() for weight in module.parameters())),
         layers=int(config.num_hidden_layers),
         kv_heads=_optional(config, "num_key_value_heads", heads),
@@ -212,8 +212,8 @@ def _network(role: str, spec: TransformersModel) -> Network:
 
 def _optional(config: Any, name: str, default: int) -> int:
     """Return a value that only some model families have in their config."""
-    found = config.to_dict().get(name)
-    return default if found is None else int(found)
+    value = config.to_dict().get(name)
+    return default if value is None else int(value)
 
 
 __all__ = ["CallLoad", "RoleLoad", "Workload", "workload_of"]

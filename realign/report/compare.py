@@ -73,11 +73,11 @@ def seed_groups(configs: Sequence[Config]) -> list[list[int]]:
     for i, config in enumerate(configs):
         rest = {key: value for key, value in config.items() if key not in NAMES and not SEED.search(key)}
         groups.setdefault(json.dumps(rest, sort_keys=True, default=str), []).append(i)
-    found: list[list[int]] = []
+    columns: list[list[int]] = []
     for group in groups.values():
         seeds = {json.dumps({k: v for k, v in configs[i].items() if SEED.search(k)}, default=str) for i in group}
-        found += [group] if len(seeds) == len(group) else [[i] for i in group]
-    return sorted(found)
+        columns += [group] if len(seeds) == len(group) else [[i] for i in group]
+    return sorted(columns)
 
 
 def names(configs: Sequence[Config], folders: Sequence[str]) -> list[str]:
@@ -108,7 +108,7 @@ def named(config: Config, keys: Sequence[str]) -> str:
     for key, full in zip(plain, keys, strict=True):
         words = key.split(".")
         ends = (".".join(words[-n:]) for n in range(1, len(words) + 1))
-        short = next((end for end in ends if sum(f".{one}".endswith(f".{end}") for one in plain) == 1), key)
+        short = next((end for end in ends if sum(f".{other}".endswith(f".{end}") for other in plain) == 1), key)
         value = _shown(config, full)
         parts.append(f"{short}={value.rpartition('.')[2] if full.endswith('._target_') else value}")
     return " ".join(parts)
@@ -127,15 +127,15 @@ def mean(values: Sequence[float]) -> str:
 
 def counted(states: Sequence[str]) -> str:
     """Return the states of several runs: the state that all have, or the number of runs in each."""
-    found = Counter(states)
-    return states[0] if len(found) == 1 else ", ".join(f"{count} {state}" for state, count in found.items())
+    counts = Counter(states)
+    return states[0] if len(counts) == 1 else ", ".join(f"{count} {state}" for state, count in counts.items())
 
 
 def differing(configs: Sequence[Config]) -> list[str]:
     """Return the config keys whose values differ between runs, those that all runs have first."""
     keys = dict.fromkeys(key for config in configs for key in config)
-    found = [key for key in keys if _distinct(configs, [key]) > 1]
-    return sorted(found, key=lambda key: not all(key in config for config in configs))
+    different = [key for key in keys if _distinct(configs, [key]) > 1]
+    return sorted(different, key=lambda key: not all(key in config for config in configs))
 
 
 def _distinct(configs: Sequence[Config], keys: Sequence[str]) -> int:
@@ -199,7 +199,9 @@ def _known(run: Mapping[str, Any], name: str) -> list[float]:
 def _course(run: Mapping[str, Any], name: str) -> str:
     if not (values := _known(run, name)):
         return ""
-    best = next((one for one in run["summary"]["metrics"] if one["name"] == name and one["best"] is not None), None)
+    best = next(
+        (metric for metric in run["summary"]["metrics"] if metric["name"] == name and metric["best"] is not None), None
+    )
     end = f" ({number(best['best'])}, {best['best_step']})" if best is not None else ""
     return f"{number(values[-1])}{end}"
 
@@ -232,12 +234,12 @@ def _tables(heads: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]], wid
 
 def _settings(configs: Sequence[Config]) -> list[Text]:
     """Return a line for each setting that differs: `key: a -> b`, in the order of the runs."""
-    found = [key for key in differing(configs) if key not in NAMES]
-    keys = [key for key in found if all(key in config for config in configs)]
+    different = [key for key in differing(configs) if key not in NAMES]
+    keys = [key for key in different if all(key in config for config in configs)]
     lines = [f"{key}: {' -> '.join(_shown(config, key) for config in configs)}" for key in keys[:MOST_KEYS]]
     if len(keys) > MOST_KEYS:
         lines.append(f"and {len(keys) - MOST_KEYS} more")
-    if rest := len(found) - len(keys):
+    if rest := len(different) - len(keys):
         lines.append(f"{rest} {'key' if rest == 1 else 'keys'} of components that only some runs have")
     if not lines:
         return []

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from realign.report.files import flat_config, json_lines, json_object, number, run_info, summary, usable
-from realign.report.graph import graph_svg
 
 POINTS = 600
 """Maximum number of points of a curve; longer runs are averaged over neighboring steps."""
@@ -55,25 +54,25 @@ def run_data(folder: Path, key: str | None = None) -> dict[str, Any]:
         "config": flat_config(folder / "config.yaml"),
         "metrics": columns(json_lines(folder / "metrics.jsonl")),
         "graph": graph_svg(json_object(folder / "run.json").get("graph")),
-        **{name: spread(found, BUDGETS[name]) for name, found in records.items()},
+        **{name: spread(lines, BUDGETS[name]) for name, lines in records.items()},
     }
 
 
 def run_line(folder: Path, key: str) -> dict[str, Any]:
     """Return a short description of a run for the list of runs."""
     info, end = run_info(folder), summary(folder)
-    found = columns(json_lines(folder / "metrics.jsonl"))
-    shown = next((name for name in (*_headline(info), *found["values"]) if name in found["values"]), None)
+    curves = columns(json_lines(folder / "metrics.jsonl"))
+    shown = next((name for name in (*_headline(info), *curves["values"]) if name in curves["values"]), None)
     return {
         "key": key,
         "name": info["name"] or end["name"] or folder.name,
         "status": status(folder, info, end),
-        "step": (found["step"] or [0])[-1],
+        "step": (curves["step"] or [0])[-1],
         "steps": info["steps"] or end["steps"],
-        "seconds": (found["seconds"] or [None])[-1],
+        "seconds": (curves["seconds"] or [None])[-1],
         "started": info["attempts"][0]["started"] if info["attempts"] else "",
         "metric": shown,
-        "curve": found["values"].get(shown, []) if shown is not None else [],
+        "curve": curves["values"].get(shown, []) if shown is not None else [],
     }
 
 
@@ -126,12 +125,12 @@ def columns(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     names = list(dict.fromkeys(name for record in records for name in record if name not in ("step", "seconds")))
     values: dict[str, list[float | None]] = {name: [None] * len(parts) for name in names[:MOST_NAMES]}
     for place, part in enumerate(parts):
-        found = defaultdict(list)
+        points = defaultdict(list)
         for record in part:
             for name, value in record.items():
                 if name in values and (x := number(value)) is not None:
-                    found[name].append(x)
-        for name, some in found.items():
+                    points[name].append(x)
+        for name, some in points.items():
             values[name][place] = number(float(f"{sum(x / len(some) for x in some):.6g}"))
     steps, seconds = ([number(part[-1].get(name)) for part in parts] for name in ("step", "seconds"))
     left_out = len(names) - len(values)
@@ -159,13 +158,38 @@ def spread(records: Sequence[dict[str, Any]], budget: int) -> list[dict[str, Any
 
 def _shortened(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return a sample without the middle of very long texts. Its turns repeat the response, and are left out."""
-    found = {name: value for name, value in record.items() if name != "turns"}
+    shortened = {name: value for name, value in record.items() if name != "turns"}
     for name in ("prompt", "response"):
-        text = found.get(name)
+        text = shortened.get(name)
         if isinstance(text, str) and len(text) > LONGEST_TEXT:
             half, omitted = LONGEST_TEXT // 2, len(text) - LONGEST_TEXT
-            found[name] = f"{text[:half]}\n[... {omitted:,} characters omitted ...]\n{text[-half:]}"
-    return found
+            shortened[name] = f"{text[:half]}\n[... {omitted:,} characters omitted ...]\n{text[-half:]}"
+    return shortened
 
 
-__all__ = ["columns", "run_data", "run_line", "spread", "status"]
+def graph_svg(record: Any) -> str:
+    """Return the graph of a run as SVG; empty if the record is missing or no valid graph."""
+    if not record:
+        return ""
+    from realign.api import RPC, DataflowGraph, Sync
+    from realign.draw import to_svg
+
+    try:
+        rpcs = [
+            RPC(
+                str(rpc["name"]),
+                str(rpc["model"]),
+                str(rpc["method"]),
+                tuple(rpc["inputs"]),
+                tuple(rpc["outputs"]),
+                after=tuple(rpc["after"]),
+            )
+            for rpc in record["rpcs"]
+        ]
+        sync = {str(role): Sync(**values) for role, values in record["sync"].items()}
+        return to_svg(DataflowGraph(tuple(rpcs), tuple(record["dataset_keys"]), tuple(record["results"]), sync))
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError):  # of another version, or by hand
+        return ""
+
+
+__all__ = ["columns", "graph_svg", "run_data", "run_line", "spread", "status"]

@@ -40,11 +40,11 @@ def find_runs(root: Path) -> list[Path]:
     """
     if is_run(root):
         return [root]
-    found, level = [], [root]
+    runs, level = [], [root]
     for _ in range(LEVELS):
         level = [path for folder in level for path in _folders(folder)]
-        found += [path for path in level if is_run(path)]
-    return sorted(found)
+        runs += [path for path in level if is_run(path)]
+    return sorted(runs)
 
 
 def _folders(folder: Path) -> list[Path]:
@@ -67,30 +67,30 @@ def check_run(folder: Path) -> None:
 
 def json_lines(path: Path) -> list[dict[str, Any]]:
     """Return the JSON objects in the lines of a file; skips lines that are incomplete or damaged."""
-    found = []
+    records = []
     for line in _bytes(path).splitlines():
         with suppress(ValueError, RecursionError):
             record = json.loads(line)
             if isinstance(record, dict):
-                found.append(record)
-    return found
+                records.append(record)
+    return records
 
 
 def json_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file; empty if the file is missing or damaged."""
     with suppress(ValueError, RecursionError):
-        found = json.loads(_bytes(path) or b"{}")
-        if isinstance(found, dict):
-            return found
+        value = json.loads(_bytes(path) or b"{}")
+        if isinstance(value, dict):
+            return value
     return {}
 
 
 def yaml_object(path: Path) -> dict[str, Any]:
     """Return the mapping in a YAML file; empty if the file is missing or damaged."""
     with suppress(yaml.YAMLError):
-        found = load_yaml(_bytes(path).decode(errors="replace"))
-        if isinstance(found, dict):
-            return found
+        value = load_yaml(_bytes(path).decode(errors="replace"))
+        if isinstance(value, dict):
+            return value
     return {}
 
 
@@ -101,12 +101,12 @@ def flat_config(path: Path) -> dict[str, Any]:
 
 def signature(folder: Path) -> str:
     """Return a text that changes when a record file of the run changes."""
-    found = []
+    states = []
     for path in sorted(folder.glob("*.json*")):
         with suppress(OSError):
             state = path.stat()
-            found.append(f"{path.name}:{state.st_size}:{state.st_mtime_ns}")
-    return "|".join(found)
+            states.append(f"{path.name}:{state.st_size}:{state.st_mtime_ns}")
+    return "|".join(states)
 
 
 def _bytes(path: Path) -> bytes:
@@ -256,15 +256,15 @@ def summary(folder: Path) -> dict[str, Any]:
 
 def usable(name: str, records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the records of a file in the form of its schema, without those that the page cannot draw."""
-    found = [RECORDS[name](record) for record in records]
+    converted = [RECORDS[name](record) for record in records]
     if name == "spans":
-        return [one for one in found if one["start"] is not None and one["end"] is not None]
+        return [entry for entry in converted if entry["start"] is not None and entry["end"] is not None]
     if name == "tokens":
-        found = [{key: value for key, value in one.items() if value is not None} for one in found]
-        complete = [one for one in found if 0 < len(one["tokens"]) == len(one["text"])]
-        return [one for one in complete if any(x is not None for key in _TOKEN_VALUES for x in one.get(key, ()))]
+        converted = [{key: value for key, value in entry.items() if value is not None} for entry in converted]
+        complete = [entry for entry in converted if 0 < len(entry["tokens"]) == len(entry["text"])]
+        return [entry for entry in complete if any(x is not None for key in _TOKEN_VALUES for x in entry.get(key, ()))]
     optional = ("kl", "rewards", "evaluation") if name in ("samples", "eval_samples") else ()
-    return [{key: value for key, value in one.items() if value or key not in optional} for one in found]
+    return [{key: value for key, value in entry.items() if value or key not in optional} for entry in converted]
 
 
 __all__ = [

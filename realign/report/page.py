@@ -53,7 +53,7 @@ def report_page(runs: Sequence[dict[str, Any]], title: str, *, live: bool = Fals
 def policy(*, live: bool) -> str:
     """Return the content security policy: only the package's scripts, and no network besides the viewer's server."""
     hashes = (base64.b64encode(hashlib.sha256(_text(name).encode()).digest()).decode() for name in SCRIPTS)
-    scripts = " ".join(f"'sha256-{one}'" for one in hashes)
+    scripts = " ".join(f"'sha256-{digest}'" for digest in hashes)
     connect = "'self'" if live else "'none'"
     return (
         f"default-src 'none'; script-src {scripts}; style-src 'unsafe-inline'; img-src data:; connect-src {connect}; "

@@ -73,9 +73,9 @@ def application(root: Path, options: ViewOptions) -> Any:
         folder = _runs(root).get(key)
         if folder is None:
             return responses.JSONResponse({"error": "unknown run"}, status_code=404, headers=HEADERS)
-        found = _tag(folder)
-        headers = {**HEADERS, "ETag": found}
-        if request.headers.get("if-none-match") == found:
+        tag = _tag(folder)
+        headers = {**HEADERS, "ETag": tag}
+        if request.headers.get("if-none-match") == tag:
             return responses.Response(status_code=304, headers=headers)
         return answer(run_data(folder, key), headers)
 

@@ -38,7 +38,7 @@ _NUMBER = r"[-+]?\d+(?:\.\d+)?"
 
 
 @dataclass
-class Score(Settings, ABC):
+class ScoreReader(Settings, ABC):
     """How to read the score from the judge's answer. The reward is the score, scaled from [low, high] to [0, 1]."""
 
     low: Finite = 0.0
@@ -77,7 +77,7 @@ class Score(Settings, ABC):
 
 
 @dataclass
-class Number(Score):
+class Number(ScoreReader):
     """The last number in the answer."""
 
     @override
@@ -87,7 +87,7 @@ class Number(Score):
 
 
 @dataclass
-class Pattern(Score):
+class Pattern(ScoreReader):
     """The text of a group of a regular expression."""
 
     pattern: str = rf"[Ss]core:\s*({_NUMBER})"
@@ -109,7 +109,7 @@ class Pattern(Score):
 
 
 @dataclass
-class Structured(Score):
+class Structured(ScoreReader):
     """Structured output: the server makes the answer match a JSON schema with a reason and a score."""
 
     @property
@@ -149,7 +149,7 @@ class Judge(RewardTerm):
     row."""
     system: str = ""
     """System message; empty sends none."""
-    score: Score = field(default_factory=Number)
+    score: ScoreReader = field(default_factory=Number)
     """How to read the score from the answer: number, pattern or structured."""
     options: dict[str, Any] = field(default_factory=lambda: {"temperature": 0.0})
     """Further arguments of the request, such as `{temperature: 0, max_tokens: 64}`."""

@@ -173,21 +173,21 @@ class Bubblewrap:
 
     def _mounts(self) -> list[str]:
         """Return the options that mount the readable folders and hide the private ones, outer folders first."""
-        found: dict[str, list[str]] = {}
+        options: dict[str, list[str]] = {}
         for place in _SYSTEM:
             path = Path(place)
             if path.is_symlink() and path.is_dir():
-                found[place] = ["--symlink", os.readlink(path), place]
+                options[place] = ["--symlink", os.readlink(path), place]
             elif path.exists():
-                found[place] = ["--ro-bind", place, place]
+                options[place] = ["--ro-bind", place, place]
         shown = [Path(place) for place in (*_SYSTEM, *self.trees)]
         hidden = [place for place in self.private if any(tree in Path(place).parents for tree in shown)]
-        found |= {place: ["--perms", "0755", "--size", "4096", "--tmpfs", place] for place in hidden}
+        options |= {place: ["--perms", "0755", "--size", "4096", "--tmpfs", place] for place in hidden}
         for place in self.trees:
-            found.setdefault(place, ["--ro-bind", os.path.realpath(place), place])
+            options.setdefault(place, ["--ro-bind", os.path.realpath(place), place])
             for parent in map(str, Path(place).parents[:-1]):  # bwrap would create folders that other users cannot open
-                found.setdefault(parent, ["--perms", "0755", "--dir", parent])
-        words = [word for place in sorted(found, key=lambda place: Path(place).parts) for word in found[place]]
+                options.setdefault(parent, ["--perms", "0755", "--dir", parent])
+        words = [word for place in sorted(options, key=lambda place: Path(place).parts) for word in options[place]]
         return words + [word for place in hidden for word in ("--remount-ro", place)]
 
 
@@ -233,13 +233,13 @@ def chosen_sandbox(mode: SandboxMode) -> Bubblewrap | None:
     if mode is SandboxMode.off:
         _log_once(logging.WARNING, "sandbox=off: " + _UNSAFE)
         return None
-    found = find_sandbox()
-    if isinstance(found, str):
+    sandbox = find_sandbox()
+    if isinstance(sandbox, str):
         raise ConfigError(
-            f"sandbox=required: programs of unit tests cannot run in a sandbox on this machine: {found}. {_CURE}"
+            f"sandbox=required: programs of unit tests cannot run in a sandbox on this machine: {sandbox}. {_CURE}"
         )
     _log_once(logging.INFO, "programs of unit tests run in a bubblewrap sandbox")
-    return found
+    return sandbox
 
 
 _CURE = (

@@ -28,7 +28,7 @@ from realign.runtime.processes.watchdog import Watch, WorkerLost, watchdog_for
 from realign.runtime.resume import Attempts, find_start
 from realign.runtime.run_report import RunReport
 from realign.runtime.runtime_spec import Ray
-from realign.runtime.training import RunResult, Training
+from realign.runtime.training import RunResult, TrainingLoop
 
 
 @contextmanager
@@ -99,7 +99,7 @@ def run(
     check_same_settings(experiment, ranks)
     ranks.lead(partial(check_output_folder, experiment))
     attempts = Attempts(experiment)
-    training: Training | None = None
+    training: TrainingLoop | None = None
     report = RunReport(None if command is None else [word for word in command if not word.startswith("resume=")])
     if description:
         report.log.write(description)
@@ -161,7 +161,7 @@ def _opened(
     trackers: Iterable[Tracker],
     report: RunReport,
     stack: ExitStack,
-) -> Training:
+) -> TrainingLoop:
     """Lock the output folder, load the run and restore it; `stack` closes it."""
 
     def hold() -> None:
@@ -184,7 +184,7 @@ def _opened(
     ranks.lead(partial(experiment.output_dir.mkdir, parents=True, exist_ok=True))
     if not is_there:
         ranks.lead(hold)
-    return Training(runtime, start, console, trackers, report, stack)
+    return TrainingLoop(runtime, start, console, trackers, report, stack)
 
 
 def _check_ranks(experiment: Experiment, ranks: Ranks) -> None:

@@ -1,4 +1,4 @@
-"""`Training`: execute the steps of a run, with records, evaluations, saved models, checkpoints and signals."""
+"""`TrainingLoop`: execute the steps of a run, with records, evaluations, saved models, checkpoints and signals."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class RunResult:
         return [record[metric] for record in self.history if metric in record]
 
 
-class Training:
+class TrainingLoop:
     """A run in progress: its runtime, files, trackers and checkpoints."""
 
     def __init__(

@@ -83,8 +83,8 @@ def random_batch(
         {"ptx_input_ids": torch.from_numpy(rng.integers(0, vocabulary, text.total))}, lengths=text
     )
     sample = sample.with_data({"ptx_loss_mask": torch.from_numpy(rng.random(text.total) < 0.8)}, lengths=text)
-    one = Lengths(np.ones_like(counts), np.ones_like(counts))
-    sample = sample.with_data({"baseline_rewards": torch.from_numpy(rng.normal(0, 1, n_prompts))}, lengths=one)
+    per_prompt = Lengths(np.ones_like(counts), np.ones_like(counts))
+    sample = sample.with_data({"baseline_rewards": torch.from_numpy(rng.normal(0, 1, n_prompts))}, lengths=per_prompt)
     return sample.with_metadata(row=[{"answer": str(i)} for i in range(n_prompts)])
 
 

@@ -57,16 +57,21 @@ class SamplerCase:
         """Wait for the response of a handle, at most `RESULT_S` seconds."""
         return handle.result(RESULT_S)
 
-    def same(self, found: Iterable[Completion], generated: SequenceSample, what: str) -> None:
+    def same(self, completions: Iterable[Completion], generated: SequenceSample, what: str) -> None:
         """Check that submitted responses are well-formed, and equal to `generated` if the sampler is bitwise."""
         columns = [generated.sequences(key) for key in ("input_ids", "prompt_mask", "logprobs")]
-        for one, ids, given, logprobs in zip(found, *columns, strict=True):
-            count = len(one.ids)
-            _require(len(one.logprobs) == len(one.versions) == count > 0, f"{what}: lengths of one response differ")
+        for completion, ids, given, logprobs in zip(completions, *columns, strict=True):
+            count = len(completion.ids)
+            _require(
+                len(completion.logprobs) == len(completion.versions) == count > 0,
+                f"{what}: lengths of one response differ",
+            )
             _require(count <= self.config.max_new_tokens, f"{what}: {count} tokens exceed max_new_tokens")
             if self.bitwise:
-                _require(one.ids.tolist() == ids[~given].tolist(), f"{what}: tokens of submit and generate differ")
-                close = torch.allclose(one.logprobs.float(), logprobs[~given].float(), atol=1e-4)
+                _require(
+                    completion.ids.tolist() == ids[~given].tolist(), f"{what}: tokens of submit and generate differ"
+                )
+                close = torch.allclose(completion.logprobs.float(), logprobs[~given].float(), atol=1e-4)
                 _require(close, f"{what}: log-probs of submit and generate differ")
 
 
@@ -197,8 +202,8 @@ def _check_threads(case: SamplerCase) -> None:
         return [case.result(handle) for handle in [case.sampler.submit(r) for r in requests]]
 
     with ThreadPoolExecutor(CALLERS) as pool:
-        for found in pool.map(ask, range(CALLERS)):
-            case.same(found, generated, f"{CALLERS} threads")
+        for completions in pool.map(ask, range(CALLERS)):
+            case.same(completions, generated, f"{CALLERS} threads")
 
 
 def _check_close(case: SamplerCase) -> None:

@@ -26,19 +26,21 @@ TOKENIZER = SimpleNamespace(eos_token_id=0)
 
 
 @dataclass
-class Trained:
+class TrainStepResult:
     """The parameters and the metrics after a train_step."""
 
     parameters: list[Tensor]
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-def train_once(interface: ModelInterface, data: SequenceSample, mb_spec: MicroBatchSpec, *, seed: int = 0) -> Trained:
+def train_once(
+    interface: ModelInterface, data: SequenceSample, mb_spec: MicroBatchSpec, *, seed: int = 0
+) -> TrainStepResult:
     """Run `train_step` of a copy of the interface, which may have state, on a new bigram model."""
     engine = BigramEngine(seed=seed)
     engine.use_heads(random_heads(seed))
     stats = deepcopy(interface).train_step(Model("actor", engine, TOKENIZER, seed), data, mb_spec)
-    return Trained(engine.parameters, stat_values(stats))
+    return TrainStepResult(engine.parameters, stat_values(stats))
 
 
 def check_train_step(
@@ -65,18 +67,18 @@ def check_train_step(
         AssertionError: the weights or the metrics changed. The message names the change and the difference.
     """
     data = (random_batch(seed) if data is None else data).select(inputs)
-    whole = train_once(interface, data, MicroBatchSpec(), seed=seed)
+    reference = train_once(interface, data, MicroBatchSpec(), seed=seed)
     lengths = data.lengths["input_ids"]
     limit = int((lengths.per_prompt if whole_groups else lengths.flat).max())
     for spec in (MicroBatchSpec(n_microbatches=2), MicroBatchSpec(limit)):
-        _assert_same(whole, train_once(interface, data, spec, seed=seed), f"split by {spec}", tolerance=1e-10)
+        _assert_same(reference, train_once(interface, data, spec, seed=seed), f"split by {spec}", tolerance=1e-10)
     if interface.plan().n_minibatches == 1:
         order = np.random.default_rng(seed).permutation(len(data))
         shuffled = train_once(interface, data.take(order), MicroBatchSpec(n_microbatches=2), seed=seed)
-        _assert_same(whole, shuffled, "prompts in another order", tolerance=1e-10)
+        _assert_same(reference, shuffled, "prompts in another order", tolerance=1e-10)
     for fill in (math.nan, math.inf) if "loss_mask" in data else ():
         dirty = train_once(interface, _fill_masked(data, fill), MicroBatchSpec(), seed=seed)
-        _assert_same(whole, dirty, f"{fill} at every masked token", tolerance=0.0)
+        _assert_same(reference, dirty, f"{fill} at every masked token", tolerance=0.0)
 
 
 def _fill_masked(data: SequenceSample, fill: float) -> SequenceSample:
@@ -91,7 +93,7 @@ def _fill_masked(data: SequenceSample, fill: float) -> SequenceSample:
     return data.with_tokens(**filled)
 
 
-def _assert_same(a: Trained, b: Trained, what: str, *, tolerance: float) -> None:
+def _assert_same(a: TrainStepResult, b: TrainStepResult, what: str, *, tolerance: float) -> None:
     for x, y in zip(a.parameters, b.parameters, strict=True):
         difference = float((x - y).abs().max())
         if not difference <= tolerance:
@@ -106,4 +108,4 @@ def _assert_same(a: Trained, b: Trained, what: str, *, tolerance: float) -> None
             raise AssertionError(f"{what}: metric {name} changes from {value!r} to {other!r}")
 
 
-__all__ = ["Trained", "check_train_step", "train_once"]
+__all__ = ["TrainStepResult", "check_train_step", "train_once"]

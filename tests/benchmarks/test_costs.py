@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import costs
-from realign.planning.costs import Costs
+from realign.planning.simulator import Costs
 
 TRUE = Costs(
     decode_step_s=0.01, decode_row_s=0.0002, prefill_token_s=0.001, train_step_s=0.3, train_token_s=0.0004, sync_s=0.02

@@ -15,7 +15,7 @@ from benchmarks.scale.runtimes import measured_runtime, runtime_jobs, runtime_wo
 from benchmarks.scale.task import REWARD, SIGMA, TOKENS, prepare
 from realign.config import compose
 from realign.config.experiment import build_experiment
-from realign.planning.costs import Costs
+from realign.planning.simulator import Costs
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,8 @@ import yaml
 
 import realign
 from realign.cli import commands as cli
-from realign.config.folders import experiments_dir, list_experiments
+from realign.config import experiment
+from realign.config.files import Files, experiments_dir, list_experiments
 from tests.config_parts import EXPERIMENT, write_experiment
 from tests.processes import CHECKOUT, printed_without, python
 
@@ -147,6 +148,21 @@ def test_train_runs_writes_its_config_and_litters_nothing(here, capsys):
     ):
         assert re.search(row, out), row
     assert not re.search(r"nothing reads|never read|neutral|none", out.split("tokens per micro-batch")[1]), out
+
+
+@pytest.mark.parametrize("command", [[], ["check"], ["graph"]])
+@pytest.mark.parametrize("words", [[], ["max_steps=1", "num_generations=4"]])
+def test_one_launch_composes_once_and_builds_once(here, monkeypatch, command, words):
+    calls = []
+
+    def counted(owner, name):
+        function = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *given: calls.append(name) or function(*given))
+
+    counted(Files, "read")
+    counted(experiment, "build_experiment")
+    assert realign_main(*command, "experiment=bigram", "steps=1", *words) == 0
+    assert calls == ["read", "build_experiment"]
 
 
 def test_an_earlier_run_is_not_overwritten_by_accident(here, capsys):

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from realign.cli.completion import DEFAULTS, PER_ROLE, completions, script
+from realign.config.inspection import class_at
 from realign.config.places import ROOTS
-from realign.config.source import class_at
 from tests.config_parts import write_experiment
 from tests.processes import printed_without
 

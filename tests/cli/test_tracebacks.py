@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from realign.config.folders import experiments_dir
+from realign.config.files import experiments_dir
 from tests.tiny import save_tiny
 
 SOURCE = """

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from realign.config.folders import experiments_dir
+from realign.config.files import experiments_dir
 from tests.config_parts import write_experiment
 
 CHECKOUT = experiments_dir().parent

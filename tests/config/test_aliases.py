@@ -8,7 +8,6 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,7 +16,7 @@ from realign.cli.arguments import with_overrides_for_flags
 from realign.config import composition
 from realign.config.aliases import COMMANDS, described, index, tables, translate
 from realign.config.errors import ConfigError
-from realign.config.folders import GROUPS, list_algorithms, list_experiments
+from realign.config.files import GROUPS, list_algorithms, list_experiments
 from realign.config.help import section
 from realign.config.schema import ExperimentConfig
 from tests.docs.pages import blocks
@@ -43,16 +42,16 @@ CONFIGS = [
     [GRPO, "interfaces.actor.advantage.reward_norm={}", "interfaces.actor.advantage=gae"],
 ]
 """Configs that together have all keys that the table names."""
-COMPOSE = composition.compose_raw
+COMPOSE = composition.compose_layers
 
 
 @pytest.fixture(autouse=True)
 def _compose_once(monkeypatch):
-    monkeypatch.setattr("realign.config.composition.compose_raw", lambda words, _=None: compose_once(tuple(words)))
+    monkeypatch.setattr(composition, "compose_layers", lambda words, *_: compose_once(tuple(words)))
 
 
 @cache
-def compose_once(words: tuple[str, ...]) -> dict[str, Any]:
+def compose_once(words: tuple[str, ...]) -> composition.Composed:
     return COMPOSE(list(words))
 
 
@@ -124,7 +123,7 @@ def test_every_name_is_understood_or_answered_on_the_command_line():
 def outcome(words: list[str], word: str) -> str:
     """Return what a word is read as, or the message about it."""
     try:
-        found, notes = translate([*words, word])
+        found, notes, _ = translate([*words, word])
     except ConfigError as error:
         return f"error: {error}"
     assert len(notes) == 1, word
@@ -215,7 +214,7 @@ def test_help_with_a_name_of_another_tool_does_not_import_torch():
     ],
 )
 def test_a_name_with_one_key_is_replaced_with_a_note(words, expected):
-    found, notes = translate(words)
+    found, notes, _ = translate(words)
     given = next(word for word, new in zip(words, found, strict=True) if word != new)
     assert expected in found
     assert notes == [f"{given} was read as {expected}"]
@@ -260,6 +259,10 @@ def test_other_names_are_errors_that_name_the_keys(words, message):
     assert message in str(caught.value)
 
 
+def test_a_penalty_of_zero_needs_no_penalty():
+    assert translate(["experiment=grpo_arithmetic", "beta=0"])[0][1:] == ["interfaces.actor.kl.coef=0"]
+
+
 def test_keys_of_realign_stay_as_they_are():
     words = [
         GRPO,
@@ -271,7 +274,7 @@ def test_keys_of_realign_stay_as_they_are():
         "~data.limit",
         "experiment=x",
     ]
-    assert translate(words) == (words, [])
+    assert translate(words)[:2] == (words, [])
 
 
 def test_a_name_that_another_name_needs_may_stand_anywhere():
@@ -281,7 +284,7 @@ def test_a_name_that_another_name_needs_may_stand_anywhere():
 
 def test_a_key_of_a_users_own_class_is_not_replaced():
     own = ["experiment=grpo", f"data._target_={__name__}.OwnData", "data.train_files=x"]
-    assert translate(own) == (own, [])
+    assert translate(own)[:2] == (own, [])
 
 
 @dataclasses.dataclass

@@ -61,3 +61,17 @@ def test_mistakes_name_the_key(tmp_path, words, message):
     with pytest.raises(ConfigError) as caught:
         callbacks(tmp_path, *words)
     assert message in str(caught.value)
+
+
+def test_the_resolved_config_of_an_actor_without_a_critic_has_no_settings_of_one():
+    required = ["models.actor.path=m", "data.path=p.jsonl", "interfaces.reward.function=reward.py:score"]
+    critic = ["interfaces.actor._target_=realign.interfaces.ppo.PPOActorInterface", "interfaces.actor.advantage=gae"]
+    grpo, ppo = (
+        build_experiment(compose(["experiment=grpo", *words])).resolved["interfaces"]["actor"]
+        for words in ([*required, "algorithm=rloo"], [*required, *critic])
+    )
+    assert ppo.keys() - grpo.keys() == {"critic", "value", "critic_warmup_steps", "ptx_coef"}
+    with pytest.raises(
+        ConfigError, match=r"interfaces\.actor\.critic=own: .*realign\.interfaces\.ppo\.PPOActorInterface"
+    ):
+        build_experiment(compose(["experiment=grpo", *required, "interfaces.actor.critic=own"]))

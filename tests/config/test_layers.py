@@ -498,6 +498,41 @@ def test_a_preset_may_own_places_of_roles_that_an_experiment_lacks(folder):
     assert folder.built("algorithm=critic").epochs == 1
 
 
+def test_no_preset_can_be_chosen(presets):
+    plain = presets.built(name="clipped")
+    for words in (["algorithm=null"], ["~algorithm"], ["algorithm=mine", "algorithm=null"]):
+        assert presets.built(*words, name="clipped") == plain
+
+
+@pytest.mark.parametrize(
+    ("defaults", "message"),
+    [
+        ("base", "experiment/wrong.yaml: defaults takes a list, such as [/experiment/grpo, _self_], found 'base'"),
+        (
+            "[{rollout: async}]",
+            "experiment/wrong.yaml: defaults: cannot read {'rollout': 'async'}. Write the name of a",
+        ),
+        ("['base@models']", "experiment/wrong.yaml: defaults: cannot read 'base@models'. Write the name of a file"),
+        ("[{override /algorithm: mine}]", "defaults: cannot read {'override /algorithm': 'mine'}. Write the name of"),
+        ("[_self_, _self_]", "experiment/wrong.yaml: defaults lists _self_ twice"),
+        ("[wrong, _self_]", "experiment/wrong.yaml: the defaults list of this file includes the file itself"),
+        ("[bse]", "unknown experiment 'bse'; did you mean 'base'?"),
+        ("[/algorithm/nothing]", "unknown algorithm 'nothing'"),
+    ],
+)
+def test_a_defaults_list_that_cannot_be_read_is_an_error(folder, defaults, message):
+    folder.write("experiment/wrong", f"defaults: {defaults}\nsteps: 3\n")
+    assert message in folder.error(name="wrong")
+
+
+def test_the_highest_file_decides_which_rollout_is_chosen(folder):
+    folder.write("experiment/ahead", "defaults: [base, {override /rollout: async}]\n")
+    folder.write("experiment/again", "defaults: [ahead, {override /rollout: async_staleness_4}]\n")
+    assert folder.experiment(name="ahead").rollout == Async()
+    assert folder.experiment(name="again").rollout == Async(max_staleness=4)
+    assert not folder.experiment("rollout=sync", name="again").rollout.ahead
+
+
 def test_only_the_composition_reports(folder):
     assert "only realign sets dropped" in folder.error("dropped=[a]")
     folder.write("experiment/saved", "defaults: [base, _self_]\ndropped: [a]\nowners: {a: b}\n")

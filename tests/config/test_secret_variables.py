@@ -1,8 +1,8 @@
 import pytest
 from omegaconf import OmegaConf
 
+from realign.cli.commands import main
 from realign.config import ConfigError, build_experiment, compose, resolved_config
-from realign.config.loader import show_config
 
 SECRET = "s3cret/value"
 
@@ -87,7 +87,7 @@ def test_an_allowed_secret_stays_an_interpolation_in_every_form_of_the_config(ca
     resolved = resolved_config(found, build_experiment(found))
     assert resolved["interfaces"]["reward"]["function"] == "http://h/plain?key=${oc.env:JUDGE_TOKEN}"
     assert SECRET not in str(resolved)
-    show_config(["experiment=grpo_arithmetic", override], "job", None, resolve=True)
+    assert main(["--cfg", "job", "--resolve", "experiment=grpo_arithmetic", override]) == 0
     assert SECRET not in capsys.readouterr().out
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from realign.data import Dropped, Excerpt, PreferenceData, PromptData, SupervisedData, TooLong, UnpairedData
+from realign.data import DroppedRow, Excerpt, PreferenceData, PromptData, SupervisedData, TooLong, UnpairedData
 from realign.errors import DataError
 from tests.data.text_tokenizer import BOS, EOS, characters, make_tokenizer
 
@@ -28,12 +28,12 @@ def test_a_row_is_converted_without_a_file():
 def test_a_row_that_is_left_out_says_why():
     tokenizer = make_tokenizer()
     row = {"prompt": "123", "chosen": "4", "rejected": "4"}
-    assert PromptData("none.jsonl", max_prompt_tokens=2).encoder(tokenizer)(row) == Dropped(
+    assert PromptData("none.jsonl", max_prompt_tokens=2).encoder(tokenizer)(row) == DroppedRow(
         "longer than max_prompt_tokens=2"
     )
-    assert PreferenceData("none.jsonl").encoder(tokenizer)(row) == Dropped("chosen equals rejected")
+    assert PreferenceData("none.jsonl").encoder(tokenizer)(row) == DroppedRow("chosen equals rejected")
     excerpt = Excerpt(start=".")
-    assert PromptData("none.jsonl", excerpt=excerpt).encoder(tokenizer)(row) == Dropped("without excerpt.start='.'")
+    assert PromptData("none.jsonl", excerpt=excerpt).encoder(tokenizer)(row) == DroppedRow("without excerpt.start='.'")
 
 
 def test_sequences_with_the_same_prompt_keep_the_same_part_of_it():
@@ -75,7 +75,7 @@ HUGE = "1+" * 5_000_000
 )
 def test_a_row_of_10_mb_is_dropped_before_all_of_it_is_tokenized(data, row, tokenized):
     limit = data.length_limit()
-    assert data.encoder(make_tokenizer())(row) == Dropped(f"longer than {limit.setting}=100")
+    assert data.encoder(make_tokenizer())(row) == DroppedRow(f"longer than {limit.setting}=100")
     assert sum(tokenized) < 20_000
     with pytest.raises(DataError, match=rf"far too many tokens, more than {limit.setting}=100\. Raise"):
         replace(data, too_long=TooLong.error).encoder(make_tokenizer())(row)

@@ -7,14 +7,14 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from realign.data import Dropped, Excerpt, PreferenceData, PromptData, SupervisedData
+from realign.data import DroppedRow, Excerpt, PreferenceData, PromptData, SupervisedData
 from realign.errors import DataError, SettingsError
 from tests.data.text_tokenizer import characters, make_tokenizer
 
 
 def excerpts(excerpt, *texts):
     found = [excerpt.replace({"prompt": text}, "prompt", make_tokenizer()) for text in texts]
-    return [row["prompt"] for row in found if not isinstance(row, Dropped)]
+    return [row["prompt"] for row in found if not isinstance(row, DroppedRow)]
 
 
 def original(tokens, start, length, end):
@@ -66,7 +66,7 @@ def test_a_marker_is_a_token_of_its_own_and_blanks_stay_with_their_word():
     texts = ("one... two. three", "one... two .", "one. two .")
     found = [Excerpt(start=".").replace({"prompt": text, "n": 1}, "prompt", words()) for text in texts]
     kept = [{"prompt": text, "n": 1} for text in (" three", " two .")]
-    assert found == [kept[0], Dropped("without excerpt.start='.'"), kept[1]]
+    assert found == [kept[0], DroppedRow("without excerpt.start='.'"), kept[1]]
 
 
 @pytest.fixture

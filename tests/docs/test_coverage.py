@@ -17,7 +17,7 @@ import pytest
 
 from realign.cli.chat import chat_of
 from realign.config import compose
-from realign.config.folders import list_experiments
+from realign.config.files import list_experiments
 from tests.docs.pages import compositions
 
 ROOT = Path(__file__).parents[2]

@@ -10,7 +10,7 @@ import torch
 
 from realign.api import Capabilities, GenerationConfig, Request, SequenceSample
 from realign.api.sampler import Completion, FutureHandle, Tokens, generate_by_requests
-from realign.endpoint import Backend, Endpoint, EndpointLimits, Renderer, Session, Sessions
+from realign.endpoint import Endpoint, EndpointLimits, Renderer, ServedPolicy, Session, Sessions
 from tests.samplers import TableSampler
 from tests.tiny import TEXT, VOCAB, tiny_tokenizer
 
@@ -73,7 +73,7 @@ def scripted(
 ) -> Iterator[tuple[Endpoint, Session, ScriptedSampler]]:
     """Serve a session in which the policy samples these texts."""
     sampler = ScriptedSampler(renderer, texts, step)
-    backend = Backend(sampler, renderer, GenerationConfig(max_new_tokens=500))  # type: ignore[arg-type]
+    backend = ServedPolicy(sampler, renderer, GenerationConfig(max_new_tokens=500))  # type: ignore[arg-type]
     session = Session(backend, "p/0")
     with closing(Endpoint(Sessions(), EndpointLimits(), model="policy")) as endpoint:
         endpoint.start()
@@ -112,7 +112,7 @@ def served(sampler=None, config: GenerationConfig = CONFIG, limit: int | None = 
     """Serve a sampler; yields the endpoint and its sampler."""
     sampler = sampler or TableSampler(letters())
     with closing(sampler):
-        backend = Backend(sampler, Renderer(tokenizer()), config, limit)
+        backend = ServedPolicy(sampler, Renderer(tokenizer()), config, limit)
         with closing(Endpoint(Sessions(backend, KEY), EndpointLimits(**limits), model="tiny")) as endpoint:
             endpoint.start()
             yield endpoint, sampler

@@ -20,7 +20,7 @@ import torch
 from openai import AsyncOpenAI, OpenAI
 
 from realign.api import GenerationConfig, MicroBatchSpec, SequenceSample
-from realign.endpoint import Backend, Endpoint, EndpointLimits, Renderer, Session, Sessions, server
+from realign.endpoint import Endpoint, EndpointLimits, Renderer, ServedPolicy, Session, Sessions, server
 from realign.endpoint.server import SPARE
 from realign.engines.sampling.background import StreamingEngine
 from tests.endpoint.scripted import CONFIG, HELLO, KEY, letters, served
@@ -262,7 +262,7 @@ def test_unknown_paths_and_methods_are_errors_in_the_format_of_the_api(endpoint)
 def test_a_model_without_a_chat_template_serves_completions_only():
     sampler = TableSampler(letters())
     with closing(sampler):
-        sessions = Sessions(Backend(sampler, Renderer(tiny_tokenizer()), CONFIG), KEY)
+        sessions = Sessions(ServedPolicy(sampler, Renderer(tiny_tokenizer()), CONFIG), KEY)
         with closing(Endpoint(sessions, EndpointLimits(), model="tiny")) as endpoint:
             endpoint.start()
             with OpenAI(base_url=f"{endpoint.url}/v1", api_key=KEY, max_retries=0) as client:

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from realign.api import GenerationConfig
 from realign.cli.serve import serve_of
-from realign.endpoint import Backend, Session
+from realign.endpoint import ServedPolicy, Session
 from realign.endpoint.requests import Parameters
 from realign.endpoint.scoring import Scorer
 from tests.endpoint.scripted import HELLO, KEY, served
@@ -146,7 +146,7 @@ def test_long_texts_are_scored_in_chunks(monkeypatch):
 def test_no_more_likely_tokens_are_asked_for_than_the_vocabulary_has():
     asked = []
     scorer = SimpleNamespace(score=lambda ids, top, temperature: asked.append(top))
-    backend = Backend(None, SimpleNamespace(tokenizer=range(5)), GenerationConfig(), scorer=scorer)
+    backend = ServedPolicy(None, SimpleNamespace(tokenizer=range(5)), GenerationConfig(), scorer=scorer)
     for top in (3, 20):
         Session(backend, "p/0").score([1, 2], Parameters(logprobs=True, top_logprobs=top))
     assert asked == [3, 5]

@@ -11,8 +11,8 @@ import torch
 from openai import OpenAI
 
 from realign.api import GenerationConfig
-from realign.endpoint import Backend, Endpoint, EndpointLimits, Renderer, Session, Sessions
-from realign.endpoint.calls import call_beginning
+from realign.endpoint import Endpoint, EndpointLimits, Renderer, ServedPolicy, Session, Sessions
+from realign.endpoint.caller import call_beginning
 from realign.endpoint.requests import ApiError
 from tests.endpoint.scripted import END, HELLO, KEY
 from tests.samplers import TableSampler
@@ -70,7 +70,9 @@ def text_table() -> torch.Tensor:
 @contextmanager
 def client(response_template: object = RESPONSE_TEMPLATE):
     with closing(TableSampler(text_table())) as sampler:
-        backend = Backend(sampler, Renderer(tokenizer(response_template)), GenerationConfig(max_new_tokens=12), 100)
+        backend = ServedPolicy(
+            sampler, Renderer(tokenizer(response_template)), GenerationConfig(max_new_tokens=12), 100
+        )
         with closing(Endpoint(Sessions(backend, KEY), EndpointLimits(), model="tiny")) as endpoint:
             endpoint.start()
             with OpenAI(base_url=f"{endpoint.url}/v1", api_key=KEY, max_retries=0) as found:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from realign.config import build_experiment, compose
-from realign.config.folders import list_experiments
+from realign.config.files import list_experiments
 from realign.engines import Backend, OptimizerSpec, SharedModel, TransformersModel
 from realign.engines.device import CUBLAS, DType, enable_tf32, full_fp32, pick_device, products_dtype
 from realign.engines.network import kernels

@@ -1,4 +1,4 @@
-"""Threads of executors; `test_batch.py` tests event loops with the environments that they run."""
+"""Threads of executors; `test_environment_pool.py` tests event loops with the environments that they run."""
 
 from __future__ import annotations
 

@@ -8,7 +8,15 @@ import re
 import pytest
 
 from realign.api.environment import Response
-from realign.environments import EnvironmentFailure, Failures, Limits, Slots, TurnWriter, Worlds, load_environment
+from realign.environments import (
+    EnvironmentFailure,
+    EnvironmentPool,
+    Failures,
+    Limits,
+    Slots,
+    TurnWriter,
+    load_environment,
+)
 from realign.errors import RewardError
 from tests.environments import environment_fixtures as fixtures
 from tests.tiny import tiny_tokenizer
@@ -24,7 +32,7 @@ def failures_of(cls: type, row: dict, **arguments: object) -> list[str]:
     """Run two episodes of one turn, and return their failures."""
     make = load_environment(f"{fixtures.__name__}:{cls.__name__}", arguments)
     limits = Limits(timeout_s=20.0, slots=Slots(4))
-    with Worlds("mine", make, TurnWriter(tiny_tokenizer()), limits) as environments:
+    with EnvironmentPool("mine", make, TurnWriter(tiny_tokenizer()), limits) as environments:
         answers = environments.reset([(row, 0)] * 2)
         live = [i for i, answer in enumerate(answers) if answer.step is not None]
         answers += environments.step({i: Response("x", (1,), 0, False) for i in live})

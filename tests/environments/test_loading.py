@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from realign.api.environment import Response, ToolCall
-from realign.environments import Limits, Slots, TurnWriter, Worlds, load_environment
+from realign.environments import EnvironmentPool, Limits, Slots, TurnWriter, load_environment
 from realign.environments.loading import load_with_tools, takes_seed
 from realign.environments.tools import load_tools
 from realign.errors import ConfigError
@@ -69,9 +69,9 @@ needs_mcp = pytest.mark.skipif(importlib.util.find_spec("mcp") is None, reason="
 
 
 @contextmanager
-def worlds(name: str, functions: list[str], servers: list[str], timeout_s: float = 60) -> Iterator[Worlds]:
+def pool(name: str, functions: list[str], servers: list[str], timeout_s: float = 60) -> Iterator[EnvironmentPool]:
     make = load_with_tools(f"{FIXTURES}:{name}", {}, load_tools(functions, servers))
-    with Worlds(name, make, TurnWriter(tiny_tokenizer()), Limits(timeout_s, Slots(8))) as found:
+    with EnvironmentPool(name, make, TurnWriter(tiny_tokenizer()), Limits(timeout_s, Slots(8))) as found:
         yield found
 
 
@@ -92,7 +92,7 @@ def observed(answer) -> str:
 def test_reset_gets_the_tools_and_steps_call_them(name, monkeypatch):
     kind = getattr(tool_fixtures, name)
     monkeypatch.setattr(kind, "closed", 0)
-    with worlds(name, [f"{FIXTURES}:multiply"], []) as found:
+    with pool(name, [f"{FIXTURES}:multiply"], []) as found:
         assert [answer.failure for answer in found.reset([({"start": "go"}, 1), ({"start": "go"}, 2)])] == ["", ""]
         called = found.step({0: calling("multiply", '{"a": 3, "b": 4}'), 1: calling("divide", "{}")})
         assert observed(called[0]) == "12"
@@ -126,7 +126,7 @@ def test_schemas_of_functions_are_those_of_the_toolbox():
 def test_the_tools_of_an_mcp_server_are_called_by_steps_and_each_episode_has_its_own_connection():
     sources = load_tools([f"{FIXTURES}:lookup"], [COMMAND])
     assert [schema["function"]["name"] for schema in sources.schemas()][:2] == ["lookup", "multiply"]
-    with worlds("Given", [f"{FIXTURES}:lookup"], [COMMAND]) as found:
+    with pool("Given", [f"{FIXTURES}:lookup"], [COMMAND]) as found:
         assert not any(answer.failure for answer in found.reset([({}, k) for k in range(3)]))
         called = found.step({k: calling("multiply", f'{{"a": {k}, "b": 10}}') for k in range(3)})
         assert [observed(answer) for answer in called] == ["0", "10", "20"]
@@ -141,6 +141,6 @@ def test_the_tools_of_an_mcp_server_are_called_by_steps_and_each_episode_has_its
 @pytest.mark.slow
 @needs_mcp
 def test_a_server_that_cannot_be_reached_fails_its_episodes_only():
-    with worlds("Given", [], ["false"]) as found:
+    with pool("Given", [], ["false"]) as found:
         (answer,) = found.reset([({}, 0)])
         assert "cannot connect to the MCP server 'false'" in answer.failure

@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 
 from realign.config import ConfigError, ExperimentConfig, build_experiment, compose, resolved_config
 from realign.config.composition import config_of
-from realign.config.folders import list_experiments
+from realign.config.files import list_experiments
 from realign.config.schema import COMPONENTS
 from tests.fuzz.refusals import BOUNDED, Refused, attempt
 

@@ -17,6 +17,7 @@ from realign.interfaces import components as c
 from realign.interfaces.components.value_loss import ValueLoss
 from realign.interfaces.critic import ValueNormalization, ValueScale
 from realign.interfaces.dpo import DPOLoss
+from realign.interfaces.policy import PolicyInterface
 from realign.interfaces.ppo import PPOActorInterface
 from realign.interfaces.reward_model import RewardLoss, ScoreAt
 
@@ -57,7 +58,7 @@ COMPONENTS: dict[type, list] = {
 
 
 GROUPS = GenerationConfig(n=4)
-PPO_SETTINGS = [
+POLICY_SETTINGS: list[dict] = [
     *NORMALIZATIONS,
     {"adv_norm": c.Normalization(unbiased=True, eps=1e-2, eps_inside_sqrt=True)},
     {"epochs": 2, "n_minibatches": 2},
@@ -66,7 +67,7 @@ PPO_SETTINGS = [
     *({"kl": c.KLPenalty("reward", 0.1, e)} for e in KLEstimator),
     *({"kl": c.KLPenalty("loss", 0.1, e, importance_weighted=True)} for e in KLEstimator),
     {"kl": c.KLPenalty("loss", 0.1, full_vocabulary=True)},
-    {"kl": c.KLPenalty("loss", 0.1, full_vocabulary=True, target=0.5, horizon=100), "ptx_coef": 0.5},
+    {"kl": c.KLPenalty("loss", 0.1, full_vocabulary=True, target=0.5, horizon=100)},
     {"kl": c.KLPenalty("reward", 0.1, target=0.5, horizon=100)},
     {"reward": c.RewardShaping(bias=0.5, gain=2.0, clip=1.5, scale="running")},
     {"reward": c.RewardShaping(scale="ref", center=True)},
@@ -83,12 +84,10 @@ PPO_SETTINGS = [
     {"train_end_token": False, "generation": GenerationConfig(n=4, stop_token_ids=[2, 5])},
     {"keep_best": 2, "generation": GROUPS},
     {"recompute": True},
-    {"ptx_coef": 0.5, "n_minibatches": 2},
     {"early_stop": c.EarlyStop(kl=1e-6), "epochs": 2},
     {"early_stop": c.EarlyStop(ratio=5.0), "epochs": 2},
     {"credit_per_minibatch": True, "n_minibatches": 2},
     {"correction": c.ImportanceCorrection(rejection=LIMITS), "entropy_coef": 0.1, "kl": c.KLPenalty("loss", 0.1)},
-    {"correction": c.ImportanceCorrection(rejection=LIMITS), "ptx_coef": 0.5, "n_minibatches": 2},
     {
         "correction": c.ImportanceCorrection(LIMITS, c.RatioRange("geometric", 0.9), keep_in_divisor=True),
         "kl": c.KLPenalty("loss", 0.1, importance_weighted=True, target=0.5, horizon=100),
@@ -96,7 +95,11 @@ PPO_SETTINGS = [
         "n_minibatches": 2,
     },
 ]
-GAE_ONLY = [
+PPO_SETTINGS: list[dict] = [
+    *POLICY_SETTINGS,
+    {"kl": c.KLPenalty("loss", 0.1, full_vocabulary=True, target=0.5, horizon=100), "ptx_coef": 0.5},
+    {"ptx_coef": 0.5, "n_minibatches": 2},
+    {"correction": c.ImportanceCorrection(rejection=LIMITS), "ptx_coef": 0.5, "n_minibatches": 2},
     {"reward": c.RewardShaping(baseline="greedy")},
     {"objective": c.ProximalKL(target=0.01), "epochs": 2, "n_minibatches": 2, "ptx_coef": 0.5},
     {"critic": "own"},
@@ -126,7 +129,7 @@ SETTINGS: dict[str, list[dict]] = {
         {"epochs": 2, "n_minibatches": 2, "on_policy_fraction": 0.5},
         {"generation": GenerationConfig(temperature=0.7)},
     ],
-    "GRPOActorInterface": PPO_SETTINGS,
+    "GRPOActorInterface": POLICY_SETTINGS,
     "ILQLInterface": [
         {"epochs": 2, "n_minibatches": 2},
         {"gamma": 0.5, "tau": 0.9, "cql_coef": 0.5, "awac_coef": 0.3},
@@ -141,7 +144,8 @@ SETTINGS: dict[str, list[dict]] = {
         {"kind": DPOLoss.ipo, "generation": GROUPS},
         {"reference_free": True, "target_margin": 0.5, "sft_coef": 0.5},
     ],
-    "PPOActorInterface": [*PPO_SETTINGS, *GAE_ONLY],
+    "PPOActorInterface": PPO_SETTINGS,
+    "PolicyInterface": [],  # its settings are tested in PPO and GRPO
     "PPOCriticInterface": [
         {"epochs": 2, "n_minibatches": 2},
         {"objective": c.ValueObjective(clip=None)},
@@ -176,24 +180,6 @@ def modules():
     return [importlib.import_module(m.name) for m in found]
 
 
-def settings(cls: type[ModelInterface]) -> list[dict]:
-    listed = next((SETTINGS[k.__name__] for k in cls.__mro__ if k.__name__ in SETTINGS), None)
-    assert listed is not None, f"list settings for {cls.__name__} in tests/interfaces/test_invariances.py"
-    aggregations = []
-    if "aggregation" in {f.name for f in dataclasses.fields(cls)}:
-        aggregations = [{"aggregation": a} for kind in subclasses(c.Aggregation) for a in COMPONENTS[kind]]
-    return [{}, *aggregations, *listed]
-
-
-def subclasses(base: type) -> list[type]:
-    """Return all concrete subclasses of `base` in the package."""
-    found = {base}
-    while more := {sub for cls in found for sub in cls.__subclasses__()} - found:
-        found |= more
-    ours = [cls for cls in found if cls.__module__.startswith("realign.") and not inspect.isabstract(cls)]
-    return sorted(ours, key=lambda cls: cls.__name__)
-
-
 def trainers() -> list[type[ModelInterface]]:
     found = {
         cls
@@ -223,7 +209,7 @@ def interface_names(rpc):
     return tuple(ours.get(key, key) for key in rpc.inputs)
 
 
-def actor_inputs(interface: PPOActorInterface) -> list[tuple[str, ...]]:
+def actor_inputs(interface: PolicyInterface) -> list[tuple[str, ...]]:
     """Return input sets of train_step: the keys its settings need, and all known keys, without and with advantages."""
     (train,) = (rpc for rpc in rl_graph({"actor": interface}).rpcs if rpc.name == "actor_train")
     known, uses = interface_names(train), interface.keys("train_step").uses
@@ -242,7 +228,7 @@ def critic_inputs() -> list[tuple[str, ...]]:
 
 def input_sets(interface: ModelInterface) -> list[tuple[str, ...]]:
     """Return the input sets of the train_step RPCs in the class's own file, by the interface's names of the keys."""
-    if isinstance(interface, PPOActorInterface):
+    if isinstance(interface, PolicyInterface):
         return actor_inputs(interface)
     module = importlib.import_module(type(interface).__module__)
     if not hasattr(module, "dataflow"):
@@ -256,9 +242,27 @@ def input_sets(interface: ModelInterface) -> list[tuple[str, ...]]:
     return sorted(found)
 
 
+def settings(cls: type[ModelInterface]) -> list[dict]:
+    listed = next((SETTINGS[k.__name__] for k in cls.__mro__ if k.__name__ in SETTINGS), None)
+    assert listed is not None, f"list settings for {cls.__name__} in tests/interfaces/test_invariances.py"
+    aggregations = []
+    if "aggregation" in {f.name for f in dataclasses.fields(cls)}:
+        aggregations = [{"aggregation": a} for kind in subclasses(c.Aggregation) for a in COMPONENTS[kind]]
+    return [{}, *aggregations, *listed]
+
+
 def cases():
     """Yield each class with its settings, for each set of inputs."""
     for cls in trainers():
         for kwargs in settings(cls):
             for inputs in input_sets(cls(**kwargs)):
                 yield cls, kwargs, inputs
+
+
+def subclasses(base: type) -> list[type]:
+    """Return all concrete subclasses of `base` in the package."""
+    found = {base}
+    while more := {sub for cls in found for sub in cls.__subclasses__()} - found:
+        found |= more
+    ours = [cls for cls in found if cls.__module__.startswith("realign.") and not inspect.isabstract(cls)]
+    return sorted(ours, key=lambda cls: cls.__name__)

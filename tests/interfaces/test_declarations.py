@@ -7,12 +7,21 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
-from realign.api import GenerationConfig, Keys, MicroBatchSpec, Model, ModelInterface, SequenceSample, stat_values
+from realign.api import (
+    GenerationConfig,
+    Keys,
+    MicroBatchSpec,
+    Model,
+    ModelInterface,
+    Panel,
+    SequenceSample,
+    stat_values,
+)
 from realign.api.interface import METHODS, implements
 from realign.api.router_experts import ROUTER_EXPERTS
 from realign.interfaces.components import GAE, Critic, ImportanceCorrection, KLPenalty, RatioRange, Truncation
@@ -349,3 +358,21 @@ def test_a_critic_replays_the_experts_that_it_gets():
 def test_every_interface_is_found():
     found = {cls.__name__ for cls, *_ in declarations()}
     assert found == {cls.__name__ for cls in interfaces()} >= {"PPOActorInterface", "AgentInterface"}
+
+
+def test_a_constant_declaration_is_a_class_attribute_and_a_method_of_a_user_overrides_it():
+    class Constant(ModelInterface):
+        KEYS: ClassVar = {"inference": Keys({"input_ids": ""})}
+        OUTPUTS = frozenset({"scores"})
+        HEADLINE = ("score",)
+        PANELS = (Panel("score", {"score": "mean"}),)
+
+    class Computed(Constant):
+        def outputs(self):
+            return super().outputs() | {"values"}
+
+    plain, constant, computed = ModelInterface(), Constant(), Computed()
+    assert (plain.keys("inference"), plain.outputs(), plain.headline(), plain.panels()) == (Keys(), frozenset(), (), ())
+    assert (constant.keys("inference"), constant.keys("generate")) == (Keys({"input_ids": ""}), Keys())
+    assert (constant.outputs(), constant.headline(), constant.panels()) == ({"scores"}, ("score",), Constant.PANELS)
+    assert computed.outputs() == {"scores", "values"}

@@ -10,10 +10,10 @@ import torch
 
 from realign.api import MicroBatchSpec, Model, SequenceSample, stat_values
 from realign.config import build_experiment, compose
-from realign.config.folders import experiments_dir
+from realign.config.files import experiments_dir
 from realign.errors import DataError
 from realign.interfaces.dpo import DPOInterface, DPOLoss, dataflow
-from realign.interfaces.ppo import ReferenceInterface
+from realign.interfaces.reference import ReferenceInterface
 from realign.runtime import run
 from realign.testing import BigramEngine, check_train_step, random_preferences
 from tests.config_parts import PREFERENCE

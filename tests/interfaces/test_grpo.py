@@ -9,8 +9,19 @@ import torch
 from realign.api import GenerationConfig, Model, SequenceSample, stat_values
 from realign.errors import SettingsError
 from realign.functional import Scope
-from realign.interfaces.components import GAE, Constant, GroupRelative, KLPenalty, KLPlace, Normalization, RewardShaping
+from realign.interfaces.components import (
+    GAE,
+    Constant,
+    GroupRelative,
+    KLPenalty,
+    KLPlace,
+    Normalization,
+    RewardShaping,
+    ValueObjective,
+)
 from realign.interfaces.grpo import GRPOActorInterface
+from realign.interfaces.ppo import PPOActorInterface
+from realign.settings import own_settings
 from realign.testing import BigramEngine, random_batch
 
 
@@ -204,10 +215,21 @@ def test_dr_grpo_by_flags():
     assert interface.loss_weight(out) == 20
 
 
-@pytest.mark.parametrize("critic", ["own", "shared"])
-def test_a_critic_raises_since_group_advantages_give_it_no_returns(critic):
-    with pytest.raises(SettingsError, match=f"critic={critic}: GroupRelative computes no returns to train a critic"):
-        GRPOActorInterface(critic=critic)
+@pytest.mark.parametrize(
+    "given", [{"critic": "own"}, {"critic": "shared"}, {"value": ValueObjective()}, {"ptx_coef": 1.0}]
+)
+def test_settings_of_ppo_raise_with_the_class_that_has_them(given):
+    (name,) = given
+    with pytest.raises(SettingsError, match=rf"^{name}=.* Use realign\.interfaces\.ppo\.PPOActorInterface$"):
+        GRPOActorInterface(**given)
+
+
+def test_settings_with_which_presets_turn_ppo_off_are_accepted_and_hidden():
+    off = {"critic": "none", "value": None, "critic_warmup_steps": 0, "ptx_coef": 0}
+    assert GRPOActorInterface(**off) == GRPOActorInterface()
+    assert not off.keys() & {field.name for field in own_settings(GRPOActorInterface)}
+    assert off.keys() <= {field.name for field in own_settings(PPOActorInterface)}
+    assert "critic" not in repr(GRPOActorInterface())
 
 
 def test_a_greedy_baseline_raises_where_the_mean_of_the_group_would_cancel_it():

@@ -20,7 +20,7 @@ import torch
 
 from realign.api import MicroBatchSpec, Model, SequenceSample, stat_values
 from realign.config import build_experiment, compose
-from realign.config.folders import list_algorithms
+from realign.config.files import list_algorithms
 from realign.engines import SharedModel
 from realign.interfaces.greedy import GreedyInterface
 from realign.interfaces.reference import ReferenceInterface

@@ -20,7 +20,6 @@ from tests.grids import pairwise
 from tests.interfaces.declared import (
     CENTERED,
     COMPONENTS,
-    GAE_ONLY,
     GROUPS,
     LIMITS,
     PPO_SETTINGS,
@@ -119,8 +118,8 @@ def test_no_component_of_the_package_escapes(base):
 
 @pytest.mark.parametrize("place", ["kl", "reward", "truncation", "early_stop", "adv_norm", "value"])
 def test_no_setting_of_a_fixed_component_of_ppo_escapes(place):
-    """Components without variants, whose settings PPO_SETTINGS and GAE_ONLY list."""
-    found = [kwargs[place] for kwargs in (*PPO_SETTINGS, *GAE_ONLY) if place in kwargs]
+    """Components without variants, whose settings PPO_SETTINGS lists."""
+    found = [kwargs[place] for kwargs in PPO_SETTINGS if place in kwargs]
     (cls,) = {type(x) for x in found}
     names = {f.name for f in dataclasses.fields(cls) if f.init}
     changed = {name for x in found for name in names if getattr(x, name) != _default(cls, name)}

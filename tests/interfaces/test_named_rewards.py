@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from realign.api import MicroBatchSpec, stat_values
+from realign.api import GenerationConfig, MicroBatchSpec, stat_values
 from realign.config import build
 from realign.engines import TransformersModel
 from realign.engines.training.optimizer import OptimizerSpec
@@ -258,7 +258,7 @@ def experiment(tmp_path: Path, names: dict[str, float], **changes) -> Experiment
     file = tmp_path / "run_functions.py"
     file.write_text(RUN_FUNCTIONS)
     interfaces = {
-        "actor": grpo.GRPOActorInterface(generation=grpo.GenerationConfig(n=4, max_new_tokens=4, fixed_length=True)),
+        "actor": grpo.GRPOActorInterface(generation=GenerationConfig(n=4, max_new_tokens=4, fixed_length=True)),
         "reward": interface(file, names),
     }
     settings = {
@@ -342,7 +342,7 @@ def test_an_evaluation_reports_each_function_of_its_reward(tmp_path):
 
 def test_the_greedy_baseline_has_no_named_rewards(tmp_path):
     actor = ppo.PPOActorInterface(
-        generation=ppo.GenerationConfig(n=1, max_new_tokens=4, fixed_length=True),
+        generation=GenerationConfig(n=1, max_new_tokens=4, fixed_length=True),
         reward=RewardShaping(baseline="greedy"),
     )
     file = tmp_path / "run_functions.py"

@@ -14,6 +14,7 @@ from realign.interfaces.components import (
     GAE,
     Clip,
     Critic,
+    GroupRelative,
     ImportanceCorrection,
     KLPenalty,
     KLPlace,
@@ -400,6 +401,13 @@ def test_trap_c7_the_penalty_moves_the_credit_or_the_loss_and_never_both():
         ({"ptx_coef": -1.0}, "ptx_coef=-1.0: must be at least 0"),
         ({"critic": "theirs"}, r"critic='theirs': unknown choice \(valid: none, own, shared\)"),
         ({"value": ValueObjective()}, "value: has no effect with critic=none. Set critic=shared"),
+        *(
+            (
+                {"critic": critic, "advantage": GroupRelative(), "generation": GenerationConfig(n=4)},
+                f"critic={critic}: GroupRelative computes no returns to train a critic. Set advantage=gae",
+            )
+            for critic in ("own", "shared")
+        ),
         ({"value": ValueObjective(), "critic": "own"}, "value: has no effect with critic=own"),
         (
             {"credit_per_minibatch": True, "critic": "own"},

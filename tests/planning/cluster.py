@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from realign.planning.devices import Accelerator, Assumed, Device
-from realign.planning.options import PlanOptions
-from realign.planning.plans import Tail, Work
+from realign.planning.options import Accelerator, Assumed, Device, PlanOptions
 from realign.planning.predict import Cluster
-from realign.planning.roofline import Network
+from realign.planning.simulator import NetworkSizes, Tail, Work
 from realign.planning.workload import CallLoad, RoleLoad, Workload
 
-NETWORK = Network(weights=100.0, layers=5, kv_heads=1, head_size=1, hidden=10, number_bytes=2)
+NETWORK = NetworkSizes(weights=100.0, layers=5, kv_heads=1, head_size=1, hidden=10, number_bytes=2)
 ASSUMED = Assumed(
     bandwidth_used=1.0,
     flops_used=0.5,

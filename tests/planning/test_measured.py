@@ -8,13 +8,13 @@ import pytest
 from realign.errors import ConfigError, DataError
 from realign.planning.measured import MeasuredStep, calibrated, read_runs, with_measured_lengths
 from realign.planning.options import PlanOptions
-from realign.planning.placements import Placement, RoleGroup
-from realign.planning.plans import Tail
+from realign.planning.placements import PlannedGroup, PlannedPlacement
 from realign.planning.predict import Scale, costs_of
+from realign.planning.simulator import Tail
 from tests.planning.cluster import CLUSTER, LOAD
 
 FIXED = replace(LOAD, work=replace(LOAD.work, lengths=Tail(64.0, 0.0, 64.0)))
-ONE = Placement((RoleGroup(("actor", "ref"), 1),))
+ONE = PlannedPlacement((PlannedGroup(("actor", "ref"), 1),))
 
 
 def steps_of(scale, sizes, load=FIXED):

@@ -9,8 +9,8 @@ from realign.config.words import words_of
 from realign.planning.options import PlanOptions
 from realign.planning.placements import (
     LAUNCHERS,
-    Placement,
-    RoleGroup,
+    PlannedGroup,
+    PlannedPlacement,
     Sampling,
     groupings,
     launcher,
@@ -67,10 +67,10 @@ def test_sampling_in_the_process_of_the_trainer_is_asynchronous_on_one_device_or
 
 def test_roles_share_devices_or_have_their_own_in_proportion_to_their_operations(tmp_path):
     load = load_for(tmp_path / "model", REF)  # 2 operations of the reference, 6 of the actor
-    assert list(groupings(load, 1)) == [(RoleGroup(("actor", "ref"), 1),)]
+    assert list(groupings(load, 1)) == [(PlannedGroup(("actor", "ref"), 1),)]
     assert list(groupings(load, 8)) == [
-        (RoleGroup(("actor", "ref"), 8),),
-        (RoleGroup(("actor",), 6), RoleGroup(("ref",), 2)),
+        (PlannedGroup(("actor", "ref"), 8),),
+        (PlannedGroup(("actor",), 6), PlannedGroup(("ref",), 2)),
     ]
 
 
@@ -84,28 +84,28 @@ def test_tensor_parallelism_stays_in_a_node():
 @pytest.mark.parametrize(
     ("placement", "command"),
     [
-        (Placement((RoleGroup(("actor",), 1),)), "realign runtime=local rollout=sync"),
+        (PlannedPlacement((PlannedGroup(("actor",), 1),)), "realign runtime=local rollout=sync"),
         (
-            Placement((RoleGroup(("actor",), 8),), tensor_parallel=2),
+            PlannedPlacement((PlannedGroup(("actor",), 8),), tensor_parallel=2),
             "torchrun --standalone --nproc-per-node=8 -m realign runtime=local "
             "models.actor.sharding.tensor_parallel=2 rollout=sync",
         ),
         (
-            Placement((RoleGroup(("actor",), 16),)),
+            PlannedPlacement((PlannedGroup(("actor",), 16),)),
             "torchrun --nnodes=2 --nproc-per-node=8 -m realign runtime=local rollout=sync",
         ),
         (
-            Placement((RoleGroup(("actor",), 5),), Sampling.workers, 11, max_staleness=0),
+            PlannedPlacement((PlannedGroup(("actor",), 5),), Sampling.workers, 11, max_staleness=0),
             "realign runtime=ray runtime.address=auto "
             "runtime.placement={actor: {devices: 5}, rollout: {devices: 11}} rollout=async rollout.max_staleness=0",
         ),
         (
-            Placement((RoleGroup(("actor",), 8),), Sampling.servers, 8, server_parallel=4),
+            PlannedPlacement((PlannedGroup(("actor",), 8),), Sampling.servers, 8, server_parallel=4),
             "torchrun --standalone --nproc-per-node=8 -m realign runtime=local models.actor.sampler=vllm "
             "models.actor.sampler.servers=2 models.actor.sampler.arguments='--tensor-parallel-size 4' rollout=sync",
         ),
         (
-            Placement((RoleGroup(("actor",), 1),), Sampling.servers, 15, max_staleness=2),
+            PlannedPlacement((PlannedGroup(("actor",), 1),), Sampling.servers, 15, max_staleness=2),
             "realign runtime=local models.actor.sampler=vllm models.actor.sampler.servers=15 rollout=async "
             "rollout.max_staleness=2 interfaces.actor.correction=importance_correction",
         ),
@@ -119,20 +119,20 @@ def test_the_command_of_a_placement(placement, command, tmp_path):
 
 def test_what_overrides_do_not_contain_is_a_note(tmp_path):
     load, options = load_for(tmp_path / "model"), PlanOptions(devices=16, nodes=2)
-    servers = Placement((RoleGroup(("actor",), 8),), Sampling.servers, 8)
+    servers = PlannedPlacement((PlannedGroup(("actor",), 8),), Sampling.servers, 8)
     assert [note.split(".")[0] for note in notes(servers, load, options)] == [
         "The overrides assign no devices to servers",
         "Servers on other nodes need urls and weights_dir",
         "Run torchrun on every node, with --rdzv-backend=c10d --rdzv-endpoint=HOST:PORT",
     ]
-    one = Placement((RoleGroup(("actor",), 1),))
+    one = PlannedPlacement((PlannedGroup(("actor",), 1),))
     assert notes(one, load, PlanOptions(devices=1)) == []
 
 
 def test_staleness_adds_a_correction_only_if_the_interface_has_none(tmp_path):
     write_model(tmp_path / "model")
-    stale = Placement((RoleGroup(("actor",), 1),), Sampling.copy, max_staleness=1)
-    fresh = Placement((RoleGroup(("actor",), 1),), Sampling.copy, max_staleness=0)
+    stale = PlannedPlacement((PlannedGroup(("actor",), 1),), Sampling.copy, max_staleness=1)
+    fresh = PlannedPlacement((PlannedGroup(("actor",), 1),), Sampling.copy, max_staleness=0)
     options = PlanOptions(devices=1)
     plain = load_for(tmp_path / "model")
     corrected = load_for(tmp_path / "model", "interfaces.actor.correction=importance_correction")

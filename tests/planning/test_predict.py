@@ -6,18 +6,18 @@ from dataclasses import replace
 
 import pytest
 
-from realign.planning.costs import Costs
 from realign.planning.options import PlanOptions
-from realign.planning.placements import Placement, RoleGroup, Sampling
+from realign.planning.placements import PlannedGroup, PlannedPlacement, Sampling
 from realign.planning.predict import Cluster, Scale, costs_of, engines, predict, schedule
+from realign.planning.simulator import Costs
 from tests.planning.cluster import CLUSTER, DEVICE, LOAD
 
-TOGETHER = RoleGroup(("actor", "ref"), 1)
-APART = (RoleGroup(("actor",), 1), RoleGroup(("ref",), 1))
+TOGETHER = PlannedGroup(("actor", "ref"), 1)
+APART = (PlannedGroup(("actor",), 1), PlannedGroup(("ref",), 1))
 
 
 def test_costs_of_one_device_by_hand():
-    found = costs_of(Placement((TOGETHER,)), LOAD, CLUSTER)
+    found = costs_of(PlannedPlacement((TOGETHER,)), LOAD, CLUSTER)
     assert found.decode_step_s == pytest.approx(1 + 5 * 0.2 + 200 / 10)
     assert found.decode_row_s == found.prefill_token_s == pytest.approx(200 / 50)
     assert found.decode_context_s == pytest.approx(2 * 2 * 5 / 10)
@@ -27,7 +27,7 @@ def test_costs_of_one_device_by_hand():
 
 
 def test_more_devices_divide_training_and_gather_weights():
-    found = costs_of(Placement((replace(TOGETHER, devices=4),)), LOAD, CLUSTER)
+    found = costs_of(PlannedPlacement((replace(TOGETHER, devices=4),)), LOAD, CLUSTER)
     assert found.train_token_s == pytest.approx(8 * 100 / 50 / 4)
     collectives = 0.5 * 5 * (1 + 3)  # one per layer of the reference, three of the actor
     assert found.train_step_s == pytest.approx(3 + 28 * 100 / 10 / 4 + collectives)
@@ -37,20 +37,20 @@ def test_more_devices_divide_training_and_gather_weights():
     gathered = [gathers * 2 * 100 / (4 * 0.5 * tokens) / 4 for gathers in (1, 3)]
     computed = [operations * 100 / 50 / 4 for operations in (2, 6)]
     expected = sum(map(max, zip(gathered, computed, strict=True)))
-    found = costs_of(Placement((replace(TOGETHER, devices=4),)), LOAD, slow)
+    found = costs_of(PlannedPlacement((replace(TOGETHER, devices=4),)), LOAD, slow)
     assert found.train_token_s == pytest.approx(expected)
     assert found.sync_s == pytest.approx(400 / (4 * 0.5))
 
 
 def test_calls_on_different_devices_overlap_if_they_do_not_depend_on_each_other():
     free = replace(LOAD, calls=(LOAD.calls[0], replace(LOAD.calls[1], after=())))
-    assert costs_of(Placement(APART), LOAD, CLUSTER).train_token_s == pytest.approx(8 * 100 / 50)
-    assert costs_of(Placement(APART), free, CLUSTER).train_token_s == pytest.approx(6 * 100 / 50)
-    assert costs_of(Placement((TOGETHER,)), free, CLUSTER).train_token_s == pytest.approx(8 * 100 / 50)
+    assert costs_of(PlannedPlacement(APART), LOAD, CLUSTER).train_token_s == pytest.approx(8 * 100 / 50)
+    assert costs_of(PlannedPlacement(APART), free, CLUSTER).train_token_s == pytest.approx(6 * 100 / 50)
+    assert costs_of(PlannedPlacement((TOGETHER,)), free, CLUSTER).train_token_s == pytest.approx(8 * 100 / 50)
 
 
 def test_stale_samples_cost_a_forward_pass_unless_the_graph_has_it():
-    stale = Placement((TOGETHER,), Sampling.workers, 1, max_staleness=1)
+    stale = PlannedPlacement((TOGETHER,), Sampling.workers, 1, max_staleness=1)
     assert costs_of(stale, LOAD, CLUSTER).train_token_s == pytest.approx(8 * 2)
     without = replace(LOAD, corrects_staleness=False)
     assert costs_of(stale, without, CLUSTER).train_token_s == pytest.approx(10 * 2)
@@ -58,9 +58,9 @@ def test_stale_samples_cost_a_forward_pass_unless_the_graph_has_it():
 
 
 def test_weights_travel_through_the_host_to_workers_in_fp32_and_to_servers_in_the_precision_of_products():
-    workers = Placement((TOGETHER,), Sampling.workers, 2, max_staleness=1)
-    servers = Placement((TOGETHER,), Sampling.servers, 2, server_parallel=2, max_staleness=1)
-    copied = Placement((TOGETHER,), Sampling.copy, max_staleness=1)
+    workers = PlannedPlacement((TOGETHER,), Sampling.workers, 2, max_staleness=1)
+    servers = PlannedPlacement((TOGETHER,), Sampling.servers, 2, server_parallel=2, max_staleness=1)
+    copied = PlannedPlacement((TOGETHER,), Sampling.copy, max_staleness=1)
     assert costs_of(workers, LOAD, CLUSTER).sync_s == pytest.approx(2 + 400 / 20)
     assert costs_of(servers, LOAD, CLUSTER).sync_s == pytest.approx(2 + 200 / 20)
     assert costs_of(copied, LOAD, CLUSTER).sync_s == pytest.approx(400 / 10)
@@ -68,21 +68,24 @@ def test_weights_travel_through_the_host_to_workers_in_fp32_and_to_servers_in_th
 
 
 def test_engines_follow_from_the_placement():
-    many = RoleGroup(("actor", "ref"), 8)
-    assert engines(Placement((many,), tensor_parallel=4)) == 2
-    assert engines(Placement((many,), Sampling.workers, 3, max_staleness=1)) == 3
-    assert engines(Placement((many,), Sampling.servers, 8, server_parallel=4)) == 2
-    assert engines(Placement((TOGETHER,), Sampling.copy, max_staleness=1)) == 1
+    many = PlannedGroup(("actor", "ref"), 8)
+    assert engines(PlannedPlacement((many,), tensor_parallel=4)) == 2
+    assert engines(PlannedPlacement((many,), Sampling.workers, 3, max_staleness=1)) == 3
+    assert engines(PlannedPlacement((many,), Sampling.servers, 8, server_parallel=4)) == 2
+    assert engines(PlannedPlacement((TOGETHER,), Sampling.copy, max_staleness=1)) == 1
 
 
 def test_a_copy_without_a_device_of_its_own_waits_for_training():
-    assert schedule(Placement((TOGETHER,), Sampling.copy, max_staleness=1), LOAD, CLUSTER).shared
-    assert not schedule(Placement((TOGETHER,), Sampling.copy, 1, max_staleness=1), LOAD, CLUSTER).shared
+    assert schedule(PlannedPlacement((TOGETHER,), Sampling.copy, max_staleness=1), LOAD, CLUSTER).shared
+    assert not schedule(PlannedPlacement((TOGETHER,), Sampling.copy, 1, max_staleness=1), LOAD, CLUSTER).shared
 
 
 def test_measured_factors_apply_to_the_in_process_sampler_and_to_training():
     scale = Scale(2.0, 3.0, 4.0, 5.0, 6.0, 7.0)
-    for placement, sampling in ((Placement((TOGETHER,)), True), (Placement((TOGETHER,), Sampling.servers, 1), False)):
+    for placement, sampling in (
+        (PlannedPlacement((TOGETHER,)), True),
+        (PlannedPlacement((TOGETHER,), Sampling.servers, 1), False),
+    ):
         plain = costs_of(placement, LOAD, CLUSTER)
         found = costs_of(placement, LOAD, replace(CLUSTER, scale=scale))
         factors = {"decode_step_s": 2, "decode_row_s": 3, "decode_context_s": 4, "prefill_token_s": 5}
@@ -92,8 +95,8 @@ def test_measured_factors_apply_to_the_in_process_sampler_and_to_training():
 
 
 def test_a_synchronous_prediction_by_hand():
-    found = predict(Placement((TOGETHER,)), LOAD, CLUSTER)
-    costs: Costs = costs_of(Placement((TOGETHER,)), LOAD, CLUSTER)
+    found = predict(PlannedPlacement((TOGETHER,)), LOAD, CLUSTER)
+    costs: Costs = costs_of(PlannedPlacement((TOGETHER,)), LOAD, CLUSTER)
     rows, steps = 8, 20
     context = rows * 10 * steps + rows * steps * steps / 2
     sampling = steps * (costs.decode_step_s + rows * costs.decode_row_s) + context * costs.decode_context_s
@@ -106,9 +109,9 @@ def test_a_synchronous_prediction_by_hand():
 
 def test_asynchronous_rollout_takes_the_time_of_its_slower_half():
     work = replace(LOAD.work, batch_prompts=8)
-    load, sync = replace(LOAD, work=work), predict(Placement((TOGETHER,)), replace(LOAD, work=work), CLUSTER)
-    free = predict(Placement((TOGETHER,), Sampling.copy, 1, max_staleness=2), load, CLUSTER)
-    shared = predict(Placement((TOGETHER,), Sampling.copy, 0, max_staleness=2), load, CLUSTER)
+    load, sync = replace(LOAD, work=work), predict(PlannedPlacement((TOGETHER,)), replace(LOAD, work=work), CLUSTER)
+    free = predict(PlannedPlacement((TOGETHER,), Sampling.copy, 1, max_staleness=2), load, CLUSTER)
+    shared = predict(PlannedPlacement((TOGETHER,), Sampling.copy, 0, max_staleness=2), load, CLUSTER)
     assert free.step_s < sync.step_s
     assert free.step_s < shared.step_s
     assert 0 < free.staleness <= 2

@@ -4,10 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from realign.planning.devices import Accelerator, Device
-from realign.planning.memory import memory_of
-from realign.planning.options import PlanOptions
-from realign.planning.placements import Placement, RoleGroup, placements
+from realign.planning.options import Accelerator, Device, PlanOptions
+from realign.planning.placement_memory import memory_of
+from realign.planning.placements import PlannedGroup, PlannedPlacement, placements
 from realign.planning.predict import Cluster, predict
 from realign.planning.search import EQUAL, search
 from tests.planning.cluster import ASSUMED, CLUSTER, DEVICE, LOAD
@@ -41,7 +40,7 @@ def test_less_staleness_is_preferred_among_equals():
 
 
 def test_a_faster_plan_that_does_not_fit_is_shown_apart():
-    one = Placement((RoleGroup(("actor", "ref"), 1),))
+    one = PlannedPlacement((PlannedGroup(("actor", "ref"), 1),))
     needed = memory_of(one, LOAD, DEVICE)["actor"].total
     small = Device(Accelerator(flops=100.0, bandwidth=10.0, memory=needed * 0.5), ASSUMED)
     found = search(LOAD, Cluster(PlanOptions(devices=1), small), servers=False)

@@ -6,7 +6,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from realign.engines.sampling.in_process import InProcessSampling
 from realign.errors import ConfigError
 from realign.planning.options import PlanOptions
-from realign.planning.plans import Tail
+from realign.planning.simulator import Tail
 from realign.planning.workload import LORA_FRACTION, workload_of
 from tests.planning.models import built, load_for, words_for, write_model
 

@@ -9,9 +9,12 @@ import time
 
 import pytest
 
-from realign.report.data import BUDGETS, MOST_NAMES, POINTS, columns, run_data, run_line, spread, status
+from realign.draw import to_svg
+from realign.report.data import BUDGETS, MOST_NAMES, POINTS, columns, graph_svg, run_data, run_line, spread, status
 from realign.report.files import run_info, summary
+from realign.runtime.run_report import graph_record
 from tests.report.runs import HOSTILE_VALUES, hostile_files
+from tests.toys import experiment
 
 
 def test_a_report_contains_the_records_of_the_run(run_folder):
@@ -117,3 +120,13 @@ def test_the_status_is_that_of_the_last_attempt(tmp_path, attempt, state):
     attempts = [{"ended": "x", "status": "completed"}, attempt]
     (tmp_path / "run.json").write_text(json.dumps({"attempts": attempts}))
     assert status(tmp_path, run_info(tmp_path), summary(tmp_path))["state"] == state
+
+
+def test_a_recorded_graph_is_drawn_like_the_graph_of_the_run(tmp_path):
+    graph = experiment(tmp_path).graph
+    assert graph_svg(graph_record(graph)) == to_svg(graph)
+
+
+@pytest.mark.parametrize("record", [None, {}, [], {"rpcs": 3}, {"rpcs": [{"name": "x"}]}])
+def test_a_damaged_record_draws_nothing(record):
+    assert graph_svg(record) == ""

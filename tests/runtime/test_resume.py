@@ -23,7 +23,7 @@ from rich.console import Console
 from realign.cli import commands as cli
 from realign.cli.check import preflight
 from realign.config import build_experiment, compose
-from realign.config.folders import list_experiments
+from realign.config.files import list_experiments
 from realign.engines import Lora, SharedModel, TopLayers, TransformersModel
 from realign.engines.shared_model import Share
 from realign.engines.training.optimizer import OptimizerSpec

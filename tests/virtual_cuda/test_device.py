@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import varlen
 
+from realign.api import Mean, SequenceSample, Sum
+from realign.api.stats import on_host
 from tests.virtual_cuda.counts import SynchronizationError, counting
 from tests.virtual_cuda.device import DEVICE, limit
 
@@ -202,3 +204,30 @@ def test_the_limit_does_not_outlive_its_block():
         raise ValueError("inside")
     assert torch.empty(100, device="cuda").numel() == 100
     assert DEVICE.live_bytes() >= 0
+
+
+def test_metrics_of_any_dtype_reach_the_host_in_one_transfer_with_their_bits():
+    stats = {
+        "mean": Mean(torch.tensor(1 / 3, device="cuda"), torch.tensor(3, device="cuda")),
+        "flag": Sum(torch.tensor(True, device="cuda")),
+        "wide": Sum(torch.tensor(1 / 3, dtype=torch.float64, device="cuda")),
+        "here": Sum(torch.tensor(2.0)),
+    }
+    with counting() as counts:
+        host = on_host(stats)
+    assert counts.synchronizations.total() == 1
+    for name, stat in stats.items():
+        for given, copied in zip(stat, host[name], strict=True):
+            assert copied.device.type == "cpu"
+            assert copied.dtype == given.dtype
+            assert torch.equal(given.cpu(), copied)
+
+
+def test_a_sample_reaches_the_device_without_waiting():
+    sample = SequenceSample.from_sequences(["a"], {"input_ids": [[[1, 2], [3]]]})
+    with counting() as counts:
+        moved = sample.to("cuda")
+        bounds = moved.cu_seqlens()
+    assert not counts.synchronizations
+    assert {kind for kind, _ in counts.copies} == {"host to device"}
+    assert bounds.tolist() == [0, 2, 3]

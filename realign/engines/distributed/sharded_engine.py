@@ -20,7 +20,7 @@ from realign.api.lengths import Lengths
 from realign.api.microbatch import MicroBatchSpec
 from realign.api.sample import TOKENS, SequenceSample, Shards, shard
 from realign.api.seeds import derive_seed
-from realign.api.stats import Stats, keep_traces, merge_stats, with_responses
+from realign.api.stats import Stats, keep_traces, merge_stats, on_host, with_responses
 from realign.engines.distributed.consistency import check_same_batch, check_same_weights
 from realign.engines.distributed.ranks import current
 from realign.engines.distributed.sharded_network import ShardedNetwork
@@ -169,19 +169,17 @@ class ShardedEngine(TransformersEngine):
     ) -> Stats:
         """Train on one batch with all ranks; `n_microbatches` is the mean over them."""
         parts = self._cut("train_batch", data, TOKENS)
-        weight = step_weight(data, loss_weight_fn).to(self.device)
+        weight = step_weight(data, loss_weight_fn)
         if float(weight) == 0:
             return self.skip("zero_weight_steps")
         own = self.accumulate(parts[self.data_rank], mb_spec, loss_fn, weight)
-        by_rank = self.network.grid.gather(_moved(own, "cpu"))
-        stats = merge_stats(_moved(rank_stats, self.device) for rank_stats in by_rank)
+        stats = merge_stats(self.network.grid.gather(on_host(own)))
         return {**stats, **self.apply(weight, vetoed=step_if is not None and not step_if(stats))}
 
     @override
     def accumulate(self, part: SequenceSample, mb_spec: MicroBatchSpec, loss_fn: LossFn, weight: Tensor) -> Stats:
         """Run on this rank's part; the gradient is the sum over all parts."""
         self._trained()
-        weight = weight.to(self.device)
         self.network.forget_gradients()
         passes = self.network.passes(with_responses(part, mb_spec), mb_spec, training=True)
         idle = self._idle_rounds(passes)
@@ -335,11 +333,6 @@ class ShardedEngine(TransformersEngine):
 
 def _slice(x: Tensor, like: Any) -> Tensor:
     return part_of(x, like) if is_part(like) else x
-
-
-def _moved(stats: Stats, device: torch.device | str) -> Stats:
-    """Move metrics to another device; metrics on the host can be sent to another process."""
-    return {name: type(stat)(*(x.to(device) for x in stat)) for name, stat in stats.items()}
 
 
 class ShardedStepper(Stepper):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,9 +78,15 @@ class Grid:
 
     def most(self, n: int) -> int:
         """Return the maximum over all ranks."""
-        x = torch.tensor(n, device=self.device)
+        x = torch.tensor(n)  # on the host: the ranks agree without waiting for their devices
         dist.all_reduce(x, dist.ReduceOp.MAX)
         return int(x)
+
+    def sum_on_host(self, numbers: Sequence[float]) -> list[float]:
+        """Return the sums over the data-parallel ranks, without waiting for the devices."""
+        x = torch.tensor(numbers)
+        dist.all_reduce(x, group=self.mesh["dp"].get_group())
+        return x.tolist()
 
     def gather(self, x: Any) -> list[Any]:
         """Return the values of the data-parallel ranks, in rank order."""
@@ -244,8 +250,8 @@ class ShardedNetwork(Network):
 
     def take_gradients(self) -> None:
         """Move the accumulated gradients to `owned`. A head that no rank's loss reached gets no gradient."""
-        reached = torch.tensor([float(name in self._reached) for name in self._heads], device=self.device)
-        counts = dict(zip(self._heads, self.grid.sum(reached).tolist(), strict=True)) if self._heads else {}
+        reached = [float(name in self._reached) for name in self._heads]
+        counts = dict(zip(self._heads, self.grid.sum_on_host(reached), strict=True)) if self._heads else {}
         for (name, p), own in zip(self.sharded.items(), self._owned, strict=True):
             if p.grad is not None and counts.get(name, 1):
                 gradient = p.grad.to_local()

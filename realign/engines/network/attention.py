@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from realign.api.sample import on_device
 from realign.engines.network.kernels import (
     CONTEXT,
     AttentionArgs,
@@ -64,7 +65,7 @@ def packed_inputs(input_ids_T: Tensor, cu_seqlens: Tensor, positions_T: Tensor |
     positions_T = position_ids(cu_seqlens) if positions_T is None else positions_T
     return {
         "input_ids": input_ids_T[None],
-        "position_ids": positions_T.to(input_ids_T.device, non_blocking=True)[None],
+        "position_ids": on_device(positions_T, input_ids_T.device)[None],
         "attention_mask": None,
         "use_cache": False,
     }
@@ -76,10 +77,10 @@ def layout_inputs(input_ids_T: Tensor, layout: Layout, backend: Backend) -> dict
     Tensors on the host are copied to the device of the tokens without a sync.
     """
     device = input_ids_T.device
-    ids_R = input_ids_T if layout.token_R is None else input_ids_T[layout.token_R.to(device, non_blocking=True)]
+    ids_R = input_ids_T if layout.token_R is None else input_ids_T[on_device(layout.token_R, device)]
     cu_seqlens = layout.cu_seqlens
     after = None if layout.token_R is None else layout.after.tolist()
-    there = cu_seqlens.to(ids_R.device, non_blocking=True)
+    there = on_device(cu_seqlens, ids_R.device)
     context = PackedContext(there, backend, layout.pieces.tolist(), after)
     return {**packed_inputs(ids_R, cu_seqlens, layout.position_R), CONTEXT: context}
 
@@ -128,7 +129,7 @@ class PackedContext:
         """
         backend = choose_backend(Backend(self.backend), q, v, args)
         if backend is Backend.sdpa:
-            return self._loop(q, k, v, args)
+            return self._loop(q, k, v, args)  # joins the keys of one sequence at a time, without a copy of all
         return packed_attention(backend, q, self._expanded(k), self._expanded(v), args, self._packing)
 
     @cached_property
@@ -141,7 +142,7 @@ class PackedContext:
         if not self._continues:
             return Packing(self.cu_seqlens, self._longest, self.cu_seqlens, self._longest)
         lengths = [n + (self._lengths[b] if b >= 0 else 0) for n, b in zip(self._lengths, self._after, strict=True)]
-        cu_keys = cu_seqlens_of(lengths).to(self.cu_seqlens.device, non_blocking=True)
+        cu_keys = on_device(cu_seqlens_of(lengths), self.cu_seqlens.device)
         return Packing(self.cu_seqlens, self._longest, cu_keys, max(lengths))
 
     @cached_property
@@ -150,7 +151,7 @@ class PackedContext:
         starts = np.cumsum([0, *self._lengths])
         pieces = [i for own, before in enumerate(self._after) for i in (before, own) if i >= 0]
         tokens = [np.arange(starts[i], starts[i + 1]) for i in pieces]
-        return torch.from_numpy(np.concatenate(tokens)).to(self.cu_seqlens.device, non_blocking=True)
+        return on_device(torch.from_numpy(np.concatenate(tokens)), self.cu_seqlens.device)
 
     def _expanded(self, x: Tensor) -> Tensor:
         """Return the keys or values [1, Hk, K, D] in the order of `_packing`.
@@ -185,6 +186,7 @@ class PackedContext:
         window = args.sliding_window if args.sliding_window is not None and args.sliding_window < length else None
         if args.softcap is not None or args.sinks_H is not None:
             return explicit_attention(q, k, v, args, self._mask(q, length, window))
+        # `is_causal` aligns the first query with the first key, which is wrong after keys of another piece
         mask = None if window is None and q.shape[2] == length else self._mask(q, length, window)
         return F.scaled_dot_product_attention(
             q,

@@ -254,7 +254,7 @@ class PackedDecoder:
             hidden_TH = self._run(torch.cat([ids_of(text) for text in texts]), position_ids(cu_seqlens), context)
         kvs = zip(context.per_sequence(lengths), following, lengths, strict=True)
         states = [
-            Text(kv, {layer: found[i] for layer, found in context.states.items()}, after - length)
+            Text(kv, {layer: state[i] for layer, state in context.states.items()}, after - length)
             for i, (kv, after, length) in enumerate(kvs)
         ]
         return hidden_TH[cu_seqlens[1:].long() - 1], states

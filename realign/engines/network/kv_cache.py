@@ -297,7 +297,7 @@ class KeptMemory:
         fitting = [i for i, block in enumerate(blocks) if _fits(block, elements, like)]
         if fitting:
             return blocks.pop(min(fitting, key=lambda i: blocks[i].numel()))
-        if blocks:
+        if blocks:  # the longer block serves later rollouts too, so the short one would only take memory
             blocks.pop()
         return like.new_empty(elements)
 
@@ -329,5 +329,5 @@ def copied_all(x: T, name: str, memory: KeptMemory) -> T:
     return type(x)(*(copied_all(getattr(x, field), f"{name}.{field}", memory) for field in fields)) if fields else x
 
 
-def _fits(kept: Tensor, elements: int, like: Tensor) -> bool:
-    return kept.numel() >= elements and kept.dtype == like.dtype and kept.device == like.device
+def _fits(memory: Tensor, elements: int, like: Tensor) -> bool:
+    return memory.numel() >= elements and memory.dtype == like.dtype and memory.device == like.device

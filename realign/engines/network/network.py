@@ -250,8 +250,9 @@ class Network(nn.Module):
         cu_seqlens = part.cu_seqlens()
         pair = self.unpacked if isinstance(self.unpacked, EncoderDecoder) else None
         predicted_T = None if pair is None else pair.predicted(moved, layout.pieces)
+        masks = [(moved[key], x) for key, x in part.data.items() if x.dtype == torch.bool]
         return PackedOutput(
-            hidden_RH, limited, moved[TOKENS], cu_seqlens, self.autocast, branch, row_T, self.heads, predicted_T
+            hidden_RH, limited, moved[TOKENS], cu_seqlens, self.autocast, branch, row_T, self.heads, predicted_T, masks
         )
 
     def reference(self, layers: int | None = None) -> Run:

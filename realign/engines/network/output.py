@@ -6,7 +6,7 @@ hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from realign.api.q_values import QValues
+from realign.api.sample import on_device
 from realign.functional.logprobs import LMHead, token_logprobs, vocabulary_divergence
 from realign.functional.packed import position_ids
 
@@ -65,6 +66,8 @@ class PackedOutput:
         heads: the language-model heads of other roles, for `divergence`.
         predicted_T: the tokens that the model predicts, on the host; None means all but first tokens. Results are 0
             for other tokens.
+        masks: pairs of a mask of the micro-batch on its device, and the same mask on the host. Selecting the tokens of
+            such a mask needs no device sync.
     """
 
     hidden_RH: Tensor
@@ -76,6 +79,7 @@ class PackedOutput:
     row_T: Tensor | None = None
     heads: Mapping[str, LMHead] = field(default_factory=dict)
     predicted_T: Tensor | None = None
+    masks: Sequence[tuple[Tensor, Tensor]] = ()
 
     @property
     def hidden_TH(self) -> Tensor:
@@ -85,7 +89,7 @@ class PackedOutput:
     def logprobs(self, *, temperature: float = 1.0, where_T: Tensor | None = None) -> Tensor:
         """See `ModelOutput.logprobs`. The head is computed only for the tokens in `where_T`.
 
-        A `where_T` on a CUDA device causes one device sync.
+        A `where_T` on a CUDA device causes one device sync, unless it is a mask of the micro-batch.
         """
         return self._token_values(temperature, where_T, with_entropy=False)[0]
 
@@ -163,7 +167,7 @@ class PackedOutput:
         return QValues(*(zeros_T.expand(*x.shape[:-1], -1).index_copy(-1, tokens_N, x) for x in values))
 
     def _here(self, x: Tensor) -> Tensor:
-        return x.to(self.hidden_RH.device, non_blocking=True)
+        return on_device(x, self.hidden_RH.device)
 
     def _rows(self, tokens_N: Tensor) -> Tensor:
         """Return the rows of the given tokens."""
@@ -208,7 +212,9 @@ class PackedOutput:
                     f"where_T has dtype {where_T.dtype} and shape {list(where_T.shape)}. "
                     f"It must be bool of shape {list(asked_T.shape)}."
                 )
-            asked_T = asked_T.to(where_T.device, non_blocking=where_T.is_cuda) & where_T
+            # the number of selected tokens is the shape of the results, so the host has to count them
+            host_T = next((host_T for device_T, host_T in self.masks if device_T is where_T), where_T)
+            asked_T = on_device(asked_T, host_T.device) & host_T
         return self._here(asked_T.nonzero()[:, 0])
 
     def _language_head(self, asked: str) -> LMHead:

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from realign.api.lengths import IntArray, Lengths
 from realign.api.microbatch import MicroBatches, MicroBatchSpec
 from realign.api.router_experts import experts_per_token
-from realign.api.sample import TOKENS, SequenceSample
+from realign.api.sample import TOKENS, SequenceSample, on_device
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -135,6 +135,8 @@ class Layout:
             return cls.plain(lengths)
         owner_S = lengths.prompt_of_sequence
         prefix_S = np.where(shares_P, prefix_P, 0)[owner_S]
+        # Each sequence has its own piece. A shared piece stands directly before the own piece of the first sequence of
+        # its prompt, so the index of a sequence's own piece is its number plus the shared pieces up to there.
         opens_S = np.zeros(len(owner_S), dtype=bool)  # a shared piece precedes this sequence's own piece
         opens_S[lengths.sequence_starts[:-1][shares_P]] = True
         own_S = np.arange(len(owner_S)) + np.cumsum(opens_S)
@@ -145,6 +147,8 @@ class Layout:
         pieces[shared], first[shared], after[shared] = prefix_S[opens_S], lengths.starts[:-1][opens_S], -1
         row_N = np.cumsum(pieces) - pieces
         place_T = _places(lengths.flat)
+        # A token of the prefix is in the shared piece, any other one in the own piece, which starts after the prefix.
+        # Without a prefix, `before_S` is -1 and `shared_T` meaningless, but no token selects it.
         own_T = np.repeat(row_N[own_S] - prefix_S, lengths.flat) + place_T
         shared_T = np.repeat(row_N[before_S], lengths.flat) + place_T
         row_T = np.where(place_T < np.repeat(prefix_S, lengths.flat), shared_T, own_T)
@@ -164,7 +168,7 @@ class Layout:
 
     def rows_on(self, device: torch.device) -> Tensor | None:
         """Return `row_T` on a device, without a sync."""
-        return None if self.row_T is None else self.row_T.to(device, non_blocking=True)
+        return None if self.row_T is None else on_device(self.row_T, device)
 
     def tokens_per_row(self, device: torch.device) -> Tensor:
         """Return the number of packed tokens in each row, fp32 [R]: more than 1 for a shared prefix."""
@@ -230,6 +234,7 @@ def in_lanes(lengths: Lengths, rows: int, spec: MicroBatchSpec, threads: int) ->
     if lanes < 2:
         return 1, spec
     share = None if limit is None else limit // lanes
+    # each lane has a part of the budget, so what would be one pass of the whole budget is one pass in every lane
     rounds = 1 if limit is None else -(-rows // limit)
     return lanes, replace(
         spec, max_tokens_per_microbatch=share, n_microbatches=max(spec.n_microbatches, lanes * rounds)
@@ -257,7 +262,7 @@ def side_by_side(work: Callable[[Item], Result], items: Iterable[Item], lanes: i
             try:
                 for item in items:
                     waiting.append(pool.submit(alone, item))
-                    if len(waiting) > lanes:
+                    if len(waiting) > lanes:  # one more than lanes, so that none idles while the caller uses a result
                         yield waiting.popleft().result()
                 while waiting:
                     yield waiting.popleft().result()

@@ -117,7 +117,7 @@ def _is_recurrent(part: nn.Module) -> bool:
 
 def _extend(part: nn.Module, extension: type) -> None:
     """Put `extension` before the class of a module."""
-    if not isinstance(part, extension):
+    if not isinstance(part, extension):  # another class, not a wrapper: names of weights stay as they are saved
         part.__class__ = type(type(part).__name__, (extension, type(part)), {})
 
 
@@ -142,6 +142,7 @@ def run_sequences(forward: RowsForward, sequences: Sequence[Tensor]) -> list[Ten
     """Run a recurrent layer on sequences [tokens, H]."""
     out = [x[:0] for x in sequences]
     for rows in similar_lengths([len(x) for x in sequences]):
+        # the layers are causal, so padding after a sequence does not change its outputs
         padded_BLH = nn.utils.rnn.pad_sequence([sequences[i] for i in rows], batch_first=True)
         for i, row in zip(rows, forward(padded_BLH, None), strict=True):
             out[i] = row[: len(sequences[i])]
@@ -152,7 +153,7 @@ def run_prompts(layer: int, forward: RowsForward, prompts: Sequence[Tensor]) -> 
     """Run a recurrent layer on prompts [tokens, H]; also return the states after each prompt, [1, ...]."""
     out: list[Tensor] = list(prompts)
     states: list[States] = [{} for _ in prompts]
-    for rows in similar_lengths([len(x) for x in prompts], 1):
+    for rows in similar_lengths([len(x) for x in prompts], 1):  # equal lengths: padding would enter the states
         own = _new_layer()
         out_BLH = forward(torch.stack([prompts[i] for i in rows]), _cache_with(layer, own))
         for row, i in enumerate(rows):
@@ -174,7 +175,7 @@ def run_step(layer: int, forward: RowsForward, hidden_BH: Tensor, states: States
         own.dtype, own.device = x.dtype, x.device
     out_B1H = forward(hidden_BH[:, None], _cache_with(layer, own))
     for name, x in _states_of(own).items():
-        if x is not states[name]:
+        if x is not states[name]:  # some families update a state in place, and others replace it
             states[name].copy_(x)
     return out_B1H[:, 0]
 

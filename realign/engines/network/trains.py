@@ -375,11 +375,11 @@ def require_peft_for(folder: Path) -> None:
         )
 
 
-def _check_same(folder: Path, found: Collection[str], expected: Collection[str]) -> None:
+def _check_same(folder: Path, names: Collection[str], expected: Collection[str]) -> None:
     """Raise DataError with the name of a weight that only the folder or only the module has."""
-    if unknown := sorted(set(found) - set(expected)):
+    if unknown := sorted(set(names) - set(expected)):
         raise DataError(f"the adapter in {str(folder)!r} has a weight {unknown[0]!r}, which the model has no place for")
-    if missing := sorted(set(expected) - set(found)):
+    if missing := sorted(set(expected) - set(names)):
         raise DataError(f"the adapter in {str(folder)!r} lacks the weight {missing[0]!r}")
 
 

@@ -171,7 +171,7 @@ class StreamingHandle:
             return self._tokens(self._loop.so_far(self._call))
         if self._call.result.exception() is None:
             return self.result()
-        return self._tokens(self._call.kept)
+        return self._tokens(self._call.last_tokens)
 
     def _tokens(self, parts: tuple[Tensor, Tensor, Tensor] | None) -> Tokens:
         device = self.request.prompt_ids.device
@@ -263,7 +263,7 @@ class DecodingLoop:
                 count = int(responses.lengths[0])
                 return responses.tokens[0, :count], responses.logprobs[0, :count], versions_SN[0, :count]
             running = self._running_of(call)
-            return call.kept if running is None else running.stream.so_far(call.sequence)
+            return call.last_tokens if running is None else running.stream.so_far(call.sequence)
 
         return self.between_steps(read)
 
@@ -416,6 +416,7 @@ class DecodingLoop:
             running = SharedRollout(self._stream(call.config, longest))
             self._running.append(running)
         elif longest > running.stream.reach:
+            # twice as long, since each growth prepares the weights again, and prompts often get longer one by one
             running.stream.reach = max(longest, 2 * running.stream.reach)
             running.stream.decoder, running.stream.head = self._prepared(call.config, running.stream.reach)
         running.add(call)
@@ -459,8 +460,8 @@ class SharedRollout:
         self.stream.finished.clear()
 
     def remove(self, call: SamplingCall) -> None:
-        """Drop the single sequence of an unfinished call, and store its tokens in `call.kept`."""
-        call.kept = self.stream.so_far(call.sequence)
+        """Drop the single sequence of an unfinished call, and store its tokens in `call.last_tokens`."""
+        call.last_tokens = self.stream.so_far(call.sequence)
         self.stream.remove(call.sequence)
         del self.calls[call.sequence]
 
@@ -482,7 +483,7 @@ class SamplingCall:
     left: int = 0
     """Number of unfinished sequences."""
     result: Future[Taken] = field(default_factory=Future)
-    kept: tuple[Tensor, Tensor, Tensor] | None = None
+    last_tokens: tuple[Tensor, Tensor, Tensor] | None = None
     """Tokens, log-probs and versions of a canceled response."""
 
     @property

@@ -197,6 +197,7 @@ class Rollout:
             cache.fill(self.active, self.active + count, read.state)
             if self.experts is not None and read.chosen_PW is not None:
                 self.experts.begin(begun.sequences.tolist(), read.chosen_PW)
+            # of the last prompt token: `_record` samples the first token of the response, and advances the position
             self.rows[RowEntry.POSITION, self.active : self.active + count] = begun.length - 1
             self.longest = max(self.longest, begun.length)
             hidden.append(read.hidden_H.expand(count, -1))
@@ -211,7 +212,7 @@ class Rollout:
         self.numbers_used = AT_ONCE  # the numbers drawn ahead lack these rows
         self._begun(rows[RowEntry.SEQUENCE])
         self._record(torch.cat(hidden), start)
-        self._retire_ended(start)
+        self._retire_ended(start)  # the first token may be a stop token, and a decode step would write after it
 
     def _begun(self, sequences: Tensor) -> None:
         """Process the rows of sequences that just got slots; a hook for subclasses."""
@@ -223,7 +224,7 @@ class Rollout:
         """
         length = self.longest_prompt + self.config.max_new_tokens
         if self.cache is None:
-            like = self.waiting.prefilled_state()
+            like = self.waiting.prefilled_state()  # only a prefill shows which layers keep what, and in which dtype
             if self.resources.settings.max_slots is None:
                 limit = self._cache_bytes()
                 self.most_slots = max(1, limit // self.decoder.bytes_per_slot(like, length))
@@ -255,6 +256,7 @@ class Rollout:
         hidden_BH = self.decoder.step(self.cache, tokens_B, positions_B, self.longest)
         self.longest = min(self.longest + 1, self.cache.length - 1)  # the longest row may have ended
         if self.experts is not None:
+            # the step computed the newest token, in the cell before the next one
             self.experts.add(self._entry(RowEntry.CELL) - 1, self.decoder.chosen_NW)
         self._record(hidden_BH, 0, some_ended=some_ended)
 
@@ -396,7 +398,7 @@ class WaitingQueue:
             if wanted <= 0:
                 break
             wanted -= len(prompt.keys)
-            if prompt.read is not None:
+            if prompt.read is not None:  # its other responses did not get slots at the last admission
                 continue
             total += len(prompt.text)
             if new and total > PREFILL_TOKENS:
@@ -534,7 +536,7 @@ class Stopping:
         itself.
         """
         columns = counts_B[:, None] - torch.arange(self._tail, 0, -1, device=counts_B.device)
-        tails = tokens_BN.gather(1, columns.clamp_(min=0)).tolist()
+        tails = tokens_BN.gather(1, columns.clamp_(min=0)).tolist()  # columns before the start repeat token 0
         hits = [
             self._contains(tail[-count:]) and (count <= self._tail or self._contains(tokens_BN[row, :count].tolist()))
             for row, (tail, count) in enumerate(zip(tails, counts_B.tolist(), strict=True))

@@ -127,7 +127,7 @@ def most_likely(logits_NV: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Te
     if top_p < 1:
         probs_NK = kept_NK.softmax(-1)
         before_NK = probs_NK.cumsum(-1) - probs_NK
-        before_NK[:, 0] = 0
+        before_NK[:, 0] = 0  # a difference that rounds to more than a tiny top_p must not cut the most likely token
         kept_NK = kept_NK.masked_fill(before_NK >= top_p, -torch.inf)
     return kept_NK, ids_NK
 

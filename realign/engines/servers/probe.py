@@ -122,12 +122,12 @@ class Probe:
         if not sampled:
             return
         assert isinstance(source, Scores)  # there are no responses otherwise
-        for one, logprobs in zip(sampled, _scored(source, [one.ids for one in sampled]), strict=True):
-            own = logprobs[-len(one.logprobs) :]
-            gap = sum(abs(a - b) for a, b in zip(own, one.logprobs, strict=True)) / len(own)
+        for out, logprobs in zip(sampled, _scored(source, [out.ids for out in sampled]), strict=True):
+            own = logprobs[-len(out.logprobs) :]
+            gap = sum(abs(a - b) for a, b in zip(own, out.logprobs, strict=True)) / len(own)
             if not gap <= LARGEST_SAMPLED:
                 raise ConfigError(
-                    f"{one.where} does not return what it samples: the log-probs that it reported for a response "
+                    f"{out.where} does not return what it samples: the log-probs that it reported for a response "
                     f"differ from those of the trainer by {gap:.2g} nats on average, at most {LARGEST_SAMPLED:g} is "
                     "valid. Its token ids or log-probs are wrong. Use another version of the server, or set "
                     "probe_tolerance=null to train without this check."

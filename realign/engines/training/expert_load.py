@@ -83,6 +83,8 @@ class LoadBalancer:
             return None
         if not self.coef or passes == 1:  # a single pass counts its own tokens
             return StepLoad(self.routers, self.coef, None)
+        # Each pass multiplies its probabilities by the load of the whole step, so that micro-batches and ranks do not
+        # change the loss. That load must be known before the first gradient, hence the passes that only count.
         first = StepLoad(self.routers, 0.0, None)
         with first.listening():
             count(first)
@@ -169,14 +171,13 @@ class StepLoad:
         self.total_LE = counts_LE
         mean_L1 = counts_LE.mean(-1, keepdim=True)
         load_LE = counts_LE / mean_L1
-        device = counts_LE.device
         stats: Stats = {
-            "expert_load_max": single(float(load_LE.max()), device),
-            "expert_load_min": single(float(load_LE.min()), device),
-            "idle_experts": single(float((counts_LE == 0).float().mean()), device),
+            "expert_load_max": single(float(load_LE.max())),
+            "expert_load_min": single(float(load_LE.min())),
+            "idle_experts": single(float((counts_LE == 0).float().mean())),
         }
         if self._routers.softmax:
-            stats["load_balancing_loss"] = single(float(self._loss(counts_LE, probs_LE).mean()), device)
+            stats["load_balancing_loss"] = single(float(self._loss(counts_LE, probs_LE).mean()))
         return stats
 
 

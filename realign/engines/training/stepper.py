@@ -81,15 +81,17 @@ class Stepper:
             RunError: loss or gradient was not finite in `max_nonfinite_in_a_row` consecutive steps.
         """
         norm = self.gradient_norm().to(loss.device)
+        # one transfer for both numbers, since each transfer waits for the device
         finite, norm_value = torch.stack([(loss.isfinite() & norm.isfinite()).float(), norm.float()]).tolist()
         if not finite:
             self.zero_grad()
             self._count_nonfinite(loss, norm, f", from {culprits()}" if culprits else "")
-            return self.report(loss.device, skipped="nonfinite_steps")
+            return self.report(skipped="nonfinite_steps")
         self.nonfinite_in_a_row = 0
         stats: Stats = {"loss": Mean(loss, weight), "grad_norm": Mean(norm, torch.ones_like(norm))}
+        # With a gradient of 0, weight decay and the moments of earlier steps would still move the weights (ADR 7).
         skipped = "vetoed_steps" if vetoed else None if norm_value else "zero_gradient_steps"
-        stats |= self.report(loss.device, skipped=skipped)
+        stats |= self.report(skipped=skipped)
         if skipped is None:
             if self.spec.grad_clip is not None:
                 torch.nn.utils.clip_grads_with_norm_(self.parameters, self.spec.grad_clip, norm)
@@ -99,11 +101,11 @@ class Stepper:
         self.zero_grad()
         return stats
 
-    def report(self, device: torch.device, *, skipped: str | None) -> Stats:
+    def report(self, *, skipped: str | None) -> Stats:
         """Return `lr`, `optimizer_steps` (taken), `skipped_steps`, and the number skipped for each reason."""
         counts = {"optimizer_steps": skipped is None, "skipped_steps": skipped is not None}
         counts |= {reason: reason == skipped for reason in REASONS}
-        return {"lr": single(self.lr, device), **{name: counted(n, device) for name, n in counts.items()}}
+        return {"lr": single(self.lr), **{name: counted(n) for name, n in counts.items()}}
 
     def gradient_norm(self) -> Tensor:
         """Return the norm of the accumulated gradient."""
@@ -117,16 +119,16 @@ class Stepper:
     def _count_nonfinite(self, loss: Tensor, norm: Tensor, origin: str) -> None:
         self.nonfinite_in_a_row += 1
         n, most = self.nonfinite_in_a_row, self.spec.max_nonfinite_in_a_row
-        found = f"loss sum {float(loss)}, gradient norm {float(norm)}{origin}"
+        values = f"loss sum {float(loss)}, gradient norm {float(norm)}{origin}"
         if n >= most:
             raise RunError(
                 f"models.{self.name}: the loss or gradient of {n} consecutive optimizer steps was not finite "
-                f"(optimizer.max_nonfinite_in_a_row={most}). Last: {found}. Lower optimizer.lr or set "
+                f"(optimizer.max_nonfinite_in_a_row={most}). Last: {values}. Lower optimizer.lr or set "
                 "optimizer.grad_clip, and check the rewards."
             )
         warnings.warn(
             f"models.{self.name}: the loss or gradient after optimizer step {self.optimizer_steps} is not finite "
-            f"({found}). The step is skipped and training continues. Consecutive skips: {n}; the run ends at {most}.",
+            f"({values}). The step is skipped and training continues. Consecutive skips: {n}; the run ends at {most}.",
             stacklevel=2,
         )
 
@@ -197,11 +199,11 @@ def step_weight(data: SequenceSample, loss_weight_fn: LossWeightFn) -> Tensor:
     return weight
 
 
-def single(x: float, device: torch.device) -> Mean:
-    """Return a value of one optimizer step as a metric that is averaged over several steps."""
-    return Mean(torch.tensor(float(x), device=device), torch.ones((), device=device))
+def single(x: float) -> Mean:
+    """Return a value of one optimizer step as a metric that is averaged over several steps; it stays on the host."""
+    return Mean(torch.tensor(float(x)), torch.ones(()))
 
 
-def counted(n: float, device: torch.device) -> Sum:
-    """Return a count of one optimizer step as a metric that is summed over several steps."""
-    return Sum(torch.tensor(float(n), device=device))
+def counted(n: float) -> Sum:
+    """Return a count of one optimizer step as a metric that is summed over several steps; it stays on the host."""
+    return Sum(torch.tensor(float(n)))

@@ -132,7 +132,7 @@ class TransformersEngine(InferenceEngine):
             ValueError: the model is frozen, the loss is not an fp32 scalar, or the weight is negative or not finite.
             RunError: `max_nonfinite_in_a_row` consecutive steps had a non-finite loss or gradient.
         """
-        weight = step_weight(data, loss_weight_fn).to(self.device)
+        weight = step_weight(data, loss_weight_fn)  # stays where the batch is: a kernel takes it as a number
         if float(weight) == 0:
             return self.skip("zero_weight_steps")
         stats = self.accumulate(data, mb_spec, loss_fn, weight)
@@ -156,7 +156,6 @@ class TransformersEngine(InferenceEngine):
         """
         stepper = self._trained()
         stepper.zero_grad()
-        weight = weight.to(self.device)
         passes = self.network.passes(with_responses(part, mb_spec), mb_spec, parallel=True, training=True)
         load = self._start_load(passes, range(0))
 
@@ -209,9 +208,9 @@ class TransformersEngine(InferenceEngine):
 
     def _counts(self, part: SequenceSample, passes: Passes) -> Stats:
         return {
-            "tokens": counted(part.lengths[TOKENS].total, self.device),
-            "shared_tokens": counted(passes.saved, self.device),
-            "n_microbatches": single(len(passes.batches), self.device),
+            "tokens": counted(part.lengths[TOKENS].total),
+            "shared_tokens": counted(passes.saved),
+            "n_microbatches": single(len(passes.batches)),
         }
 
     def apply(self, weight: Tensor, *, vetoed: bool = False) -> Stats:
@@ -232,7 +231,7 @@ class TransformersEngine(InferenceEngine):
         if done is None:
             raise ValueError(f"model {self.name!r}: apply has no gradient. Call accumulate first.")
         self._accumulated = None
-        weight, steps = weight.to(self.device), stepper.optimizer_steps
+        steps = stepper.optimizer_steps
         culprits = partial(self._nonfinite_origin, done, weight)
         stats = stepper.step(self._total_loss(done.losses), weight, vetoed=vetoed, culprits=culprits)
         if stepper.optimizer_steps > steps:
@@ -246,7 +245,7 @@ class TransformersEngine(InferenceEngine):
 
     def skip(self, reason: str) -> Stats:
         """Count a skipped step for one of `stepper.REASONS`; `zero_weight_steps` is a batch of weight 0."""
-        return self._trained().report(self.device, skipped=reason)
+        return self._trained().report(skipped=reason)
 
     def _total_loss(self, losses: Sequence[Tensor]) -> Tensor:
         """Return the sum over the batch of the losses that `loss_fn` returned."""

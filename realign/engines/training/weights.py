@@ -94,7 +94,7 @@ class WeightAverage:
     @torch.no_grad()
     def _exchange(self) -> None:
         for i, parameter in enumerate(self.parameters):
-            trained = parameter.detach().clone()
+            trained = parameter.detach().clone()  # the optimizer refers to the parameter, so its values move instead
             parameter.copy_(self.average[i])
             self.average[i] = trained
 

@@ -24,7 +24,7 @@ _MOST_WAITING = 10_000
 _CHUNK = 1 << 20
 
 
-class JsonLinesFile:
+class JsonLinesWriter:
     """A file with one JSON object per line. Each line is written immediately, so a killed run loses no lines.
 
     If a line cannot be written (a full disk), the class warns and keeps the line. It retries with the next line, so
@@ -162,7 +162,7 @@ def prefix(path: Path, size: int) -> Iterator[bytes]:
             size -= len(chunk)
 
 
-class NullJsonLines(JsonLinesFile):
+class NullJsonLines(JsonLinesWriter):
     """No-op JSONL writer for ranks other than 0."""
 
     def __init__(self) -> None:
@@ -196,11 +196,11 @@ class Records:
             state = start.state["records"]
             self._take_over(folder, start, state)
         self._hold(
-            JsonLinesFile(folder / f"{name}.jsonl", state["sizes"].get(name, 0), seconds=state["seconds"])
+            JsonLinesWriter(folder / f"{name}.jsonl", state["sizes"].get(name, 0), seconds=state["seconds"])
             for name in self.NAMES
         )
 
-    def _hold(self, files: Iterable[JsonLinesFile]) -> None:
+    def _hold(self, files: Iterable[JsonLinesWriter]) -> None:
         """Keep the files, in the order of `NAMES`."""
         opened = list(files)
         self.metrics, self.samples, self.eval_samples, self.tokens, self.spans, self.warnings, self.system = opened

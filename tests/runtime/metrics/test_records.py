@@ -18,14 +18,14 @@ from realign.errors import ConfigError
 from realign.runtime import CheckpointSpec, run
 from realign.runtime.checkpoint.folder import list_checkpoints
 from realign.runtime.metrics import records as json_lines
-from realign.runtime.metrics.records import JsonLinesFile
+from realign.runtime.metrics.records import JsonLinesWriter
 from tests.disk import OTHERS
 from tests.toys import experiment
 
 
 def test_lines_are_json_and_written_at_once(tmp_path):
     path = tmp_path / "m.jsonl"
-    lines = JsonLinesFile(path)
+    lines = JsonLinesWriter(path)
     lines.log(1, {"a": 1.5, "b": math.nan})
     record = json.loads(path.read_text())  # before close, so a killed run keeps its metrics
     assert record.pop("seconds") >= 0
@@ -58,7 +58,7 @@ def full(monkeypatch):
 
 
 def test_a_full_disk_ends_no_run_tears_no_line_and_loses_none_once_there_is_space(tmp_path, full):
-    lines = JsonLinesFile(tmp_path / "m.jsonl")
+    lines = JsonLinesWriter(tmp_path / "m.jsonl")
     lines.write({"step": 1})
     full[0] = 5  # half a line
     with pytest.warns(UserWarning, match=r"m\.jsonl cannot be written after byte 12 \(No space left on device\)"):
@@ -77,7 +77,7 @@ def test_a_full_disk_ends_no_run_tears_no_line_and_loses_none_once_there_is_spac
 
 
 def test_lines_that_wait_are_written_when_a_checkpoint_asks_for_the_size(tmp_path, full):
-    lines = JsonLinesFile(tmp_path / "m.jsonl")
+    lines = JsonLinesWriter(tmp_path / "m.jsonl")
     full[0] = 0
     with pytest.warns(UserWarning, match="cannot be written"):
         lines.write({"step": 1})
@@ -91,7 +91,7 @@ def test_lines_that_wait_are_written_when_a_checkpoint_asks_for_the_size(tmp_pat
 
 def test_lines_that_never_found_space_are_counted_at_the_end(tmp_path, full, monkeypatch):
     monkeypatch.setattr(json_lines, "_MOST_WAITING", 2)
-    lines = JsonLinesFile(tmp_path / "m.jsonl")
+    lines = JsonLinesWriter(tmp_path / "m.jsonl")
     full[0] = 0
     with pytest.warns(UserWarning, match=r"cannot be written"):
         lines.write({"step": 0})
@@ -103,7 +103,7 @@ def test_lines_that_never_found_space_are_counted_at_the_end(tmp_path, full, mon
 
 
 def test_a_torn_line_that_could_not_be_taken_back_at_once_is_taken_back_later(tmp_path, full, monkeypatch):
-    lines = JsonLinesFile(tmp_path / "m.jsonl")
+    lines = JsonLinesWriter(tmp_path / "m.jsonl")
     lines.write({"step": 1})
     full[0] = 5
     with monkeypatch.context() as patch:
@@ -123,7 +123,7 @@ def test_a_torn_line_that_could_not_be_taken_back_at_once_is_taken_back_later(tm
 def test_a_file_that_vanishes_is_begun_anew_at_its_path(tmp_path, how):
     folder = tmp_path / "run"
     folder.mkdir()
-    lines = JsonLinesFile(folder / "m.jsonl")
+    lines = JsonLinesWriter(folder / "m.jsonl")
     lines.write({"step": 1})
     if how == "moved":
         folder.rename(tmp_path / "elsewhere")
@@ -141,18 +141,18 @@ def test_a_file_that_vanishes_is_begun_anew_at_its_path(tmp_path, how):
 def test_an_earlier_file_is_kept_as_far_as_asked(tmp_path):
     path = tmp_path / "m.jsonl"
     path.write_bytes(b'{"step": 1}\n{"step": 2}\n')
-    lines = JsonLinesFile(path, keep_bytes=12)
+    lines = JsonLinesWriter(path, keep_bytes=12)
     lines.write({"step": 9})
     lines.close()
     assert path.read_text() == '{"step": 1}\n{"step": 9}\n'
-    JsonLinesFile(path, keep_bytes=10**6).close()
+    JsonLinesWriter(path, keep_bytes=10**6).close()
     assert path.read_text() == '{"step": 1}\n{"step": 9}\n'
-    JsonLinesFile(path).close()
+    JsonLinesWriter(path).close()
     assert path.read_bytes() == b""
 
 
 def test_half_a_surrogate_pair_is_written_as_json_escapes_it(tmp_path):
-    lines = JsonLinesFile(tmp_path / "m.jsonl")
+    lines = JsonLinesWriter(tmp_path / "m.jsonl")
     lines.write({"response": "a\ud800b"})
     lines.close()
     assert json.loads((tmp_path / "m.jsonl").read_text()) == {"response": "a\ud800b"}
@@ -244,7 +244,7 @@ def test_the_records_of_another_run_are_regular_files(tmp_path, kind):
 
 def test_a_pipe_that_appears_during_the_run_blocks_nothing(tmp_path):
     path = tmp_path / "lines.jsonl"
-    lines = JsonLinesFile(path)
+    lines = JsonLinesWriter(path)
     lines.write({"a": 1})
     path.unlink()
     os.mkfifo(path)
@@ -259,7 +259,7 @@ def test_a_pipe_that_appears_during_the_run_blocks_nothing(tmp_path):
 
 
 def test_the_hash_is_that_of_the_complete_lines_after_a_write_that_failed(tmp_path, monkeypatch):
-    lines = JsonLinesFile(tmp_path / "lines.jsonl")
+    lines = JsonLinesWriter(tmp_path / "lines.jsonl")
     lines.write({"a": 1})
 
     class Torn:

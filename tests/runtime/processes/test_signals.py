@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from realign.cli import commands as cli
-from realign.config.folders import experiments_dir
+from realign.config.files import experiments_dir
 from realign.runtime.checkpoint.folder import list_checkpoints
 from realign.runtime.processes.signals import Interrupted, StopSignals
 from tests.checkpoint_runs import untimed

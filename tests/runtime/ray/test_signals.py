@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from realign.runtime import CheckpointSpec, Ray, run
-from realign.cli.errors import guarded
+from realign.cli.exit_codes import guarded
 from tests.checkpoint_runs import experiment, save_files
 
 torch.set_num_threads(1)

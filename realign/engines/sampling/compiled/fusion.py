@@ -315,8 +315,10 @@ def _check_plain(module: nn.Module, kind: type[nn.Module]) -> None:
     """Raise `_Unknown` unless the module has only an fp32 weight and optionally a bias (no adapter or shard)."""
     weight: Any = module.weight
     if type(module) is not kind or type(weight) is not nn.Parameter or weight.dtype != torch.float32:
-        found = f"{type(module).__module__}.{type(module).__qualname__} in {str(weight.dtype).removeprefix('torch.')}"
-        raise _Unknown(f"a layer is {found} instead of a plain float32 {kind.__name__} (an adapter or a cast)")
+        description = (
+            f"{type(module).__module__}.{type(module).__qualname__} in {str(weight.dtype).removeprefix('torch.')}"
+        )
+        raise _Unknown(f"a layer is {description} instead of a plain float32 {kind.__name__} (an adapter or a cast)")
 
 
 def _read(

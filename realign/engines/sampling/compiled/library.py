@@ -13,7 +13,6 @@ import hashlib
 import os
 import platform
 import shutil
-import stat
 import subprocess
 import tempfile
 from enum import StrEnum
@@ -21,6 +20,8 @@ from functools import cache
 from pathlib import Path
 
 import torch
+
+from realign.cache_folder import cache_folder, why_not_private
 
 SOURCE = Path(__file__).with_name("decode_step.cpp")
 
@@ -45,12 +46,6 @@ class CompiledDecode(StrEnum):
 
 class LibraryError(Exception):
     """The library cannot be built or loaded. The message is a reason that completes a sentence after "since"."""
-
-
-def cache_folder() -> Path:
-    """Return the folder of built libraries: `realign` in XDG_CACHE_HOME, or in `~/.cache`."""
-    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return (Path(home) / "realign").expanduser()
 
 
 @cache
@@ -96,17 +91,9 @@ def find_compiler() -> str | None:
 
 def _check_private(path: Path) -> None:
     """Raise LibraryError if a user other than this one and root owns the file or folder, or can write to it."""
-    status = path.stat()
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise LibraryError(
-            f"other users can write to {path}, and its code would run. Run chmod go-w {path}, or select another folder "
-            "with XDG_CACHE_HOME"
-        )
-    if status.st_uid not in (0, os.geteuid()):
-        raise LibraryError(
-            f"{path} belongs to another user (uid {status.st_uid}), and its code would run. Select another folder with "
-            "XDG_CACHE_HOME"
-        )
+    if (why := why_not_private(path)) is not None:
+        repair = f"Run chmod go-w {path}, or select" if why.startswith("other users") else "Select"
+        raise LibraryError(f"{why}, and its code would run. {repair} another folder with XDG_CACHE_HOME")
 
 
 def _build(compiler: str, path: Path) -> None:

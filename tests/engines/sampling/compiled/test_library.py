@@ -13,7 +13,6 @@ from realign.engines.sampling.compiled import library
 from realign.engines.sampling.compiled.fusion import DecodePath, Fusion
 from realign.engines.sampling.compiled.library import (
     LibraryError,
-    cache_folder,
     find_compiler,
     load_library,
     open_library,
@@ -34,14 +33,6 @@ def broken(tmp_path, monkeypatch):
     command = script(tmp_path / "broken-c++", "echo 'decode_step.cpp:1: error: no such thing' >&2; exit 3")
     monkeypatch.setenv("CXX", command)
     return command
-
-
-def test_the_cache_folder_follows_the_xdg_variable(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache_folder() == tmp_path / "realign"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert cache_folder() == tmp_path / "home" / ".cache" / "realign"
 
 
 def test_an_absent_compiler_is_the_reason(monkeypatch, tmp_path):

@@ -8,7 +8,7 @@ import yaml
 from submitit.core.utils import UncompletedJobError
 
 from realign.api import MicroBatchSpec
-from realign.cli.errors import described, exit_code, guarded, plain_warnings, user_message
+from realign.cli.exit_codes import described, exit_code, guarded, plain_warnings, user_message
 from realign.errors import (
     CheckpointError,
     ConfigError,

@@ -7,8 +7,8 @@ import torch
 
 from realign.api.memory import RoleMemory
 from realign.config import build_experiment, compose
-from realign.runtime.checks import memory
-from realign.runtime.checks.memory import DeviceEstimate, estimate, show, work_of
+from realign.runtime.checks import device_estimate
+from realign.runtime.checks.device_estimate import DeviceEstimate, estimate, show, work_of
 from tests.tiny import save_tiny
 
 GRPO = ("interfaces.reward.function=realign.rewards.arithmetic:exact_answer", "data.path=prompts.jsonl")
@@ -30,7 +30,7 @@ def test_work_follows_from_batch_lengths_and_budget(here):
     assert (work.trains, work.samples, work.prompts, work.sequences) == (True, True, 4, 8)
     assert (work.prompt, work.response, work.tokens, work.optimizer_step_tokens) == (10, 20, 240, 240)
     assert work_of(experiment("microbatch.max_tokens_per_microbatch=100"), "actor").tokens == 100
-    assert work_of(experiment("data.max_prompt_tokens=null"), "actor").prompt == memory.ASSUMED_PROMPT
+    assert work_of(experiment("data.max_prompt_tokens=null"), "actor").prompt == device_estimate.ASSUMED_PROMPT
 
 
 def test_a_row_limit_is_the_length_of_a_sequence_without_sampling(here):
@@ -46,7 +46,7 @@ def test_roles_on_one_device_add_their_weights_and_share_the_rest(here):
     assert ref.kept == ref.weights == actor.weights
     assert device.kept == actor.kept + ref.kept
     assert device.peak == device.kept + max(actor.passing, ref.passing)
-    assert device.free == pytest.approx(memory.free_memory(torch.device("cpu")), rel=0.2)
+    assert device.free == pytest.approx(device_estimate.free_memory(torch.device("cpu")), rel=0.2)
 
 
 def test_a_role_that_shares_a_model_adds_its_calls_to_the_owner(here):
@@ -68,7 +68,7 @@ def test_asynchronous_rollout_has_a_copy_of_the_weights(here):
 
 
 def test_worker_groups_on_the_cpu_share_the_memory_of_the_host(here, monkeypatch):
-    monkeypatch.setattr(memory, "free_memory", lambda device: 10**9)
+    monkeypatch.setattr(device_estimate, "free_memory", lambda device: 10**9)
     groups = estimate(
         experiment(
             "runtime=ray",
@@ -120,13 +120,13 @@ def test_what_fits_or_is_unknown_is_no_problem():
 
 
 def test_free_memory_of_a_host_without_meminfo_is_unknown(monkeypatch, tmp_path):
-    monkeypatch.setattr(memory, "MEMINFO", tmp_path / "none")
-    assert memory.free_memory(torch.device("cpu")) is None
+    monkeypatch.setattr(device_estimate, "MEMINFO", tmp_path / "none")
+    assert device_estimate.free_memory(torch.device("cpu")) is None
 
 
 def test_free_memory_of_cuda_is_that_of_the_driver(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5, 7))
-    assert memory.free_memory(torch.device("cuda:0")) == 5
+    assert device_estimate.free_memory(torch.device("cuda:0")) == 5
 
 
 @pytest.mark.parametrize(("count", "text"), [(2**20, "1 MiB"), (1500 * 2**20, "1.5 GiB"), (7 * 2**40, "7168.0 GiB")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import yaml
 
 from realign.cli.commands import _dispatch
 from realign.config import ConfigError, ExperimentConfig, build_experiment, compose
-from realign.config.folders import experiments_dir
+from realign.config.files import experiments_dir
 from tests.config.components import BASE, HERE, Clip, Gspo, TightClip
 from tests.config_parts import bomb
 
@@ -43,7 +44,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def configs(*words: str) -> list[ExperimentConfig]:
     """Return the config of each run that a command line starts."""
     found: list[ExperimentConfig] = []
-    assert _dispatch(["--config-dir=conf", *words], lambda config: found.append(config) or 0) == 0
+    assert _dispatch(["--config-dir=conf", *words], lambda config, _: found.append(config) or 0) == 0
     return found
 
 
@@ -145,7 +146,17 @@ def test_a_file_whose_aliases_repeat_too_many_values_is_refused_by_every_command
     with pytest.raises(
         ConfigError, match=r"bomb\.yaml: the file cannot be read: the aliases \(\*name\) repeat too many"
     ):
-        _dispatch(words, lambda config: 0)
+        _dispatch(words, lambda *_: 0)
+
+
+def test_no_private_name_of_hydra_or_omegaconf_is_used():
+    private = re.compile(
+        r"hydra\._internal|omegaconf\.(_|base|nodes)|\._(get_node|maybe_dereference_node|set_value|get_full_key|metadata)\b"
+        r"|\._is_(none|missing|interpolation)\b|ConfigLoaderImpl"
+    )
+    files = (CHECKOUT / "realign").rglob("*.py")
+    found = [(file.name, hit[0]) for file in files if (hit := private.search(file.read_text(encoding="utf-8")))]
+    assert found == []
 
 
 def test_a_file_may_use_aliases(here):

@@ -13,9 +13,13 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from realign.config.errors import one_line
-from realign.config.explain import explain
+from realign.config.errors import explain, one_line
 from realign.errors import ExitCode, RealignError, RunComplete, TransientError, is_transient
+
+
+def full_errors() -> bool:
+    """Return whether the environment asks for the traceback of every error."""
+    return os.environ.get("HYDRA_FULL_ERROR", "0") not in ("", "0")
 
 
 def guarded(action: Callable[[], int | None], debug: bool) -> int:

@@ -8,7 +8,8 @@ from enum import Enum
 
 import pytest
 
-from realign.config import source, words
+from realign.config import inspection as source
+from realign.config import words
 from realign.config.component_classes import shipped_components
 from realign.interfaces.components.kl import KLPlace
 

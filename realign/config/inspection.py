@@ -245,9 +245,10 @@ def _class(node: ast.ClassDef, module: str) -> ClassSource:
     for place, one in enumerate(node.body):
         if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name):
             name, annotation = one.target.id, one.annotation
-            if "ClassVar" in ast.unparse(annotation) or "init=False" in ast.unparse(one.value or annotation):
+            default = ast.unparse(one.value or annotation)
+            if "ClassVar" in ast.unparse(annotation) or "init=False" in default or "SETTING_OF" in default:
                 continue
-        elif isinstance(one, ast.Assign) and isinstance(one.targets[0], ast.Name):
+        elif isinstance(one, ast.Assign) and isinstance(one.targets[0], ast.Name) and not one.targets[0].id.isupper():
             name, annotation = one.targets[0].id, None
         else:
             continue

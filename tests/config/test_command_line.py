@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from realign.config import compose
+from realign.config.command_line import prepare, quoted
 from realign.config.errors import ConfigError
-from realign.config.shell_words import prepare, quoted
 from tests.config_parts import EXPERIMENT
 
 
@@ -71,8 +71,8 @@ def test_a_presets_of_a_file_is_replaced_by_the_command_line(here):
     ("text", "message"),
     [
         (None, "experiment=bad.yaml: this file does not exist"),
-        ("a: [", "experiment=bad.yaml: the file cannot be read"),
-        ("stepss: 3\n", "experiment/bad.yaml: unknown key 'stepss'; did you mean 'steps'?"),
+        ("a: [", "bad.yaml: the file cannot be read"),
+        ("stepss: 3\n", "bad.yaml: unknown key 'stepss'; did you mean 'steps'?"),
         ("hydra: {searchpath: ['pkg://os']}\n", "hydra.searchpath"),
         ("hydra: {job: {env_set: {PATH: x}}}\n", "hydra.job.env_set"),
         ("hydra: {callbacks: {x: {_target_: os.system}}}\n", "hydra.callbacks"),
@@ -91,4 +91,4 @@ def test_a_file_is_checked_like_every_other(here, text, message):
 
 def test_a_sweep_over_files_names_each(here):
     (here / "b.yml").write_text(EXPERIMENT)
-    assert prepare(["experiment=ein ordner/mein lauf.yaml,b.yml"]) == ["experiment=mein_lauf,b"]
+    assert prepare(["experiment=ein ordner/mein lauf.yaml,b.yml"]) == ["experiment='ein ordner/mein lauf.yaml','b.yml'"]

@@ -1,4 +1,4 @@
-"""`Worlds`: the environments of a batch of episodes, called concurrently from plain code."""
+"""`EnvironmentPool`: the environments of a batch of episodes, called concurrently from plain code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, TypeAlias
 
 from realign.api.environment import Environment, Response
-from realign.environments.calls import Answer, Asker, Limits, Step, begun, five_values
+from realign.environments.asker import Answer, Asker, Limits, Step, begun, five_values
 from realign.environments.event_loops import LoopBlocked, LoopThread
 from realign.environments.loading import takes_seed, waits
 from realign.environments.turns import TurnWriter
@@ -26,7 +26,7 @@ INTERRUPTED_S = 1.0
 """Seconds that `close` of all environments together may take when a signal ends the run."""
 
 
-class Worlds:
+class EnvironmentPool:
     """The environments of a batch, one per episode, for one `with` block. Their event loop runs in a separate thread.
 
     Every wait of the calling thread has a time limit, and a signal can interrupt it. An event loop that is blocked by
@@ -57,7 +57,7 @@ class Worlds:
         self._loop: LoopThread | None = None  # before the first call, and after a loop was abandoned
         self._asker: Asker
 
-    def __enter__(self) -> Worlds:
+    def __enter__(self) -> EnvironmentPool:
         return self
 
     def __exit__(

@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from realign.cli import commands as cli
-from realign.cli.sweep_table import sweep_table
+from realign.cli.sweep import sweep_table
 from tests.config_parts import write_experiment
 
 

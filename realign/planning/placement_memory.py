@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from realign.engines.sampling.decode import CACHE_BYTES
-from realign.planning.devices import Device
-from realign.planning.placements import Placement, RoleGroup, Sampling
-from realign.planning.roofline import Network
+from realign.planning.options import Device
+from realign.planning.placements import PlannedGroup, PlannedPlacement, Sampling
+from realign.planning.simulator import NetworkSizes
 from realign.planning.workload import RoleLoad, Workload
 
 WEIGHT_BYTES = 4
@@ -38,26 +38,28 @@ class DeviceMemory:
         return self.weights + self.training + self.activations + self.cache
 
 
-def memory_of(placement: Placement, load: Workload, device: Device) -> Mapping[str, DeviceMemory]:
+def memory_of(placement: PlannedPlacement, load: Workload, device: Device) -> Mapping[str, DeviceMemory]:
     """Return the memory of a device of each group, of rollout workers and of servers, by name."""
-    found = {}
+    memory = {}
     in_process = placement.sampling in (Sampling.trainer, Sampling.copy)
     for group in placement.groups:
         samples = in_process and load.sampled in group.roles
-        found[group.roles[0]] = _group(group, placement, load, device, samples=samples)
+        memory[group.roles[0]] = _group(group, placement, load, device, samples=samples)
     network = load.roles[load.sampled].network
     if placement.sampling is Sampling.workers:
-        found["rollout"] = _sampler(load.roles[load.sampled], 1, load, device)  # each worker has a whole copy
+        memory["rollout"] = _sampler(load.roles[load.sampled], 1, load, device)  # each worker has a whole copy
     elif placement.sampling is Sampling.servers:
         weights = network.number_bytes * network.weights / placement.server_parallel
         longest = load.longest_prompt + load.work.lengths.most
         least = network.bytes_per_token * longest / placement.server_parallel
         room = device.assumed.memory_used * device.accelerator.memory - weights
-        found["servers"] = DeviceMemory(weights=weights, cache=max(room, least))
-    return found
+        memory["servers"] = DeviceMemory(weights=weights, cache=max(room, least))
+    return memory
 
 
-def _group(group: RoleGroup, placement: Placement, load: Workload, device: Device, *, samples: bool) -> DeviceMemory:
+def _group(
+    group: PlannedGroup, placement: PlannedPlacement, load: Workload, device: Device, *, samples: bool
+) -> DeviceMemory:
     """Return the memory of a device that has slices of the models of some roles."""
     weights = training = activations = cache = 0.0
     for name in group.roles:
@@ -84,13 +86,13 @@ def _sampler(role: RoleLoad, devices: int, load: Workload, device: Device) -> De
     return DeviceMemory(weights=WEIGHT_BYTES * n / devices + gathered + fused, cache=cache)
 
 
-def cache_bytes(network: Network, load: Workload, device: Device) -> float:
+def cache_bytes(network: NetworkSizes, load: Workload, device: Device) -> float:
     """Return the size of the KV cache of the in-process sampler."""
     slot = network.bytes_per_token * (load.longest_prompt + load.work.lengths.most)
     return slot * in_process_slots(network, load, device)
 
 
-def in_process_slots(network: Network, load: Workload, device: Device) -> int:
+def in_process_slots(network: NetworkSizes, load: Workload, device: Device) -> int:
     """Return the slots of the in-process sampler. A slot contains the longest prompt and the longest response."""
     slot = network.bytes_per_token * (load.longest_prompt + load.work.lengths.most)
     memory: float = CACHE_BYTES
@@ -101,7 +103,7 @@ def in_process_slots(network: Network, load: Workload, device: Device) -> int:
     return min(fitting, load.sequences)
 
 
-def _activations(role: RoleLoad, placement: Placement, group: RoleGroup, load: Workload) -> float:
+def _activations(role: RoleLoad, placement: PlannedPlacement, group: PlannedGroup, load: Workload) -> float:
     """Return the activations of one micro-batch; a frozen model needs those of one layer."""
     network = role.network
     ranks = max(1, group.devices // placement.tensor_parallel)
@@ -117,4 +119,4 @@ def _activations(role: RoleLoad, placement: Placement, group: RoleGroup, load: W
 def fits(memory: Mapping[str, DeviceMemory], device: Device) -> bool:
     """Return whether all devices have enough memory."""
     limit = device.assumed.memory_used * device.accelerator.memory
-    return all(one.total <= limit * (1 + 1e-9) for one in memory.values())
+    return all(device_memory.total <= limit * (1 + 1e-9) for device_memory in memory.values())

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from realign.api.environment import Response
-from realign.environments import EnvironmentFailure, Limits, Slots, TurnWriter, Worlds
+from realign.environments import EnvironmentFailure, EnvironmentPool, Limits, Slots, TurnWriter
 from realign.environments import event_loops as loops
 from tests.environments.environment_fixtures import Blocking, Plain
 from tests.tiny import tiny_tokenizer
@@ -42,15 +42,15 @@ def limits(concurrency: int = 64) -> Limits:
     return Limits(timeout_s=0.5, slots=Slots(concurrency), grace_s=1.5)
 
 
-def opened(given: Limits, make=Blocking) -> Worlds:
-    return Worlds("mine", make, TurnWriter(tiny_tokenizer()), given)
+def opened(given: Limits, make=Blocking) -> EnvironmentPool:
+    return EnvironmentPool("mine", make, TurnWriter(tiny_tokenizer()), given)
 
 
 def converse(given: Limits, *hows: str) -> list[str | float]:
     """Return the reward of each environment after up to two turns, or its failure."""
     found: dict[int, str | float] = {}
-    with opened(given) as worlds:
-        answers = worlds.reset([({"name": how, "how": how}, 0) for how in hows])
+    with opened(given) as pool:
+        answers = pool.reset([({"name": how, "how": how}, 0) for how in hows])
         live = list(range(len(hows)))
         for turn in range(3):
             following = []
@@ -62,7 +62,7 @@ def converse(given: Limits, *hows: str) -> list[str | float]:
                 else:
                     following.append(episode)
             live = following
-            answers = worlds.step({episode: Response("x", (1,), turn, False) for episode in live})
+            answers = pool.step({episode: Response("x", (1,), turn, False) for episode in live})
     return [found[episode] for episode in range(len(hows))]
 
 
@@ -82,18 +82,18 @@ def test_environments_of_an_abandoned_loop_fail_in_their_later_turns(caplog):
     found = converse(limits(), "good", "second step blocks", "two turns", "two turns")
     blocked = f"no answer within timeout_s=0.5: {BLOCKED}"
     assert found == [1.0, blocked, blocked, blocked]
-    with opened(limits()) as worlds:
-        worlds.reset([({"name": how, "how": how}, 0) for how in ("step blocks", "good")])
-        (answer,) = worlds.step({0: SAID})
+    with opened(limits()) as pool:
+        pool.reset([({"name": how, "how": how}, 0) for how in ("step blocks", "good")])
+        (answer,) = pool.step({0: SAID})
         assert answer.failure == blocked
-        (answer,) = worlds.step({1: SAID})
+        (answer,) = pool.step({1: SAID})
         assert (answer.step, answer.failure) == (None, LOST)
 
 
 def test_a_reset_that_blocks_fails_and_the_next_batch_has_a_new_loop(caplog):
     given = limits()
-    with opened(given) as worlds:
-        answers = worlds.reset([({"name": how, "how": how}, 0) for how in ("good", "reset blocks", "good")])
+    with opened(given) as pool:
+        answers = pool.reset([({"name": how, "how": how}, 0) for how in ("good", "reset blocks", "good")])
         assert [answer.failure for answer in answers][1] == f"no answer within timeout_s=0.5: {BLOCKED}"
     assert "    Blocking.release.wait()" in caplog.text
     assert converse(given, "good") == [1.0]
@@ -151,9 +151,9 @@ def test_slow_calls_of_many_are_not_taken_for_a_loop_that_is_blocked(caplog):
             time.sleep(0.4)
             return "", 1.0, True, False, {}
 
-    with opened(limits(), Slow) as worlds:
-        worlds.reset([({"name": "slow", "how": "slow"}, 0)] * 9)  # together they exceed the limit of a single call
-        assert [answer.failure for answer in worlds.step(dict.fromkeys(range(9), SAID))] == [""] * 9
+    with opened(limits(), Slow) as pool:
+        pool.reset([({"name": "slow", "how": "slow"}, 0)] * 9)  # together they exceed the limit of a single call
+        assert [answer.failure for answer in pool.step(dict.fromkeys(range(9), SAID))] == [""] * 9
     assert caplog.text == ""
 
 
@@ -168,10 +168,10 @@ def test_an_exception_of_a_signal_handler_ends_the_wait_at_once(how):
     given = Limits(timeout_s=3600.0, slots=Slots(1), grace_s=3600.0)
 
     def interrupted() -> None:
-        with opened(given) as worlds:
-            worlds.reset([({"name": how, "how": how}, 0)])
+        with opened(given) as pool:
+            pool.reset([({"name": how, "how": how}, 0)])
             threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGUSR1]).start()
-            worlds.step({0: SAID})
+            pool.step({0: SAID})
 
     try:
         with pytest.raises(KeyboardInterrupt):
@@ -182,8 +182,8 @@ def test_an_exception_of_a_signal_handler_ends_the_wait_at_once(how):
 
 
 def test_plain_environments_need_no_more_than_the_loop_of_their_batch():
-    with opened(limits(), Plain) as worlds:
-        worlds.reset([({}, 0)] * 3)
-        assert [answer.failure for answer in worlds.step(dict.fromkeys(range(3), SAID))] == [""] * 3
+    with opened(limits(), Plain) as pool:
+        pool.reset([({}, 0)] * 3)
+        assert [answer.failure for answer in pool.step(dict.fromkeys(range(3), SAID))] == [""] * 3
         assert len(threads()) == 1
     assert not threads()

@@ -1,0 +1,74 @@
+"""Launches and synchronizations of decoding and training, counted on the virtual CUDA device; needs a C++ compiler.
+
+    python -m benchmarks.gpu_budget
+
+Prints a table, the lines of realign at which the host waits, and, as the last line, one JSON object. Launches are lower
+bounds (tests/virtual_cuda/README.md). No time is measured, so the load of the machine does not matter.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from tests.virtual_cuda import device
+
+device.install()
+
+import torch  # noqa: E402
+
+from benchmarks.report import table  # noqa: E402
+from tests.virtual_cuda.budgets import LayerCost, decode, of_layers, train  # noqa: E402
+
+MICROSECONDS = 5
+"""Time of one launch on the host, an assumption for the last column."""
+DECODE: dict[str, dict[str, Any]] = {
+    "decode step, bf16": {},
+    "decode step, fp32": {"dtype": torch.float32},
+    "decode step, bf16, modules of transformers": {"fused_rollout": False},
+}
+TRAIN: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "bf16, gradient checkpointing": {"gradient_checkpointing": True},
+    "fp32": {"dtype": torch.float32},
+}
+
+
+def measure() -> dict[str, LayerCost]:
+    """Return every cost by its name."""
+    costs = {name: of_layers(lambda layers, s=settings: decode(layers, **s)) for name, settings in DECODE.items()}
+    for name, settings in TRAIN.items():
+        two, four = train(2, **settings), train(4, **settings)
+        costs[f"micro-batch, {name}"] = LayerCost(two[0], four[0])
+        costs[f"rest of a training step, {name}"] = LayerCost(two[1], four[1])
+    return costs
+
+
+def main() -> int:
+    """Print the counts."""
+    costs = measure()
+    rows = [
+        (name, f"{cost.per_layer:.1f}", f"{cost.rest:.1f}", f"{cost.two.waits:g}", f"{milliseconds(cost):.1f}")
+        for name, cost in costs.items()
+    ]
+    print(table(("what", "launches per layer", "other launches", "host waits", "ms of launches, 24 layers"), rows))
+    for name, cost in costs.items():
+        for (reason, line), times in cost.two.synchronizations.most_common():
+            print(f"{name}: {times:g} x {reason} at {line}")
+    print(json.dumps({name: as_json(cost) for name, cost in costs.items()}))
+    return 0
+
+
+def milliseconds(cost: LayerCost) -> float:
+    """Return the time of the launches of a model of 24 layers on the host."""
+    return MICROSECONDS * (24 * cost.per_layer + cost.rest) / 1000
+
+
+def as_json(cost: LayerCost) -> dict[str, float]:
+    """Return the numbers of a cost."""
+    return {"per_layer": cost.per_layer, "rest": cost.rest, "host_waits": cost.two.waits}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,267 @@
+"""Sweeps: `realign -m <overrides>` starts a run for each combination of values, with a launcher of Hydra.
+
+All runs are composed first, so that a mistake ends the sweep before its first run. Hydra gets the composed configs, and
+starts the runs in this process, in other processes or as Slurm jobs.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from realign.cli.arguments import without_names
+from realign.cli.exit_codes import guarded
+from realign.cli.train import Start, build, is_one_of_many
+from realign.config.composition import Composed, compose_layers, parse_sweep, resolve
+from realign.config.errors import ConfigError
+from realign.config.hydra_settings import all_settings
+from realign.report.compare import counted, mean, named, seed_groups
+from realign.runtime.metrics.summary import NAME
+from realign.safe_yaml import load_yaml
+
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
+
+SLURM = "submitit_slurm"
+UNFINISHED = "not finished"
+
+
+def sweep(words: Sequence[str], config_dir: str | None, start: Start, debug: bool) -> int:
+    """Start the runs of a sweep, and print their table.
+
+    Args:
+        words: Overrides of the command line.
+        config_dir: As for `compose`.
+        start: Runs an experiment.
+        debug: Whether to print the traceback of every error.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ConfigError: a run is invalid; names the key.
+    """
+    composed, jobs = composed_runs(words, config_dir)
+    _check(composed)
+    for run in jobs:
+        run.resolve()
+    folders: list[Path] = []
+
+    def job(config: DictConfig) -> None:
+        from hydra.core.hydra_config import HydraConfig
+
+        tree = OmegaConf.to_container(config, resolve=False)
+        assert isinstance(tree, dict)
+        resolved = resolve({str(key): value for key, value in tree.items()})
+        resolved.output_dir = HydraConfig.get().runtime.output_dir  # each run of a sweep has a separate folder
+        folders.append(Path(resolved.output_dir))
+        if code := guarded(lambda: start(resolved, build(resolved)), debug):
+            raise SystemExit(code)
+
+    try:
+        done = _launch(composed, jobs, job)
+        folders = folders or done  # a launcher may have started the runs in other processes
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else 1
+    finally:
+        if (table := sweep_table(folders)) is not None:
+            Console().print(table)
+    return 0
+
+
+def composed_runs(words: Sequence[str], config_dir: str | None) -> tuple[Composed, list[Composed]]:
+    """Compose the overrides that all runs of a sweep share, and each run.
+
+    Raises:
+        ConfigError: a run is invalid; names the key.
+    """
+    given = parse_sweep(words := without_names(words, config_dir))
+    if swept := [override for override in given if override.is_sweep_override() and override.is_hydra_override()]:
+        raise ConfigError(f"{swept[0].input_line}: a sweep cannot vary settings of Hydra. Choose one value.")
+    shared = compose_layers(
+        [word for word, override in zip(words, given, strict=True) if not override.is_sweep_override()], config_dir
+    )
+    params = (shared.hydra.get("sweeper") or {}).get("params") or {}
+    of_files = parse_sweep([f"{key}={_text(values)}" for key, values in params.items()])
+    choices = {}
+    for override in [*of_files, *given]:  # the command line has precedence
+        if not override.is_hydra_override():
+            choices[override.get_key_element()] = _choices(override)
+    hydra = [word for word, override in zip(words, given, strict=True) if override.is_hydra_override()]
+    return shared, [compose_layers([*hydra, *run], config_dir) for run in product(*choices.values())]
+
+
+def _text(values: Any) -> str:
+    return ",".join(map(str, values)) if isinstance(values, list) else str(values)
+
+
+def _choices(override: Override) -> list[str]:
+    """Return the override itself, or one override per value of a sweep."""
+    from hydra.core.override_parser.types import Glob
+
+    key = override.get_key_element()
+    if isinstance(override.value(), Glob):
+        raise ConfigError(f"{override.input_line}: glob is not supported. List the values: {key}=a,b.")
+    if not override.is_sweep_override():
+        return [str(override.input_line)]
+    if not override.is_discrete_sweep():
+        raise ConfigError(f"{override.input_line}: a sweep lists its values: {key}=a,b.")
+    return [f"{key}={value}" for value in override.sweep_string_iterator()]
+
+
+def _check(composed: Composed) -> None:
+    """Check that a sweep can start."""
+    for word in composed.overrides:
+        if word.lstrip("+").startswith("resume="):
+            raise ConfigError(
+                f"{word}: a sweep (-m) always starts new runs. Resume the runs of a sweep one by one, with resume=auto "
+                "and the output_dir of the run."
+            )
+    if is_one_of_many():
+        raise ConfigError(
+            "-m: a sweep cannot run under torchrun, which starts the ranks of one run. Start each run separately."
+        )
+    if composed.launcher == SLURM and not shutil.which("srun"):
+        raise ConfigError(
+            f"hydra/launcher={SLURM}: the command srun was not found. Start the sweep on a Slurm cluster, or use "
+            "hydra/launcher=submitit_local."
+        )
+
+
+@dataclass
+class _Jobs:
+    """The part of Hydra's `ConfigLoader` and callbacks that its launchers use. Launchers may pickle it."""
+
+    configs: Mapping[tuple[str, ...], DictConfig]
+
+    def load_sweep_config(self, master_config: DictConfig, sweep_overrides: Sequence[str]) -> DictConfig:
+        """Return the config of a run, with the time of the sweep in its folder."""
+        config = copy.deepcopy(self.configs[tuple(sweep_overrides)])
+        OmegaConf.copy_cache(from_config=master_config, to_config=config)
+        return config
+
+    def on_job_start(self, **_: Any) -> None:
+        """Do nothing."""
+
+    def on_job_end(self, **_: Any) -> None:
+        """Do nothing."""
+
+
+def _launch(composed: Composed, runs: Sequence[Composed], job: Any) -> list[Path]:
+    """Start the runs in batches, and return their folders."""
+    from hydra.core.plugins import Plugins
+    from hydra.types import HydraContext
+
+    config = _with_all(composed, all_settings(composed.launcher))
+    jobs = _Jobs({_words(run): _with_all(run, config.hydra) for run in runs})
+    launcher = Plugins.instance().instantiate_launcher(HydraContext(jobs, jobs), job, config)
+    folder = Path(str(config.hydra.sweep.dir))
+    folder.mkdir(parents=True, exist_ok=True)
+    OmegaConf.save(config, folder / "multirun.yaml")
+    size = config.hydra.sweeper.max_batch_size or len(runs)
+    folders = []
+    for first in range(0, len(runs), size):
+        for done in launcher.launch([_words(run) for run in runs[first : first + size]], initial_job_idx=first):
+            _ = done.return_value  # raises the exception of a failed run
+            folders.append(Path(done.hydra_cfg.hydra.runtime.output_dir))
+    return folders
+
+
+def _with_all(composed: Composed, hydra: DictConfig) -> DictConfig:
+    """Return a config with all settings of Hydra."""
+    config = composed.with_hydra()
+    config.hydra = OmegaConf.merge(hydra, config.hydra)
+    return config
+
+
+def _words(run: Composed) -> tuple[str, ...]:
+    return tuple(run.hydra["overrides"]["task"])
+
+
+@dataclass(frozen=True)
+class SweptRun:
+    """A run of a sweep."""
+
+    folder: Path
+    """Folder of the run."""
+    overrides: Mapping[str, str]
+    """Value of each override."""
+    summary: Mapping[str, Any] | None
+    """Content of summary.json; None if the run did not end."""
+
+    @classmethod
+    def read(cls, folder: Path) -> SweptRun:
+        """Read the overrides and the summary of a run from its folder."""
+        record = folder / ".hydra" / "overrides.yaml"
+        words = load_yaml(record.read_text(encoding="utf-8")) if record.is_file() else []
+        path, summary = folder / NAME, None
+        with suppress(ValueError):  # cut off by a full disk
+            summary = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+        return cls(folder, dict(word.lstrip("+").partition("=")[::2] for word in words or []), summary)
+
+
+def sweep_table(folders: Sequence[Path]) -> RenderableType | None:
+    """Return the table of the runs in `folders`; None if there are none.
+
+    Runs that differ only in their seeds are one row, with the mean over the seeds and its standard error.
+    """
+    runs = [SweptRun.read(folder) for folder in folders if folder.is_dir()]
+    if not runs:
+        return None
+    groups = [[runs[i] for i in group] for group in seed_groups([run.overrides for run in runs])]
+    first = [group[0] for group in groups] if len(groups) > 1 else runs
+    keys = list(dict.fromkeys(key for run in first for key in run.overrides))
+    varied = [key for key in keys if len({run.overrides.get(key) for run in first}) > 1]
+    settings = [named(run.overrides, varied) for run in first]
+    if len(groups) < len(first):
+        groups, settings = [*([run] for run in runs), runs], [*settings, f"{len(runs)} seeds"]
+    metric = _metric(runs)
+    parent, here = folders[0].absolute().parent, Path.cwd()
+    shown = parent.relative_to(here) if parent.is_relative_to(here) else parent
+    means = ", mean ± standard error over seeds" if any(len(group) > 1 for group in groups) else ""
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for column in ("run", *(["settings"] if varied else [])):
+        table.add_column(column, overflow="fold")
+    table.add_column("status", min_width=len("completed"))
+    for column in ("steps", *(("first", "best", "last") if metric is not None else ())):
+        table.add_column(column, justify="right", no_wrap=True)
+    for group, setting in zip(groups, settings, strict=True):
+        cells = [", ".join(run.folder.name for run in group), *([setting] if varied else [])]
+        cells += [
+            *_end(group),
+            *(_mean(group, metric, part) for part in ("first", "best", "last") if metric is not None),
+        ]
+        table.add_row(*map(Text, cells))
+    title = Text(f"{len(runs)} runs in {shown}" + (f": {metric}{means}" if metric is not None else ""), overflow="fold")
+    return Group(title, table, Text(f"Settings: {', '.join(varied)}" if varied else "", overflow="fold"))
+
+
+def _metric(runs: Sequence[SweptRun]) -> str | None:
+    """Return the most important metric that all finished runs have; None if there is none."""
+    found = [[metric["name"] for metric in run.summary["metrics"]] for run in runs if run.summary is not None]
+    return next((name for name in found[0] if all(name in names for names in found)), None) if found else None
+
+
+def _end(group: Sequence[SweptRun]) -> list[str]:
+    ends = [
+        (UNFINISHED, "") if (end := run.summary) is None else (str(end["status"]), str(end["step"])) for run in group
+    ]
+    return [counted([status for status, _ in ends]), ", ".join(dict.fromkeys(step for _, step in ends if step))]
+
+
+def _mean(group: Sequence[SweptRun], name: str, part: str) -> str:
+    courses = [one for run in group for one in (run.summary or {}).get("metrics", ()) if one["name"] == name]
+    values = [one[part] for one in courses if one.get(part) is not None]
+    return mean(values) + (f" (n={len(values)})" if 0 < len(values) < len(group) else "")

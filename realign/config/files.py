@@ -1,0 +1,222 @@
+"""Files of a config: where they are, how they are read, and in which order they are merged.
+
+`realign --help` imports this module, so it has no slow imports.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from realign.config.errors import ConfigError, one_line, suggest
+from realign.safe_yaml import check_yaml
+
+GROUPS = ("experiment", "algorithm", "runtime", "rollout")
+"""Config groups: folders with files that one word selects."""
+EXPERIMENT = "experiment"
+LAUNCHER = "hydra/launcher"
+"""The only group of Hydra that a file may choose from."""
+ENDINGS = (".yaml", ".yml")
+LAYERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"runtime": ("local",), "rollout": ("sync",), "experiment": (), "algorithm": ()}
+)
+"""Group -> the files that are chosen without a word for it. The lowest layer is first."""
+_AT_ROOT = ("experiment", "algorithm")
+"""Groups whose files set keys at the root of the config. Files of other groups set keys below the group's name."""
+_HEADER = re.compile(r"\s*#\s*@package\s+(\S+)")
+_SELF = "_self_"
+
+
+@dataclass(frozen=True)
+class ConfigFile:
+    """One file of a config."""
+
+    source: str
+    """Path of the file in its folder, such as experiment/ppo.yaml."""
+    label: str
+    """The word that chooses it, such as experiment=ppo."""
+    values: dict[str, Any]
+    """What it sets, from the root of the config, with unresolved interpolations."""
+
+
+def experiments_dir() -> Path:
+    """Return the folder with the config groups: inside an installed package, or beside it in a checkout."""
+    package = Path(__file__).resolve().parent.parent
+    for folder in (package / "experiments", package.parent / "experiments"):
+        if (folder / EXPERIMENT).is_dir():
+            return folder
+    raise ConfigError(f"no folder of experiments inside {package} or beside it. Reinstall realign.")
+
+
+def list_experiments(config_dir: Path | None = None) -> dict[str, str]:
+    """Return name and description (first comment line) of every experiment, including those of a user's folder."""
+    return _listed(EXPERIMENT, config_dir)
+
+
+def list_algorithms(config_dir: Path | None = None) -> dict[str, str]:
+    """Return name and description (first comment line) of every `algorithm=NAME`, which modifies an experiment."""
+    return _listed("algorithm", config_dir)
+
+
+def _listed(group: str, config_dir: Path | None) -> dict[str, str]:
+    folders = [experiments_dir(), *([config_dir] if config_dir is not None else [])]
+    files = [path for folder in folders for path in sorted((folder / group).glob("*.yaml"))]
+    return {path.stem: _description(path) for path in files}
+
+
+def _description(path: Path) -> str:
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if not line.startswith("#"):
+            break
+        if "@package" not in line and line.strip("# "):
+            return line.strip("# ")
+    return ""
+
+
+def is_path(name: str) -> bool:
+    """Return whether a text is the path of a YAML file instead of the name of an experiment."""
+    return name.lower().endswith(ENDINGS)
+
+
+class Files:
+    """Reads the files that a command line chooses, and those that they build on.
+
+    Args:
+        chosen: Group -> names that the command line chooses.
+        config_dir: The user's folder with config groups.
+        base: Experiment that a file given by its path builds on if it has neither `defaults` nor a `graph`.
+    """
+
+    def __init__(self, chosen: Mapping[str, tuple[str, ...]], config_dir: Path | str | None, base: str | None) -> None:
+        self.choices: dict[str, tuple[str, ...]] = dict(chosen)
+        """Group -> chosen names. The command line has precedence, then the highest file."""
+        self._base = base
+        self._folders = [experiments_dir()]
+        if config_dir is not None:
+            if not Path(config_dir).is_dir():
+                raise ConfigError(f"--config-dir={config_dir}: this folder does not exist.")
+            self._folders.append(Path(config_dir))
+
+    def read(self) -> list[ConfigFile]:
+        """Return the files, the lowest layer first.
+
+        Raises:
+            ConfigError: a file does not exist or cannot be read, or its defaults list is invalid.
+        """
+        layers: list[ConfigFile] = []
+        for group in reversed(list(LAYERS)):  # the highest layer first: it decides what the groups below it choose
+            for name in reversed(self.choices.setdefault(group, LAYERS[group])):
+                layers = self._tree(group, name, ()) + layers
+        return layers
+
+    def _tree(self, group: str, name: str, above: Sequence[str]) -> list[ConfigFile]:
+        """Return a file and those that it includes. `above` lists the files that include it."""
+        source = name if is_path(name) and group == EXPERIMENT else f"{group}/{name}.yaml"
+        if source in above:
+            raise ConfigError(f"{source}: the defaults list of this file includes the file itself.")
+        text = self._text(group, name)
+        values = _values(text, source)
+        if is_path(name) and self._base is not None and not {"defaults", "graph"} & set(values):
+            values["defaults"] = [f"/{EXPERIMENT}/{self._base}", _SELF]
+        included = self._included(values.pop("defaults", None), group, source)
+        file = ConfigFile(source, f"{group}={name}", _at_package(values, text, group))
+        layers: list[ConfigFile] = []
+        for entry in reversed(included):
+            layers = ([file] if entry is None else self._tree(*entry, (*above, source))) + layers
+        return layers
+
+    def _included(self, defaults: Any, group: str, source: str) -> list[tuple[str, str] | None]:
+        """Return group and name of each file of a defaults list, and None for the file itself; note what it chooses."""
+        if not isinstance(defaults, list | None):
+            raise ConfigError(
+                f"{source}: defaults takes a list, such as [/experiment/grpo, _self_], found {defaults!r}"
+            )
+        included: list[tuple[str, str] | None] = []
+        for entry in defaults or ():
+            if entry == _SELF:
+                included.append(None)
+            elif isinstance(entry, str) and re.fullmatch(r"/?[\w.-]+(/[\w.-]+)*", entry):
+                path = (
+                    entry.removesuffix(".yaml") if entry.startswith("/") else f"/{group}/{entry.removesuffix('.yaml')}"
+                )
+                _, parent, name = path.split("/", 2) if path.count("/") > 1 else ("", group, path[1:])
+                included.append((parent, name))
+            else:
+                self._choose(entry, source)
+        if included.count(None) > 1:
+            raise ConfigError(f"{source}: defaults lists {_SELF} twice.")
+        return included if None in included else [*included, None]
+
+    def _choose(self, entry: Any, source: str) -> None:
+        """Note an entry such as `override /rollout: async`. A higher file or the command line has precedence."""
+        key, name = next(iter(entry.items())) if isinstance(entry, dict) and len(entry) == 1 else (str(entry), None)
+        word, _, group = str(key).partition(" ")
+        group = group.strip().removeprefix("/")
+        if (word == "override" and group in ("runtime", "rollout", LAUNCHER)) and isinstance(name, str):
+            self.choices.setdefault(group, (name,))
+            return
+        named = (group if word == "override" else str(key).removeprefix("/")).replace("/", ".")
+        if named.startswith("hydra."):
+            raise ConfigError(f"{source}: {named}: a config cannot change this setting of Hydra. Remove it.")
+        raise ConfigError(
+            f"{source}: defaults: cannot read {entry!r}. Write the name of a file, such as /experiment/grpo, {_SELF}, "
+            "or an override of runtime or rollout, such as {override /rollout: async}."
+        )
+
+    def _text(self, group: str, name: str) -> str:
+        """Return the text of a file.
+
+        Raises:
+            ConfigError: the file does not exist, is too large, or is no text.
+        """
+        if group == EXPERIMENT and is_path(name):
+            path = Path(name).expanduser()
+            if not path.is_file():
+                raise ConfigError(
+                    f"experiment={path}: this file does not exist. `realign --help` lists the experiments."
+                )
+            return _read(path, f"experiment={path}")
+        for folder in self._folders:
+            if (path := folder / group / f"{name}.yaml").is_file():
+                return _read(path, str(path))
+        options = {path.stem for folder in self._folders for path in (folder / group).glob("*.yaml")}
+        raise ConfigError(f"unknown {group} {name!r}{suggest(name, options)}")
+
+
+def _read(path: Path, where: str) -> str:
+    from yaml import YAMLError
+
+    try:
+        text = path.read_text(encoding="utf-8")
+        check_yaml(text)
+    except (YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{where}: the file cannot be read: {one_line(error)}") from error
+    return text
+
+
+def _values(text: str, source: str) -> dict[str, Any]:
+    """Return the values of a YAML text. Numbers and interpolations are read by OmegaConf's rules."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    try:
+        values = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+    except (YAMLError, OmegaConfBaseException, ValueError, OverflowError, RecursionError) as error:
+        raise ConfigError(f"{source}: the file cannot be read: {one_line(error)}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{source}: expected keys with values, found a list")
+    return {str(key): value for key, value in values.items()}
+
+
+def _at_package(values: dict[str, Any], text: str, group: str) -> dict[str, Any]:
+    """Return the values below the key that the header `# @package KEY` names, or that the group implies."""
+    header = _HEADER.match(text)
+    package = header[1] if header else "_global_" if group in _AT_ROOT else group
+    for name in reversed([] if package == "_global_" else package.split(".")):
+        values = {name: values}
+    return values

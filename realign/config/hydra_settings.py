@@ -1,0 +1,182 @@
+"""The settings of Hydra that a config may change: output folders, resources of a launcher, and parameters of a sweep.
+
+Hydra calls the callbacks, launchers, sweepers and log handlers that its node names, writes to the files that log
+handlers name, and sets environment variables. A config of somebody else must not reach these. So every other setting is
+refused, in files and on the command line, before Hydra sees it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from realign.config.errors import ConfigError
+from realign.config.files import LAUNCHER
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+HYDRA_VERSION = "1.3"
+"""Compatibility version of Hydra (`version_base`)."""
+DEFAULT_LAUNCHER = "basic"
+LOGS = "stdout"
+"""Hydra's configuration of logs. A run writes realign.log itself."""
+DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "run": {"dir": "${output_dir}"},
+        "sweep": {"dir": "${output_dir}/sweep_${now:%Y%m%d_%H%M%S}", "subdir": "${hydra.job.num}"},
+        "job": {"name": "realign", "chdir": False, "config_name": "config", "num": "???", "id": "???"},
+    }
+)
+"""Settings of realign."""
+
+_LOCAL = (
+    *("timeout_min", "cpus_per_task", "gpus_per_node", "tasks_per_node", "mem_gb", "nodes", "name", "stderr_to_stdout"),
+)
+_SLURM = (
+    *("partition", "qos", "comment", "constraint", "exclude", "gres", "cpus_per_gpu", "gpus_per_task", "mem_per_gpu"),
+    *("mem_per_cpu", "account", "signal_delay_s", "max_num_timeout", "array_parallelism"),
+)
+LAUNCHERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {DEFAULT_LAUNCHER: (), "submitit_local": _LOCAL, "submitit_slurm": (*_LOCAL, *_SLURM)}
+)
+"""Launchers that may start the runs of a sweep: name -> settings that request resources."""
+
+_OWN = re.compile(r"\$\{(output_dir|name|now:[^{}]*|hydra\.(job|runtime|sweep)\.[\w./]+)\}")
+"""Interpolations that a folder may contain."""
+_PARAMETER = re.compile(r"[+~]{0,2}(?!hydra(?!\w))[^\W_][\w./@-]*")
+"""Keys that the parameters of a sweep may have: those of overrides, except overrides of the `hydra` node."""
+
+
+def _plain(value: Any) -> bool:
+    """Return whether a value is None, a number, or a printable text without an interpolation."""
+    if isinstance(value, str):
+        return value.isprintable() and "${" not in value
+    return value is None or isinstance(value, bool | int | float)
+
+
+def _folder(value: Any) -> bool:
+    return isinstance(value, str) and value != "" and _plain(_OWN.sub("", value))
+
+
+def _plain_list(value: Any) -> bool:
+    return _plain(value) or (isinstance(value, list) and all(map(_plain, value)))
+
+
+def _parameters(value: Any) -> bool:
+    """Return whether a value can be the parameters of a sweep: overrides, which realign parses."""
+    return isinstance(value, Mapping | None) and all(
+        _PARAMETER.fullmatch(str(name)) and _plain_list(values) for name, values in (value or {}).items()
+    )
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """Values that a setting may have."""
+
+    valid: Callable[[Any], bool]
+    """Whether a value is allowed."""
+    expected: str
+    """The allowed values, for messages."""
+
+
+_FOLDER = _Rule(
+    _folder,
+    "a printable text whose interpolations are ${output_dir}, ${name}, ${now:...}, ${hydra.job...}, "
+    "${hydra.runtime...} or ${hydra.sweep...}",
+)
+_VALUE = _Rule(_plain, "a number or a printable text, without interpolations")
+_ALLOWED: Mapping[str, _Rule] = MappingProxyType(
+    {
+        "hydra.run.dir": _FOLDER,
+        "hydra.sweep.dir": _FOLDER,
+        "hydra.sweep.subdir": _FOLDER,
+        "hydra.output_subdir": _Rule(lambda value: value in (".hydra", None), ".hydra or null"),
+        "hydra.job.chdir": _Rule(lambda value: value is False, "false"),
+        "hydra.verbose": _Rule(_plain_list, "true, false, or names of loggers"),
+        "hydra.sweeper.params": _Rule(
+            _parameters, "a mapping of config keys, except Hydra's own, to plain values without interpolations"
+        ),
+        "hydra.sweeper.max_batch_size": _Rule(
+            lambda value: value is None or (type(value) is int and value > 0), "a number of runs, at least 1"
+        ),
+    }
+)
+_SHELL = "Prepare the environment in the shell that starts the sweep. Jobs inherit it."
+_HINTS: Mapping[str, str] = MappingProxyType(
+    {
+        "hydra.mode": "Use -m to start a sweep.",
+        "hydra.searchpath": "Use --config-dir to add a folder of configs.",
+        "hydra.job.env": "Set environment variables in the shell that starts the run.",
+        "hydra.launcher.setup": _SHELL,
+        "hydra.launcher.additional_parameters": _SHELL,
+        "hydra.launcher._target_": f"Use one of: {', '.join(f'hydra/launcher={name}' for name in LAUNCHERS)}.",
+    }
+)
+"""Suggestions for messages, by prefix of the key."""
+
+
+def check_launcher(name: object = None, *others: object) -> str:
+    """Return the name of a launcher that may start the runs of a sweep.
+
+    Raises:
+        ConfigError: there is no such launcher.
+    """
+    if name not in LAUNCHERS or others:
+        raise ConfigError(
+            f"hydra.launcher={_shown(name)}: this launcher is not allowed. {_HINTS['hydra.launcher._target_']}"
+        )
+    return str(name)
+
+
+def check_settings(node: Any, launcher: str) -> None:
+    """Check what a config sets below `hydra`.
+
+    Args:
+        node: Plain values with unresolved interpolations.
+        launcher: Name of the launcher.
+
+    Raises:
+        ConfigError: a setting or its value is not allowed; names both.
+    """
+    if not isinstance(node, Mapping):
+        raise ConfigError(f"hydra={_shown(node)}: expected settings of Hydra, such as hydra.run.dir=FOLDER.")
+    for key, value in _settings(node, "hydra"):
+        rule = _ALLOWED.get(key)
+        if rule is None and key.removeprefix("hydra.launcher.") in LAUNCHERS[launcher]:
+            rule = _VALUE
+        if rule is None:
+            hint = next((text for start, text in _HINTS.items() if key.startswith(start)), "Remove it.")
+            raise ConfigError(f"{key}={_shown(value)}: a config cannot change this setting of Hydra. {hint}")
+        if not rule.valid(value):
+            raise ConfigError(f"{key}={_shown(value)}: this value is not allowed. Expected {rule.expected}.")
+
+
+def all_settings(launcher: str) -> DictConfig:
+    """Return Hydra's settings with their defaults, for its launchers and `--cfg hydra`."""
+    from hydra import compose, initialize
+    from omegaconf import OmegaConf
+
+    choices = [f"{LAUNCHER}={launcher}", f"hydra/job_logging={LOGS}"]
+    with initialize(config_path=None, job_name="realign", version_base=HYDRA_VERSION):
+        settings = compose(overrides=choices, return_hydra_config=True).hydra
+    OmegaConf.set_struct(settings, False)
+    return settings
+
+
+def _settings(node: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    """Yield key and value of each setting. A mapping with a rule, or without keys, is one setting."""
+    for name in sorted(node, key=str):  # env_copy before env_set, whose values can be secrets
+        key, value = f"{prefix}.{name}" if str(name).isprintable() else f"{prefix}.{name!r}", node[name]
+        if isinstance(value, Mapping) and value and key not in _ALLOWED:
+            yield from _settings(value, key)
+        else:
+            yield key, value
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."

@@ -1,0 +1,42 @@
+"""Test what decoding and training may cost: kernel launches and synchronizations, so that nobody spends them unnoticed.
+
+`python -m benchmarks.gpu_budget` prints today's numbers. A synchronization that is allowed is listed with its reason.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.virtual_cuda.budgets import decode, of_layers, train, train_sharded
+
+STEP = "realign/engines/training/stepper.py"
+METRICS = "realign/api/stats.py"
+ALLOWED = {
+    STEP: "whether loss and gradient are finite decides whether a step is taken",
+    METRICS: "the metrics of all ranks are merged on the host, in one transfer",
+}
+"""Files that may wait in an optimizer step, once each."""
+
+
+@pytest.mark.parametrize(("dtype", "launches"), [(torch.bfloat16, 27), (torch.float32, 21)])
+def test_a_decode_step_launches_few_kernels_and_waits_once_in_8_tokens(dtype, launches):
+    cost = of_layers(lambda layers: decode(layers, dtype=dtype))
+    assert cost.per_layer <= launches
+    assert cost.rest <= 42
+    assert cost.four.waits <= 1 / 8
+
+
+@pytest.mark.parametrize("settings", [{}, {"gradient_checkpointing": True}, {"dtype": torch.float32}])
+def test_a_micro_batch_never_waits_and_an_optimizer_step_once(settings):
+    micro_batch, rest = train(2, **settings)
+    assert not micro_batch.synchronizations
+    assert {line.partition(":")[0] for _, line in rest.synchronizations} == {STEP}
+    assert rest.waits == 1
+
+
+def test_an_optimizer_step_of_fsdp_waits_twice_at_any_number_of_ranks():
+    micro_batch, rest = train_sharded(2, ranks=8)
+    assert not micro_batch.synchronizations
+    assert {line.partition(":")[0] for _, line in rest.synchronizations} == set(ALLOWED)
+    assert rest.waits == 2
