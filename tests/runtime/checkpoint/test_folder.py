@@ -211,6 +211,7 @@ def killed(*arguments):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_system_call_of_a_write_costs_at_most_that_checkpoint(tmp_path):
     seen = killed("every_point", tmp_path / "checkpoints")
     assert sum(record["killed"] for record in seen) > 100

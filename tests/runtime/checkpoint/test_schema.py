@@ -98,9 +98,8 @@ def _values(state: Any) -> Iterator[tuple[Place, Any]]:
         yield path, node
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param("sft", marks=pytest.mark.slow), "ppo", pytest.param("rft", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sft", "ppo", "rft"])
 def test_any_change_of_a_model_with_an_optimizer_ends_in_success_or_one_line(files, tmp_path, name):
     def make(folder: Path, **changes: Any) -> Experiment:
         changes = {"output_dir": folder / "run", "evaluation": None, "save_best": None, **changes}
@@ -112,17 +111,28 @@ def test_any_change_of_a_model_with_an_optimizer_ends_in_success_or_one_line(fil
     never_a_traceback(attacked, [*chosen, *swaps(attacked.state, 8)])
 
 
+@pytest.fixture(scope="module")
+def attacked(tmp_path_factory: pytest.TempPathFactory) -> Attacked:
+    """Return a run that several tests resume, each with its own state."""
+    return Attacked(tmp_path_factory.mktemp("attacked"), experiment)
+
+
 @pytest.mark.parametrize("levels", [DEPTH + 1, 300, 5000])
 @pytest.mark.parametrize("key", ["config", "interfaces", "models", "records", "saves", "random", "rollout", "other"])
-def test_nested_values_end_in_one_line(tmp_path, key, levels):
-    attacked = Attacked(tmp_path, experiment)
-    attacked.state["tree"][key] = "HERE"
+def test_nested_values_end_in_one_line(attacked, key, levels):
+    state = attacked.state | {"tree": attacked.state["tree"] | {key: "HERE"}}
     for opening, closing in (("[", "]"), ('{"a": ', "}"), ('{"$tuple": [', "]}"), ('{"$dict": [["a", ', "]]}")):
-        text = json.dumps(attacked.state).replace('"HERE"', opening * levels + "0" + closing * levels)
+        text = json.dumps(state).replace('"HERE"', opening * levels + "0" + closing * levels)
         message = attacked.resume_text(text)
         assert message
         assert "\n" not in message
         assert len(message) < 1500
+
+
+@pytest.fixture(scope="module")
+def two_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a run with a checkpoint of its second step. Tests change copies."""
+    return run(experiment(tmp_path_factory.mktemp("run"), steps=2, checkpoint=EVERY)).output_dir
 
 
 @pytest.mark.parametrize(
@@ -155,8 +165,8 @@ def test_nested_values_end_in_one_line(tmp_path, key, levels):
         ("interfaces.interfaces.actor", None, "interfaces.interfaces.actor=None in the checkpoint: expected a mapping"),
     ],
 )
-def test_the_message_names_the_path_the_value_and_what_is_valid(tmp_path, path, value, message):
-    run(experiment(tmp_path, steps=2, checkpoint=EVERY))
+def test_the_message_names_the_path_the_value_and_what_is_valid(two_steps, tmp_path, path, value, message):
+    shutil.copytree(two_steps, tmp_path / "run")
     (checkpoint,) = [c for c in list_checkpoints(tmp_path / "run" / "checkpoints") if c.step == 2]
     tree = checkpoint.read()
     group, _, rest = path.partition(".")
