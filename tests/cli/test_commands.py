@@ -264,7 +264,6 @@ def test_a_class_in_a_file_of_the_current_folder_is_found(here):
         "@dataclass\nclass Mine(GRPOActorInterface):\n    my_coef: float = 0.5\n"
     )
     (here / "my_algorithm_in_cwd.py").write_text(source)
-    code = "import sys; from realign.cli.commands import main; sys.path.remove(''); sys.exit(main(sys.argv[1:]))"
     args = [
         "--config-dir",
         "../conf",
@@ -272,10 +271,13 @@ def test_a_class_in_a_file_of_the_current_folder_is_found(here):
         "experiment=bigram",
         "interfaces.actor._target_=my_algorithm_in_cwd.Mine",
     ]
-    done = python(f"import sys; sys.argv[1:] = {[*args, 'interfaces.actor.my_coef=2']!r}\n{code}", here)
-    assert done.returncode == 0, done.stderr
-    done = python(f"import sys; sys.argv[1:] = {[*args, 'interfaces.actor.my_coeff=2']!r}\n{code}", here)
-    assert done.returncode == 2
+    code = (
+        "import sys; from realign.cli.commands import main; sys.path.remove('')\n"
+        f"assert main({[*args, 'interfaces.actor.my_coef=2']!r}) == 0\n"
+        f"sys.exit(main({[*args, 'interfaces.actor.my_coeff=2']!r}))"
+    )
+    done = python(code, here)
+    assert done.returncode == 2, done.stderr
     assert "unknown key 'interfaces.actor.my_coeff'; did you mean 'my_coef'?" in done.stderr
 
 
