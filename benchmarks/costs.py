@@ -58,7 +58,7 @@ def _step(words: Sequence[str], prompts: int, tokens: int, repeats: int) -> dict
             values, batch = runtime.step(step)
             rows.append(values)
         assert batch is not None
-        actor = runtime.models["actor"].machine
+        actor = runtime.models["actor"].engine
         before = time.perf_counter()
         actor.load_weights(actor.weights())
         sync_s = time.perf_counter() - before

@@ -58,7 +58,7 @@ def our_side(scenario: Scenario, setting: CompiledDecode) -> tuple[Model, Side]:
         ids = [[torch.tensor(prompt)] for prompt in prompts_for(rows)]
         data = SequenceSample.from_sequences(range(rows), {"prompt_ids": ids})
         config = GenerationConfig(n=1, max_new_tokens=tokens, fixed_length=True)
-        return actor.machine.generate(data, config, seed=0)
+        return actor.engine.generate(data, config, seed=0)
 
     return actor, sample
 
@@ -73,7 +73,7 @@ def llama_side(model: Any, folder: Path, rows: int, tokens: int) -> Side:
 
 def trunk_ratio(actor: Model, rows: int, repeats: int) -> tuple[float, float]:
     """Return the seconds of a decode step of the layers in torch and in the library."""
-    compiled = actor.machine.fusion.trunk(2 * PROMPT, torch.float32)
+    compiled = actor.engine.fusion.trunk(2 * PROMPT, torch.float32)
     assert isinstance(compiled, CompiledTrunk)
     layers, size = compiled.fused.layers, 2 * compiled.fused.turns.shape[-1]
     like = {i: (torch.zeros(x.heads[1], 1, size),) * 2 for i, x in enumerate(layers)}
@@ -118,7 +118,7 @@ def measure(scenario: Scenario, rows: list[int], tokens: int, repeats: int) -> l
         sides: dict[str, Side] = {"torch": plain, "compiled": compiled}
         with tempfile.TemporaryDirectory() as folder:
             if missing("llama") is None:
-                sides["llama.cpp"] = llama_side(actor.machine.module, Path(folder), count, tokens)
+                sides["llama.cpp"] = llama_side(actor.engine.module, Path(folder), count, tokens)
             found = step_seconds(sides, count, tokens, repeats)
         torch_s, compiled_s = trunk_ratio(actor, count, repeats)
         results.append(

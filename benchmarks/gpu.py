@@ -99,7 +99,7 @@ def _train(plan: Plan, scenario: Scenario, budget: int, peak: float, **engine: A
     flops = scenario.flops(given, scenario.lengths(1))["training"]
     sampled, tokens = int(batch["loss_mask"].sum()), batch.lengths["input_ids"].total
     return {
-        "parameters": sum(p.numel() for p in actor.machine.network.parameters()),
+        "parameters": sum(p.numel() for p in actor.engine.network.parameters()),
         "vocabulary": scenario.vocabulary,
         "microbatch_tokens": budget,
         "tokens": tokens,

@@ -64,7 +64,7 @@ def _actor(plan: Plan, given: list[Tensor], **settings: Any) -> tuple[Any, Seque
         dtype=plan.dtype,
         config={"tie_word_embeddings": True, "max_position_embeddings": positions(scenario)},
         sampling=InProcessSampling(**settings),
-    ).machine
+    ).engine
     cut = Lengths.of([[len(p)] for p in given])
     data = SequenceSample(tuple(range(len(given)))).with_data({"prompt_ids": torch.cat(given)}, lengths=cut)
     return engine, data, GenerationConfig(n=scenario.group, max_new_tokens=scenario.max_new)

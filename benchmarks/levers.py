@@ -128,7 +128,7 @@ def rollout(scenario: Scenario, lever: Lever | None) -> Callable[[], object]:
 
     def call() -> object:
         with without(lever), forced_lengths(side):
-            return actor.machine.generate(data, config, seed=0)
+            return actor.engine.generate(data, config, seed=0)
 
     return call
 
@@ -150,7 +150,7 @@ def training(scenario: Scenario, lever: Lever | None) -> Callable[[], object]:
 
 def score(actor: Model, batch: SequenceSample) -> SequenceSample:
     """Compute the log-probs of the responses."""
-    return actor.machine.forward(
+    return actor.engine.forward(
         batch,
         MicroBatchSpec(max_tokens_per_microbatch=BUDGET),
         lambda out, part: part.with_tokens(old_logprobs=out.logprobs(where_T=part["loss_mask"])),

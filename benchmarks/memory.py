@@ -203,7 +203,7 @@ def measured(configuration: Configuration) -> dict[str, int]:
         {"prompt_ids": torch.cat(given)}, lengths=Lengths.of([[len(p)] for p in given])
     )
     config = GenerationConfig(n=scenario.group, max_new_tokens=scenario.max_new, fixed_length=True)
-    actor.machine.generate(data, config, seed=0)
+    actor.engine.generate(data, config, seed=0)
     return {"training": trained, "rollout": resident("VmHWM") - before}
 
 

@@ -142,7 +142,7 @@ def optimizer_terms(study: Study, model: Model, arm: str) -> dict[str, float]:
     `lr_scale` is the mean over parameters of r / (r + eps). Here r [N] is the root of the bias-corrected second moment,
     and eps is that of the arm. It is 1 if epsilon has no effect. `rms_gradient` is the root of the mean of r^2.
     """
-    engine = model.machine
+    engine = model.engine
     assert isinstance(engine, TransformersEngine)
     stepper = engine.state_dict()["optimizer"]
     step = stepper["optimizer_steps"]

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from realign.config.files import list_algorithms, list_experiments
-from realign.config.help import Section
-from realign.config.help_entries import Entry
+from realign.config.help import Entry, Section
 from realign.config.reference import reference, set_by
 
 HERE = Path(__file__).parent
@@ -130,7 +129,7 @@ def _table(entries: Sequence[Entry], used: Mapping[str, Sequence[str]] | None = 
     lines = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
     for entry in entries:
         default = "required" if entry.default is None else f"`{_cell(entry.default)}`" if entry.default else ""
-        words = ", ".join(f"`{choice.word}`" for choice in entry.choices)
+        words = ", ".join(f"`{word}`" for word in entry.choices)
         cells = [f"`{entry.key}`", _cell(entry.type), default, _cell(entry.valid) or words, _cell(entry.text)]
         if used is not None:
             cells.append(_names(used[entry.key]))

@@ -83,7 +83,7 @@ def train_step(model: Model, prompts: SequenceSample, generation: GenerationConf
     batch = with_advantages(rollout, rewards_S)
     shuffle = np.random.default_rng(model.call_seed("minibatches"))
     for minibatch in batch.minibatches(1, shuffle):
-        stats = model.machine.train_batch(
+        stats = model.engine.train_batch(
             minibatch, MICRO_BATCH, partial(loss, temperature=generation.temperature), loss_weight
         )
     model.advance()
@@ -109,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for step, prompts in enumerate(batches(given.prompts, model, given.batch_prompts, given.steps), start=1):
         metrics = train_step(model, prompts, generation)
         print(f"step {step}: reward {metrics['reward']:.3f}, gradient norm {metrics['grad_norm']:.3f}")
-    model.machine.save(given.output_dir)
+    model.engine.save(given.output_dir)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,21 @@ class SettingsError(ConfigError, ValueError):
     """A field of a settings object outside its range or choices; `realign.config` prefixes the key."""
 
 
+class NoEffectError(SettingsError):
+    """A setting that changes nothing beside the values of the others.
+
+    Attributes:
+        owner: Class of the settings.
+        key: Name of the field; `realign.config` makes it the full key.
+        value: Value of the field as it is written on the command line, empty for a component.
+        reason: Why the field has no effect, and a cure.
+    """
+
+    def __init__(self, owner: type, key: str, value: str, reason: str) -> None:
+        super().__init__(f"{key}{value and '='}{value}: has no effect {reason}")
+        self.owner, self.key, self.value, self.reason = owner, key, value, reason
+
+
 class GraphError(ConfigError, ValueError):
     """A dataflow graph whose calls do not fit together."""
 

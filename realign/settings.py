@@ -8,8 +8,9 @@ Every component and interface is a dataclass that inherits from `Settings`. Rang
         dual: Annotated[float, Range(gt=1)] | None = None
 
 `Clip(low=3)` raises `SettingsError`. An enum field accepts a member or its name. `None` is valid only where the
-annotation allows it. This module imports only the standard library and `realign.errors`, so every layer may import
-it.
+annotation allows it. pydantic validates the values, so its own metadata may stand beside `Range`, such as
+`Annotated[str, StringConstraints(pattern="[a-z]+")]`. It is imported with the first value that is validated: processes
+that only import settings do not wait for it.
 """
 
 from __future__ import annotations
@@ -17,13 +18,18 @@ from __future__ import annotations
 import math
 import types
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import Field, dataclass, fields, is_dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from enum import Enum
-from functools import cache
-from typing import Annotated, Any, ClassVar, Protocol, Union, get_args, get_origin, get_type_hints
+from functools import cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol, Union, get_args, get_origin, get_type_hints
 
-from realign.errors import SettingsError
+from realign.errors import NoEffectError, SettingsError
+
+if TYPE_CHECKING:
+    from pydantic import GetCoreSchemaHandler
+    from pydantic_core.core_schema import CoreSchema
 
 
 @dataclass(frozen=True)
@@ -42,11 +48,24 @@ class Range:
 
     def __str__(self) -> str:
         bounds = {"at least": self.ge, "above": self.gt, "at most": self.le, "below": self.lt}
-        found = {word: bound for word, bound in bounds.items() if bound is not None}
-        texts = [f"{word} {bound:g}" for word, bound in found.items() if math.isfinite(bound)]
-        return " and ".join([*texts, "finite"] if len(texts) < len(found) else texts)
+        given = {word: bound for word, bound in bounds.items() if bound is not None}
+        texts = [f"{word} {bound:g}" for word, bound in given.items() if math.isfinite(bound)]
+        return " and ".join([*texts, "finite"] if len(texts) < len(given) else texts)
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        from pydantic_core.core_schema import no_info_after_validator_function
+
+        return no_info_after_validator_function(self._inside, handler(source))
+
+    def _inside(self, x: float) -> float:
+        from pydantic_core import PydanticCustomError
+
+        if x not in self:
+            raise PydanticCustomError("range", "must be {limits}", {"limits": str(self)})
+        return x
 
 
+_LEAVES = (bool, int, float, str, Path)
 Count = Annotated[int, Range(ge=1)]
 """An integer of at least 1."""
 NonNegativeInt = Annotated[int, Range(ge=0)]
@@ -67,8 +86,8 @@ class Settings:
     A subclass with its own `__post_init__` calls `super().__post_init__()` first.
 
     Raises:
-        SettingsError: a field has a value outside its range or choices. The message names the field, its value and
-            the valid values.
+        SettingsError: a field has a value outside its range or choices, or has no effect. The message names the field,
+            its value and the valid values.
     """
 
     def __post_init__(self) -> None:
@@ -86,6 +105,36 @@ class Settings:
                     f"{field.name}={given}: {type(self).__name__} has no such setting and accepts only {only}. Use "
                     f"{field.metadata[SETTING_OF]}"
                 )
+        for name, reason in self.ineffective().items():
+            if (value := getattr(self, name)) != default_of(type(self), name):
+                raise NoEffectError(type(self), name, _shown(value), reason)
+
+    def ineffective(self) -> Mapping[str, str]:
+        """Return the fields that change nothing beside the values of the others, each with the reason and a cure.
+
+        Such a field is an error if it was set in Python or on the command line, and a line of the launch table if it
+        comes from a file. A default is neither, so this method need not look at the value of the field itself.
+        """
+        return {}
+
+
+def default_of(kind: type, name: str) -> Any:
+    """Return the default of a field of a dataclass; `MISSING` if it has none."""
+    field: Field[Any] = kind.__dataclass_fields__[name]  # type: ignore[attr-defined]
+    return field.default if field.default_factory is MISSING else field.default_factory()
+
+
+def _shown(value: Any) -> str:
+    """Return a value as it is written on the command line; empty for a component."""
+    if is_dataclass(value):
+        return ""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, Enum):
+        return value.name.rstrip("_")
+    if isinstance(value, list):
+        return f"[{', '.join(map(str, value))}]"
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def own_settings(kind: Any) -> list[Field[Any]]:
@@ -142,25 +191,24 @@ def checked(name: str, value: Any, annotation: Any) -> Any:
         SettingsError: a number is outside its range, or a text is not the name of a member.
     """
     members = _members(annotation)
-    if not any(map(_is_checked, members)):
+    if not any(map(_is_checked, members)) or (value is None and type(None) in members):
         return value
-    if value is None:
-        if type(None) in members:
-            return value
-        raise SettingsError(f"{name} must not be null; valid: {_valid(members)}")
+    mistakes = []
     for member in members:
-        if isinstance(value, _plain(member)) and not (isinstance(value, bool) and _plain(member) is not bool):
-            limits = _range(member)
-            if limits is not None and value not in limits:
-                raise SettingsError(f"{name}={value!r}: must be {limits}{_or_null(members)}")
-            return value
-    enums = [member for member in members if _is_enum(member)]
-    if enums and isinstance(value, str):
-        choices = {key: choice for kind in enums for key, choice in choices_of(kind).items()}
-        if value in choices:
-            return choices[value]
-        raise SettingsError(f"{name}={value!r}: unknown choice (valid: {', '.join(choices)}{_or_null(members)})")
-    raise SettingsError(f"{name}={value!r}: must be {_valid(members)}{_or_null(members)}")
+        try:
+            valid = _validator(member)(value)
+        except ValueError as error:
+            mistakes += error.errors()  # type: ignore[attr-defined]
+        else:
+            return valid if isinstance(valid, Enum) else value  # an int stays one in a float field
+    if value is None:
+        raise SettingsError(f"{name} must not be null; valid: {_valid(members)}")
+    or_null = ", or null" if type(None) in members else ""
+    choices = [choice for kind in filter(_is_enum, members) for choice in choices_of(kind)]
+    if choices and isinstance(value, str):
+        raise SettingsError(f"{name}={value!r}: unknown choice (valid: {', '.join(choices)}{or_null})")
+    outside = next((m["msg"] for m in mistakes if not m["type"].endswith(("_type", "_of", "_required"))), None)
+    raise SettingsError(f"{name}={value!r}: {outside or f'must be {_valid(members)}'}{or_null}")
 
 
 def choices_of(kind: type[Enum]) -> dict[str, Enum]:
@@ -168,50 +216,55 @@ def choices_of(kind: type[Enum]) -> dict[str, Enum]:
     return {name.rstrip("_"): member for name, member in kind.__members__.items()}
 
 
+@cache
+def _validator(member: Any) -> Callable[..., Any]:
+    """Return pydantic's validation of one member of a union. It converts nothing but names of enum members."""
+    from pydantic import TypeAdapter
+    from pydantic_core import SchemaValidator
+    from pydantic_core.core_schema import is_instance_schema, no_info_before_validator_function
+
+    kind = get_origin(member) or member
+    if kind is Annotated or not isinstance(kind, type) or kind in _LEAVES:
+        return partial(TypeAdapter(member).validate_python, strict=True)
+    if getattr(kind, "_is_protocol", False):
+        kind = object
+    schema: CoreSchema = is_instance_schema(kind)  # pydantic alone would also check the fields of dataclasses
+    if _is_enum(kind):  # pydantic alone selects a member by its value
+        by_name = choices_of(kind)
+        schema = no_info_before_validator_function(
+            lambda given: by_name.get(given, given) if isinstance(given, str) else given, schema
+        )
+    return SchemaValidator(schema).validate_python
+
+
 def _members(annotation: Any) -> tuple[Any, ...]:
-    return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
-
-
-def _plain(member: Any) -> Any:
-    """Return the type of a member of an annotation for `isinstance`. A float member also accepts int."""
-    kind = get_args(member)[0] if get_origin(member) is Annotated else get_origin(member) or member
-    if kind is float:
-        return (float, int)
-    return kind if isinstance(kind, type) and kind is not Any and not getattr(kind, "_is_protocol", False) else ()
-
-
-def _range(member: Any) -> Range | None:
-    extras = get_args(member)[1:] if get_origin(member) is Annotated else ()
-    return next((extra for extra in extras if isinstance(extra, Range)), None)
+    """Return the members of a union. Metadata is only kept at the types whose values pydantic reads alone."""
+    members = get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
+    split = [(member, get_args(member)[0]) if get_origin(member) is Annotated else (member,) for member in members]
+    return tuple(pair[0] if pair[-1] in _LEAVES else pair[-1] for pair in split)
 
 
 def _is_enum(member: Any) -> bool:
     return isinstance(member, type) and issubclass(member, Enum)
 
 
-def _is_settings(member: Any) -> bool:
-    return isinstance(member, type) and issubclass(member, Settings)
-
-
 def _is_checked(member: Any) -> bool:
-    """Return whether values of other types are invalid: True for enums, numbers with a range, and components."""
-    return _is_enum(member) or _is_settings(member) or _range(member) is not None
+    """Return whether values of other types are invalid: for enums, components, and numbers with a range."""
+    return get_origin(member) is Annotated or (isinstance(member, type) and issubclass(member, Enum | Settings))
 
 
 def _valid(members: tuple[Any, ...]) -> str:
     texts = []
-    for member in members:
+    for member in filter(_is_checked, members):
         if _is_enum(member):
             texts.append(f"one of {', '.join(choices_of(member))}")
-        elif _is_settings(member):
+        elif get_origin(member) is Annotated:
+            kind, *extras = get_args(member)
+            number = {int: "a whole number", float: "a number"}.get(kind, getattr(kind, "__name__", str(kind)))
+            texts.append(" ".join([number, *(str(extra) for extra in extras if isinstance(extra, Range))]))
+        else:
             texts.append(f"an object of {member.__name__}")
-        elif limits := _range(member):
-            texts.append(f"{'a whole number' if _plain(member) is int else 'a number'} {limits}")
     return " or ".join(texts)
-
-
-def _or_null(members: tuple[Any, ...]) -> str:
-    return ", or null" if type(None) in members else ""
 
 
 __all__ = [

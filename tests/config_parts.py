@@ -69,7 +69,7 @@ class Actor(ModelInterface):
     generation: GenerationConfig = field(default_factory=GenerationConfig)
 
     def generate(self, model, data, mb_spec):
-        return model.machine.generate(data, self.generation, seed=model.call_seed("generate"))
+        return model.engine.generate(data, self.generation, seed=model.call_seed("generate"))
 
     def train_step(self, model, data, mb_spec):
         return {}

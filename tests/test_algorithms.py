@@ -15,8 +15,8 @@ import yaml
 from realign.api import MicroBatchSpec
 from realign.cli import commands as cli
 from realign.config import ConfigError, build_experiment, compose, resolved_config
+from realign.config.construct import import_target
 from realign.config.files import experiments_dir, list_algorithms, list_experiments
-from realign.config.targets import import_target
 from realign.demo.arithmetic import prepare
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.interfaces.policy import PolicyInterface

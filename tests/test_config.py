@@ -5,12 +5,13 @@ import os
 import re
 import subprocess
 import sys
+import typing
 from pathlib import Path
 
 import pytest
 import yaml
 
-from realign.api import DataflowGraph, ModelInterface
+from realign.api import DataflowGraph, MicroBatchSpec, ModelInterface
 from realign.config import (
     ConfigError,
     ExperimentConfig,
@@ -22,12 +23,14 @@ from realign.config import (
 )
 from realign.config.composition import config_of
 from realign.config.construct import convert
+from realign.config.experiment import COMPONENTS, REPORT
 from realign.config.files import experiments_dir, list_experiments
-from realign.config.schema import COMPONENTS, REPORT
 from realign.data import DataSpec, PromptData
 from realign.engines import InProcessSampling
+from realign.run_settings import RunSettings
 from realign.runtime import DynamicSampling, Experiment
 from realign.runtime.experiment import ModelSpec
+from realign.settings import Count
 from tests.config_parts import HERE, MUST_BE_GIVEN, Actor, Bigram, Frozen, Length, Norm, Plain, Style, write_experiment
 from tests.samplers import TableSampling
 
@@ -266,24 +269,18 @@ def test_a_users_file_that_cannot_be_imported_says_why(tmp_path, monkeypatch, re
 # --- composing ---
 
 
-def test_the_schema_and_the_experiment_have_the_same_defaults():
-    of_experiment = {f.name: f for f in dataclasses.fields(Experiment)}
-    example = Experiment("x", 1, 1, DataflowGraph(()), {}, {}, data=PromptData("prompts.jsonl"))
-    for field in dataclasses.fields(ExperimentConfig):
-        if field.name in ("name", "steps", "batch_prompts", "output_dir", "threads", *REPORT):
-            continue
-        if field.name in COMPONENTS and field.name != "trackers":
-            continue
-        default = getattr(ExperimentConfig, field.name, None)
-        default = field.default_factory() if default is None and callable(field.default_factory) else default
-        expected = getattr(example, field.name)
-        if dataclasses.is_dataclass(default):
-            default, expected = dataclasses.asdict(default), dataclasses.asdict(expected)
-            for internal in ("whole_groups", "trace_ids"):  # algorithms and the runtime set these, not users
-                expected.pop(internal, None)
-        assert default == expected, field.name
-    assert {f.name for f in dataclasses.fields(ExperimentConfig)} - of_experiment.keys() == {"threads", *REPORT}
-    assert of_experiment.keys() <= {f.name for f in dataclasses.fields(ExperimentConfig)}
+def test_the_settings_of_config_and_experiment_are_those_of_the_run():
+    """`RunSettings` describes each setting. What its subclasses declare again is a component, or is listed here."""
+    again = {"output_dir", "steps", "batch_prompts", "microbatch", *COMPONENTS}
+    described = {field.name for field in dataclasses.fields(RunSettings)}
+    for cls, more in ((ExperimentConfig, {"threads", *REPORT}), (Experiment, set())):
+        assert {field.name for field in dataclasses.fields(cls)} == described | more
+        assert cls.__annotations__.keys() <= again | more
+    hints = typing.get_type_hints(ExperimentConfig, include_extras=True)
+    assert (hints["steps"], hints["batch_prompts"]) == (Count, Count)
+    needed = {"graph": DataflowGraph(()), "interfaces": {}, "models": {}, "data": PromptData("prompts.jsonl")}
+    limits = dataclasses.asdict(ExperimentConfig().microbatch)
+    assert Experiment(steps=1, batch_prompts=1, **needed).microbatch == MicroBatchSpec(**limits)
 
 
 def test_a_field_that_the_yaml_does_not_list_can_be_set(folder):

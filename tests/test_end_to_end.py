@@ -146,7 +146,7 @@ def test_remax_with_a_real_model_shares_its_weights(task, reward, tmp_path):
     remax = ["experiment=remax", f"models.actor.path={task.model}", f"data.path={task.prompts}", reward, HERE]
     sizes = ["steps=1", "batch_prompts=8", "interfaces.actor.generation.max_new_tokens=5", f"output_dir={tmp_path}/run"]
     runtime = LocalRuntime(build_experiment(compose([*remax, *sizes])))
-    assert runtime.models["baseline"].machine.engine is runtime.models["actor"].engine
+    assert runtime.models["baseline"].engine.engine is runtime.models["actor"].engine
     values, batch = runtime.step(1)
     runtime.close()
     assert values["optimizer_steps"] == 1
@@ -181,7 +181,7 @@ def test_trap_b7_the_reference_is_another_model_frozen_and_left_behind(task, rew
             "models.actor.optimizer={lr: 0.01, schedule: {kind: constant}}",
         )
     )
-    actor, ref = (runtime.models[role].machine.module for role in ("actor", "ref"))
+    actor, ref = (runtime.models[role].engine.module for role in ("actor", "ref"))
     assert not {p.data_ptr() for p in actor.parameters()} & {p.data_ptr() for p in ref.parameters()}
     assert not any(p.requires_grad for p in ref.parameters())
     frozen = [p.clone() for p in ref.parameters()]

@@ -98,7 +98,7 @@ def test_a_restored_run_gives_the_sampler_the_weights_of_the_checkpoint(tmp_path
     assert (opened[1].version, opened[1].updates) == (2, [2])
     again, _ = resumed.step(3)
     assert again["loss"] == values["loss"]
-    assert torch.equal(resumed.models["actor"].machine.logits_VV, through.models["actor"].machine.logits_VV)
+    assert torch.equal(resumed.models["actor"].engine.logits_VV, through.models["actor"].engine.logits_VV)
     through.close()
     resumed.close()
 

@@ -29,8 +29,8 @@ from realign.interfaces.ppo import dataflow
 from realign.interfaces.rule_reward import RuleRewardInterface
 from realign.interfaces.sft import SFTInterface
 from realign.interfaces.sft import dataflow as sft_dataflow
+from realign.run_settings import CheckpointSpec
 from realign.runtime import Evaluation, Experiment, LossEvaluation, run
-from realign.runtime.checkpoint.background_writer import CheckpointSpec
 from realign.runtime.checkpoint.folder import list_checkpoints
 from realign.runtime.evaluation.base import Evaluator
 from realign.runtime.local import LocalRuntime

@@ -89,11 +89,11 @@ def test_a_recipe_with_a_critic_runs_end_to_end(name, folders, tmp_path):
 def test_qwen_trains_its_critic_alone_at_first(folders, tmp_path):
     experiment = build_experiment(compose(small("qwen_rlhf", folders, tmp_path / "run")))
     runtime = LocalRuntime(experiment)
-    before = [p.clone() for p in runtime.models["actor"].machine.module.parameters()]
+    before = [p.clone() for p in runtime.models["actor"].engine.module.parameters()]
     values, _ = runtime.step(1)
     assert "optimizer_steps" not in values
     assert values["critic/optimizer_steps"] == 4
-    assert all(map(torch.equal, before, runtime.models["actor"].machine.module.parameters()))
+    assert all(map(torch.equal, before, runtime.models["actor"].engine.module.parameters()))
 
 
 @pytest.mark.parametrize("name", SHARED)
@@ -143,7 +143,7 @@ def test_lm_human_preferences_step_by_step(folders, tmp_path):
 
 def test_trlx_trains_two_layers_and_keeps_the_reference(folders, tmp_path):
     runtime = LocalRuntime(build_experiment(compose(small("trlx_ppo", folders, tmp_path / "run"))))
-    module = runtime.models["actor"].machine.module
+    module = runtime.models["actor"].engine.module
     before = {name: p.clone() for name, p in module.named_parameters()}
     first, _ = runtime.step(1)
     moved = {name for name, p in module.named_parameters() if not torch.equal(p, before[name])}

@@ -70,7 +70,7 @@ class Side:
 
     def _watch(self) -> None:
         for model in self.runtime.models.values():
-            if model.engine is not None:
+            if model.has_engine:
                 self._timed(model.engine, "forward")
         self._timed(self.runtime.models["actor"].engine, "generate")
         owners = (Network, "run"), (Stepper, "step"), (Stepper, "differentiate"), (torch.Tensor, "backward")

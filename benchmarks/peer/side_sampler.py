@@ -20,9 +20,9 @@ class Side:
     def __init__(self, scenario: Scenario, folder: Path, steps: int, options: dict[str, Any]) -> None:
         self.scenario = scenario
         self.lengths: list[int] = []
-        self.machine = actor(folder, "cpu").load("actor", seed=0).machine
+        self.engine = actor(folder, "cpu").load("actor", seed=0).engine
         config = GenerationConfig(max_new_tokens=GREEDY, greedy=True, fixed_length=True)
-        out = self.machine.generate(self._data(1).take([0]), config, seed=0)
+        out = self.engine.generate(self._data(1).take([0]), config, seed=0)
         self.greedy = out["input_ids"][out["loss_mask"]].tolist()
         self.patches = ExitStack()
         self.patches.enter_context(forced_lengths(self))  # patched until the process ends
@@ -36,7 +36,7 @@ class Side:
         data, self.lengths = self._data(number), self.scenario.lengths(number)
         config = GenerationConfig(n=self.scenario.group, max_new_tokens=self.scenario.max_new)
         started = time.perf_counter()
-        out = self.machine.generate(data, config, seed=number)
+        out = self.engine.generate(data, config, seed=number)
         wall = time.perf_counter() - started
         found = [int(mask.sum()) for mask in out.sequences("loss_mask")]
         return {"wall": wall, "lengths": found, "greedy": self.greedy}

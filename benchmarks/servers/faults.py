@@ -36,7 +36,7 @@ def faults(folder: Path, words: Mapping[str, str]) -> dict[str, Any]:
     data = prompts(int(words["responses"]))
     spec = sampling(words, 64, servers=2, weights_dir=str(folder / "weights"), restarts=5)
     rows, found = [], Counter[str]()
-    with closing(spec.open("actor", policies[0].machine, policies[0].tokenizer)) as sampler:
+    with closing(spec.open("actor", policies[0].engine, policies[0].tokenizer)) as sampler:
         for version, (phase, play) in enumerate(PHASES.items(), 1):
             handles = [sampler.submit(request) for request in requests_of(data, CONFIG, version)]
             play(sampler, policies[version], version)
@@ -55,11 +55,11 @@ def _generate(sampler: Sampler, policy: Model, version: int) -> None:
     time.sleep(BETWEEN_S)
     kill_server(version)
     time.sleep(BETWEEN_S)
-    sampler.update(policy.machine, version)
+    sampler.update(policy.engine, version)
 
 
 def _update(sampler: Sampler, policy: Model, version: int) -> None:
-    update = threading.Thread(target=sampler.update, args=(policy.machine, version))
+    update = threading.Thread(target=sampler.update, args=(policy.engine, version))
     update.start()
     time.sleep(BETWEEN_S)
     kill_server(version)
@@ -69,7 +69,7 @@ def _update(sampler: Sampler, policy: Model, version: int) -> None:
 def _pause(sampler: Sampler, policy: Model, version: int) -> None:
     sampler.pause()
     kill_server(version)
-    sampler.update(policy.machine, version)
+    sampler.update(policy.engine, version)
     sampler.resume()
 
 

@@ -48,8 +48,8 @@ def loaded(path: Path, seed: int) -> Model:
     """Load a model, and change its weights by a seed, so that each seed is another policy."""
     model = TransformersModel(path=str(path)).load("actor", seed=0)
     generator = torch.Generator().manual_seed(seed)
-    weights = model.machine.weights()
-    model.machine.load_weights(
+    weights = model.engine.weights()
+    model.engine.load_weights(
         {name: x + 0.02 * seed * torch.randn(x.shape, generator=generator) for name, x in weights.items()}
     )
     return model

@@ -22,13 +22,13 @@ def updates(folder: Path, words: Mapping[str, str]) -> dict[str, Any]:
     models = [loaded(task.model, seed) for seed in range(3)]
     started = time.time()
     rows, update_s, gaps = [], [], []
-    with closing(sampling(words, 64).open("actor", models[0].machine, models[0].tokenizer)) as sampler:
+    with closing(sampling(words, 64).open("actor", models[0].engine, models[0].tokenizer)) as sampler:
         start_s = time.time() - started
         data = prompts(int(words["responses"]))
         for version, model in enumerate(models):
             if version:
                 began = time.time()
-                sampler.update(model.machine, version)
+                sampler.update(model.engine, version)
                 update_s.append(time.time() - began)
             for temperature in TEMPERATURES:
                 config = GenerationConfig(max_new_tokens=32, temperature=temperature)

@@ -13,7 +13,7 @@ from realign.api.callback import (
     StepEvent,
 )
 from realign.api.dataflow import RPC, SAMPLED, DataflowGraph, Sync, rl_graph
-from realign.api.engine import ModelOutput, PipelinableEngine
+from realign.api.engine import EngineCapabilities, ModelOutput, PipelinableEngine, QValues
 from realign.api.generation import GenerationConfig
 from realign.api.in_process_sampler import InProcessSampler
 from realign.api.interface import (
@@ -31,7 +31,6 @@ from realign.api.interface import (
 from realign.api.lengths import Lengths
 from realign.api.microbatch import MicroBatches, MicroBatchSpec, plan_microbatches
 from realign.api.model import Compute, Model, ModelFacts, ModelSpec, TokenizerSource
-from realign.api.q_values import QValues
 from realign.api.rewards import total_rewards
 from realign.api.sample import SequenceSample, part_sizes
 from realign.api.sampler import Capabilities, Completion, Handle, Request, Sampler, SamplerSpec, Tokens, WeightSource
@@ -69,6 +68,7 @@ __all__ = [
     "DataflowGraph",
     "EndEvent",
     "EndStatus",
+    "EngineCapabilities",
     "EvaluationEvent",
     "GenerationConfig",
     "Handle",

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated
 
+from realign.api.engine import HIDDEN
 from realign.api.interface import METHODS, ModelInterface, implements
 from realign.api.rewards import NAMED
 from realign.api.router_experts import ROUTER_EXPERTS
-from realign.api.target_heads import HIDDEN
 from realign.errors import GraphError
 from realign.settings import Count, Range, Settings
 

@@ -5,20 +5,32 @@ Shapes: T packed tokens, S sequences, V vocabulary. Engines are independent of a
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from realign.api.generation import GenerationConfig
+from realign.api.lengths import Lengths
 from realign.api.microbatch import MicroBatchSpec
-from realign.api.q_values import QValues
-from realign.api.sample import SequenceSample
+from realign.api.sample import TOKENS, SequenceSample
 from realign.api.stats import LossStats, Stats, Sum, merge_stats
-from realign.api.target_heads import head_in, one_token, with_head
 from realign.functional import LMHead
+
+
+class QValues(NamedTuple):
+    """Action values of the tokens of a batch, from K Q heads. State t is the state before token t."""
+
+    online_KT: Tensor
+    """[K, T] fp32: Q_k(state t, token t), differentiable."""
+    target_T: Tensor
+    """[T] fp32: the smallest of the K target heads' values, detached."""
+    logprobs_KT: Tensor
+    """[K, T] fp32: log softmax(Q_k(state t, .)) at token t, differentiable; the negative of the CQL loss."""
 
 
 class ModelOutput(Protocol):
@@ -96,29 +108,60 @@ Forward: TypeAlias = Callable[[SequenceSample, MicroBatchSpec, PostHook], Sequen
 """The type of `PipelinableEngine.forward`."""
 
 
-class PipelinableEngine(Protocol):
-    """Runs one network: cuts batches, packs them, moves them to devices and shards them. Contains no algorithm.
-
-    Inherit from it. The members at the end have defaults for single-process engines.
-    """
-
-    @property
-    def trainable(self) -> bool:
-        """Whether callers may call `train_batch`, which requires an optimizer."""
-        ...
-
-    @property
-    def outputs(self) -> frozenset[str]:
-        """Outputs of its `ModelOutput`: "logprobs" of a language model, "values" and "scores" of a scalar head.
-
-        A model with Q heads also has "q_values".
-        """
-        ...
+@runtime_checkable
+class Scores(Protocol):
+    """Computes the outputs of given texts: every engine, and a sampler that can run its copy of the model."""
 
     def forward(self, data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
-        """Run without gradients, and return the keys that `post_hook` added, in the order of `data`."""
+        """See `PipelinableEngine.forward`."""
         ...
 
+
+@dataclass(frozen=True)
+class EngineCapabilities:
+    """What an engine can do beyond the core of `PipelinableEngine`, and what is known about its model."""
+
+    outputs: frozenset[str]
+    """Outputs of its `ModelOutput`: "logprobs" of a language model, which `generate` samples; "values" and "scores" of
+    a scalar head; "q_values" of Q heads."""
+    trainable: bool
+    """Whether callers may call `train_batch`."""
+    positions: int | None = None
+    """Context window in tokens; None if it is unlimited or unknown."""
+    eos_token_ids: tuple[int, ...] = ()
+    """End tokens of the model, at which `generate` stops unless the request names others; empty if unknown."""
+    live_head: bool = False
+    """Whether the result of `lm_head` follows later changes of the weights; otherwise it is a copy."""
+    images: bool = False
+    """Whether the network reads the images of prompts (`realign.api.sample`)."""
+    encoder_decoder: bool = False
+    """Whether an encoder reads the prompt, so that the network predicts only tokens of one response."""
+    router_replay: bool = False
+    """Whether `generate` can record the choices of experts, and forward passes replay them. The choices are the key
+    `router_experts`, see `GenerationConfig.router_replay`."""
+    router_replay_obstacle: str = "the engine does not support it."
+    """Why not, for the error message."""
+    size: str = ""
+    """Size and device of the model for the display, such as `135M parameters on cuda:0`; empty if unknown."""
+
+
+class PipelinableEngine(ABC):
+    """Runs one network: cuts batches, packs them, moves them to devices and shards them. Contains no algorithm.
+
+    To write an engine, implement the abstract methods. The others have defaults for an engine in one process without
+    schedules, and raise an error for what only some engines can do. `realign.testing.check_engine` checks an engine
+    against this contract.
+    """
+
+    @abstractmethod
+    def capabilities(self) -> EngineCapabilities:
+        """Return what this engine can do, which never changes."""
+
+    @abstractmethod
+    def forward(self, data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
+        """Run without gradients, and return the keys that `post_hook` added, in the order of `data`."""
+
+    @abstractmethod
     def train_batch(
         self,
         data: SequenceSample,
@@ -139,19 +182,12 @@ class PipelinableEngine(Protocol):
 
         Returns:
             The merged metrics of `loss_fn` and those of the engine: `loss`, `grad_norm`, `lr`, `skipped_steps`, ...
-        """
-        ...
-
-    def check_router_replay(self) -> None:
-        """Check that `generate` can record choices of experts, and that forward passes replay them.
-
-        The choices are the key `router_experts`, see `GenerationConfig.router_replay`.
 
         Raises:
-            ValueError: the engine does not support it.
+            ValueError: the engine is not trainable.
         """
-        raise ValueError(f"{type(self).__name__} does not support generation.router_replay=true")
 
+    @abstractmethod
     def generate(self, data: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
         """Sample `config.n` responses for each prompt of key `prompt_ids`, one call at a time.
 
@@ -161,110 +197,53 @@ class PipelinableEngine(Protocol):
         Returns:
             A sample of the same ids: `input_ids`, `prompt_mask`, `loss_mask`, `logprobs` [T] and `truncated` [S]
             bool; with `config.router_replay` also `router_experts`.
+
+        Raises:
+            ValueError: the network is no language model.
         """
-        ...
 
-    def reduce(self, x: Tensor) -> Tensor:
-        """Sum over data-parallel ranks. With one process, return `x`."""
-        ...
-
-    def start_step(self, version: int) -> None:
-        """Set the number of completed training steps (rollout batches), which schedules counted in them follow."""
-        ...
-
-    def save(self, path: Path) -> None:
-        """Write a Hugging Face folder: safetensors, config and tokenizer."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state that training changes (weights, optimizer moments, counts) as plain values and tensors."""
-        ...
-
-    def fixed_weights(self) -> dict[str, Any]:
-        """Return the weights that training does not change, which `state_dict` omits; empty if all weights train."""
-        ...
-
-    def load_state_dict(self, state: Mapping[str, Any], *, weights_only: bool = False) -> None:
-        """Restore what `state_dict` returned. With `weights_only`, leave the optimizer unchanged."""
-        ...
-
+    @abstractmethod
     def weights(self) -> dict[str, Tensor]:
         """Return all weights of the network by name, unsharded and without duplicates.
 
         The names of a value head's weights start with "value_head.". The tensors may be views, which training
         changes.
         """
-        ...
 
+    @abstractmethod
     def load_weights(self, weights: Mapping[str, Tensor], mix: float = 1.0) -> None:
         """Set each weight to (1 - mix) * old + mix * new. The default of 1 copies bitwise.
 
         Raises:
             ValueError: names or shapes differ from those of `weights()`, or `mix` is not in (0, 1].
         """
-        ...
 
-    def lm_head(self) -> LMHead:
-        """Return the language-model head, detached, for losses of other roles over the whole vocabulary.
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state that training changes (weights, optimizer moments, counts) as plain values and tensors."""
 
-        It is a copy, or shares the memory of the weights (`head_is_live`).
-        """
-        return copied_head(self.forward)
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Any], *, weights_only: bool = False) -> None:
+        """Restore what `state_dict` returned. With `weights_only`, leave the optimizer unchanged."""
 
-    @property
-    def head_is_live(self) -> bool:
-        """Whether the result of `lm_head` follows later changes of the weights."""
-        return False
+    @abstractmethod
+    def save(self, path: Path) -> None:
+        """Write a Hugging Face folder: safetensors, config and tokenizer."""
 
-    def use_heads(self, heads: Mapping[str, LMHead]) -> None:
-        """Set the heads of other roles, by role, for `ModelOutput.divergence`.
+    def start_step(self, version: int) -> None:  # noqa: B027 (an engine without schedules ignores it)
+        """Set the number of completed training steps (rollout batches), which schedules counted in them follow."""
 
-        Raises:
-            ValueError: the engine has no losses over the whole vocabulary.
-        """
-        raise ValueError(f"{type(self).__name__} has no losses over the whole vocabulary")
+    def reduce(self, x: Tensor) -> Tensor:
+        """Sum over data-parallel ranks. With one process, return `x`."""
+        return x
 
-    @property
-    def positions(self) -> int | None:
-        """Context window in tokens; None if it is unlimited or unknown."""
-        return None
+    def fixed_weights(self) -> dict[str, Any]:
+        """Return the weights that training does not change, which `state_dict` omits; empty if all weights train."""
+        return {}
 
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """End tokens of the model, at which `generate` stops unless the request names others; empty if unknown."""
-        return ()
-
-    @property
-    def reads_images(self) -> bool:
-        """Whether the network reads the images of prompts (`realign.api.sample`)."""
-        return False
-
-    @property
-    def encoder_decoder(self) -> bool:
-        """Whether an encoder reads the prompt, so that the network predicts only tokens of one response."""
-        return False
-
-    def describe(self) -> str:
-        """Return size and device of the model, such as `135M parameters on cuda:0`; empty if they are unknown."""
-        return ""
-
-    @property
-    def data_ranks(self) -> int:
-        """Number of parts into which the engine's processes cut a batch."""
-        return 1
-
-    @property
-    def data_rank(self) -> int:
-        """Index of the part of a batch that this process computes, from 0."""
-        return 0
-
-    def forward_part(self, part: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
-        """Run `forward` on the prompts of this process. With one process, these are the whole batch."""
-        return self.forward(part, mb_spec, post_hook)
-
-    def generate_part(self, part: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
-        """Run `generate` for the prompts of this process. With one process, these are the whole batch."""
-        return self.generate(part, config, seed=seed)
+    def measure(self, data: SequenceSample, mb_spec: MicroBatchSpec, loss_fn: LossFn) -> Stats:
+        """Return the metrics of `loss_fn` on `data`, and its sum as metric `LOSS_SUM`, without gradients."""
+        return measured(self.forward, data, mb_spec, loss_fn)
 
     def reference(self, layers: int | None = None) -> Forward:
         """Return a `forward` that always uses the current weights, unaffected by later training.
@@ -277,18 +256,49 @@ class PipelinableEngine(Protocol):
         """
         raise ValueError(f"{type(self).__name__} has no reference branch")
 
-    def measure(self, data: SequenceSample, mb_spec: MicroBatchSpec, loss_fn: LossFn) -> Stats:
-        """Return the metrics of `loss_fn` on `data`, and its sum as metric `LOSS_SUM`, without gradients."""
-        return measured(self.forward, data, mb_spec, loss_fn)
+    def lm_head(self) -> LMHead:
+        """Return the language-model head, detached, for losses of other roles over the whole vocabulary.
+
+        It is a copy, or shares the memory of the weights (`EngineCapabilities.live_head`).
+        """
+        return copied_head(self.forward)
+
+    def use_heads(self, heads: Mapping[str, LMHead]) -> None:
+        """Set the heads of other roles, by role, for `ModelOutput.divergence`.
+
+        Raises:
+            ValueError: the engine has no losses over the whole vocabulary.
+        """
+        raise ValueError(f"{type(self).__name__} has no losses over the whole vocabulary")
+
+
+HIDDEN = "_hidden"
+"""Suffix of keys with hidden states: `teacher_hidden` contains those of role `teacher`, whose head maps them to logits.
+"""
+
+
+def role_of_hidden(key: str) -> str | None:
+    """Return the role whose head maps the hidden states of this key to logits; None for other keys."""
+    return key.removesuffix(HIDDEN) if key.endswith(HIDDEN) else None
 
 
 def copied_head(forward: Forward) -> LMHead:
     """Return a copy of the language-model head of an engine, which `forward` may run in other processes."""
-    return head_in(forward(one_token(), MicroBatchSpec(), _head_of))
+    one_token = SequenceSample(("head",), {TOKENS: torch.zeros(1, dtype=torch.int64)}, {TOKENS: Lengths.of([[1]])})
+    keys = forward(one_token, MicroBatchSpec(), _with_head)
+    scale, softcap = keys["numbers"].tolist()
+    return LMHead(keys["weight"], keys.get("bias"), scale, softcap or None)
 
 
-def _head_of(output: ModelOutput, mb: SequenceSample) -> SequenceSample:
-    return with_head(mb, output.lm_head)
+def _with_head(output: ModelOutput, mb: SequenceSample) -> SequenceSample:
+    """Add the weights of the head as keys, which travel between processes as any other key does."""
+    head = output.lm_head
+    words = Lengths.of([[len(head.weight_VH)]])
+    added = mb.with_data({"weight": head.weight_VH.detach().clone()}, lengths=words)
+    if head.bias_V is not None:
+        added = added.with_data({"bias": head.bias_V.detach().clone()}, lengths=words)
+    numbers = torch.tensor([head.scale, head.softcap or 0.0], dtype=torch.float64)
+    return added.with_data({"numbers": numbers.to(mb[TOKENS].device)}, lengths=Lengths.of([[2]]))
 
 
 LOSS_SUM = "sum of the loss"
@@ -311,14 +321,19 @@ def measured(forward: Forward, data: SequenceSample, mb_spec: MicroBatchSpec, lo
 
 
 __all__ = [
+    "HIDDEN",
     "LOSS_SUM",
+    "EngineCapabilities",
     "Forward",
     "LossFn",
     "LossWeightFn",
     "ModelOutput",
     "PipelinableEngine",
     "PostHook",
+    "QValues",
+    "Scores",
     "StepIf",
     "copied_head",
     "measured",
+    "role_of_hidden",
 ]

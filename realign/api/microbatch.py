@@ -11,7 +11,8 @@ import numpy as np
 
 from realign.api.lengths import IntArray, Lengths, as_integers, concatenate, pick, some
 from realign.errors import SettingsError
-from realign.settings import Count, Settings
+from realign.run_settings import MicroBatchLimits
+from realign.settings import Count
 
 
 class Cuttable(Protocol):
@@ -37,13 +38,14 @@ Sample = TypeVar("Sample", bound=Cuttable)
 
 
 @dataclass
-class MicroBatchSpec(Settings):
-    """Size limits of a micro-batch. They trade memory for speed, and do not change loss, gradient or metrics.
+class MicroBatchSpec(MicroBatchLimits):
+    """Limits of a micro-batch, and what an algorithm and the runtime ask of the split.
+
+    They trade memory for speed, and do not change loss, gradient or metrics.
 
     Attributes:
-        max_tokens_per_microbatch: maximum packed tokens in one forward pass; None means no limit. A shared prefix
-            that the pass computes once for all sequences of a prompt counts once.
-        n_microbatches: minimum number of micro-batches, limited by the number of groups.
+        max_tokens_per_microbatch: as in `MicroBatchLimits`; None means no limit.
+        n_microbatches: as in `MicroBatchLimits`.
         whole_groups: never split a group (the sequences of one prompt). Algorithms set it if their loss compares the
             sequences of a group.
         trace_ids: prompts whose per-token values the engine returns with the metrics (`realign.api.stats`); none if
@@ -54,7 +56,6 @@ class MicroBatchSpec(Settings):
     """
 
     max_tokens_per_microbatch: Count | None = None
-    n_microbatches: Count = 1
     whole_groups: bool = field(default=False, repr=False)
     trace_ids: tuple[Hashable, ...] = field(default=(), repr=False)
 

@@ -2,63 +2,97 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from realign.api.engine import (
-    PipelinableEngine,
-)
+from realign.api.engine import PipelinableEngine
 from realign.api.in_process_sampler import InProcessSampler
 from realign.api.sampler import Sampler
 from realign.api.seeds import derive_seed
 
 
-@dataclass
 class Model:
     """A role of the graph ("actor", "ref", ...): its engine, tokenizer and policy version.
 
     Attributes:
         name: name of the role.
-        engine: engine of the role; None for a role without a network, such as a reward rule.
         tokenizer: converts between text and token ids.
         seed: root seed of the run. `call_seed` derives other seeds from it.
         version: number of completed training steps (calls of `train_step`), advanced by the runtime. For a role
             synced from another role (`Sync`): the version of the latest weights that its own weights include.
         saved: interface state that an earlier run saved with these weights (`ModelInterface.adopt`).
+        saved_views: saved interface state of the roles that share this model, by role.
         views: roles that share this model instead of having separate weights. They have the same version.
-        saved_views: saved interface state of these roles, by role.
         lead: runs a call on rank 0 only, such as one with external side effects, and broadcasts its result to all
             ranks. With one process, it just runs the call.
         external_sampler: sampler that replaces the engine's, such as a client of a server; None: the engine samples.
     """
 
-    name: str
-    engine: PipelinableEngine | None
-    tokenizer: Any = None
-    seed: int = 0
-    version: int = 0
-    saved: Mapping[str, Any] = field(default_factory=dict)
-    views: list[Model] = field(default_factory=list)
-    saved_views: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    lead: Callable[[Callable[[], Any]], Any] = operator.call
-    external_sampler: Sampler | None = None
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        name: str,
+        engine: PipelinableEngine | None,
+        tokenizer: Any = None,
+        seed: int = 0,
+        version: int = 0,
+        saved: Mapping[str, Any] | None = None,
+        *,
+        saved_views: Mapping[str, Mapping[str, Any]] | None = None,
+        external_sampler: Sampler | None = None,
+    ) -> None:
+        """Create the model of a role; `engine` is None for a role without a network, such as a reward rule."""
+        self.name = name
+        self._engine = engine
+        self.tokenizer = tokenizer
+        self.seed = seed
+        self.version = version
+        self.saved = saved or {}
+        self.saved_views = saved_views or {}
+        self.views: list[Model] = []
+        self.lead: Callable[[Callable[[], Any]], Any] = operator.call
+        self.external_sampler = external_sampler
         self._in_process: InProcessSampler | None = None
 
     @property
-    def machine(self) -> PipelinableEngine:
-        """The engine.
+    def has_engine(self) -> bool:
+        """Whether the role has a network."""
+        return self._engine is not None
+
+    @property
+    def engine(self) -> PipelinableEngine:
+        """The engine of the role's network.
 
         Raises:
             ValueError: the role has none.
         """
-        if self.engine is None:
+        if self._engine is None:
             raise ValueError(f"role {self.name!r} has no model. Set models.{self.name}")
-        return self.engine
+        return self._engine
+
+    @engine.setter
+    def engine(self, engine: PipelinableEngine | None) -> None:
+        self._engine = engine
+
+    def replaced(
+        self,
+        *,
+        engine: PipelinableEngine | None = None,
+        seed: int | None = None,
+        version: int | None = None,
+        external_sampler: Sampler | None = None,
+    ) -> Model:
+        """Return a copy for some calls, with another engine, seed, version or sampler."""
+        model = copy.copy(self)
+        model._engine = self._engine if engine is None else engine
+        model.seed = self.seed if seed is None else seed
+        model.version = self.version if version is None else version
+        model.external_sampler = self.external_sampler if external_sampler is None else external_sampler
+        model._in_process = None  # it samples with the other engine and version
+        return model
 
     @property
     def sampler(self) -> Sampler:
@@ -70,9 +104,9 @@ class Model:
         if self.external_sampler is not None:
             return self.external_sampler
         if self._in_process is None or self._in_process.engine is not self.engine:
-            self._in_process = InProcessSampler(self.machine, version=self.version)
+            self._in_process = InProcessSampler(self.engine, version=self.version)
         if self._in_process.version != self.version:
-            self._in_process.update(self.machine, self.version)
+            self._in_process.update(self.engine, self.version)
         return self._in_process
 
     def advance(self) -> None:
@@ -87,9 +121,9 @@ class Model:
         self.version = version
         for view in self.views:
             view.version = version
-        self.machine.start_step(version)
+        self.engine.start_step(version)
         if self.external_sampler is not None:
-            self.external_sampler.update(self.machine, version)
+            self.external_sampler.update(self.engine, version)
 
     def call_seed(self, purpose: str) -> int:
         """Derive a seed from the run's seed, the role, `purpose` and the version."""
@@ -121,7 +155,7 @@ class ModelFacts:
     device: str | None = None
     """Device in the config, such as "cuda:0" or "auto"."""
     outputs: frozenset[str] | None = None
-    """See `PipelinableEngine.outputs`."""
+    """See `EngineCapabilities.outputs`."""
     trainable: bool | None = None
     """Whether an optimizer is configured."""
     branches: bool | None = None

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, NoReturn
 from realign.config.aliases import is_name, translate
 from realign.config.command_line import prepare
 from realign.config.errors import ConfigError, suggest
+from realign.config.experiment import ExperimentConfig
 from realign.config.files import GROUPS
-from realign.config.schema import ExperimentConfig
 
 if TYPE_CHECKING:
     from realign.config.composition import Composed

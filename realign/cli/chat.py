@@ -83,7 +83,7 @@ class Chat:
 
         Training raises an error instead.
         """
-        limit = model.machine.positions
+        limit = model.engine.capabilities().positions
         if limit is None:
             return self.generation
         room = limit - prompt_tokens

@@ -211,7 +211,7 @@ def show_help(args: argparse.Namespace) -> int:
 
 def show_key_help(args: argparse.Namespace, words: Sequence[str]) -> int:
     """Run `realign help [overrides] [KEY]`: describe config keys."""
-    from realign.cli.key_help import key_help
+    from realign.config.help import key_help
 
     overrides = [word for word in words if "=" in word or word.startswith("~") or is_file(word)]
     prepared = without_names(overrides, args.config_dir) if overrides else []

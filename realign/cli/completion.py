@@ -6,10 +6,8 @@ Keys and words come from the source code of the components that the experiment n
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
@@ -20,22 +18,12 @@ import yaml
 from realign.cli.arguments import options
 from realign.config.aliases import names
 from realign.config.errors import ConfigError
-from realign.config.files import GROUPS, experiments_dir
-from realign.config.inspection import (
-    ClassSource,
-    FieldSource,
-    ancestry,
-    annotated,
-    class_at,
-    fields_of,
-    find_class,
-    is_enum,
-    members_of,
-    read_module,
-)
-from realign.config.schema import COMPONENTS, REPORT, ExperimentConfig
-from realign.config.words import EXPORTERS, NONE, TARGET, snake_case
-from realign.safe_yaml import load_yaml
+from realign.config.experiment import REPORT
+from realign.config.files import GROUPS, experiments_dir, file_values
+from realign.config.inspection import Type, choices, class_at, is_enum, settings_of, types_of
+from realign.config.places import ROOTS, Place, place_of
+from realign.config.trees import get
+from realign.config.words import TARGET, is_word
 
 COMMANDS = (
     "train",
@@ -60,20 +48,8 @@ OPTIONS: Mapping[str, str] = MappingProxyType(
     }
 )
 """Class of the options of a command, which begin with its name, such as `plan.devices=8`."""
-PER_ROLE = ("models", "interfaces", "sync", "evaluations", "trackers", "callbacks")
-"""Root keys that map names to components."""
-DEFAULTS: Mapping[str, str] = MappingProxyType(
-    {
-        "models": "realign.engines.TransformersModel",
-        "sync": "realign.api.Sync",
-        "evaluation": "realign.runtime.Evaluation",
-        "evaluations": "realign.runtime.Evaluation",
-        "calibration": "realign.runtime.RewardCalibration",
-        "dynamic_sampling": "realign.runtime.DynamicSampling",
-        "callbacks": "realign.api.callback.Callback",
-    }
-)
-"""Class of a component whose node names none. A test compares it with `realign.config.places.ROOTS`."""
+ROOT_KEYS = "realign.config.experiment.ExperimentConfig"
+"""Class of the root keys."""
 EXAMPLE = "grpo"
 """Experiment whose keys are offered if the command line names none."""
 
@@ -143,12 +119,11 @@ def completions(line: str) -> list[str]:
 
 def _options_of(command: str, word: str) -> list[str]:
     """Return the completions of an option of a command, or of its value."""
-    cls = class_at(OPTIONS[command])
-    fields = {f"{command}.{name}": field for name, field in fields_of(cls).items()} if cls is not None else {}
+    fields = {f"{command}.{name}": types for name, types in _fields_at(OPTIONS[command]).items()}
     key, equals, value = word.partition("=")
     if not equals:
         return _starting(word, (f"{name}=" for name in fields))
-    return [f"{key}={one}" for one in _starting(value, _words(fields[key]) if key in fields else [])]
+    return [f"{key}={choice}" for choice in _starting(value, _words(fields.get(key, ())))]
 
 
 def _starting(word: str, offered: Iterable[str]) -> list[str]:
@@ -172,21 +147,19 @@ def _keys(prefix: str, before: list[str], folder: Path | None, *, takes_value: b
         yield from (f"{group}=" for group in GROUPS if takes_value)
         if prefix:  # only when typed, since there are many
             yield from (f"{name}=" for name in names() if takes_value)
-        for one in dataclasses.fields(ExperimentConfig):
-            if one.name not in REPORT:
-                deep = one.name in COMPONENTS or one.name in ("microbatch", "checkpoint", "records")
-                yield f"{one.name}." if deep else f"{one.name}{ending}"
+        for name, types in _fields_at(ROOT_KEYS).items():
+            if name not in REPORT:
+                yield f"{name}." if name in ROOTS or _is_deep(types) else f"{name}{ending}"
         return
-    config = _config(tuple(before), folder)
+    config = _config(before, folder)
     start = ".".join(path)
-    if path[0] in PER_ROLE and len(path) == 1:
+    if path[0] in ROOTS and ROOTS[path[0]].per_role and len(path) == 1:
         yield from (f"{start}.{role}." for role in config.get(path[0]) or {})
         return
-    cls = _class_of(path, config)
-    for name, field in fields_of(cls).items() if cls is not None else ():
-        deep = any(not isinstance(one, str) and not is_enum(one) for one in _union(field))
+    for name, types in _fields_below(path, config).items():
+        deep = _is_deep(types)
         yield f"{start}.{name}." if deep else f"{start}.{name}{ending}"
-        if deep and takes_value and _words(field):
+        if deep and takes_value and _words(types):
             yield f"{start}.{name}="
 
 
@@ -197,162 +170,55 @@ def _values(key: str, before: list[str], folder: Path | None) -> list[str]:
         return _group(key, folder)
     path = key.split(".")
     if path[0] == "callbacks" and len(path) == 2:
-        base = class_at(DEFAULTS["callbacks"])
-        return [*_words_of(base), "null"] if base is not None else []
-    config = _config(tuple(before), folder)
-    owner = find_class("realign.config.schema", "ExperimentConfig") if len(path) == 1 else _class_of(path[:-1], config)
-    field = fields_of(owner).get(path[-1]) if owner is not None else None
-    return _words(field) if field is not None else []
+        return [*choices(place_of(("callbacks", path[1])).declared[0]), "null"]
+    return _words(_fields_below(path[:-1], _config(before, folder)).get(path[-1], ()))
 
 
-def _words(field: FieldSource) -> list[str]:
+def _words(types: Iterable[Type]) -> list[str]:
     """Return the valid words of a field: members of enums, words of components, true, false and null."""
-    found: list[str] = []
-    for one in _union(field):
-        if one == "bool":
-            found += ["true", "false"]
-        elif one == "None":
-            found.append("null")
-        elif isinstance(one, ClassSource):
-            found += list(members_of(one)) if is_enum(one) else _words_of(one)
-    return [] if found == ["null"] else found
+    plain = {"bool": ("true", "false"), "None": ("null",)}
+    words = [word for member in types for word in (*plain.get(member.name, ()), *choices((member,)))]
+    return [] if words == ["null"] else words
 
 
-def _union(field: FieldSource) -> list[ClassSource | str]:
-    return [] if field.annotation is None else list(annotated(field.annotation, field.module))
+def _is_deep(types: Iterable[Type]) -> bool:
+    """Return whether a field with these types has fields below it."""
+    return any(member.definition is not None and not is_enum(member.definition) for member in types)
 
 
-@cache
-def _subclasses(path: str) -> tuple[ClassSource, ...]:
-    """Return the classes that a word can select for a base class, as `words_of` does for imported classes."""
-    base = class_at(path)
-    module = read_module(base.module) if base is not None else None
-    if base is None or module is None:
-        return ()
-    candidates = list(module.classes.values())
-    if exporter := EXPORTERS.get(path):
-        exported = read_module(exporter)
-        names = exported.imported if exported is not None else {}
-        candidates += [cls for name in names if (cls := find_class(exporter, name)) is not None]
-    found = [cls for cls in candidates if base in ancestry(cls) and not cls.abstract and not cls.name.startswith("_")]
-    return tuple(cls for cls in found if fields_of(cls) or cls != base)
+def _fields_at(path: str) -> dict[str, tuple[Type, ...]]:
+    """Return the types of the fields of the class at an import path."""
+    definition = class_at(path)
+    fields = settings_of(definition) if definition is not None else {}
+    return {name: types_of(field.annotation, field.module) for name, field in fields.items()}
 
 
-def _words_of(base: ClassSource) -> list[str]:
-    found = [snake_case(cls.name) for cls in _subclasses(base.path)]
-    return found if found != [snake_case(base.name)] else []  # a single class needs no word
+def _fields_below(path: list[str], config: Mapping[str, Any]) -> dict[str, tuple[Type, ...]]:
+    """Return the types of the fields below a key."""
+    if not path:
+        return _fields_at(ROOT_KEYS)
+    if path[0] not in ROOTS:
+        classes = (member.definition for member in _fields_at(ROOT_KEYS).get(path[0], ()) if member.definition)
+        return next((_fields_at(definition.path) for definition in classes if len(path) == 1), {})
+    start = 2 if ROOTS[path[0]].per_role else 1
+    place, node = place_of(tuple(path[:start])), get(config, tuple(path[:start]))
+    for name in path[start:]:
+        place, node = place.child(name, _target(place, node)), node.get(name) if isinstance(node, dict) else None
+    fields = place.settings(_target(place, node)) or {}
+    return {name: types_of(field.annotation, field.module) for name, field in fields.items()}
 
 
-def _class_of(path: list[str], config: Mapping[str, Any]) -> ClassSource | None:
-    """Return the class of the component at a key."""
-    node: Any
-    if path[0] not in COMPONENTS:
-        cls, rest, node = find_class("realign.config.schema", "ExperimentConfig"), path, config
-    else:
-        start = 2 if path[0] in PER_ROLE else 1
-        node = _get(config, path[:start])
-        target = node.get(TARGET) if isinstance(node, dict) else None
-        cls, rest = class_at(str(target or DEFAULTS.get(path[0], ""))), path[start:]
-        if isinstance(node, str) and path[0] in DEFAULTS:
-            cls = _chosen(node, DEFAULTS[path[0]]) or cls
-    for name in rest:
-        field = fields_of(cls).get(name) if cls is not None else None
-        if field is None:
-            return None
-        node = node.get(name) if isinstance(node, dict) else None
-        cls = _class_of_field(field, node)
-    return cls
+def _target(place: Place, node: Any) -> Any:
+    """Return the `_target_` of a node of the files, where a word may stand for it."""
+    target = node.get(TARGET) if isinstance(node, dict) else node
+    return place.of_word(target) if is_word(target) else target if isinstance(node, dict) else None
 
 
-def _class_of_field(field: FieldSource, node: Any) -> ClassSource | None:
-    if isinstance(node, dict) and TARGET in node:
-        return class_at(str(node[TARGET]))
-    classes = [one for one in _union(field) if isinstance(one, ClassSource) and not is_enum(one)]
-    word = node.get(TARGET, node) if isinstance(node, dict) else node
-    if isinstance(word, str):
-        for one in classes:
-            if (found := _chosen(word, one.path)) is not None:
-                return found
-    return classes[0] if classes else None
-
-
-def _chosen(word: str, base: str) -> ClassSource | None:
-    return next((cls for cls in _subclasses(base) if snake_case(cls.name) == word), None)
-
-
-# --- the config of the command line ---
+def _config(before: list[str], folder: Path | None) -> dict[str, Any]:
+    """Return the values that the words before the cursor set."""
+    return file_values([f"experiment={EXAMPLE}", *before], folder)
 
 
 def _group(group: str, folder: Path | None) -> list[str]:
     folders = [experiments_dir(), *([folder] if folder is not None else [])]
-    return sorted({path.stem for one in folders for path in (one / group).glob("*.yaml")})
-
-
-@cache
-def _config(before: tuple[str, ...], folder: Path | None) -> dict[str, Any]:
-    """Return the values that experiment, algorithm and overrides set. This is an approximation without Hydra."""
-    given = dict(word.lstrip("+").partition("=")[::2] for word in before if "=" in word)
-    for word in before:
-        if "=" not in word and word.endswith((".yaml", ".yml")):
-            given["experiment"] = word
-    config: dict[str, Any] = {}
-    for group in GROUPS:
-        name = given.get(group, {"experiment": EXAMPLE, "runtime": "local", "rollout": "sync"}.get(group))
-        if name is not None:
-            _merge(config, _file(group, name, folder))
-    for key, value in given.items():
-        if (key not in GROUPS and value.isidentifier()) or key.endswith(f".{TARGET}"):
-            _put(config, key.split("."), None if value in ("null", NONE) else value)
-    return config
-
-
-def _file(group: str, name: str, folder: Path | None) -> dict[str, Any]:
-    paths = [Path(name), experiments_dir() / group / f"{name}.yaml"]
-    paths += [folder / group / f"{name}.yaml"] if folder is not None else []
-    path = next((path for path in paths if path.suffix in (".yaml", ".yml") and path.is_file()), None)
-    if path is None:
-        return {}
-    text = path.read_text(encoding="utf-8")
-    found = load_yaml(text)
-    if not isinstance(found, dict):
-        return {}
-    config: dict[str, Any] = {}
-    for one in found.pop("defaults", None) or ():  # such as `- /experiment/ppo` or `- /experiment: ppo`
-        for lower in [f"{a}/{b}" for a, b in one.items()] if isinstance(one, dict) else [str(one)]:
-            at, _, base = lower.strip("/").rpartition("/")
-            if base != "_self_" and base != path.stem:
-                _merge(config, _file(at or group, base, folder))
-    default = "_global_" if group in ("experiment", "algorithm") else group
-    header = next((line.split()[-1] for line in text.splitlines()[:3] if "@package" in line), default)
-    _merge(config, found if header == "_global_" else {header: found})
-    return config
-
-
-def _merge(lower: dict[str, Any], upper: Mapping[str, Any]) -> None:
-    for key, value in upper.items():
-        below = lower.get(key)
-        if isinstance(value, dict) and isinstance(below, dict) and TARGET not in value:
-            _merge(below, value)
-        elif isinstance(value, dict) and isinstance(below, dict):
-            lower[key] = {**below, **value}
-        else:
-            lower[key] = value
-
-
-def _put(tree: dict[str, Any], path: list[str], value: Any) -> None:
-    for name in path[:-1]:
-        below = tree.get(name)
-        if not isinstance(below, dict):
-            tree[name] = {TARGET: below} if isinstance(below, str) else {}
-        tree = tree[name]
-    below = tree.get(path[-1])
-    if isinstance(below, dict) and isinstance(value, str):
-        below[TARGET] = value
-    else:
-        tree[path[-1]] = value
-
-
-def _get(node: Any, path: list[str]) -> Any:
-    for name in path:
-        node = node.get(name) if isinstance(node, dict) else None
-    return node
+    return sorted({path.stem for place in folders for path in (place / group).glob("*.yaml")})

@@ -73,6 +73,8 @@ def derived_rows(experiment: Experiment) -> list[tuple[str, str]]:
     idle += [f"models.{r}.optimizer" for r, spec in e.models.items() if r not in trained and spec.facts().trainable]
     if idle:
         rows["config keys never read"] = ", ".join(idle)
+    if e.idle:
+        rows["settings without effect"] = "; ".join(e.idle)
     if e.dropped:
         rows["config keys replaced by a higher layer"] = "; ".join(e.dropped)
     return list(rows.items())

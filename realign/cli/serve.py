@@ -94,12 +94,13 @@ class Serve(Settings):
 
         model = self.model.load("serve", seed=self.seed)
         open_sampler(self.model, model)
-        sampler: Sampler = model.external_sampler or StreamingEngine("serve", model.machine)
+        sampler: Sampler = model.external_sampler or StreamingEngine("serve", model.engine)
         with closing(sampler):
             renderer = Renderer(model.tokenizer, self.template_options, self.response_template)
             # a sampler in this process owns the engine; the forward pass runs between two of its decode steps
-            forward = sampler.forward if isinstance(sampler, StreamingEngine) else one_at_a_time(model.machine.forward)
-            backend = ServedPolicy(sampler, renderer, self.generation, model.machine.positions, scorer=Scorer(forward))
+            forward = sampler.forward if isinstance(sampler, StreamingEngine) else one_at_a_time(model.engine.forward)
+            positions = model.engine.capabilities().positions
+            backend = ServedPolicy(sampler, renderer, self.generation, positions, scorer=Scorer(forward))
             sessions = Sessions(backend, key, seed=self.seed)
             with closing(
                 Endpoint(sessions, self.limits, model=self.shown_name, host=self.host, port=self.port)

@@ -12,13 +12,11 @@ if TYPE_CHECKING:
     from realign.config.composition import compose
     from realign.config.construct import build, build_graph
     from realign.config.errors import ConfigError
-    from realign.config.experiment import build_experiment, resolved_config
-    from realign.config.schema import ExperimentConfig, MicroBatchConfig
+    from realign.config.experiment import ExperimentConfig, build_experiment, resolved_config
 
 HOMES = {
     "ConfigError": "errors",
-    "ExperimentConfig": "schema",
-    "MicroBatchConfig": "schema",
+    "ExperimentConfig": "experiment",
     "build": "construct",
     "build_experiment": "experiment",
     "build_graph": "construct",
@@ -30,7 +28,6 @@ HOMES = {
 __all__ = [
     "ConfigError",
     "ExperimentConfig",
-    "MicroBatchConfig",
     "build",
     "build_experiment",
     "build_graph",

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import yaml
 
 from realign.config.errors import ConfigError, joined
+from realign.config.experiment import ExperimentConfig
 from realign.config.files import GROUPS
 from realign.config.inspection import class_at, fields_of
-from realign.config.schema import ExperimentConfig
 from realign.config.trees import get
 from realign.config.words import TARGET, is_word
 

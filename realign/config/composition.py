@@ -14,14 +14,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
 from realign.config.command_line import as_layer, prepare, rewritten
-from realign.config.construct import fill, unknown_keys
+from realign.config.construct import fill
 from realign.config.errors import (
     OPTIONAL,
     ConfigError,
@@ -32,21 +31,18 @@ from realign.config.errors import (
     one_line,
     unknown_key,
 )
+from realign.config.experiment import COMPONENTS, REPORT, SHORTHANDS, ExperimentConfig, unknown_keys
 from realign.config.files import GROUPS, LAUNCHER, ConfigFile, Files
 from realign.config.hydra_settings import DEFAULT_LAUNCHER, DEFAULTS, check_launcher, check_settings
 from realign.config.layers import OWNS, Layers
 from realign.config.places import ROOTS
-from realign.config.schema import COMPONENTS, REPORT, ExperimentConfig
 from realign.config.secret_variables import check_no_secrets, without_secrets
-from realign.config.trees import has, merge
+from realign.config.trees import has, leaves, merge
 from realign.config.words import NONE
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
-SHORTHANDS: Mapping[str, str] = MappingProxyType({"function": "functions"})
-"""Field of a component -> the field that it is a shorthand of. A missing value (`???`) of the former is allowed if the
-latter is set."""
 ROOT_KEYS = tuple(field.name for field in fields(ExperimentConfig) if field.name not in REPORT)
 FOLDERS = ("output_dir", "hydra.run.dir", "hydra.sweep.dir")
 
@@ -88,8 +84,9 @@ def compose_layers(
     """
     words = prepare(overrides)
     parsed = parse(words)
-    files = Files(_chosen(parsed), config_dir, base)
-    below = _FileLayers(files.read(), files.choices, config_dir, base)
+    chosen = _chosen(parsed)
+    files = Files(chosen, config_dir, base)
+    below = _FileLayers(files.read(), chosen, files.choices, config_dir, base)
     for file in below.files:
         values = {key: value for key, value in file.values.items() if key not in (*REPORT, "hydra")}
         _check_file(file, values)
@@ -108,7 +105,10 @@ class _FileLayers:
     """The layers below the command line."""
 
     files: list[ConfigFile]
+    chosen: Mapping[str, tuple[str, ...]]
+    """Names that the command line chooses for config groups."""
     choices: Mapping[str, tuple[str, ...]]
+    """Those names, and the names that files and defaults choose for other groups."""
     config_dir: Path | str | None
     base: str | None
     layers: Layers = field(default_factory=lambda: Layers(_defaults()))
@@ -136,7 +136,7 @@ class Composed:
         """
         words = prepare(overrides)
         parsed = parse(words)
-        if any(self.below.choices.get(group) != name for group, name in _chosen(parsed).items()):
+        if _chosen(parsed) != self.below.chosen:
             return compose_layers(words, self.below.config_dir, self.below.base)
         return _with_command_line(self.below, words, parsed)
 
@@ -224,7 +224,9 @@ def _applied(below: _FileLayers, overrides: Sequence[Override]) -> dict[str, Any
     tree = OmegaConf.to_container(config, resolve=False)
     assert isinstance(tree, dict)
     plain = {str(key): value for key, value in tree.items()}
-    return {**plain, "dropped": layers.dropped(plain), "owners": layers.owners}
+    keys = (override.key_or_group for override in overrides)
+    typed = {*(".".join(path) for path, _ in leaves(upper, ())), *(key for key in keys if _root(key) not in COMPONENTS)}
+    return {**plain, "dropped": layers.dropped(plain), "owners": layers.owners, "typed": sorted(typed)}
 
 
 def _apply(config: DictConfig, override: Override, key: str, value: Any) -> None:

@@ -6,21 +6,405 @@ are the fields of its dataclass, each converted to its annotation. So classes in
 
 from __future__ import annotations
 
+import collections.abc
 import dataclasses
+import difflib
+import importlib
 import inspect
+import pkgutil
 import re
+import sys
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from enum import Enum
 from functools import partial
-from typing import Any, NamedTuple, TypeVar, get_type_hints
+from pathlib import Path
+from types import MappingProxyType, ModuleType
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from realign.config.convert import Converter, is_plain_class, type_name
-from realign.config.errors import ConfigError, one_line, unknown_key
-from realign.config.places import ROOTS, Place, place_of
-from realign.config.targets import Fits, beside, import_target, misfit, such_as
+from realign.config import words
+from realign.config.errors import ConfigError, listed, one_line, suggest, switched_off, unknown_key
 from realign.config.words import TARGET
-from realign.errors import GraphError, SettingsError
-from realign.settings import AcceptsForeign, StandIn
+from realign.errors import GraphError, NoEffectError, SettingsError
+from realign.settings import AcceptsForeign, StandIn, choices_of, default_of
+
+OURS = "realign"
+PACKAGES = ("interfaces", "engines", "data", "runtime")
+"""Packages of realign that contain components."""
+NEAR = 0.75
+"""Minimum similarity (0 to 1) of two names to suggest one for the other."""
+EXTRAS: Mapping[str, str] = MappingProxyType({"bitsandbytes": "realign-rl[quantization]"})
+"""Extra of realign that installs an optional package with components."""
+EXAMPLE_TARGETS: Mapping[str, str] = MappingProxyType(
+    {
+        "ModelInterface": "realign.interfaces.grpo.GRPOActorInterface",
+        "reward": "realign.interfaces.rule_reward.RuleRewardInterface",
+        "ModelSpec": "realign.engines.TransformersModel",
+        "DataSpec": "realign.data.PromptData",
+        "DataflowGraph": "realign.interfaces.grpo.dataflow",
+        "Evaluator": "realign.runtime.Evaluation",
+        "TrackerSpec": "realign.runtime.TensorBoard",
+    }
+)
+"""Example component of realign for each kind of component, or for each name of a role."""
+Fits: TypeAlias = Callable[[Any], bool]
+"""Predicate for the objects that a config key accepts."""
+
+
+def import_target(path: Any, where: str, fits: Fits | None = None) -> Any:
+    """Import the object at a dotted path. Errors suggest the nearest existing object.
+
+    Args:
+        path: Import path of the object.
+        where: Config key, for messages.
+        fits: Predicate for the objects to suggest; None accepts all.
+
+    Raises:
+        ConfigError: the module or attribute does not exist, or the module lacks a package or has invalid syntax.
+        Exception: any other exception that the module raises, with the key as a note.
+    """
+    if not isinstance(path, str) or not all(part.isidentifier() for part in path.split(".")):
+        raise ConfigError(f"{where} must be an import path such as package.module.Class, found {path!r}")
+    if path.split(".")[0] in sys.stdlib_module_names:
+        raise ConfigError(
+            f"{where}: {path} is part of Python's standard library, which has no components. Nothing was imported."
+        )
+    named: Any = None
+    done = ""
+    for part in path.split("."):
+        name = f"{done}.{part}" if done else part
+        step = getattr(named, part, None) if named is not None else None
+        if step is None and (named is None or isinstance(named, ModuleType)):
+            step = _import(name, where)
+        if step is None:
+            if name in EXTRAS:
+                raise ConfigError(f"{where}={path}: {name} is not installed. Run pip install {EXTRAS[name]!r}.")
+            place = done or "the current directory and the installed packages"
+            raise ConfigError(f"{where}: there is no {part!r} in {place}{_hint(path, part, named, fits)}")
+        named, done = step, name
+    return named
+
+
+def _import(name: str, where: str) -> ModuleType | None:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name == name:
+            return None
+        raise ConfigError(f"{where}: importing {name} failed: {one_line(error)}") from error
+    except SyntaxError as error:
+        raise ConfigError(f"{where}: importing {name} failed: {one_line(error)}") from error
+    except SystemExit as error:
+        raise ConfigError(f"{where}: importing {name} failed: the module calls sys.exit({error})") from error
+    except Exception as error:  # a bug in the module: its traceback is printed
+        error.add_note(f"while importing {name} for {where}")
+        raise
+
+
+def _contents(owner: Any, fits: Fits | None) -> Iterable[str]:
+    """Return valid continuations of an import path: submodules, and accepted objects defined in `owner`."""
+    if owner is None:
+        return (module.name for module in pkgutil.iter_modules())
+    if not isinstance(owner, ModuleType):
+        return (name for name in vars(owner) if not name.startswith("_"))
+    modules = (module.name for module in pkgutil.iter_modules(getattr(owner, "__path__", [])))
+    return [*_defined(owner, fits), *(name for name in modules if not name.startswith("_"))]
+
+
+def _defined(module: ModuleType, fits: Fits | None) -> list[str]:
+    """Return the names of the accepted classes and functions that a module defines or lists in `__all__`."""
+    offered = getattr(module, "__all__", ())
+    return [
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_")
+        and (inspect.isclass(value) or inspect.isfunction(value))
+        and (value.__module__ == module.__name__ or name in offered)
+        and (fits is None or fits(value))
+    ]
+
+
+def beside(path: str, fits: Fits, kind: str) -> str:
+    """Return the end of a message about an object of the wrong kind: accepted objects of the same module.
+
+    If the module has none, the message ends with an example from realign.
+
+    Args:
+        path: Import path of the object.
+        fits: Predicate for the accepted objects.
+        kind: Name of the required kind.
+    """
+    module = sys.modules.get(path.rpartition(".")[0])
+    names = sorted(_defined(module, fits)) if module is not None else []
+    if module is not None and names:
+        return f" ({', '.join(names)} of {module.__name__} would fit)"
+    return such_as(kind)
+
+
+def such_as(kind: str, where: str = "") -> str:
+    """Return the end of a message about a required kind of component at the key `where`: an example from realign."""
+    example = EXAMPLE_TARGETS.get(where.rpartition(".")[2]) or EXAMPLE_TARGETS.get(kind)
+    return f", such as {example}" if example and kind in EXAMPLE_TARGETS else ""
+
+
+def _hint(path: str, part: str, owner: Any, fits: Fits | None) -> str:
+    """Return the end of a message about an import path whose name `part` does not exist in `owner`."""
+    names = list(_contents(owner, fits))
+    here = difflib.get_close_matches(part, names, n=1, cutoff=NEAR)
+    elsewhere = _elsewhere(path, owner, fits) if fits is not None else None
+    if elsewhere is not None and (not here or elsewhere.rpartition(".")[2] == part):
+        return f"; did you mean {elsewhere}?"
+    return suggest(part, names) if names else ""
+
+
+def _elsewhere(path: str, owner: Any, fits: Fits) -> str | None:
+    """Return the import path of the accepted object of realign whose name is nearest to the last name of `path`.
+
+    `path` may be a bare name. Searches only modules of realign, because importing other modules can have side effects.
+    """
+    packages: tuple[str, ...]
+    if owner is None:
+        packages = PACKAGES if "." not in path else ()
+    else:
+        package = getattr(owner, "__name__", "") if hasattr(owner, "__path__") else getattr(owner, "__package__", None)
+        packages = tuple(name for name in PACKAGES if package == f"{OURS}.{name}")
+    known: dict[str, str] = {}
+    for package in packages:
+        for info in pkgutil.iter_modules(importlib.import_module(f"{OURS}.{package}").__path__, f"{OURS}.{package}."):
+            module = importlib.import_module(info.name)
+            own = (name for name in _defined(module, fits) if getattr(module, name).__module__ == info.name)
+            known |= {name: f"{info.name}.{name}" for name in own}
+    near = difflib.get_close_matches(path.rpartition(".")[2], known, n=1, cutoff=NEAR)
+    return known[near[0]] if near else None
+
+
+def misfit(cls: type, kind: Any) -> str | None:
+    """Return why a class is not of the required kind, as the end of a message; None if it is."""
+    if not getattr(kind, "_is_protocol", False):
+        if not (inspect.isclass(kind) and issubclass(cls, kind)):
+            return ""
+        members = inspect.getmembers_static(cls)
+        missing = [name for name, member in members if getattr(member, "__isabstractmethod__", False)]
+        return f": it does not implement {', '.join(missing)}" if missing else None
+    for name, method in inspect.getmembers(kind, inspect.isfunction):
+        if name.startswith("_") and name != "__call__":
+            continue
+        wanted = inspect.signature(method)
+        positional = [p.name for p in wanted.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+        keywords = {p.name: None for p in wanted.parameters.values() if p.kind is p.KEYWORD_ONLY}
+        try:
+            inspect.signature(getattr(cls, name)).bind(*positional, **keywords)
+        except (AttributeError, TypeError, ValueError):
+            call = ", ".join([*positional[1:], *(f"{keyword}=" for keyword in keywords)])
+            return f": it needs a method {name}({call})"
+    return None
+
+
+# --- values ---
+
+BOOLS: Mapping[str, bool] = types.MappingProxyType(
+    dict.fromkeys(("true", "yes", "y", "on", "1"), True) | dict.fromkeys(("false", "no", "n", "off", "0"), False)
+)
+"""Texts of a bool."""
+LEAVES: Mapping[Any, tuple[Callable[[Any], Any], tuple[type, ...]]] = types.MappingProxyType(
+    {
+        bool: (lambda raw: BOOLS[str(raw).lower()], (bool, int, str)),
+        int: (int, (int, str)),
+        float: (float, (float, int, str)),
+        str: (str, (str, bool, int, float, Path)),
+        Path: (Path, (str, Path)),
+    }
+)
+"""How a value of YAML or a text becomes one of each type, and from which types. A bool is no number."""
+SCALES: Mapping[str, Mapping[str, float]] = types.MappingProxyType(
+    {
+        "s": {"ms": 0.001, "s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600},
+        "minutes": {"s": 1 / 60, "m": 1, "min": 1, "h": 60},
+        "mb": {"m": 1, "mb": 1, "mib": 1, "g": 1024, "gb": 1024, "gib": 1024},
+        "": {"k": 1e3, "m": 1e6, "%": 0.01},
+    }
+)
+"""Factor of each unit suffix of a value, by the unit suffix of the key ("" for keys without one)."""
+LISTS = (list, tuple, collections.abc.Sequence, collections.abc.Iterable)
+MAPPINGS = (dict, collections.abc.Mapping)
+
+
+def convert(raw: Any, annotation: Any, where: str, default: Any = None) -> Any:
+    """Check and convert one value. Scalars follow OmegaConf's rules; enum members are selected by name.
+
+    Args:
+        raw: Scalar, list or mapping from YAML.
+        annotation: Annotation of the field. A mapping with `_target_` is built as a component of this kind, and of
+            any kind if the annotation is `Any`. `dict[str, Any]` and `list[Any]` accept plain values only.
+        where: Key, for messages.
+        default: Default of the field. If it is a dataclass, a mapping without `_target_` overrides its fields.
+
+    Raises:
+        ConfigError: the value is invalid; names the key, the value and the valid choices.
+    """
+    if raw == "???":
+        raise ConfigError(f"{where} is missing: give it a value ({type_name(annotation)})")
+    if isinstance(raw, str) and annotation not in LEAVES and words.component_bases(annotation):
+        if raw == words.NONE and words.is_optional(annotation):
+            return None
+        if raw.isidentifier() and (cls := words.class_of_word(raw, annotation, where)) is not None:
+            raw = {words.TARGET: words.import_path(cls)}
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin in (Union, types.UnionType):
+        return _one_of(raw, arguments, where, default)
+    if isinstance(raw, Mapping):
+        made = _component(raw, annotation, where, default)
+        if made is not None:
+            return made
+    if annotation is Any or annotation is object:
+        return _plain(raw, where)
+    if raw is None and annotation is not type(None):
+        valid = listed(choices) if len(choices := words.choices(annotation)) > 1 else ""
+        raise ConfigError(f"{where} must not be null; expected {type_name(annotation)}{valid}{switched_off(where)}")
+    if origin is Literal:
+        return _choice(raw, {str(a): a for a in arguments}, where)
+    if inspect.isclass(annotation) and issubclass(annotation, Enum):
+        if isinstance(raw, annotation):
+            return raw
+        return _choice(raw, choices_of(annotation), where, annotation.__doc__)
+    if (origin or annotation) in LISTS:
+        return _list(raw, origin or annotation, arguments, where)
+    if (origin or annotation) in MAPPINGS and isinstance(raw, Mapping):
+        kind = arguments[1] if arguments else Any
+        return {key: _member(value, kind, f"{where}.{key}") for key, value in raw.items()}
+    if annotation in LEAVES:
+        return _leaf(raw, annotation, where)
+    if is_plain_class(annotation) and isinstance(raw, annotation):
+        return raw
+    raise wrong_type(raw, annotation, where)
+
+
+def _one_of(raw: Any, members: tuple[Any, ...], where: str, default: Any) -> Any:
+    if raw is None and type(None) in members:
+        return None
+    members = tuple(m for m in members if m is not type(None))
+    if len(members) == 1:
+        return convert(raw, members[0], where, default)
+    if type(raw) in members:
+        return raw
+    if isinstance(raw, Mapping):  # fields of the first class, or `_target_` of a class that is the last one
+        classes = [member for member in members if dataclasses.is_dataclass(member)]
+        if classes:
+            return convert(raw, classes[-1 if words.TARGET in raw else 0], where, default)
+    lists = [member for member in members if (get_origin(member) or member) in LISTS]
+    if isinstance(raw, list) and len(lists) == 1:
+        return convert(raw, lists[0], where, default)
+    for member in members:
+        try:
+            return convert(raw, member, where, default)
+        except ConfigError:
+            continue
+    raise ConfigError(f"{where}: expected {' or '.join(map(type_name, members))}, found {raw!r}")
+
+
+def _member(raw: Any, annotation: Any, where: str) -> Any:
+    return _values(raw, where) if annotation is Any else convert(raw, annotation, where)
+
+
+def _plain(raw: Any, where: str) -> Any:
+    """Return a value of a field without a specific annotation, with nested components built."""
+    if isinstance(raw, Mapping):
+        return {key: convert(value, Any, f"{where}.{key}") for key, value in raw.items()}
+    if isinstance(raw, list):
+        return [convert(value, Any, f"{where}[{i}]") for i, value in enumerate(raw)]
+    return raw
+
+
+def _list(raw: Any, kind: Any, arguments: tuple[Any, ...], where: str) -> Any:
+    if not isinstance(raw, list | tuple):
+        raise ConfigError(f"{where}: expected a list, found {raw!r}; write it in brackets, such as {where}=[{raw}]")
+    fixed = kind is tuple and bool(arguments) and arguments[-1] is not Ellipsis
+    if fixed and len(raw) != len(arguments):
+        raise ConfigError(f"{where}: expected {len(arguments)} values, found {len(raw)}")
+    kinds = arguments if fixed else (arguments[:1] or (Any,)) * len(raw)
+    values = [_member(value, kinds[i], f"{where}[{i}]") for i, value in enumerate(raw)]
+    return tuple(values) if kind is tuple else values
+
+
+def type_name(annotation: Any) -> str:
+    """Return an annotation as written in source code."""
+    if inspect.isclass(annotation) and not get_args(annotation):
+        return annotation.__name__
+    return str(annotation).replace("typing.", "").replace("NoneType", "None")
+
+
+def is_plain_class(annotation: Any) -> bool:
+    """Return whether `isinstance` supports the annotation: a class that is not a protocol."""
+    return inspect.isclass(annotation) and not getattr(annotation, "_is_protocol", False)
+
+
+def wrong_type(raw: Any, annotation: Any, where: str) -> ConfigError:
+    """Return the error about a value of the wrong type, with a suggestion."""
+    return ConfigError(f"{where}: expected {type_name(annotation)}, found {raw!r}{_meant(raw, annotation, where)}")
+
+
+def _meant(raw: Any, annotation: Any, where: str) -> str:
+    """Return the suggestion at the end of a message about a value of the wrong type."""
+    if words.is_import_path(raw) and inspect.isclass(annotation) and annotation not in LEAVES:
+        return f"; to choose your own class, set {where}.{words.TARGET}={raw}"
+    if annotation is bool:
+        return "; give true or false"
+    if annotation in (int, float):
+        return _meant_number(raw, annotation, where)
+    if dataclasses.is_dataclass(annotation):
+        names = [field.name for field in dataclasses.fields(annotation) if field.init]
+        return f"; it has fields: set them one by one, such as {where}.{names[0]}=VALUE{listed(names)}" if names else ""
+    if getattr(annotation, "_is_protocol", False) or inspect.isabstract(annotation):
+        return f"; give a component, that is {where}._target_ and its fields"
+    return ""
+
+
+def _meant_number(raw: Any, annotation: type, where: str) -> str:
+    kind = "a whole number" if annotation is int else "a number"
+    if raw == "":
+        return f"; give {kind} directly after =, without a space"
+    match = re.fullmatch(r"\s*([-+]?\d[\d_]*(?:\.\d*)?(?:e[-+]?\d+)?)\s*([a-z%]*)\s*", str(raw), re.IGNORECASE)
+    if match is None:
+        return f"; give {kind}"
+    number, unit = float(match[1]), match[2].lower()
+    scales = SCALES.get(where.rpartition("_")[2], SCALES[""])
+    if unit and unit not in scales:
+        return "; give the number alone, without a unit"
+    number *= scales[unit] if unit else 1
+    if annotation is int and not number.is_integer():
+        return f"; give {kind}"
+    return f"; did you mean {int(number) if number.is_integer() else round(number, 9)}?"
+
+
+def _values(raw: Any, where: str) -> Any:
+    """Return plain values; raise an error if they contain a component."""
+    if isinstance(raw, Mapping):
+        if "_target_" in raw:
+            raise ConfigError(f"{where}: expected plain values, found a component: {raw!r}")
+        return {key: _values(value, f"{where}.{key}") for key, value in raw.items()}
+    return [_values(value, f"{where}[{i}]") for i, value in enumerate(raw)] if isinstance(raw, list) else raw
+
+
+def _choice(raw: Any, choices: Mapping[str, Any], where: str, purpose: str | None = None) -> Any:
+    name = raw.name if isinstance(raw, Enum) else str(raw)
+    if name not in choices:
+        why = f": {one_line(purpose).split('. ')[0].rstrip('.')}" if purpose else ""
+        if isinstance(raw, list):
+            raise ConfigError(f"{where} takes one choice, found {raw}{listed(sorted(choices))}{why}")
+        raise ConfigError(f"{where}: unknown choice {name!r}{suggest(name, choices)}{why}")
+    return choices[name]
+
+
+def _leaf(raw: Any, annotation: Any, where: str) -> Any:
+    read, accepted = LEAVES[annotation]
+    if isinstance(raw, accepted) and (bool in accepted or not isinstance(raw, bool)):
+        with suppress(ValueError, KeyError):
+            value = read(raw)
+            if value == value:  # not NaN
+                return value
+    raise wrong_type(raw, annotation, where)
+
 
 INTERFACES = "interfaces"
 """Parameter of a graph function that receives the built interfaces. No config value can set it."""
@@ -46,10 +430,10 @@ def build(node: Any, kind: Any, where: str) -> Any:
         ConfigError: the class or a field is invalid; names the full key, the value and the nearest valid choice.
     """
 
-    def fits(found: Any) -> bool:
-        if not inspect.isclass(found) or found is kind or inspect.isabstract(found):
+    def fits(cls: Any) -> bool:
+        if not inspect.isclass(cls) or cls is kind or inspect.isabstract(cls):
             return False
-        return dataclasses.is_dataclass(found) if kind is Any else misfit(found, kind) is None
+        return dataclasses.is_dataclass(cls) if kind is Any else misfit(cls, kind) is None
 
     name = type_name(kind)
     cls = _target(node, where, f"a class that is {name}{such_as(name)}", fits)
@@ -88,9 +472,9 @@ def build_graph(node: Any, returns: type[T], where: str, interfaces: Mapping[str
         ConfigError: the target has another kind, or an argument is unknown, missing or of the wrong type.
     """
 
-    def fits(found: Any) -> bool:
+    def fits(function: Any) -> bool:
         with suppress(NameError):  # unresolvable annotation of a third-party function
-            return inspect.isfunction(found) and get_type_hints(found).get("return") is returns
+            return inspect.isfunction(function) and get_type_hints(function).get("return") is returns
         return False
 
     name = type_name(returns)
@@ -134,10 +518,7 @@ def _component(raw: Mapping[Any, Any], annotation: Any, where: str, default: Any
     return None
 
 
-convert = Converter(_component).convert
-
-
-def _of_sibling(made: Any, key: str) -> str:
+def of_sibling(made: Any, key: str) -> str:
     """Return the message about an unknown key that other choices for the same component have; empty if none has."""
     name = key.rpartition(".")[2]
     bases = [base for base in made.__mro__[1:] if inspect.isabstract(base)] if inspect.isclass(made) else []
@@ -150,44 +531,6 @@ def _of_sibling(made: Any, key: str) -> str:
     if not having:
         return ""
     return f"unknown key {key!r}: it is a setting of {' and '.join(having)}, not of {made.__qualname__}"
-
-
-def unknown_keys(config: Mapping[str, Any], roots: Iterable[str] = ROOTS) -> list[str]:
-    """Return a message for each key of the components that their classes do not have.
-
-    Skips components whose class is unknown, such as one that cannot be imported; building them reports their keys. The
-    class of an evaluation depends on the graph.
-
-    Args:
-        config: Values by root key.
-        roots: Root keys to check.
-    """
-    found: list[str] = []
-    for root in roots:
-        node = config.get(root)
-        if not isinstance(node, Mapping) or root.startswith("evaluation"):
-            continue
-        if ROOTS[root].per_role:
-            for role, below in node.items():
-                found += _unknown_below(place_of((root, str(role))), below)
-        else:
-            found += _unknown_below(place_of((root,)), node)
-    return found
-
-
-def _unknown_below(place: Place, node: Any) -> Iterator[str]:
-    if not isinstance(node, Mapping):
-        return
-    target = node.get(TARGET)
-    known = place.fields(target)
-    if known is None:
-        return
-    for name, value in node.items():
-        if name in known:
-            yield from _unknown_below(place.child(name, target), value)
-        elif name != TARGET:
-            key = f"{place.key}.{name}"
-            yield _of_sibling(place.chosen(target), key) or unknown_key(key, known)
 
 
 def _choices(base: type) -> Iterator[type]:
@@ -249,7 +592,7 @@ def _construct(make: Callable[..., T], parameters: list[_Parameter], raw: Mappin
     known = [p.name for p in parameters]
     for name in raw:
         if name not in known:
-            raise ConfigError(_of_sibling(make, f"{prefix}{name}") or unknown_key(f"{prefix}{name}", known))
+            raise ConfigError(of_sibling(make, f"{prefix}{name}") or unknown_key(f"{prefix}{name}", known))
     values = {}
     for p in parameters:
         default = p.default() if p.default is not None else None
@@ -262,7 +605,9 @@ def _construct(make: Callable[..., T], parameters: list[_Parameter], raw: Mappin
         else:
             values[p.name] = default
     try:
-        return make(**values)
+        return _made(make, values, raw)
+    except NoEffectError as error:
+        raise NoEffectError(error.owner, f"{prefix}{error.key}", error.value, error.reason) from error
     except (SettingsError, GraphError) as error:
         raise ConfigError(located(where, one_line(error), known)) from error
     except ConfigError:
@@ -270,6 +615,17 @@ def _construct(make: Callable[..., T], parameters: list[_Parameter], raw: Mappin
     except Exception as error:  # a bug in the constructor of a component: its traceback is printed
         error.add_note(f"while building {where or 'the config'}")
         raise
+
+
+def _made(make: Callable[..., T], values: dict[str, Any], raw: Mapping[str, Any]) -> T:
+    """Call `make`. Without effect, a default of the component around this one becomes that of the class itself."""
+    while True:
+        try:
+            return make(**values)
+        except NoEffectError as error:
+            if error.owner is not make or error.key in raw:
+                raise
+            values[error.key] = default_of(error.owner, error.key)
 
 
 def located(where: str, message: str, fields: Iterable[str]) -> str:

@@ -1,31 +1,121 @@
-"""`build_experiment`: turn the values of a config into a validated `Experiment`, without loading models or data."""
+"""An experiment: the schema of its YAML file, and `build_experiment`, which turns its values into an `Experiment`.
+
+A component is a mapping with `_target_`, the import path of a dataclass, and values of its fields. Defaults of a
+component are defined only in its dataclass, and those of the run in `realign.run_settings`.
+"""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
-from realign.config.construct import INTERFACES, build, build_graph, convert, unknown_keys
-from realign.config.default_correction import with_default_correction
+from realign.config.construct import INTERFACES, build, build_graph, convert, fill, import_target, of_sibling
 from realign.config.errors import ConfigError, joined, not_a_component, suggest, unknown_key
-from realign.config.evaluation import Training, build_evaluation
-from realign.config.layers import OWNS
-from realign.config.places import ROOTS
-from realign.config.schema import COMPONENTS, REPORT, ExperimentConfig
-from realign.config.targets import import_target
-from realign.config.words import TARGET
-from realign.errors import SettingsError
-from realign.settings import own_settings
+from realign.config.places import ROOTS, Place, place_of
+from realign.config.trees import has, remove
+from realign.config.words import TARGET, import_path
+from realign.errors import NoEffectError
+from realign.run_settings import RunSettings
+from realign.settings import Count, default_of, own_settings
 
 if TYPE_CHECKING:
+    from realign.api import RPC, DataflowGraph, GenerationConfig, ModelInterface, ModelSpec
     from realign.api.callback import Callback
+    from realign.data import DataSpec
     from realign.runtime import Experiment
+    from realign.runtime.evaluation.base import Evaluator
+
+MISSING: Any = "???"
+"""Value of a key that must be set."""
+COMPONENTS = tuple(ROOTS)
+"""Root keys that contain components. Any key may be set in them; building checks the keys against the classes."""
+REPORT = ("dropped", "owners", "typed")
+"""Root keys that only `compose` sets."""
+SHORTHANDS: Mapping[str, str] = MappingProxyType({"function": "functions"})
+"""Field of a component -> the field that it is a shorthand of. A missing value (`???`) of the former is allowed if the
+latter is set."""
+
+
+@dataclass(kw_only=True)
+class ExperimentConfig(RunSettings):
+    """Root of the config. One step is one pass over the graph with `batch_prompts` prompts."""
+
+    output_dir: str = "runs/${name}"
+    steps: Count = MISSING
+    batch_prompts: Count = MISSING
+    models: dict[str, Any] = field(default_factory=dict)
+    interfaces: dict[str, Any] = field(default_factory=dict)
+    graph: dict[str, Any] = field(default_factory=dict)
+    sync: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
+    dynamic_sampling: dict[str, Any] | None = field(default_factory=dict)
+    evaluation: dict[str, Any] | None = field(default_factory=dict)
+    evaluations: dict[str, Any] = field(default_factory=dict)
+    calibration: dict[str, Any] | None = field(default_factory=dict)
+    trackers: dict[str, Any] = field(default_factory=dict)
+    callbacks: dict[str, Any] = field(default_factory=dict)
+    runtime: dict[str, Any] = field(default_factory=dict)
+    rollout: dict[str, Any] = field(default_factory=dict)
+    threads: int | None = None
+    """Number of CPU threads of torch; null keeps torch's default."""
+    dropped: list[str] = field(default_factory=list)
+    """Set by `compose`: discarded keys of lower layers, with their file."""
+    owners: dict[str, str] = field(default_factory=dict)
+    """Set by `compose`: config key -> the layer that owns it, such as algorithm=gspo."""
+    typed: list[str] = field(default_factory=list)
+    """Set by `compose`: keys of the command line."""
+
+    def __post_init__(self) -> None:
+        """Check nothing. `Experiment` checks the values, which may be missing here."""
+
+
+def unknown_keys(config: Mapping[str, Any], roots: Iterable[str] = ROOTS) -> list[str]:
+    """Return a message for each key of the components that their classes do not have.
+
+    Skips components whose class is unknown, such as one that cannot be imported; building them reports their keys. The
+    class of an evaluation depends on the graph.
+
+    Args:
+        config: Values by root key.
+        roots: Root keys to check.
+    """
+    messages: list[str] = []
+    for root in roots:
+        node = config.get(root)
+        if not isinstance(node, Mapping) or root.startswith("evaluation"):
+            continue
+        if ROOTS[root].per_role:
+            for role, below in node.items():
+                messages += _unknown_below(place_of((root, str(role))), below)
+        else:
+            messages += _unknown_below(place_of((root,)), node)
+    return messages
+
+
+def _unknown_below(place: Place, node: Any) -> Iterator[str]:
+    if not isinstance(node, Mapping):
+        return
+    target = node.get(TARGET)
+    known = place.fields(target)
+    if known is None:
+        return
+    for name, value in node.items():
+        if name in known:
+            yield from _unknown_below(place.child(name, target), value)
+        elif name != TARGET:
+            key = f"{place.key}.{name}"
+            chosen = place.chosen(target)
+            made = import_target(chosen.path, place.key) if chosen is not None else None
+            yield of_sibling(made, key) or unknown_key(key, known)
 
 
 def build_experiment(config: ExperimentConfig) -> Experiment:
@@ -35,31 +125,53 @@ def build_experiment(config: ExperimentConfig) -> Experiment:
         ConfigError: a component is invalid, or components do not match, such as roles of the graph, temperatures, or an
             evaluation without a model. The message names the key.
     """
+    idle: list[str] = []
     with _owners_named(config.owners):
-        return _build(config)
+        while True:
+            try:
+                experiment = _build(config)
+            except NoEffectError as error:
+                if any(_overlap(key, error.key) for key in config.typed):
+                    raise
+                config = _without(config, error)
+                idle.append(f"{error.key}{error.value and '='}{error.value} ({error.reason.partition('. ')[0]})")
+            else:
+                experiment.idle = idle
+                return experiment
+
+
+def _overlap(one: str, other: str) -> bool:
+    """Return whether two keys are equal, or one is below the other."""
+    return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
+
+
+def _without(config: ExperimentConfig, error: NoEffectError) -> ExperimentConfig:
+    """Return the config without a key of a file that has no effect, so that its class gives the default."""
+    root, *names = error.key.split(".")
+    if not names:
+        return dataclasses.replace(config, **{root: default_of(ExperimentConfig, root)})
+    tree = copy.deepcopy({root: getattr(config, root)})
+    if not has(tree, (root, *names)):
+        raise error
+    remove(tree, (root, *names))
+    return dataclasses.replace(config, **tree)
 
 
 def _build(config: ExperimentConfig) -> Experiment:
     # Imported here, so that composing a config does not import torch.
-    from realign.api import DataflowGraph, MicroBatchSpec, ModelInterface, ModelSpec, Sync
+    from realign.api import DataflowGraph, MicroBatchSpec
     from realign.data import DataSpec
-    from realign.runtime import DynamicSampling, Experiment, RewardCalibration, RolloutSpec, RuntimeSpec
-    from realign.runtime.checkpoint.background_writer import CheckpointSpec
-    from realign.runtime.evaluation.base import Evaluator
-    from realign.runtime.metrics.details import RecordSpec
-    from realign.runtime.metrics.trackers import TrackerSpec
+    from realign.runtime import Experiment
 
     _check_names(config)
     if unknown := unknown_keys(vars(config)):
         raise ConfigError(joined(unknown))
-    models = _roles(config, ModelSpec, "models")
+    models = _roles(config, "models")
     config = dataclasses.replace(config, interfaces=with_default_correction(config.interfaces, models))
-    interfaces = _roles(config, ModelInterface, "interfaces")
+    interfaces = _roles(config, "interfaces")
     graph = build_graph(config.graph, DataflowGraph, "graph", interfaces)
     data: DataSpec = build(config.data, DataSpec, "data")
-    dynamic_sampling: DynamicSampling | None = None
-    if config.dynamic_sampling:
-        dynamic_sampling = _one(config, DynamicSampling, "dynamic_sampling")
+    dynamic_sampling = _one(config, "dynamic_sampling") if config.dynamic_sampling else None
     training = Training(graph, interfaces, data)
     evaluation: Evaluator | None = None
     if config.evaluation:
@@ -69,53 +181,28 @@ def _build(config: ExperimentConfig) -> Experiment:
         for name, node in config.evaluations.items()
         if node is not None
     }
-    calibration: RewardCalibration | None = None
-    if config.calibration:
-        calibration = _one(config, RewardCalibration, "calibration")
     if not config.output_dir.strip():
         raise ConfigError("output_dir is empty: the run would write into the current folder. Name a folder.")
-    try:
-        microbatch = MicroBatchSpec(**dataclasses.asdict(config.microbatch))
-    except SettingsError as error:
-        raise ConfigError(f"microbatch.{error}") from error
-    try:
-        records = RecordSpec(**dataclasses.asdict(config.records))
-    except SettingsError as error:
-        raise ConfigError(f"records.{error}") from error
+    plain = {f.name: getattr(config, f.name) for f in dataclasses.fields(RunSettings) if f.name not in COMPONENTS}
+    converted = {
+        "output_dir": Path(config.output_dir),
+        "microbatch": MicroBatchSpec(**dataclasses.asdict(config.microbatch)),
+    }
     experiment = Experiment(
-        name=config.name,
-        seed=config.seed,
-        output_dir=Path(config.output_dir),
-        overwrite=config.overwrite,
-        steps=config.steps,
-        batch_prompts=config.batch_prompts,
-        microbatch=microbatch,
+        **(plain | converted),
         graph=graph,
-        sync=_roles(config, Sync, "sync"),
         interfaces=interfaces,
         models=models,
+        sync=_roles(config, "sync"),
         data=data,
-        shuffle=config.shuffle,
         dynamic_sampling=dynamic_sampling,
         evaluation=evaluation,
         evaluations=evaluations,
-        calibration=calibration,
-        save_every_steps=config.save_every_steps,
-        keep_saves=config.keep_saves,
-        save_best=config.save_best,
-        sample_prompts=config.sample_prompts,
-        records=records,
-        print_samples_every_steps=config.print_samples_every_steps,
-        trackers=_roles(config, TrackerSpec, "trackers"),
+        calibration=_one(config, "calibration") if config.calibration else None,
+        trackers=_roles(config, "trackers"),
         callbacks=_callbacks(config),
-        runtime=_one(config, RuntimeSpec, "runtime"),
-        rollout=_one(config, RolloutSpec, "rollout"),
-        ratio_tolerance=config.ratio_tolerance,
-        strict_ratio=config.strict_ratio,
-        checkpoint=None if config.checkpoint is None else CheckpointSpec(**dataclasses.asdict(config.checkpoint)),
-        resume=config.resume,
-        resume_allow=config.resume_allow,
-        resume_skip=config.resume_skip,
+        runtime=_one(config, "runtime"),
+        rollout=_one(config, "rollout"),
     )
     experiment.dropped = list(config.dropped)
     _check_owned(config.owners, vars(experiment))
@@ -146,21 +233,8 @@ def resolved_config(config: ExperimentConfig, experiment: Experiment) -> dict[st
     whole = {key: value for key, value in dataclasses.asdict(config).items() if key not in (*COMPONENTS, *REPORT)}
     parameters = inspect.signature(import_target(config.graph[TARGET], f"graph.{TARGET}")).parameters.values()
     defaults = [p for p in parameters if p.name != INTERFACES]
-    return whole | {
-        "models": {role: as_node(spec) for role, spec in experiment.models.items()},
-        "interfaces": {role: as_node(interface) for role, interface in experiment.interfaces.items()},
-        "graph": {TARGET: config.graph[TARGET], **{p.name: as_node(p.default) for p in defaults}, **config.graph},
-        "sync": {role: as_node(sync) for role, sync in experiment.sync.items()},
-        "data": as_node(experiment.data),
-        "dynamic_sampling": as_node(experiment.dynamic_sampling),
-        "evaluation": as_node(experiment.evaluation),
-        "evaluations": {name: as_node(evaluation) for name, evaluation in experiment.evaluations.items()},
-        "calibration": as_node(experiment.calibration),
-        "runtime": as_node(experiment.runtime),
-        "rollout": as_node(experiment.rollout),
-        "trackers": {name: as_node(spec) for name, spec in experiment.trackers.items()},
-        "callbacks": {name: as_node(callback) for name, callback in experiment.callbacks.items()},
-    }
+    graph = {TARGET: config.graph[TARGET], **{p.name: as_node(p.default) for p in defaults}, **config.graph}
+    return whole | {key: graph if key == "graph" else as_node(getattr(experiment, key)) for key in COMPONENTS}
 
 
 def as_node(value: Any, declared: Any = None) -> Any:
@@ -185,9 +259,9 @@ def as_node(value: Any, declared: Any = None) -> Any:
     return value
 
 
-def _roles(config: ExperimentConfig, kind: Any, root: str) -> dict[str, Any]:
+def _roles(config: ExperimentConfig, root: str) -> dict[str, Any]:
     """Build the component of each role. Skips roles that are null."""
-    target = _default_target(root)
+    kind, target = _kind(root), _default_target(root)
     return {
         role: build({**target, **node} if isinstance(node, Mapping) else node, kind, f"{root}.{role}")
         for role, node in getattr(config, root).items()
@@ -199,12 +273,12 @@ def _callbacks(config: ExperimentConfig) -> dict[str, Callback]:
     """Build the callbacks, which a bare word can select. Skips those that are null or none."""
     from realign.api.callback import Callback
 
-    found = {}
+    built = {}
     for name, node in config.callbacks.items():
         where = f"callbacks.{name}"
         component = isinstance(node, Mapping)
-        found[name] = build(node, Callback, where) if component else convert(node, Callback | None, where)
-    return {name: callback for name, callback in found.items() if callback is not None}
+        built[name] = build(node, Callback, where) if component else convert(node, Callback | None, where)
+    return {name: callback for name, callback in built.items() if callback is not None}
 
 
 def _node(node: Any, where: str) -> Mapping[str, Any]:
@@ -213,8 +287,12 @@ def _node(node: Any, where: str) -> Mapping[str, Any]:
     return node
 
 
-def _one(config: ExperimentConfig, kind: Any, root: str) -> Any:
-    return build({**_default_target(root), **getattr(config, root)}, kind, root)
+def _one(config: ExperimentConfig, root: str) -> Any:
+    return build({**_default_target(root), **getattr(config, root)}, _kind(root), root)
+
+
+def _kind(root: str) -> Any:
+    return import_target(ROOTS[root].kind, root)
 
 
 def _default_target(root: str) -> dict[str, str]:
@@ -233,7 +311,7 @@ def _check_owned(owners: Mapping[str, str], built: Mapping[str, Any]) -> None:
             elif dataclasses.is_dataclass(value):
                 fields = [field.name for field in dataclasses.fields(value)]
                 if name not in fields:
-                    raise ConfigError(f"{owner}: {OWNS} lists {place}, but {unknown_key(f'{key}.{name}', fields)}")
+                    raise ConfigError(f"{owner}: owns lists {place}, but {unknown_key(f'{key}.{name}', fields)}")
                 value = getattr(value, name)
             key = f"{key}.{name}"
 
@@ -248,3 +326,189 @@ def _owners_named(owners: Mapping[str, str]) -> Iterator[None]:
             if f"unknown key '{place}." in str(error):
                 raise ConfigError(f"{error}; {owner} sets the class of {place}") from error
         raise
+
+
+# --- what follows from the training settings ---
+
+_ROWS = ("path", "limit", "split", "subset", "revision", "streaming")
+"""Fields of a data node that select rows. An evaluation does not take them over, since they select training rows."""
+_RANDOM = ("temperature", "top_k", "top_p")
+"""Sampling settings that greedy sampling ignores."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """The training settings from which evaluations take their defaults."""
+
+    graph: DataflowGraph
+    interfaces: Mapping[str, ModelInterface]
+    data: DataSpec
+
+    @property
+    def rewarding(self) -> RPC | None:
+        """The RPC that writes the rewards; None if there is none."""
+        name = self.graph.producers.get("rewards")
+        return next((rpc for rpc in self.graph.rpcs if rpc.name == name), None)
+
+    @property
+    def role(self) -> str:
+        """The role to evaluate: the actor, or else the first trained role."""
+        trained = [rpc.model for rpc in self.graph.rpcs if rpc.method == "train_step"]
+        return trained[0] if trained and "actor" not in trained else "actor"
+
+    @property
+    def generation(self) -> GenerationConfig | None:
+        """The sampling settings of training; None if no role samples."""
+        plans = (self.interfaces[rpc.model].plan() for rpc in self.graph.rpcs if rpc.model in self.interfaces)
+        return next((plan.generation for plan in plans if plan.generation is not None), None)
+
+
+def build_evaluation(node: Mapping[str, Any], where: str, training: Training, models: Mapping[str, Any]) -> Evaluator:
+    """Build the evaluation of a config node.
+
+    Args:
+        node: the config node.
+        where: its key, `evaluation` or `evaluations.<name>`.
+        training: the training settings.
+        models: models by role.
+
+    Raises:
+        ConfigError: a setting is missing or invalid, or no model plays the evaluated role.
+    """
+    # Imported here, so that composing a config does not import torch.
+    from realign.runtime.evaluation.base import Evaluator
+
+    target = node.get(TARGET) or import_path(_default_class(node, training))
+    cls = import_target(target, f"{where}.{TARGET}")
+    known = _fields(cls)
+    complete = {TARGET: target, "role": training.role, **node}
+    if "data" in known:
+        complete["data"] = _data(node.get("data", {}), f"{where}.data", training, prompts=_reads_prompts(cls))
+    if "generation" in known and training.generation is not None and _is_partial(node.get("generation", {})):
+        complete["generation"] = _generation(node.get("generation", {}), f"{where}.generation", training.generation)
+    if "reward" in known and _is_partial(node.get("reward")):
+        complete["reward"] = _reward(node["reward"], f"{where}.reward", training)
+    if "episodes" in known and _is_partial(node.get("episodes", {})):
+        complete["episodes"] = _episodes(node.get("episodes", {}), f"{where}.episodes", training)
+    made: Evaluator = build(complete, Evaluator, where)
+    if made.role not in models:
+        raise ConfigError(f"{where}.role: no model plays {made.role!r}{suggest(made.role, models)}")
+    return made
+
+
+def _default_class(node: Mapping[str, Any], training: Training) -> type[Evaluator]:
+    """Return the class of a node without `_target_`.
+
+    Responses are sampled if the training graph rewards responses, or if the node has a field that only this needs.
+    """
+    from realign.runtime import EpisodeEvaluation, Evaluation, LossEvaluation
+
+    if training.rewarding is None:
+        return Evaluation if node.keys() & (_fields(Evaluation) - _fields(LossEvaluation)) else LossEvaluation
+    return EpisodeEvaluation if training.rewarding.method == "generate" else Evaluation
+
+
+def _reads_prompts(cls: Any) -> bool:
+    from realign.runtime.evaluation.base import Evaluator
+
+    return not (isinstance(cls, type) and issubclass(cls, Evaluator)) or cls.reads_prompts
+
+
+def _data(raw: Any, where: str, training: Training, *, prompts: bool) -> Any:
+    """Return the data node of an evaluation: that of training, with other rows."""
+    from realign.data.prompts import prompt_source
+
+    if not _is_partial(raw):
+        return raw
+    base = prompt_source(training.data) if prompts else training.data
+    names = _fields(type(base))
+    if not raw or ("path" in names and not raw.keys() & {"path", "split"}):
+        key = f"{where}.path" if "path" in names else where
+        raise ConfigError(f"{key} is missing: give it the held-out rows")
+    keep = {"path", "subset", "revision"} if "path" not in raw else set()
+    reset = {name: _default(base, name) for name in _ROWS if name in names and name not in raw and name not in keep}
+    return fill(type(base), raw, where, dataclasses.replace(base, **reset))  # type: ignore[type-var]
+
+
+def _generation(raw: Mapping[str, Any], where: str, base: GenerationConfig) -> GenerationConfig:
+    """Return the sampling settings of an evaluation: those of training, but one greedy response per prompt.
+
+    A node that asks for several responses, or sets a sampling parameter, samples as in training.
+    """
+    greedy = not any(raw.get(name) is not None for name in _RANDOM) and raw.get("n", 1) == 1
+    return fill(type(base), raw, where, dataclasses.replace(base, n=1, greedy=greedy, router_replay=False))
+
+
+def _reward(raw: Mapping[str, Any], where: str, training: Training) -> Any:
+    """Return the reward interface of an evaluation: that of training, with other settings."""
+    rpc = training.rewarding
+    base = None if rpc is None else training.interfaces.get(rpc.model)
+    if base is None or base.needs_engine:
+        why = "training has no reward function" if base is None else f"the reward of training is a model, {rpc.model!r}"  # type: ignore[union-attr]
+        raise ConfigError(f"{where}.{TARGET} is missing: {why}. Give it the import path of a ModelInterface")
+    given = dict(raw)
+    for short, long in SHORTHANDS.items():  # setting one of them replaces the other one of training
+        for name, other in ((short, long), (long, short)):
+            if name in raw and other not in raw and {name, other} <= _fields(type(base)):
+                given[other] = _default(base, other)
+    return fill(type(base), given, where, base)
+
+
+def _episodes(raw: Mapping[str, Any], where: str, training: Training) -> Any:
+    """Return the interface that samples and scores episodes: that of training, with one greedy episode per row."""
+    rpc = training.rewarding
+    base = None if rpc is None or rpc.method != "generate" else training.interfaces.get(rpc.model)
+    if base is None:
+        raise ConfigError(f"{where}.{TARGET} is missing: training has no environment. Give it the import path of one")
+    given = dict(raw)
+    generation = base.plan().generation
+    if generation is not None and "generation" in _fields(type(base)) and _is_partial(raw.get("generation", {})):
+        given["generation"] = _generation(raw.get("generation", {}), f"{where}.generation", generation)
+    return fill(type(base), given, where, base)
+
+
+def _is_partial(raw: Any) -> bool:
+    """Return whether a value is a component without `_target_`, which takes over settings of training."""
+    return isinstance(raw, Mapping) and TARGET not in raw
+
+
+def _fields(cls: Any) -> set[str]:
+    return {field.name for field in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else set()
+
+
+def _default(owner: Any, name: str) -> Any:
+    """Return the default of a field of a dataclass instance."""
+    field = next(field for field in dataclasses.fields(owner) if field.name == name)
+    return field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+
+
+CORRECTION, DEFAULT_CORRECTION = "correction", "importance_correction"
+
+
+def with_default_correction(interfaces: Mapping[str, Any], models: Mapping[str, ModelSpec]) -> dict[str, Any]:
+    """Return the interface nodes. Those whose role has an external sampler correct for it, unless `correction` is set.
+
+    Args:
+        interfaces: Config nodes of the interfaces.
+        models: Model specs by role.
+    """
+    from realign.api.sampler import samples_externally
+
+    return {
+        role: {**node, CORRECTION: DEFAULT_CORRECTION}
+        if role in models and samples_externally(models[role]) and _corrects(node, f"interfaces.{role}")
+        else node
+        for role, node in interfaces.items()
+    }
+
+
+def _corrects(node: Any, where: str) -> bool:
+    """Return whether an interface has a correction, which its node does not set."""
+    if not isinstance(node, Mapping) or CORRECTION in node or TARGET not in node:
+        return False
+    cls = import_target(node[TARGET], f"{where}.{TARGET}")
+    return (
+        inspect.isclass(cls)
+        and dataclasses.is_dataclass(cls)
+        and any(f.name == CORRECTION for f in dataclasses.fields(cls))
+    )

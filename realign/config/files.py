@@ -13,6 +13,8 @@ from types import MappingProxyType
 from typing import Any
 
 from realign.config.errors import ConfigError, one_line, suggest
+from realign.config.trees import merge
+from realign.config.words import NONE, TARGET
 from realign.safe_yaml import check_yaml
 
 GROUPS = ("experiment", "algorithm", "runtime", "rollout")
@@ -185,6 +187,41 @@ class Files:
                 return _read(path, str(path))
         options = {path.stem for folder in self._folders for path in (folder / group).glob("*.yaml")}
         raise ConfigError(f"unknown {group} {name!r}{suggest(name, options)}")
+
+
+def file_values(overrides: Sequence[str], config_dir: Path | None = None) -> dict[str, Any]:
+    """Return the values that the files of a command line and its plain overrides set, without checks.
+
+    For `experiment=NAME` these are the values of `compose_raw` without those of the schema. An algorithm discards no
+    values here, so of its components only the classes are right.
+
+    Raises:
+        ConfigError: as for `Files.read`.
+    """
+    given = dict(word.lstrip("+").partition("=")[::2] for word in overrides if "=" in word)
+    for path in (word for word in overrides if "=" not in word and is_path(word)):
+        given[EXPERIMENT] = path
+    chosen = {group: (given[group],) for group in GROUPS if group in given}
+    config: dict[str, Any] = {}
+    for file in Files(chosen, config_dir, None).read():
+        merge(config, file.values)
+    for key, value in given.items():
+        if (key not in GROUPS and value.isidentifier()) or key.endswith(f".{TARGET}"):
+            _put(config, key.split("."), None if value in ("null", NONE) else value)
+    return config
+
+
+def _put(tree: dict[str, Any], path: list[str], value: Any) -> None:
+    for name in path[:-1]:
+        below = tree.get(name)
+        if not isinstance(below, dict):
+            tree[name] = {TARGET: below} if isinstance(below, str) else {}
+        tree = tree[name]
+    below = tree.get(path[-1])
+    if isinstance(below, dict) and isinstance(value, str):
+        below[TARGET] = value
+    else:
+        tree[path[-1]] = value
 
 
 def _read(path: Path, where: str) -> str:

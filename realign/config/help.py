@@ -1,65 +1,71 @@
-"""Help for config keys: type, default, valid values and meaning, collected from the classes of the components."""
+"""Help for config keys: type, default, valid values and meaning, and its text for `realign help [overrides] [KEY]`."""
 
 from __future__ import annotations
 
-import ast
-import dataclasses
-import inspect
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
-from typing import Annotated, Any, get_type_hints
+from typing import Any
 
-from realign import settings
-from realign.config import words
+from realign.config.aliases import described, index
 from realign.config.errors import ConfigError, suggest, unknown_key
-from realign.config.files import list_experiments
-from realign.config.help_entries import (
-    Entry,
+from realign.config.experiment import REPORT
+from realign.config.files import file_values, list_experiments
+from realign.config.inspection import (
+    MISSING,
+    Component,
+    Definition,
+    Field,
+    Member,
+    Type,
+    Unknown,
+    choices,
+    class_at,
     default_of,
-    entry_of,
-    field_text,
-    first_paragraph,
-    hints_of,
-    is_required,
-    valid_range,
-    value_text,
+    docstring,
+    fields_of,
+    first_sentence,
+    is_component,
+    is_dataclass,
+    is_enum,
+    types_of,
 )
-from realign.config.inspection import class_at, fields_of, first_sentence
-from realign.config.places import ROOTS, Place, place_of
-from realign.config.schema import COMPONENTS, REPORT, ExperimentConfig
-from realign.config.trees import MISSING, get
+from realign.config.places import ROOTS, Place, imported_class_at, place_of
+from realign.config.trees import get
+from realign.config.words import TARGET, is_word, snake_case
 
 FIRST = ("grpo", "ppo", "sft", "dpo", "reward_model")
 """Experiments in which a key is looked up first, if the command line names no experiment."""
-MIRRORED: Mapping[str, str] = MappingProxyType(
-    {
-        "ExperimentConfig": "realign.runtime.experiment.Experiment",
-        "MicroBatchConfig": "realign.api.microbatch.MicroBatchSpec",
-        "CheckpointConfig": "realign.runtime.checkpoint.background_writer.CheckpointSpec",
-        "RecordsConfig": "realign.runtime.metrics.details.RecordSpec",
-    }
-)
-"""Class of the run that a class of the schema mirrors."""
-NUMBERS: Mapping[str, Any] = MappingProxyType(
-    {
-        "int": int,
-        "float": float,
-        "bool": bool,
-        "str": str,
-        "Count": settings.Count,
-        "NonNegativeInt": settings.NonNegativeInt,
-        "NonNegative": settings.NonNegative,
-        "Positive": settings.Positive,
-        "Finite": settings.Finite,
-        "Fraction": settings.Fraction,
-    }
-)
-"""Names in the annotations of fields with ranges."""
+SCHEMA = "realign.config.experiment.ExperimentConfig"
+"""Class of the root keys."""
 DEPTH = 5
 """Levels of keys in which a single name is searched."""
+NUMBERS = frozenset({"int", "float", "bool", "str", "None"})
+OUTER: Mapping[str, str] = {"Mapping": "dict", "Sequence": "list", "Iterable": "list"}
+INDENT = "  "
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A config key."""
+
+    key: str
+    """Full key. In a section of `config.reference`, the name of the field."""
+    type: str
+    """Type of the value."""
+    default: str | None
+    """Default as written in a config; None if the key must be set."""
+    valid: str
+    """Valid range of a number; empty if every value of the type is valid."""
+    text: str
+    """Meaning, with the unit."""
+    choices: Mapping[str, str] = field(default_factory=dict)
+    """Valid words and their meaning; empty for other values."""
+    given: str | None = None
+    """Value that the experiment, its algorithm or the overrides set; None if they set none."""
+    component: bool = False
+    """Whether the value is a component, whose fields are keys below this one."""
 
 
 @dataclass(frozen=True)
@@ -97,13 +103,15 @@ def section(key: str, overrides: Sequence[str] = (), config_dir: Path | None = N
         names = find_keys(path[-1]) if len(path) == 1 else []
         raise ConfigError(f"unknown key {key!r}{_meant(names) or suggest(path[0], _root_fields())}")
     if overrides:
-        return _section(path, _raw(overrides, config_dir), _name_of(overrides))
-    if not path or path[0] not in COMPONENTS:
-        return _section(path, {}, None)
+        from realign.config.composition import compose_raw  # imports Hydra, which checks the overrides
+
+        return section_of(path, compose_raw(overrides, config_dir), _name_of(overrides))
+    if not path or path[0] not in ROOTS:
+        return section_of(path, {}, None)
     first: ConfigError | None = None
     for name in dict.fromkeys([*FIRST, *list_experiments(config_dir)]):
         try:
-            return _section(path, _raw([f"experiment={name}"], config_dir), name)
+            return section_of(path, file_values([f"experiment={name}"], config_dir), name)
         except ConfigError as error:
             first = first or error
     assert first is not None
@@ -118,89 +126,125 @@ def is_root(name: str) -> bool:
 def find_keys(name: str, most: int = 5) -> list[str]:
     """Return keys whose last name is `name`, in the first experiments that have one."""
     for experiment in FIRST:
-        config = _raw([f"experiment={experiment}"], None)
-        roots: list[tuple[str, ...]] = [
-            (root, role) for root in COMPONENTS if ROOTS[root].per_role for role in config.get(root) or {}
-        ]
-        roots += [(root,) for root in COMPONENTS if not ROOTS[root].per_role]
-        found = [key for path in roots for key in _keys_below(path, config, DEPTH) if key.rpartition(".")[2] == name]
-        if found:
-            return sorted(found, key=lambda key: key.count("."))[:most]
+        config = file_values([f"experiment={experiment}"])
+        keys = [key for path in component_paths(config) for key in keys_below(path, config)]
+        if named := [key for key in keys if key.rpartition(".")[2] == name]:
+            return sorted(named, key=lambda key: key.count("."))[:most]
     return []
 
 
-def _section(path: tuple[str, ...], config: Mapping[str, Any], experiment: str | None) -> Section:
+def component_paths(config: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Yield the paths of the root components: those of roles first."""
+    for root in ROOTS:
+        if ROOTS[root].per_role:
+            yield from ((root, role) for role in config.get(root) or {})
+    yield from ((root,) for root in ROOTS if not ROOTS[root].per_role)
+
+
+def keys_below(path: tuple[str, ...], config: Mapping[str, Any], depth: int = DEPTH) -> Iterator[str]:
+    """Yield the keys below a component, to the given number of levels."""
+    waiting: list[tuple[Place, Any, int]] = [(*_component_at(path, config), depth)]
+    while waiting:
+        place, target, left = waiting.pop()
+        for name in place.settings(target) or ():
+            child, below = _stepped(place, target, name, config)
+            yield child.key
+            if left > 1 and is_dataclass(child.chosen(below)):
+                waiting.append((child, below, left - 1))
+
+
+def section_of(path: tuple[str, ...], config: Mapping[str, Any], experiment: str | None) -> Section:
+    """Describe a key in a config.
+
+    Args:
+        path: Names of the key; none for the root.
+        config: Values by root key.
+        experiment: Name of the experiment that has these values.
+
+    Raises:
+        ConfigError: there is no such key.
+    """
+    schema = _class(SCHEMA)
     if not path:
-        whole = tuple(_schema_entry(ExperimentConfig, name, name, config) for name in _root_fields())
-        return Section("", "", first_paragraph(ExperimentConfig), whole, None, experiment)
-    if path[0] not in COMPONENTS:
+        entries = tuple(_schema_entry(schema, name, name, config) for name in _root_fields())
+        return Section("", "", first_paragraph(schema), entries, None, experiment)
+    if path[0] not in ROOTS:
         return _schema_section(path, config)
-    own = _schema_entry(ExperimentConfig, path[0], path[0], config)
+    own = _schema_entry(schema, path[0], path[0], config)
     if ROOTS[path[0]].per_role and len(path) == 1:
         roles = config.get(path[0]) or {}
         named = tuple(_role_entry((path[0], role), config) for role in roles)
         return Section(path[0], "", own.text, named, own, experiment)
     start = 2 if ROOTS[path[0]].per_role else 1
     _check_role(path, config)
-    place, target = _walked(path[:start], config)
+    place, target = _component_at(path[:start], config)
     entry: Entry | None = own if start == 1 else None
     for depth in range(start, len(path)):
         known = place.settings(target)
         if known is None or path[depth] not in known:
             raise ConfigError(unknown_key(".".join(path[: depth + 1]), known or ()))
-        entry = _field_entry(place, target, path[depth], config)
-        place, target = _stepped(place, target, path[: depth + 1], config)
-    cls = place.chosen(target)
-    names = place.settings(target) or {} if cls is not None else {}
-    entries = tuple(_field_entry(place, target, name, config) for name in names if name != "interfaces")
-    name = cls.__name__ if cls is not None and entries else ""
+        entry = _field_entry(place, target, known[path[depth]], config)
+        place, target = _stepped(place, target, path[depth], config)
+    definition = place.chosen(target)
+    fields = place.settings(target) or {}
+    entries = tuple(_field_entry(place, target, below, config) for below in fields.values())
+    name = definition.name if definition is not None and entries else ""
     # A key that also accepts text is described by its own text.
     alone = entry is not None and (not entries or "text" in entry.type.split(" | "))
-    text = entry.text if entry is not None and alone else (first_paragraph(cls) if cls is not None else "")
+    text = entry.text if entry is not None and alone else (first_paragraph(definition) if definition else "")
     return Section(".".join(path), name, text or own.text, entries, entry, experiment)
 
 
 def _schema_section(path: tuple[str, ...], config: Mapping[str, Any]) -> Section:
     """Describe a root key that is no component, or a key below it."""
-    cls: Any = ExperimentConfig
+    schema: Definition | None = _class(SCHEMA)
     entry: Entry | None = None
     for depth, name in enumerate(path):
-        fields = _root_fields() if depth == 0 else _field_names(cls)
-        if name not in fields:
-            raise ConfigError(unknown_key(".".join(path[: depth + 1]), fields))
-        entry = _schema_entry(cls, name, ".".join(path[: depth + 1]), config)
-        cls = next(filter(dataclasses.is_dataclass, words.members(get_type_hints(cls)[name])), None)
+        key = ".".join(path[: depth + 1])
+        fields = fields_of(schema) if schema is not None else {}
+        if name not in fields or key in REPORT:
+            raise ConfigError(unknown_key(key, _root_fields() if depth == 0 else fields))
+        assert schema is not None
+        entry = _schema_entry(schema, name, key, config)
+        schema = _settings(schema, name)
     assert entry is not None
-    if cls is None:
-        return Section(entry.key, "", entry.text, (), entry)
-    inner = tuple(_schema_entry(cls, name, f"{entry.key}.{name}", config) for name in _field_names(cls))
+    fields = fields_of(schema) if schema is not None else {}
+    assert schema is not None or not fields
+    inner = tuple(_schema_entry(schema, name, f"{entry.key}.{name}", config) for name in fields if schema is not None)
     return Section(entry.key, "", entry.text, inner, entry)
 
 
+def _settings(definition: Definition | None, name: str) -> Definition | None:
+    """Return the dataclass of a field, which is no component; None if it is none."""
+    field = fields_of(definition).get(name) if definition is not None else None
+    types = () if field is None else types_of(field.annotation, field.module)
+    return next((member.definition for member in types if is_dataclass(member.definition)), None)
+
+
 def _role_entry(path: tuple[str, str], config: Mapping[str, Any]) -> Entry:
-    place, target = _walked(path, config)
-    cls = place.chosen(target)
-    name = "component" if cls is None else cls.__name__
-    text = "" if cls is None else first_sentence(inspect.getdoc(cls) or "")
+    place, target = _component_at(path, config)
+    definition = place.chosen(target)
+    name = "component" if definition is None else definition.name
+    text = "" if definition is None else first_sentence(docstring(definition))
     return Entry(".".join(path), name, None, "", text, component=True)
 
 
-def _walked(path: tuple[str, ...], config: Mapping[str, Any]) -> tuple[Place, Any]:
+def _component_at(path: tuple[str, ...], config: Mapping[str, Any]) -> tuple[Place, Any]:
     """Return the place of a root component, and its `_target_`."""
-    place = place_of(path)
+    place = place_of(path, imported_class_at)
     return place, _target_of(place, get(config, path))
 
 
-def _stepped(place: Place, target: Any, path: tuple[str, ...], config: Mapping[str, Any]) -> tuple[Place, Any]:
+def _stepped(place: Place, target: Any, name: str, config: Mapping[str, Any]) -> tuple[Place, Any]:
     """Return the place of a field, and its `_target_`."""
-    child = place.child(path[-1], target)
-    return child, _target_of(child, get(config, path))
+    child = place.child(name, target)
+    return child, _target_of(child, get(config, tuple(child.key.split("."))))
 
 
 def _target_of(place: Place, node: Any) -> Any:
     if isinstance(node, Mapping):
-        return node.get(words.TARGET)
-    if words.is_word(node):
+        return node.get(TARGET)
+    if is_word(node):
         try:
             return place.of_word(node)
         except ConfigError:
@@ -208,80 +252,39 @@ def _target_of(place: Place, node: Any) -> Any:
     return None
 
 
-def _field_entry(place: Place, target: Any, name: str, config: Mapping[str, Any]) -> Entry:
+def _field_entry(place: Place, target: Any, own: Field, config: Mapping[str, Any]) -> Entry:
     """Describe a field of the component at a place."""
-    cls = place.chosen(target)
-    child = place.child(name, target)
-    default = child.declared[1]
-    annotation = hints_of(cls).get(name, Any)
-    required = default is None and is_required(cls, name) and not words.is_optional(annotation)
+    child = place.child(own.name, target)
+    types, default = child.declared
     given = get(config, tuple(child.key.split(".")), MISSING)
-    return entry_of(child.key, annotation, None if required else value_text(default), field_text(cls, name), given)
+    return entry_of(child.key, types, default, own.text, given)
 
 
-def _schema_entry(cls: type, name: str, key: str, config: Mapping[str, Any]) -> Entry:
-    """Describe a field of the schema. Its valid range is that of the same field of the run."""
-    field = next(field for field in dataclasses.fields(cls) if field.name == name)
-    default = default_of(field)
-    required = default is dataclasses.MISSING or default == "???"
+def _schema_entry(schema: Definition, name: str, key: str, config: Mapping[str, Any]) -> Entry:
+    """Describe a field of the schema."""
+    own = fields_of(schema)[name]
+    types, default = types_of(own.annotation, own.module), default_of(own)
     given = get(config, tuple(key.split(".")), MISSING)
     given = MISSING if given == default or isinstance(given, Mapping) else given
-    annotation = get_type_hints(cls)[name]
-    ranged = _ranged(cls).get(name, annotation)
-    component = key in COMPONENTS or any(map(dataclasses.is_dataclass, words.members(annotation)))
-    kind = ("mapping of names to components" if ROOTS[key].per_role else "component") if key in COMPONENTS else None
-    written = None if required else ("none" if component and default is None else value_text(default))
-    entry = entry_of(key, annotation if valid_range(ranged) == "" else ranged, written, field_text(cls, name), given)
-    if kind is not None:
-        return dataclasses.replace(entry, type=kind, component=True, default=written if default else "none")
+    component = key in ROOTS or any(is_dataclass(member.definition) for member in types)
+    entry = entry_of(key, types, default, own.text, given)
+    written = "none" if component and default is None else entry.default
+    if key in ROOTS:
+        kind = "mapping of names to components" if ROOTS[key].per_role else "component"
+        return replace(entry, type=kind, component=True, default=written if default else "none")
     if component:
-        return dataclasses.replace(entry, component=True, type="settings", default="the settings below")
-    return entry
+        return replace(entry, component=True, type="settings", default="the settings below")
+    return replace(entry, default=written)
 
 
-def _ranged(cls: type) -> dict[str, Any]:
-    """Return the annotations with ranges of the class of the run that a class of the schema mirrors.
-
-    Reads them from the source, since importing the class would import torch.
-    """
-    source = class_at(MIRRORED[cls.__name__])
-    assert source is not None
-    found = {}
-    for name, field in fields_of(source).items():
-        if field.annotation is not None:
-            with suppress(KeyError):  # a class of the run, which has no range
-                found[name] = _annotation(field.annotation)
-    return found
-
-
-def _annotation(node: ast.expr) -> Any:
-    """Return an annotation of numbers and ranges from its source.
-
-    Raises:
-        KeyError: it contains something else.
-    """
-    match node:
-        case ast.Name(id=name):
-            return NUMBERS[name]
-        case ast.Constant(value=None):
-            return None
-        case ast.BinOp(left=left, op=ast.BitOr(), right=right):
-            return _annotation(left) | _annotation(right)
-        case ast.Subscript(
-            value=ast.Name(id="Annotated"),
-            slice=ast.Tuple(elts=[kind, ast.Call(func=ast.Name(id="Range"), keywords=bounds)]),
-        ):
-            limits = {bound.arg: ast.literal_eval(bound.value) for bound in bounds if bound.arg is not None}
-            return Annotated[_annotation(kind), settings.Range(**limits)]
-    raise KeyError(ast.unparse(node))
+def _class(path: str) -> Definition:
+    definition = class_at(path)
+    assert definition is not None, path
+    return definition
 
 
 def _root_fields() -> list[str]:
-    return [name for name in _field_names(ExperimentConfig) if name not in REPORT]
-
-
-def _field_names(cls: Any) -> list[str]:
-    return [field.name for field in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []
+    return [name for name in fields_of(_class(SCHEMA)) if name not in REPORT]
 
 
 def _check_role(path: tuple[str, ...], config: Mapping[str, Any]) -> None:
@@ -293,25 +296,6 @@ def _check_role(path: tuple[str, ...], config: Mapping[str, Any]) -> None:
         raise ConfigError(f"unknown key '{path[0]}.{path[1]}': {have}")
 
 
-def _keys_below(path: tuple[str, ...], config: Mapping[str, Any], depth: int) -> Iterator[str]:
-    """Yield the keys below a component, to the given number of levels."""
-    place, target = _walked(path, config)
-    waiting: list[tuple[Place, Any, int]] = [(place, target, depth)]
-    while waiting:
-        place, target, left = waiting.pop()
-        for name in place.settings(target) or ():
-            child, below = _stepped(place, target, (*place.key.split("."), name), config)
-            yield child.key
-            if left > 1 and dataclasses.is_dataclass(child.chosen(below)):
-                waiting.append((child, below, left - 1))
-
-
-def _raw(overrides: Sequence[str], config_dir: Path | None) -> dict[str, Any]:
-    from realign.config.composition import compose_raw
-
-    return compose_raw(overrides, config_dir)
-
-
 def _name_of(overrides: Iterable[str]) -> str | None:
     return next((word.partition("=")[2] for word in overrides if word.startswith("experiment=")), None)
 
@@ -320,4 +304,173 @@ def _meant(keys: Sequence[str]) -> str:
     return f"; did you mean {' or '.join(keys)}?" if keys else ""
 
 
-__all__ = ["Section", "find_keys", "is_root", "section"]
+# --- one key ---
+
+
+def entry_of(key: str, types: tuple[Type, ...], default: Any, text: str, given: Any = MISSING) -> Entry:
+    """Describe a key from its field.
+
+    Args:
+        key: Full key, or the name of a field.
+        types: Members of the annotation of the field.
+        default: Default; `MISSING` if the key must be set.
+        text: Meaning.
+        given: Value in the config of a run; `MISSING` if there is none.
+    """
+    value = None if given is MISSING or given == "???" or isinstance(given, Mapping) else value_text(given)
+    if isinstance(given, Mapping) and TARGET in given:
+        value = snake_case(str(given[TARGET]).rpartition(".")[2])
+    optional = "None" in [member.name for member in types]
+    written = value_text(None if default is MISSING else default)
+    return Entry(
+        key,
+        type_text(types),
+        None if default is MISSING and not optional else written,
+        " or ".join(str(member.range) for member in types if member.range is not None),
+        text,
+        choices(types),
+        value,
+        any(map(is_component, types)),
+    )
+
+
+def type_text(types: tuple[Type, ...]) -> str:
+    """Return an annotation in the terms of a config: `null` instead of None, and no module names."""
+    return " | ".join(dict.fromkeys(map(_member_text, types)))
+
+
+def _member_text(member: Type) -> str:
+    if member.literals:
+        return " | ".join(member.literals)
+    if member.definition is not None and is_enum(member.definition):
+        return "word"
+    if member.arguments:
+        outer = OUTER.get(member.name, member.name)
+        return f"{outer}[{', '.join(map(type_text, member.arguments))}]"
+    plain = {"None": "null", "Any": "any value", "object": "any value", "Path": "path", "str": "text"}
+    return plain.get(member.name, member.name)
+
+
+def value_text(value: Any) -> str:
+    """Return a default as written in a config. A component is written as its word and the fields that differ."""
+    if isinstance(value, Component):
+        changed = [f"{name}={value_text(given)}" for name, given in value.values.items()]
+        return snake_case(value.definition.name) + (f"({', '.join(changed)})" if changed else "")
+    if isinstance(value, Member):
+        return value.name.rstrip("_")
+    if isinstance(value, Unknown):
+        return value.source
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(value_text, value))}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {value_text(item)}' for key, item in value.items())}}}"
+    return '""' if value == "" else str(value)
+
+
+def first_paragraph(definition: Definition) -> str:
+    """Return the first paragraph of a docstring, in one line; empty without a docstring."""
+    return " ".join(docstring(definition).split("\n\n")[0].split())
+
+
+# --- the text of `realign help` ---
+
+
+def key_help(words: Sequence[str], config_dir: Path | None = None, width: int = 100) -> str:
+    """Return the help for the keys among `words`; the other words are overrides, which select the experiment.
+
+    A key may also be a name of another tool, or the last name of keys such as `kl`: then the text names the full keys.
+
+    Raises:
+        ConfigError: a key does not exist, or an override is invalid.
+    """
+    overrides = [word for word in words if "=" in word or word.startswith("~")]
+    keys = [word for word in words if word not in overrides] or [""]
+    if bad := [key for key in keys if key.startswith("-")]:
+        raise ConfigError(f"{bad[0]!r} is no config key. Write realign help KEY, such as interfaces.actor.kl.")
+    return "\n\n".join("\n".join(_of_key(key.strip("."), overrides, config_dir, width)) for key in keys)
+
+
+def _of_key(key: str, overrides: Sequence[str], config_dir: Path | None, width: int) -> Iterator[str]:
+    if key and (key in index() or not is_root(key.partition(".")[0])) and (rows := described(key)):
+        yield f"{key}  (a name of other tools)"
+        for row in rows:
+            yield from textwrap.wrap(row, width, initial_indent=INDENT, subsequent_indent=INDENT * 3)
+        yield ""
+        yield "`realign help KEY` describes one of these keys."
+    elif key and "." not in key and not is_root(key) and (full := find_keys(key)):
+        yield f"{key}  (the last name of a key)"
+        yield from (f"{INDENT}{one}" for one in full)
+        yield ""
+        yield f"`realign help {full[0]}` describes the first one."
+    else:
+        yield from _lines(section(key, overrides, config_dir), width)
+
+
+def _lines(found: Section, width: int) -> Iterator[str]:
+    about = [found.name] if found.name else []
+    about += [f"experiment={found.experiment}"] if found.experiment else []
+    yield (found.key or "Config keys") + (f"  ({', '.join(about)})" if about else "")
+    if found.text:
+        yield from _wrapped(found.text, width, INDENT)
+    if found.own is not None:
+        yield ""
+        yield from _facts(found.own, width)
+    for entry in found.entries:
+        yield ""
+        name = entry.key.removeprefix(f"{found.key}.")
+        yield INDENT + "   ".join([name, *_short_facts(entry)])
+        yield from _wrapped(entry.text, width, INDENT * 3)
+    yield ""
+    yield from _wrapped(_next_step(found), width, "")
+
+
+def _facts(entry: Entry, width: int) -> Iterator[str]:
+    """Yield type, default, range, value and choices of the key on the command line."""
+    default = "none; the key must be set" if entry.default is None else entry.default
+    rows = {"type": entry.type, "default": default, "valid": entry.valid, "set to": entry.given or ""}
+    for name, value in rows.items():
+        if value:
+            yield f"{INDENT}{name:<9}{value}"
+    if entry.choices:
+        yield f"{INDENT}choices"
+        longest = max(map(len, entry.choices))
+        for word, text in entry.choices.items():
+            head = f"{INDENT * 2}{word:<{longest}}  "
+            yield from textwrap.wrap(text, width, initial_indent=head, subsequent_indent=" " * len(head)) or [
+                head.rstrip()
+            ]
+
+
+def _short_facts(entry: Entry) -> Iterator[str]:
+    kind = entry.type
+    if entry.choices:
+        words = list(entry.choices)
+        kind = " | ".join(words if len(words) <= 8 else [*words[:7], "..."])
+        kind += " | null" if entry.type.endswith("| null") else ""
+    yield f"{kind}, {entry.valid}" if entry.valid else kind
+    if entry.default is None:
+        if entry.given is None and not (entry.component and entry.key.count(".") == 1):
+            yield "must be set"
+    else:
+        yield f"default {entry.default}"
+    if entry.given is not None:
+        yield f"set to {entry.given}"
+
+
+def _next_step(found: Section) -> str:
+    if not found.entries:
+        return f"Set it with {found.key}=VALUE, or in a YAML file."
+    below = next((entry.key for entry in found.entries if entry.component), None)
+    more = f"`realign help {below}` describes the keys below one of them. " if below else ""
+    other = "Add experiment=NAME for the classes and values of another experiment." if found.experiment else ""
+    return f"{more}{other}".strip() or f"Set one with {found.entries[0].key}=VALUE, or in a YAML file."
+
+
+def _wrapped(text: str, width: int, indent: str) -> list[str]:
+    return textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent)

@@ -1,8 +1,8 @@
 """The settings of Hydra that a config may change: output folders, resources of a launcher, and parameters of a sweep.
 
 Hydra calls the callbacks, launchers, sweepers and log handlers that its node names, writes to the files that log
-handlers name, and sets environment variables. A config of somebody else must not reach these. So every other setting is
-refused, in files and on the command line, before Hydra sees it.
+handlers name, and sets environment variables. Another user's config must not reach these. So every other setting raises
+an error, in files and on the command line, before Hydra sees it.
 """
 
 from __future__ import annotations

@@ -1,221 +1,210 @@
-"""Read classes from source code, without importing them: fields, texts of fields, bases and enum members.
+"""Read classes from source code, without importing them: fields, defaults, texts, bases, and their words.
 
-A field is documented by the string after it, which Python discards. Shell completion uses this module because it must
-not import torch. Only modules that can be found without importing their parents' code are read.
+Help and completion use this module, so that neither imports torch. A field is documented by the string after it, which
+Python discards. What a file declares is cached in the user's cache folder, since parsing takes longer than reading.
 """
 
 from __future__ import annotations
 
 import ast
+import dataclasses
+import hashlib
+import inspect
+import json
+import operator
+import os
 import re
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from functools import cache
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache, lru_cache
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from realign.cache_folder import cache_folder, why_not_private
+from realign.config.errors import ConfigError, suggest
+from realign.config.words import EXPORTERS, NONE, TARGET, snake_case
+from realign.settings import Range
 
 PACKAGE = "realign"
 ROOT = Path(__file__).resolve().parent.parent
+MISSING = object()
+"""Default of a field that must be set."""
+TEXT = frozenset({"Any", "object", "str", "Path", "Literal"})
+"""Members of an annotation that accept text, so that a word is ambiguous."""
+SET_BY_RUN = "interfaces"
+"""Parameter of a graph function that no config sets."""
+ENUMS = frozenset({"Enum", "StrEnum", "IntEnum"})
+OPERATORS: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = MappingProxyType(
+    {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Pow: operator.pow}
+)
+"""Operators of defaults such as `16 * 1024`."""
 
 
 @dataclass(frozen=True)
-class FieldSource:
-    """A field of a class, or a member of an enum."""
+class Field:
+    """A field of a class, or a parameter of a function."""
 
     name: str
-    """Name of the field."""
-    annotation: ast.expr | None
-    """Annotation; None for a member of an enum."""
+    annotation: str
+    """Annotation, as written; empty if there is none."""
+    default: str | None
+    """Expression of the default; None if the field must be set."""
     text: str
-    """The string after the field, in one line; empty if there is none."""
+    """The string after the field, or its line in the docstring; empty if there is none."""
     module: str
-    """Module that defines the field, in which the names of its annotation are resolved."""
+    """Module in which the names of annotation and default are resolved."""
+    is_foreign: bool = False
+    """Whether it is a setting of another class (`SETTING_OF`), so that this class accepts only the default."""
 
 
-@dataclass(frozen=True)
-class ClassSource:
-    """A class."""
+@dataclass(frozen=True, eq=False)
+class Definition:
+    """A class, or a function that makes a graph."""
 
     module: str
-    """Module that defines the class."""
     name: str
-    """Name of the class."""
     text: str
     """Docstring; empty if there is none."""
-    bases: tuple[str, ...]
-    """Names of the base classes, as written."""
-    own: dict[str, FieldSource] = field(default_factory=dict)
-    """Fields that the class itself declares, or members of the enum."""
+    bases: tuple[str, ...] = ()
+    """Base classes, as written."""
+    fields: Mapping[str, Field] = dataclasses.field(default_factory=dict)
+    """Annotated fields that the class itself declares, or the parameters of the function."""
+    constants: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Other names that the class itself assigns, with their texts; of an enum, its members."""
+    methods: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Methods that the class itself defines, with their parameters as written."""
+    abstract: tuple[str, ...] = ()
+    """Names of the abstract ones."""
     dataclass: bool = False
-    """Whether the class has the decorator `dataclass`."""
-    abstract: bool = False
-    """Whether the class itself declares an abstract method."""
+    """Whether the class itself has the decorator `dataclass`."""
+    returns: str | None = None
+    """Return annotation of a function; None for a class."""
 
     @property
     def path(self) -> str:
-        """Import path of the class."""
+        """Import path."""
         return f"{self.module}.{self.name}"
 
-    @property
-    def summary(self) -> str:
-        """First sentence of the docstring, without the final period."""
-        return first_sentence(self.text)
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Definition) and self.path == other.path
+
+    def __hash__(self) -> int:
+        return hash(self.path)
 
 
 @dataclass(frozen=True)
-class ModuleSource:
-    """A module."""
+class Module:
+    """What a module declares."""
 
-    classes: dict[str, ClassSource]
-    """Classes defined in the module."""
-    imported: dict[str, tuple[str, str]]
+    definitions: Mapping[str, Definition]
+    imported: Mapping[str, tuple[str, str]]
     """Imported name -> module and name there; the name is empty for an imported module."""
-    aliases: dict[str, ast.expr]
-    """Names that the module assigns an expression to, such as a type alias."""
+    constants: Mapping[str, str]
+    """Other names -> the expression that the module assigns, such as a type alias."""
 
 
-def first_sentence(text: str) -> str:
-    """Return the first sentence of a text in one line, without the final period."""
-    flat = " ".join(text.split())
-    end = flat.find(". ")
-    return (flat if end < 0 else flat[:end]).rstrip(".")
+class Type(NamedTuple):
+    """One member of an annotation that is a union."""
+
+    name: str
+    """Name without its module, such as int, None, dict, or that of a class."""
+    definition: Definition | None = None
+    """The class; None if its source is not found."""
+    arguments: tuple[tuple[Type, ...], ...] = ()
+    """Types in brackets."""
+    range: Range | None = None
+    """Valid range of a number."""
+    literals: tuple[str, ...] = ()
+    """Values of a `Literal`."""
+
+
+class Component(NamedTuple):
+    """A component as a default: its class, and the fields that differ from the defaults of the class."""
+
+    definition: Definition
+    values: Mapping[str, Any]
+
+
+class Member(NamedTuple):
+    """A member of an enum."""
+
+    path: str
+    """Import path of the enum."""
+    name: str
+
+
+class Unknown(NamedTuple):
+    """A default that only running the code tells."""
+
+    source: str
+
+
+# --- modules ---
+
+
+def read_module(name: str) -> Module | None:
+    """Return what a module declares; None if its file is not found or has invalid syntax."""
+    top = name.partition(".")[0]
+    if top in sys.stdlib_module_names:
+        return None
+    return _of_package(name) if top == PACKAGE else _in_folders(name, sys.path)
 
 
 @cache
-def read_module(name: str) -> ModuleSource | None:
-    """Parse a module; None if its file is not found or has invalid syntax."""
-    path = file_of(name)
-    if path is None:
-        return None
+def _of_package(name: str) -> Module | None:
+    return _in_folders(name, [str(ROOT.parent)])
+
+
+def _in_folders(name: str, folders: Iterable[str]) -> Module | None:
+    """Return what a module in the first of the folders that has it declares. An edited file is read again."""
+    inner = name.replace(".", os.sep)
+    for folder in folders:
+        for path in (os.path.join(folder, f"{inner}.py"), os.path.join(folder, inner, "__init__.py")):
+            with suppress(OSError):
+                status = os.stat(path)
+                return _read(name, os.path.abspath(path), status.st_mtime_ns, status.st_size)
+    return None
+
+
+@lru_cache(maxsize=1024)
+def _read(name: str, path: str, mtime_ns: int, size: int) -> Module | None:
+    key = [_reader(), name, path, mtime_ns, size]
+    cached = _cache_file(key)
+    if (module := _from_cache(cached, key)) is not None:
+        return module
     try:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-    except (SyntaxError, OSError, UnicodeDecodeError):
+        tree = ast.parse(Path(path).read_text(encoding="utf-8"))
+    except (SyntaxError, ValueError, OSError):
         return None
-    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    found = ModuleSource({}, {}, {})
+    module = _declared(tree, name, name if path.endswith("__init__.py") else name.rpartition(".")[0])
+    _to_cache(cached, key, module)
+    return module
+
+
+def _declared(tree: ast.Module, name: str, package: str) -> Module:
+    definitions: dict[str, Definition] = {}
+    imported: dict[str, tuple[str, str]] = {}
+    constants: dict[str, str] = {}
+    module = Module(definitions, imported, constants)
     for node in _statements(tree.body):
         if isinstance(node, ast.ClassDef):
-            found.classes[node.name] = _class(node, name)
+            definitions[node.name] = _class(node, name)
+        elif isinstance(node, ast.FunctionDef) and node.returns is not None:
+            definitions[node.name] = _function(node, name)
         elif isinstance(node, ast.ImportFrom):
             base = _absolute(node, package)
-            found.imported.update({alias.asname or alias.name: (base, alias.name) for alias in node.names})
+            imported.update({alias.asname or alias.name: (base, alias.name) for alias in node.names})
         elif isinstance(node, ast.Import):
-            found.imported.update({alias.asname or alias.name: (alias.name, "") for alias in node.names})
+            imported.update({alias.asname or alias.name: (alias.name, "") for alias in node.names})
         elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            found.aliases[node.targets[0].id] = node.value
+            constants[node.targets[0].id] = ast.unparse(node.value)
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
-            found.aliases[node.target.id] = node.value
-    return found
-
-
-def file_of(name: str) -> Path | None:
-    """Return the file of a module in realign, or in a folder of the import path; None if there is none."""
-    top, _, rest = name.partition(".")
-    folders = [ROOT.parent] if top == PACKAGE else [Path(folder or ".") for folder in sys.path]
-    inner = Path(top, *filter(None, rest.split(".")))
-    for folder in folders:
-        for path in (folder / inner.with_suffix(".py"), folder / inner / "__init__.py"):
-            if path.is_file():
-                return path
-    return None
-
-
-@cache
-def find_class(module: str, name: str) -> ClassSource | None:
-    """Return a class by the module in which its name is used, following imports; None if it is not found."""
-    for _ in range(10):  # re-exports
-        source = read_module(module)
-        if source is None:
-            return None
-        if name in source.classes:
-            return source.classes[name]
-        if name not in source.imported:
-            return None
-        module, inner = source.imported[name]
-        name = inner or name
-    return None
-
-
-def class_at(path: str) -> ClassSource | None:
-    """Return the class at an import path; None if it is not found."""
-    module, _, name = path.rpartition(".")
-    return find_class(module, name) if module else None
-
-
-def ancestry(cls: ClassSource) -> list[ClassSource]:
-    """Return a class and its base classes whose source is found, nearest first."""
-    found, waiting = [], [cls]
-    while waiting:
-        one = waiting.pop(0)
-        if one in found:
-            continue
-        found.append(one)
-        bases = (find_class(one.module, base) for base in one.bases)
-        waiting += [base for base in bases if base is not None]
-    return found
-
-
-def fields_of(cls: ClassSource) -> dict[str, FieldSource]:
-    """Return the fields of a class by name, with those of its base classes. The text of a base class is kept."""
-    found: dict[str, FieldSource] = {}
-    for one in reversed(ancestry(cls)):
-        for name, own in one.own.items():
-            text = own.text or (found[name].text if name in found else "")
-            found[name] = FieldSource(name, own.annotation, text, own.module)
-    return found
-
-
-def is_enum(cls: ClassSource) -> bool:
-    """Return whether a class is an enum."""
-    return any(base in ("Enum", "StrEnum", "IntEnum") for one in ancestry(cls) for base in one.bases)
-
-
-def members_of(cls: ClassSource) -> dict[str, str]:
-    """Return the members of an enum as written in a config, with their texts."""
-    return {name.rstrip("_"): own.text for name, own in cls.own.items() if own.annotation is None}
-
-
-def annotated(expression: ast.expr, module: str) -> Iterator[ClassSource | str]:
-    """Yield the members of the union that an annotation is: classes, and names that are no class of a known file."""
-    if isinstance(expression, ast.BinOp):
-        yield from annotated(expression.left, module)
-        yield from annotated(expression.right, module)
-    elif isinstance(expression, ast.Constant):
-        if isinstance(expression.value, str):
-            yield from annotated(ast.parse(expression.value, mode="eval").body, module)
-        else:
-            yield str(expression.value)
-    elif isinstance(expression, ast.Subscript):
-        outer = ast.unparse(expression.value).rpartition(".")[2]
-        if outer in ("Annotated", "Optional"):
-            inner = expression.slice.elts[0] if isinstance(expression.slice, ast.Tuple) else expression.slice
-            yield from annotated(inner, module)
-            if outer == "Optional":
-                yield "None"
-        else:
-            yield outer
-    elif isinstance(expression, ast.Name):
-        yield from _named(expression.id, module)
-    else:
-        yield ast.unparse(expression)
-
-
-def _named(name: str, module: str) -> Iterator[ClassSource | str]:
-    cls = find_class(module, name)
-    if cls is not None:
-        yield cls
-        return
-    for _ in range(10):
-        source = read_module(module)
-        if source is None:
-            break
-        if name in source.aliases:
-            yield from annotated(source.aliases[name], module)
-            return
-        if name not in source.imported:
-            break
-        module, name = source.imported[name]
-    yield name
+            constants[node.target.id] = ast.unparse(node.value)
+    return module
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
@@ -233,44 +222,78 @@ def _absolute(node: ast.ImportFrom, package: str) -> str:
     return ".".join([*parts[: len(parts) - node.level + 1], *([node.module] if node.module else [])])
 
 
-def _class(node: ast.ClassDef, module: str) -> ClassSource:
-    bases = tuple(ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in node.bases)
-    decorators = {ast.unparse(decorator).partition("(")[0].rpartition(".")[2] for decorator in node.decorator_list}
-    methods = (one for one in node.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef))
-    abstract = any("abstractmethod" in ast.unparse(name) for method in methods for name in method.decorator_list)
-    found = ClassSource(
-        module, node.name, ast.get_docstring(node) or "", bases, {}, "dataclass" in decorators, abstract
-    )
-    described = described_names(found.text)
-    for place, one in enumerate(node.body):
-        if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name):
-            name, annotation = one.target.id, one.annotation
-            default = ast.unparse(one.value or annotation)
-            if "ClassVar" in ast.unparse(annotation) or "init=False" in default or "SETTING_OF" in default:
-                continue
-        elif isinstance(one, ast.Assign) and isinstance(one.targets[0], ast.Name) and not one.targets[0].id.isupper():
-            name, annotation = one.targets[0].id, None
-        else:
-            continue
-        if not name.startswith("_"):
-            text = _text_after(node.body, place) or described.get(name, "")
-            found.own[name] = FieldSource(name, annotation, text, module)
-    return found
+def _class(node: ast.ClassDef, module: str) -> Definition:
+    text = ast.get_docstring(node) or ""
+    described = described_names(text)
+    fields: dict[str, Field] = {}
+    constants: dict[str, str] = {}
+    methods: dict[str, str] = {}
+    abstract: list[str] = []
+    for place, statement in enumerate(node.body):
+        after = _text_after(node.body, place)
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            name, default = statement.target.id, _default(statement.value)
+            annotation = ast.unparse(statement.annotation)
+            if "ClassVar" in annotation or "InitVar" in annotation or default is NotImplemented:
+                constants |= {name: after} if statement.value is not None else {}
+            elif not name.startswith("_"):
+                foreign = statement.value is not None and "SETTING_OF" in ast.unparse(statement.value)
+                fields[name] = Field(name, annotation, default, after or described.get(name, ""), module, foreign)
+        elif isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
+            constants[statement.targets[0].id] = after
+        elif isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
+            methods[statement.name] = ast.unparse(statement.args)
+            if any("abstract" in ast.unparse(decorator) for decorator in statement.decorator_list):
+                abstract.append(statement.name)
+    decorators = [ast.unparse(decorator).partition("(")[0].rpartition(".")[2] for decorator in node.decorator_list]
+    bases = tuple(ast.unparse(base).partition("[")[0] for base in node.bases)
+    is_decorated = "dataclass" in decorators
+    return Definition(module, node.name, text, bases, fields, constants, methods, tuple(abstract), is_decorated)
+
+
+def _default(value: ast.expr | None) -> Any:
+    """Return the expression of a field's default; None if it must be set, NotImplemented if it is no parameter."""
+    if not isinstance(value, ast.Call) or ast.unparse(value.func).rpartition(".")[2] != "field":
+        return None if value is None else ast.unparse(value)
+    given = {keyword.arg: keyword.value for keyword in value.keywords}
+    if isinstance(no := given.get("init"), ast.Constant) and no.value is False:
+        return NotImplemented
+    if (factory := given.get("default_factory")) is not None:
+        return ast.unparse(factory.body) if isinstance(factory, ast.Lambda) else f"{ast.unparse(factory)}()"
+    return ast.unparse(given["default"]) if "default" in given else None
+
+
+def _function(node: ast.FunctionDef, module: str) -> Definition:
+    text = ast.get_docstring(node) or ""
+    described = described_names(text)
+    positional = [*node.args.posonlyargs, *node.args.args]
+    defaults = [*[None] * (len(positional) - len(node.args.defaults)), *node.args.defaults, *node.args.kw_defaults]
+    fields = {
+        argument.arg: Field(
+            argument.arg,
+            "" if argument.annotation is None else ast.unparse(argument.annotation),
+            None if default is None else ast.unparse(default),
+            described.get(argument.arg, ""),
+            module,
+        )
+        for argument, default in zip([*positional, *node.args.kwonlyargs], defaults, strict=True)
+    }
+    return Definition(module, node.name, text, fields=fields, returns=ast.unparse(node.returns))  # type: ignore[arg-type]
 
 
 def described_names(docstring: str) -> dict[str, str]:
     """Return the texts of the names that a docstring lists under `Attributes:` or `Args:`, in one line each."""
-    found: dict[str, list[str]] = {}
+    texts: dict[str, list[str]] = {}
     section: bool = False
     current: list[str] = []
     for line in docstring.splitlines():
         if re.match(r"\S.*:$", line):
             section = line.strip() in ("Attributes:", "Args:")
         elif section and (match := re.match(r" {4}(\w+)(?: \([^)]*\))?: (.*)", line)):
-            current = found.setdefault(match[1], [match[2]])
+            current = texts.setdefault(match[1], [match[2]])
         elif section and line.startswith(" " * 8):
             current.append(line.strip())
-    return {name: " ".join(lines) for name, lines in found.items()}
+    return {name: " ".join(lines) for name, lines in texts.items()}
 
 
 def _text_after(body: list[ast.stmt], place: int) -> str:
@@ -280,17 +303,448 @@ def _text_after(body: list[ast.stmt], place: int) -> str:
     return ""
 
 
-__all__ = [
-    "ClassSource",
-    "FieldSource",
-    "ancestry",
-    "annotated",
-    "class_at",
-    "described_names",
-    "fields_of",
-    "find_class",
-    "first_sentence",
-    "is_enum",
-    "members_of",
-    "read_module",
-]
+def first_sentence(text: str) -> str:
+    """Return the first sentence of a text in one line, without the final period."""
+    flat = " ".join(text.split())
+    end = flat.find(". ")
+    return (flat if end < 0 else flat[:end]).rstrip(".")
+
+
+# --- the cache ---
+
+
+@cache
+def _reader() -> list[int]:
+    """Return what identifies this version of the reader: another one may declare other facts."""
+    status = Path(__file__).stat()
+    return [status.st_mtime_ns, status.st_size, *sys.version_info[:2]]
+
+
+def _cache_file(key: list[Any]) -> Path:
+    """Return the cache file of a module: one per file, so that an edit replaces the facts of the earlier version."""
+    return cache_folder() / "inspection" / f"{hashlib.sha256(json.dumps(key[1:3]).encode()).hexdigest()[:24]}.json"
+
+
+def _from_cache(path: Path, key: list[Any]) -> Module | None:
+    """Return the facts of a cache file; None if there are none of this version, or another user could write them."""
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        if why_not_private(path.parent) is not None or why_not_private(path) is not None:
+            return None
+        head, _, body = path.read_text(encoding="utf-8").partition("\n")
+        if head == _head(key, body):
+            facts = json.loads(body)
+            definitions = {name: _definition(**values) for name, values in facts["definitions"].items()}
+            return Module(definitions, facts["imported"], facts["constants"])
+    return None
+
+
+def _definition(*, fields: Mapping[str, Any], bases: list[str], abstract: list[str], **values: Any) -> Definition:
+    declared = {name: Field(**field) for name, field in fields.items()}
+    return Definition(fields=declared, bases=tuple(bases), abstract=tuple(abstract), **values)
+
+
+def _to_cache(path: Path, key: list[Any], module: Module) -> None:
+    """Write the facts of a module. A process that reads meanwhile sees the earlier file or this one, no part of it."""
+    body = json.dumps(dataclasses.asdict(module), separators=(",", ":"))
+    with suppress(OSError):
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if why_not_private(path.parent) is not None:
+            return
+        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(f"{_head(key, body)}\n{body}")
+            os.replace(temporary, path)
+        finally:
+            Path(temporary).unlink(missing_ok=True)
+
+
+def _head(key: list[Any], body: str) -> str:
+    """Return the first line of a cache file: what the facts were read from and by, and their digest."""
+    return json.dumps([*key, hashlib.sha256(body.encode()).hexdigest()])
+
+
+# --- names ---
+
+
+def class_at(path: str) -> Definition | None:
+    """Return the class or function at an import path; None if it is not found."""
+    module, _, name = path.rpartition(".")
+    return find(module, name) if module else None
+
+
+def find(module: str, name: str) -> Definition | None:
+    """Return the class or function that a name means in a module, following imports; None if it is not found.
+
+    Reads no source of a class that was made while the program ran, such as by `make_dataclass`. If its module is
+    imported already, the class itself is described.
+    """
+    origin, rest = _origin(module, name)
+    source = read_module(origin)
+    if source is not None and rest in source.definitions:
+        return source.definitions[rest]
+    return None if origin.partition(".")[0] in sys.stdlib_module_names else _living(origin, rest)
+
+
+def _origin(module: str, name: str) -> tuple[str, str]:
+    """Return the module that declares a name, and its name there, as far as imports can be followed."""
+    for _ in range(10):  # re-exports
+        source = read_module(module)
+        first, dot, rest = name.partition(".")
+        if source is None or first in source.definitions or first not in source.imported:
+            break
+        module, inner = source.imported[first]
+        if dot and inner and read_module(f"{module}.{inner}") is not None:
+            module, inner = f"{module}.{inner}", ""  # `from realign import settings`
+        while dot and not inner and "." in rest and read_module(f"{module}.{rest.partition('.')[0]}") is not None:
+            inner, _, rest = rest.partition(".")
+            module, inner = f"{module}.{inner}", ""
+        name = ".".join(filter(None, (inner, rest)))
+    return module, name
+
+
+def _living(module: str, name: str) -> Definition | None:
+    thing = getattr(sys.modules.get(module), name, None)
+    if not inspect.isclass(thing) or thing.__module__ in ("builtins", "typing"):
+        return None
+    if thing.__module__ != module and read_module(thing.__module__) is not None:
+        return find(thing.__module__, thing.__qualname__)
+    fields: dict[str, Field] = {}
+    own = [field for field in getattr(thing, "__dataclass_fields__", {}).values() if field.init]
+    for made in (field for field in own if field.name in inspect.get_annotations(thing)):
+        annotation = made.type if isinstance(made.type, str) else inspect.formatannotation(made.type)
+        default = made.default if made.default_factory is dataclasses.MISSING else made.default_factory()
+        written = None if default is dataclasses.MISSING else repr(default)
+        fields[made.name] = Field(made.name, annotation, written, "", module)
+    bases = tuple(f"{base.__module__}.{base.__qualname__}" for base in thing.__bases__)
+    methods = {name: _parameters(value) for name, value in vars(thing).items() if inspect.isroutine(value)}
+    abstract = tuple(name for name in methods if getattr(vars(thing)[name], "__isabstractmethod__", False))
+    text = "" if thing.__doc__ is None else inspect.cleandoc(thing.__doc__)
+    made = dataclasses.is_dataclass(thing)
+    return Definition(module, thing.__name__, text, bases, fields, {}, methods, abstract, made)
+
+
+def _parameters(method: Any) -> str:
+    with suppress(TypeError, ValueError):
+        names = inspect.signature(getattr(method, "__func__", method)).parameters.values()
+        return ", ".join(str(each.replace(annotation=each.empty)) for each in names)
+    return "*args, **kwargs"
+
+
+def ancestry(definition: Definition) -> list[Definition]:
+    """Return a class and its base classes whose source is found, nearest first."""
+    lineage: dict[str, Definition] = {}
+    waiting = [definition]
+    while waiting:
+        nearest = waiting.pop(0)
+        if nearest.path not in lineage:
+            lineage[nearest.path] = nearest
+            bases = (find(nearest.module, base) or class_at(base) for base in nearest.bases)
+            waiting += [base for base in bases if base is not None]
+    return list(lineage.values())
+
+
+def fields_of(definition: Definition) -> dict[str, Field]:
+    """Return the fields of a dataclass with those of its base classes, or the parameters of a function.
+
+    A field without a text has that of the base class.
+    """
+    if definition.returns is not None:
+        return {name: field for name, field in definition.fields.items() if name != SET_BY_RUN}
+    fields: dict[str, Field] = {}
+    for lower in reversed(ancestry(definition)):
+        for name, own in lower.fields.items():
+            text = own.text or (fields[name].text if name in fields else "")
+            if lower.dataclass:
+                fields[name] = dataclasses.replace(own, text=text)
+    return fields
+
+
+def settings_of(definition: Definition) -> dict[str, Field]:
+    """Return the fields of a class without those that are settings of another class."""
+    return {name: field for name, field in fields_of(definition).items() if not field.is_foreign}
+
+
+def docstring(definition: Definition) -> str:
+    """Return the docstring of a class, or that of its nearest base class that has one."""
+    return next((each.text for each in ancestry(definition) if each.text), "")
+
+
+def is_dataclass(definition: Definition | None) -> bool:
+    """Return whether a class is a dataclass."""
+    return definition is not None and any(each.dataclass for each in ancestry(definition))
+
+
+def is_enum(definition: Definition) -> bool:
+    """Return whether a class is an enum."""
+    return any(base.rpartition(".")[2] in ENUMS for each in ancestry(definition) for base in each.bases)
+
+
+def is_protocol(definition: Definition) -> bool:
+    """Return whether a class is a protocol."""
+    return "Protocol" in (base.rpartition(".")[2] for base in definition.bases)
+
+
+def is_abstract(definition: Definition) -> bool:
+    """Return whether a class has abstract methods that none of its base classes implements."""
+    decided: set[str] = set()
+    for each in ancestry(definition):
+        given = {name for name, field in each.fields.items() if field.default is not None} | each.constants.keys()
+        if not set(each.abstract) <= decided | given:
+            return True
+        decided |= each.methods.keys() | given
+    return False
+
+
+def takes_calls_of(definition: Definition, protocol: Definition) -> bool:
+    """Return whether a class has the methods of a protocol, and they accept the same arguments."""
+    methods: dict[str, str] = {}
+    for base in reversed(ancestry(definition)):
+        methods |= base.methods
+    for name, written in protocol.methods.items():
+        if name.startswith("_") and name != "__call__":
+            continue
+        wanted = _signature(written).parameters.values()
+        positional = [each.name for each in wanted if each.kind is each.POSITIONAL_OR_KEYWORD]
+        keywords = {each.name: None for each in wanted if each.kind is each.KEYWORD_ONLY}
+        try:
+            _signature(methods[name]).bind(*positional, **keywords)
+        except (KeyError, TypeError):
+            return False
+    return True
+
+
+def _signature(parameters: str) -> inspect.Signature:
+    """Return the signature for parameters as written; defaults only tell which parameters are optional."""
+    (function,) = ast.parse(f"def f({parameters}): ...").body
+    assert isinstance(function, ast.FunctionDef)
+    given, kind = function.args, inspect.Parameter
+    optional = {each.arg for each in [*given.posonlyargs, *given.args][-len(given.defaults) or len(parameters) :]}
+    optional |= {each.arg for each, default in zip(given.kwonlyargs, given.kw_defaults, strict=True) if default}
+    listed = [
+        *((each, kind.POSITIONAL_ONLY) for each in given.posonlyargs),
+        *((each, kind.POSITIONAL_OR_KEYWORD) for each in given.args),
+        *((each, kind.VAR_POSITIONAL) for each in [given.vararg] if each is not None),
+        *((each, kind.KEYWORD_ONLY) for each in given.kwonlyargs),
+        *((each, kind.VAR_KEYWORD) for each in [given.kwarg] if each is not None),
+    ]
+    return inspect.Signature(
+        [kind(each.arg, how, default=None if each.arg in optional else kind.empty) for each, how in listed]
+    )
+
+
+def members_of(definition: Definition) -> dict[str, str]:
+    """Return the members of an enum as written in a config, with their texts."""
+    public = ((name, text) for name, text in definition.constants.items() if not name.startswith("_"))
+    return {name.rstrip("_"): text for name, text in public}
+
+
+# --- types and values ---
+
+
+def types_of(annotation: str, module: str) -> tuple[Type, ...]:
+    """Return the members of an annotation: one type, or those of a union."""
+    return tuple(dict.fromkeys(_types(ast.parse(annotation or "Any", mode="eval").body, module)))
+
+
+def _types(node: ast.expr, module: str) -> Iterator[Type]:
+    if isinstance(node, ast.BinOp):
+        yield from _types(node.left, module)
+        yield from _types(node.right, module)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+        yield from types_of(node.value, module)
+    elif isinstance(node, ast.Subscript):
+        outer = ast.unparse(node.value).rpartition(".")[2]
+        inner = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+        if outer == "Annotated":
+            limits = next((limit for extra in inner[1:] if (limit := _range(extra, module)) is not None), None)
+            yield from (member._replace(range=limits or member.range) for member in _types(inner[0], module))
+        elif outer == "Literal":
+            yield Type(outer, literals=tuple(str(ast.literal_eval(value)) for value in inner))
+        elif outer in ("Optional", "Union"):
+            for member in inner:
+                yield from _types(member, module)
+            yield from [Type("None")] if outer == "Optional" else []
+        else:
+            arguments = tuple(tuple(_types(argument, module)) for argument in inner)
+            (named, *_) = _named(ast.unparse(node.value), module)
+            yield Type(outer, named.definition, arguments)
+    else:
+        yield from _named(ast.unparse(node), module)
+
+
+def _named(name: str, module: str) -> tuple[Type, ...]:
+    if (definition := find(module, name)) is not None:
+        return (Type(definition.name, definition),)
+    module, name = _origin(module, name)
+    source = read_module(module)
+    if source is not None and name in source.constants:
+        return types_of(source.constants[name], module)
+    return (Type(name.rpartition(".")[2]),)
+
+
+def _range(node: ast.expr, module: str) -> Range | None:
+    if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "Range":
+        return Range(**{word.arg: value_of(ast.unparse(word.value), module) for word in node.keywords if word.arg})
+    return None
+
+
+def default_of(field: Field) -> Any:
+    """Return the default of a field; `MISSING` if it must be set, and `Unknown` if only running the code tells."""
+    value = MISSING if field.default is None else value_of(field.default, field.module)
+    return MISSING if value == "???" else value  # OmegaConf's word for a value that must be set
+
+
+def value_of(expression: str, module: str) -> Any:
+    """Return the value of an expression of constants, enums and components; `Unknown` for other expressions."""
+    try:
+        return _value(ast.parse(expression, mode="eval").body, module)
+    except (SyntaxError, ValueError, TypeError, ArithmeticError):
+        return Unknown(expression)
+
+
+def _value(node: ast.expr, module: str) -> Any:
+    match node:
+        case ast.Constant(value=value):
+            return value
+        case ast.List(elts=items):
+            return [_value(item, module) for item in items]
+        case ast.Tuple(elts=items):
+            return tuple(_value(item, module) for item in items)
+        case ast.Dict(keys=keys, values=values):
+            return {_value(k, module): _value(v, module) for k, v in zip(keys, values, strict=True) if k is not None}
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_value(operand, module)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
+            return OPERATORS[type(op)](_value(left, module), _value(right, module))
+        case ast.Call():
+            return _called(node, module)
+        case ast.Name() | ast.Attribute():
+            return _constant(ast.unparse(node), module)
+    raise ValueError(ast.unparse(node))
+
+
+def _called(node: ast.Call, module: str) -> Any:
+    name = ast.unparse(node.func)
+    arguments = [_value(argument, module) for argument in node.args]
+    given = {word.arg: _value(word.value, module) for word in node.keywords if word.arg is not None}
+    definition = find(module, name)
+    if definition is not None and definition.returns is None:
+        fields = fields_of(definition)
+        given |= dict(zip(fields, arguments, strict=False))
+        differing = {n: given[n] for n in fields if n in given and given[n] != default_of(fields[n])}
+        return Component(definition, differing)
+    plain: Mapping[str, Callable[..., Any]] = {"dict": dict, "list": list, "tuple": tuple, "float": float}
+    if name in plain:
+        return plain[name](*arguments, **given)
+    if name in ("Path", "MappingProxyType") and len(arguments) == 1:
+        return arguments[0]
+    raise ValueError(ast.unparse(node))
+
+
+def _constant(name: str, module: str) -> Any:
+    owner, dot, member = name.rpartition(".")
+    if dot and (definition := find(module, owner)) is not None and is_enum(definition):
+        return Member(definition.path, member)
+    origin, inner = _origin(module, name)
+    if (origin, inner) in (("math", "inf"), ("math", "pi")):
+        return {"inf": float("inf"), "pi": 3.141592653589793}[inner]
+    source = read_module(origin)
+    if source is None or inner not in source.constants:
+        raise ValueError(name)
+    return _value(ast.parse(source.constants[inner], mode="eval").body, origin)
+
+
+# --- words ---
+
+
+def words_of(base: Definition) -> dict[str, Definition]:
+    """Return the class of each word of a component base class.
+
+    The variants of a base class are the dataclasses that inherit from it, in its module or exported by its package in
+    `EXPORTERS`. The base class itself is one of them unless it is abstract, or has no fields while it has variants.
+
+    Raises:
+        ConfigError: two variants have the same word.
+    """
+    words: dict[str, Definition] = {}
+    for definition in _candidates(base):
+        lineage = {each.path for each in ancestry(definition)}
+        if base.path not in lineage or not _is_constructible(definition) or definition.name.startswith("_"):
+            continue
+        word = snake_case(definition.name)
+        if words.setdefault(word, definition).path != definition.path:
+            raise ConfigError(f"{words[word].name} and {definition.name} of {base.module} are both called {word!r}")
+    if len(words) > 1 and not fields_of(base):
+        words.pop(snake_case(base.name), None)
+    return words
+
+
+def _candidates(base: Definition) -> Iterator[Definition]:
+    module = read_module(base.module)
+    yield from module.definitions.values() if module is not None else ()
+    exporter = EXPORTERS.get(base.path)
+    package = read_module(exporter) if exporter is not None else None
+    for name in package.imported if package is not None else ():
+        if exporter is not None and (definition := find(exporter, name)) is not None:
+            yield definition
+
+
+def _is_constructible(definition: Definition) -> bool:
+    if definition.returns is not None or is_enum(definition) or is_abstract(definition):
+        return False
+    return is_dataclass(definition) or not any("__init__" in each.methods for each in ancestry(definition))
+
+
+def component_bases(types: tuple[Type, ...]) -> list[Definition]:
+    """Return the component classes of an annotation; none if it also accepts text, because a word is ambiguous then."""
+    if any(one.name in TEXT or (one.definition is not None and is_enum(one.definition)) for one in types):
+        return []
+    classes = [one.definition for one in types if one.definition is not None and not one.arguments]
+    return [cls for cls in classes if cls.returns is None and not is_protocol(cls) and words_of(cls)]
+
+
+def is_component(one: Type) -> bool:
+    """Return whether a member of an annotation is a dataclass, or the base class of components."""
+    if one.definition is None or one.arguments or is_enum(one.definition):
+        return False
+    return is_dataclass(one.definition) or bool(component_bases((one,)))
+
+
+def choices(types: tuple[Type, ...]) -> dict[str, str]:
+    """Return the words that are valid for an annotation, with their meaning, without `null`."""
+    texts: dict[str, str] = {}
+    for one in types:
+        if one.definition is not None and is_enum(one.definition):
+            texts |= members_of(one.definition)
+    for base in component_bases(types):
+        words = words_of(base)
+        if len(words) > 1 or any(cls.path != base.path for cls in words.values()):
+            texts |= {word: first_sentence(docstring(cls)) for word, cls in words.items()}
+    return texts
+
+
+def class_of_word(word: str, types: tuple[Type, ...], where: str) -> Definition | None:
+    """Return the class that a word selects in a field with these types.
+
+    Args:
+        word: An identifier.
+        types: Members of the annotation of the field.
+        where: Config key, for messages.
+
+    Returns:
+        The class; None if the annotation has no component class, or a single one without variants and with another
+        name. In these cases, the word is an ordinary value of the wrong type.
+
+    Raises:
+        ConfigError: the annotation has variants, and this word is not one of them.
+    """
+    bases = component_bases(types)
+    known = {name: definition for base in bases for name, definition in words_of(base).items()}
+    if word in known:
+        return known[word]
+    if len(known) < 2 and {definition.path for definition in known.values()} <= {base.path for base in bases}:
+        return None
+    valid = [*known, *([NONE] if known and "None" in [one.name for one in types] else [])]
+    own = f"{where}.{TARGET}=MODULE.CLASS selects your own class"
+    raise ConfigError(f"{where}: unknown choice {word!r}{suggest(word, valid)}; {own}")

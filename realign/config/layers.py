@@ -21,7 +21,7 @@ from realign.config.command_line import Word
 from realign.config.errors import ConfigError, suggest
 from realign.config.places import ROOTS, Place, place_of
 from realign.config.trees import MISSING, Path, get, has, leaves, merge, remove
-from realign.config.words import NONE, TARGET, import_path, is_word, snake_case
+from realign.config.words import NONE, TARGET, is_word, snake_case
 
 OWNS = "owns"
 """Key of a file that lists the config keys that the file owns."""
@@ -128,7 +128,7 @@ class Layers:
         below, target = lower.get(TARGET), upper.get(TARGET)
         if target is not None and lower and target != below:
             old, new = place.chosen(self._text(below)), place.chosen(self._text(target))
-            if old is not None and new is not None and old is not new:
+            if old is not None and new is not None and old != new:
                 if place.is_root:
                     self._refit(path, (place, below), (place, target), upper, by)
                 else:
@@ -178,11 +178,11 @@ class Layers:
                 if TARGET in node:
                     if now.chosen(self._text(node[TARGET])) is None:
                         self._drop(field_path, by)
-                elif was.chosen(None) is now.chosen(None):
+                elif was.chosen(None) == now.chosen(None):
                     self._refit(field_path, (was, None), (now, None), above if isinstance(above, dict) else {}, by)
                 elif (cls := was.chosen(None)) is not None:
                     if is_word(above) or (isinstance(above, dict) and TARGET in above):
-                        node[TARGET] = import_path(cls)  # compared with the class that the upper layer selects
+                        node[TARGET] = cls.path  # compared with the class that the upper layer selects
                     else:
                         self._drop(field_path, by)
 

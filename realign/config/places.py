@@ -1,23 +1,36 @@
 """Places of the config: keys that can contain a component, and the class of this component.
 
-The class follows from the classes of the parent keys. Classes are imported only when needed.
+The class follows from the classes of the parent keys, which are read from source code. Only classes whose source is not
+found are imported.
 """
 
 from __future__ import annotations
 
-import collections.abc
-import dataclasses
-import inspect
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple
 
+from realign.config.construct import import_target
 from realign.config.errors import ConfigError
-from realign.config.targets import import_target, misfit
-from realign.config.words import class_of_word, import_path, members
-from realign.settings import SETTING_OF
+from realign.config.inspection import (
+    Component,
+    Definition,
+    Field,
+    Type,
+    ancestry,
+    class_at,
+    class_of_word,
+    default_of,
+    fields_of,
+    is_abstract,
+    is_dataclass,
+    is_protocol,
+    settings_of,
+    takes_calls_of,
+    types_of,
+)
 
 
 class Root(NamedTuple):
@@ -42,71 +55,67 @@ ROOTS: Mapping[str, Root] = MappingProxyType(
         "evaluation": Root("realign.runtime.evaluation.base.Evaluator", "realign.runtime.Evaluation"),
         "evaluations": Root("realign.runtime.evaluation.base.Evaluator", "realign.runtime.Evaluation", per_role=True),
         "calibration": Root("realign.runtime.RewardCalibration", "realign.runtime.RewardCalibration"),
-        "trackers": Root("realign.runtime.metrics.trackers.TrackerSpec", per_role=True),
-        "callbacks": Root("realign.api.callback.Callback", per_role=True),
         "runtime": Root("realign.runtime.RuntimeSpec", "realign.runtime.RuntimeSpec"),
         "rollout": Root("realign.runtime.RolloutSpec", "realign.runtime.RolloutSpec"),
+        "trackers": Root("realign.runtime.metrics.trackers.TrackerSpec", per_role=True),
+        "callbacks": Root("realign.api.callback.Callback", per_role=True),
     }
 )
 
 
-class Field(NamedTuple):
-    """Annotation and default of a field."""
-
-    annotation: Any
-    default: Callable[[], Any]
-    setting_of: str | None = None
-    """Import path of the class that has this setting, if the class with the field accepts only its default."""
-
-
 class Place:
-    """A config key that can contain a component. Imports classes only when needed."""
+    """A config key that can contain a component. Reads source code; only `find` may import."""
 
-    def __init__(self, key: str, declared: Callable[[], tuple[Any, Any]], is_root: bool = False) -> None:
-        """Store the full key, a function that returns annotation and default value, and whether this is a root key."""
+    def __init__(
+        self,
+        key: str,
+        declared: Callable[[], tuple[tuple[Type, ...], Any]],
+        find: Callable[[str], Definition | None] = class_at,
+        is_root: bool = False,
+    ) -> None:
+        """Store the full key, and a function that returns types and default value.
+
+        Args:
+            key: Full key.
+            declared: Function that returns the members of the annotation, and the default.
+            find: Function that returns the class at an import path.
+            is_root: Whether this is a root key, whose default is an import path.
+        """
         self.key = key
         self.is_root = is_root
         self._declared = declared
+        self._find = find
 
     @cached_property
-    def declared(self) -> tuple[Any, Any]:
-        """The annotation and the default value; both are None if they are unknown."""
-        with suppress(Exception):  # building the component reports its errors
-            return self._declared()
-        return None, None
+    def declared(self) -> tuple[tuple[Type, ...], Any]:
+        """The members of the annotation and the default value; empty and None if they are unknown."""
+        return self._declared()
 
-    def chosen(self, target: Any) -> Any:
+    def chosen(self, target: Any) -> Definition | None:
         """Return the class (or graph function) that a `_target_` selects here; None as target selects the default.
 
         Returns:
             The class; None if it is unknown or of the wrong kind, which building reports.
         """
-        annotation, default = self.declared
-        if annotation is None:
-            return None
-        if target is None and isinstance(default, str):
-            target = default
+        types, default = self.declared
+        target = default if target is None and self.is_root else target
         if target is not None:
-            with suppress(ConfigError):
-                found = import_target(target, self.key)
-                return found if any(_is_a(found, kind) for kind in members(annotation)) else None
-            return None
-        if dataclasses.is_dataclass(default) and not isinstance(default, type):
-            return type(default)
-        kinds = [kind for kind in members(annotation) if inspect.isclass(kind) and dataclasses.is_dataclass(kind)]
+            definition = self._find(target) if isinstance(target, str) else None
+            return definition if definition is not None and any(fits(definition, kind) for kind in types) else None
+        if isinstance(default, Component):
+            return default.definition
+        kinds = [kind.definition for kind in types if is_dataclass(kind.definition)]
         return kinds[0] if len(kinds) == 1 else None
 
     def fields(self, target: Any) -> dict[str, Field] | None:
-        """Return the fields of the class that a `_target_` selects here; None if they cannot be read."""
-        cls = self.chosen(target)
-        with suppress(Exception):  # building reports errors, as in `declared`
-            return None if cls is None else fields_of(cls)
-        return None
+        """Return the fields of the class that a `_target_` selects here; None if it is unknown."""
+        definition = self.chosen(target)
+        return None if definition is None else fields_of(definition)
 
     def settings(self, target: Any) -> dict[str, Field] | None:
         """Return `fields` without those that are settings of another class."""
-        fields = self.fields(target)
-        return fields and {name: field for name, field in fields.items() if field.setting_of is None}
+        definition = self.chosen(target)
+        return None if definition is None else settings_of(definition)
 
     def of_word(self, word: str) -> str | None:
         """Return the import path of the class that a word selects here; None if this place accepts no words.
@@ -114,8 +123,8 @@ class Place:
         Raises:
             ConfigError: the place accepts words, and this word is not one of them.
         """
-        cls = class_of_word(word, self.declared[0], self.key)
-        return None if cls is None else import_path(cls)
+        definition = class_of_word(word, self.declared[0], self.key)
+        return None if definition is None else definition.path
 
     def child(self, name: str, target: Any) -> Place:
         """Return the place of a field.
@@ -124,54 +133,50 @@ class Place:
             name: Name of the field.
             target: `_target_` of the component at this place; None selects the default.
         """
-        return Place(f"{self.key}.{name}", lambda: self._field(name, target))
+        return Place(f"{self.key}.{name}", lambda: self._field(name, target), self._find)
 
-    def _field(self, name: str, target: Any) -> tuple[Any, Any]:
-        annotation, default = self.declared
-        if get_origin(annotation) in (dict, collections.abc.Mapping):
-            return get_args(annotation)[1], (default or {}).get(name)
-        cls = self.chosen(target)
-        field = fields_of(cls).get(name)
+    def _field(self, name: str, target: Any) -> tuple[tuple[Type, ...], Any]:
+        types, default = self.declared
+        if len(types) == 1 and types[0].name in ("dict", "Mapping") and len(types[0].arguments) == 2:
+            return types[0].arguments[1], default.get(name) if isinstance(default, Mapping) else None
+        field = (self.fields(target) or {}).get(name)
         if field is None:
-            return None, None
-        inherits = target is None and type(default) is cls  # fields override those of the default value
-        return field.annotation, getattr(default, name, None) if inherits else field.default()
+            return (), None
+        # fields override those of the default value
+        overrides = default.values if target is None and isinstance(default, Component) else {}
+        return types_of(field.annotation, field.module), overrides.get(name, default_of(field))
 
 
-def place_of(path: tuple[str, ...]) -> Place:
-    """Return the root place at a path, such as `("data",)` or `("models", "actor")`."""
+def place_of(path: tuple[str, ...], find: Callable[[str], Definition | None] = class_at) -> Place:
+    """Return the root place at a path, such as `("data",)` or `("models", "actor")`.
+
+    Args:
+        path: Names of the key.
+        find: As for `Place`.
+    """
     root = ROOTS[path[0]]
-    return Place(".".join(path), lambda: (import_target(root.kind, path[0]), root.default), is_root=True)
+    module, _, name = root.kind.rpartition(".")
+    return Place(".".join(path), lambda: (types_of(name, module), root.default), find, is_root=True)
 
 
-def fields_of(cls: Any) -> dict[str, Field]:
-    """Return the fields of a dataclass, or the parameters of a graph function, by name."""
-    if inspect.isclass(cls) and dataclasses.is_dataclass(cls):
-        hints = get_type_hints(cls)
-        return {
-            f.name: Field(hints[f.name], _default_of(f), f.metadata.get(SETTING_OF))
-            for f in dataclasses.fields(cls)
-            if f.init
-        }
-    if inspect.isfunction(cls):
-        hints = get_type_hints(cls)
-        parameters = inspect.signature(cls).parameters.values()
-        return {
-            p.name: Field(hints.get(p.name, Any), lambda p=p: None if p.default is p.empty else p.default)  # type: ignore[misc]
-            for p in parameters
-        }
-    return {}
+def imported_class_at(path: str) -> Definition | None:
+    """Return the class at an import path. Import its module if the class is not found in its source."""
+    if (definition := class_at(path)) is None:
+        with suppress(ConfigError):  # building the component reports it
+            import_target(path, path)
+            return class_at(path)
+    return definition
 
 
-def _default_of(field: dataclasses.Field[Any]) -> Callable[[], Any]:
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory
-    return lambda: None if field.default is dataclasses.MISSING else field.default
-
-
-def _is_a(found: Any, kind: Any) -> bool:
-    if inspect.isfunction(found):
-        return get_type_hints(found).get("return") is kind
-    if kind is Any:
-        return inspect.isclass(found) and dataclasses.is_dataclass(found)
-    return inspect.isclass(found) and kind is not type(None) and misfit(found, kind) is None
+def fits(definition: Definition, kind: Type) -> bool:
+    """Return whether a class, or what a function returns, is of a kind."""
+    if definition.returns is not None:
+        returned = types_of(definition.returns, definition.module)[0].definition
+        return returned is not None and kind.definition is not None and returned.path == kind.definition.path
+    if kind.name == "Any":
+        return is_dataclass(definition)
+    if kind.definition is None:
+        return False
+    if is_protocol(kind.definition):
+        return takes_calls_of(definition, kind.definition)
+    return kind.definition in ancestry(definition) and not is_abstract(definition)

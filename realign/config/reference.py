@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from realign.config import words
-from realign.config.component_classes import shipped_components
 from realign.config.composition import compose_raw
 from realign.config.files import list_experiments
-from realign.config.help import Section, section
-from realign.config.help_entries import default_of, entry_of, field_text, hints_of, is_required, value_text
-from realign.config.places import ROOTS, Place, place_of
-from realign.config.schema import COMPONENTS
-from realign.config.trees import MISSING
-from realign.settings import own_settings
+from realign.config.help import Section, component_paths, entry_of, section
+from realign.config.inspection import (
+    ROOT,
+    Definition,
+    Type,
+    component_bases,
+    default_of,
+    docstring,
+    fields_of,
+    is_abstract,
+    is_component,
+    is_dataclass,
+    read_module,
+    settings_of,
+    types_of,
+    words_of,
+)
+from realign.config.places import ROOTS, Place, fits, place_of
+from realign.config.trees import get
+from realign.config.words import TARGET
 
 PLAIN = ("microbatch", "checkpoint", "records")
 """Root keys that contain settings and are no component."""
+WITHOUT = ("realign.cli", "realign.config", "realign.demo", "realign.runtime.ray", "realign.testing")
+"""Modules that contain no shipped components."""
 
 
 def reference() -> list[Section]:
@@ -29,6 +41,41 @@ def reference() -> list[Section]:
     The sections of classes have the import path of the class as key, and names of fields as keys of their entries.
     """
     return [section(key) for key in ("", *PLAIN)] + [_class_section(cls) for cls in shipped_components()]
+
+
+def shipped_components() -> list[Definition]:
+    """Return the classes of realign that a config can select, directly or as a field of another component."""
+    kinds = [place_of((name,)).declared[0][0] for name in ROOTS if name != "graph"]
+    shipped = {cls.path: cls for cls in _defined_classes() if any(fits(cls, kind) for kind in kinds)}
+    waiting = list(shipped.values())
+    while waiting:
+        for field in fields_of(waiting.pop()).values():
+            for inner in _component_classes(types_of(field.annotation, field.module)):
+                if inner.path not in shipped:
+                    shipped[inner.path] = inner
+                    waiting.append(inner)
+    return [shipped[path] for path in sorted(shipped)]
+
+
+def _component_classes(types: tuple[Type, ...]) -> Iterator[Definition]:
+    """Yield the component classes that an annotation accepts, also inside of lists and mappings."""
+    for member in types:
+        for argument in member.arguments:
+            yield from _component_classes(argument)
+        if member.definition is not None and member.definition.module.startswith("realign.") and is_component(member):
+            for base in [*component_bases((member,)), member.definition]:
+                yield from filter(is_dataclass, words_of(base).values())
+
+
+def _defined_classes() -> Iterator[Definition]:
+    """Yield the public dataclasses of realign."""
+    for path in sorted(ROOT.rglob("*.py")):
+        name = ".".join([ROOT.name, *path.relative_to(ROOT).with_suffix("").parts]).removesuffix(".__init__")
+        module = read_module(name) if not name.startswith(WITHOUT) else None
+        for definition in module.definitions.values() if module is not None else ():
+            public = definition.returns is None and not definition.name.startswith("_")
+            if public and is_dataclass(definition) and not is_abstract(definition):
+                yield definition
 
 
 def set_by(config_dir: Path | None = None) -> dict[tuple[str, str], list[str]]:
@@ -40,47 +87,33 @@ def set_by(config_dir: Path | None = None) -> dict[tuple[str, str], list[str]]:
     found: dict[tuple[str, str], list[str]] = {}
     for name in list_experiments(config_dir):
         config = compose_raw([f"experiment={name}"], config_dir)
-        for path in _roots(config):
-            place, node = place_of(path), config
-            for key in path:
-                node = node[key]
-            for used in _used(place, node):
+        for path in component_paths(config):
+            for used in _used(place_of(path), get(config, path)):
                 experiments = found.setdefault(used, [])
                 if name not in experiments:
                     experiments.append(name)
     return found
 
 
-def _roots(config: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Yield the paths of the root components of a config."""
-    for root in COMPONENTS:
-        if ROOTS[root].per_role:
-            yield from ((root, role) for role in config.get(root) or {})
-        elif config.get(root) is not None:
-            yield (root,)
-
-
 def _used(place: Place, node: Any) -> Iterator[tuple[str, str]]:
     """Yield the class and the name of each field that a node sets, and of those below it."""
     if not isinstance(node, Mapping):
         return
-    target = node.get(words.TARGET)
-    cls, known = place.chosen(target), place.fields(target) or {}
+    target = node.get(TARGET)
+    definition = place.chosen(target)
+    fields = fields_of(definition) if definition is not None and definition.returns is None else {}
     for name, value in node.items():
-        if inspect.isclass(cls) and name in known:
-            yield words.import_path(cls), name
+        if definition is not None and name in fields:
+            yield definition.path, name
         yield from _used(place.child(name, target), value)
 
 
-def _class_section(cls: type) -> Section:
-    hints = hints_of(cls)
-    entries = []
-    for field in own_settings(cls) if dataclasses.is_dataclass(cls) else ():
-        if field.name.startswith("_"):
-            continue
-        default = None if is_required(cls, field.name) else value_text(default_of(field))
-        entries.append(entry_of(field.name, hints[field.name], default, field_text(cls, field.name), MISSING))
-    return Section(words.import_path(cls), cls.__name__, inspect.getdoc(cls) or "", tuple(entries))
+def _class_section(definition: Definition) -> Section:
+    entries = tuple(
+        entry_of(name, types_of(field.annotation, field.module), default_of(field), field.text)
+        for name, field in settings_of(definition).items()
+    )
+    return Section(definition.path, definition.name, docstring(definition), entries)
 
 
-__all__ = ["PLAIN", "reference", "set_by"]
+__all__ = ["PLAIN", "reference", "set_by", "shipped_components"]

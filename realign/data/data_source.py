@@ -166,11 +166,13 @@ class DataSource(FileSource):
     """Excerpt of the prompt column to use, such as `{max_tokens: 64, end: "."}`. It replaces the text in the row.
     null uses the whole text."""
 
+    @override
+    def ineffective(self) -> dict[str, str]:
+        unused = "with template=plain. Set template=chat"
+        return {"system": unused, "template_options": unused} if self.template is Template.plain else {}
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("system", "template_options"):
-            if self.template is Template.plain and (value := getattr(self, name)):
-                raise SettingsError(f"{name}={value!r}: requires template=chat, but template=plain. Set template=chat.")
         if self.streaming and isinstance(self.split, Split):
             raise SettingsError("streaming=true: split into parts needs all rows in memory. Set streaming=false.")
         limit = self.length_limit()
@@ -286,12 +288,15 @@ class ImageSource(DataSource):
     image_processor: str | None = None
     """Folder or hub name of the image processor (preprocessor_config.json); null uses the folder of the tokenizer."""
 
+    @override
+    def ineffective(self) -> dict[str, str]:
+        unused = "without images_column. Set images_column"
+        images = {} if self.images_column is not None else {"image_folder": unused, "image_processor": unused}
+        return {**super().ineffective(), **images}
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        others = {"image_folder": self.image_folder, "image_processor": self.image_processor}
         if self.images_column is None:
-            if name := next((name for name, value in others.items() if value), None):
-                raise SettingsError(f"{name}={others[name]!r}: it is ignored without images_column. Set images_column.")
             return
         for name, wrong, valid in (
             ("streaming", self.streaming, "false"),

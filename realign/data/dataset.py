@@ -319,9 +319,7 @@ def _contents(value: Any) -> Iterator[bytes | memoryview]:
     elif dataclasses.is_dataclass(value):
         for field in dataclasses.fields(value):
             content = getattr(value, field.name)
-            # A report contains paths, which are not content. Without a mixture and images, hashes equal those of
-            # earlier versions.
-            if field.name != "report" and not (field.name in ("mixture", "images") and not content):
+            if field.name != "report":  # contains paths, which are not content
                 yield from _contents(content)
     elif isinstance(value, list | tuple):
         for item in value:

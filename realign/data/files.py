@@ -12,7 +12,7 @@ import hashlib
 import json
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -429,7 +429,23 @@ class _Converter:
     def __init__(self, name: str, size: int) -> None:
         self._name, self._most, self._total = name, _largest_content(size), 0
 
-    def rows(self, batch: Any, start: int = 0) -> Iterator[Row]:
+    def numbered(self, batches: Iterable[Any], cursor: Cursor, skip: int) -> Iterator[tuple[int, Row]]:
+        """Yield number and row of the rows behind the position of the cursor, and move the cursor.
+
+        Args:
+            batches: Record batches or tables.
+            cursor: Its position is the number of rows before it.
+            skip: Number of rows at the start of `batches` that are before the position.
+        """
+        number = cursor.position or 0
+        for batch in batches:
+            for row in self.rows(batch, skip):
+                number += 1
+                cursor.position = number
+                yield number, row
+            skip -= min(skip, len(batch))
+
+    def rows(self, batch: Any, start: int) -> Iterator[Row]:
         """Yield the rows of a record batch or table from a position.
 
         Raises:
@@ -469,7 +485,7 @@ class ParquetFile(LocalFile):
         import pyarrow
         import pyarrow.parquet
 
-        start = number = cursor.position or 0
+        start = cursor.position or 0
         try:
             with pyarrow.parquet.ParquetFile(self.path) as file:
                 sizes = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
@@ -478,13 +494,9 @@ class ParquetFile(LocalFile):
                     start -= sizes[first]
                     first += 1
                 converter = _Converter(self.name, self.path.stat().st_size)
-                for batch in file.iter_batches(_BATCH, row_groups=range(first, len(sizes))):
-                    unread = batch.slice(min(start, len(batch)))
-                    start -= len(batch) - len(unread)
-                    for row in converter.rows(unread):
-                        number += 1
-                        cursor.position = number
-                        yield PlacedRow(self, number, row)
+                batches = file.iter_batches(_BATCH, row_groups=range(first, len(sizes)))
+                for number, row in converter.numbered(batches, cursor, start):
+                    yield PlacedRow(self, number, row)
         except (pyarrow.ArrowException, *_DAMAGED) as error:
             raise DataError(f"{self.name} is not a readable parquet file: {error}") from error
 
@@ -497,16 +509,11 @@ class ArrowFile(LocalFile):
     def rows(self, cursor: Cursor) -> Iterator[PlacedRow]:
         import pyarrow
 
-        start = number = cursor.position or 0
         try:
             with pyarrow.memory_map(str(self.path)) as file:
                 converter = _Converter(self.name, self.path.stat().st_size)
-                for batch in self._batches(file):
-                    for row in converter.rows(batch, start):
-                        number += 1
-                        cursor.position = number
-                        yield PlacedRow(self, number, row)
-                    start -= min(start, len(batch))
+                for number, row in converter.numbered(self._batches(file), cursor, cursor.position or 0):
+                    yield PlacedRow(self, number, row)
         except (pyarrow.ArrowException, *_DAMAGED) as error:
             raise DataError(f"{self.name} is not a readable arrow file: {error}") from error
 
@@ -555,14 +562,10 @@ class SavedFolder(RowFile):
 
 def rows_of(dataset: Any, cursor: Cursor, name: str) -> Iterator[tuple[int, Row]]:
     """Yield number and row of the rows of a `datasets.Dataset` after a position, the number of rows before it."""
-    number = cursor.position or 0
     size = sum(Path(file["filename"]).stat().st_size for file in dataset.cache_files) or dataset.data.nbytes
-    tables, converter = dataset.with_format("arrow"), _Converter(name, size)
-    for start in range(number, len(dataset), _BATCH):
-        for row in converter.rows(tables[start : start + _BATCH]):
-            number += 1
-            cursor.position = number
-            yield number, row
+    tables = dataset.with_format("arrow")
+    batches = (tables[start : start + _BATCH] for start in range(cursor.position or 0, len(dataset), _BATCH))
+    yield from _Converter(name, size).numbered(batches, cursor, 0)
 
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow")

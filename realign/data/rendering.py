@@ -11,10 +11,9 @@ import re
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from realign.chat_template import ChatTemplate
+from realign.chat_template import render, template_errors
 from realign.data.messages import (
     REASONING,
     ROLES,
@@ -181,9 +180,18 @@ class ChatRenderer:
         source = self._source(conversation)
         if self.masks is AssistantMasks.prefixes or not _BLOCK.search(source):
             return None
+        from transformers.utils.chat_template_utils import render_jinja_template
+
         options = {**self.options, "chat_template": source, "tools": _tools(conversation)}
-        text, blocks = json.loads(self._template.ask(_rendered_blocks, self._messages(conversation), options))
-        return text, [(begin, end) for begin, end in blocks]
+        with template_errors():
+            texts, blocks = render_jinja_template(
+                conversations=[self._messages(conversation)],
+                return_assistant_tokens_mask=True,
+                add_generation_prompt=False,
+                **self.tokenizer.special_tokens_map,
+                **options,
+            )
+        return texts[0], [(begin, end) for begin, end in blocks[0]]
 
     def _verify(self, conversation: Conversation, text: str, spans: Mapping[int, Span]) -> None:
         """Check that a rendered text contains everything of a conversation. Only trained assistant turns are compared.
@@ -216,16 +224,12 @@ class ChatRenderer:
         """Return the source of the template that renders a conversation."""
         return str(self.tokenizer.get_chat_template(self.options.get("chat_template"), _tools(conversation)))
 
-    @cached_property
-    def _template(self) -> ChatTemplate:
-        return ChatTemplate(self.tokenizer)
-
     def _render(self, conversation: Conversation, *, add_generation_prompt: bool) -> str:
         return self._apply(self._messages(conversation), conversation, add_generation_prompt)
 
     def _apply(self, messages: list[Message], conversation: Conversation, add_generation_prompt: bool) -> str:
         options = {**self.options, "tools": _tools(conversation)}
-        return self._template.render(messages, options, add_generation_prompt=add_generation_prompt)
+        return render(self.tokenizer, messages, options, add_generation_prompt=add_generation_prompt)
 
     def _messages(self, conversation: Conversation) -> list[Message]:
         """Return the messages as the template expects them: arguments of tool calls as objects, or as JSON text."""
@@ -249,20 +253,6 @@ class ChatRenderer:
             return wrong and bool(self._apply(with_text_arguments(messages), conversation, add_generation_prompt=False))
         except DataError:  # fails either way; the caller reports the reason
             return False
-
-
-def _rendered_blocks(tokenizer: Any, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
-    """Return the text of a conversation and the spans of its `{% generation %}` blocks, as JSON."""
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    texts, spans = render_jinja_template(
-        conversations=[messages],
-        return_assistant_tokens_mask=True,
-        add_generation_prompt=False,
-        **tokenizer.special_tokens_map,
-        **options,
-    )
-    return json.dumps([texts[0], spans[0]])
 
 
 def _tools(conversation: Conversation) -> list[dict[str, Any]] | None:

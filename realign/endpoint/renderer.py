@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from functools import cached_property
 from typing import Any
 
-from realign.chat_template import Bounds, ChatTemplate
+from realign.chat_template import render
 from realign.endpoint.response_parsing import (
     ParsedResponse,
     ResponseReader,
@@ -33,7 +33,6 @@ _TOOL = {
     "type": "function",
     "function": {"name": "x", "description": "x", "parameters": {"type": "object", "properties": {}}},
 }
-_BOUNDS = Bounds(mean_s=20.0)  # an endpoint serves any number of calls, so only the limit of each one applies
 
 
 class Renderer:
@@ -54,7 +53,6 @@ class Renderer:
         self.tokenizer.response_template = found_response_template(self.tokenizer, response_template)
         self._response_template = loaded_template(self.tokenizer)
         self._special = special_tokens(self.tokenizer)
-        self._template = ChatTemplate(self.tokenizer, _BOUNDS)
         self._lock = threading.Lock()  # tokenizers are not documented to be thread-safe
         self._warned = False
         if response_template:
@@ -87,7 +85,7 @@ class Renderer:
             answered: whether the conversation ends with an answer, so that no further one begins.
 
         Raises:
-            ValueError: the chat template failed, or exceeded a limit.
+            ValueError: the chat template failed.
         """
         if tools and not self._warned and not can_parse(self.tokenizer):
             self._warned = True
@@ -96,12 +94,9 @@ class Renderer:
                 "Set response_template=auto, which needs pip install 'realign-rl[tools]'. Logged once."
             )
         given = {**self.options, **(options or {}), **({"tools": list(tools)} if tools else {})}
-        template = self._template
         try:
-            return template.render(messages, given, add_generation_prompt=not answered)
+            return render(self.tokenizer, messages, given, add_generation_prompt=not answered)
         except DataError as error:
-            if template.ended:  # the next call gets another process
-                self._template = ChatTemplate(self.tokenizer, _BOUNDS)
             raise ValueError(str(error)) from error
 
     def encode(self, text: str) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,17 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import override
 
-from realign.api.engine import Forward, LossFn, LossWeightFn, PipelinableEngine, PostHook, StepIf, copied_head, measured
+from realign.api.engine import (
+    EngineCapabilities,
+    Forward,
+    LossFn,
+    LossWeightFn,
+    PipelinableEngine,
+    PostHook,
+    StepIf,
+    copied_head,
+    measured,
+)
 from realign.api.generation import GenerationConfig
 from realign.api.microbatch import MicroBatchSpec
 from realign.api.model import Model, ModelFacts, ModelSpec
@@ -67,10 +77,10 @@ class SharedModel(Settings, ModelSpec):
         owner = (loaded or {}).get(self.of)
         if owner is None:
             raise ConfigError(f"models.{name}.of={self.of!r}: no RPC uses this role, so its model is not loaded")
-        engine = SharedEngine(name, self.of, owner.machine)
+        engine = SharedEngine(name, self.of, owner.engine)
         if self.branch is Share.reference:
             try:
-                engine = ReferenceEngine(name, self.of, owner.machine, owner.machine.reference(self.layers))
+                engine = ReferenceEngine(name, self.of, owner.engine, owner.engine.reference(self.layers))
             except (ConfigError, ValueError) as error:  # ValueError: an engine without reference branches
                 raise ConfigError(f"models.{name}: {error}") from error
         view = Model(name, engine, owner.tokenizer, seed, owner.version, owner.saved_views.get(name, {}))
@@ -114,23 +124,21 @@ def check_shared(models: Mapping[str, object]) -> None:
 class SharedEngine(PipelinableEngine):
     """An engine that forwards its calls to the engine of another role, and does not train."""
 
-    trainable = False
-
     def __init__(self, name: str, of: str, engine: PipelinableEngine) -> None:
         """Share `engine`, the engine of role `of`, with the role `name`."""
         self.name = name
         self.of = of
         self.engine = engine
 
-    @property
     @override
-    def outputs(self) -> frozenset[str]:
-        return self.engine.outputs
+    def capabilities(self) -> EngineCapabilities:
+        return replace(self.engine.capabilities(), trainable=False, size="")
 
     @override
     def forward(self, data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
         return self.engine.forward(data, mb_spec, post_hook)
 
+    @override
     def train_batch(
         self,
         data: SequenceSample,
@@ -143,41 +151,12 @@ class SharedEngine(PipelinableEngine):
         raise ValueError(f"models.{self.name} shares the model of role {self.of!r} and cannot train")
 
     @override
-    def check_router_replay(self) -> None:
-        self.engine.check_router_replay()
-
-    @override
     def generate(self, data: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
         return self.engine.generate(data, config, seed=seed)
 
     @override
     def lm_head(self) -> LMHead:
         return self.engine.lm_head()
-
-    @property
-    @override
-    def head_is_live(self) -> bool:
-        return self.engine.head_is_live
-
-    @property
-    @override
-    def positions(self) -> int | None:
-        return self.engine.positions
-
-    @property
-    @override
-    def eos_token_ids(self) -> tuple[int, ...]:
-        return self.engine.eos_token_ids
-
-    @property
-    @override
-    def reads_images(self) -> bool:
-        return self.engine.reads_images
-
-    @property
-    @override
-    def encoder_decoder(self) -> bool:
-        return self.engine.encoder_decoder
 
     @override
     def measure(self, data: SequenceSample, mb_spec: MicroBatchSpec, loss_fn: LossFn) -> Stats:
@@ -187,22 +166,17 @@ class SharedEngine(PipelinableEngine):
     def reduce(self, x: Tensor) -> Tensor:
         return self.engine.reduce(x)
 
-    def start_step(self, version: int) -> None:
-        """Do nothing, since schedules follow the role that trains."""
-
     @override
     def save(self, path: Path) -> None:
         """Write the whole model of the other role."""
         self.engine.save(path)
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         """Return an empty dict, since the role that owns the model saves the state."""
         return {}
 
-    def fixed_weights(self) -> dict[str, Any]:
-        """Return an empty dict, as `state_dict` does."""
-        return {}
-
+    @override
     def load_state_dict(self, state: Mapping[str, Any], *, weights_only: bool = False) -> None:
         """Raise ValueError for a state that is not empty."""
         if state:
@@ -213,6 +187,7 @@ class SharedEngine(PipelinableEngine):
         """Return the weights of the other role."""
         return self.engine.weights()
 
+    @override
     def load_weights(self, weights: Mapping[str, Tensor], mix: float = 1.0) -> None:
         """Raise ValueError, since the weights change only through the role that owns the model."""
         raise ValueError(f"models.{self.name} shares the model of role {self.of!r}. Load the weights into {self.of!r}.")
@@ -231,33 +206,30 @@ class ReferenceEngine(SharedEngine):
         """Measure the frozen policy."""
         return measured(self.forward, data, mb_spec, loss_fn)
 
-    @property
     @override
-    def outputs(self) -> frozenset[str]:
-        return frozenset({"logprobs"})
+    def capabilities(self) -> EngineCapabilities:
+        return replace(super().capabilities(), outputs=frozenset({"logprobs"}), live_head=False)
 
     @override
     def forward(self, data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
         return self._score(data, mb_spec, post_hook)
 
+    @override
     def lm_head(self) -> LMHead:
         """Return a copy of the frozen policy's head, which may differ from the head of the trained model."""
         return copied_head(self.forward)
 
-    @property
     @override
-    def head_is_live(self) -> bool:
-        """Return False, since the frozen policy does not change."""
-        return False
-
     def generate(self, data: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
         """Raise ValueError, since the branch has no KV cache."""
         raise ValueError(f"models.{self.name} is the reference branch of role {self.of!r}, which cannot generate")
 
+    @override
     def save(self, path: Path) -> None:
         """Raise ValueError, since the folder that the run started from contains these weights."""
         raise ValueError(f"models.{self.name} is the reference branch of role {self.of!r}, which cannot be saved")
 
+    @override
     def weights(self) -> dict[str, Tensor]:
         """Raise ValueError, since the weights are part of another network."""
         raise ValueError(f"models.{self.name} is the reference branch of role {self.of!r} without separate weights")

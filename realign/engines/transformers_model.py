@@ -112,12 +112,13 @@ class TransformersModel(Settings, ModelSpec):
     sampler: SamplerSpec = field(default_factory=InProcessSampling)
     inherited: TokenizerSource | None = field(default=None, init=False, repr=False, compare=False)
 
+    @override
+    def ineffective(self) -> dict[str, str]:
+        unused = "without an optimizer. Set optimizer.lr"
+        return {} if self.optimizer is not None else {"trains": unused, "load_balancing": unused}
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.optimizer is None and self.trains != All():
-            raise SettingsError(f"trains={self.trains}: it is ignored without an optimizer. Set optimizer.lr.")
-        if self.optimizer is None and self.load_balancing is not None:
-            raise SettingsError("load_balancing: it is ignored without an optimizer. Set optimizer.lr.")
         if self.load_balancing is not None and self.load_balancing.bias_rate and self.trains != All():
             raise SettingsError(
                 f"load_balancing.bias_rate={self.load_balancing.bias_rate:g}: it changes all layers, but "
@@ -131,6 +132,11 @@ class TransformersModel(Settings, ModelSpec):
         if self.head.is_scalar and self.sampler != InProcessSampling():
             raise SettingsError(
                 f"sampler={type(self.sampler).__name__}: a model with head={self.head} cannot sample. Remove sampler."
+            )
+        if isinstance(self.head, Causal) and self.head.vocabulary is not None and self.sampler.external:
+            raise SettingsError(
+                f"head.vocabulary={self.head.vocabulary}: sampler={type(self.sampler).__name__} samples all tokens. "
+                "Remove one of them."
             )
 
         if self._sampling.compiled_decode is CompiledDecode.on and (self.load_in_4bit or not self.fused_rollout):
@@ -445,5 +451,5 @@ class TransformersModel(Settings, ModelSpec):
         """See `realign.api.sampler.SamplesInBackground`; uses a copy of the model without its moving average."""
         from realign.engines.sampling.background import StreamingEngine
 
-        engine = self.for_sampling().load(name, seed=seed).machine
+        engine = self.for_sampling().load(name, seed=seed).engine
         return StreamingEngine(name, engine, recompute=recompute)

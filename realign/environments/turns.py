@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from realign.api.environment import Observation
-from realign.chat_template import ChatTemplate
+from realign.chat_template import render
 from realign.errors import ConfigError, DataError
 
 _QUESTION, _ANSWER = "any question", "the-answer-b7e1"  # only the text after the answer is used
@@ -33,10 +33,8 @@ class TurnWriter:
     chat: bool = False
     role: str = "tool"
     options: Mapping[str, Any] = field(default_factory=dict)
-    _chat_template: ChatTemplate = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_chat_template", ChatTemplate(self.tokenizer))
         if self.chat and not self.tokenizer.chat_template:
             raise ConfigError("chat=true: the tokenizer has no chat template. Set chat=false.")
 
@@ -80,7 +78,7 @@ class TurnWriter:
         before = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER}]
         conversation = [*before, *map(dict, messages)]
         try:
-            rendered = self._chat_template.render(conversation, self.options, add_generation_prompt=True)
+            rendered = render(self.tokenizer, conversation, self.options, add_generation_prompt=True)
         except DataError as error:
             raise ValueError(str(error)) from error
         _, answer, behind = rendered.partition(_ANSWER)

@@ -99,15 +99,15 @@ class AgentInterface(ModelInterface):
     limits: EndpointLimits = field(default_factory=lambda: EndpointLimits(max_concurrent=4096))
     """Limits of requests to the endpoint."""
 
+    @override
+    def ineffective(self) -> dict[str, str]:
+        of_functions = dict.fromkeys(("arguments", "tools", "mcp"), "with command. Set agent instead")
+        return of_functions if self.command else {"keep_environment": "without command. Set command"}
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if bool(self.agent) == bool(self.command):
             raise SettingsError("agent: set either agent, a function, or command, a program")
-        for name in ("arguments", "tools", "mcp"):
-            if self.command and (value := getattr(self, name)):
-                raise SettingsError(f"{name}={value}: has no effect with command")
-        if self.agent and self.keep_environment:
-            raise SettingsError(f"keep_environment={self.keep_environment}: has no effect without command")
         if self.max_sequence_tokens <= self.generation.max_new_tokens:
             raise SettingsError(
                 f"max_sequence_tokens={self.max_sequence_tokens}: must be greater than generation.max_new_tokens="

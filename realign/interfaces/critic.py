@@ -63,16 +63,14 @@ class ValueNormalization(Settings):
     eps: NonNegative = 1e-5
     """Epsilon added to the standard deviation."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.scale is not ValueScale.exponential and self.beta != ValueNormalization.beta:
-            raise SettingsError(
-                f"beta={self.beta:g}: has no effect with scale={self.scale.value}. Set scale=exponential"
-            )
-        if self.scale is ValueScale.none and self.eps != ValueNormalization.eps:
-            raise SettingsError(
-                f"eps={self.eps:g}: has no effect with scale=none. Set scale=exponential or scale=cumulative"
-            )
+    @override
+    def ineffective(self) -> dict[str, str]:
+        reasons = {}
+        if self.scale is not ValueScale.exponential:
+            reasons["beta"] = f"with scale={self.scale.value}. Set scale=exponential"
+        if self.scale is ValueScale.none:
+            reasons["eps"] = "with scale=none. Set scale=exponential or scale=cumulative"
+        return reasons
 
     def moments(self) -> RunningMoments | None:
         """Create the running moments: mean 0 and standard deviation 1 until the first training step."""
@@ -130,7 +128,7 @@ class PPOCriticInterface(ModelInterface):
             values_T = torch.where(mb["loss_mask"], self._outward(output.values()), 0)
             return mb.with_tokens(values=values_T).with_sequences(bootstrap_values=self._outward(output.scores()))
 
-        return model.machine.forward(forward_inputs(data), mb_spec, post_hook)
+        return model.engine.forward(forward_inputs(data), mb_spec, post_hook)
 
     def train_step(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> Stats:
         """Take `epochs * n_minibatches` optimizer steps toward `returns`, in a new random order in each epoch."""
@@ -139,7 +137,7 @@ class PPOCriticInterface(ModelInterface):
         rng = np.random.default_rng(model.call_seed("minibatches"))
         for _ in range(self.epochs):
             for part in data.minibatches(self.n_minibatches, rng):
-                stats.append(model.machine.train_batch(part, mb_spec, self.loss, self.loss_weight))
+                stats.append(model.engine.train_batch(part, mb_spec, self.loss, self.loss_weight))
         if self.moments is not None:
             stats.append(
                 {"return_moment_mean": number(self.moments.mean), "return_moment_std": number(self.moments.std)}
@@ -164,7 +162,7 @@ class PPOCriticInterface(ModelInterface):
             return data
         mask_T, returns_T = data["loss_mask"], data["returns"]
         values_T = torch.where(mask_T, self.moments.normalize(data["values"]), 0)
-        self.moments.update(returns_T, mask_T, model.machine.reduce)
+        self.moments.update(returns_T, mask_T, model.engine.reduce)
         returns_T = torch.where(mask_T, self.moments.normalize(returns_T), 0)
         return data.with_tokens(values=values_T, returns=returns_T)
 

@@ -156,10 +156,6 @@ class DPOInterface(ModelInterface):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("label_smoothing", "target_margin"):
-            value = getattr(self, name)
-            if value and self.kind in (DPOLoss.ipo, DPOLoss.odds_ratio):
-                raise SettingsError(f"{name}={value:g}: has no effect with kind={self.kind.value}. Set kind=sigmoid")
         if self.kind is DPOLoss.robust and not self.label_smoothing:
             raise SettingsError(
                 "label_smoothing=0: kind=robust corrects for wrong labels. Set label_smoothing to their fraction"
@@ -168,6 +164,12 @@ class DPOInterface(ModelInterface):
             raise SettingsError(
                 "reference_free=false: the odds of kind=odds_ratio are those of the policy. Set reference_free=true"
             )
+
+    @override
+    def ineffective(self) -> dict[str, str]:
+        unused = f"with kind={self.kind.value}. Set kind=sigmoid"
+        without = self.kind in (DPOLoss.ipo, DPOLoss.odds_ratio)
+        return dict.fromkeys(("label_smoothing", "target_margin"), unused) if without else {}
 
     @override
     def keys(self, method: str) -> Keys:

@@ -99,6 +99,11 @@ class EnvironmentInterface(ModelInterface):
     """Interface that also scores finished episodes, such as `RuleRewardInterface`. Its rewards are added to those of
     the environment, which are then reported as `rewards/environment`. null: only the environment rewards."""
 
+    @override
+    def ineffective(self) -> dict[str, str]:
+        unused = "with chat=false. Set chat=true"
+        return {} if self.chat else {"role": unused, "template_options": unused}
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.max_episode_tokens < (turn := self.generation.max_new_tokens):
@@ -106,9 +111,6 @@ class EnvironmentInterface(ModelInterface):
                 f"max_episode_tokens={self.max_episode_tokens}: must be at least generation.max_new_tokens={turn}, the "
                 "length of one turn"
             )
-        if not self.chat and (self.template_options or self.role != "tool"):
-            name, value = ("role", self.role) if self.role != "tool" else ("template_options", self.template_options)
-            raise SettingsError(f"{name}={value}: has no effect with chat=false. Set chat=true")
         if self.reward is not None and self.reward.needs_engine:
             raise SettingsError(f"reward: {type(self.reward).__name__} needs a model, so it cannot score episodes here")
         if isinstance(self.reward, Verifier) and self.reward.known_answer is not None:

@@ -140,7 +140,7 @@ class GKDInterface(ModelInterface):
         """Take `epochs * n_minibatches` optimizer steps, in a new random order in each epoch."""
         rng = np.random.default_rng(model.call_seed("minibatches"))
         parts = (part for _ in range(self.epochs) for part in data.minibatches(self.n_minibatches, rng))
-        return merge_stats(model.machine.train_batch(part, mb_spec, self.loss, self.loss_weight) for part in parts)
+        return merge_stats(model.engine.train_batch(part, mb_spec, self.loss, self.loss_weight) for part in parts)
 
     def loss(self, output: ModelOutput, minibatch: SequenceSample) -> tuple[Tensor, Stats]:
         """Return the aggregated sum of divergences (nats), and metrics."""

@@ -193,7 +193,7 @@ class KTOInterface(ModelInterface):
         policy_S = response_logprobs(model, other, mb_spec, self.temperature)
         baseline = kto_baseline(policy_S, part["mismatched_ref_logprobs"], answered(other))
         data = part.select(TRAINED).with_sequences(kl_baseline=baseline.expand(part.n_sequences).contiguous())
-        stats = model.machine.train_batch(data, mb_spec, self.loss, self.loss_weight)
+        stats = model.engine.train_batch(data, mb_spec, self.loss, self.loss_weight)
         return {**stats, "kl_baseline": Mean(baseline, torch.ones_like(baseline))}
 
     def loss(self, output: ModelOutput, minibatch: SequenceSample) -> tuple[Tensor, Stats]:

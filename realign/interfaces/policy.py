@@ -144,6 +144,11 @@ class PolicyInterface(ModelInterface):
     early_stop: EarlyStop = field(default_factory=EarlyStop)
     """Bounds beyond which the rest of a rollout batch is skipped."""
 
+    @override
+    def ineffective(self) -> dict[str, str]:
+        unused = "with generation.fixed_length=true, under which no token ends a response. Set one of them otherwise"
+        return {"train_end_token": unused} if self.generation.fixed_length else {}
+
     def __post_init__(self) -> None:
         super().__post_init__()
         self.generation.check_ratios()
@@ -151,11 +156,6 @@ class PolicyInterface(ModelInterface):
             given, most = getattr(self, name), getattr(self.generation, limit)
             if given is not None and given > most:
                 raise SettingsError(f"{name}={given}: must be at most generation.{limit}={most}")
-        if not self.train_end_token and self.generation.fixed_length:
-            raise SettingsError(
-                "train_end_token=false: has no effect with generation.fixed_length=true, under which no token ends a "
-                "response. Set one of them to its default"
-            )
         self.truncation.check(longest=self.generation.max_new_tokens, baseline=self.reward.has_baseline)
         self.advantage.check(responses=self.generation.n, adv_norm=self.adv_norm, baseline=self.reward.has_baseline)
         self.kl_control = self.kl.control()
@@ -256,7 +256,7 @@ class PolicyInterface(ModelInterface):
         stats = self.batch_stats(model, data)
         steps, further = self._optimize(model, data, mb_spec)
         merged = merge_stats([stats, *steps, *further])
-        merged |= self.kl_control.update(merged, model.machine.reduce)
+        merged |= self.kl_control.update(merged, model.engine.reduce)
         if self.objective_control is None:
             return merged
         return merged | self.objective_control.update(model, data, mb_spec, self.generation.temperature)
@@ -278,7 +278,7 @@ class PolicyInterface(ModelInterface):
         cu_seqlens, rewards_S, truncated_S = data.cu_seqlens(), Rewards.known(data), data.get("truncated")
         tokens_S = segment_sum(data["loss_mask"], cu_seqlens)
         valid_S = rewards_S.isfinite() & (tokens_S >= max(1, self.min_response_tokens))
-        self.reward.observe(self.reward_moments, rewards_S, valid_S, model.machine.reduce)
+        self.reward.observe(self.reward_moments, rewards_S, valid_S, model.engine.reduce)
         scores_S = self.reward.shape(self.reward_moments, rewards_S)
         scores_S = self.truncation.scores(scores_S, truncated_S, tokens_S, self.generation.max_new_tokens)
         scores_S = scores_S - self.reward.baselines(self.reward_moments, data)
@@ -294,7 +294,7 @@ class PolicyInterface(ModelInterface):
 
         With train_end_token=false, end tokens leave `loss_mask` after that.
         """
-        cu_seqlens, reduce = data.cu_seqlens(), model.machine.reduce
+        cu_seqlens, reduce = data.cu_seqlens(), model.engine.reduce
         valid_S = data["rewards"].isfinite() & (segment_sum(data["loss_mask"], cu_seqlens) > 0)
         if (kept_S := self.advantage.keep(data)) is not None:
             valid_S = valid_S & kept_S
@@ -322,7 +322,7 @@ class PolicyInterface(ModelInterface):
             return allowed
 
         data = self.trained(data)
-        reduce, rng = model.machine.reduce, np.random.default_rng(model.call_seed("minibatches"))
+        reduce, rng = model.engine.reduce, np.random.default_rng(model.call_seed("minibatches"))
         steps, further = list[Stats](), list[Stats]()
         # lazy, so that an early stop also skips the permutation of later epochs
         for part in (part for _ in range(self.epochs) for part in data.minibatches(self.n_minibatches, rng)):
@@ -331,7 +331,7 @@ class PolicyInterface(ModelInterface):
                 further.append(self.credit_stats(model, part))
             part = self.prepare(part, reduce)
             loss = self.loss if steps else self.first_loss
-            steps.append(model.machine.train_batch(part, mb_spec, loss, self.loss_weight, step_if))
+            steps.append(model.engine.train_batch(part, mb_spec, loss, self.loss_weight, step_if))
             if not allowed:
                 break
         if self.early_stop.bounded:

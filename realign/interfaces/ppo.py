@@ -43,18 +43,22 @@ class PPOActorInterface(PolicyInterface):
     ptx_coef: NonNegative = 0.0
     """Weight of the mean negative log-likelihood of pretraining text in the loss (PPO-ptx, arXiv:2203.02155)."""
 
+    @override
+    def ineffective(self) -> dict[str, str]:
+        reasons = super().ineffective()
+        if self.critic is not Critic.shared:
+            reasons["value"] = f"with critic={self.critic.value}. Set critic=shared"
+        if self.critic is not Critic.own:
+            reasons["critic_warmup_steps"] = f"with critic={self.critic.value}. Set critic=own"
+        return reasons
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.critic is Critic.shared and self.value is None:
             self.value = ValueObjective()
-        if self.value is not None and self.critic is not Critic.shared:
-            raise SettingsError(f"value: has no effect with critic={self.critic.value}. Set critic=shared")
         if self.critic is not Critic.none and not self.advantage.gives_returns:
             why = f"{type(self.advantage).__name__} computes no returns to train a critic"
             raise SettingsError(f"critic={self.critic.value}: {why}. Set advantage=gae or critic=none")
-        if self.critic_warmup_steps and self.critic is not Critic.own:
-            why = f"has no effect with critic={self.critic.value}"
-            raise SettingsError(f"critic_warmup_steps={self.critic_warmup_steps}: {why}. Set critic=own")
         if self.credit_per_minibatch and self.critic is Critic.own:
             raise SettingsError("credit_per_minibatch=true: cannot be combined with critic=own. Set critic=shared")
 

@@ -168,7 +168,7 @@ def fit(
     n_minibatches = min(interface.n_minibatches, len(chosen))
     for _ in range(epochs if n_minibatches else 0):
         for part in chosen.minibatches(n_minibatches, rng):
-            yield model.machine.train_batch(part, mb_spec, interface.loss, interface.loss_weight)
+            yield model.engine.train_batch(part, mb_spec, interface.loss, interface.loss_weight)
 
 
 def dataflow(interfaces: Mapping[str, ModelInterface] | None = None) -> DataflowGraph:

@@ -231,23 +231,22 @@ class RewardModelInterface(ModelInterface):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("use_margin", "from_divergence", "center_coef"):
-            if (found := getattr(self, name)) and self.kind is not RewardLoss.pairwise:
-                shown = "true" if found is True else f"{found:g}"
-                raise SettingsError(f"{name}={shown}: has no effect with kind={self.kind.value}. Set kind=pairwise")
-        if self.per_prompt_weighting and self.kind is RewardLoss.best_of_n:
-            raise SettingsError(
-                "per_prompt_weighting=true: has no effect with kind=best_of_n, which has one choice per prompt. Set "
-                "it to false"
-            )
-        if self.score_at is ScoreAt.last and self.stop_token_ids is not None:
-            raise SettingsError(
-                f"stop_token_ids={self.stop_token_ids}: has no effect with score_at=last. Set score_at=before_end"
-            )
         if self.score_at is ScoreAt.before_end and (self.dense or self.from_divergence):
             other = "dense" if self.dense else "from_divergence"
             raise SettingsError(f"score_at=before_end: {other}=true uses the scores of all tokens. Set {other}=false")
         self.gain, self.bias = 1.0, 0.0
+
+    @override
+    def ineffective(self) -> dict[str, str]:
+        reasons: dict[str, str] = {}
+        if self.kind is not RewardLoss.pairwise:
+            unpaired = f"with kind={self.kind.value}. Set kind=pairwise"
+            reasons |= dict.fromkeys(("use_margin", "from_divergence", "center_coef"), unpaired)
+        if self.kind is RewardLoss.best_of_n:
+            reasons["per_prompt_weighting"] = "with kind=best_of_n, which has one choice per prompt. Set it to false"
+        if self.score_at is ScoreAt.last:
+            reasons["stop_token_ids"] = "with score_at=last. Set score_at=before_end"
+        return reasons
 
     @override
     def keys(self, method: str) -> Keys:
@@ -303,7 +302,7 @@ class RewardModelInterface(ModelInterface):
             scored = mb.with_sequences(scores=self._scores(output, mb))
             return scored.with_tokens(after=self._scaled(scores_after(output, mb))) if self.dense else scored
 
-        scored = model.machine.forward(self._marked(model, data.select(["input_ids"])), mb_spec, post_hook)
+        scored = model.engine.forward(self._marked(model, data.select(["input_ids"])), mb_spec, post_hook)
         return scored["scores"], scored.get("after")
 
     def _marked(self, model: Model, data: SequenceSample) -> SequenceSample:

@@ -58,7 +58,7 @@ class SFTInterface(ModelInterface):
     def train_step(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> Stats:
         """Take `n_minibatches` optimizer steps over the batch, in a new random order."""
         parts = data.minibatches(self.n_minibatches, np.random.default_rng(model.call_seed("minibatches")))
-        return merge_stats(model.machine.train_batch(part, mb_spec, self.loss, self.loss_weight) for part in parts)
+        return merge_stats(model.engine.train_batch(part, mb_spec, self.loss, self.loss_weight) for part in parts)
 
     def loss(self, output: ModelOutput, minibatch: SequenceSample) -> tuple[Tensor, Stats]:
         """Return the aggregated sum of negative log-likelihoods (nats), and metrics."""

@@ -9,7 +9,6 @@ from typing import Any
 
 from typing_extensions import override
 
-from realign.errors import SettingsError
 from realign.rewards.pool.http import OpenRlhfReward
 from realign.settings import Count, Finite, Positive, Settings
 
@@ -77,13 +76,10 @@ class FunctionTerm(RewardTerm):
     protocol: HttpProtocol = field(default_factory=Realign)
     """Request format of a server: realign or openrlhf."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not isinstance(self.protocol, Realign) and "://" not in self.function:
-            raise SettingsError(
-                f"protocol={type(self.protocol).__name__.lower()}: it has no effect on function={self.function!r}, "
-                "which is not a URL. Remove protocol."
-            )
+    @override
+    def ineffective(self) -> dict[str, str]:
+        unused = f"on function={self.function!r}, which is not a URL. Remove protocol"
+        return {} if "://" in self.function else {"protocol": unused}
 
     @override
     def load(self) -> str | Callable[..., Any]:

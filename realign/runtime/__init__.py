@@ -1,7 +1,7 @@
 """Runtimes that execute a graph: `run`, with evaluation, metrics, learning curves and saved models."""
 
 from realign.api import ModelSpec
-from realign.runtime.checkpoint.background_writer import CheckpointSpec
+from realign.run_settings import CheckpointSpec
 from realign.runtime.evaluation.base import Evaluator
 from realign.runtime.evaluation.calibration import RewardCalibration
 from realign.runtime.evaluation.episodes import EpisodeEvaluation

@@ -7,14 +7,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
+
+from typing_extensions import override
 
 from realign.api import Callback, DataflowGraph, MicroBatchSpec, ModelInterface, ModelSpec, Plan, Sync
 from realign.data import DataSpec
 from realign.engines.files.folders import AVERAGED, check_name
 from realign.engines.shared_model import check_shared
 from realign.errors import ConfigError, SettingsError
-from realign.runtime.checkpoint.background_writer import CheckpointSpec
+from realign.run_settings import MicroBatchLimits, RunSettings
 from realign.runtime.checkpoint.folder import CHECKPOINTS
 from realign.runtime.default_roles import lead_of, with_default_roles, with_tokenizer_of
 from realign.runtime.evaluation.base import Evaluator
@@ -28,13 +30,11 @@ from realign.runtime.graph_checks import (
     check_syncs,
     check_temperatures,
 )
-from realign.runtime.metrics.details import RecordSpec
 from realign.runtime.metrics.trackers import TrackerSpec
 from realign.runtime.rollout.dynamic_sampling import DynamicSampling
 from realign.runtime.rollout.spec import RolloutSpec
 from realign.runtime.rollout.spec import Sync as SyncRollout
 from realign.runtime.runtime_spec import Local, RuntimeSpec
-from realign.settings import Count, NonNegativeInt, Range, Settings
 
 AUTO = "auto"
 """Value of `resume` that continues from the newest checkpoint in `output_dir`."""
@@ -57,89 +57,39 @@ class CheckpointPart(StrEnum):
     """Step, versions and records. Skipping them starts a new run at step 0, which needs a different `output_dir`."""
 
 
-@dataclass
-class Experiment(Settings):
-    """All settings of a run. One step is one pass over the graph.
+@dataclass(kw_only=True)
+class Experiment(RunSettings):
+    """All settings of a run, with its components as objects. `RunSettings` describes each of them.
 
     Names contain the unit: prompts, sequences, tokens, steps.
     """
 
-    name: str
-    """Name of the run, used in output, file names and trackers."""
-    steps: Count
-    """Number of training steps; each step is one pass over the graph with one batch of prompts."""
-    batch_prompts: Count
-    """Prompts per step."""
-    graph: DataflowGraph
-    """RPCs of a step. Entries of `sync` are added to its weight syncs."""
-    interfaces: Mapping[str, ModelInterface]
-    """Algorithm interface of each role."""
-    models: Mapping[str, ModelSpec]
-    """Model spec of each role that has a model."""
-    data: DataSpec
-    """Training data."""
     output_dir: Path = Path("runs")
-    """Output folder of metrics.jsonl, samples.jsonl, eval_samples.jsonl (held-out), curves.png and saved models."""
-    seed: int = 0
-    """Root seed of all random numbers of the run."""
-    microbatch: MicroBatchSpec = field(default_factory=lambda: MicroBatchSpec(max_tokens_per_microbatch=16384))
-    """Token budget of a forward pass, for every role."""
-    shuffle: bool = True
-    """Shuffle the rows in each epoch; the order depends only on seed and epoch."""
+    microbatch: MicroBatchSpec = field(
+        default_factory=lambda: MicroBatchSpec(MicroBatchLimits.max_tokens_per_microbatch)
+    )
+    graph: DataflowGraph
+    interfaces: Mapping[str, ModelInterface]
+    models: Mapping[str, ModelSpec]
     sync: Mapping[str, Sync] = field(default_factory=dict)
-    """Weight sync of roles that are not trained: which trained role to copy or average weights from after a step."""
+    """Entries are added to the weight syncs of `graph`."""
+    data: DataSpec
     dynamic_sampling: DynamicSampling | None = None
-    """Filter prompts by their rewards and sample until `batch_prompts` prompts have passed; null uses every batch
-    unfiltered."""
     evaluation: Evaluator | None = None
-    """Evaluation on held-out rows before training, every n steps and after training; null disables it."""
     evaluations: Mapping[str, Evaluator] = field(default_factory=dict)
-    """Further evaluations by name, such as one for each benchmark; their metrics are `eval/<name>/...`."""
     calibration: RewardCalibration | None = None
-    """Calibration of a reward model's gain and bias before or after training; null disables it."""
-    save_every_steps: Count | None = None
-    """Save the trained models every n steps. They are always saved at the end; null saves only then."""
-    keep_saves: Count | None = None
-    """Number of most recent `save_every_steps` folders to keep; null keeps all."""
-    save_best: str | None = None
-    """Metric, such as eval/reward, whose highest value so far triggers saving the models to `best`. The prefix `-`
-    (-eval/nll) selects the lowest value; null disables it."""
-    sample_prompts: NonNegativeInt = 1
-    """Prompts per step whose responses and rewards are written to samples.jsonl; at `batch_prompts`, all of them."""
-    records: RecordSpec = field(default_factory=RecordSpec)
-    """Detail of the records for the report: recorded tokens, spans and the load of the machine."""
-    print_samples_every_steps: Count | None = None
-    """Print three responses of a step, with reward and KL, every n steps; null disables it."""
     trackers: Mapping[str, TrackerSpec] = field(default_factory=dict)
-    """Metric trackers besides metrics.jsonl, under names of your choice, such as `realign.runtime.TensorBoard`."""
     callbacks: Mapping[str, Callback] = field(default_factory=dict)
-    """Hooks that read the metrics of the run, add metrics, or stop the run, under names of your choice."""
     runtime: RuntimeSpec = field(default_factory=Local)
-    """Processes in which the models run: `Local` or `Ray`."""
     rollout: RolloutSpec = field(default_factory=SyncRollout)
-    """When responses are sampled: synchronously within their training step, or asynchronously ahead of it."""
-    ratio_tolerance: Annotated[float, Range(ge=0)] | None = None
-    """Largest absolute log-prob difference (nats) between sampler and trainer before the first update. A larger one
-    warns. null: 1e-3, or 0.1 for a model that computes in bfloat16."""
-    strict_ratio: bool = False
-    """Raise an error instead of a warning when the difference exceeds `ratio_tolerance`."""
-    overwrite: bool = False
-    """Replace an earlier run in `output_dir`."""
-    checkpoint: CheckpointSpec | None = field(default_factory=CheckpointSpec)
-    """When to write checkpoints, from which an interrupted run can resume; null disables them."""
-    resume: str | None = None
-    """auto: continue from the newest valid checkpoint in `output_dir`, or start a new run if there is none. A path:
-    continue from that checkpoint, or from the newest one of that run. null: start a new run."""
-    resume_allow: list[str] = field(default_factory=list)
-    """Config keys that may differ from the config stored in the checkpoint; a key includes all keys below it."""
-    resume_skip: list[str] = field(default_factory=list)
-    """Parts of the checkpoint to skip, see `CheckpointPart`; with all parts listed, only weights are restored."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.output_dir = Path(self.output_dir)
         self.dropped: list[str] = []
         """Config keys that a higher layer discarded, with their file."""
+        self.idle: list[str] = []
+        """Settings of files that have no effect, with the reason."""
         self.resolved: Mapping[str, Any] = {}
         """The whole config as plain values; empty without one. Resuming compares it with the checkpoint's config."""
         self._check_resume()
@@ -167,14 +117,19 @@ class Experiment(Settings):
         check_minibatches(self.graph, self.interfaces, self.batch_prompts)
         check_exact_sampling(self.graph, self.interfaces)
 
+    @override
+    def ineffective(self) -> dict[str, str]:
+        reasons: dict[str, str] = {}
+        if self.resume is None:
+            reasons |= dict.fromkeys(("resume_allow", "resume_skip"), "without resume. Set resume")
+        if self.save_every_steps is None:
+            reasons["keep_saves"] = "without save_every_steps. Set save_every_steps"
+        return reasons
+
     def _check_resume(self) -> None:
         for part in self.resume_skip:
             if part not in list(CheckpointPart):
                 raise SettingsError(f"resume_skip=[{part}]: unknown part (valid: {', '.join(CheckpointPart)})")
-        for name, value in (("resume_allow", self.resume_allow), ("resume_skip", self.resume_skip)):
-            if self.resume is None and value:
-                setting = f"{name}=[{', '.join(value)}]"
-                raise SettingsError(f"{setting}: it has no effect without resume. Set resume, or remove {name}.")
         if self.resume == AUTO and CheckpointPart.counters in self.resume_skip:
             raise SettingsError(
                 "resume_skip=[counters]: it starts a new run, which resume=auto cannot do. Set resume to the path of "
@@ -182,11 +137,6 @@ class Experiment(Settings):
             )
 
     def _check_saves(self) -> None:
-        if self.keep_saves is not None and self.save_every_steps is None:
-            raise SettingsError(
-                f"keep_saves={self.keep_saves}: it has no effect without save_every_steps. Set save_every_steps, or "
-                "remove keep_saves."
-            )
         if self.save_best is not None and self.save_best.startswith(("eval/", "-eval/")) and not self.all_evaluations:
             raise SettingsError(
                 f"save_best={self.save_best}: the run has no evaluation that measures this metric. Configure an "

@@ -310,7 +310,7 @@ class LocalRuntime:
             self._samplers.wake()
         model = self.models[rpc.model]
         if draw:
-            model = replace(model, seed=derive_seed(model.seed, "draw", draw))
+            model = model.replaced(seed=derive_seed(model.seed, "draw", draw))
         mb_spec, traces = self.experiment.microbatch, list[TracedSequence]()
         if rpc.method == "train_step" and self.trace_prompts:
             mb_spec = replace(mb_spec, trace_ids=batch.ids[: self.trace_prompts])

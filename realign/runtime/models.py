@@ -10,9 +10,9 @@ from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 
 from realign.api import RPC, DataflowGraph, Model, ModelInterface, ModelSpec
+from realign.api.engine import role_of_hidden
 from realign.api.router_experts import ROUTER_EXPERTS
 from realign.api.sampler import ConfiguresSampler
-from realign.api.target_heads import role_of_hidden
 from realign.engines import SharedModel
 from realign.engines.distributed.ranks import current
 from realign.engines.files.folders import AVERAGED, refuse_link, write_state
@@ -66,10 +66,10 @@ def _completed(experiment: Experiment, used: Mapping[str, ModelSpec], models: di
     check_vocabularies(models, lead_role(experiment))
     tokenizer = models[lead_role(experiment)].tokenizer
     for rpc in experiment.graph.rpcs:
-        if rpc.method == "train_step" and rpc.model in models and not models[rpc.model].machine.trainable:
+        if rpc.method == "train_step" and rpc.model in models and not models[rpc.model].engine.capabilities().trainable:
             raise untrainable(rpc, used[rpc.model])
     for role in dict.fromkeys(rpc.model for rpc in experiment.graph.rpcs if rpc.model in models):
-        check_outputs(role, models[role].machine.outputs, experiment.interfaces[role])
+        check_outputs(role, models[role].engine.capabilities().outputs, experiment.interfaces[role])
     connect_heads(experiment.graph, models)
     check_models_replay(experiment.graph, models)
     models |= {role: Model(role, None, tokenizer, seed) for role in experiment.roles if role not in models}
@@ -112,7 +112,7 @@ def open_sampler(spec: ModelSpec, model: Model) -> None:
             f"models.{model.name}.sampler={type(spec.sampler).__name__}: this sampler does not work under torchrun. "
             "Start one process, or set runtime=ray."
         )
-    model.external_sampler = spec.sampler.open(model.name, model.machine, model.tokenizer)
+    model.external_sampler = spec.sampler.open(model.name, model.engine, model.tokenizer)
 
 
 def check_optimizers(experiment: Experiment) -> None:
@@ -157,7 +157,7 @@ def check_outputs(role: str, outputs: frozenset[str], interface: ModelInterface,
 
     Args:
         role: role of the interface.
-        outputs: outputs of the head, see `PipelinableEngine.outputs`.
+        outputs: outputs of the head, see `EngineCapabilities.outputs`.
         interface: the interface to check.
         owner: role that owns the model, if it is not `role`.
 
@@ -202,10 +202,12 @@ def check_models_replay(graph: DataflowGraph, models: Mapping[str, Model]) -> No
         own = {theirs: ours for ours, theirs in rpc.rename.items()}
         if rpc.model not in models or ROUTER_EXPERTS not in {own.get(key, key) for key in (*rpc.inputs, *rpc.outputs)}:
             continue
-        try:
-            models[rpc.model].machine.check_router_replay()
-        except (ConfigError, ValueError) as error:
-            raise ConfigError(f"{error} Set generation.router_replay=false.") from error
+        capabilities = models[rpc.model].engine.capabilities()
+        if not capabilities.router_replay:
+            raise ConfigError(
+                f"models.{rpc.model}: choices of experts cannot be replayed: {capabilities.router_replay_obstacle} Set "
+                "generation.router_replay=false."
+            )
 
 
 def connect_heads(graph: DataflowGraph, models: Mapping[str, Model]) -> None:
@@ -225,18 +227,18 @@ def connect_heads(graph: DataflowGraph, models: Mapping[str, Model]) -> None:
             if name is not None and key in graph.producers:
                 heads[name] = _head(calls[graph.producers[key]].model, rpc.model, graph, models)
         if heads:
-            models[rpc.model].machine.use_heads(heads)
+            models[rpc.model].engine.use_heads(heads)
 
 
 def _head(owner: str, reader: str, graph: DataflowGraph, models: Mapping[str, Model]) -> LMHead:
     """Return the head of role `owner` for a loss of role `reader`."""
-    machine = models[owner].machine
-    if owner in graph.sync and not (machine.head_is_live and models[reader].machine.head_is_live):
+    live = all(models[role].engine.capabilities().live_head for role in (owner, reader))
+    if owner in graph.sync and not live:
         raise ConfigError(
             f"sync.{owner}: the loss of models.{reader} uses a copy of its head, which the sync would not change. "
             f"Remove sync.{owner}, or run both models without sharding in one process (runtime=local)."
         )
-    return machine.lm_head()
+    return models[owner].engine.lm_head()
 
 
 def save_models(folder: Path, models: Mapping[str, Model], interfaces: Mapping[str, ModelInterface]) -> None:
@@ -251,7 +253,7 @@ def save_models(folder: Path, models: Mapping[str, Model], interfaces: Mapping[s
     refuse_link(folder)
     ranks = current()
     for role, model in models.items():
-        if model.engine is None or not model.engine.trainable:
+        if not model.has_engine or not model.engine.capabilities().trainable:
             continue
         ranks.together(partial(model.engine.save, folder / role))
         ranks.lead(partial(_write_states, folder, role, model, interfaces))

@@ -12,7 +12,7 @@ from pathlib import Path
 from realign.engines.files.folders import check_run_folder
 from realign.errors import ConfigError, TransientError
 from realign.runtime.checkpoint.folder import CHECKPOINTS
-from realign.runtime.checkpoint.schema import DETAILS, RECORDS
+from realign.runtime.checkpoint.schema import RECORDS
 from realign.runtime.experiment import AUTO, CheckpointPart, Experiment
 
 
@@ -44,7 +44,7 @@ def check_output_folder(experiment: Experiment) -> None:
 
 def clear_output_folder(out: Path) -> None:
     """Remove the files of an earlier run from an output folder, so that they do not mix with those of a new run."""
-    records = [f"{name}.jsonl" for name in (*RECORDS, *DETAILS)]
+    records = [f"{name}.jsonl" for name in RECORDS]
     for name in (*records, "curves.png", "last_failure.json", "summary.json", "run.json", "report.html"):
         (out / name).unlink(missing_ok=True)
     for folder in (*_model_folders(out), out / "tensorboard", out / CHECKPOINTS):

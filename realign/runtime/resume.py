@@ -83,7 +83,7 @@ def find_start(experiment: Experiment) -> Start | None:
 
 def _stopped_by(experiment: Experiment, state: Mapping[str, Any]) -> Mapping[str, str] | None:
     """Return the stop that ended the run; None if no callback stopped it, or if that callback is changed or removed."""
-    stop = state.get("callbacks", {}).get("stop")
+    stop = state["callbacks"]["stop"]
     if stop is None or CheckpointPart.callbacks in experiment.resume_skip:
         return None
     callback = experiment.callbacks.get(stop["callback"])

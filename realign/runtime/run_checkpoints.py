@@ -79,7 +79,7 @@ def restore(runtime: LocalRuntime, state: Mapping[str, Any], skip: Iterable[str]
                 "data: the rows differ from those of the run that wrote the checkpoint. Use the same file, or set "
                 "resume_skip=[data] to start at the beginning of this one."
             )
-        _restore_place(runtime, state["data"], state.get("rollout"))
+        _restore_place(runtime, state["data"], state["rollout"])
     if CheckpointPart.counters not in skipped:
         runtime.counters = Counters.from_state(state["counters"])
     if CheckpointPart.random not in skipped:  # last, because the code above may draw random numbers
@@ -87,9 +87,9 @@ def restore(runtime: LocalRuntime, state: Mapping[str, Any], skip: Iterable[str]
 
 
 def _model_state(model: Model, synced: bool) -> dict[str, Any]:
-    trained = model.engine is not None and model.engine.trainable
-    own = {"version": model.version, "engine": model.machine.state_dict() if trained else None}
-    return own | ({"weights": model.machine.weights()} if synced else {})
+    trained = model.has_engine and model.engine.capabilities().trainable
+    own = {"version": model.version, "engine": model.engine.state_dict() if trained else None}
+    return own | ({"weights": model.engine.weights()} if synced else {})
 
 
 def _restore_models(runtime: LocalRuntime, states: Mapping[str, Any], skipped: set[str]) -> None:
@@ -97,7 +97,7 @@ def _restore_models(runtime: LocalRuntime, states: Mapping[str, Any], skipped: s
         where = "the checkpoint" if differing[0] in states else "this run"
         raise CheckpointError(f"models.{differing[0]} is only in {where}. Resume with the same roles.")
     for role, model in runtime.models.items():
-        state, trained = states[role], model.engine is not None and model.engine.trainable
+        state, trained = states[role], model.has_engine and model.engine.capabilities().trainable
         if (state["engine"] is not None) != trained:
             now, then = ("trains", "did not") if trained else ("does not train", "did")
             raise CheckpointError(
@@ -106,13 +106,13 @@ def _restore_models(runtime: LocalRuntime, states: Mapping[str, Any], skipped: s
             )
         if trained:
             with _matching_model(role):
-                model.machine.load_state_dict(state["engine"], weights_only=CheckpointPart.optimizer in skipped)
+                model.engine.load_state_dict(state["engine"], weights_only=CheckpointPart.optimizer in skipped)
         if "weights" in state:  # a role that is synced from a trained role
             with _matching_model(role):
-                model.machine.load_weights(state["weights"])
+                model.engine.load_weights(state["weights"])
         if CheckpointPart.counters not in skipped:
             model.version = state["version"]
-        if model.engine is not None:
+        if model.has_engine:
             model.move_to(model.version)
 
 
@@ -197,7 +197,7 @@ def frozen_weights(runtime: LocalRuntime) -> dict[str, Any]:
     """
     origins = {}
     for role, model in runtime.models.items():
-        if model.engine is None:
+        if not model.has_engine:
             continue
         origin = any(isinstance(view.engine, ReferenceEngine) for view in model.views)
         tree = {"fixed": model.engine.fixed_weights(), "trained": model.engine.state_dict() if origin else {}}

@@ -107,7 +107,7 @@ def attempts_in(folder: Path) -> list[dict[str, Any]]:
 
 def _described(runtime: LocalRuntime) -> dict[str, Any]:
     e = runtime.experiment
-    models = ((role, model.engine) for role, model in runtime.models.items() if model.engine is not None)
+    models = ((role, model.engine) for role, model in runtime.models.items() if model.has_engine)
     lead = lead_role(e)
     larger_is_better = {} if e.save_best is None else {e.save_best.removeprefix("-"): not e.save_best.startswith("-")}
     return {
@@ -119,7 +119,7 @@ def _described(runtime: LocalRuntime) -> dict[str, Any]:
         "versions": {"python": platform.python_version(), **_versions()},
         "device": _device(),
         "git": git_state(Path.cwd()),
-        "models": {role: engine.describe() for role, engine in models},
+        "models": {role: engine.capabilities().size for role, engine in models},
         "graph": graph_record(e.graph),
         "headline": headline(e.graph, e.interfaces, lead, tuple(e.evaluations)),
         "panels": [dataclasses.asdict(panel) for panel in panels(e.graph, e.interfaces, lead)],

@@ -165,8 +165,8 @@ class TrainingLoop:
     def _display(self, console: Console) -> LiveDisplay:
         e = self.experiment
         log = self.report.log
-        models = ((role, model.engine) for role, model in self.runtime.models.items() if model.engine is not None)
-        sizes = [f"{role}: {about}" for role, engine in models if (about := engine.describe())]
+        models = ((role, model.engine) for role, model in self.runtime.models.items() if model.has_engine)
+        sizes = [f"{role}: {about}" for role, engine in models if (about := engine.capabilities().size)]
 
         def doing() -> str:
             first = self.done < self.first

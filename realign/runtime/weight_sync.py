@@ -33,7 +33,7 @@ class WeightSync:
         self._models = models
         self._verified = dict.fromkeys(syncs, 0)
         for role, sync in syncs.items():
-            own, given = (shapes_of(models[name].machine.weights()) for name in (role, sync.of))  # one after the other
+            own, given = (shapes_of(models[name].engine.weights()) for name in (role, sync.of))  # one after the other
             try:
                 check_weights(role, own, given, sync.weight)
             except (ValueError, RealignError) as error:
@@ -55,14 +55,14 @@ class WeightSync:
                 continue
             started = time.perf_counter()
             source, target = self._models[sync.of], self._models[role]
-            weights = source.machine.weights()
-            target.machine.load_weights(weights, sync.weight)
+            weights = source.engine.weights()
+            target.engine.load_weights(weights, sync.weight)
             target.move_to(source.version)
             if sync.weight == 1 and self._verified[role] < VERIFIED:
                 self._verified[role] += 1
                 given = _digest(weights)
                 del weights  # with sharded ranks, `weights` is a gathered full copy, and so is the target's
-                taken = _digest(target.machine.weights())
+                taken = _digest(target.engine.weights())
                 if given != taken:
                     raise RuntimeError(
                         f"sync.{role}: after the copy in step {step}, the weights of {role!r} (sha256 {taken[:12]}) "

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from realign.api import (
     Completion,
@@ -22,8 +23,7 @@ from realign.api import (
     Sum,
     merge_stats,
 )
-from realign.api.engine import LossFn, LossWeightFn, PipelinableEngine, PostHook, StepIf
-from realign.api.q_values import QValues
+from realign.api.engine import EngineCapabilities, LossFn, LossWeightFn, PipelinableEngine, PostHook, QValues, StepIf
 from realign.api.sampler import requests_of, sample_of
 from realign.api.stats import keep_traces, with_responses
 from realign.functional import LMHead, last_true, previous
@@ -117,18 +117,28 @@ class BigramOutput:
 
 
 class BigramEngine(PipelinableEngine):
-    """`PipelinableEngine` for a bigram table in float64, trained with SGD; small enough to verify by hand."""
+    """`PipelinableEngine` for a bigram table in float64, trained with SGD; small enough to verify by hand.
 
-    trainable = True
-    outputs = frozenset({"logprobs", "values", "scores", "q_values"})
+    Further arguments are fields of `EngineCapabilities`, such as `positions`.
+    """
 
-    def __init__(self, *, vocabulary: int = 11, seed: int = 0, lr: float = 0.5) -> None:
+    def __init__(
+        self, *, vocabulary: int = 11, seed: int = 0, lr: float = 0.5, trainable: bool = True, **known: Any
+    ) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.logits_VV = torch.randn(vocabulary, vocabulary, generator=generator, dtype=torch.float64)
         self.values_V = torch.randn(vocabulary, generator=generator, dtype=torch.float64)
         self.lr = lr
+        self.trainable = trainable
+        self._known = known
         self.heads: dict[str, LMHead] = {}
         """Heads of other roles, for losses over the whole vocabulary."""
+
+    @override
+    def capabilities(self) -> EngineCapabilities:
+        return EngineCapabilities(
+            frozenset({"logprobs", "values", "scores", "q_values"}), self.trainable, **self._known
+        )
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -139,39 +149,40 @@ class BigramEngine(PipelinableEngine):
         """Run the forward pass of a batch."""
         return BigramOutput(self.logits_VV, self.values_V, mb["input_ids"], mb.cu_seqlens(), self.heads)
 
+    @override
     def use_heads(self, heads: Mapping[str, LMHead]) -> None:
-        """See `PipelinableEngine`."""
         self.heads = dict(heads)
 
+    @override
     def forward(self, data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
-        """See `PipelinableEngine`."""
         parts = data.split(mb_spec)
         with torch.no_grad():
             results = [post_hook(self.output(mb), mb) for mb in parts]
         return parts.restore([r.select(r.keys - data.keys) for r in results])
 
-    def state_dict(self) -> dict[str, Any]:
-        """See `PipelinableEngine`."""
-        return {"logits": self.logits_VV, "values": self.values_V}
-
-    def fixed_weights(self) -> dict[str, Any]:
-        """See `PipelinableEngine`. Empty, since all weights train."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any], *, weights_only: bool = False) -> None:
-        """See `PipelinableEngine`. SGD has no state other than the weights."""
-        for own, saved in zip(self.parameters, (state["logits"], state["values"]), strict=True):
-            own.detach().copy_(saved)
-
+    @override
     def weights(self) -> dict[str, Tensor]:
-        """See `PipelinableEngine`."""
         return {"logits": self.logits_VV, "values": self.values_V}
 
+    @override
     def load_weights(self, weights: Mapping[str, Tensor], mix: float = 1.0) -> None:
-        """See `PipelinableEngine`."""
-        for own, given in zip(self.parameters, (weights["logits"], weights["values"]), strict=True):
-            own.lerp_(given, mix)
+        own = self.weights()
+        if {name: x.shape for name, x in weights.items()} != {name: x.shape for name, x in own.items()}:
+            raise ValueError(f"the weights must be {', '.join(own)} of the same shapes")
+        if not 0 < mix <= 1:
+            raise ValueError(f"mix={mix}: must be above 0 and at most 1")
+        for name, x in own.items():
+            x.lerp_(weights[name], mix)
 
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return self.weights()  # SGD has no other state
+
+    @override
+    def load_state_dict(self, state: Mapping[str, Any], *, weights_only: bool = False) -> None:
+        self.load_weights(state)
+
+    @override
     def train_batch(
         self,
         data: SequenceSample,
@@ -180,7 +191,9 @@ class BigramEngine(PipelinableEngine):
         loss_weight_fn: LossWeightFn,
         step_if: StepIf | None = None,
     ) -> Stats:
-        """See `PipelinableEngine`. Uses SGD."""
+        """Take one step of SGD."""
+        if not self.trainable:
+            raise ValueError("this engine does not train")
         weight = loss_weight_fn(data)
         total, collected = torch.zeros((), dtype=torch.float64), list[Stats]()
         for p in self.parameters:
@@ -192,16 +205,24 @@ class BigramEngine(PipelinableEngine):
             total = total + loss.detach()
             collected.append(merge_stats([keep_traces(stats, mb, mb_spec)]))
         merged = merge_stats(collected)
-        stepping = bool(weight > 0) and (step_if is None or step_if(merged))
+        gradients = [p.requires_grad_(False).grad for p in self.parameters]
+        norm = torch.stack([torch.zeros_like(total) if g is None else g.norm() for g in gradients]).norm()
+        stepping = bool((total + norm).isfinite()) and bool(norm > 0) and (step_if is None or step_if(merged))
         for p in self.parameters:
-            p.requires_grad_(False)
             if p.grad is not None and stepping:
                 p -= self.lr * p.grad
         own: Stats = {"loss": Mean(total, weight), "optimizer_steps": Sum(torch.tensor(float(stepping)))}
         return merge_stats([merged, own])
 
+    @override
     def generate(self, data: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
-        """Sample up to `max_new_tokens` tokens for each response. Token 0 ends a response unless `fixed_length`."""
+        """Sample up to `max_new_tokens` tokens for each response. Token 0 ends a response unless `fixed_length`.
+
+        Raises:
+            ValueError: the config asks for choices of experts, which the table does not have.
+        """
+        if config.router_replay:
+            raise ValueError("generation.router_replay=true: a bigram table has no experts")
         logp_VV = (self.logits_VV / config.temperature).log_softmax(-1)
         found = [self._respond(request, logp_VV) for request in requests_of(data, config, seed)]
         out = sample_of(data, found, config.n)
@@ -219,13 +240,7 @@ class BigramEngine(PipelinableEngine):
         ids, truncated = torch.tensor(tokens), not ended and not config.fixed_length
         return Completion(ids, torch.tensor(logps), torch.zeros_like(ids, dtype=torch.int32), truncated)
 
-    def reduce(self, x: Tensor) -> Tensor:
-        """Return `x`, since there is only one process."""
-        return x
-
-    def start_step(self, version: int) -> None:
-        """Do nothing, since the engine has no schedules."""
-
+    @override
     def save(self, path: Path) -> None:
         """Write the two tables."""
         path.mkdir(parents=True, exist_ok=True)

@@ -133,12 +133,12 @@ def test_a_model_counts_its_steps_and_derives_seeds_from_them() -> None:
     assert engine.versions == [1, 2]
     assert seeds == [derive_seed(5, "actor", "generate", version) for version in range(3)]
     assert model.call_seed("minibatches") not in seeds
-    assert model.machine is engine
+    assert model.engine is engine
 
 
 def test_a_role_without_a_network_says_so() -> None:
     with pytest.raises(ValueError, match=r"role 'reward' has no model. Set models\.reward"):
-        _ = Model("reward", None).machine
+        _ = Model("reward", None).engine
 
 
 class Scorer(ModelInterface):

@@ -124,7 +124,7 @@ def test_a_model_samples_with_its_engine_at_its_version_or_with_its_external_sam
     sampler = table()
     model.external_sampler = sampler
     assert model.sampler is sampler
-    model.machine.logits_VV.zero_()
+    model.engine.logits_VV.zero_()
     model.move_to(11)
     assert (sampler.version, sampler.updates) == (11, [11])
     assert not sampler.logits_VV.any()

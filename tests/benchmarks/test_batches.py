@@ -26,7 +26,7 @@ def test_copies_repeat_the_same_work():
 
 def test_a_training_step_changes_the_weights():
     actor = make_actor(TINY)
-    weight = next(actor.machine.network.parameters())
+    weight = next(actor.engine.network.parameters())
     before = weight.detach().clone()
     TrainStep(actor, TINY)(make_rollout(TINY), 64)
     assert not torch.equal(weight, before)

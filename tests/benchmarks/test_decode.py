@@ -31,7 +31,7 @@ def test_an_unknown_argument_ends_the_program():
 
 
 def test_every_weight_of_the_model_has_a_name_in_the_gguf_file():
-    names = list(make_actor(SCENARIOS["tiny"]).machine.module.state_dict())
+    names = list(make_actor(SCENARIOS["tiny"]).engine.module.state_dict())
     found = [_gguf_name(name) for name in names]
     assert len(set(found)) == len(names)
     assert {"token_embd.weight", "output.weight", "blk.0.attn_q.bias", "blk.0.ffn_gate.weight"} <= set(found)

@@ -43,7 +43,7 @@ def test_a_step_without_a_lever_is_the_same_step(name, monkeypatch):
 
     def kept(*args, **kwargs):
         actor = make(*args, **kwargs)
-        weights.append(actor.machine.network)
+        weights.append(actor.engine.network)
         return actor
 
     monkeypatch.setattr(levers, "make_actor", kept)

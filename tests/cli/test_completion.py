@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from realign.cli.completion import DEFAULTS, PER_ROLE, completions, script
-from realign.config.inspection import class_at
-from realign.config.places import ROOTS
+from realign.cli.completion import completions, script
 from tests.config_parts import write_experiment
 from tests.processes import printed_without
 
@@ -42,6 +40,8 @@ CHECKOUT = Path(__file__).parents[2]
         ("realign models.actor.trains=lora models.actor.trains.r", ["models.actor.trains.rank="]),
         ("realign algorithm=rloo interfaces.actor.objective.", []),  # Reinforce has no fields
         ("realign interfaces.actor.advantage=gae interfaces.actor.advantage.l", ["interfaces.actor.advantage.lam="]),
+        ("realign interfaces.actor.objective.d", ["interfaces.actor.objective.dual="]),  # the default of the field
+        ("realign graph.", []),  # no config sets the parameter `interfaces`
         ("realign callbacks.stop=", ["callbacks.stop=early_stopping", "callbacks.stop=null"]),
         ("realign callbacks.stop=early_stopping callbacks.stop.p", ["callbacks.stop.patience="]),
         ("realign microbatch.n", ["microbatch.n_microbatches="]),
@@ -84,13 +84,6 @@ def test_own_experiments_and_classes_of_the_current_folder_are_found(tmp_path, m
     line = "realign --config-dir conf ./own.yaml interfaces.actor.my"
     assert completions(line) == ["interfaces.actor.my_coef="]
     assert "interfaces.reward." in completions("realign --config-dir conf ./own.yaml interfaces.")
-
-
-def test_the_default_classes_are_those_of_the_config():
-    assert set(PER_ROLE) == {name for name, root in ROOTS.items() if root.per_role}
-    for name, path in DEFAULTS.items():
-        assert class_at(path) is not None, path
-        assert path == (ROOTS[name].default or ROOTS[name].kind)
 
 
 def test_completion_imports_neither_torch_nor_hydra(tmp_path):

@@ -37,7 +37,7 @@ def adapter(folder: Path, base: Path, head=None) -> None:
     spec = TransformersModel(
         str(base), device="cpu", optimizer=OptimizerSpec(lr=1e-2), trains=Lora(rank=4, merge_on_save=False), **fields
     )
-    engine = spec.load("actor", seed=0).machine
+    engine = spec.load("actor", seed=0).engine
 
     def loss(out, mb):
         return (out.logprobs().sum() if head is None else out.scores().square().sum()), {}
@@ -107,7 +107,7 @@ def test_a_reward_model_keeps_its_head_when_it_is_merged(tmp_path):
     found, info = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not info["missing_keys"]
     spec = TransformersModel(str(tmp_path / "reward"), device="cpu", head=Score())
-    assert torch.equal(found.score.weight, spec.load("reward", seed=0).machine.head.weight_1H)
+    assert torch.equal(found.score.weight, spec.load("reward", seed=0).engine.head.weight_1H)
     assert "pipeline_tag: text-classification" in (tmp_path / "out" / "README.md").read_text()
 
 

@@ -16,9 +16,9 @@ from realign.cli.arguments import with_overrides_for_flags
 from realign.config import composition
 from realign.config.aliases import COMMANDS, described, index, tables, translate
 from realign.config.errors import ConfigError
+from realign.config.experiment import ExperimentConfig
 from realign.config.files import GROUPS, list_algorithms, list_experiments
 from realign.config.help import section
-from realign.config.schema import ExperimentConfig
 from tests.docs.pages import blocks
 
 GRPO = "experiment=grpo"

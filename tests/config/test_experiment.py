@@ -1,15 +1,26 @@
-"""Test how a config becomes an experiment: the named callbacks."""
+"""Test how a config becomes an experiment: callbacks, idle settings, and what evaluations take over from training."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
-from realign.config import build_experiment, compose
-from realign.config.errors import ConfigError
+from realign.api import GenerationConfig
+from realign.cli.launch_table import derived_rows
+from realign.config import ConfigError, build_experiment, compose
+from realign.config.experiment import as_node
+from realign.data import PreferenceData, PromptData, SupervisedData
+from realign.interfaces.components.correction import ImportanceCorrection, RatioRange
+from realign.interfaces.environment import EnvironmentInterface
+from realign.interfaces.grpo import GRPOActorInterface
+from realign.interfaces.rule_reward import RuleRewardInterface
+from realign.runtime import EpisodeEvaluation, Evaluation, Experiment, LossEvaluation
 from realign.runtime.callbacks import EarlyStopping
 from tests.config_parts import EXPERIMENT, write_experiment
+
+# --- callbacks ---
 
 WORD = "callbacks: {stop: early_stopping}\n"
 
@@ -75,3 +86,291 @@ def test_the_resolved_config_of_an_actor_without_a_critic_has_no_settings_of_one
         ConfigError, match=r"interfaces\.actor\.critic=own: .*realign\.interfaces\.ppo\.PPOActorInterface"
     ):
         build_experiment(compose(["experiment=grpo", *required, "interfaces.actor.critic=own"]))
+
+
+# --- evaluations ---
+
+HELD_OUT = "evaluation.data.path=held_out.jsonl"
+NEEDED = {
+    "grpo": ["interfaces.reward.function=realign.rewards:exact_answer"],
+    "raft": ["interfaces.reward.function=realign.rewards:exact_answer"],
+    "remax": ["interfaces.reward.function=realign.rewards:exact_answer"],
+    "trlx_ppo": ["interfaces.reward.function=realign.rewards:exact_answer"],
+    "ppo": ["models.reward.path=r"],
+    "instructgpt": ["models.reward.path=r", "data.prompts.path=a.jsonl", "data.pretraining.path=b.jsonl"],
+    "reward_model": ["models.reward.path=m"],
+    "grpo_agent": ["interfaces.agent.agent=a.py:agent"],
+    "grpo_environment": ["interfaces.agent.environment=a.py:World"],
+}
+KINDS = {
+    **dict.fromkeys(("grpo", "raft", "remax", "trlx_ppo", "ppo", "instructgpt"), (Evaluation, PromptData)),
+    "grpo_agent": (EpisodeEvaluation, PromptData),
+    "grpo_environment": (EpisodeEvaluation, PromptData),
+    "sft": (LossEvaluation, SupervisedData),
+    "dpo": (LossEvaluation, PreferenceData),
+    "reward_model": (LossEvaluation, PreferenceData),
+}
+
+
+def built(name: str, *overrides: str) -> Experiment:
+    given = [f"experiment={name}", *NEEDED.get(name, [])]
+    given += [] if name == "reward_model" else ["models.actor.path=m"]
+    given += [] if name == "instructgpt" else ["data.path=train.jsonl"]
+    return build_experiment(compose([*given, *overrides]))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_path_of_the_held_out_rows_is_enough(name):
+    made = built(name, HELD_OUT)
+    evaluation = made.evaluation
+    assert (type(evaluation), type(evaluation.data)) == KINDS[name]
+    assert evaluation.data.path == "held_out.jsonl"
+    assert evaluation.role == ("reward" if name == "reward_model" else "actor")
+
+
+def test_data_has_the_template_the_columns_and_the_limits_of_training_but_other_rows():
+    training = ["data.template=chat", "data.system=Be brief.", "data.prompt_column=question", "data.limit=100"]
+    data = built("grpo", *training, HELD_OUT, "evaluation.data.max_prompt_tokens=99").evaluation.data
+    assert (data.template.name, data.system, data.prompt_column) == ("chat", "Be brief.", "question")
+    assert (data.limit, data.max_prompt_tokens) == (None, 99)
+    supervised = built("sft", *training, HELD_OUT, "evaluation.data.limit=5").evaluation.data
+    assert (supervised.system, supervised.prompt_column, supervised.max_tokens) == ("Be brief.", "question", 2048)
+    assert supervised.limit == 5
+
+
+def test_another_part_of_the_training_file_needs_no_path():
+    split = "{part: 1, weights: [9, 1]}"
+    data = built("grpo", "data.split={part: 0, weights: [9, 1]}", f"evaluation.data.split={split}").evaluation.data
+    assert (data.path, data.split.part) == ("train.jsonl", 1)
+
+
+def test_another_split_of_the_training_dataset_needs_no_path_and_is_read_into_memory():
+    training = ["data.path=org/name", "data.subset=main", "data.split=train", "data.streaming=true"]
+    data = built("grpo", *training, "data.max_prompt_tokens=9", "evaluation.data.split=test").evaluation.data
+    assert (data.path, data.subset, data.split, data.streaming) == ("org/name", "main", "test", False)
+    other = built("grpo", *training, "data.max_prompt_tokens=9", HELD_OUT).evaluation.data
+    assert (other.path, other.subset, other.split, other.streaming) == ("held_out.jsonl", None, None, False)
+
+
+def test_responses_are_greedy_and_as_long_as_in_training_unless_the_node_asks_for_samples():
+    training = ["interfaces.actor.generation={n: 8, max_new_tokens: 77, temperature: 0.9}"]
+
+    def generation(*overrides: str) -> GenerationConfig:
+        return built("grpo", *training, HELD_OUT, *overrides).evaluation.generation
+
+    assert generation() == GenerationConfig(n=1, max_new_tokens=77, temperature=0.9, greedy=True)
+    assert generation("evaluation.generation.max_new_tokens=5").max_new_tokens == 5
+    several = generation("evaluation.generation.n=16")
+    assert (several.n, several.greedy, several.temperature) == (16, False, 0.9)
+    assert not generation("evaluation.generation.temperature=0.5").greedy
+    assert generation("evaluation.generation={n: 2, greedy: true}").greedy
+
+
+def test_the_reward_is_that_of_the_graph_or_that_of_training_with_other_settings():
+    functions = "interfaces.reward.functions={a: x.py:f, b: {function: y.py:g, weight: 2}}"
+    made = built("grpo", "interfaces.reward.function=null", functions, "interfaces.reward.workers=3", HELD_OUT)
+    assert made.evaluation.reward is None
+    changed = built("grpo", "interfaces.reward.workers=3", HELD_OUT, "evaluation.reward.timeout_s=5").evaluation.reward
+    training = "realign.rewards:exact_answer"
+    assert changed == RuleRewardInterface(training, workers=3, timeout_s=5.0)
+    replaced = built("grpo", HELD_OUT, "evaluation.reward.functions={a: x.py:f}").evaluation.reward
+    assert replaced == RuleRewardInterface(functions={"a": "x.py:f"})
+    with pytest.raises(
+        ConfigError, match=r"evaluation\.reward\._target_ is missing: the reward of training is a model"
+    ):
+        built("ppo", HELD_OUT, "evaluation.reward.function=x.py:f")
+
+
+def test_a_reward_makes_an_evaluation_sample_where_training_does_not():
+    reward = "{_target_: realign.interfaces.rule_reward.RuleRewardInterface, function: x.py:f}"
+    made = built("sft", "data.prompt_column=question", HELD_OUT, f"evaluation.reward={reward}").evaluation
+    assert type(made) is Evaluation
+    assert type(made.data) is PromptData
+    assert made.data.prompt_column == "question"
+    assert made.generation.greedy
+
+
+def test_episodes_are_those_of_training_one_greedy_episode_per_row():
+    made = built("grpo_environment", "interfaces.agent.max_turns=3", HELD_OUT).evaluation
+    assert isinstance(made.episodes, EnvironmentInterface)
+    assert (made.episodes.max_turns, made.episodes.generation.n, made.episodes.generation.greedy) == (3, 1, True)
+    changed = built("grpo_environment", HELD_OUT, "evaluation.episodes={max_turns: 2, generation: {n: 4}}").evaluation
+    assert (changed.episodes.max_turns, changed.episodes.generation.n) == (2, 4)
+    assert not changed.episodes.generation.greedy
+
+
+def test_named_sets_take_over_the_training_settings_too():
+    made = built(
+        "grpo",
+        "data.template=chat",
+        "evaluations={math: {data: {path: a.jsonl}}, code: {data: {path: b.jsonl}, every_steps: 5}}",
+    )
+    assert {name: e.data.path for name, e in made.evaluations.items()} == {"math": "a.jsonl", "code": "b.jsonl"}
+    assert {e.data.template.name for e in made.evaluations.values()} == {"chat"}
+    assert [e.every_steps for e in made.evaluations.values()] == [10, 5]
+    assert [*made.all_evaluations] == ["evaluations.math", "evaluations.code"]
+    assert built("grpo", "evaluations.math=null").evaluations == {}
+
+
+def test_the_resolved_config_contains_everything_and_builds_the_same_evaluation():
+    made = built("grpo", HELD_OUT, "evaluations.math.data.path=a.jsonl")
+    again = built("grpo", f"evaluation={_flow(as_node(made.evaluation))}")
+    assert again.evaluation == made.evaluation
+    assert made.resolved["evaluations"]["math"]["data"]["path"] == "a.jsonl"
+
+
+def _flow(node) -> str:
+    """Write a config node as an override."""
+    if isinstance(node, dict):
+        return "{" + ", ".join(f"{key}: {_flow(value)}" for key, value in node.items()) + "}"
+    if isinstance(node, list):
+        return "[" + ", ".join(map(_flow, node)) + "]"
+    return (
+        "null"
+        if node is None
+        else str(node).lower()
+        if isinstance(node, bool)
+        else f"'{node}'"
+        if node == ""
+        else str(node)
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "message"),
+    [
+        ("grpo", ["evaluation.every_steps=5"], r"evaluation\.data\.path is missing: give it the held-out rows"),
+        ("grpo", ["evaluations.math.every_steps=5"], r"evaluations\.math\.data\.path is missing"),
+        ("grpo", ["evaluation.data.template=chat"], r"evaluation\.data\.path is missing"),
+        (
+            "grpo",
+            [HELD_OUT, "evaluation.every_steps=null"],
+            r"every_steps must not be null; expected int; evaluation=null disables",
+        ),
+        (
+            "grpo",
+            [HELD_OUT, "evaluation.data.tmplate=chat"],
+            r"unknown key 'evaluation\.data\.tmplate'; did you mean 'template'",
+        ),
+        ("grpo", [HELD_OUT, "evaluation.role=critic"], r"evaluation\.role: no model plays 'critic'"),
+        ("grpo", [HELD_OUT, "evaluation.pass_at=[4]"], r"evaluation\.pass_at=\[4\]: needs at least 4 responses"),
+        (
+            "sft",
+            [HELD_OUT, "evaluation.generation.n=2"],
+            r"evaluation\.reward is not set, and no RPC of the graph writes",
+        ),
+        (
+            "sft",
+            [HELD_OUT, "evaluation.reward.workers=2"],
+            r"evaluation\.reward\._target_ is missing: training has no reward",
+        ),
+        ("grpo", ["evaluations=3"], r"evaluations"),
+        ("grpo", ["evaluations.math=held.jsonl"], r"evaluations\.math"),
+        ("grpo", ["evaluations.math.data.path=a.jsonl", "save_best=eval/code/reward"], None),
+    ],
+)
+def test_a_mistake_is_named_with_its_key(name, overrides, message):
+    if message is None:
+        assert built(name, *overrides).save_best == "eval/code/reward"  # found at launch, with the valid metrics
+        return
+    with pytest.raises(ConfigError, match=message):
+        built(name, *overrides)
+
+
+@pytest.mark.parametrize("name", ["grpo_agent", "grpo_environment"])
+def test_shipped_conversations_fit_a_window_of_2048_tokens(name):
+    made = built(name)
+    assert made.longest_response <= (2048 if made.response_counts_prompt else 2048 - 512)
+
+
+# --- correction for external samplers ---
+
+BASE = ["experiment=grpo", "models.actor.path=model", "data.path=rows.jsonl", "interfaces.reward.function=arithmetic"]
+SERVER = ["models.actor.sampler=vllm", "models.actor.sampler.urls=[http://127.0.0.1:8000]"]
+
+
+def correction(*words):
+    experiment = build_experiment(compose([*BASE, *words]))
+    actor = experiment.interfaces["actor"]
+    assert isinstance(actor, GRPOActorInterface)
+    return actor.correction, {rpc.name for rpc in experiment.graph.rpcs}
+
+
+def test_a_server_brings_the_correction_and_the_call_that_it_needs():
+    assert correction() == (None, correction()[1])
+    found, calls = correction(*SERVER)
+    assert found == ImportanceCorrection()
+    assert len(calls) == len(correction()[1]) + 1
+
+
+@pytest.mark.parametrize("word", ["null", "none"])
+def test_a_correction_can_be_disabled(word):
+    assert correction(*SERVER, f"interfaces.actor.correction={word}")[0] is None
+
+
+def test_a_correction_of_the_user_stays():
+    found, _ = correction(
+        *SERVER, "interfaces.actor.correction=importance_correction", "interfaces.actor.correction.weight.cap=2"
+    )
+    assert found == ImportanceCorrection(weight=RatioRange(cap=2.0))
+
+
+# --- settings without effect ---
+
+
+IDLE = """# @package _global_
+defaults: [/experiment/grpo, _self_]
+models: {actor: {path: m}}
+data: {path: p.jsonl}
+interfaces:
+  actor:
+    _target_: realign.interfaces.ppo.PPOActorInterface
+    advantage: gae
+    kl: {place: loss, full_vocabulary: true, estimator: null}
+    critic_warmup_steps: 3
+  reward: {function: "realign.rewards.arithmetic:score"}
+"""
+
+
+def idle(folder: Path, *words: str, more: str = "") -> Experiment:
+    file = folder / "experiment" / "idle.yaml"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(IDLE + more)
+    return build_experiment(compose(["experiment=idle", *words], folder))
+
+
+def test_a_setting_of_a_file_without_effect_is_a_row_of_the_launch_table(tmp_path):
+    made = idle(tmp_path, "interfaces.actor.kl.place=reward")
+    actor = made.interfaces["actor"]
+    assert (actor.kl.full_vocabulary, actor.critic_warmup_steps) == (False, 0)
+    assert made.resolved["interfaces"]["actor"]["critic_warmup_steps"] == 0
+    assert made.idle == [
+        "interfaces.actor.kl.full_vocabulary=true (with place=reward)",
+        "interfaces.actor.critic_warmup_steps=3 (with critic=none)",
+    ]
+    assert dict(derived_rows(made))["settings without effect"] == "; ".join(made.idle)
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (
+            ["kl.place=reward", "kl.full_vocabulary=true"],
+            "kl.full_vocabulary=true: has no effect with place=reward",
+        ),
+        (["kl={place: reward, full_vocabulary: true}"], "kl.full_vocabulary=true: has no effect"),
+        (["critic_warmup_steps=4"], "critic_warmup_steps=4: has no effect with critic=none. Set critic=own"),
+        (["value.coef=2"], "value: has no effect with critic=none. Set critic=shared"),
+    ],
+)
+def test_a_setting_of_the_command_line_without_effect_is_an_error(tmp_path, words, key):
+    with pytest.raises(ConfigError, match=re.escape(f"interfaces.actor.{key}")):
+        idle(tmp_path, *(f"interfaces.actor.{word}" for word in words))
+
+
+def test_settings_of_the_run_without_effect_follow_the_same_rule(tmp_path):
+    with pytest.raises(ConfigError, match=r"^resume_allow=\[steps\]: has no effect without resume"):
+        idle(tmp_path, "resume_allow=[steps]")
+    made = idle(tmp_path, more="keep_saves: 3\nsave_every_steps: null\n")
+    assert made.keep_saves is None
+    assert made.idle[-1] == "keep_saves=3 (without save_every_steps)"

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
+import re
 import subprocess
 import sys
 
 import pytest
 
-from realign.config import schema
+from realign.cli import commands as cli
+from realign.config.composition import compose_raw
 from realign.config.errors import ConfigError
-from realign.config.help import MIRRORED, Section, _ranged, find_keys, section
-from realign.config.help_entries import Entry, hints_of, valid_range
+from realign.config.experiment import REPORT, ExperimentConfig
+from realign.config.files import file_values, list_experiments
+from realign.config.help import Entry, Section, find_keys, key_help, section
+from realign.config.places import ROOTS
 from realign.config.reference import reference, set_by
-from realign.config.schema import COMPONENTS, REPORT, ExperimentConfig
 from tests.config_parts import write_experiment
 
 
@@ -35,7 +37,7 @@ def test_every_field_of_every_component_has_a_text_a_type_and_a_default_or_must_
 def test_the_root_lists_every_key_of_the_schema():
     keys = [one.key for one in section("").entries]
     assert keys == [name for name in ExperimentConfig.__dataclass_fields__ if name not in REPORT]
-    assert set(COMPONENTS) < set(keys)
+    assert set(ROOTS) < set(keys)
 
 
 def test_a_number_has_its_type_default_range_and_what_the_experiment_sets():
@@ -47,10 +49,10 @@ def test_a_number_has_its_type_default_range_and_what_the_experiment_sets():
 
 def test_choices_have_their_meaning():
     kl = section("interfaces.actor.kl", ["experiment=grpo"])
-    assert [choice.word for choice in entry(kl, "place").choices] == ["none", "reward", "loss"]
+    assert list(entry(kl, "place").choices) == ["none", "reward", "loss"]
     objective = section("interfaces.actor.objective").own
     assert objective is not None
-    texts = {choice.word: choice.text for choice in objective.choices}
+    texts = objective.choices
     assert texts.keys() == {"clip", "gspo", "cispo", "sapo", "gmpo", "reinforce", "proximal_kl"}
     assert "arXiv:2507.18071" in texts["gspo"]
 
@@ -114,19 +116,80 @@ def test_fields_know_the_experiments_that_set_them():
     assert ("realign.interfaces.grpo.GRPOActorInterface", "name") not in used
 
 
-@pytest.mark.parametrize("name", MIRRORED)
-def test_the_ranges_of_the_schema_are_those_of_the_class_that_it_mirrors(name):
-    module, _, mirrored = MIRRORED[name].rpartition(".")
-    hints = hints_of(getattr(importlib.import_module(module), mirrored))
-    expected = {key: text for key, hint in hints.items() if (text := valid_range(hint))}
-    found = {key: text for key, hint in _ranged(getattr(schema, name)).items() if (text := valid_range(hint))}
-    assert found == expected
+@pytest.mark.parametrize("name", list_experiments())
+def test_the_values_of_the_files_are_those_that_are_composed(name):
+    composed, read = compose_raw([f"experiment={name}"]), file_values([f"experiment={name}"])
+    assert all(composed[key] == value for key, value in read.items() if key in ROOTS or not isinstance(value, dict))
+    assert all(key in read or not composed[key] for key in ROOTS)
 
 
-def test_root_keys_are_described_without_importing_torch():
+@pytest.mark.parametrize("words", [["help", "steps"], ["help", "interfaces.actor.kl"], ["help", "objective"]])
+def test_help_imports_neither_torch_nor_hydra(words):
     code = (
-        "import sys; from realign.config.help import section; "
-        "assert section('steps').own.valid == 'at least 1'; section('checkpoint'); section(''); "
-        "assert 'torch' not in sys.modules"
+        "import sys; from realign.cli.commands import main; "
+        f"assert main({words}) == 0; assert not {{'torch', 'hydra', 'transformers'}} & sys.modules.keys()"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_a_class_that_its_module_makes_is_imported(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "made_class.py").write_text(
+        "import dataclasses\nfrom realign.interfaces.grpo import GRPOActorInterface\n"
+        "Mine = dataclasses.make_dataclass('Mine', [('my_coef', float, 0.5)], bases=(GRPOActorInterface,))\n"
+        "Mine.__module__ = __name__\n"
+    )
+    words = ["experiment=grpo", "interfaces.actor._target_=made_class.Mine"]
+    described = section("interfaces.actor", words)
+    assert described.name == "Mine"
+    assert entry(described, "my_coef").default == "0.5"
+    assert entry(described, "kl").type == "KLPenalty"
+
+
+def test_a_component_shows_its_class_text_and_fields():
+    out = key_help(["experiment=grpo", "interfaces.actor.kl"])
+    assert out.startswith("interfaces.actor.kl  (KLPenalty, experiment=grpo)\n")
+    assert re.search(r"^  place   none \| reward \| loss   default none   set to loss$", out, re.M)
+    assert re.search(r"^  coef   float, at least 0 and finite   default 0\.05   set to 0\.001$", out, re.M)
+    assert max(map(len, out.splitlines())) <= 100
+
+
+def test_a_value_shows_type_default_range_and_choices():
+    out = key_help(["interfaces.actor.kl.estimator"])
+    assert re.search(r"^  type     word \| null$", out, re.M)
+    assert re.search(r"^  default  null$", out, re.M)
+    assert "\n    k1  " in out
+    out = key_help(["steps"])
+    assert "default  none; the key must be set" in out
+    assert "valid    at least 1" in out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("help", "interfaces.actor.kl"),
+        ("--help", "interfaces.actor.kl"),
+        ("help", "experiment=ppo", "interfaces.actor.kl"),
+        ("experiment=grpo", "interfaces.actor.kl", "--help"),
+        ("help", "interfaces.actor.kl."),
+    ],
+)
+def test_every_way_to_ask_answers(arguments, capsys):
+    assert cli.main(list(arguments)) == 0
+    assert capsys.readouterr().out.startswith("interfaces.actor.kl  (KLPenalty, ")
+
+
+def test_help_of_an_experiment_shows_what_it_sets(capsys):
+    assert cli.main(["experiment=ppo", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("Config keys  (experiment=ppo)\n")
+    assert re.search(r"^  steps   int, at least 1   set to 100$", out, re.M)
+    assert cli.main(["help"]) == 0
+    assert re.search(r"^  steps   int, at least 1   must be set$", capsys.readouterr().out, re.M)
+
+
+def test_a_key_that_does_not_exist_is_one_line(capsys):
+    assert cli.main(["help", "interfaces.actor.klx"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: unknown key 'interfaces.actor.klx'; did you mean 'kl'?")

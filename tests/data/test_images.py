@@ -279,7 +279,7 @@ def test_an_image_processor_that_is_a_link_is_not_saved_with_a_model(tmp_path):
         ({"streaming": True, "max_prompt_tokens": 9}, "streaming=True: incompatible with images_column"),
         ({"too_long": "truncate_left"}, "too_long=truncate_left: incompatible with images_column"),
         ({"template": "plain"}, "template=plain: incompatible with images_column"),
-        ({"images_column": None, "image_folder": "x"}, "image_folder='x': it is ignored without images_column"),
+        ({"images_column": None, "image_folder": "x"}, "image_folder=x: has no effect without images_column"),
     ],
 )
 def test_settings_that_do_not_fit_images_are_an_error(settings, message):

@@ -13,7 +13,7 @@ from realign.data import PreferenceData, PromptData, RewardedData, RowSource, Sp
 from realign.data.dataset import content_hash
 from realign.data.files import JsonLinesFile
 from realign.errors import CheckpointError, DataError, SettingsError
-from realign.runtime.checkpoint.schema import ORDER
+from realign.runtime.checkpoint.schema import OrderState, check
 from tests.data.text_tokenizer import make_tokenizer
 
 TOKENIZER = make_tokenizer()
@@ -306,7 +306,7 @@ def test_any_changed_value_of_a_state_ends_in_success_or_one_line(files, tmp_pat
                 inner = inner[key]
             inner[last] = value
             try:
-                ORDER(changed["order"], "data.order")
+                check(OrderState, changed["order"], "data.order")
                 resumed = data.load(TOKENIZER).order(0, True)
                 resumed.load_state_dict(changed["order"])
                 resumed.rows(range(6, 8))

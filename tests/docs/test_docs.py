@@ -14,10 +14,10 @@ from realign.cli.chat import chat_of
 from realign.cli.command_options import split_options
 from realign.cli.commands import main
 from realign.cli.evaluate import read_request
-from realign.cli.key_help import key_help
 from realign.cli.launch_table import derived_rows
 from realign.cli.serve import serve_of
 from realign.config import build_experiment, compose
+from realign.config.help import key_help
 from realign.planning.options import PlanOptions
 from realign.runtime import run
 from realign.runtime.profiling import ProfileOptions

@@ -14,7 +14,7 @@ from realign.data import PromptData
 from realign.engines import OptimizerSpec
 from realign.interfaces.environment import EnvironmentInterface
 from realign.interfaces.rule_reward import RuleRewardInterface
-from realign.runtime.checkpoint.background_writer import CheckpointSpec
+from realign.run_settings import CheckpointSpec
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "robustness.md").read_text(encoding="utf-8")

@@ -23,7 +23,7 @@ ALONE = Lora(rank=4, merge_on_save=False)
 
 
 def load(folder, role="actor", **fields):
-    return TransformersModel(str(folder), device="cpu", **fields).load(role, seed=0).machine
+    return TransformersModel(str(folder), device="cpu", **fields).load(role, seed=0).engine
 
 
 def logprobs(engine):
@@ -88,7 +88,7 @@ def test_the_reference_of_a_continued_adapter_is_the_start_and_not_the_base_mode
     engine, folder = sft
     spec = TransformersModel(str(folder), device="cpu", optimizer=STEP, trains=ALONE)
     assert spec.facts().branches is False
-    reference = spec.frozen_start("actor").load("ref", seed=0).machine
+    reference = spec.frozen_start("actor").load("ref", seed=0).engine
     torch.testing.assert_close(logprobs(reference), logprobs(engine), atol=1e-5, rtol=1e-5)
     explicit = TransformersModel(str(folder), optimizer=STEP, trains=Lora(rank=4), adapter=AdapterStart.continue_)
     assert explicit.frozen_start("actor") == TransformersModel(str(folder))
@@ -111,7 +111,7 @@ def test_a_reward_model_from_an_adapter_keeps_its_head_and_starts_a_critic(tmp_p
     engine.save(tmp_path / "reward")
     frozen = TransformersModel(str(tmp_path / "reward"), head=Score(), device="cpu")
     frozen.check("reward")
-    torch.testing.assert_close(scores(frozen.load("reward", seed=1).machine), scores(engine), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(scores(frozen.load("reward", seed=1).engine), scores(engine), atol=1e-5, rtol=1e-5)
     critic = load(tmp_path / "reward", "critic", head=Value(), optimizer=STEP)
     torch.testing.assert_close(critic.head.weight_1H, engine.head.weight_1H)
     further = load(tmp_path / "reward", "reward", head=Score(), optimizer=STEP, trains=ALONE)

@@ -73,7 +73,7 @@ def test_tf32_is_allowed_on_cuda_and_disabled_for_comparisons(tf32):
 def test_a_model_on_the_cpu_computes_in_fp32_by_default(tmp_path):
     spec = TransformersModel(str(save_tiny(tmp_path / "model")))
     assert str(spec.facts().compute) == "cpu, float32 products, attention: sdpa"
-    engine = spec.load("actor", seed=0).machine
+    engine = spec.load("actor", seed=0).engine
     data = random_sample([[5]])
     assert engine.network.run(data, data).hidden_RH.dtype == torch.float32
     with engine.network.autocast():
@@ -82,7 +82,7 @@ def test_a_model_on_the_cpu_computes_in_fp32_by_default(tmp_path):
 
 def test_a_loaded_model_reads_its_precision_from_the_device(tmp_path, monkeypatch):
     monkeypatch.setattr("realign.engines.device.supports_bfloat16", lambda device: True)
-    engine = TransformersModel(str(save_tiny(tmp_path / "model"))).load("actor", seed=0).machine
+    engine = TransformersModel(str(save_tiny(tmp_path / "model"))).load("actor", seed=0).engine
     with engine.network.autocast():
         assert torch.get_autocast_dtype("cpu") == torch.bfloat16
         assert torch.is_autocast_enabled("cpu")
@@ -127,7 +127,7 @@ def test_a_deterministic_model_sets_the_flags_of_torch(tmp_path, monkeypatch, tf
     assert torch.is_deterministic_algorithms_warn_only_enabled()
     assert os.environ[CUBLAS] == ":4096:8"
     engine = tiny_engine(optimizer=OptimizerSpec(lr=1e-3))
-    assert engine.trainable
+    assert engine.capabilities().trainable
 
 
 def test_a_model_changes_no_flag_by_default(tmp_path):

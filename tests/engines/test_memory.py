@@ -56,7 +56,7 @@ def test_memory_between_calls_is_that_of_a_trained_engine(tmp_path, head):
     path = save_tiny(tmp_path / "model")
     spec = TransformersModel(str(path), head=Causal(head), optimizer=OptimizerSpec(lr=1e-3, ema_decay=0.9))
     assert isinstance(spec, EstimatesMemory)
-    engine = spec.load("actor", seed=0).machine
+    engine = spec.load("actor", seed=0).engine
 
     def loss(out, data):
         values = 0.0 if head is None else out.values().sum()

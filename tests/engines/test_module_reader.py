@@ -58,7 +58,7 @@ def stubbed(monkeypatch):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_linear_layers_are_loaded_as_nf4_on_the_device(tmp_path, stubbed, dtype):
-    engine = model(save_tiny(tmp_path), dtype=dtype).load("actor", seed=0).machine
+    engine = model(save_tiny(tmp_path), dtype=dtype).load("actor", seed=0).engine
     settings = {
         "load_in_4bit": True,
         "bnb_4bit_quant_type": "nf4",
@@ -110,11 +110,11 @@ def test_the_reference_is_the_base_in_4_bits_and_a_continued_adapter_has_none(tm
 @REAL
 def test_a_base_in_4_bits_trains_samples_resumes_and_is_exported(tmp_path):
     folder = save_tiny(tmp_path / "base")
-    whole, first, second = (model(folder).load("actor", seed=0).machine for _ in range(3))
+    whole, first, second = (model(folder).load("actor", seed=0).engine for _ in range(3))
     kinds = {type(layer.base_layer).__name__ for name, layer in whole.module.named_modules() if name.endswith("q_proj")}
     assert kinds == {"Linear4bit"}
     assert type(whole.module.lm_head) is torch.nn.Linear
-    plain = TransformersModel(str(folder), device="cpu").load("ref", seed=0).machine
+    plain = TransformersModel(str(folder), device="cpu").load("ref", seed=0).engine
     difference = (logprobs(whole) - logprobs(plain)).abs().max()
     assert 0 < difference < 1
     train(whole, 3)
@@ -130,10 +130,10 @@ def test_a_base_in_4_bits_trains_samples_resumes_and_is_exported(tmp_path):
     sampled = whole.generate(prompts, GenerationConfig(n=2, max_new_tokens=6, fixed_length=True), seed=1)
     assert sampled["loss_mask"].sum() == 12
     whole.save(tmp_path / "adapter")
-    further = model(tmp_path / "adapter").load("actor", seed=0).machine
+    further = model(tmp_path / "adapter").load("actor", seed=0).engine
     torch.testing.assert_close(logprobs(further), logprobs(whole))
     assert cli.main(["export", str(tmp_path / "adapter"), "--to", str(tmp_path / "merged"), "--merge"]) == 0
-    merged = TransformersModel(str(tmp_path / "merged"), device="cpu").load("actor", seed=0).machine
+    merged = TransformersModel(str(tmp_path / "merged"), device="cpu").load("actor", seed=0).engine
     assert (logprobs(merged) - logprobs(whole)).abs().max() < 2 * difference + 1e-3
 
 
@@ -190,6 +190,6 @@ def test_what_is_said_of_a_folder_is_what_loading_it_finds(tmp_path, family, sav
 def test_what_a_spec_says_it_gives_is_what_its_engine_gives(tmp_path):
     for word, head in HEADS.items():
         spec = TransformersModel(str(save_tiny(tmp_path / word, head=word)), head=head)
-        assert spec.facts().outputs == spec.load("x", seed=0).machine.outputs
+        assert spec.facts().outputs == spec.load("x", seed=0).engine.capabilities().outputs
     both = TransformersModel(str(tmp_path / "causal"), head=Causal(ValueHead()))
     assert both.facts().outputs == {"logprobs", "values", "scores"}

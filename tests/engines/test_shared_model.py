@@ -18,7 +18,7 @@ def load(folder, branch="reference", layers=None, **fields):
     """Return the engines of an actor and of a role that shares its model."""
     actor = TransformersModel(str(folder), device="cpu", optimizer=STEP, **fields).load("actor", seed=0)
     ref = SharedModel("actor", branch, layers).load("ref", seed=0, loaded={"actor": actor})
-    return actor.machine, ref.machine
+    return actor.engine, ref.engine
 
 
 def logprobs(engine, data, spec=ONE):
@@ -51,7 +51,7 @@ def test_trap_b7_the_reference_is_the_start_and_never_moves(tmp_path, name):
     actor, ref = load(folder, **fields)
     data = random_sample(LENGTHS)
     dtype = fields.get("dtype", "float32")
-    separate = TransformersModel(str(folder), device="cpu", dtype=dtype).load("separate", seed=0).machine
+    separate = TransformersModel(str(folder), device="cpu", dtype=dtype).load("separate", seed=0).engine
     start = logprobs(ref, data)
     assert torch.equal(start, logprobs(actor, data))
     torch.testing.assert_close(start, logprobs(separate, data), atol=1e-6, rtol=1e-6)
@@ -78,7 +78,7 @@ def test_a_reference_may_copy_more_layers_than_are_trained(tmp_path, layers):
 def test_only_the_top_is_trained(tmp_path):
     for tied in (False, True):
         folder = save_tiny(tmp_path / f"tied-{tied}", "llama", tie_word_embeddings=tied)
-        engine = TransformersModel(str(folder), optimizer=STEP, trains=TopLayers(1)).load("actor", seed=0).machine
+        engine = TransformersModel(str(folder), optimizer=STEP, trains=TopLayers(1)).load("actor", seed=0).engine
         before = {n: p.detach().clone() for n, p in engine.module.named_parameters()}
         train(engine, random_sample(LENGTHS), 1)
         moved = {n for n, p in engine.module.named_parameters() if not torch.equal(p, before[n])}
@@ -113,7 +113,7 @@ def test_a_reference_over_a_trunk_that_moves_is_refused(tmp_path):
 def test_a_reference_only_scores(tmp_path):
     _, ref = load(save_tiny(tmp_path / "m"), trains=TopLayers(1), head=Causal(ValueHead()))
     data = random_sample(LENGTHS)
-    assert not ref.trainable
+    assert not ref.capabilities().trainable
     with pytest.raises(ValueError, match=r"models.ref shares the model of role 'actor' and cannot train"):
         train(ref, data)
     with pytest.raises(ValueError, match="which cannot generate"):

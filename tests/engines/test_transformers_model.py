@@ -36,6 +36,7 @@ from realign.engines import (
 from realign.engines.files.model_folder import check_path
 from realign.engines.network.attention import PackedContext
 from realign.engines.network.heads import read_head
+from realign.engines.servers.vllm import Vllm
 from realign.errors import ConfigError, DataError, RunError, SettingsError, TransientError
 from realign.functional import LMHead
 from tests.tiny import FAMILIES, OTHERS, UNPACKED, random_sample, save_tiny, tiny_engine, tiny_model, tiny_tokenizer
@@ -65,7 +66,7 @@ def test_loading_and_saving_a_model_from_python_shows_no_progress_bars(tmp_path,
     try:
         save_tiny(tmp_path / "model")
         capfd.readouterr()
-        load(tmp_path / "model").machine.save(tmp_path / "saved")
+        load(tmp_path / "model").engine.save(tmp_path / "saved")
         assert capfd.readouterr().err == ""
         assert logging.is_progress_bar_enabled()
     finally:
@@ -96,7 +97,7 @@ def test_every_family_passes_its_probe(family):
 @pytest.mark.parametrize("family", UNPACKED)
 def test_families_with_attention_of_their_own_run_unpacked_and_say_so(tmp_path, family, caplog):
     save_tiny(tmp_path / family, family)
-    engine = load(tmp_path / family).machine
+    engine = load(tmp_path / family).engine
     assert engine.network.unpacked is not None
     assert f"models.actor: model family '{family}' cannot run packed" in caplog.text
     data = random_sample([[6]])
@@ -153,14 +154,14 @@ def test_probe_refuses_a_kernel_that_is_wrong_in_bfloat16(monkeypatch):
 @pytest.mark.parametrize("dtype", [DType.float32, DType.bfloat16])
 def test_probe_accepts_both_precisions(tmp_path, dtype):
     save_tiny(tmp_path / "model", "qwen3_moe")
-    assert load(tmp_path / "model", dtype=dtype).machine.head.weight_VH.dtype == torch.float32
+    assert load(tmp_path / "model", dtype=dtype).engine.head.weight_VH.dtype == torch.float32
 
 
 @pytest.mark.parametrize("head", [Causal(), Score(), Value()], ids=str)
 def test_save_and_load_back(tmp_path, head):
     source = save_tiny(tmp_path / "source", "llama")
     model = load(source, head=head, optimizer=OptimizerSpec(lr=1e-2))
-    engine, data = model.machine, random_sample([[7], [5, 4]])
+    engine, data = model.engine, random_sample([[7], [5, 4]])
     losses = {
         Causal: lambda out, mb: (out.logprobs().sum(), {}),
         Score: lambda out, mb: (out.scores().sum(), {}),
@@ -187,7 +188,7 @@ def test_save_and_load_back(tmp_path, head):
         x = getattr(out, what)()
         return mb.with_sequences(x=x) if isinstance(head, Score) else mb.with_tokens(x=x)
 
-    results = [e.forward(data, MicroBatchSpec(), hook)["x"] for e in (engine, again.machine)]
+    results = [e.forward(data, MicroBatchSpec(), hook)["x"] for e in (engine, again.engine)]
     assert torch.equal(*results)
 
 
@@ -195,7 +196,7 @@ def test_save_and_load_back(tmp_path, head):
 @pytest.mark.parametrize("dropout", [False, True])
 def test_dropout_and_gradient_checkpointing_apply_to_the_passes_of_training(tmp_path, dropout, checkpointing):
     folder, settings = save_tiny(tmp_path / "model", "gpt2"), OptimizerSpec(lr=1e-2)
-    engine = load(folder, optimizer=settings, dropout=dropout, gradient_checkpointing=checkpointing).machine
+    engine = load(folder, optimizer=settings, dropout=dropout, gradient_checkpointing=checkpointing).engine
     passes = []
     engine.module.transformer.h[0].mlp.register_forward_pre_hook(lambda mlp, _: passes.append(mlp.training))
     data = random_sample([[7]])
@@ -229,7 +230,7 @@ def test_new_heads_are_drawn_from_the_seed_of_the_role(tmp_path):
     def weight(name, seed):
         spec = TransformersModel(str(tmp_path / "model"), head=Score(), optimizer=OptimizerSpec(lr=1e-2))
         model = spec.load(name, seed=seed)
-        return model.machine.head.weight_1H
+        return model.engine.head.weight_1H
 
     assert torch.equal(weight("reward", 0), weight("reward", 0))
     assert not torch.equal(weight("reward", 0), weight("reward", 1))
@@ -274,7 +275,7 @@ def test_head_init_starts_a_scalar_head_anew(tmp_path):
     folder = str(save_tiny(tmp_path / "model", "llama", head="score"))
 
     def weight(init, seed=0, head=Score):
-        return TransformersModel(folder, head=head(init)).load("reward", seed=seed).machine.head.weight_1H
+        return TransformersModel(folder, head=head(init)).load("reward", seed=seed).engine.head.weight_1H
 
     assert not weight("zero").any()
     assert not weight("zero", head=Value).any()
@@ -290,8 +291,8 @@ def test_a_critic_starts_as_the_reward_model_of_its_folder(tmp_path, family):
     """Some families name the layer `score` in one class and `classifier` in the other."""
     folder = save_tiny(tmp_path / "reward", family, head="score")
     data = random_sample([[7], [5, 4]])
-    reward = load(folder, "reward", head=Score()).machine
-    critic = load(folder, "critic", head=Value(), optimizer=OptimizerSpec(lr=1e-2)).machine
+    reward = load(folder, "reward", head=Score()).engine
+    critic = load(folder, "critic", head=Value(), optimizer=OptimizerSpec(lr=1e-2)).engine
     assert torch.equal(critic.head.weight_1H, reward.head.weight_1H)
     assert not critic.head.bias_1.any()  # a reward model has no bias
     scores = [
@@ -301,7 +302,7 @@ def test_a_critic_starts_as_the_reward_model_of_its_folder(tmp_path, family):
     assert torch.equal(*scores)
     critic.train_batch(data, MicroBatchSpec(), lambda out, mb: (out.values().sum(), {}), lambda d: torch.tensor(1.0))
     critic.save(tmp_path / "critic")
-    back = load(tmp_path / "critic", "reward", head=Score()).machine
+    back = load(tmp_path / "critic", "reward", head=Score()).engine
     assert torch.equal(back.head.weight_1H, critic.head.weight_1H)
 
 
@@ -310,10 +311,10 @@ def test_a_critic_from_the_actor_starts_with_a_head_of_its_own(tmp_path, family)
     folder = save_tiny(tmp_path / "actor", family)
     data = random_sample([[7], [5, 4]])
     for init in ("zero", "normal"):
-        critic = load(folder, "critic", head=Value(init)).machine
+        critic = load(folder, "critic", head=Value(init)).engine
         values = critic.forward(data, MicroBatchSpec(), lambda out, mb: mb.with_tokens(v=out.values()))["v"]
         assert values.any() == (init == "normal")
-        actor = load(folder).machine.module.base_model.state_dict()
+        actor = load(folder).engine.module.base_model.state_dict()
         assert all(torch.equal(x, actor[name]) for name, x in critic.module.base_model.state_dict().items())
 
 
@@ -331,25 +332,25 @@ def test_trap_b5_nothing_but_end_tokens_is_read_from_generation_config(tmp_path)
     folder = save_tiny(tmp_path / "model", "qwen2")
     leaked = {"eos_token_id": [2, 9], "repetition_penalty": 1.1, "top_k": 20, "temperature": 0.7, "do_sample": True}
     (folder / "generation_config.json").write_text(json.dumps(leaked))
-    assert load(folder).machine.eos_token_ids == (2, 9)
+    assert load(folder).engine.capabilities().eos_token_ids == (2, 9)
     (folder / "generation_config.json").unlink()
-    assert load(folder).machine.eos_token_ids == (2,)
+    assert load(folder).engine.capabilities().eos_token_ids == (2,)
 
 
 def test_reference_and_policy_share_nothing(tmp_path):
     folder = save_tiny(tmp_path / "model", "qwen2")
     actor, ref = load(folder, optimizer=OptimizerSpec(lr=0.1)), load(folder, "ref")
-    assert actor.machine.trainable
-    assert not ref.machine.trainable
-    assert not any(p.requires_grad for p in ref.machine.module.parameters())
+    assert actor.engine.capabilities().trainable
+    assert not ref.engine.capabilities().trainable
+    assert not any(p.requires_grad for p in ref.engine.module.parameters())
     data = random_sample([[9, 5]])
-    assert torch.equal(logprobs(actor.machine, data), logprobs(ref.machine, data))
-    before = logprobs(ref.machine, data)
-    actor.machine.train_batch(
+    assert torch.equal(logprobs(actor.engine, data), logprobs(ref.engine, data))
+    before = logprobs(ref.engine, data)
+    actor.engine.train_batch(
         data, MicroBatchSpec(), lambda out, mb: (out.logprobs().sum(), {}), lambda d: torch.tensor(1.0)
     )
-    assert torch.equal(logprobs(ref.machine, data), before)
-    assert not torch.equal(logprobs(actor.machine, data), before)
+    assert torch.equal(logprobs(ref.engine, data), before)
+    assert not torch.equal(logprobs(actor.engine, data), before)
 
 
 @pytest.mark.parametrize("path", ["./model", "/nowhere/model", "~/model", "a/b/c", "here/model", "..", "", "-x", "a b"])
@@ -461,12 +462,15 @@ def test_importing_the_package_does_not_import_transformers():
 
 
 def test_a_frozen_model_has_nothing_that_trains():
-    for trains, word in ((TopLayers(1), "top_layers"), (Lora(), "lora")):
-        with pytest.raises(
-            SettingsError, match=f"trains={word}: it is ignored without an optimizer. Set optimizer.lr."
-        ):
+    for trains in (TopLayers(1), Lora()):
+        with pytest.raises(SettingsError, match=r"trains: has no effect without an optimizer\. Set optimizer\.lr"):
             TransformersModel("x", trains=trains)
     TransformersModel("x", trains=All())
+
+
+def test_a_server_cannot_sample_a_part_of_the_vocabulary():
+    with pytest.raises(SettingsError, match=r"head\.vocabulary=5: sampler=Vllm samples all tokens\."):
+        TransformersModel("x", head=Causal(vocabulary=5), sampler=Vllm())
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,8 @@ from omegaconf import OmegaConf
 
 from realign.config import ConfigError, ExperimentConfig, build_experiment, compose, resolved_config
 from realign.config.composition import config_of
+from realign.config.experiment import COMPONENTS
 from realign.config.files import list_experiments
-from realign.config.schema import COMPONENTS
 from tests.fuzz.refusals import BOUNDED, Refused, attempt
 
 EXPERIMENTS = sorted(list_experiments())

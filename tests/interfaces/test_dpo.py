@@ -152,7 +152,7 @@ def held_out_accuracy(train: SequenceSample) -> float:
         interface.train_step(model, train, MicroBatchSpec())
         model.advance()
     frozen = Model("actor", BigramEngine(lr=0.0))
-    frozen.machine.logits_VV = model.machine.logits_VV
+    frozen.engine.logits_VV = model.engine.logits_VV
     return stat_values(replace(interface, n_minibatches=1).train_step(frozen, toy(1), MicroBatchSpec()))[
         "rewards/accuracy"
     ]

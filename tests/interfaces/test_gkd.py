@@ -66,7 +66,7 @@ def scored(teacher: Model, data: SequenceSample, spec: MicroBatchSpec = ONE) -> 
 
 def whole_logits(model: Model, data: SequenceSample) -> torch.Tensor:
     """Return all logits [T, V] in float64."""
-    found = model.machine.forward(data, ONE, lambda output, mb: mb.with_tokens(logits=output.logits))
+    found = model.engine.forward(data, ONE, lambda output, mb: mb.with_tokens(logits=output.logits))
     return found["logits"].double()
 
 
@@ -80,11 +80,11 @@ def test_real_models_give_the_divergence_of_their_logits_however_the_batch_is_pa
         for i, (family, optimizer) in enumerate(zip(families, (OptimizerSpec(lr=0.1), None), strict=True))
     ]
     student, teacher = (spec.load(role, seed=0) for spec, role in zip(specs, ("actor", "teacher"), strict=True))
-    student.machine.use_heads({"teacher": teacher.machine.lm_head()})
+    student.engine.use_heads({"teacher": teacher.engine.lm_head()})
     losses, gradients = [], []
     for spec in (ONE, MicroBatchSpec(max_tokens_per_microbatch=12), MicroBatchSpec(n_microbatches=5)):
         batch = scored(teacher, data, spec)
-        stats = student.machine.train_batch(
+        stats = student.engine.train_batch(
             batch, spec, GKDInterface(divergence=divergence).loss, lambda d: d["loss_mask"].sum(), lambda _: False
         )
         losses.append(stat_values(stats)["loss"])
@@ -224,7 +224,7 @@ def test_adapters_may_learn_from_the_model_without_them(tmp_path):
     spec = TransformersModel(str(save_tiny(tmp_path / "m")), device="cpu", optimizer=step, trains=Lora(rank=4))
     actor = spec.load("actor", seed=0)
     teacher = SharedModel("actor", "reference").load("teacher", seed=0, loaded={"actor": actor})
-    actor.machine.use_heads({"teacher": teacher.machine.lm_head()})
+    actor.engine.use_heads({"teacher": teacher.engine.lm_head()})
     data = scored(teacher, random_sample([(9, 4, 6), (12,), (3, 5)]))
     interface = GKDInterface()
     first = stat_values(interface.train_step(actor, data, ONE))

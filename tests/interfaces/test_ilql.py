@@ -78,7 +78,7 @@ def engine(tmp_path_factory):
     head = Causal(ValueHead(hidden="mlp", init="normal", q_heads=QHeads(target_rate=0.3)))
     path = save_tiny(tmp_path_factory.mktemp("m") / "model")
     optimizer = OptimizerSpec(lr=1e-2, eps=1.0, grad_clip=None)
-    return TransformersModel(str(path), device="cpu", head=head, optimizer=optimizer).load("actor", seed=0).machine
+    return TransformersModel(str(path), device="cpu", head=head, optimizer=optimizer).load("actor", seed=0).engine
 
 
 @pytest.mark.parametrize("interface", VARIANTS, ids=str)

@@ -161,7 +161,7 @@ def test_at_the_reference_the_loss_is_half_the_weights_and_the_baseline_is_0():
     model, data = Model("actor", BigramEngine()), random_preferences()
     scored = KTOReferenceInterface().inference(model, data, MicroBatchSpec(n_microbatches=2))
     assert torch.equal(scored["logprobs"], ReferenceInterface().inference(model, data, MicroBatchSpec())["logprobs"])
-    expected = [logprob(model.machine.logits_VV, *pair).item() for pair in pairs_of_prompts(data)]
+    expected = [logprob(model.engine.logits_VV, *pair).item() for pair in pairs_of_prompts(data)]
     assert scored["mismatched_ref_logprobs"].tolist() == pytest.approx(expected, rel=1e-10)
     data = data.with_tokens(ref_logprobs=scored["logprobs"])
     data = data.with_sequences(mismatched_ref_logprobs=scored["mismatched_ref_logprobs"])

@@ -186,7 +186,7 @@ def test_settings_that_contradict_each_other_are_errors(settings, message):
 
 
 def test_a_protocol_needs_a_url():
-    with pytest.raises(SettingsError, match="protocol=openrlhf: it has no effect on function='a:b'"):
+    with pytest.raises(SettingsError, match="protocol: has no effect on function='a:b'"):
         FunctionTerm("a:b", protocol=Openrlhf())
 
 

@@ -144,7 +144,7 @@ def test_credit_by_a_call_of_the_graph_and_by_the_train_step_are_one():
     credited = data.merge(interface.credit(outside, data, MicroBatchSpec()).rename({"loss_mask": "train_mask"}))
     credited = credited.select([k for k in credited.keys if k != "loss_mask"]).rename({"train_mask": "loss_mask"})
     interface.train_step(outside, credited, MicroBatchSpec())
-    assert torch.equal(inside.machine.logits_VV, outside.machine.logits_VV)
+    assert torch.equal(inside.engine.logits_VV, outside.engine.logits_VV)
 
 
 def test_trap_c4_returns_are_made_of_raw_advantages():
@@ -264,19 +264,16 @@ def test_end_tokens_that_do_not_train_get_credit_but_no_loss():
     kept = []
     for interface in (plain, without):
         actor = model()
-        before = actor.machine.logits_VV.clone()
+        before = actor.engine.logits_VV.clone()
         interface.train_step(actor, data, MicroBatchSpec())
-        kept.append(torch.equal(actor.machine.logits_VV[5], before[5]))  # 5 -> 6, which only the fourth response has
+        kept.append(torch.equal(actor.engine.logits_VV[5], before[5]))  # 5 -> 6, which only the fourth response has
     assert kept == [False, True]
 
 
 def test_end_tokens_are_those_of_the_model_if_the_sampler_names_none():
-    class Ended(BigramEngine):
-        eos_token_ids = (3, 6)
-
     data = two_prompts(rewards=[1.0, 2, 3, 4, 5], truncated=[False] * 5)
     interface = PPOActorInterface(train_end_token=False)
-    trained = interface.credit(Model("actor", Ended()), data, MicroBatchSpec())["loss_mask"]
+    trained = interface.credit(Model("actor", BigramEngine(eos_token_ids=(3, 6))), data, MicroBatchSpec())["loss_mask"]
     assert data["input_ids"][trained].tolist() == [2, 2, 2, 4, 5, 5]
     with pytest.raises(ConfigError, match="train_end_token=false: neither the model nor its tokenizer has an end"):
         interface.credit(model(), data, MicroBatchSpec())
@@ -337,7 +334,7 @@ def test_whitening_by_minibatch_uses_its_statistics():
     one, whole = model(), model()
     PPOActorInterface(credit_per_minibatch=True).train_step(one, data, MicroBatchSpec())
     PPOActorInterface().train_step(whole, data, MicroBatchSpec())
-    torch.testing.assert_close(one.machine.logits_VV, whole.machine.logits_VV, rtol=0, atol=1e-7)
+    torch.testing.assert_close(one.engine.logits_VV, whole.engine.logits_VV, rtol=0, atol=1e-7)
 
 
 def scopes_in_plain_python(raw: list[np.ndarray], groups: list[int], norm: Normalization) -> list[list[float]]:
@@ -393,7 +390,7 @@ def test_early_stop_takes_back_the_step_that_went_too_far_and_ends_the_batch():
     PPOActorInterface().train_step(once, data, MicroBatchSpec())
     assert stats["early_stopped"] == 1
     assert stats["optimizer_steps"] == 1
-    assert torch.equal(bounded.machine.logits_VV, once.machine.logits_VV)
+    assert torch.equal(bounded.engine.logits_VV, once.engine.logits_VV)
     loose = stat_values(
         PPOActorInterface(epochs=2, early_stop=EarlyStop(kl=1e3, ratio=1e3)).train_step(
             model(lr=3.0), data, MicroBatchSpec()
@@ -409,11 +406,11 @@ def test_during_the_warm_up_of_the_critic_the_actor_stays_as_it_is():
         critic="own", critic_warmup_steps=2, kl=KLPenalty(KLPlace.reward, 0.2, target=0.1, horizon=10)
     )
     actor = model()
-    before = actor.machine.logits_VV.clone()
+    before = actor.engine.logits_VV.clone()
     for version in range(3):
         actor.version = version
         stats = stat_values(interface.train_step(actor, data, MicroBatchSpec()))
-        assert torch.equal(before, actor.machine.logits_VV) == (version < 2)
+        assert torch.equal(before, actor.engine.logits_VV) == (version < 2)
         assert (interface.kl_control.controller.value == 0.2) == (version < 2)
         assert "advantage_mean" in stats
 
@@ -424,7 +421,7 @@ def test_the_loss_of_values_is_added_with_its_weight():
     PPOActorInterface().train_step(plain, data, MicroBatchSpec())
     interface = PPOActorInterface(critic="shared", value=ValueObjective(clip=None, coef=0.1))
     interface.train_step(joint, data, MicroBatchSpec(n_microbatches=3))
-    torch.testing.assert_close(plain.machine.logits_VV, joint.machine.logits_VV, rtol=0, atol=1e-12)
+    torch.testing.assert_close(plain.engine.logits_VV, joint.engine.logits_VV, rtol=0, atol=1e-12)
     credited = PPOActorInterface().credit(model(), data, MicroBatchSpec())
     table = BigramEngine(seed=5).values_V.numpy()
     want, n = np.zeros_like(table), 0
@@ -433,7 +430,7 @@ def test_the_loss_of_values_is_added_with_its_weight():
         for t in np.flatnonzero(mask.numpy()):
             want[ids[t - 1]] += table[ids[t - 1]] - float(returns[t])
             n += 1
-    np.testing.assert_allclose(table - joint.machine.values_V.numpy(), 0.1 * want / n, rtol=0, atol=1e-7)
+    np.testing.assert_allclose(table - joint.engine.values_V.numpy(), 0.1 * want / n, rtol=0, atol=1e-7)
 
 
 def test_the_best_of_dense_rewards_are_those_with_the_largest_sums():

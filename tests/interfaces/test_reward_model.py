@@ -319,15 +319,12 @@ def test_a_score_before_the_end_token_needs_an_end_token_and_one_score():
         RewardModelInterface(stop_token_ids=[2])
 
 
-class Ended(BigramEngine):
-    """An engine whose model has two end tokens, 0 and 2."""
-
-    eos_token_ids = (0, 2)
-
-
 def test_the_score_is_read_before_any_end_token_of_the_sampler():
     data = SequenceSample.from_sequences(["a"], {"input_ids": [[[3, 1, 0], [3, 1, 2], [3, 1, 4]]]})
-    engine, scores = Ended(vocabulary=5), torch.tensor([7.0, 2, 1, 5, 3], dtype=torch.float64)
+    engine, scores = (
+        BigramEngine(vocabulary=5, eos_token_ids=(0, 2)),
+        torch.tensor([7.0, 2, 1, 5, 3], dtype=torch.float64),
+    )
     engine.values_V = scores
     model = Model("reward", engine, SimpleNamespace(eos_token_id=0))
 
@@ -347,10 +344,10 @@ def test_a_reward_model_knows_the_end_tokens_of_the_folder_of_its_tokenizer(tmp_
     (reward if score_at_reward_folder else policy).joinpath("generation_config.json").write_text(json.dumps(ends))
     tokenizer = None if score_at_reward_folder else str(policy)
     model = TransformersModel(str(reward), head=Score(), tokenizer=tokenizer).load("reward", seed=0)
-    assert model.machine.eos_token_ids == (2, 9)
+    assert model.engine.capabilities().eos_token_ids == (2, 9)
     shutil.rmtree(policy)
     shutil.rmtree(reward)
-    assert model.machine.eos_token_ids == (2,)
+    assert model.engine.capabilities().eos_token_ids == (2,)
 
 
 def test_ratings_report_how_well_scores_and_labels_agree():
@@ -392,7 +389,7 @@ def held_out_accuracy(train: SequenceSample) -> float:
     for _ in range(20):
         interface.train_step(model, train, ONE)
         model.advance()
-    model.machine.lr = 0.0
+    model.engine.lr = 0.0
     return stat_values(RewardModelInterface().train_step(model, toy(1), ONE))["accuracy"]
 
 
@@ -400,7 +397,7 @@ def test_centering_moves_the_scores_of_pairs_to_0_and_keeps_what_is_learned():
     found = {}
     for coef in (0.0, 0.1):
         model, data = Model("reward", BigramEngine()), toy(0)
-        model.machine.values_V += 3
+        model.engine.values_V += 3
         for _ in range(20):
             stats = stat_values(
                 RewardModelInterface(n_minibatches=4, center_coef=coef).train_step(model, data, MicroBatchSpec())

@@ -10,8 +10,8 @@ from typing import Any
 from realign.interfaces.components import KLPenalty
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.interfaces.reference import ReferenceInterface
+from realign.run_settings import RecordSpec
 from realign.runtime import run
-from realign.runtime.metrics.details import RecordSpec
 from tests.toys import GENERATION, BigramModel, CountToken, experiment
 
 HOSTILE = [

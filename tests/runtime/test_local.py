@@ -610,7 +610,7 @@ def test_a_run_keeps_its_best_and_last_saves_shows_samples_and_feeds_trackers(tm
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"keep_saves": 2}, "keep_saves=2: it has no effect without save_every_steps"),
+        ({"keep_saves": 2}, "keep_saves=2: has no effect without save_every_steps"),
         ({"keep_saves": 0, "save_every_steps": 1}, "keep_saves=0: must be at least 1, or null"),
         (
             {"save_best": "-eval/reward", "evaluation": None},

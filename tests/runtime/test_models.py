@@ -112,11 +112,11 @@ def test_a_shared_model_answers_but_does_not_train(tmp_path):
     models = load_models(shared(tmp_path, save_tiny(tmp_path / "model")))
     prompts = experiment(tmp_path).data.sample([(0, 0), (0, 1)])
     greedy = GenerationConfig(max_new_tokens=3, greedy=True)
-    answers = [models[role].machine.generate(prompts, greedy, seed=1)["input_ids"] for role in ("actor", "ref")]
+    answers = [models[role].engine.generate(prompts, greedy, seed=1)["input_ids"] for role in ("actor", "ref")]
     assert torch.equal(*answers)
-    assert not models["ref"].machine.trainable
+    assert not models["ref"].engine.capabilities().trainable
     with pytest.raises(ValueError, match=r"models.ref shares the model of role 'actor' and cannot train"):
-        models["ref"].machine.train_batch(prompts, MicroBatchSpec(), None, None)
+        models["ref"].engine.train_batch(prompts, MicroBatchSpec(), None, None)
 
 
 def test_a_role_that_shares_cannot_be_trained_by_the_graph(tmp_path):
@@ -187,7 +187,7 @@ def test_roles_that_exchange_token_ids_must_mean_the_same_by_them():
 def test_a_model_without_the_head_that_its_interface_needs_is_refused(head, interface, message):
     model = Model("x", tiny_engine(model={"head": head}), None)
     with pytest.raises(ConfigError, match=message):
-        check_outputs("x", model.machine.outputs, interface)
+        check_outputs("x", model.engine.capabilities().outputs, interface)
 
 
 @pytest.mark.parametrize(
@@ -214,6 +214,6 @@ def test_an_optimizer_that_no_call_uses_is_refused(tmp_path, critic, role, cure)
 
 
 def test_a_value_head_gives_values_beside_log_probs():
-    assert BigramEngine.outputs == {"logprobs", "values", "scores", "q_values"}
-    assert tiny_engine().outputs == {"logprobs"}
-    assert tiny_engine(model={"head": "value"}).outputs == {"values", "scores"}
+    assert BigramEngine().capabilities().outputs == {"logprobs", "values", "scores", "q_values"}
+    assert tiny_engine().capabilities().outputs == {"logprobs"}
+    assert tiny_engine(model={"head": "value"}).capabilities().outputs == {"values", "scores"}

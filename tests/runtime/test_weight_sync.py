@@ -51,7 +51,7 @@ def synced(folder: Path, out: Path, sync: dict[str, Sync], ref: str = "ref", **c
 
 
 def weights(runtime: LocalRuntime, role: str) -> dict[str, torch.Tensor]:
-    return {name: x.clone() for name, x in runtime.models[role].machine.weights().items()}
+    return {name: x.clone() for name, x in runtime.models[role].engine.weights().items()}
 
 
 def test_a_reference_becomes_the_mixture_in_every_second_step_and_counts_the_version(folder, tmp_path):
@@ -80,7 +80,7 @@ def test_trap_g4_a_copy_is_the_trained_model_bit_by_bit_and_its_kl_is_zero(folde
 
 def test_trap_g4_a_copy_that_is_none_is_found(folder, tmp_path, monkeypatch):
     runtime = LocalRuntime(synced(folder, tmp_path, {"ref": Sync("actor")}))
-    monkeypatch.setattr(runtime.models["ref"].machine, "load_weights", lambda weights, mix: None)
+    monkeypatch.setattr(runtime.models["ref"].engine, "load_weights", lambda weights, mix: None)
     with pytest.raises(RuntimeError, match=r"sync\.ref: after the copy in step 1, the weights of 'ref' \(sha256 "):
         runtime.step(1)
 

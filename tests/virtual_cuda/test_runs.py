@@ -76,7 +76,7 @@ def test_a_policy_trains_on_the_device(case, overrides, tmp_path):
 
 def test_the_model_is_on_the_device_in_fp32_and_computes_in_bf16(task):
     model = TransformersModel(str(task.model)).load("actor", seed=0)
-    weights = model.machine.weights()
+    weights = model.engine.weights()
     assert {weight.device.type for weight in weights.values()} == {"cuda"}
     assert {weight.dtype for weight in weights.values()} == {torch.float32}
 

@@ -14,7 +14,14 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from realign.api.engine import Forward, LossFn, LossWeightFn, PostHook, StepIf, copied_head
+from realign.api.engine import (
+    EngineCapabilities,
+    Forward,
+    LossFn,
+    PostHook,
+    copied_head,
+    measured,
+)
 from realign.api.generation import GenerationConfig
 from realign.api.lengths import Lengths
 from realign.api.microbatch import MicroBatchSpec
@@ -36,7 +43,7 @@ from realign.engines.training.expert_load import StepLoad, counting, listening
 from realign.engines.training.inference_engine import added
 from realign.engines.training.nonfinite import Accumulated
 from realign.engines.training.optimizer import OptimizerSpec
-from realign.engines.training.stepper import Stepper, step_weight
+from realign.engines.training.stepper import Stepper
 from realign.engines.training.transformers_engine import TransformersEngine, check_loss
 from realign.engines.training.weights import check_weights, mix_into, named_weights, shapes_of
 from realign.errors import ConfigError
@@ -93,12 +100,17 @@ class ShardedEngine(TransformersEngine):
     def _make_saver(self) -> ModelSaver:
         return ShardedSaver(self.name, self.network, self.tokenizer, self._average, self._ranks)
 
+    @override
+    def capabilities(self) -> EngineCapabilities:
+        return replace(super().capabilities(), live_head=False)
+
     @property
+    @override
     def data_ranks(self) -> int:
-        """Number of data-parallel parts of a batch."""
         return self.network.grid.data_ranks
 
     @property
+    @override
     def data_rank(self) -> int:
         """Index of this rank's part. All ranks of a tensor-parallel group have the same index."""
         return self.network.grid.data_rank
@@ -107,11 +119,6 @@ class ShardedEngine(TransformersEngine):
     def lm_head(self) -> LMHead:
         """Return a full copy on every rank; collective."""
         return copied_head(self.forward)
-
-    @property
-    @override
-    def head_is_live(self) -> bool:
-        return False
 
     @override
     def forward(self, data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
@@ -159,22 +166,16 @@ class ShardedEngine(TransformersEngine):
         return self._restored_to(part[TOKENS].device, passes, results)
 
     @override
-    def train_batch(
-        self,
-        data: SequenceSample,
-        mb_spec: MicroBatchSpec,
-        loss_fn: LossFn,
-        loss_weight_fn: LossWeightFn,
-        step_if: StepIf | None = None,
-    ) -> Stats:
-        """Train on one batch with all ranks; `n_microbatches` is the mean over them."""
-        parts = self._cut("train_batch", data, TOKENS)
-        weight = step_weight(data, loss_weight_fn)
-        if float(weight) == 0:
-            return self.skip("zero_weight_steps")
-        own = self.accumulate(parts[self.data_rank], mb_spec, loss_fn, weight)
-        stats = merge_stats(self.network.grid.gather(on_host(own)))
-        return {**stats, **self.apply(weight, vetoed=step_if is not None and not step_if(stats))}
+    def _own_part(self, method: str, data: SequenceSample) -> SequenceSample:
+        return self._cut(method, data, TOKENS)[self.data_rank]
+
+    @override
+    def _over_ranks(self, stats: Stats) -> Stats:
+        return merge_stats(self.network.grid.gather(on_host(stats)))
+
+    @override
+    def measure(self, data: SequenceSample, mb_spec: MicroBatchSpec, loss_fn: LossFn) -> Stats:
+        return self._over_ranks(measured(self.forward_part, self._own_part("measure", data), mb_spec, loss_fn))
 
     @override
     def accumulate(self, part: SequenceSample, mb_spec: MicroBatchSpec, loss_fn: LossFn, weight: Tensor) -> Stats:
@@ -310,7 +311,7 @@ class ShardedEngine(TransformersEngine):
 
         Tensors may be full tensors, or `Saved` references to files, from which each rank reads only its shard.
         """
-        if state.get("fused") and self.fusion is not None:
+        if state["fused"] and self.fusion is not None:
             self.network.sampler()  # with the run's initial weights, see `Fusion.compare`
         super().load_state_dict(self._sharded_state.own(state), weights_only=weights_only)
         self.network.gathered.outdate()

@@ -80,7 +80,7 @@ class Head(Settings, ABC):
     @property
     @abstractmethod
     def outputs(self) -> frozenset[str]:
-        """Outputs of an engine with this head; see `PipelinableEngine.outputs`."""
+        """Outputs of an engine with this head; see `EngineCapabilities.outputs`."""
 
     @property
     @abstractmethod

@@ -71,11 +71,12 @@ class Network(nn.Module):
         segment_recurrent_layers(module)
         hooked = pass_context_on(module)
         self.replay: RouterReplay | None = None
-        self._no_replay = ""
+        self.no_replay = ""
+        """Why choices of experts cannot be replayed."""
         try:
             self.replay = RouterReplay(module)
         except ConfigError as error:
-            self._no_replay = str(error)
+            self.no_replay = str(error)
         self._attention = settings.attention
         self._vocabulary = settings.vocabulary
         self._dropout = settings.dropout
@@ -132,7 +133,7 @@ class Network(nn.Module):
         self._shares = self._parallel = False
         self.fuses = False
         self.replay = None
-        self._no_replay = f"{reason} Replay requires a model that can run packed."
+        self.no_replay = f"{reason} Replay requires a model that can run packed."
         decoding = None if self.own_cache is None else self.own_cache.describe()
         logger.warning(cost(self.name, self.unpacked.reason, decoding))
 
@@ -198,7 +199,7 @@ class Network(nn.Module):
     def check_replay(self) -> None:
         """Raise ConfigError if the model cannot replay choices of experts."""
         if self.replay is None:
-            raise ConfigError(f"models.{self.name}: choices of experts cannot be replayed: {self._no_replay}")
+            raise ConfigError(f"models.{self.name}: choices of experts cannot be replayed: {self.no_replay}")
 
     def recorded_routers(self, config: GenerationConfig, module: Any) -> Routers | None:
         """Return the routers of `module`, this model or a copy of it, whose choices a rollout records, if any.

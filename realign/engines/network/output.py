@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from realign.api.q_values import QValues
+from realign.api.engine import QValues
 from realign.api.sample import on_device
 from realign.functional.logprobs import LMHead, token_logprobs, vocabulary_divergence
 from realign.functional.packed import position_ids

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from typing_extensions import override
 
-from realign.api.q_values import QValues
+from realign.api.engine import QValues
 from realign.api.seeds import derive_seed
 from realign.engines.network.branches import Branch, Heard, check_layers, read_stack
 from realign.engines.network.heads import QHeads, ValueHead, ValueHidden, head_layers, init_linear

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,24 +29,21 @@ from realign.api.sample import SequenceSample
 from realign.api.sampler import PROMPTS, Capabilities, Completion, Request, Tokens, WeightSource
 from realign.engines.network.decoder import Decoder
 from realign.engines.network.images import PromptInput, followed_by
-from realign.engines.network.network import Network
-from realign.engines.sampling.compiled.fusion import Fusion
 from realign.engines.sampling.decode import PREFILL_TOKENS, Responses, Rollout, RowEntry, Stopping
 from realign.engines.sampling.draw import response_keys
 from realign.engines.sampling.generate import check_logprobs, checked_prompts, packed
-from realign.engines.sampling.rollout_model import Cores, RolloutModel, RolloutResources
-from realign.engines.shared_model import SharedEngine
+from realign.engines.sampling.rollout_model import Cores, DecodableEngine, RolloutModel, RolloutResources
 from realign.errors import ConfigError
 from realign.functional.logprobs import LMHead
 
 T = TypeVar("T")
 
 
-class StreamingEngine(SharedEngine):
+class StreamingEngine:
     """Samples from a dedicated engine for callers in many threads.
 
-    Implements `realign.api.Sampler` and `realign.api.PipelinableEngine`. All methods are thread-safe. A dedicated
-    thread decodes, and runs the work that other threads submit between two decode steps.
+    Implements `realign.api.Sampler`, and also scores. All methods are thread-safe. A dedicated thread decodes, and
+    runs the work that other threads submit between two decode steps.
 
     A call that is sampled alone returns the same bits as the wrapped engine's `generate`. When calls are sampled
     concurrently, log-probs may differ by rounding. Tokens may differ where rounding changes the draw.
@@ -62,14 +59,12 @@ class StreamingEngine(SharedEngine):
         ConfigError: the engine cannot generate.
     """
 
-    engine: Samplable
-
     def __init__(self, name: str, engine: PipelinableEngine, *, version: int = 0, recompute: bool = True) -> None:
-        if not isinstance(engine, Samplable) or "logprobs" not in engine.outputs:
+        if not isinstance(engine, DecodableEngine) or "logprobs" not in engine.capabilities().outputs:
             raise ConfigError(f"models.{name}: {type(engine).__name__} cannot sample asynchronously. Set rollout=sync.")
-        if engine.encoder_decoder:
+        if engine.capabilities().encoder_decoder:
             raise ConfigError(f"models.{name}: encoder-decoder models cannot sample asynchronously. Set rollout=sync.")
-        super().__init__(name, name, engine)
+        self.engine = engine
         self.loop = DecodingLoop(name, engine, version=version, recompute=recompute)
 
     @property
@@ -121,9 +116,8 @@ class StreamingEngine(SharedEngine):
         """
         self.loop.load_weights(source.weights(), version)
 
-    @override
     def forward(self, data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
-        # decoding pauses during the call
+        """See `PipelinableEngine.forward`. Decoding pauses during the call."""
         return self.loop.between_steps(lambda: self.engine.forward(data, mb_spec, post_hook))
 
     def pause(self) -> None:
@@ -198,7 +192,7 @@ class DecodingLoop:
         version: policy version of the engine's weights.
     """
 
-    def __init__(self, name: str, engine: Samplable, *, version: int, recompute: bool) -> None:
+    def __init__(self, name: str, engine: DecodableEngine, *, version: int, recompute: bool) -> None:
         """Start the thread; see `StreamingEngine` for the arguments."""
         self.version = version
         self._name = name
@@ -424,7 +418,7 @@ class DecodingLoop:
     def _stream(self, config: GenerationConfig, reach: int) -> Stream:
         decoder, head = self._prepared(config, reach)
         weight, engine = head.weight_VH, self._engine
-        stopping = Stopping(config, engine.eos_token_ids, engine.tokenizer, len(weight), weight.device)
+        stopping = Stopping(config, engine.capabilities().eos_token_ids, engine.tokenizer, len(weight), weight.device)
         return Stream(decoder, head, config, stopping, engine.resources, reach=reach, version=self.version)
 
     def _prepared(self, config: GenerationConfig, length: int) -> tuple[Decoder, LMHead]:
@@ -650,42 +644,3 @@ class Taken(NamedTuple):
     """Policy version of each sampled token."""
     experts: list[Tensor]
     """See `ExpertRecord.of`; empty if the rollout does not record experts."""
-
-
-@runtime_checkable
-class Samplable(PipelinableEngine, Protocol):
-    """Engine over a transformers model whose layers a decoding loop can run."""
-
-    @property
-    def module(self) -> Any:
-        """The transformers model."""
-        ...
-
-    @property
-    def network(self) -> Network:
-        """The network that training runs."""
-        ...
-
-    @property
-    def tokenizer(self) -> Any:
-        """The tokenizer."""
-        ...
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the weights."""
-        ...
-
-    @property
-    def fusion(self) -> Fusion | None:
-        """Runs the layers with fewer operators where possible; None if the model or its settings exclude it."""
-        ...
-
-    @property
-    def resources(self) -> RolloutResources:
-        """Settings of the sampler, and the memory that rollouts share."""
-        ...
-
-    def free_kept_memory(self) -> None:
-        """Free the memory that is kept between rollouts, if any, and the captured steps that use it."""
-        ...

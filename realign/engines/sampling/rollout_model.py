@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from realign.api.engine import PipelinableEngine
 from realign.api.generation import GenerationConfig
 from realign.engines.network.attention import AttentionContext
 from realign.engines.network.decoder import Decoder, ModuleTrunk, PackedDecoder, Trunk
@@ -31,6 +32,26 @@ SMALL_PRODUCT = 2**23
 
 READING = 13
 """Multiply-adds that take as long as reading one weight, the dominant cost of a product with one row."""
+
+
+class DecodableEngine(PipelinableEngine):
+    """An engine over a transformers model, whose layers a decoding loop can run between two calls of the engine."""
+
+    module: Any
+    """The transformers model."""
+    network: Network
+    """The network that training runs."""
+    tokenizer: Any
+    device: torch.device
+    """Device of the weights."""
+    fusion: Fusion | None
+    """Runs the layers with fewer operators where possible; None if the model or its settings exclude it."""
+    resources: RolloutResources
+    """Settings of the sampler, and the memory that rollouts share."""
+
+    def free_kept_memory(self) -> None:
+        """Free the memory that is kept between rollouts, if any, and the captured steps that use it."""
+        self.resources.free()
 
 
 @dataclass(frozen=True, eq=False)

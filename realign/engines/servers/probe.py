@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import torch
 
 from realign.api import GenerationConfig, MicroBatchSpec, ModelOutput
-from realign.api.engine import PostHook
+from realign.api.engine import Scores
 from realign.api.sample import SequenceSample
 from realign.errors import ConfigError
 
@@ -44,15 +43,6 @@ class Sampled:
     """Log-probs of the response, as the server reported them."""
     update: int
     """Number of the update whose weights it was sampled with."""
-
-
-@runtime_checkable
-class Scores(Protocol):
-    """A source of weights that is also an engine, which can score texts; see `PipelinableEngine.forward`."""
-
-    def forward(self, data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
-        """Run without gradients, and return the keys that `post_hook` added."""
-        ...
 
 
 class Probe:

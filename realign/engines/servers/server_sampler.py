@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 import torch
 from typing_extensions import override
 
+from realign.api.engine import EngineCapabilities
 from realign.api.generation import GenerationConfig
 from realign.api.sample import SequenceSample
 from realign.api.sampler import (
@@ -459,12 +460,11 @@ class RankedSampler:
 
 
 @runtime_checkable
-class HasEndTokens(Protocol):
-    """An engine that knows the end tokens of its model."""
+class KnowsModel(Protocol):
+    """A source of weights that also knows their model, as an engine does."""
 
-    @property
-    def eos_token_ids(self) -> Sequence[int]:
-        """End tokens."""
+    def capabilities(self) -> EngineCapabilities:
+        """See `PipelinableEngine.capabilities`."""
         ...
 
 
@@ -495,7 +495,7 @@ def end_tokens(name: str, source: WeightSource, tokenizer: Any) -> tuple[int, ..
     Raises:
         ConfigError: neither has any.
     """
-    if isinstance(source, HasEndTokens) and (ids := tuple(source.eos_token_ids)):
+    if isinstance(source, KnowsModel) and (ids := source.capabilities().eos_token_ids):
         return ids
     if (end := getattr(tokenizer, "eos_token_id", None)) is None:
         raise ConfigError(f"models.{name}: neither the engine nor the tokenizer has an end token, which servers need.")

@@ -72,9 +72,9 @@ class EngineState:
                 different set of weights is trained.
         """
         if self._fusion is not None:
-            if state.get("fused"):
+            if state["fused"]:
                 self._fusion.compare()
-            self._fusion.path.resumed = state.get("decode")
+            self._fusion.path.resumed = state["decode"]
         parts = self._parts()
         if weights_only:
             parts = {"value_head": parts["value_head"]}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from realign.api.engine import Forward, PipelinableEngine, PostHook
+from realign.api.engine import EngineCapabilities, Forward, PostHook
 from realign.api.generation import GenerationConfig
 from realign.api.microbatch import MicroBatchSpec
 from realign.api.sample import TOKENS, SequenceSample
@@ -23,13 +23,13 @@ from realign.engines.network.output import ScalarHead
 from realign.engines.network.passes import Layout, Passes, side_by_side
 from realign.engines.sampling.compiled.fusion import Fusion
 from realign.engines.sampling.in_process import InProcessSampling
-from realign.engines.sampling.rollout_model import RolloutModel, RolloutResources, positions_of
+from realign.engines.sampling.rollout_model import DecodableEngine, RolloutModel, RolloutResources, positions_of
 from realign.engines.training.weights import check_weights, mix_into, named_weights, shapes_of
 from realign.errors import ConfigError
 from realign.functional.logprobs import LMHead
 
 
-class InferenceEngine(PipelinableEngine):
+class InferenceEngine(DecodableEngine):
     """The part of an engine that does not train. `TransformersEngine` adds training, saving and checkpoints."""
 
     def __init__(self, name: str, network: Network, tokenizer: Any, sampling: InProcessSampling, *, seed: int) -> None:
@@ -44,10 +44,25 @@ class InferenceEngine(PipelinableEngine):
         self.fusion = Fusion(network.rollout_module, sampling.compiled_decode) if network.fuses else None
         self._seed = seed
 
-    def describe(self) -> str:
-        """Return the number of parameters, without those of a value head, the device, and whether it runs unpacked."""
-        size = _magnitude(sum(p.numel() for p in self.network.module.parameters()))
-        return f"{size} parameters on {self.device}" + (", unpacked" if self.network.unpacked is not None else "")
+    @override
+    def capabilities(self) -> EngineCapabilities:
+        network = self.network
+        language = isinstance(self.head, LMHead)
+        head = {"logprobs"} if language else {"values", "scores"}
+        # without the parameters of a value head
+        size = f"{_magnitude(sum(p.numel() for p in network.module.parameters()))} parameters on {self.device}"
+        return EngineCapabilities(
+            outputs=frozenset(head | value_outputs(self.value_head.spec if self.value_head else None)),
+            trainable=False,
+            positions=positions_of(self.module),
+            eos_token_ids=self._eos_token_ids(),
+            live_head=language,
+            images=network.images is not None,
+            encoder_decoder=isinstance(network.unpacked, EncoderDecoder),
+            router_replay=network.replay is not None,
+            router_replay_obstacle=network.no_replay,
+            size=size + (", unpacked" if network.unpacked is not None else ""),
+        )
 
     @property
     def head(self) -> LMHead | ScalarHead:
@@ -66,11 +81,6 @@ class InferenceEngine(PipelinableEngine):
         bias_V = None if head.bias_V is None else head.bias_V.detach()
         return self.network.limited(replace(head, weight_VH=head.weight_VH.detach(), bias_V=bias_V))
 
-    @property
-    @override
-    def head_is_live(self) -> bool:
-        return True
-
     def use_heads(self, heads: Mapping[str, LMHead]) -> None:
         """See `PipelinableEngine.use_heads`.
 
@@ -87,31 +97,8 @@ class InferenceEngine(PipelinableEngine):
                 )
         self.network.heads = {role: head.to(self.device) for role, head in heads.items()}
 
-    @property
-    @override
-    def outputs(self) -> frozenset[str]:
-        language = {"logprobs"} if isinstance(self.head, LMHead) else set()
-        scalar = set() if language else {"values", "scores"}
-        return frozenset(language | scalar | value_outputs(self.value_head.spec if self.value_head else None))
-
-    @property
-    def positions(self) -> int | None:
-        """See `positions_of`."""
-        return positions_of(self.module)
-
-    @property
-    @override
-    def reads_images(self) -> bool:
-        return self.network.images is not None
-
-    @property
-    @override
-    def encoder_decoder(self) -> bool:
-        return isinstance(self.network.unpacked, EncoderDecoder)
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """End tokens of the tokenizer and of the model's `generation_config`, whose other settings are ignored.
+    def _eos_token_ids(self) -> tuple[int, ...]:
+        """Return the end tokens of the tokenizer and of the model's `generation_config`, which has no other effect.
 
         A model with a scalar head has no such config. Its tokenizer is usually that of the policy, so the config beside
         the tokenizer counts.
@@ -171,25 +158,13 @@ class InferenceEngine(PipelinableEngine):
                 config,
                 self.resources,
                 seed=seed,
-                eos_token_ids=self.eos_token_ids,
+                eos_token_ids=self._eos_token_ids(),
                 tokenizer=self.tokenizer,
             )
-
-    @override
-    def check_router_replay(self) -> None:
-        self.network.check_replay()
-
-    def free_kept_memory(self) -> None:
-        """Free the memory that is kept between rollouts, if any, and the captured steps that use it."""
-        self.resources.free()
 
     def _rollout_module(self) -> Any:
         """Return the transformers model that rollouts run."""
         return self.module
-
-    def reduce(self, x: Tensor) -> Tensor:
-        """Return the sum over data-parallel ranks; in one process this is `x`."""
-        return x
 
     @override
     def weights(self) -> dict[str, Tensor]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from realign.api.engine import LossFn, LossWeightFn, StepIf
+from realign.api.engine import EngineCapabilities, LossFn, LossWeightFn, PostHook, StepIf
+from realign.api.generation import GenerationConfig
 from realign.api.microbatch import MicroBatchSpec
 from realign.api.sample import TOKENS, SequenceSample
 from realign.api.seeds import derive_seed
@@ -106,10 +108,27 @@ class TransformersEngine(InferenceEngine):
     def _make_saver(self) -> ModelSaver:
         return ModelSaver(self.name, self.network, self.tokenizer, self._average)
 
+    @override
+    def capabilities(self) -> EngineCapabilities:
+        return replace(super().capabilities(), trainable=self._stepper is not None)
+
     @property
-    def trainable(self) -> bool:
-        """Whether an optimizer was configured."""
-        return self._stepper is not None
+    def data_ranks(self) -> int:
+        """Number of parts into which the engine's processes cut a batch."""
+        return 1
+
+    @property
+    def data_rank(self) -> int:
+        """Index of the part of a batch that this process computes, from 0."""
+        return 0
+
+    def forward_part(self, part: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
+        """Run `forward` on the prompts of this process. With one process, these are the whole batch."""
+        return self.forward(part, mb_spec, post_hook)
+
+    def generate_part(self, part: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
+        """Run `generate` for the prompts of this process. With one process, these are the whole batch."""
+        return self.generate(part, config, seed=seed)
 
     def train_batch(
         self,
@@ -132,11 +151,20 @@ class TransformersEngine(InferenceEngine):
             ValueError: the model is frozen, the loss is not an fp32 scalar, or the weight is negative or not finite.
             RunError: `max_nonfinite_in_a_row` consecutive steps had a non-finite loss or gradient.
         """
+        part = self._own_part("train_batch", data)
         weight = step_weight(data, loss_weight_fn)  # stays where the batch is: a kernel takes it as a number
         if float(weight) == 0:
             return self.skip("zero_weight_steps")
-        stats = self.accumulate(data, mb_spec, loss_fn, weight)
+        stats = self._over_ranks(self.accumulate(part, mb_spec, loss_fn, weight))
         return {**stats, **self.apply(weight, vetoed=step_if is not None and not step_if(stats))}
+
+    def _own_part(self, method: str, data: SequenceSample) -> SequenceSample:
+        """Return the prompts of a batch that this process computes; `method` is the caller, for messages."""
+        return data
+
+    def _over_ranks(self, stats: Stats) -> Stats:
+        """Merge the metrics of all data-parallel ranks."""
+        return stats
 
     def accumulate(self, part: SequenceSample, mb_spec: MicroBatchSpec, loss_fn: LossFn, weight: Tensor) -> Stats:
         """Reset the gradient, then accumulate the gradient of the sum of `loss_fn` over `part`, divided by `weight`.

@@ -120,14 +120,12 @@ class ImportanceCorrection(Correction):
     keep_in_divisor: bool = False
     """Count rejected tokens in the divisor of the loss (AReaL, TRL, NeMo-RL), so that rejections shrink the step."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.rejection is not None and not self.rejection.bounded:
-            raise SettingsError("rejection: has no effect without a bound. Set rejection.floor or rejection.cap")
-        if self.keep_in_divisor and self.rejection is None:
-            raise SettingsError(
-                "keep_in_divisor=true: has no effect without rejection. Set rejection.cap or rejection.floor"
-            )
+    @override
+    def ineffective(self) -> dict[str, str]:
+        if self.rejection is None:
+            return {"keep_in_divisor": "without rejection. Set rejection.cap or rejection.floor"}
+        unbounded = "without a bound. Set rejection.floor or rejection.cap"
+        return {} if self.rejection.bounded else {"rejection": unbounded}
 
     @override
     def correct(self, data: SequenceSample) -> Corrected:

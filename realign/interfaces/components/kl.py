@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from realign.api import Max, Mean, ModelOutput, SequenceSample, Stats, masked_mean
 from realign.errors import RunError, SettingsError
@@ -69,19 +70,6 @@ class KLPenalty(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.full_vocabulary and self.place is not KLPlace.loss:
-            raise SettingsError(
-                f"full_vocabulary=true: has no effect with place={self.place.value}. Set place=loss, or "
-                "full_vocabulary=false"
-            )
-        if self.full_vocabulary and (self.estimator is not None or self.importance_weighted):
-            shown = "importance_weighted=true" if self.estimator is None else f"estimator={self.estimator.value}"
-            raise SettingsError(f"{shown}: has no effect with full_vocabulary=true, which is exact. Remove one of them")
-        if self.importance_weighted and self.place is not KLPlace.loss:
-            raise SettingsError(
-                f"importance_weighted=true: has no effect with place={self.place.value}. Set place=loss, or "
-                "importance_weighted=false"
-            )
         if self.full_vocabulary and self._own_estimate:
             kind = type(self).__name__
             raise SettingsError(
@@ -94,12 +82,23 @@ class KLPenalty(Settings):
                 "estimator=k1: its expected gradient in the loss is 0. Set importance_weighted=true, estimator=k2 or "
                 "estimator=k3"
             )
-        if self.target is not None and self.place is KLPlace.none:
-            raise SettingsError(f"target={self.target:g}: no penalty is applied. Set place=reward or place=loss")
         if self.target is not None and self.coef == 0:
             raise SettingsError(
                 "coef=0: the adaptive controller (target) multiplies coef, which would stay 0. Set coef above 0"
             )
+
+    @override
+    def ineffective(self) -> dict[str, str]:
+        reasons: dict[str, str] = {}
+        if self.place is not KLPlace.loss:
+            elsewhere = f"with place={self.place.value}. Set place=loss"
+            reasons |= {"full_vocabulary": elsewhere, "importance_weighted": elsewhere}
+        elif self.full_vocabulary:
+            exact = "with full_vocabulary=true, which is exact. Remove one of them"
+            reasons |= {"estimator": exact, "importance_weighted": exact}
+        if self.place is KLPlace.none:
+            reasons["target"] = "with place=none. Set place=reward or place=loss"
+        return reasons
 
     @property
     def applied(self) -> bool:

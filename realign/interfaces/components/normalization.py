@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch import Tensor
+from typing_extensions import override
 
-from realign.errors import SettingsError
 from realign.functional import Reduce, Scope, normalize
 from realign.settings import NonNegative, Settings
 
@@ -32,10 +32,10 @@ class Normalization(Settings):
     eps_inside_sqrt: bool = False
     """Add `eps` to the variance instead of the standard deviation."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.leave_one_out and self.mean is Scope.none:
-            raise SettingsError("leave_one_out=true: has no effect with mean=none. Set mean=batch or mean=group")
+    @override
+    def ineffective(self) -> dict[str, str]:
+        unused = "with mean=none. Set mean=batch or mean=group"
+        return {"leave_one_out": unused} if self.mean is Scope.none else {}
 
     @property
     def active(self) -> bool:

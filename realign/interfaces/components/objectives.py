@@ -481,7 +481,7 @@ class ProximalKLControl:
         return stats
 
     def _adapt(self, kl_mean: Mean, model: Model) -> None:
-        total, weight = model.machine.reduce(torch.stack([kl_mean.total.double(), kl_mean.weight.double()])).tolist()
+        total, weight = model.engine.reduce(torch.stack([kl_mean.total.double(), kl_mean.weight.double()])).tolist()
         if not weight:
             return
         if not math.isfinite(kl := total / weight):

@@ -82,4 +82,4 @@ def train_on_groups(
     """Take `n_minibatches` optimizer steps over the batch, in a new random order; groups stay together."""
     mb_spec = replace(mb_spec, whole_groups=True)
     parts = data.minibatches(n_minibatches, np.random.default_rng(model.call_seed("minibatches")))
-    return merge_stats(model.machine.train_batch(part, mb_spec, loss, loss_weight) for part in parts)
+    return merge_stats(model.engine.train_batch(part, mb_spec, loss, loss_weight) for part in parts)

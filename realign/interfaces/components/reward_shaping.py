@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from realign.api import SequenceSample
 from realign.errors import SettingsError
@@ -55,12 +56,13 @@ class RewardShaping(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.center and self.scale is RewardScale.none:
-            raise SettingsError(
-                "center=true: has no effect with scale=none, which computes no mean. Set scale, or center=false"
-            )
         if self.gain == 0:
             raise SettingsError("gain=0: all rewards would be equal. Set gain to another number")
+
+    @override
+    def ineffective(self) -> dict[str, str]:
+        unused = "with scale=none, which computes no mean. Set scale, or center=false"
+        return {"center": unused} if self.scale is RewardScale.none else {}
 
     @property
     def shapes_scores(self) -> bool:

@@ -24,7 +24,7 @@ def score_logprobs(model: Model, data: SequenceSample, mb_spec: MicroBatchSpec, 
     def post_hook(output: ModelOutput, mb: SequenceSample) -> SequenceSample:
         return mb.with_tokens(logprobs=output.logprobs(temperature=temperature, where_T=mb["loss_mask"]))
 
-    return model.machine.forward(forward_inputs(data), mb_spec, post_hook)
+    return model.engine.forward(forward_inputs(data), mb_spec, post_hook)
 
 
 def score_distributions(
@@ -37,7 +37,7 @@ def score_distributions(
         logprobs_T = output.logprobs(temperature=temperature, where_T=mask_T)
         return mb.with_tokens(logprobs=logprobs_T, hidden=output.hidden_states(where_T=mask_T))
 
-    return model.machine.forward(forward_inputs(data), mb_spec, post_hook)
+    return model.engine.forward(forward_inputs(data), mb_spec, post_hook)
 
 
 def scoring_keys(*, hidden: bool = False) -> Keys:

@@ -8,6 +8,7 @@ from enum import StrEnum
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from realign.api import Model
 from realign.errors import ConfigError, SettingsError
@@ -70,19 +71,23 @@ class Truncation(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        uses_penalty = self.reward in (TruncatedReward.add, TruncatedReward.set)
-        if uses_penalty != (self.penalty is not None):
-            cure = "Set penalty to a number" if uses_penalty else "Set reward=add or reward=set"
-            raise SettingsError(f"penalty={self.penalty}: not valid with reward={self.reward.value}. {cure}")
-        if not self.overlong_buffer and self.overlong_penalty != Truncation.overlong_penalty:
-            raise SettingsError(
-                f"overlong_penalty={self.overlong_penalty:g}: has no effect with overlong_buffer=0. Set overlong_buffer"
-            )
-        if self.mask and self.reward is not TruncatedReward.keep:
-            raise SettingsError(
-                f"reward={self.reward.value}: has no effect with mask=true, which excludes truncated responses. Set "
-                "reward=keep"
-            )
+        if self._uses_penalty and self.penalty is None:
+            raise SettingsError(f"penalty=null: not valid with reward={self.reward.value}. Set penalty to a number")
+
+    @override
+    def ineffective(self) -> dict[str, str]:
+        reasons = {}
+        if self.mask:
+            reasons["reward"] = "with mask=true, which excludes truncated responses. Set reward=keep"
+        if not self._uses_penalty:
+            reasons["penalty"] = f"with reward={self.reward.value}. Set reward=add or reward=set"
+        if not self.overlong_buffer:
+            reasons["overlong_penalty"] = "with overlong_buffer=0. Set overlong_buffer"
+        return reasons
+
+    @property
+    def _uses_penalty(self) -> bool:
+        return self.reward in (TruncatedReward.add, TruncatedReward.set)
 
     @property
     def changes_scores(self) -> bool:
@@ -166,7 +171,7 @@ def end_tokens(model: Model, ids_T: Tensor, stop_token_ids: Sequence[int] | None
         ConfigError: neither the model nor its tokenizer has an end token.
     """
     if stop_token_ids is None:
-        stop_token_ids = model.machine.eos_token_ids
+        stop_token_ids = model.engine.capabilities().eos_token_ids
         if not stop_token_ids and (end := getattr(model.tokenizer, "eos_token_id", None)) is not None:
             stop_token_ids = (end,)
         if not stop_token_ids:

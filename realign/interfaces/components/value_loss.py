@@ -8,9 +8,9 @@ from enum import StrEnum
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from realign.api import Mean, Model, Panel, SequenceSample, Stats, masked_mean
-from realign.errors import SettingsError
 from realign.functional import segment_sum
 from realign.functional.packed import at_least_fp32, check_shapes
 from realign.settings import Positive, Settings
@@ -98,12 +98,10 @@ class ValueObjective(Settings):
     coef: Positive = 1.0
     """Weight of the value loss when it is added to the loss of a policy with the same trunk."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.kind is not ValueLoss.huber and self.huber_delta != ValueObjective.huber_delta:
-            raise SettingsError(
-                f"huber_delta={self.huber_delta:g}: has no effect with kind={self.kind.value}. Set kind=huber"
-            )
+    @override
+    def ineffective(self) -> dict[str, str]:
+        unused = f"with kind={self.kind.value}. Set kind=huber"
+        return {} if self.kind is ValueLoss.huber else {"huber_delta": unused}
 
     def describe(self) -> str:
         """Return the loss for the launch table, without `coef`."""
@@ -150,7 +148,7 @@ def value_stats(data: SequenceSample, model: Model) -> Stats:
     """Return metrics of the old values: means, standard deviations, explained variance of returns."""
     mask_T = data["loss_mask"]
     returns_M, values_M = data["returns"][mask_T].double(), data["values"][mask_T].double()
-    reduce = model.machine.reduce
+    reduce = model.engine.reduce
     sums = torch.stack([returns_M.new_tensor(len(returns_M)), returns_M.sum(), values_M.sum()])
     count, total, value_total = reduce(sums).unbind()
     n = count.clamp(min=1)

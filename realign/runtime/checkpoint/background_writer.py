@@ -6,7 +6,6 @@ import shutil
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,33 +25,6 @@ from realign.runtime.checkpoint.folder import (
     write_packed,
 )
 from realign.runtime.checkpoint.serialize import Packed, Tree, pack
-from realign.settings import Count, Positive, Settings
-
-
-@dataclass
-class CheckpointSpec(Settings):
-    """When a run writes a checkpoint, from which `resume` continues bit for bit.
-
-    A checkpoint is also written at the end of the run, and when a signal stops the run.
-    """
-
-    every_steps: Count | None = None
-    """Steps between two checkpoints; null disables this limit."""
-    every_minutes: Positive | None = 10.0
-    """Minutes of training between two checkpoints; null disables this limit. The first limit reached applies."""
-    keep: Count = 2
-    """Number of latest checkpoints to keep. With `save_best`, the checkpoint of the best step is kept too."""
-
-    def due(self, step: int, seconds: float) -> bool:
-        """Return whether a checkpoint is due after this step, `seconds` after the last checkpoint."""
-        by_step = self.every_steps is not None and step % self.every_steps == 0
-        return by_step or (self.every_minutes is not None and seconds >= 60 * self.every_minutes)
-
-    def describe(self) -> str:
-        """Return a human-readable summary."""
-        steps = [] if self.every_steps is None else [f"every {self.every_steps} steps"]
-        minutes = [] if self.every_minutes is None else [f"every {self.every_minutes:g} minutes"]
-        return f"{', '.join([*steps, *minutes, 'at the end'])}; keeps the last {self.keep}"
 
 
 class CheckpointWriter:

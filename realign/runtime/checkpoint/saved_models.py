@@ -40,7 +40,7 @@ def damage_of(folder: Path, files: Mapping[str, Any] | None) -> str | None:
 
     Args:
         folder: Folder that `hashes_of` was called with.
-        files: Result of `hashes_of`. None, from a checkpoint of an earlier version: only the folder must exist.
+        files: Result of `hashes_of`; None if the run stopped before it saved them, then only the folder must exist.
     """
     if not folder.is_dir():
         return "the folder is missing"

@@ -7,230 +7,317 @@ damage, but a checkpoint from an untrusted source can contain any value with cor
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Annotated, Any, Literal, TypeAlias, get_args
 
-from realign.errors import CheckpointError
-from realign.runtime.checkpoint.checks import (
-    Mismatch,
-    Record,
-    flag,
-    items,
-    mapping,
-    number,
-    one_of,
-    optional,
-    plain,
-    record,
-    row,
-    tensor,
-    text,
-    whole,
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    InstanceOf,
+    PlainValidator,
+    Strict,
+    Tag,
+    TypeAdapter,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
 )
+from torch import Tensor
 
-RECORDS = ("metrics", "samples", "eval_samples")
+from realign.engines.distributed.sharding import Saved
+from realign.errors import CheckpointError
+from realign.text import shortened, visible
+
+RecordName: TypeAlias = Literal["metrics", "samples", "eval_samples", "tokens", "spans", "warnings", "system"]
+RECORDS: tuple[RecordName, ...] = get_args(RecordName)
 """Record files of a run, without `.jsonl`."""
-
-DETAILS = ("tokens", "spans", "warnings", "system")
-"""Record files with details for the report, without `.jsonl`. Checkpoints of earlier versions do not count them."""
 
 SAVED = re.compile(r"step_[0-9]{6,}")
 """Names of the folders of models that a run writes every `every_steps` steps."""
 
-
-COUNT = whole()
-TENSORS = mapping(tensor)
-HASH = text("[0-9a-f]{64}", "a sha256")
-PATH = text(r"(?!/)(?!.*(^|/)\.\.?(/|$))[^\0]+", "the path of a file inside the folder")
-FILES = mapping(record({"bytes": COUNT, "sha256": HASH}), PATH)
-WORD = whole(0, 2**32 - 1)
-
-_LEAF = optional(one_of(tensor, number(), expected="a tensor or a number"))
-MOMENT = one_of(_LEAF, mapping(_LEAF), expected="a tensor, a number, or a mapping of those")
-"""Part of an optimizer's state for one weight; bitsandbytes nests the tensors of 8-bit states."""
-
-OPTIMIZER = record(
-    {
-        "optimizer": record(
-            {
-                "state": mapping(mapping(MOMENT), COUNT),
-                "param_groups": items(record({"params": items(COUNT)}, known_only=False)),
-            }
-        ),
-        "optimizer_steps": COUNT,
-        "train_steps": COUNT,
-        "nonfinite_in_a_row": COUNT,
-    },
-    known_only=False,
-)
-
-DECODE = text("modules|fused|compiled", "what computed the decode steps")
-
-ENGINES = {
-    "module": TENSORS,
-    "value_head": optional(TENSORS),
-    "optimizer": optional(OPTIMIZER),
-    "ema": optional(record({"average": items(tensor)})),
-    "fused": flag,
-}
-"""Keys of the state of `TransformersEngine`. Other engines may have other keys, which contain any plain values."""
+DEPTH = 50
+"""Levels of nested values in a checkpoint."""
 
 
-def _state(value: Any, path: str) -> None:
-    if not isinstance(value, Mapping):
-        raise Mismatch(path, value, "a mapping")
-    plain(tensors=True)(value, path)
+def _plain(value: Any, *, tensors: bool, depth: int = 0) -> Any:
+    """Expect nested flags, numbers, text, lists and mappings, and tensors if `tensors` is true."""
+    if depth > DEPTH:
+        raise ValueError(f"expected at most {DEPTH} nested levels")
+    if isinstance(value, Mapping) and len({type(key) for key in value}) > 1:
+        raise ValueError("expected keys of one type")
+    if isinstance(value, Tensor | Saved) and not tensors:
+        raise ValueError("expected plain values")
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    for item in inner:
+        _plain(item, tensors=tensors, depth=depth + 1)
+    return value
 
 
-def _engine(value: Any, path: str) -> None:
-    _state(value, path)
-    if ENGINES.keys() <= value.keys():
-        record(ENGINES, known_only=False, decode=optional(DECODE))(value, path)
+Count: TypeAlias = Annotated[int, Field(ge=0, le=10**12)]
+Word: TypeAlias = Annotated[int, Field(ge=0, lt=2**32)]
+Number: TypeAlias = Annotated[float, Field(allow_inf_nan=False)]
+NonNegative: TypeAlias = Annotated[Number, Field(ge=0)]
+Text: TypeAlias = InstanceOf[str]
+"""Any text; pydantic's own type rejects lone surrogates, which file names can contain."""
+Hash: TypeAlias = Annotated[str, Field(pattern=r"^[0-9a-f]{64}\Z")]
+SavedName: TypeAlias = Annotated[str, Field(pattern=rf"^{SAVED.pattern}\Z")]
+FilePath: TypeAlias = Annotated[str, Field(pattern=r"^(?!/)(?!.*(^|/)\.\.?(/|$))[^\0]+\Z")]
+"""Path of a file inside a folder."""
+AnyTensor: TypeAlias = Tensor | Saved
+"""A tensor; a sharded one is a reference to files."""
+Tensors: TypeAlias = dict[Text, AnyTensor]
+Moment: TypeAlias = AnyTensor | Number | None
+State: TypeAlias = Annotated[dict[Any, Any], AfterValidator(partial(_plain, tensors=True))]
+"""State of a class, which may be a user's."""
+Config: TypeAlias = Annotated[Any, PlainValidator(partial(_plain, tensors=False))]
 
 
-RANDOM = record(
-    {
-        "python": row(whole(3, 3), items(WORD, 625), optional(number())),
-        "numpy": record(
-            {
-                "bit_generator": text("MT19937", "MT19937"),
-                "key": items(WORD, 624),
-                "pos": whole(0, 624),
-                "has_gauss": whole(0, 1),
-                "gauss": number(),
-            }
-        ),
-        "torch": tensor,
-        "cuda": items(tensor),
-    }
-)
+class _Record(BaseModel):
+    """A mapping with exactly these keys. No value is converted."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        arbitrary_types_allowed=True,
+        regex_engine="python-re",  # the other one has no lookahead
+        defer_build=True,  # most launches resume nothing
+    )
 
 
-def _position(value: Any, path: str, depth: int = 0) -> None:
+class _Open(_Record, extra="ignore"):
+    """A mapping that may have further keys."""
+
+
+# --- models ----------------------------------------------------------------------------------------------------------
+
+
+class _ParamGroup(_Open):
+    params: list[Count]
+
+
+class _TorchState(_Record):
+    state: dict[Count, dict[Text, Moment | dict[Text, Moment]]]
+    """For each weight; bitsandbytes nests the tensors of 8-bit states."""
+    param_groups: list[_ParamGroup]
+
+
+class OptimizerState(_Open):
+    """State of `TorchOptimizer`."""
+
+    optimizer: _TorchState
+    optimizer_steps: Count
+    train_steps: Count
+    nonfinite_in_a_row: Count
+
+
+class _Average(_Record):
+    average: list[AnyTensor]
+
+
+class _EngineState(_Open):
+    """State of `TransformersEngine`."""
+
+    module: Tensors
+    value_head: Tensors | None
+    optimizer: OptimizerState | None
+    ema: _Average | None
+    fused: bool
+    decode: Literal["modules", "fused", "compiled"] | None
+
+
+def _kind_of_engine(value: Any) -> str:
+    """Tell the state of `TransformersEngine` from that of another engine, which contains any plain values."""
+    own = isinstance(value, Mapping) and _EngineState.model_fields.keys() <= value.keys()
+    return "transformers" if own else "other"
+
+
+class _ModelState(_Record):
+    version: Count
+    engine: (
+        Annotated[
+            Annotated[_EngineState, Tag("transformers")] | Annotated[State, Tag("other")],
+            Discriminator(_kind_of_engine),
+        ]
+        | None
+    )
+    weights: Tensors = {}
+    """Of a role that is synced from a trained one."""
+
+
+class _Frozen(_Record):
+    path: Text | None
+    sha256: Text
+
+
+# --- position in the data --------------------------------------------------------------------------------------------
+
+
+def _position(value: Any, depth: int = 0) -> Any:
     """Expect a position in a file: null, an offset, text, or a list of up to three positions."""
     if isinstance(value, list | tuple) and len(value) <= 3 and depth < 4:
         for part in value:
-            _position(part, path, depth + 1)
-    else:
-        optional(one_of(whole(0, 2**62), text(), expected="a position in a file"))(value, path)
+            _position(part, depth + 1)
+    elif not (value is None or isinstance(value, str) or (type(value) is int and 0 <= value <= 2**62)):
+        raise ValueError("expected a position in a file")
+    return value
 
 
-_STREAM = record(
-    {
-        **dict.fromkeys(("epoch", "block", "file", "index", "kept", "read", "truncated"), COUNT),
-        "per_epoch": optional(COUNT),
-        "start": _position,
-        "dropped": mapping(COUNT),
-    }
-)
-_ANCHOR = record({"place": COUNT, "sources": items(_STREAM)})
+class _Stream(_Record):
+    """Position in a streamed source."""
+
+    epoch: Count
+    block: Count
+    file: Count
+    index: Count
+    kept: Count
+    read: Count
+    truncated: Count
+    per_epoch: Count | None
+    start: Annotated[Any, PlainValidator(_position)]
+    dropped: dict[Text, Count]
 
 
-def _anchors(value: Any, path: str) -> None:
-    items(_ANCHOR)(value, path)
-    places = [anchor["place"] for anchor in value]
-    if places != sorted(places) or places[:1] != [0]:
-        raise Mismatch(path, places, "positions in order, of which the first one is the start")
+class _Anchor(_Record):
+    place: Count
+    sources: list[_Stream]
 
 
-ORDER = record({"anchors": _anchors})
-"""Positions in streamed data."""
+class OrderState(_Record):
+    """Positions in streamed data."""
 
-_DATA = record(
-    {
-        "drawn": COUNT,
-        "batch_prompts": whole(1, 10**6),
-        "epoch": COUNT,
-        "index": COUNT,
-        "seed": whole(-(2**63), 2**64),
-        "rows": COUNT,
-        "sha256": optional(text()),
-    },
-    order=ORDER,
-)
+    anchors: list[_Anchor]
+
+    @field_validator("anchors")
+    @classmethod
+    def _in_order(cls, anchors: list[_Anchor]) -> list[_Anchor]:
+        places = [anchor.place for anchor in anchors]
+        if places != sorted(places) or places[:1] != [0]:
+            raise ValueError("expected positions in order, of which the first one is the start")
+        return anchors
 
 
-def _data(value: Any, path: str) -> None:
-    """Expect a position in the data. A wrong one would train on other prompts, or read streamed data without end."""
-    _DATA(value, path)
-    place, rows = value["drawn"] * value["batch_prompts"], value["rows"]
-    epoch, index = divmod(place, rows) if rows else (0, place)
-    if (value["epoch"], value["index"]) != (epoch, index):
-        expected = f"the batches before epoch {value['epoch']}, index {value['index']} of {rows or 'streamed'} rows"
-        raise Mismatch(f"{path}.drawn", value["drawn"], expected)
+class _Data(_Record):
+    """A position in the data. A wrong one would train on other prompts, or read streamed data without end."""
+
+    drawn: Count
+    batch_prompts: Annotated[int, Field(ge=1, le=10**6)]
+    rows: Count
+    epoch: Count
+    index: Count
+    seed: Annotated[int, Field(ge=-(2**63), le=2**64)]
+    sha256: Text | None
+    order: OrderState | None = None
+
+    @field_validator("index")
+    @classmethod
+    def _at_drawn(cls, index: int, info: ValidationInfo) -> int:
+        at = info.data
+        if {"drawn", "batch_prompts", "rows", "epoch"} <= at.keys():
+            place, rows = at["drawn"] * at["batch_prompts"], at["rows"]
+            if (at["epoch"], index) != (divmod(place, rows) if rows else (0, place)):
+                raise ValueError(
+                    f"expected the place after drawn={at['drawn']} batches of {at['batch_prompts']} of "
+                    f"{rows or 'streamed'} rows, not epoch {at['epoch']}, index {index}"
+                )
+        return index
 
 
-_ROLLOUT = record({"version": COUNT, "trained": COUNT, "next_place": COUNT, "untrained": items(COUNT)})
+class _Rollout(_Record):
+    version: Count
+    trained: Count
+    next_place: Count
+    untrained: list[Count]
+
+    @field_validator("untrained")
+    @classmethod
+    def _begun_once(cls, places: list[int], info: ValidationInfo) -> list[int]:
+        end = info.data.get("next_place", 0)
+        if len(set(places)) < len(places) or any(place >= end for place in places):
+            raise ValueError(f"expected distinct places below next_place={end}")
+        return places
 
 
-def _rollout(value: Any, path: str) -> None:
-    _ROLLOUT(value, path)
-    places = value["untrained"]
-    if len(set(places)) < len(places) or any(place >= value["next_place"] for place in places):
-        raise Mismatch(f"{path}.untrained", places, f"distinct places below next_place={value['next_place']}")
+# --- the run ---------------------------------------------------------------------------------------------------------
 
 
-COUNTERS = record(
-    {
-        "optimizer_steps": number(0),
-        "rewards_seen": COUNT,
-        "reward_ema": optional(number(finite=False)),
-        "ratio_checked": items(text()),
-    }
-)
-
-SAVES = record(
-    {
-        "made": items(text(SAVED.pattern, "a list of folder names such as step_000050")),
-        "known": items(text()),
-        "best": optional(text()),
-        "record": number(finite=False),
-        "best_step": optional(COUNT),
-    },
-    final=FILES,
-)
-
-CALLBACKS = record(
-    {
-        "states": mapping(_state),
-        "metrics": mapping(text()),
-        "stop": optional(record({"callback": text(), "reason": text(), "settings": text()})),
-    }
-)
-
-TREE = record(
-    {
-        "config": plain(tensors=False),
-        "counters": COUNTERS,
-        "data": _data,
-        "environment": mapping(one_of(text(), number(), expected="text or a number")),
-        "frozen": mapping(record({"path": optional(text()), "sha256": text()})),
-        "interfaces": mapping(_state),
-        "models": mapping(record({"version": COUNT, "engine": optional(_engine)}, weights=TENSORS)),
-        "random": RANDOM,
-        "records": record(
-            {
-                "seconds": number(0),
-                "sizes": Record(dict.fromkeys(RECORDS, COUNT), dict.fromkeys(DETAILS, COUNT)),
-            },
-            sha256=Record(dict.fromkeys(RECORDS, HASH), dict.fromkeys(DETAILS, HASH)),
-        ),
-        "saves": SAVES,
-    },
-    callbacks=CALLBACKS,
-    realign=text(),
-    rollout=optional(_rollout),
-)
-"""The tree of a checkpoint of a run."""
+class _Numpy(_Record):
+    bit_generator: Literal["MT19937"]
+    key: Annotated[list[Word], Field(min_length=624, max_length=624)]
+    pos: Annotated[int, Field(ge=0, le=624)]
+    has_gauss: Annotated[int, Field(ge=0, le=1)]
+    gauss: Number
 
 
-def check_config_tree(tree: Mapping[str, Any]) -> None:
-    """Check that the config in a tree, if any, contains only plain values.
+_Words: TypeAlias = Annotated[list[Word], Field(min_length=625, max_length=625)]
 
-    Raises:
-        CheckpointError: It contains something else.
-    """
-    plain(tensors=False)(tree.get("config"), "config")
+
+class _Random(_Record):
+    python: Annotated[tuple[Literal[3], _Words, Number | None], Strict(False)]  # JSON has no tuples
+    numpy: _Numpy
+    torch: AnyTensor
+    cuda: list[AnyTensor]
+
+
+class _Counters(_Record):
+    optimizer_steps: NonNegative
+    rewards_seen: Count
+    reward_ema: float | None
+    ratio_checked: list[Text]
+
+
+class _Records(_Record):
+    seconds: NonNegative
+    sizes: Annotated[dict[RecordName, Count], Field(min_length=len(RECORDS))]
+    sha256: Annotated[dict[RecordName, Hash], Field(min_length=len(RECORDS))]
+
+
+class _File(_Record):
+    bytes: Count
+    sha256: Hash
+
+
+class _Saves(_Record):
+    made: list[SavedName]
+    known: list[Text]
+    best: Text | None
+    record: float
+    best_step: Count | None
+    final: dict[FilePath, _File] = {}
+    """Files in `final`, in the last checkpoint of a run."""
+
+
+class _Stop(_Record):
+    callback: Text
+    reason: Text
+    settings: Text
+
+
+class _Callbacks(_Record):
+    states: dict[Text, State]
+    metrics: dict[Text, Text]
+    stop: _Stop | None
+
+
+class _Tree(_Record):
+    """The tree of a checkpoint of a run."""
+
+    config: Config
+    counters: _Counters
+    data: _Data
+    environment: dict[Text, Text | Number]
+    frozen: dict[Text, _Frozen]
+    interfaces: dict[Text, State]
+    models: dict[Text, _ModelState]
+    random: _Random
+    records: _Records
+    saves: _Saves
+    callbacks: _Callbacks
+    realign: Text
+    rollout: _Rollout | None
 
 
 def check_tree(path: str, step: int, tree: Mapping[str, Any]) -> None:
@@ -244,10 +331,61 @@ def check_tree(path: str, step: int, tree: Mapping[str, Any]) -> None:
     Raises:
         CheckpointError: A value does not fit the schema. The message names its path and the value.
     """
-    if missing := TREE.required.keys() - tree.keys():
+    if missing := _Tree.model_fields.keys() - tree.keys():
         lacking = ", ".join(sorted(missing))
         raise CheckpointError(f"{path} is not a checkpoint of a run: it lacks {lacking}. Use another one.")
-    TREE(tree, "")
-    rollout = tree.get("rollout")
-    if rollout is not None:
-        whole(0, step)(rollout["version"], "rollout.version")
+    check(_Tree, tree)
+    if tree["rollout"] is not None and (version := tree["rollout"]["version"]) > step:
+        raise _mismatch("rollout.version", version, f"Input should be at most the step of the checkpoint, {step}")
+
+
+def check_config_tree(tree: Mapping[str, Any]) -> None:
+    """Check that the config in a tree, if any, contains only plain values.
+
+    Raises:
+        CheckpointError: It contains something else.
+    """
+    check(Config, tree.get("config"), "config")
+
+
+def check(kind: Any, value: Any, path: str = "") -> None:
+    """Check a value without converting it.
+
+    Args:
+        kind: Model or annotation.
+        value: Part of a tree.
+        path: Path of the value, for the message.
+
+    Raises:
+        CheckpointError: The value does not fit. The message names the path and the value.
+    """
+    try:
+        TypeAdapter(kind).validate_python(value)
+    except ValidationError as error:
+        first, *others = error.errors(include_url=False, include_context=False)
+        place = _place(path, first["loc"], value)
+        # a value that fits no member of a union has an error for each member
+        alike = [first, *(other for other in others if _place(path, other["loc"], value) == place)]
+        problems = dict.fromkeys(entry["msg"].removeprefix("Value error, ") for entry in alike)
+        missing = f" ({first['loc'][-1]})" if first["type"] == "missing" else ""
+        raise _mismatch(place, first["input"], " or ".join(problems) + missing) from None
+
+
+def _place(path: str, loc: Sequence[Any], value: Any) -> str:
+    """Return the path of a value from the location in an error, which also contains the tags of unions."""
+    names = [path] if path else []
+    for name in loc:
+        indexed = isinstance(value, list | tuple) and isinstance(name, int)
+        if indexed or (isinstance(value, Mapping) and name in value):
+            value = value[name]
+            names.append(str(name))
+    return visible(".".join(names))
+
+
+def _mismatch(path: str, value: Any, problem: str) -> CheckpointError:
+    """Describe a value that no run writes."""
+    shown = shortened("a tensor" if isinstance(value, Tensor) else " ".join(repr(value).split()), 80)
+    return CheckpointError(
+        f"{shortened(path, 300)}={shown} in the checkpoint: {problem}. The checkpoint was changed. Resume from another "
+        "one."
+    )

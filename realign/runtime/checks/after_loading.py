@@ -91,8 +91,7 @@ def check_positions(
     """
     rows, texts = dataset.longest_sequence, dataset.longest_text
     for role in dict.fromkeys(roles):
-        engine = models[role].engine
-        limit = None if engine is None else engine.positions
+        limit = models[role].engine.capabilities().positions if models[role].has_engine else None
         if limit is None:
             continue
         if rows + response > limit:
@@ -121,8 +120,7 @@ def check_length(response: int, models: Mapping[str, Model], roles: Iterable[str
         ConfigError: they do not fit; the message contains the role and the key to change.
     """
     for role in dict.fromkeys(roles):
-        engine = models[role].engine
-        limit = None if engine is None else engine.positions
+        limit = models[role].engine.capabilities().positions if models[role].has_engine else None
         if limit is not None and response > limit:
             raise ConfigError(
                 f"models.{role}: its context window has {limit} positions, but {setting}={response}. Lower it, so that "

@@ -47,7 +47,7 @@ def check_image_models(experiment: Experiment, models: Mapping[str, Model]) -> N
         ConfigError: a model cannot. The message contains its key.
     """
     for role in _roles_with_images(experiment):
-        if not models[role].machine.reads_images:
+        if not models[role].engine.capabilities().images:
             raise _no_images(
                 f"models.{role}",
                 "this model does not read images. Supported are causal language models of the families qwen2_vl and "
@@ -99,7 +99,7 @@ def check_predicted(dataset: Dataset, what: str, models: Mapping[str, Model]) ->
 
 def _first(models: Mapping[str, Model]) -> str | None:
     """Return the first role with an encoder-decoder model."""
-    roles = (role for role, model in models.items() if model.engine is not None and model.engine.encoder_decoder)
+    roles = (role for role, model in models.items() if model.has_engine and model.engine.capabilities().encoder_decoder)
     return next(roles, None)
 
 

@@ -103,10 +103,10 @@ class RewardCalibration(Settings):
             answered = self._answers(policy, prompts, f"calibration/{when}/{draw}", draw)
             return torch.cat([interface.scores(reward, batch, mb_spec) for batch in answered])
 
-        mean, std = interface.normalize(scores(0), mean=target[0], std=target[1], reduce=reward.machine.reduce)
+        mean, std = interface.normalize(scores(0), mean=target[0], std=target[1], reduce=reward.engine.reduce)
         values = {"mean": mean, "std": std, "gain": interface.gain, "bias": interface.bias}
         if self.verify:
-            values["verified_mean"], values["verified_std"] = score_moments(scores(1), reward.machine.reduce)
+            values["verified_mean"], values["verified_std"] = score_moments(scores(1), reward.engine.reduce)
         return {f"calibration/{name}": value for name, value in values.items()}
 
     def target(self, interface: Calibratable, dataset: Dataset) -> tuple[float, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from typing_extensions import override
@@ -50,5 +50,5 @@ class EpisodeEvaluation(SamplingEvaluator):
     def scored(self, runtime: LoadedRun, dataset: Any) -> Iterator[Scored]:
         model = runtime.models[self.role]
         for number, rows in enumerate(self.batches(dataset)):
-            player = replace(model, seed=derive_seed(model.seed, "evaluation", number))
+            player = model.replaced(seed=derive_seed(model.seed, "evaluation", number))
             yield Scored(self.episodes.generate(player, rows, MicroBatchSpec()))

@@ -60,9 +60,14 @@ class Evaluation(SamplingEvaluator):
             for variant in self._variants.values():
                 if k > variant.n:
                     raise SettingsError(f"pass_at=[{k}]: needs at least {k} responses per prompt. Set generation.n={k}")
-        if not self.pass_at and (self.success != 1.0 or self.success_of is not None):
-            name = "success_of" if self.success_of is not None else "success"
-            raise SettingsError(f"{name}: it has no effect with pass_at=[]. Set pass_at")
+
+    @override
+    def ineffective(self) -> dict[str, str]:
+        unused = "with pass_at=[]. Set pass_at"
+        reasons = {} if self.pass_at else {"success": unused, "success_of": unused}
+        if self.generation.greedy and self.sweep.keys() <= {"temperature", "top_k", "top_p"}:
+            reasons["sweep"] = "with generation.greedy=true. Set generation.greedy=false"
+        return reasons
 
     @property
     @override
@@ -95,10 +100,6 @@ class Evaluation(SamplingEvaluator):
             known = [field.name for field in dataclasses.fields(GenerationConfig)]
             if name not in known:
                 raise SettingsError(f"sweep.{name}: unknown field of generation (valid: {', '.join(known)})")
-            if self.generation.greedy and name in ("temperature", "top_k", "top_p"):
-                raise SettingsError(
-                    f"sweep.{name}: it has no effect with generation.greedy=true. Set generation.greedy=false."
-                )
             if not values:
                 raise SettingsError(f"sweep.{name}=[]: it has no values. Add at least one.")
             for value in values:

@@ -8,9 +8,8 @@ forward-only engine. This works with every interface, and measures the quantity 
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from typing_extensions import override
@@ -26,7 +25,7 @@ from realign.api import (
     merge_stats,
     stat_values,
 )
-from realign.api.engine import LOSS_SUM, LossFn, LossWeightFn, PipelinableEngine, StepIf
+from realign.api.engine import LOSS_SUM, EngineCapabilities, LossFn, LossWeightFn, PipelinableEngine, StepIf
 from realign.engines.shared_model import SharedEngine
 from realign.errors import ConfigError
 from realign.runtime.calls import call, inputs_of
@@ -90,7 +89,7 @@ class LossEvaluation(Evaluator):
     def _loss(self, training: RPC, runtime: LoadedRun, batch: SequenceSample) -> Stats:
         interface = copy.deepcopy(runtime.interfaces[self.role])  # a copy, because train_step may change its state
         model = runtime.models[self.role]
-        forward_only = dataclasses.replace(model, engine=ForwardOnly(model.name, model.name, model.machine))
+        forward_only = model.replaced(engine=ForwardOnly(model.name, model.name, model.engine))
         return interface.train_step(forward_only, inputs_of(training, batch), runtime.microbatch)
 
 
@@ -100,13 +99,15 @@ class ForwardOnly(SharedEngine):
     An interface that passes over its batch several times, or in mini-batches, therefore measures each prompt once.
     """
 
-    trainable = True
-
-    @override
     def __init__(self, name: str, of: str, engine: PipelinableEngine) -> None:
         super().__init__(name, of, engine)
         self._measured: set[Hashable] = set()
 
+    @override
+    def capabilities(self) -> EngineCapabilities:
+        return replace(super().capabilities(), trainable=True)
+
+    @override
     def train_batch(
         self,
         data: SequenceSample,

@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -22,30 +21,9 @@ from torch import Tensor
 from realign.api import SequenceSample
 from realign.api.rewards import total_rewards
 from realign.api.stats import TracedSequence
+from realign.run_settings import RecordSpec
 from realign.runtime.metrics.records import Records
 from realign.runtime.metrics.run_log import RunLog
-from realign.settings import Count, NonNegativeInt, Positive, Settings
-
-
-@dataclass
-class RecordSpec(Settings):
-    """Detail of the records for the report: tokens, spans and the load of the machine."""
-
-    every_steps: Count = 10
-    """Interval in steps at which tokens and spans are recorded. The first step of the run is recorded too."""
-    token_prompts: NonNegativeInt = 1
-    """Number of prompts whose tokens are recorded in such a step; 0 records none."""
-    token_responses: Count = 4
-    """Maximum number of recorded responses of each of these prompts."""
-    token_limit: Count = 1024
-    """Maximum number of recorded tokens of a response, with the last 128 tokens of its prompt."""
-    system_seconds: Positive | None = 10.0
-    """Interval in seconds at which CPU, memory and GPU use are recorded; null records none."""
-
-    def due(self, step: int) -> bool:
-        """Return whether tokens and spans of this step are recorded."""
-        return step == 1 or step % self.every_steps == 0
-
 
 MOST_SPANS = 5_000
 """Maximum number of spans between two writes; older ones are dropped."""

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, Self
 from realign.engines.files.folders import open_regular
 from realign.errors import ConfigError
 from realign.runtime.checkpoint.folder import Start
-from realign.runtime.checkpoint.schema import DETAILS, RECORDS
+from realign.runtime.checkpoint.schema import RECORDS
 
 _MOST_WAITING = 10_000
 _CHUNK = 1 << 20
@@ -187,7 +187,7 @@ class NullJsonLines(JsonLinesWriter):
 class Records:
     """The record files of a run, such as metrics.jsonl and samples.jsonl."""
 
-    NAMES = (*RECORDS, *DETAILS)
+    NAMES = RECORDS
 
     def __init__(self, folder: Path, start: Start | None) -> None:
         """Open the files in `folder`. When resuming from `start`, truncate them to their size at its checkpoint."""
@@ -237,13 +237,13 @@ class Records:
         for name, size in state["sizes"].items():
             source = start.run / f"{name}.jsonl"
             if size or os.path.lexists(source):
-                _compare(source, size, state.get("sha256", {}).get(name), start.step)
+                _compare(source, size, state["sha256"][name], start.step)
             if not start.own and os.path.lexists(source):
                 with (folder / source.name).open("wb") as copy:
                     copy.writelines(prefix(source, size))
 
 
-def _compare(path: Path, size: int, sha256: str | None, step: int) -> None:
+def _compare(path: Path, size: int, sha256: str, step: int) -> None:
     """Warn if the first `size` bytes of a record file are not those that the checkpoint counts."""
     if not os.path.lexists(path):
         actual_size = 0
@@ -256,7 +256,7 @@ def _compare(path: Path, size: int, sha256: str | None, step: int) -> None:
             "some of the earlier lines are missing.",
             stacklevel=2,
         )
-    elif sha256 is not None and prefix_hash(path, size).hexdigest() != sha256:
+    elif prefix_hash(path, size).hexdigest() != sha256:
         warnings.warn(
             f"{path} was changed after the checkpoint of step {step} (sha256 mismatch in its first {size} bytes). The "
             "run continues and keeps the changed lines; its weights are not affected.",

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample, Stats
-from realign.api.engine import LossFn, PipelinableEngine, PostHook, measured
+from realign.api.engine import EngineCapabilities, LossFn, PostHook, measured
 from realign.api.model import ModelSpec
 from realign.api.sampler import Request, Sampler
-from realign.engines.distributed.offload import Offload
 from realign.engines.distributed.sharding import whole
+from realign.engines.training.transformers_engine import TransformersEngine
+from realign.errors import ConfigError
 from realign.functional import LMHead
 from realign.runtime.models import load_own
 from realign.runtime.ray.wire_format import mapped
@@ -25,37 +27,11 @@ WHOLE = frozenset({"state_dict", "fixed_weights", "weights"})
 """Methods whose large result is the same on all ranks, so that only rank 0 returns it."""
 
 
-class WorkerEngine(PipelinableEngine, Protocol):
-    """Methods that a worker needs in addition to `PipelinableEngine`: halves of a train step, and memory."""
-
-    def accumulate(self, part: SequenceSample, mb_spec: MicroBatchSpec, loss_fn: LossFn, weight: Tensor) -> Stats:
-        """Accumulate the gradient of this rank's shard of a batch with loss weight `weight`; return its metrics."""
-        ...
-
-    def apply(self, weight: Tensor, *, vetoed: bool = False) -> Stats:
-        """Run the optimizer step with the accumulated gradient, unless it is vetoed."""
-        ...
-
-    def skip(self, reason: str) -> Stats:
-        """Count a skipped optimizer step."""
-        ...
-
-    def resident(self) -> Iterator[Tensor]:
-        """Yield the tensors that stay on the device between calls."""
-        ...
-
-    def free_kept_memory(self) -> None:
-        """Free the memory that is kept between rollouts, if any."""
-        ...
-
-
 @dataclass(frozen=True)
 class Loaded:
     """Facts about a loaded model that a worker reports to the driver."""
 
-    trainable: bool
-    outputs: frozenset[str]
-    positions: int | None
+    capabilities: EngineCapabilities
     data_ranks: int
     """Number of shards of a batch."""
     data_rank: int
@@ -63,8 +39,6 @@ class Loaded:
     tokenizer: Any
     saved: Mapping[str, Any]
     saved_views: Mapping[str, Mapping[str, Any]]
-    encoder_decoder: bool = False
-    eos_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +54,41 @@ class _Received:
     def save(self, path: Path) -> None:
         """Raise an error: config and tokenizer are in another process."""
         raise NotImplementedError("received weights cannot be saved, since config and tokenizer are in another process")
+
+
+class Offload:
+    """Moves tensors to the host and back in place, so existing references remain valid.
+
+    No computation may use them between `leave` and `come_back`. On a CPU both methods do nothing.
+    """
+
+    def __init__(self, resident: Callable[[], Iterable[Tensor]], free: Callable[[], None] = lambda: None) -> None:
+        """Set the functions that `leave` calls.
+
+        Args:
+            resident: lists the tensors to move, such as `TransformersEngine.resident`.
+            free: frees memory that need not move, such as `TransformersEngine.free_kept_memory`.
+        """
+        self._resident = resident
+        self._free = free
+        self._away: list[tuple[Tensor, torch.device]] = []
+
+    def leave(self) -> None:
+        """Move all tensors to the host."""
+        self._free()
+        for x in {id(x): x for x in self._resident()}.values():
+            if x.device.type != "cpu":
+                self._away.append((x, x.device))
+                host = torch.empty_like(x, device="cpu", pin_memory=x.is_cuda)  # torch caches pinned memory
+                x.data = host.copy_(x.detach())
+
+    def come_back(self) -> None:
+        """Move the tensors back to their devices."""
+        for x, device in self._away:
+            x.data = x.detach().to(device, non_blocking=True)
+        if any(device.type == "cuda" for _, device in self._away):
+            torch.cuda.synchronize()  # the host memory may be reused after this
+        self._away.clear()
 
 
 class Host:
@@ -107,16 +116,13 @@ class Host:
                 self._away[role] = Offload(engine.resident, engine.free_kept_memory)
                 self._away[role].leave()
             loaded[role] = Loaded(
-                engine.trainable,
-                engine.outputs,
-                engine.positions,
+                # no copy of the head follows training, and workers read no images
+                replace(engine.capabilities(), live_head=False, images=False, size=""),
                 engine.data_ranks,
                 engine.data_rank,
                 model.tokenizer,
                 model.saved,
                 model.saved_views,
-                engine.encoder_decoder,
-                engine.eos_token_ids,
             )
         return loaded
 
@@ -170,16 +176,15 @@ class Host:
         if away is not None and not stays:
             away.leave()
 
-    def _engine(self, role: str) -> WorkerEngine:
-        return cast(WorkerEngine, self._models[role].machine)
+    def _engine(self, role: str) -> TransformersEngine:
+        engine = self._models[role].engine
+        if not isinstance(engine, TransformersEngine):  # its train step runs in two halves, see `accumulate`
+            raise ConfigError(f"models.{role}: {type(engine).__name__} cannot run in workers. Set runtime=local.")
+        return engine
 
     def forward(self, role: str, part: SequenceSample, mb_spec: MicroBatchSpec, hook: PostHook) -> SequenceSample:
         """See `PipelinableEngine.forward`."""
         return self._engine(role).forward_part(part, mb_spec, hook)
-
-    def check_router_replay(self, role: str) -> None:
-        """See `PipelinableEngine.check_router_replay`."""
-        self._engine(role).check_router_replay()
 
     def use_heads(self, role: str, heads: Mapping[str, tuple[Tensor, Tensor | None, float, float | None]]) -> None:
         """See `PipelinableEngine.use_heads`; the values are the fields of `LMHead`."""

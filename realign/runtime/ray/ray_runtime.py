@@ -147,7 +147,7 @@ class RayRuntime(LocalRuntime):
 
     def _note(self, rpc: RPC, made: CallResult, values: dict[str, float]) -> None:
         super()._note(rpc, made, values)
-        if self.models[rpc.model].engine is not None:
+        if self.models[rpc.model].has_engine:
             key = f"time/{rpc.name}_wait_s"
             values[key] = values.get(key, 0.0) + self._waits[rpc.name]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from realign.api import GenerationConfig, MicroBatchSpec, SequenceSample, Stats, merge_stats
-from realign.api.engine import Forward, LossFn, LossWeightFn, PipelinableEngine, PostHook, StepIf
+from realign.api.engine import EngineCapabilities, Forward, LossFn, LossWeightFn, PipelinableEngine, PostHook, StepIf
 from realign.api.sample import TOKENS, Shards, shard
 from realign.engines.training.stepper import step_weight
 from realign.functional import LMHead
@@ -35,36 +35,9 @@ class RayEngine(PipelinableEngine):
         self._loaded = ranks[0]
         self._data_rank_of = [loaded.data_rank for loaded in ranks]
 
-    @property
     @override
-    def trainable(self) -> bool:
-        return self._loaded.trainable
-
-    @property
-    @override
-    def outputs(self) -> frozenset[str]:
-        return self._loaded.outputs
-
-    @property
-    @override
-    def positions(self) -> int | None:
-        return self._loaded.positions
-
-    @property
-    @override
-    def eos_token_ids(self) -> tuple[int, ...]:
-        return self._loaded.eos_token_ids
-
-    @property
-    @override
-    def encoder_decoder(self) -> bool:
-        return self._loaded.encoder_decoder
-
-    @property
-    @override
-    def data_ranks(self) -> int:
-        """Count the workers' data-parallel ranks."""
-        return self._loaded.data_ranks
+    def capabilities(self) -> EngineCapabilities:
+        return self._loaded.capabilities
 
     @override
     def forward(self, data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
@@ -75,10 +48,6 @@ class RayEngine(PipelinableEngine):
         """Give each worker a copy."""
         given = {role: (head.weight_VH, head.bias_V, head.scale, head.softcap) for role, head in heads.items()}
         self._tell("use_heads", given)
-
-    @override
-    def check_router_replay(self) -> None:
-        self._tell("check_router_replay")
 
     @override
     def reference(self, layers: int | None = None) -> Forward:
@@ -120,10 +89,6 @@ class RayEngine(PipelinableEngine):
     def generate(self, data: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
         return self._cut("generate", data, PROMPTS, config, seed)
 
-    def reduce(self, x: Tensor) -> Tensor:
-        """Return `x` unchanged, because the driver has the whole batch."""
-        return x
-
     @override
     def start_step(self, version: int) -> None:
         self._tell("start_step", version)
@@ -163,9 +128,9 @@ class RayEngine(PipelinableEngine):
         return parts.restore(self._ask(verb, [(part, *arguments) for part in parts], hook))
 
     def _shards(self, data: SequenceSample, key: str) -> Shards:
-        return shard(data, self.data_ranks, key)
+        return shard(data, self._loaded.data_ranks, key)
 
     def _ask(self, verb: str, of_parts: Sequence[tuple[Any, ...]], hook: Any = None) -> list[Any]:
         """Send each shard of a batch to its data rank, and return one answer per shard."""
         answers = self.group.ask(self.name, verb, [of_parts[part] for part in self._data_rank_of], hook)
-        return [answers[self._data_rank_of.index(part)] for part in range(self.data_ranks)]
+        return [answers[self._data_rank_of.index(part)] for part in range(self._loaded.data_ranks)]

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from realign.api import (
     merge_stats,
     stat_values,
 )
-from realign.api.engine import PostHook
+from realign.api.engine import PostHook, Scores
 from realign.api.rewards import total_rewards
 from realign.api.sampler import Sampler, SamplesInBackground
 from realign.engines.shared_model import SharedEngine
@@ -46,18 +46,21 @@ from realign.runtime.rollout.staleness import Staleness
 
 
 class SamplingEngine(SharedEngine):
-    """Engine of a policy in training for calls of asynchronous rollout, which may only sample."""
+    """Engine of a policy in training for calls of asynchronous rollout, which uses the sampler instead."""
 
     def __init__(self, name: str, of: str, engine: PipelinableEngine, sampler: Sampler) -> None:
         super().__init__(name, of, engine)
         self._sampler = sampler
 
+    @override
     def forward(self, data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
-        """Raise an error, because the engine is in use by training.
+        """Score with the sampler, because the engine is in use by training.
 
         Raises:
-            ConfigError: always.
+            ConfigError: the sampler cannot score.
         """
+        if isinstance(self._sampler, Scores):
+            return self._sampler.forward(data, mb_spec, post_hook)
         raise ConfigError(
             f"models.{self.name}: with rollout=async, {type(self._sampler).__name__} can sample but not score. Set "
             "rollout=sync."
@@ -285,7 +288,7 @@ class RolloutAhead:
         versions = {role: model.version for role, model in self._models.items()}
         for role, sampler in self._samplers.items():
             if sampler is not self._models[role].external_sampler:  # the model updates its external sampler
-                sampler.update(self._models[role].machine, versions[role])
+                sampler.update(self._models[role].engine, versions[role])
         with self._changed:
             self._versions = versions
 
@@ -346,19 +349,17 @@ class RolloutAhead:
 
     def _called(self, rpc: RPC, batch: SequenceSample, version: int) -> SequenceSample:
         """Execute one RPC, with the background sampler if the RPC uses the policy."""
-        model = replace(self._models[rpc.model], version=version)
+        model = self._models[rpc.model].replaced(version=version)
         owner = self._owners[rpc.model]
         if owner not in self._samplers:
             # an engine serves one caller at a time; interfaces without an engine may run concurrently
-            alone: AbstractContextManager[Any] = nullcontext() if model.engine is None else self._locks[owner]
+            alone: AbstractContextManager[Any] = self._locks[owner] if model.has_engine else nullcontext()
             with alone, self._tallies[rpc.name].counting():
                 return self._make(rpc, model, batch)
         sampler = self._samplers[owner]
-        # A copy of the model in this process is also an engine, which can score.
-        copy: Any = sampler
-        engine = copy if isinstance(copy, SharedEngine) else SamplingEngine(rpc.model, owner, model.machine, sampler)
+        engine = SamplingEngine(rpc.model, owner, model.engine, sampler)
         with self._tallies[rpc.name].counting():
-            return self._make(rpc, replace(model, engine=engine, external_sampler=sampler), batch)
+            return self._make(rpc, model.replaced(engine=engine, external_sampler=sampler), batch)
 
     def _call_metrics(self) -> dict[str, float]:
         """Return the mean times and the token counts of the calls finished since the last step."""

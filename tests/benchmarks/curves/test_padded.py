@@ -31,7 +31,7 @@ def recorded(folder):
 def record(run, folder):
     """Train the preset. Return the run, and of each step the samples, the metrics and the new weights."""
     runtime, steps = runs.runtime_of(run, folder), []
-    machine = runtime.models["actor"].machine
+    machine = runtime.models["actor"].engine
     for step in range(1, STEPS + 1):
         values, batch = runtime.step(step)
         rows = list(zip(batch.sequences("input_ids"), batch.sequences("prompt_mask"), strict=True))

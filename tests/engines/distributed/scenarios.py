@@ -91,7 +91,7 @@ def whole_tree(tree: Any) -> Any:
 
 
 def weights_now(model: Model) -> dict[str, Tensor]:
-    return {name: x.clone() for name, x in model.machine.weights().items()}
+    return {name: x.clone() for name, x in model.engine.weights().items()}
 
 
 def sft(folder: Path) -> dict[str, Any]:
@@ -132,7 +132,7 @@ def ppo(folder: Path) -> dict[str, Any]:
         for model, interface in ((actor, policy), (critic, judge)):
             found["metrics"].append(stat_values(interface.train_step(model, data, BUDGET)))
             model.advance()
-    return found | {"weights": {**actor.machine.weights(), **_named("critic", critic.machine.weights())}}
+    return found | {"weights": {**actor.engine.weights(), **_named("critic", critic.engine.weights())}}
 
 
 def dpo(folder: Path) -> dict[str, Any]:
@@ -143,7 +143,7 @@ def dpo(folder: Path) -> dict[str, Any]:
 def gkd(folder: Path) -> dict[str, Any]:
     """Train on the divergence from a teacher of another family, which is sharded too."""
     student, teacher = load(folder), load(folder, "gpt2", optimizer=None)
-    student.machine.use_heads({"teacher": teacher.machine.lm_head()})
+    student.engine.use_heads({"teacher": teacher.engine.lm_head()})
     scorer, policy = ReferenceInterface(hidden_states=True), GKDInterface(n_minibatches=2, divergence=JSD(0.3))
     batches = []
     for data in map(batch, range(4)):
@@ -189,7 +189,7 @@ def steps(model: Model, loss: Any = plain_loss, n: int = 2) -> dict[str, Any]:
     metrics = []
     for step in range(n):
         data = random_sample(LENGTHS, seed=step)
-        metrics.append(stat_values(model.machine.train_batch(data, BUDGET, loss, weight)))
+        metrics.append(stat_values(model.engine.train_batch(data, BUDGET, loss, weight)))
     return {"metrics": metrics, "weights": weights_now(model)}
 
 
@@ -222,7 +222,7 @@ def replayed(folder: Path) -> dict[str, Any]:
     model = load(folder, "qwen3_moe")
     prompts = {"prompt_ids": [[list(range(5, 5 + n))] for n in (4, 1, 9)]}
     sampled = SequenceSample.from_sequences(["a", "b", "c"], prompts)
-    rollout = model.machine.generate(sampled, GenerationConfig(n=2, max_new_tokens=5, router_replay=True), seed=0)
+    rollout = model.engine.generate(sampled, GenerationConfig(n=2, max_new_tokens=5, router_replay=True), seed=0)
     data = random_sample(LENGTHS)
     generator = torch.Generator().manual_seed(0)
     tokens = [None if s == 3 else len(ids) for s, ids in enumerate(data.sequences())]  # the second prompt
@@ -231,7 +231,7 @@ def replayed(folder: Path) -> dict[str, Any]:
         for n in tokens
     ]
     data = with_experts(data, chosen)
-    metrics = [stat_values(model.machine.train_batch(data, BUDGET, plain_loss, weight)) for _ in range(2)]
+    metrics = [stat_values(model.engine.train_batch(data, BUDGET, plain_loss, weight)) for _ in range(2)]
     assert metrics[0]["router_changes"] > 0.5
     return {"recorded": rollout[ROUTER_EXPERTS], "metrics": metrics, "weights": weights_now(model)}
 
@@ -246,7 +246,7 @@ def uneven(folder: Path, **settings: Any) -> dict[str, Any]:
     """Trap D9: the first rank has five long texts, the second has five short ones, and the third has none."""
     long, short = random_sample([(60,)] * 5), random_sample([(5,)] * 5, seed=1)
     short = SequenceSample(tuple(f"s{i}" for i in short.ids), short.data, short.lengths)
-    whole, spec, machine = SequenceSample.gather([long, short]), MicroBatchSpec(100), load(folder, **settings).machine
+    whole, spec, machine = SequenceSample.gather([long, short]), MicroBatchSpec(100), load(folder, **settings).engine
     rank, size = current().rank, current().size
     part = whole if size == 1 else [long, short, whole.take([])][rank]
     counts = stat_values(machine.accumulate(part, spec, plain_loss, weight(whole)))
@@ -263,7 +263,7 @@ def calls(folder: Path) -> dict[str, Any]:
     """Return scores and samples before and after a step, mixed weights, adapter base outputs and a hash of frozen
     weights."""
     model = load(folder)
-    machine, data = model.machine, random_sample(LENGTHS)
+    machine, data = model.engine, random_sample(LENGTHS)
     prompts = {"prompt_ids": [[list(range(5, 5 + n))] for n in (4, 1, 9, 2, 3)]}
     sampled = SequenceSample.from_sequences(["a", "b", "c", "d", "e"], prompts)
     found: dict[str, Any] = {"logprobs": [], "tokens": [], "sampled": []}
@@ -275,11 +275,11 @@ def calls(folder: Path) -> dict[str, Any]:
         machine.train_batch(data, BUDGET, plain_loss, weight)
     machine.load_weights({name: torch.ones_like(x) for name, x in machine.weights().items()}, 0.25)
     found["mixed"] = weights_now(model)
-    adapted = load(folder, trains=Lora(rank=4)).machine
+    adapted = load(folder, trains=Lora(rank=4)).engine
     adapted.train_batch(data, BUDGET, plain_loss, weight)
     score = adapted.reference()
     found["base"] = score(data, BUDGET, lambda out, mb: mb.with_tokens(x=out.logprobs()))["x"]
-    found["frozen"] = hash_of(load(folder, optimizer=None).machine.fixed_weights())  # resumed runs compare this hash
+    found["frozen"] = hash_of(load(folder, optimizer=None).engine.fixed_weights())  # resumed runs compare this hash
     return found
 
 
@@ -289,11 +289,11 @@ def divided(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for family in ("llama", "qwen2", "qwen3"):
         model = load(folder, family, sharding=Sharding(tensor_parallel=2))
-        state = copy.deepcopy(whole_tree(model.machine.state_dict()))
+        state = copy.deepcopy(whole_tree(model.engine.state_dict()))
         found[family] = steps(model)
-        model.machine.load_state_dict(state)
+        model.engine.load_state_dict(state)
         prompts = SequenceSample.from_sequences(["a", "b"], {"prompt_ids": [[[5, 6, 7]], [[8]]]})
-        rollout = model.machine.generate(prompts, GenerationConfig(n=2, max_new_tokens=4), seed=1)
+        rollout = model.engine.generate(prompts, GenerationConfig(n=2, max_new_tokens=4), seed=1)
         found[family] |= {"tokens": rollout["input_ids"], "state": state["module"]}
     return found
 
@@ -316,11 +316,11 @@ def kept(
     model = load(folder, family, **KEPT, **more)
     steps(model, joint_loss)
     writer = CheckpointWriter(own, 2, current())
-    writer.write(2, {"engine": model.machine.state_dict(), "number": torch.tensor(3.5)})
+    writer.write(2, {"engine": model.engine.state_dict(), "number": torch.tensor(3.5)})
     writer.close()
     problems = writer.failed()
     found = {"problems": problems, "end": going_on(model)}
-    model.machine.save(own / "saved")
+    model.engine.save(own / "saved")
     current().barrier()
     for name, path in {"own": own, **others}.items():
         found[name] = going_on(restored(folder, path, family, **more))
@@ -333,7 +333,7 @@ def crossed(folder: Path, own: Path, others: dict[str, Path]) -> dict[str, Any]:
     sharding = Sharding(tensor_parallel=2)
     found = kept(folder, own, others, "qwen3", sharding)
     model = load(folder, "qwen3", sharding=sharding)
-    machine = model.machine
+    machine = model.engine
     machine.load_weights({name: torch.ones_like(x) for name, x in machine.weights().items()}, 0.25)
     return found | {"mixed": weights_now(model)}
 
@@ -344,20 +344,20 @@ def restored(folder: Path, path: Path, family: str = "gpt2", **settings: Any) ->
     tree = checkpoint.read()
     assert float(tree["number"]) == 3.5
     model = load(folder, family, **KEPT, **settings)
-    model.machine.load_state_dict(tree["engine"])
+    model.engine.load_state_dict(tree["engine"])
     return model
 
 
 def going_on(model: Model) -> dict[str, Any]:
     """Return the metrics of the next steps, the weights after them, and the averaged weights."""
     found = steps(model, joint_loss)
-    average = whole_tree(model.machine.state_dict()["ema"]["average"])
+    average = whole_tree(model.engine.state_dict()["ema"]["average"])
     return found | {"average": average}
 
 
 def mistakes(folder: Path) -> dict[str, str]:
     """Return the error messages of invalid calls on this rank."""
-    machine, rank = load(folder).machine, current().rank
+    machine, rank = load(folder).engine, current().rank
     data = random_sample([(5 + rank,), (7,)])
     values = random_sample([(6,)] * 6).with_tokens(advantages=torch.arange(36.0) - rank)
     masked = random_sample([(6,)] * 6).with_tokens(loss_mask=torch.arange(36) > rank)
@@ -381,7 +381,7 @@ def mistakes(folder: Path) -> dict[str, str]:
         "plan": lambda: load(folder, "gpt2", sharding=Sharding(tensor_parallel=current().size)),
         "adapters": lambda: load(folder, trains=Lora(rank=4), sharding=Sharding(tensor_parallel=current().size)),
         "offload": lambda: load(folder, sharding=Sharding(offload=True)),
-        "nan": lambda: load(folder, optimizer=once).machine.train_batch(whole, BUDGET, nan, weight),
+        "nan": lambda: load(folder, optimizer=once).engine.train_batch(whole, BUDGET, nan, weight),
     }
     return {name: _message(attempt) for name, attempt in attempts.items()}
 
@@ -389,7 +389,7 @@ def mistakes(folder: Path) -> dict[str, str]:
 def faults_of_one_rank(folder: Path) -> dict[str, Any]:
     """Return the metrics of steps in which the loss or the gradient of the last rank alone is not finite, and whether
     the weights stayed the same."""
-    machine, last = load(folder).machine, current().rank == current().size - 1
+    machine, last = load(folder).engine, current().rank == current().size - 1
     before = {name: x.clone() for name, x in machine.weights().items()}
 
     def nan_loss(output: Any, part: SequenceSample) -> tuple[Tensor, dict[str, Any]]:
@@ -443,4 +443,4 @@ def of_a_group(folder: Path) -> dict[str, Any]:
     more["reduced once"] = reduced_once(folder)
     if current().size == 2:
         more["divided"] = divided(folder)
-    return {**scenarios(folder), **more, "dropout": load(folder, dropout=True).machine.dropout_seed()}
+    return {**scenarios(folder), **more, "dropout": load(folder, dropout=True).engine.dropout_seed()}

@@ -39,8 +39,8 @@ def load(folder: Path) -> str:
     """Return the error message; empty if the model can be loaded."""
     message = ""
     try:
-        engine: Any = TransformersModel(str(folder)).load("actor", seed=0).machine
-        assert all(isinstance(i, int) for i in engine.eos_token_ids)
+        engine: Any = TransformersModel(str(folder)).load("actor", seed=0).engine
+        assert all(isinstance(i, int) for i in engine.capabilities().eos_token_ids)
     except RealignError as error:
         message = str(error)
     assert "\n" not in message

@@ -108,7 +108,7 @@ def test_adapters_and_partly_frozen_models_train_as_without_compilation(tmp_path
     found = []
     for backend in (TorchCompile.off, TorchCompile.aot_eager):
         spec = TransformersModel(folder, trains=trains, optimizer=STEP, torch_compile=backend, device="cpu")
-        engine = spec.load("actor", seed=0).machine
+        engine = spec.load("actor", seed=0).engine
         reference = engine.reference()
         start = logprobs(engine, data)
         train(engine, data)
@@ -131,7 +131,7 @@ def sharded(folder: Path, backend: TorchCompile, checkpointing: bool, dtype: str
         gradient_checkpointing=checkpointing,
         dtype=dtype,
     )
-    engine = spec.load("actor", seed=0).machine
+    engine = spec.load("actor", seed=0).engine
     for i, lengths in enumerate(BATCHES):
         train(engine, random_sample(lengths, seed=i), MicroBatchSpec(max_tokens_per_microbatch=16))
     out = engine.generate(sample_of(prompts()), GenerationConfig(n=1, max_new_tokens=4), seed=0)

@@ -205,7 +205,7 @@ def test_branches_that_listen_to_the_trunk_take_one_pass_after_the_other(tmp_pat
         passes.append(threading.get_ident())
         return part.with_tokens(logprobs=out.logprobs())
 
-    for engine in (actor.machine, ref.machine):
+    for engine in (actor.engine, ref.engine):
         engine.forward(masked(), MicroBatchSpec(), keep)
     assert passes == [threading.get_ident()] * 2
 

@@ -205,7 +205,7 @@ def test_a_model_that_is_loaded_from_a_folder_trains_with_adapters_and_its_refer
     pytest.importorskip("peft")
     folder = save_pair("bart", tmp_path / "bart")
     spec = TransformersModel(str(folder), optimizer=OptimizerSpec(lr=1e-2), trains=Lora(rank=4))
-    engine, data = spec.load("actor", seed=0).machine, sample_of(SHAPE)
+    engine, data = spec.load("actor", seed=0).engine, sample_of(SHAPE)
     before = scored(engine, data)
     reference = engine.reference()
     engine.train_batch(data, MicroBatchSpec(), negative_likelihood, responses)
@@ -301,15 +301,15 @@ def test_loading_warns_what_running_unpacked_costs(caplog):
     with caplog.at_level(logging.WARNING):
         engine = engine_of("bart")
     assert "model family 'bart' is an encoder-decoder model, which cannot run packed. It runs unpacked" in caplog.text
-    assert engine.describe().endswith("unpacked")
-    assert engine.encoder_decoder
+    assert engine.capabilities().size.endswith("unpacked")
+    assert engine.capabilities().encoder_decoder
 
 
 def test_a_decoder_half_still_runs_as_a_causal_model():
     from tests.families import family_model
 
     engine = engine_over(family_model("bart"))
-    assert not engine.encoder_decoder
+    assert not engine.capabilities().encoder_decoder
 
 
 @pytest.mark.slow

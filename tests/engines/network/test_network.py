@@ -44,11 +44,11 @@ def count(data):
 
 
 def test_seed_a7_other_tokens_are_never_sampled_and_log_probs_are_of_the_rest(folder):
-    machine = load(folder).machine
+    machine = load(folder).engine
     data = rollout(machine)
     sampled = data["input_ids"][data["loss_mask"]]
     assert int(sampled.max()) < WORDS
-    assert int(rollout(load(folder, vocabulary=None).machine)["input_ids"][data["loss_mask"]].max()) >= WORDS
+    assert int(rollout(load(folder, vocabulary=None).engine)["input_ids"][data["loss_mask"]].max()) >= WORDS
     ids, mask, logprobs = (data.sequences(key)[0] for key in ("input_ids", "loss_mask", "logprobs"))
     logits = tiny_model("gpt2", attention="eager")(ids[None]).logits[0, :-1, :WORDS].double()
     expected = logits.log_softmax(-1).gather(-1, ids[1:, None].clamp(max=WORDS - 1))[:, 0]
@@ -59,27 +59,27 @@ def test_seed_a7_other_tokens_are_never_sampled_and_log_probs_are_of_the_rest(fo
 
 def test_a_step_leaves_other_rows_of_the_head_alone(tmp_path):
     model = load(save_tiny(tmp_path / "m", "llama", tie_word_embeddings=False), optimizer=STEP)
-    head = model.machine.module.get_output_embeddings().weight
+    head = model.engine.module.get_output_embeddings().weight
     before = head.detach().clone()
-    data = rollout(model.machine, n=2)
+    data = rollout(model.engine, n=2)
     for _ in range(2):
-        model.machine.train_batch(data, MicroBatchSpec(), nll, count)
+        model.engine.train_batch(data, MicroBatchSpec(), nll, count)
     assert torch.equal(head[WORDS:], before[WORDS:])
     assert not torch.equal(head[:WORDS], before[:WORDS])
 
 
 def test_a_branch_that_stays_as_it_was_has_the_same_words(folder):
     model = load(folder, optimizer=STEP, trains=TopLayers(1))
-    data = rollout(model.machine, n=2)
+    data = rollout(model.engine, n=2)
     frozen = SharedModel(of="actor", branch="reference").load("ref", seed=0, loaded={"actor": model})
-    before = model.machine.forward(data, MicroBatchSpec(), keep)["now"]
-    model.machine.train_batch(data, MicroBatchSpec(), nll, count)
-    assert not torch.equal(model.machine.forward(data, MicroBatchSpec(), keep)["now"], before)
-    torch.testing.assert_close(frozen.machine.forward(data, MicroBatchSpec(), keep)["now"], before, atol=1e-5, rtol=0)
+    before = model.engine.forward(data, MicroBatchSpec(), keep)["now"]
+    model.engine.train_batch(data, MicroBatchSpec(), nll, count)
+    assert not torch.equal(model.engine.forward(data, MicroBatchSpec(), keep)["now"], before)
+    torch.testing.assert_close(frozen.engine.forward(data, MicroBatchSpec(), keep)["now"], before, atol=1e-5, rtol=0)
 
 
 def test_a_response_with_another_token_and_settings_out_of_range_are_refused(folder):
-    machine = load(folder).machine
+    machine = load(folder).engine
     data = SequenceSample.from_sequences(["a"], {"input_ids": [[[5, 90]]], "loss_mask": [[[False, True]]]})
     with pytest.raises(ValueError, match=r"targets_N must be ids in \[0, 60\), found 90 to 90"):
         machine.forward(data, MicroBatchSpec(), keep)

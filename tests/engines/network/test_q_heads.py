@@ -23,7 +23,7 @@ PROMPTS = SequenceSample.from_sequences("abc", {"prompt_ids": [[[5, 6]], [[7]], 
 def load(folder, *, hidden="mlp", n=2, vocabulary=None, **fields):
     head = Causal(ValueHead(hidden=hidden, init="normal", q_heads=QHeads(n, RATE)), vocabulary=vocabulary)
     return (
-        TransformersModel(str(folder), device="cpu", optimizer=STEP, head=head, **fields).load("actor", seed=0).machine
+        TransformersModel(str(folder), device="cpu", optimizer=STEP, head=head, **fields).load("actor", seed=0).engine
     )
 
 
@@ -176,7 +176,7 @@ def test_the_background_sampler_samples_from_the_same_policy(tmp_path):
 
 def test_errors_name_the_setting(tmp_path):
     folder, config = save_tiny(tmp_path / "m"), GenerationConfig(advantage_scale=0.5)
-    plain = TransformersModel(str(folder), head=Causal(ValueHead())).load("actor", seed=0).machine
+    plain = TransformersModel(str(folder), head=Causal(ValueHead())).load("actor", seed=0).engine
     with pytest.raises(
         ConfigError, match=r"advantage_scale=0\.5: models\.actor has no Q heads\. Set models\.actor\.head"
     ):
@@ -188,5 +188,9 @@ def test_errors_name_the_setting(tmp_path):
     with pytest.raises(SettingsError, match="layers=1: q_heads read the trunk's last hidden states"):
         ValueHead(layers=1, q_heads=QHeads())
     assert config.distorted() == ["advantage_scale=0.5"]
-    assert plain.outputs == {"logprobs", "values", "scores"}
-    assert load(folder).outputs == Causal(ValueHead(q_heads=QHeads())).outputs == {*plain.outputs, "q_values"}
+    assert plain.capabilities().outputs == {"logprobs", "values", "scores"}
+    assert (
+        load(folder).capabilities().outputs
+        == Causal(ValueHead(q_heads=QHeads())).outputs
+        == {*plain.capabilities().outputs, "q_values"}
+    )

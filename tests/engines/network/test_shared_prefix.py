@@ -197,7 +197,7 @@ def load(folder, how, **fields):
 def test_value_heads_and_their_branches(tmp_path, layers):
     folder = save_tiny(tmp_path / "m", "qwen2")
     spec = ValueHead(layers=layers, hidden="mlp", init="normal")
-    engines = [load(folder, how, optimizer=STEP, head=Causal(spec)).machine for how in SharedPrompts]
+    engines = [load(folder, how, optimizer=STEP, head=Causal(spec)).engine for how in SharedPrompts]
 
     def read(out):
         return torch.cat([out.values(), out.scores(), out.logprobs()])
@@ -216,9 +216,9 @@ def test_references(tmp_path, family, trains):
     for how in SharedPrompts:
         model = load(folder, how, optimizer=STEP, trains=trains)
         view = SharedModel("actor", branch="reference").load("ref", seed=0, loaded={"actor": model})
-        stats = train(model.machine, data)[0]
+        stats = train(model.engine, data)[0]
         assert stats["shared_tokens"] == (SHARED if how is SharedPrompts.auto else 0)
-        found.append([engine.forward(data, ONE, keep)["logprobs"] for engine in (view.machine, model.machine)])
+        found.append([engine.forward(data, ONE, keep)["logprobs"] for engine in (view.engine, model.engine)])
     assert not torch.allclose(found[0][0], found[0][1], atol=1e-4)
     torch.testing.assert_close(found[0], found[1], atol=2e-5, rtol=1e-5)
 

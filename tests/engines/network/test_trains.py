@@ -89,7 +89,7 @@ LENGTHS = ((9, 4, 6), (12,), (3, 5))
 
 def load(folder, lora=None, **fields):
     spec = TransformersModel(str(folder), device="cpu", optimizer=STEP, trains=lora or Lora(rank=4), **fields)
-    return spec.load("actor", seed=0).machine
+    return spec.load("actor", seed=0).engine
 
 
 def logprobs(engine, data):
@@ -134,7 +134,7 @@ def test_the_base_stays_and_the_saved_folder_is_the_trained_model(tmp_path, fami
     assert all(p.ndim > 1 for n, p in merged.named_parameters() if n in moved)
     assert family != "qwen3_moe" or any("experts" in n for n in moved)
     assert not any("emb" in n or "wte" in n or "lm_head" in n for n in moved)
-    again = TransformersModel(str(tmp_path / "out")).load("actor", seed=0).machine
+    again = TransformersModel(str(tmp_path / "out")).load("actor", seed=0).engine
     torch.testing.assert_close(logprobs(again, data), want, atol=1e-5, rtol=1e-5)
 
 
@@ -158,7 +158,7 @@ def test_adapters_start_from_the_seed_and_change_nothing(tmp_path):
     one, two = load(folder), load(folder)
     assert torch.equal(torch.get_rng_state(), state)
     data = random_sample(LENGTHS)
-    plain = TransformersModel(str(folder)).load("ref", seed=0).machine
+    plain = TransformersModel(str(folder)).load("ref", seed=0).engine
     assert torch.equal(logprobs(one, data), logprobs(plain, data))
     trained = [[p for p in e.module.parameters() if p.requires_grad] for e in (one, two)]
     assert trained[0]
@@ -300,4 +300,4 @@ def test_base_model_and_adapter_that_are_saved_apart_are_the_trained_model(tmp_p
 
 def test_an_engine_without_adapters_has_no_adapter_rank(tmp_path):
     spec = TransformersModel(str(save_tiny(tmp_path)), device="cpu", optimizer=STEP)
-    assert spec.load("actor", seed=0).machine.adapter_rank is None
+    assert spec.load("actor", seed=0).engine.adapter_rank is None

@@ -131,7 +131,7 @@ def test_the_warning_names_the_family_and_what_it_costs(caplog):
     (message,) = [r.getMessage() for r in caplog.records if "unpacked" in r.getMessage()]
     assert "models.actor: model family 'bloom' cannot run packed" in message
     assert "slower" in message
-    assert engine.describe().endswith("on cpu, unpacked")
+    assert engine.capabilities().size.endswith("on cpu, unpacked")
 
 
 def test_a_model_that_sees_later_tokens_is_rejected():

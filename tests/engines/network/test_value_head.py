@@ -22,7 +22,7 @@ STEP = OptimizerSpec(lr=1e-2, eps=1.0, grad_clip=None)
 def load(folder, *, optimizer=STEP, head=None, **fields):
     spec = ValueHead(init="normal") if head is None else head
     model = TransformersModel(str(folder), device="cpu", optimizer=optimizer, head=Causal(spec), **fields)
-    return model.load("actor", seed=0).machine
+    return model.load("actor", seed=0).engine
 
 
 def keep(out, mb):
@@ -95,7 +95,7 @@ def test_values_packed_equal_values_alone_and_an_independent_branch(tmp_path, fa
 
 def test_a_new_value_head_says_zero_and_leaves_the_policy_alone(tmp_path):
     folder = save_tiny(tmp_path / "m", "llama")
-    plain = TransformersModel(str(folder)).load("actor", seed=0).machine
+    plain = TransformersModel(str(folder)).load("actor", seed=0).engine
     data = random_sample(LENGTHS)
     want = plain.forward(data, ONE, lambda out, mb: mb.with_tokens(logprobs=out.logprobs()))["logprobs"]
     for head in (ValueHead(), ValueHead(layers=2, hidden="mlp")):
@@ -193,14 +193,14 @@ def test_a_model_with_a_value_head_continues_exactly(tmp_path):
     for p, q in zip(whole.network.parameters(), second.network.parameters(), strict=True):
         assert torch.equal(p, q)
     with pytest.raises(ValueError, match=r"models.actor: the saved state has a value head, but the engine does not"):
-        TransformersModel(str(folder), optimizer=STEP).load("actor", seed=0).machine.load_state_dict(first.state_dict())
+        TransformersModel(str(folder), optimizer=STEP).load("actor", seed=0).engine.load_state_dict(first.state_dict())
 
 
 def test_a_model_with_a_value_head_answers_as_without(tmp_path):
     folder = save_tiny(tmp_path / "m", "qwen2")
     prompts = SequenceSample.from_sequences(["a", "b"], {"prompt_ids": [[[5, 6, 7]], [[8, 9]]]})
     config = GenerationConfig(n=2, max_new_tokens=5, fixed_length=True)
-    plain = TransformersModel(str(folder)).load("actor", seed=0).machine
+    plain = TransformersModel(str(folder)).load("actor", seed=0).engine
     want = plain.generate(prompts, config, seed=3)
     found = load(folder, head=ValueHead(layers=1)).generate(prompts, config, seed=3)
     assert torch.equal(want["input_ids"], found["input_ids"])

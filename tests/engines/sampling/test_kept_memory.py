@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from realign.api import GenerationConfig
-from realign.engines.distributed.offload import Offload
 from realign.engines.network import decoder as decoders
 from realign.engines.network.kv_cache import KeptMemory, KVCache
 from realign.engines.sampling import decode
@@ -17,6 +16,7 @@ from realign.engines.sampling.draw import response_keys
 from realign.engines.sampling.in_process import InProcessSampling
 from realign.engines.training.optimizer import OptimizerSpec
 from realign.engines.training.transformers_engine import TransformersEngine
+from realign.runtime.ray.host import Offload
 from tests.engines.sampling.rollouts import prompts, same, sample_of
 from tests.tiny import random_sample, tiny_engine, train
 

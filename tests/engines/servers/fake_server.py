@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from realign.api import SequenceSample
+from realign.api import EngineCapabilities, SequenceSample
 from realign.engines.servers.sglang import Sglang
 from realign.engines.servers.vllm import Vllm
 
@@ -47,9 +47,8 @@ class Table:
         Path(path).mkdir(parents=True)
         save_file(self.weights(), Path(path) / "model.safetensors")
 
-    @property
-    def eos_token_ids(self):
-        return (0,)
+    def capabilities(self):
+        return EngineCapabilities(frozenset({"logprobs"}), trainable=True, eos_token_ids=(0,))
 
 
 class Scoring(Table):

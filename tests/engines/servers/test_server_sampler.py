@@ -654,12 +654,12 @@ def train_and_sample(folder: Path, url: str, settings: dict):
     try:
         found = [model.sampler.generate(three_prompts(), config, seed=1)]
         data = random_sample([(6,), (4, 3)])
-        model.machine.train_batch(data, MicroBatchSpec(100), loss, lambda part: part["loss_mask"].sum())
+        model.engine.train_batch(data, MicroBatchSpec(100), loss, lambda part: part["loss_mask"].sum())
         model.sampler.sleep()
         model.advance()
         model.sampler.wake()
         found.append(model.sampler.generate(three_prompts(), config, seed=2))
-        weights = {name: x.clone() for name, x in model.machine.weights().items()}
+        weights = {name: x.clone() for name, x in model.engine.weights().items()}
     finally:
         model.sampler.close()
     return current().rank, [dict(sample.data) for sample in found], weights, model.sampler.version

@@ -219,7 +219,7 @@ def test_adapters_are_trained_through_frozen_routers(tmp_path):
     )
     data, gradients = sample(), []
     for each in (ONE, SPECS[0]):
-        engine = spec.load("actor", seed=0).machine
+        engine = spec.load("actor", seed=0).engine
         gradients.append(train(engine, data, each, nothing)[0])
     assert any(float(x.abs().max()) > 1e-5 for x in gradients[0].values())
     assert_same(*gradients)
@@ -335,7 +335,7 @@ def test_a_model_without_routers_names_the_setting():
 
 
 def test_a_frozen_model_cannot_balance():
-    with pytest.raises(SettingsError, match="load_balancing: it is ignored without an optimizer"):
+    with pytest.raises(SettingsError, match="load_balancing: has no effect without an optimizer"):
         TransformersModel("folder", load_balancing=LoadBalancing())
 
 

@@ -25,7 +25,7 @@ from realign.engines import (
 from realign.engines.distributed.sharded_engine import ShardedStepper
 from realign.engines.training.torch_optimizer import ELEMENTWISE, MixedOptimizer
 from realign.errors import ConfigError, SettingsError
-from realign.runtime.checkpoint.schema import OPTIMIZER
+from realign.runtime.checkpoint.schema import OptimizerState, check
 from realign.runtime.checkpoint.serialize import pack, unpack
 from tests.tiny import random_sample, save_tiny, tiny_engine
 
@@ -306,7 +306,7 @@ def test_resuming_from_a_checkpoint_is_exact(of):
     train(whole, 4)
     packed = pack(train(first, 2).state_dict(), copy=True)
     state = unpack(packed.state, packed.tensors)
-    OPTIMIZER(state["optimizer"], "optimizer")
+    check(OptimizerState, state["optimizer"], "optimizer")
     second.load_state_dict(state)
     train(second, 2)
     for name, x in weights(whole).items():
@@ -319,7 +319,7 @@ def test_lora_trains_with_muon(tmp_path):
     model = TransformersModel(
         str(save_tiny(tmp_path)), device="cpu", optimizer=spec("Muon", lr=0.02), trains=Lora(rank=2)
     )
-    engine = model.load("actor", seed=0).machine
+    engine = model.load("actor", seed=0).engine
     before = [p.clone() for p in engine.module.parameters() if p.requires_grad]
     train(engine, 2)
     after = [p for p in engine.module.parameters() if p.requires_grad]

@@ -576,7 +576,7 @@ def test_forward_of_nothing_and_a_hook_that_adds_nothing():
 
 def test_frozen_models_do_not_train():
     engine = tiny_engine()
-    assert not engine.trainable
+    assert not engine.capabilities().trainable
     assert not any(p.requires_grad for p in engine.module.parameters())
     with pytest.raises(ValueError, match=r"models.actor: a model without an optimizer cannot train. Set optimizer.lr."):
         train(engine, random_sample([[5]]))

@@ -58,7 +58,7 @@ def test_tied_weights_are_one_and_are_mixed_once():
 def test_a_value_head_goes_along(tmp_path):
     path = str(save_tiny(tmp_path / "m", "llama"))
     one, other = (
-        TransformersModel(path, device="cpu", head=Causal(ValueHead(1))).load(role, seed=seed).machine
+        TransformersModel(path, device="cpu", head=Causal(ValueHead(1))).load(role, seed=seed).engine
         for role, seed in (("critic", 0), ("target", 1))
     )
     assert any(name.startswith("value_head.branch.") for name in one.weights())
@@ -102,13 +102,13 @@ def test_who_shares_a_model_gives_its_weights_and_takes_none(tmp_path):
     actor = TransformersModel(
         str(save_tiny(tmp_path / "m", "llama")), device="cpu", optimizer=OptimizerSpec(lr=1e-3), trains=Lora(rank=2)
     ).load("actor", seed=0)
-    view = SharedModel("actor").load("view", seed=0, loaded={"actor": actor}).machine
-    assert view.weights().keys() == actor.machine.weights().keys()
+    view = SharedModel("actor").load("view", seed=0, loaded={"actor": actor}).engine
+    assert view.weights().keys() == actor.engine.weights().keys()
     with pytest.raises(
         ValueError, match=r"models.view shares the model of role 'actor'. Load the weights into 'actor'."
     ):
         view.load_weights(view.weights())
-    start = SharedModel("actor", "reference").load("ref", seed=0, loaded={"actor": actor}).machine
+    start = SharedModel("actor", "reference").load("ref", seed=0, loaded={"actor": actor}).engine
     with pytest.raises(ValueError, match=r"reference branch of role 'actor' without separate weights"):
         start.weights()
 
@@ -124,7 +124,7 @@ STEP = OptimizerSpec(lr=1e-2, grad_clip=None, ema_decay=DECAY)
 
 def load(folder, **fields):
     spec = TransformersModel(str(folder), device="cpu", optimizer=STEP, **fields)
-    return spec.load("actor", seed=0).machine
+    return spec.load("actor", seed=0).engine
 
 
 def step(engine, seed=0, step_if=None):
@@ -185,6 +185,6 @@ def test_the_average_continues_exactly(tmp_path):
     step(second, 2)
     for a, b in zip(whole._average.average, second._average.average, strict=True):
         assert torch.equal(a, b)
-    plain = TransformersModel(str(folder), optimizer=replace(STEP, ema_decay=None)).load("actor", seed=0).machine
+    plain = TransformersModel(str(folder), optimizer=replace(STEP, ema_decay=None)).load("actor", seed=0).engine
     with pytest.raises(ValueError, match=r"the engine has averaged weights, but the saved state does not"):
         second.load_state_dict(plain.state_dict())

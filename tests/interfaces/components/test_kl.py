@@ -24,7 +24,7 @@ KEYS = ["input_ids", "loss_mask", "logprobs", "ref_logprobs"]
     [
         ({"coef": -0.1}, r"coef=-0\.1: must be at least 0"),
         ({"coef": math.nan}, "coef=nan: must be at least 0"),
-        ({"target": 6.0}, r"target=6: no penalty is applied\. Set place=reward"),
+        ({"target": 6.0}, r"target=6: has no effect with place=none\. Set place=reward"),
         ({"place": "reward", "coef": 0.0, "target": 6.0}, "coef=0: the adaptive controller .target. multiplies coef"),
         ({"place": "loss", "estimator": "k1"}, "estimator=k1: its expected gradient in the loss is 0"),
         ({"importance_weighted": True}, "importance_weighted=true: has no effect with place=none"),

@@ -54,8 +54,8 @@ def test_truncated_is_needed_where_it_is_read():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"reward": "add"}, "penalty=None: not valid with reward=add. Set penalty to a number"),
-        ({"penalty": -1.0}, "penalty=-1.0: not valid with reward=keep. Set reward=add or reward=set"),
+        ({"reward": "add"}, "penalty=null: not valid with reward=add. Set penalty to a number"),
+        ({"penalty": -1.0}, "penalty=-1: has no effect with reward=keep. Set reward=add or reward=set"),
         ({"reward": "zero", "mask": True}, "reward=zero: has no effect with mask=true"),
         ({"reward": "drop"}, r"reward='drop': unknown choice \(valid: keep, zero, add, set\)"),
         ({"overlong_buffer": -1}, "overlong_buffer=-1: must be at least 0"),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from realign.errors import CheckpointError, ConfigError
-from realign.runtime.checkpoint.background_writer import CheckpointSpec
+from realign.run_settings import CheckpointSpec
 from realign.runtime.checkpoint.saved_models import Saves
 
 

@@ -164,9 +164,9 @@ class Sampled(BigramModel):
     def load(self, name, *, seed):
         model = super().load(name, seed=seed)
         with torch.no_grad():
-            model.machine.logits_VV.zero_()
-            model.machine.logits_VV[:, 7] = 9.0
-            model.machine.logits_VV[2] = model.machine.logits_VV[2].roll(-1)
+            model.engine.logits_VV.zero_()
+            model.engine.logits_VV[:, 7] = 9.0
+            model.engine.logits_VV[2] = model.engine.logits_VV[2].roll(-1)
         return model
 
 

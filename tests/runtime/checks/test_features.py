@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from realign.api import GenerationConfig, Model, ModelInterface
+from realign.api import EngineCapabilities, GenerationConfig, Model, ModelInterface
 from realign.api.router_experts import ROUTER_EXPERTS
 from realign.config import build_experiment, compose
 from realign.data import SupervisedData, TextData, WithPretraining
@@ -117,8 +117,9 @@ def test_the_ray_runtime_is_an_error(pair):
 
 def test_workers_report_an_encoder_decoder_model_to_the_driver():
     facts = {field.name: None for field in dataclasses.fields(Loaded)}
-    loaded = Loaded(**{**facts, "data_rank": 0, "encoder_decoder": True})
-    assert RayEngine("actor", SimpleNamespace(), [loaded]).encoder_decoder
+    capabilities = EngineCapabilities(frozenset(), trainable=False, encoder_decoder=True)
+    loaded = Loaded(**{**facts, "data_rank": 0, "capabilities": capabilities})
+    assert RayEngine("actor", SimpleNamespace(), [loaded]).capabilities().encoder_decoder
 
 
 def test_losses_of_prompts_and_pretraining_texts_are_errors(pair, tmp_path):

@@ -47,10 +47,6 @@ class Numbers(Digits):
         return 11
 
 
-class Short(BigramEngine):
-    positions = 40
-
-
 @dataclass
 class Small(BigramModel):
     """Bigram model with 40 positions."""
@@ -58,7 +54,7 @@ class Small(BigramModel):
     path: str = "somewhere"
 
     def load(self, name: str, *, seed: int) -> Model:
-        return Model(name, Short(seed=seed, lr=self.lr), Numbers(), seed)
+        return Model(name, BigramEngine(seed=seed, lr=self.lr, positions=40), Numbers(), seed)
 
     def facts(self) -> ModelFacts:
         return ModelFacts(path=self.path)
@@ -132,7 +128,7 @@ def test_conversations_may_run_ahead_of_training(tmp_path):
         made = experiment(tmp_path / name, models=models, rollout=rollout, data=Rows(12))
         with closing(LocalRuntime(made)) as runtime:
             batches = [runtime.step(step)[1] for step in (1, 2, 3)]
-            weights = runtime.models["actor"].machine.weights()
+            weights = runtime.models["actor"].engine.weights()
         return list(weights.values()), [batch["versions"][batch["loss_mask"]] for batch in batches]
 
     plain, _ = trained("sync", SyncRollout())

@@ -63,7 +63,7 @@ def test_all_judges_are_opened_and_closed_with_the_run():
     [
         ({"sweep": {"n": [1], "top_k": [1]}}, r"^sweep: it accepts one setting, found n, top_k"),
         ({"sweep": {"temprature": [1]}}, r"^sweep\.temprature: unknown field of generation \(valid: n, "),
-        ({"sweep": {"temperature": [1.0]}}, r"^sweep\.temperature: it has no effect with generation\.greedy=true"),
+        ({"sweep": {"temperature": [1.0]}}, r"^sweep=.*temperature.*: has no effect with generation\.greedy=true"),
         ({"sweep": {"n": [0]}}, r"^sweep\.n=0: must be at least 1"),
         ({"sweep": {"n": []}}, r"^sweep\.n=\[\]: it has no values"),
         ({"sweep": {"n": ["many"]}}, r"^sweep\.n='many': must be a whole number at least 1"),

@@ -15,8 +15,9 @@ from realign.api.stats import TracedSequence
 from realign.engines import TransformersModel
 from realign.engines.training.optimizer import OptimizerSpec
 from realign.errors import RunError
+from realign.run_settings import RecordSpec
 from realign.runtime import Async, CheckpointSpec, run
-from realign.runtime.metrics.details import RecordSpec, Spans, SystemMonitor, pieces, token_records
+from realign.runtime.metrics.details import Spans, SystemMonitor, pieces, token_records
 from realign.runtime.run_report import attempts_in, git_state
 from realign.testing import random_batch
 from tests.tiny import save_tiny

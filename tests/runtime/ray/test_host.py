@@ -6,12 +6,13 @@ import torch
 from realign.api import GenerationConfig, MicroBatchSpec, Request, SequenceSample, stat_values
 from realign.engines import TopLayers, TransformersModel
 from realign.engines.training.optimizer import OptimizerSpec
+from realign.engines.training.transformers_engine import TransformersEngine
 from realign.runtime.evaluation.loss import LOSS_SUM
 from realign.runtime.ray import host as host_module
-from realign.runtime.ray.host import Host
+from realign.runtime.ray.host import Host, Offload
 from realign.runtime.ray.wire_format import mapped
 from tests.checkpoint_runs import assert_same_tree
-from tests.tiny import random_sample
+from tests.tiny import random_sample, tiny_model, tiny_tokenizer
 
 SPEC, DATA = MicroBatchSpec(), random_sample([[6, 5], [7]])
 WEIGHT = torch.tensor(4.0)
@@ -35,8 +36,13 @@ def test_two_halves_are_one_step(specs):
     one, two = Host(0, 1), Host(0, 1)
     for host in (one, two):
         loaded = host.load(specs, 3, frozenset())["actor"]
-    assert loaded.eos_token_ids == (2,)
-    assert (loaded.trainable, loaded.positions, loaded.data_ranks, loaded.data_rank) == (True, 128, 1, 0)
+    assert loaded.capabilities.eos_token_ids == (2,)
+    assert (loaded.capabilities.trainable, loaded.capabilities.positions, loaded.data_ranks, loaded.data_rank) == (
+        True,
+        128,
+        1,
+        0,
+    )
     part, whole = one.ask("actor", "train", (DATA, SPEC, loss, WEIGHT))
     assert stat_values(part)["tokens"] == 18
     assert two.ask("actor", "accumulate", (DATA, SPEC, loss, WEIGHT)).keys() == part.keys()
@@ -125,3 +131,45 @@ def test_a_copy_samples_whole_batches_and_single_responses_and_stops_on_request(
     host.ask("actor", "update", (sampler.weights(), 4))
     assert set(host.ask("actor", "sample", (prompts, config, 1))["versions"].tolist()) == {-1, 4}
     sampler.close()
+
+
+# --- offload ---
+
+
+PROMPTS = SequenceSample.from_sequences(["a", "b"], {"prompt_ids": [[[5, 6, 7]], [[8]]]})
+
+
+def pauses(device: str, *, offload: bool) -> tuple[dict[str, torch.Tensor], torch.Tensor, list[int]]:
+    """Return the weights after two optimizer steps, and a rollout, with or without offloading in between."""
+    module = tiny_model("qwen2").to(device)
+    engine = TransformersEngine(
+        "actor", module, tiny_tokenizer(), seed=0, optimizer=OptimizerSpec(lr=1e-2, ema_decay=0.9)
+    )
+    away = Offload(engine.resident)
+    waited = []
+    for seed in (0, 1):
+        if offload:
+            there = [x for x in engine.resident() if x.device.type != "cpu"]
+            away.leave()
+            waited.append(len(there))
+            assert all(x.device.type == "cpu" for x in engine.resident())
+            away.come_back()
+        data = random_sample([[6, 9], [7]], seed=seed)
+        engine.train_batch(
+            data, MicroBatchSpec(), lambda out, mb: (-out.logprobs().sum(), {}), lambda d: torch.tensor(3.0)
+        )
+    sampled = engine.generate(PROMPTS, GenerationConfig(n=2, max_new_tokens=5), seed=0)
+    return {name: x.cpu() for name, x in engine.weights().items()}, sampled["input_ids"].cpu(), waited
+
+
+def test_on_a_cpu_nothing_moves():
+    assert pauses("cpu", offload=True)[2] == [0, 0]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_an_engine_goes_on_after_a_pause_as_if_it_had_never_left_the_device():
+    (weights, sampled, waited), (want, wanted, _) = pauses("cuda", offload=True), pauses("cuda", offload=False)
+    assert waited[1] > waited[0] > 0  # the second offload includes the moments of the optimizer
+    assert torch.equal(sampled, wanted)
+    for name, x in want.items():
+        torch.testing.assert_close(weights[name], x, rtol=0, atol=0)

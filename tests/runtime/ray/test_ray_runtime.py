@@ -80,7 +80,7 @@ def test_trap_g5_two_ranks_compute_what_one_does_and_the_error_of_one_ends_both(
         seed_random(e.seed)  # the reward draws from the global generators
         with closing(open_runtime(e)) as opened:
             (values, first), (_, second) = opened.step(1), opened.step(2)
-            engine = opened.models["actor"].machine
+            engine = opened.models["actor"].engine
             measured = ForwardOnly("actor", "actor", engine).train_batch(DATA, MicroBatchSpec(), loss, weight)
             weights, trained = (mapped(tree, torch.clone) for tree in (engine.weights(), engine.state_dict()))
             made[kind] = [first, second], weights, trained, stat_values(measured)
@@ -88,8 +88,8 @@ def test_trap_g5_two_ranks_compute_what_one_does_and_the_error_of_one_ends_both(
             engine.train_batch(DATA, MicroBatchSpec(), loss, weight)
             made[kind] += (counts(engine),)
             if kind == "ray":
-                opened.models["ref"].machine.load_weights(engine.weights())
-                assert engine.group is opened.models["ref"].machine.group
+                opened.models["ref"].engine.load_weights(engine.weights())
+                assert engine.group is opened.models["ref"].engine.group
                 assert 0 < values["time/actor_gen_wait_s"] <= values["time/actor_gen_s"]
                 assert "time/reward_inf_wait_s" not in values
                 begun = time.monotonic()

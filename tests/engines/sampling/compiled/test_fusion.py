@@ -157,7 +157,7 @@ def test_a_rollout_in_low_precision():
 def test_the_flag_of_the_model(tmp_path):
     folder = save_tiny(tmp_path / "model")
     for flag in (True, False):
-        engine = TransformersModel(str(folder), device="cpu", fused_rollout=flag).load("actor", seed=0).machine
+        engine = TransformersModel(str(folder), device="cpu", fused_rollout=flag).load("actor", seed=0).engine
         assert (engine.fusion is not None) == flag
 
 

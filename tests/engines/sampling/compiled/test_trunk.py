@@ -240,7 +240,7 @@ def test_the_setting_reaches_the_engine(tmp_path):
     folder = str(save_tiny(tmp_path / "model"))
     for setting in CompiledDecode:
         spec = TransformersModel(folder, device="cpu", sampler=InProcessSampling(compiled_decode=setting))
-        assert spec.load("actor", seed=0).machine.fusion.path.compiled is setting
+        assert spec.load("actor", seed=0).engine.fusion.path.compiled is setting
 
 
 def test_on_requires_fused_rollouts_and_a_library(monkeypatch):

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from realign.api import MicroBatchSpec
-from realign.api.engine import copied_head
-from realign.api.target_heads import role_of_hidden
+from realign.api.engine import copied_head, role_of_hidden
 from realign.engines import Lora, OptimizerSpec, Score, SharedModel, TopLayers, TransformersModel
 from realign.functional import LMHead
 from realign.testing import BigramEngine
@@ -34,7 +33,7 @@ def test_a_copied_head_is_the_head_of_the_engine(family):
 def test_the_head_of_an_engine_in_this_process_follows_training_and_the_copy_does_not():
     engine = tiny_engine("llama", optimizer=OptimizerSpec(lr=0.1))
     live, copy = engine.lm_head(), copied_head(engine.forward)
-    assert engine.head_is_live
+    assert engine.capabilities().live_head
     data = random_sample([[5, 4]])
     engine.train_batch(data, ONE, lambda out, mb: (out.logprobs().sum(), {}), lambda d: d["loss_mask"].sum())
     assert_same_head(live, engine.lm_head())
@@ -45,7 +44,7 @@ def test_the_head_is_restricted_to_the_vocabulary_of_the_config(tmp_path):
     from realign.engines import Causal
 
     spec = TransformersModel(str(save_tiny(tmp_path / "m")), device="cpu", head=Causal(vocabulary=40))
-    engine = spec.load("teacher", seed=0).machine
+    engine = spec.load("teacher", seed=0).engine
     assert engine.lm_head().weight_VH.shape[0] == copied_head(engine.forward).weight_VH.shape[0] == 40
 
 
@@ -54,13 +53,13 @@ def test_the_head_of_a_frozen_branch_is_that_of_the_start(tmp_path, trains):
     folder = str(save_tiny(tmp_path / "m"))
     step = OptimizerSpec(lr=0.1)
     actor = TransformersModel(folder, device="cpu", optimizer=step, trains=trains).load("actor", seed=0)
-    branch = SharedModel("actor", "reference").load("teacher", seed=0, loaded={"actor": actor}).machine
-    start = TransformersModel(folder, device="cpu").load("start", seed=0).machine.lm_head()
+    branch = SharedModel("actor", "reference").load("teacher", seed=0, loaded={"actor": actor}).engine
+    start = TransformersModel(folder, device="cpu").load("start", seed=0).engine.lm_head()
     assert_same_head(branch.lm_head(), start)
     data = random_sample([[5, 4]])
-    actor.machine.train_batch(data, ONE, lambda out, mb: (out.logprobs().sum(), {}), lambda d: d["loss_mask"].sum())
+    actor.engine.train_batch(data, ONE, lambda out, mb: (out.logprobs().sum(), {}), lambda d: d["loss_mask"].sum())
     assert_same_head(branch.lm_head(), start)
-    assert not branch.head_is_live
+    assert not branch.capabilities().live_head
 
 
 def test_a_bigram_engine_has_a_head():
@@ -71,7 +70,7 @@ def test_a_bigram_engine_has_a_head():
 
 def test_a_reward_model_has_no_head_for_distributions(tmp_path):
     folder = str(save_tiny(tmp_path / "m", head="score"))
-    engine = TransformersModel(folder, device="cpu", head=Score()).load("reward", seed=0).machine
+    engine = TransformersModel(folder, device="cpu", head=Score()).load("reward", seed=0).engine
     with pytest.raises(ValueError, match=r"models\.reward has a scalar head"):
         engine.lm_head()
 
