@@ -1,8 +1,7 @@
-"""Check the prose of the project against the rules of plain technical English.
+"""Check the prose of the project for British spelling and long sentences.
 
 Reads docs (`*.md`), comments (also of YAML and shell files), docstrings, and the texts of `raise`, `warnings.warn` and
-logging calls. Skips these messages in tests. Rejects the phrases of `english_phrases.txt`, and sentences of more than
-30 words in docs and docstrings.
+logging calls. Skips these messages in tests. Sentences of docs and docstrings may have 30 words.
 Prints one line per finding and exits with 1 if there is any.
 
     python scripts/lint_english.py [FILE OR FOLDER ...]
@@ -18,25 +17,17 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
 LONGEST = 30
 """Maximum number of words of a sentence."""
 CALLS = ("warn", "warning", "info", "error", "print", "debug", "note", "add_note")
+BRITISH = re.compile(
+    r"\b(?:behavi|col|fav|neighb|hon|lab)our\w*|\b\w*(?:normal|initial|optim|serial|organ|recogn|summar|real|util"
+    r"|general|special|parallel|quant|token|penal)is(?:e|es|ed|ing|ation|er|ers)\b|\b(?:labell|modell|travell)(?:ed|ing)\b"
+    r"|\b(?:centre|analyse|catalogue|licence|judgement)(?:s|d)?\b",
+    re.IGNORECASE,
+)
 Text = tuple[int, str, bool]
 """Line, text, and whether the lengths of its sentences are checked."""
-
-
-def phrases() -> list[tuple[re.Pattern[str], str]]:
-    """Read the patterns of `english_phrases.txt`, with the replacement to suggest."""
-    found = []
-    for line in (HERE / "english_phrases.txt").read_text(encoding="utf-8").splitlines():
-        if line.strip() and not line.startswith("#"):
-            phrase, _, instead = line.partition("->")
-            words = r"\s+".join(map(re.escape, phrase.split()))
-            found.append(
-                (re.compile(rf"(?<![\w-]){words}(?![\w-])", re.IGNORECASE), f"{phrase.strip()!r}: {instead.strip()}")
-            )
-    return found
 
 
 def markdown(source: str) -> Iterator[Text]:
@@ -91,16 +82,15 @@ READERS = {".md": markdown, ".py": python, ".yaml": comments, ".sh": comments, "
 """Function that reads a file, by suffix; other files are read for comments."""
 
 
-def findings(path: Path, rules: list[tuple[re.Pattern[str], str]]) -> Iterator[str]:
-    """Yield one line for each phrase and each long sentence of a file."""
+def findings(path: Path) -> Iterator[str]:
+    """Yield one line for each word in British spelling and each long sentence of a file."""
     source = path.read_text(encoding="utf-8")
     read = READERS.get(path.suffix, comments)
     if read is python and "tests" in path.parts:
         read = test_module
     for line, text, measured in read(source):
-        for pattern, message in rules:
-            for match in pattern.finditer(text):
-                yield f"{path}:{line + text[: match.start()].count(chr(10))}: {message}"
+        for match in BRITISH.finditer(re.sub(r"`[^`]*`", lambda code: " " * len(code[0]), text)):
+            yield f"{path}:{line + text[: match.start()].count(chr(10))}: American spelling of {match[0]!r}"
         for sentence in sentences(text) if measured else ():
             if (words := len(re.findall(r"[\w'/-]+", sentence))) > LONGEST:
                 yield f"{path}:{line}: a sentence of {words} words: {' '.join(sentence.split())[:60]} ..."
@@ -108,12 +98,12 @@ def findings(path: Path, rules: list[tuple[re.Pattern[str], str]]) -> Iterator[s
 
 def main(arguments: list[str]) -> int:
     """Check files and folders; return the exit code."""
-    rules, found = phrases(), list[str]()
+    found = list[str]()
     for name in arguments:
         path = Path(name)
         files = sorted(p for p in path.rglob("*") if p.suffix in READERS) if path.is_dir() else [path]
         for file in files:
-            found += findings(file, rules)
+            found += findings(file)
     print("\n".join(found) or "English: no findings")
     return 1 if found else 0
 

@@ -207,3 +207,92 @@ def write_experiment(folder: Path, name: str = "bigram", text: str = EXPERIMENT)
     group.mkdir(parents=True, exist_ok=True)
     (group / f"{name}.yaml").write_text(text, encoding="utf-8")
     return folder
+
+
+LEARNED_REWARD = ["models.actor.path=m", "models.reward.path=r", "data.path=p.jsonl"]
+MUST_BE_GIVEN = {
+    **dict.fromkeys(
+        [
+            "ppo",
+            "deepspeed_chat",
+            "openrlhf_ppo",
+            "llama2_chat",
+            "qwen_rlhf",
+            "secrets_of_rlhf",
+            "lm_human_preferences",
+            "lm_human_preferences_cnndm",
+            "lm_human_preferences_tldr",
+        ],
+        LEARNED_REWARD,
+    ),
+    **{
+        f"lm_human_preferences_reward{task}": [
+            "models.reward.path=m",
+            "data.path=d.jsonl",
+            "calibration.data.path=p.jsonl",
+        ]
+        for task in ("", "_cnndm", "_tldr")
+    },
+    "instructgpt": [*LEARNED_REWARD[:2], "data.prompts.path=p.jsonl", "data.pretraining.path=t.jsonl"],
+    "trlx_ppo": [
+        "models.actor.path=m",
+        "data.path=p.jsonl",
+        "interfaces.reward.function=realign.rewards.arithmetic:exact_answer",
+    ],
+    "areal_decoupled": [
+        "models.actor.path=m",
+        "data.path=p.jsonl",
+        "interfaces.reward.function=realign.rewards.arithmetic:exact_answer",
+    ],
+    "areal_ppo": [
+        "models.actor.path=m",
+        "data.path=p.jsonl",
+        "interfaces.reward.function=realign.rewards.arithmetic:exact_answer",
+    ],
+    "dpo": ["models.actor.path=m", "data.path=d.jsonl"],
+    "ilql": ["models.actor.path=m", "data.path=d.jsonl"],
+    "kto": ["models.actor.path=m", "data.path=d.jsonl"],
+    "online_dpo": [
+        "models.actor.path=m",
+        "data.path=p.jsonl",
+        "interfaces.reward.function=realign.rewards.arithmetic:exact_answer",
+    ],
+    "grpo_reasoning": ["models.actor.path=m", "data.path=p.jsonl", "evaluation.data.path=h.jsonl"],
+    "grpo": [
+        "models.actor.path=m",
+        "data.path=p.jsonl",
+        "interfaces.reward.function=realign.rewards.arithmetic:exact_answer",
+    ],
+    "grpo_agent": ["models.actor.path=m", "data.path=p.jsonl", "interfaces.agent.agent=mine.py:agent"],
+    "gkd": ["models.actor.path=m", "models.teacher.path=t", "data.path=p.jsonl"],
+    "on_policy_distillation": ["models.actor.path=m", "models.teacher.path=t", "data.path=p.jsonl"],
+    "grpo_environment": [
+        "models.actor.path=m",
+        "data.path=p.jsonl",
+        "interfaces.agent.environment=mine.py:Mine",
+    ],
+    "raft": [
+        "models.actor.path=m",
+        "data.path=p.jsonl",
+        "interfaces.reward.function=realign.rewards.arithmetic:exact_answer",
+    ],
+    "remax": [
+        "models.actor.path=m",
+        "data.path=p.jsonl",
+        "interfaces.reward.function=realign.rewards.arithmetic:exact_answer",
+    ],
+    "reward_model": ["models.reward.path=m", "data.path=d.jsonl"],
+    "sft": ["models.actor.path=m", "data.path=d.jsonl"],
+}
+"""Required values (`???`) of the templates for a user's models and data."""
+
+
+PREFERENCE = ("cpo", "dpo_norm", "ipo", "orpo", "robust_dpo", "simpo")
+"""Presets for actors that learn from pairs, as in experiment=dpo, tested in tests/interfaces/test_dpo.py."""
+
+
+def bomb(levels: int) -> str:
+    """Return a few lines that stand for 9^levels values."""
+    lines = ["a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1]"]
+    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, levels)]
+    return "\n".join(lines) + "\n"

@@ -5,9 +5,17 @@ from __future__ import annotations
 import os
 import signal
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from pathlib import Path
 
+import hypothesis
 import pytest
+
+# On a busy machine an example may take any time. `make test-slow` has the profile `full`.
+UNTIMED = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+hypothesis.settings.register_profile("fast", max_examples=30, **UNTIMED)
+hypothesis.settings.register_profile("full", max_examples=100, **UNTIMED)
+hypothesis.settings.load_profile("fast")
 
 INSTALL = {"bwrap is not installed": "bubblewrap", "no C++ compiler is installed": "g++"}
 """Part of the reason of a skip, and the Debian package that the test needs."""
@@ -41,3 +49,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(
             f"{tests} tests were skipped. Run `apt-get install {package}` to run them.", yellow=True
         )
+
+
+@pytest.fixture
+def reasoning_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Install a substitute of reasoning-gym."""
+    from tests.demo.reasoning_package import installed  # only a few tests need what it imports
+
+    yield from installed(tmp_path / "packages", monkeypatch)

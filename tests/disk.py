@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -52,3 +54,20 @@ class DiskLog:
         found = path.stat()
         wanted = (event, (found.st_dev, found.st_ino))
         return [number for number, noted in enumerate(self._events) if noted == wanted]
+
+
+def unix_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(path))
+
+
+OTHERS: dict[str, Callable[[Path], object]] = {
+    "pipe": os.mkfifo,
+    "folder": Path.mkdir,
+    "link": lambda path: path.symlink_to(path.parent / "there"),
+    "dangling link": lambda path: path.symlink_to("nowhere"),
+    "link to a pipe": lambda path: path.symlink_to(path.parent / "queue"),
+    "link to a device": lambda path: path.symlink_to("/dev/zero"),
+    "socket": unix_socket,
+}
+"""What can be in place of a file, by name."""

@@ -10,8 +10,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from realign.api import Capabilities, Request, SequenceSample, WeightSource
+from realign.api import Capabilities, GenerationConfig, Model, ModelSpec, Request, SequenceSample, WeightSource
 from realign.api.sampler import Completion, FutureHandle, SamplerSpec, Tokens, generate_by_requests
+from realign.testing import BigramEngine
+from tests.toys import Digits
 
 
 class TableHandle(FutureHandle):
@@ -147,3 +149,28 @@ class TableSampling(SamplerSpec):
             logits_VV = source.weights()["logits"]
         self.opened.append(TableSampler(logits_VV, bitwise=self.bitwise))
         return self.opened[-1]
+
+
+CONFIG = GenerationConfig(n=3, max_new_tokens=6)
+
+
+def prompts(ids="abcd") -> SequenceSample:
+    return SequenceSample.from_sequences(list(ids), {"prompt_ids": [[[1 + ord(i) % 7, 2]] for i in ids]})
+
+
+class TrainsOnly(BigramEngine):
+    """Engine that fails if it samples."""
+
+    def generate(self, data, config, *, seed):
+        raise AssertionError("the engine must not sample")
+
+
+@dataclass
+class Served(ModelSpec):
+    """Model whose responses come from a table with its trained weights."""
+
+    sampler: SamplerSpec = field(default_factory=lambda: TableSampling(bitwise=True))
+
+    def load(self, name: str, *, seed: int) -> Model:
+        engine = TrainsOnly(seed=seed) if self.sampler.external else BigramEngine(seed=seed)
+        return Model(name, engine, Digits(), seed)

@@ -25,12 +25,10 @@ from realign.interfaces.policy import PolicyInterface
 from realign.runtime import Experiment
 from realign.runtime.local import LocalRuntime
 from realign.testing import BigramEngine, random_batch, train_once
-from tests.test_config import MUST_BE_GIVEN
+from tests.config_parts import MUST_BE_GIVEN, PREFERENCE
 
 BUFFER = "interfaces.actor.truncation.overlong_buffer"
 NEEDS = {"dapo": [f"{BUFFER}=2"]}
-PREFERENCE = ("cpo", "dpo_norm", "ipo", "orpo", "robust_dpo", "simpo")
-"""Presets for actors that learn from pairs, as in experiment=dpo, tested in tests/interfaces/test_dpo.py."""
 ALGORITHMS = sorted({*list_algorithms()} - {*PREFERENCE})
 INHERENT = {
     # Every preset replaces the advantage, and the new one needs rewards, which this experiment has not.
@@ -189,7 +187,12 @@ def overrides(tmp_path_factory) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+FEW = ("dapo", "gspo", "reinforce_plus_plus_baseline")
+"""Presets that change different components: the objective and its limits, sequences, and the advantage."""
+EACH = [pytest.param(name, marks=[] if name in FEW else pytest.mark.slow) for name in ALGORITHMS]
+
+
+@pytest.mark.parametrize("name", EACH)
 def test_an_algorithm_trains_a_real_model(name, overrides):
     two = [] if "n_minibatches: 1" in (experiments_dir() / "algorithm" / f"{name}.yaml").read_text() else [2]
     more = [f"interfaces.actor.n_minibatches={n}" for n in two]
@@ -204,7 +207,7 @@ def test_an_algorithm_trains_a_real_model(name, overrides):
     assert ("dynamic_sampling/batches" in values) == (name == "dapo")
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", EACH)
 def test_trap_g7_an_algorithm_means_the_same_wherever_it_stands_and_yields_to_overrides(name):
     first, last = f"algorithm={name}", "experiment=grpo_arithmetic"
     own = [*NEEDS.get(name, []), "interfaces.actor.adv_norm.eps=0.5", "interfaces.actor.entropy_coef=0.1"]
@@ -215,7 +218,7 @@ def test_trap_g7_an_algorithm_means_the_same_wherever_it_stands_and_yields_to_ov
     assert list_algorithms()[name], "the first comment line of an algorithm says what it is"
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", EACH)
 def test_an_algorithm_stands_over_templates_with_a_reward_function_and_with_a_reward_model(name):
     given = ["models.actor.path=m", "data.path=p.jsonl", *NEEDS.get(name, [])]
     rule = [*given, "interfaces.reward.function=realign.rewards.arithmetic:exact_answer"]
@@ -225,7 +228,7 @@ def test_an_algorithm_stands_over_templates_with_a_reward_function_and_with_a_re
         assert all(rpc.model != "critic" for rpc in made.graph.rpcs)
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", EACH)
 def test_an_algorithm_normalises_the_same_over_experiments_that_normalise_otherwise(name):
     """openrlhf_ppo whitens tokens, and llama2_chat whitens scores. The preset must replace both the level and the
     flags."""

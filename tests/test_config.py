@@ -31,7 +31,7 @@ from realign.run_settings import RunSettings
 from realign.runtime import DynamicSampling, Experiment
 from realign.runtime.experiment import ModelSpec
 from realign.settings import Count
-from tests.config_parts import HERE, Actor, Bigram, Frozen, Length, Norm, Plain, Style, write_experiment
+from tests.config_parts import HERE, MUST_BE_GIVEN, Actor, Bigram, Frozen, Length, Norm, Plain, Style, write_experiment
 from tests.samplers import TableSampling
 
 WHERE = "interfaces.actor"
@@ -460,82 +460,6 @@ def test_the_resolved_config_holds_every_default_and_builds_the_same_run(folder)
     assert again == experiment
 
 
-LEARNED_REWARD = ["models.actor.path=m", "models.reward.path=r", "data.path=p.jsonl"]
-MUST_BE_GIVEN = {
-    **dict.fromkeys(
-        [
-            "ppo",
-            "deepspeed_chat",
-            "openrlhf_ppo",
-            "llama2_chat",
-            "qwen_rlhf",
-            "secrets_of_rlhf",
-            "lm_human_preferences",
-            "lm_human_preferences_cnndm",
-            "lm_human_preferences_tldr",
-        ],
-        LEARNED_REWARD,
-    ),
-    **{
-        f"lm_human_preferences_reward{task}": [
-            "models.reward.path=m",
-            "data.path=d.jsonl",
-            "calibration.data.path=p.jsonl",
-        ]
-        for task in ("", "_cnndm", "_tldr")
-    },
-    "instructgpt": [*LEARNED_REWARD[:2], "data.prompts.path=p.jsonl", "data.pretraining.path=t.jsonl"],
-    "trlx_ppo": [
-        "models.actor.path=m",
-        "data.path=p.jsonl",
-        "interfaces.reward.function=realign.rewards.arithmetic:exact_answer",
-    ],
-    "areal_decoupled": [
-        "models.actor.path=m",
-        "data.path=p.jsonl",
-        "interfaces.reward.function=realign.rewards.arithmetic:exact_answer",
-    ],
-    "areal_ppo": [
-        "models.actor.path=m",
-        "data.path=p.jsonl",
-        "interfaces.reward.function=realign.rewards.arithmetic:exact_answer",
-    ],
-    "dpo": ["models.actor.path=m", "data.path=d.jsonl"],
-    "ilql": ["models.actor.path=m", "data.path=d.jsonl"],
-    "kto": ["models.actor.path=m", "data.path=d.jsonl"],
-    "online_dpo": [
-        "models.actor.path=m",
-        "data.path=p.jsonl",
-        "interfaces.reward.function=realign.rewards.arithmetic:exact_answer",
-    ],
-    "grpo_reasoning": ["models.actor.path=m", "data.path=p.jsonl", "evaluation.data.path=h.jsonl"],
-    "grpo": [
-        "models.actor.path=m",
-        "data.path=p.jsonl",
-        "interfaces.reward.function=realign.rewards.arithmetic:exact_answer",
-    ],
-    "grpo_agent": ["models.actor.path=m", "data.path=p.jsonl", "interfaces.agent.agent=mine.py:agent"],
-    "gkd": ["models.actor.path=m", "models.teacher.path=t", "data.path=p.jsonl"],
-    "on_policy_distillation": ["models.actor.path=m", "models.teacher.path=t", "data.path=p.jsonl"],
-    "grpo_environment": [
-        "models.actor.path=m",
-        "data.path=p.jsonl",
-        "interfaces.agent.environment=mine.py:Mine",
-    ],
-    "raft": [
-        "models.actor.path=m",
-        "data.path=p.jsonl",
-        "interfaces.reward.function=realign.rewards.arithmetic:exact_answer",
-    ],
-    "remax": [
-        "models.actor.path=m",
-        "data.path=p.jsonl",
-        "interfaces.reward.function=realign.rewards.arithmetic:exact_answer",
-    ],
-    "reward_model": ["models.reward.path=m", "data.path=d.jsonl"],
-    "sft": ["models.actor.path=m", "data.path=d.jsonl"],
-}
-"""Required values (`???`) of the templates for a user's models and data."""
 ALTERNATIVES = {"interfaces.agent.agent=mine.py:agent"}
 """Values among them that are not required, since a setting of another kind can replace them."""
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 
-from realign.api import Model, ModelSpec, SamplerSpec, SequenceSample
+from realign.api import Model, SequenceSample
 from realign.engines import InProcessSampling, SharedModel
 from realign.errors import ConfigError
 from realign.interfaces.grpo import GRPOActorInterface
@@ -19,27 +19,9 @@ from realign.runtime.models import load_models
 from realign.runtime.rollout.spec import Sync
 from realign.runtime.run_checkpoints import restore, run_state
 from realign.testing import BigramEngine
-from tests.runtime.test_local import GENERATION, Digits
-from tests.runtime.test_local import experiment as toy
-from tests.samplers import TableSampling
-
-
-class TrainsOnly(BigramEngine):
-    """Engine that fails if it samples."""
-
-    def generate(self, data, config, *, seed):
-        raise AssertionError("the engine must not sample")
-
-
-@dataclass
-class Served(ModelSpec):
-    """Model whose responses come from a table with its trained weights."""
-
-    sampler: SamplerSpec = field(default_factory=lambda: TableSampling(bitwise=True))
-
-    def load(self, name: str, *, seed: int) -> Model:
-        engine = TrainsOnly(seed=seed) if self.sampler.external else BigramEngine(seed=seed)
-        return Model(name, engine, Digits(), seed)
+from tests.samplers import Served, TableSampling, TrainsOnly
+from tests.toys import GENERATION
+from tests.toys import experiment as toy
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,9 @@ import ast
 import graphlib
 from pathlib import Path
 
+from realign.api import ModelInterface
+from tests.interfaces.declared import trainers
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -49,6 +52,18 @@ def test_every_folder_of_tests_is_a_package_of_the_project():
             assert (ROOT / "realign" / place).is_dir(), place
 
 
+def test_no_test_module_is_imported_by_another():
+    """What several test modules need is a fixture, or a module without tests."""
+    tests = {str(path.relative_to(ROOT).with_suffix("")).replace("/", ".") for path in (ROOT / "tests").rglob("*.py")}
+    found = {
+        f"{path.relative_to(ROOT)} imports {other}"
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        for other in imports(f"tests.{path.stem}", path, dict.fromkeys(tests))
+        if other.rpartition(".")[2].startswith("test_")
+    }
+    assert found == set()
+
+
 def test_no_assert_computes_something_that_the_code_needs():
     """`python -O` removes asserts, so the only check of a setting must not be the side effect of one."""
     found = [
@@ -62,3 +77,19 @@ def test_no_assert_computes_something_that_the_code_needs():
         )
     ]
     assert found == []
+
+
+def test_runtime_and_config_never_ask_for_the_class_of_an_interface():
+    """They read what an interface declares, so that an interface of a user can do all that a shipped one does."""
+    known = {cls.__name__ for cls in trainers()} | {ModelInterface.__name__}
+    asked = [
+        f"{path.relative_to(ROOT)}:{node.lineno}: {part.id}"
+        for package in ("runtime", "config")
+        for path in sorted((ROOT / "realign" / package).rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+        if node.func.id in ("isinstance", "issubclass")
+        for part in ast.walk(node.args[1])
+        if isinstance(part, ast.Name) and part.id in known
+    ]
+    assert asked == []

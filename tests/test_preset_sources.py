@@ -16,7 +16,7 @@ from realign.api import MicroBatchSpec, Model, SequenceSample
 from realign.config import build_experiment, compose
 from realign.config.files import experiments_dir, list_experiments
 from realign.testing import BigramEngine
-from tests.test_config import MUST_BE_GIVEN
+from tests.config_parts import MUST_BE_GIVEN
 
 TABLE: dict[str, dict[str, Any]] = yaml.safe_load(
     (Path(__file__).parent / "preset_sources.yaml").read_text(encoding="utf-8")

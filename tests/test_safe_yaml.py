@@ -10,13 +10,7 @@ import yaml
 
 import realign
 from realign.safe_yaml import LONGEST, MOST_NODES, check_yaml, load_yaml
-
-
-def bomb(levels: int) -> str:
-    """Return a few lines that stand for 9^levels values."""
-    lines = ["a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1]"]
-    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, levels)]
-    return "\n".join(lines) + "\n"
+from tests.config_parts import bomb
 
 
 @pytest.mark.parametrize("levels", [6, 9, 300])

@@ -35,6 +35,7 @@ from realign.runtime.output_folder import check_output_folder
 from realign.text import visible
 from tests import security_traps
 from tests.config_parts import EXPERIMENT, write_experiment
+from tests.grids import rotating
 from tests.tiny import save_tiny
 from tests.torchrun_ranks import Ranks
 
@@ -127,8 +128,7 @@ HYDRA = [
 ]
 
 
-@pytest.mark.parametrize("override", HYDRA)
-@pytest.mark.parametrize("sweep", [[], ["-m", "seed=1,2"]])
+@pytest.mark.parametrize(("override", "sweep"), rotating(HYDRA, [[], ["-m", "seed=1,2"]]))
 def test_hydra_calls_nothing_that_a_config_names(override, sweep, monkeypatch, capsys, tmp_path):
     called: list[Any] = []
     monkeypatch.setattr(os, "system", lambda *a, **k: called.append(a))
@@ -196,8 +196,7 @@ def write_attack(folder: Path, settings: Mapping[str, Any]) -> None:
     write_experiment(folder, "evil", EXPERIMENT + yaml.safe_dump({"hydra": dict(settings)}))
 
 
-@pytest.mark.parametrize("attack", ATTACKS)
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(("attack", "command"), rotating(ATTACKS, COMMANDS))
 def test_a_file_of_experiments_reaches_nothing_through_hydra(attack, command, victim, monkeypatch, capsys):
     called: list[Any] = []
     monkeypatch.setattr(os, "system", lambda *a, **k: called.append(a))
@@ -225,10 +224,8 @@ def test_a_file_of_experiments_reaches_nothing_through_hydra(attack, command, vi
     assert (victim / "victim").read_text() == "precious"
 
 
-@pytest.mark.parametrize(
-    "attack",
-    ["a log that cuts a file to nothing", pytest.param("a library that the system loads", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("attack", ["a log that cuts a file to nothing", "a library that the system loads"])
 def test_ranks_of_one_run_refuse_the_same(attack, victim):
     write_attack(victim.parent / "conf", ATTACKS[attack])
     codes, told = Ranks(victim, "--config-dir", "../conf", "experiment=evil").ended()

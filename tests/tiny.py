@@ -19,13 +19,15 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from realign.api import SequenceSample
+from realign.api import MicroBatchSpec, SequenceSample, masked_max, masked_mean
 from realign.engines.network.attention import ATTENTION
 from realign.engines.network.settings import NetworkSettings
 from realign.engines.sampling.in_process import InProcessSampling
 from realign.engines.sampling.rollout_model import RolloutResources
 from realign.engines.training.optimizer import OptimizerSpec
 from realign.engines.training.transformers_engine import TransformersEngine
+from realign.functional import nll_loss
+from realign.interfaces.components import TokenMean
 
 SPECIAL = ("<pad>", "<bos>", "<eos>")
 TEXT = "0123456789+-*/=()., :?!'abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ\n"
@@ -169,3 +171,41 @@ def save_tiny(folder: Path, family: str = "llama", **model: Any) -> Path:
     tiny_model(family, **{"attention": "eager", **model}).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder
+
+
+ONE = MicroBatchSpec()
+
+
+# The first step of Adam is lr * sign(gradient), which would hide errors. A large eps keeps the step proportional to
+# the gradient, so that equal parameters imply equal gradients.
+STEP = OptimizerSpec(lr=1e-2, eps=1.0, grad_clip=None)
+
+
+class Likelihood:
+    """Supervised loss with a choice of aggregation, as an interface defines it."""
+
+    def __init__(self, aggregation=None):
+        self.aggregation = aggregation or TokenMean()
+
+    def loss(self, output, data):
+        mask_T = data["loss_mask"]
+        logprobs_T, entropy_T = output.logprobs_and_entropy(where_T=mask_T)
+        nll_T = nll_loss(logprobs_T, mask_T)
+        loss = self.aggregation.total(nll_T - 0.01 * entropy_T, mask_T, data.cu_seqlens())
+        return loss, {
+            "nll": masked_mean(nll_T, mask_T),
+            "nll_max": masked_max(nll_T, mask_T),
+            "pair": (nll_T.detach().sum(), mask_T.sum()),
+        }
+
+    def weight(self, data):
+        return self.aggregation.weight(data["loss_mask"], data.cu_seqlens())
+
+
+def train(engine, data, spec=ONE, loss=None):
+    loss = loss or Likelihood()
+    return engine.train_batch(data, spec, loss.loss, loss.weight)
+
+
+def weights(engine):
+    return {name: x.detach().clone() for name, x in engine.module.named_parameters()}

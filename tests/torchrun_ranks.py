@@ -12,7 +12,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
+from realign.cli import commands as cli
 from realign.config.files import experiments_dir
+from tests.checkpoint_runs import untimed
 
 CHECKOUT = experiments_dir().parent
 MARK = "REALIGN_TEST_MARK"
@@ -104,3 +108,28 @@ def marked(mark: str) -> list[int]:
             except OSError:  # it has ended, or belongs to another user
                 continue
     return found
+
+
+STEPS = 40
+
+
+ARGS = (
+    "--config-dir=conf",
+    "experiment=bigram",
+    f"steps={STEPS}",
+    "data.n=6",
+    "evaluation.reward._target_=tests.config_parts.CountThrees",
+    "evaluation.data={_target_: tests.config_parts.Prompts, n: 3}",
+    "evaluation.every_steps=7",
+    "interfaces.reward._target_=slow.Slow",
+    "checkpoint.every_steps=1",
+)
+
+
+def assert_same_as_whole(out: str) -> None:
+    assert cli.main([*ARGS, "output_dir=whole"]) == 0
+    for name in ("metrics", "samples", "eval_samples"):
+        assert untimed(Path(out, f"{name}.jsonl")) == untimed(Path("whole", f"{name}.jsonl")), name
+    found, expected = (np.load(Path(folder, "final/actor/bigram.npz")) for folder in (out, "whole"))
+    assert found.files == expected.files
+    assert all(found[name].tobytes() == expected[name].tobytes() for name in expected.files)

@@ -24,7 +24,7 @@ from realign.config.errors import ConfigError, joined, not_a_component, suggest,
 from realign.config.places import ROOTS, Place, place_of
 from realign.config.trees import has, remove
 from realign.config.words import TARGET, import_path
-from realign.errors import NoEffectError
+from realign.errors import NoEffectError, SettingsError
 from realign.run_settings import RunSettings
 from realign.settings import Count, default_of, own_settings
 
@@ -138,7 +138,8 @@ def build_experiment(config: ExperimentConfig) -> Experiment:
                 experiment = _build(config)
             except NoEffectError as error:
                 if any(_overlap(key, error.key) for key in config.typed):
-                    raise
+                    # as other errors: of the run itself, or of a component with its full key
+                    raise (ConfigError if "." in error.key else SettingsError)(str(error)) from error
                 config = _without(config, error)
                 idle.append(f"{error.key}{error.value and '='}{error.value} ({error.reason.partition('. ')[0]})")
             else:

@@ -10,7 +10,7 @@ from realign.api import GenerationConfig, InProcessSampler, Request, SequenceSam
 from realign.api.sampler import requests_of
 from realign.errors import ConfigError
 from realign.testing import SAMPLER_CHECKS, BigramEngine, check_sampler
-from tests.api.test_sampler import CONFIG, prompts
+from tests.samplers import CONFIG, prompts
 from tests.tiny import tiny_engine
 
 TEXT = GenerationConfig(n=3, max_new_tokens=8)

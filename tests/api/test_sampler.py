@@ -19,13 +19,7 @@ from realign.api.sampler import (
 )
 from realign.engines import InProcessSampling, TransformersModel
 from realign.testing import SAMPLER_CHECKS, BigramEngine, check_sampler
-from tests.samplers import TableSampler, TableSampling
-
-CONFIG = GenerationConfig(n=3, max_new_tokens=6)
-
-
-def prompts(ids="abcd") -> SequenceSample:
-    return SequenceSample.from_sequences(list(ids), {"prompt_ids": [[[1 + ord(i) % 7, 2]] for i in ids]})
+from tests.samplers import CONFIG, TableSampler, TableSampling, prompts
 
 
 def table(**settings) -> TableSampler:

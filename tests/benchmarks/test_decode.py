@@ -12,6 +12,7 @@ from benchmarks.peer.work import SCENARIOS
 from tests.engines.sampling.compiled.native import requires_compiler
 
 
+@pytest.mark.slow
 @requires_compiler
 def test_every_number_of_rows_is_measured_on_each_side(capsys, monkeypatch):
     monkeypatch.setattr(decode, "missing", lambda side: "not installed")

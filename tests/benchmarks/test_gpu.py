@@ -59,6 +59,7 @@ def test_the_shapes_are_those_of_qwen2(scenario, parameters):
     assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(parameters, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_the_budget_is_halved_until_the_step_fits(monkeypatch):
     tried = []
 

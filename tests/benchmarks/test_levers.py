@@ -15,6 +15,7 @@ from realign.engines.sampling import rollout_model
 TINY = replace(SCENARIOS["tiny"], prompts=3, group=4)
 
 
+@pytest.mark.slow
 def test_every_lever_is_measured_on_the_same_work(capsys, monkeypatch):
     monkeypatch.setitem(levers.SCENARIOS, "tiny", TINY)
     levers.main(["scenarios=tiny", "repeats=1", f"threads={torch.get_num_threads()}"])

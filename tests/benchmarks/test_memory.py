@@ -68,6 +68,7 @@ def test_a_comparison_measures_in_a_process_of_its_own(monkeypatch):
     assert (found["training"]["ratio"], found["rollout"]["ratio"]) == (1.0, 0.5)
 
 
+@pytest.mark.slow
 def test_the_child_prints_its_peaks():
     """A separate process, as in the benchmark: memory that earlier tests freed would be used again."""
     lines = [

@@ -131,6 +131,7 @@ def test_a_mutant_names_its_place():
     assert found["arithmetic"].change == "return 1 + self.c  =>  return 1 - self.c"
 
 
+@pytest.mark.slow
 def test_each_mutant_of_the_package_compiles_differs_and_has_an_id_of_its_own():
     found = mutation.Target().mutants([])
     everything = [mutant for each in found.values() for mutant in each]
@@ -190,6 +191,7 @@ def test_a_file_without_a_mirror_has_the_tests_of_the_files_that_import_it(proje
     assert project.tests_of("toy/deep/unmirrored.py") == ["tests/test_other.py"]
 
 
+@pytest.mark.slow
 def test_the_test_files_that_import_a_component_are_found():
     found = Project(ROOT, "realign").tests_of("realign/interfaces/components/truncation.py")
     assert found[0] == "tests/interfaces/components/test_truncation.py"

@@ -35,6 +35,7 @@ def test_movement_is_of_sampled_tokens_only(study_module):
     assert found["approx_kl"] == pytest.approx(sum(r - 1 - math.log(r) for r in ratios) / 3, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_the_study_runs_and_eps_hat_moves_the_policy_less_at_first(study_module, tmp_path, capsys):
     task = prepare(tmp_path, seed=0, demonstrations=1)
     reward = tmp_path / "length.py"

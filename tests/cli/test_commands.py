@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,8 +15,7 @@ from realign.cli import commands as cli
 from realign.config import experiment
 from realign.config.files import Files, experiments_dir, list_experiments
 from tests.config_parts import EXPERIMENT, write_experiment
-
-CHECKOUT = experiments_dir().parent
+from tests.processes import CHECKOUT, printed_without, python
 
 
 @pytest.fixture
@@ -35,23 +33,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def realign_main(*args: str) -> int:
     return cli.main(["--config-dir", "../conf", *args])
-
-
-def python(code: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    everything = {**os.environ, "PYTHONPATH": str(CHECKOUT), **env}
-    command = [sys.executable, "-c", code]
-    return subprocess.run(command, cwd=cwd, env=everything, capture_output=True, text=True, timeout=120, check=False)
-
-
-def printed_without(modules: set[str], words: list[str], here) -> str:
-    """Return the output of a command line. The command must not import any of the modules."""
-    code = (
-        f"import sys; from realign.cli.commands import main; code = main({words!r})\n"
-        f"sys.exit(code or bool({modules!r} & set(sys.modules)))"
-    )
-    done = python(code, here)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def test_help_lists_commands_and_experiments_without_torch_or_hydra(here):
@@ -300,7 +281,6 @@ def test_a_class_in_a_file_of_the_current_folder_is_found(here):
         "@dataclass\nclass Mine(GRPOActorInterface):\n    my_coef: float = 0.5\n"
     )
     (here / "my_algorithm_in_cwd.py").write_text(source)
-    code = "import sys; from realign.cli.commands import main; sys.path.remove(''); sys.exit(main(sys.argv[1:]))"
     args = [
         "--config-dir",
         "../conf",
@@ -308,10 +288,13 @@ def test_a_class_in_a_file_of_the_current_folder_is_found(here):
         "experiment=bigram",
         "interfaces.actor._target_=my_algorithm_in_cwd.Mine",
     ]
-    done = python(f"import sys; sys.argv[1:] = {[*args, 'interfaces.actor.my_coef=2']!r}\n{code}", here)
-    assert done.returncode == 0, done.stderr
-    done = python(f"import sys; sys.argv[1:] = {[*args, 'interfaces.actor.my_coeff=2']!r}\n{code}", here)
-    assert done.returncode == 2
+    code = (
+        "import sys; from realign.cli.commands import main; sys.path.remove('')\n"
+        f"assert main({[*args, 'interfaces.actor.my_coef=2']!r}) == 0\n"
+        f"sys.exit(main({[*args, 'interfaces.actor.my_coeff=2']!r}))"
+    )
+    done = python(code, here)
+    assert done.returncode == 2, done.stderr
     assert "unknown key 'interfaces.actor.my_coeff'; did you mean 'my_coef'?" in done.stderr
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from realign.cli.completion import completions, script
-from tests.cli.test_commands import printed_without
 from tests.config_parts import write_experiment
+from tests.processes import printed_without
 
 CHECKOUT = Path(__file__).parents[2]
 

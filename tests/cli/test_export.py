@@ -347,7 +347,8 @@ def test_a_model_is_pushed_to_the_hub_and_the_token_is_never_printed(hub, run, t
     assert not any(TOKEN.encode() in content for content in hub.files.values())
 
 
-@pytest.mark.parametrize(("status", "code"), [(403, 2), pytest.param(400, 2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("status", "code"), [(403, 2), (400, 2)])
 def test_a_push_that_the_hub_refuses_is_one_line_without_the_token(hub, run, tmp_path, status, code):
     hub.refuses = status
     done = push(hub, run, tmp_path)

@@ -64,6 +64,7 @@ def test_wrong_command_lines_are_errors(folder, capsys):
     assert "--config-dir does not apply" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_command_serves_until_an_interrupt(folder):
     environment = {**os.environ, KEY_VARIABLE: "a-key"}
     command = [sys.executable, "-m", "realign", "serve", folder, "port=0"]

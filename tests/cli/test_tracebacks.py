@@ -112,6 +112,7 @@ def test_a_bug_in_a_component_ends_with_1_and_points_at_the_line_of_the_user(fol
         assert "while building interfaces.actor.objective" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_bug_in_a_reward_function_is_logged_with_its_line_before_the_run_ends(folder):
     done = run(folder, "reward", "interfaces.reward.function=own.py:broken_score")
     assert done.returncode == 2, done.stderr

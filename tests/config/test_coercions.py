@@ -405,7 +405,16 @@ def sections() -> dict[str, str]:
     return {re.split("[: ]", part)[0]: part.rstrip("\n") + "\n" for part in parts}
 
 
-@pytest.mark.parametrize("name", [*FIELDS, *ROOT_FIELDS])
+QUICK = {
+    *("an_int", "a_float_or_null", "a_bool", "a_text", "an_enum_or_null", "a_literal", "a_count", "a_range"),
+    *("a_text_or_list", "ints", "two_floats", "numbers_by_name", "a_part_or_null", "steps", "checkpoint"),
+}
+"""A field of each kind of annotation; `make test-slow` has all fields."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in (*FIELDS, *ROOT_FIELDS)]
+)
 def test_a_value_becomes_what_the_table_says(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with quiet():

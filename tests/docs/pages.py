@@ -13,6 +13,8 @@ from itertools import zip_longest
 from pathlib import Path
 from types import ModuleType
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
 FENCE = re.compile(r"^(?P<fence>```+)(?P<language>[^\n`]*)\n(?P<code>.*?)^(?P=fence)[ \t]*$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(\s*<?([^)\s>]+)|(?:src|href)=\"([^\"]+)\"")
 HEADING = re.compile(r"^#+[ \t]+(.+?)[ \t#]*$", re.MULTILINE)
@@ -129,3 +131,15 @@ def broken_links(page: Path) -> list[str]:
         if not here:
             broken.append(target)
     return broken
+
+
+def compositions(arguments: list[str]) -> list[list[str]]:
+    """Return the overrides of each run of a `realign` command line. With `-m` there may be several runs."""
+    overrides = [a for a in arguments if re.match(r"~[\w@./]+$|[~+]{0,2}[\w@./]+=", a)]
+    out: list[list[str]] = [[]]
+    for text, parsed in zip(overrides, OverridesParser.create().parse_overrides(overrides), strict=True):
+        choices = [text]
+        if parsed.is_sweep_override():
+            choices = [f"{parsed.get_key_element()}={value}" for value in parsed.sweep_string_iterator()]
+        out = [[*chosen, choice] for chosen in out for choice in choices]
+    return out if overrides else []

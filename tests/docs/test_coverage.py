@@ -18,7 +18,7 @@ import pytest
 from realign.cli.chat import chat_of
 from realign.config import compose
 from realign.config.files import list_experiments
-from tests.docs.test_docs import compositions
+from tests.docs.pages import compositions
 
 ROOT = Path(__file__).parents[2]
 spec = importlib.util.spec_from_file_location("coverage", ROOT / "docs" / "coverage.py")

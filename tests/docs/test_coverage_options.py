@@ -167,6 +167,7 @@ print(Checks(rows, {{"clip": "realign.interfaces.components.Clip"}}, Results(Non
     assert found == [["X1", "clip.dual", f"held      {needs}"], ["X1", "clip.low", "not held"]]
 
 
+@pytest.mark.very_slow
 @pytest.mark.slow
 def test_the_tests_of_a_sample_of_the_rows_hold_their_options():
     """The whole takes an hour: `python scripts/coverage_options.py`. This leaves out tests that start processes."""

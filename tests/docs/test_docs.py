@@ -8,7 +8,6 @@ import shlex
 from pathlib import Path
 
 import pytest
-from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from realign.cli.arguments import read_arguments
 from realign.cli.chat import chat_of
@@ -23,6 +22,7 @@ from realign.planning.options import PlanOptions
 from realign.runtime import run
 from realign.runtime.profiling import ProfileOptions
 from tests.docs import pages
+from tests.docs.pages import compositions
 
 OPTIONS = {"plan": PlanOptions, "profile": ProfileOptions}
 """Options of commands, which are no overrides."""
@@ -37,7 +37,13 @@ def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+LONG = ("docs/guides/library.md", "docs/guides/sizing.md")
+"""Pages whose code trains for more than five seconds."""
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(p, marks=pytest.mark.slow if name_of(p) in LONG else []) for p in PAGES], ids=name_of
+)
 def test_the_code_of_a_page_runs_and_prints_what_the_page_shows(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code = "".join(b.code for b in pages.blocks(page.read_text(encoding="utf-8")) if b.language == "python")
@@ -66,18 +72,6 @@ def command_lines(program: str) -> list[tuple[str, list[str]]]:
             elif program in words and words[words.index(program) - 1] == "-m":
                 found.append((name_of(page), words[words.index(program) + 1 :]))
     return found
-
-
-def compositions(arguments: list[str]) -> list[list[str]]:
-    """Return the overrides of each run of a `realign` command line. With `-m` there may be several runs."""
-    overrides = [a for a in arguments if re.match(r"~[\w@./]+$|[~+]{0,2}[\w@./]+=", a)]
-    out: list[list[str]] = [[]]
-    for text, parsed in zip(overrides, OverridesParser.create().parse_overrides(overrides), strict=True):
-        choices = [text]
-        if parsed.is_sweep_override():
-            choices = [f"{parsed.get_key_element()}={value}" for value in parsed.sweep_string_iterator()]
-        out = [[*chosen, choice] for chosen in out for choice in choices]
-    return out if overrides else []
 
 
 @pytest.mark.parametrize(("page", "arguments"), command_lines("realign"))

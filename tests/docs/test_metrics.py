@@ -22,9 +22,9 @@ from realign.runtime import DynamicSampling, Evaluation, Experiment, LossEvaluat
 from realign.testing import random_batch, random_preferences, train_once
 from tests.config_parts import Bigram, CountThrees, Prompts
 from tests.data.text_tokenizer import make_tokenizer
-from tests.interfaces import test_invariances
-from tests.runtime.evaluation.test_loss import Judged
+from tests.interfaces import declared
 from tests.tiny import random_sample, tiny_engine
+from tests.toys import Judged
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "metrics.md"
@@ -56,11 +56,11 @@ def refuse(names: list[str], whose: str) -> None:
     )
 
 
-@pytest.mark.parametrize("cls", test_invariances.trainers(), ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("cls", declared.trainers(), ids=lambda cls: cls.__name__)
 def test_every_metric_of_an_algorithm_under_any_setting_is_on_the_page(cls):
     """Use the settings of the invariance tests of the algorithm."""
     found: dict[str, None] = {}
-    for case_of, kwargs, inputs in test_invariances.cases():
+    for case_of, kwargs, inputs in declared.cases():
         if case_of is not cls or (kwargs and kwargs.keys() <= SAME_METRICS):
             continue
         data = random_preferences() if "labels" in inputs else random_batch()

@@ -12,11 +12,9 @@ from realign.config import build_experiment, compose
 from realign.demo import reasoning
 from realign.demo.smollm2 import smollm2
 from realign.runtime import run
-from tests.demo.test_llm import REAL, REASON, package
+from tests.demo.reasoning_package import REAL, REASON
 from tests.docs import pages
 from tests.tiny import save_tiny
-
-__all__ = ["package"]
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "tutorial.md"
 TEMPLATE = (
@@ -54,7 +52,7 @@ def check(sft: dict[str, float], dpo: dict[str, float], grpo: dict[str, float]) 
         assert Path("runs", name, "final", "actor", "config.json").is_file()
 
 
-def test_the_commands_run_in_sequence_on_a_tiny_model(package, tmp_path, monkeypatch):
+def test_the_commands_run_in_sequence_on_a_tiny_model(reasoning_package, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     save_tiny(Path("tiny"))
     config = json.loads(Path("tiny/tokenizer_config.json").read_text())

@@ -11,6 +11,8 @@ import torch
 from realign.api import Capabilities, GenerationConfig, Request, SequenceSample
 from realign.api.sampler import Completion, FutureHandle, Tokens, generate_by_requests
 from realign.endpoint import Endpoint, EndpointLimits, Renderer, ServedPolicy, Session, Sessions
+from tests.samplers import TableSampler
+from tests.tiny import TEXT, VOCAB, tiny_tokenizer
 
 
 class GrowingHandle(FutureHandle):
@@ -77,3 +79,40 @@ def scripted(
         endpoint.start()
         endpoint.sessions.open(session)
         yield endpoint, session, sampler
+
+
+KEY = "the-key"
+END = 0  # ends a response of the table
+TEMPLATE = (
+    "{% if tools %}{{ tools[0].function.name }}:{% endif %}"
+    "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<pad>{% endif %}{% endfor %}"
+)
+HELLO = [{"role": "user", "content": "hello"}]
+CONFIG = GenerationConfig(max_new_tokens=12)
+
+
+def letters() -> torch.Tensor:
+    """Return logits of a table that writes lower-case letters, and ends after 'z'."""
+    logits = torch.full((VOCAB, VOCAB), -30.0)
+    first = 3 + TEXT.index("a")
+    logits[:, first : first + 26] = torch.randn(VOCAB, 26, generator=torch.Generator().manual_seed(0))
+    logits[first + 25] = -30.0
+    logits[first + 25, END] = 0.0
+    return logits
+
+
+def tokenizer():
+    found = tiny_tokenizer()
+    found.chat_template = TEMPLATE
+    return found
+
+
+@contextmanager
+def served(sampler=None, config: GenerationConfig = CONFIG, limit: int | None = 100, **limits):
+    """Serve a sampler; yields the endpoint and its sampler."""
+    sampler = sampler or TableSampler(letters())
+    with closing(sampler):
+        backend = ServedPolicy(sampler, Renderer(tokenizer()), config, limit)
+        with closing(Endpoint(Sessions(backend, KEY), EndpointLimits(**limits), model="tiny")) as endpoint:
+            endpoint.start()
+            yield endpoint, sampler

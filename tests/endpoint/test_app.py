@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
 
 import httpx2
 import openai
@@ -23,44 +23,9 @@ from realign.api import GenerationConfig, MicroBatchSpec, SequenceSample
 from realign.endpoint import Endpoint, EndpointLimits, Renderer, ServedPolicy, Session, Sessions, server
 from realign.endpoint.server import SPARE
 from realign.engines.sampling.background import StreamingEngine
+from tests.endpoint.scripted import CONFIG, HELLO, KEY, letters, served
 from tests.samplers import TableSampler
-from tests.tiny import TEXT, VOCAB, tiny_engine, tiny_tokenizer
-
-KEY = "the-key"
-END = 0  # ends a response of the table
-TEMPLATE = (
-    "{% if tools %}{{ tools[0].function.name }}:{% endif %}"
-    "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<pad>{% endif %}{% endfor %}"
-)
-HELLO = [{"role": "user", "content": "hello"}]
-CONFIG = GenerationConfig(max_new_tokens=12)
-
-
-def letters() -> torch.Tensor:
-    """Return logits of a table that writes lower-case letters, and ends after 'z'."""
-    logits = torch.full((VOCAB, VOCAB), -30.0)
-    first = 3 + TEXT.index("a")
-    logits[:, first : first + 26] = torch.randn(VOCAB, 26, generator=torch.Generator().manual_seed(0))
-    logits[first + 25] = -30.0
-    logits[first + 25, END] = 0.0
-    return logits
-
-
-def tokenizer():
-    found = tiny_tokenizer()
-    found.chat_template = TEMPLATE
-    return found
-
-
-@contextmanager
-def served(sampler=None, config: GenerationConfig = CONFIG, limit: int | None = 100, **limits):
-    """Serve a sampler; yields the endpoint and its sampler."""
-    sampler = sampler or TableSampler(letters())
-    with closing(sampler):
-        backend = ServedPolicy(sampler, Renderer(tokenizer()), config, limit)
-        with closing(Endpoint(Sessions(backend, KEY), EndpointLimits(**limits), model="tiny")) as endpoint:
-            endpoint.start()
-            yield endpoint, sampler
+from tests.tiny import tiny_engine, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -395,9 +360,12 @@ def test_the_prompts_of_a_client_that_left_are_not_submitted():
     sampler.submit = waiting
     with served(sampler, max_concurrent=1) as (endpoint, _):
         session = opened(endpoint)
-        with client_of(endpoint, session, timeout=0.5) as client, pytest.raises(openai.APITimeoutError):
-            client.completions.create(model="tiny", prompt=["hello"] * 50)
-        wait_until(lambda: submitted)
+        body = json.dumps({"model": "tiny", "prompt": ["hello"] * 50}).encode()
+        host, path = endpoint.base_url(session).removeprefix("http://").split("/", 1)
+        head = f"POST /{path}/completions HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {session.key}\r\n"
+        with socket.create_connection(host.split(":")) as left:
+            left.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            wait_until(lambda: submitted)
         wait_until(lambda: post(endpoint, "/v1/completions", b"{").status_code == 400)  # not 429: the request ended
         release.set()
         wait_until(lambda: not session.preparing.locked() and not sampler.active)

@@ -119,6 +119,7 @@ def logprobs(folder: Path, text: str) -> torch.Tensor:
         return torch.log_softmax(model(ids).logits[0, -1], -1)
 
 
+@pytest.mark.server
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "path", "more"),
@@ -137,6 +138,7 @@ def test_lm_eval_generates_with_the_endpoint(folder, url, model, path, more):
     assert results["exact_match,none"] == sum(right) / len(ROWS)
 
 
+@pytest.mark.server
 @pytest.mark.slow
 def test_lm_eval_scores_choices_by_the_log_probs_of_the_model(folder, url):
     settings = f"base_url={url}/completions,tokenizer={folder / 'tiny'},tokenizer_backend=huggingface,num_concurrent=4"
@@ -153,6 +155,7 @@ def test_lm_eval_scores_choices_by_the_log_probs_of_the_model(folder, url):
     assert results["acc,none"] == pytest.approx(right / len(ROWS))
 
 
+@pytest.mark.server
 @pytest.mark.slow
 def test_inspect_evaluates_the_endpoint(folder, url):
     words = [command("inspect", "inspect-ai openai"), "eval", "inspect_task.py", "--model", "openai-api/realign/tiny"]

@@ -15,7 +15,7 @@ from realign.cli.serve import serve_of
 from realign.endpoint import ServedPolicy, Session
 from realign.endpoint.requests import Parameters
 from realign.endpoint.scoring import Scorer
-from tests.endpoint.test_app import HELLO, KEY, served
+from tests.endpoint.scripted import HELLO, KEY, served
 from tests.tiny import save_tiny, tiny_engine, tiny_tokenizer
 
 TEXT = "one plus two"

@@ -14,7 +14,7 @@ from realign.api import GenerationConfig
 from realign.endpoint import Endpoint, EndpointLimits, Renderer, ServedPolicy, Session, Sessions
 from realign.endpoint.caller import call_beginning
 from realign.endpoint.requests import ApiError
-from tests.endpoint.test_app import END, HELLO, KEY
+from tests.endpoint.scripted import END, HELLO, KEY
 from tests.samplers import TableSampler
 from tests.tiny import TEXT, VOCAB, tiny_tokenizer
 

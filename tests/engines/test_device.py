@@ -11,8 +11,9 @@ from realign.engines import Backend, OptimizerSpec, SharedModel, TransformersMod
 from realign.engines.device import CUBLAS, DType, enable_tf32, full_fp32, pick_device, products_dtype
 from realign.engines.network import kernels
 from realign.errors import ConfigError
+from tests.config_parts import MUST_BE_GIVEN
 from tests.flash_stand_in import install_flash
-from tests.test_config import MUST_BE_GIVEN
+from tests.grids import rotating
 from tests.tiny import random_sample, save_tiny, tiny_engine
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -98,8 +99,9 @@ def test_the_launch_table_knows_precision_and_kernel(monkeypatch, hopper, capabi
     assert (compute.device, compute.precision) == ("cuda", found)
 
 
-@pytest.mark.parametrize("name", sorted(list_experiments()))
-@pytest.mark.parametrize("package", ["flash_attn", "flash_attn_interface"])
+@pytest.mark.parametrize(
+    ("name", "package"), rotating(sorted(list_experiments()), ["flash_attn", "flash_attn_interface"])
+)
 def test_every_preset_reaches_flash_where_it_is_installed(monkeypatch, hopper, name, package):
     install_flash(monkeypatch, package)
     experiment = build_experiment(compose([f"experiment={name}", *MUST_BE_GIVEN.get(name, [])]))

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
+import shlex
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import ClassVar
 
 from realign.errors import ConfigError
@@ -237,3 +240,8 @@ class Checked(Tool):
     @classmethod
     def check(cls, **arguments):
         raise ConfigError(", ".join(f"{name}={value}" for name, value in arguments.items()))
+
+
+SPEC = importlib.util.find_spec("mcp")
+PACKAGES = str(Path(SPEC.origin).parents[1]) if SPEC and SPEC.origin else ""  # a server gets few environment variables
+COMMAND = shlex.join(["env", f"PYTHONPATH={PACKAGES}", sys.executable, str(Path(__file__).parent / "mcp_server.py")])

@@ -16,7 +16,7 @@ from realign.environments.tools import load_tools
 from realign.errors import ConfigError
 from tests.environments import environment_fixtures as fixtures
 from tests.environments import tool_fixtures
-from tests.environments.test_mcp_servers import COMMAND
+from tests.environments.environment_fixtures import COMMAND
 from tests.tiny import tiny_tokenizer
 
 FILE = Path(fixtures.__file__)

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
-import shlex
-import sys
 import traceback
-from pathlib import Path
 
 import pytest
 
 from realign.environments.tools import McpServer, load_tools
 from realign.errors import ConfigError
+from tests.environments.environment_fixtures import COMMAND
 
-SPEC = importlib.util.find_spec("mcp")
-PACKAGES = str(Path(SPEC.origin).parents[1]) if SPEC and SPEC.origin else ""  # a server gets few environment variables
-COMMAND = shlex.join(["env", f"PYTHONPATH={PACKAGES}", sys.executable, str(Path(__file__).parent / "mcp_server.py")])
 pytestmark = pytest.mark.slow
 
 

@@ -101,7 +101,7 @@ def test_functions_of_the_config_are_the_tools_of_a_run():
 @pytest.mark.slow
 def test_the_tools_of_an_mcp_server_are_the_tools_of_a_run():
     pytest.importorskip("mcp", reason="needs the extra mcp")
-    from tests.environments.test_mcp_servers import COMMAND
+    from tests.environments.environment_fixtures import COMMAND
 
     out = run_of(settings(mcp=[COMMAND]))
     assert out["rewards"].tolist() == [1.0]

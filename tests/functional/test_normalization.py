@@ -3,7 +3,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import threading
 
 import numpy as np
 import pytest
@@ -23,14 +22,7 @@ from realign.functional.normalization import (
 )
 from realign.functional.packed import cu_seqlens_of
 from realign.interfaces.components import TokenMean
-
-
-def flags(
-    mean=Scope.batch, std=Scope.batch, *, leave_one_out=False, unbiased=False, eps=1e-8, eps_inside_sqrt=False
-) -> dict:
-    """Return all keyword arguments of `normalize` except `reduce`."""
-    return dict(locals())
-
+from tests.formulas import flags, over_ranks
 
 GROUP = flags(Scope.group, Scope.group)
 LOO = flags(Scope.group, Scope.group, leave_one_out=True)
@@ -229,28 +221,6 @@ def test_trap_c13_dtypes():
     assert bf16.tolist() == pytest.approx([-0.5, -0.5, -0.5, 1.5], abs=1e-5)
     assert of_group(torch.tensor([1, 0, 0, 0])).tolist() == of_group([1.0, 0, 0, 0]).tolist()
     assert not of_group(torch.full((4,), 60000.0, dtype=torch.float16)).any()
-
-
-def over_ranks(parts, call):
-    """Run `call(part, reduce)` in one thread per part. `reduce` sums over the threads."""
-    barrier, slots, results = threading.Barrier(len(parts), timeout=20), [None] * len(parts), [None] * len(parts)
-
-    def worker(rank):
-        def reduce(x):
-            slots[rank] = x
-            barrier.wait()
-            total = torch.stack(slots).sum(0)
-            barrier.wait()
-            return total
-
-        results[rank] = call(parts[rank], reduce)
-
-    threads = [threading.Thread(target=worker, args=(rank,)) for rank in range(len(parts))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return torch.cat(results)
 
 
 @pytest.mark.parametrize("sizes", [[12], [5, 7], [1, 0, 11], [4, 4, 4]])

@@ -1,17 +1,10 @@
 from __future__ import annotations
 
-from itertools import combinations
-
 import pytest
 import torch
 
 from realign.functional.pass_at_k import pass_at_k
-
-
-def by_enumeration(n: int, c: int, k: int) -> float:
-    """Return the fraction of the subsets of k responses that contain one of the c correct ones."""
-    subsets = list(combinations([True] * c + [False] * (n - c), k))
-    return sum(map(any, subsets)) / len(subsets)
+from tests.formulas import by_enumeration
 
 
 @pytest.mark.parametrize("n", range(1, 9))

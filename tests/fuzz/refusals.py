@@ -7,7 +7,10 @@ import dis
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+import torch
 from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
 
 from realign.errors import RealignError
 
@@ -52,3 +55,20 @@ def attempt(call: Callable[[], Any], *names: str) -> Any:
         assert len(message) > 8, message
         assert not names or any(name in message for name in names), f"names none of {names}: {message}"
         return Refused(message)
+
+
+LARGEST = 2**63 - 1
+NUMBERS = st.one_of(
+    st.integers(-2, 4), st.sampled_from([2**31, 2**62, LARGEST, 2**63, 2**64, -(2**63)]), st.floats(), st.booleans()
+)
+JUNK = st.one_of(
+    st.none(),
+    NUMBERS,
+    st.text(max_size=3),
+    st.binary(max_size=3),
+    st.just({}),
+    st.just(torch.tensor(1)),
+    st.just(torch.zeros(2, 3)),
+    st.just(torch.zeros(0)),
+    st.just(np.zeros((1, 2))),
+)

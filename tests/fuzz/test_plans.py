@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from realign.api import RPC, DataflowGraph, Lengths, MicroBatchSpec, plan_microbatches
 from realign.draw import FORMATS
-from tests.fuzz.refusals import BOUNDED, Refused, attempt
-from tests.fuzz.test_samples import JUNK, NUMBERS
+from tests.fuzz.refusals import BOUNDED, JUNK, NUMBERS, Refused, attempt
 
 WHOLE = st.one_of(st.integers(-1, 40), NUMBERS, JUNK)
 

@@ -14,23 +14,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from realign.api import Lengths, MicroBatchSpec, SequenceSample
-from tests.fuzz.refusals import BOUNDED, Refused, attempt
+from tests.fuzz.refusals import BOUNDED, JUNK, LARGEST, NUMBERS, Refused, attempt
 
-LARGEST = 2**63 - 1
-NUMBERS = st.one_of(
-    st.integers(-2, 4), st.sampled_from([2**31, 2**62, LARGEST, 2**63, 2**64, -(2**63)]), st.floats(), st.booleans()
-)
-JUNK = st.one_of(
-    st.none(),
-    NUMBERS,
-    st.text(max_size=3),
-    st.binary(max_size=3),
-    st.just({}),
-    st.just(torch.tensor(1)),
-    st.just(torch.zeros(2, 3)),
-    st.just(torch.zeros(0)),
-    st.just(np.zeros((1, 2))),
-)
 KEYS = st.one_of(st.sampled_from(["input_ids", "loss_mask", "rewards", ""]), st.just(3))
 IDS = st.lists(st.one_of(st.sampled_from(["a", "b", "c"]), st.integers(0, 2), st.none(), st.just([1])), max_size=4)
 PROMPTS = st.lists(st.lists(st.integers(0, 4), max_size=3), max_size=4)

@@ -44,7 +44,7 @@ from realign.interfaces.rule_reward import RuleRewardInterface
 from realign.interfaces.sft import SFTInterface
 from realign.testing import BigramEngine, random_batch, random_preferences
 from realign.testing.batches import random_heads
-from tests.interfaces.test_invariances import modules, settings
+from tests.interfaces.declared import modules, settings
 from tests.tiny import tiny_tokenizer
 
 N, LIMIT = 4, 5

@@ -16,7 +16,8 @@ from realign.interfaces.dpo import DPOInterface, DPOLoss, dataflow
 from realign.interfaces.reference import ReferenceInterface
 from realign.runtime import run
 from realign.testing import BigramEngine, check_train_step, random_preferences
-from tests.test_algorithms import PREFERENCE
+from tests.config_parts import PREFERENCE
+from tests.interfaces.preferences import PRESETS
 from tests.tiny import save_tiny
 
 VARIANTS = [
@@ -31,15 +32,6 @@ VARIANTS = [
     DPOInterface(kind=DPOLoss.odds_ratio, reference_free=True, length_normalized=True, beta=0.3, sft_coef=1.0),
     DPOInterface(kind=DPOLoss.odds_ratio, reference_free=True),
 ]
-PRESETS = {
-    "ipo": DPOInterface(kind=DPOLoss.ipo, length_normalized=True),
-    "robust_dpo": DPOInterface(kind=DPOLoss.robust, label_smoothing=0.1),
-    "dpo_norm": DPOInterface(length_normalized=True, beta=5.0),
-    "simpo": DPOInterface(reference_free=True, length_normalized=True, beta=2.0, target_margin=1.0),
-    "cpo": DPOInterface(reference_free=True, sft_coef=1.0),
-    "orpo": DPOInterface(kind=DPOLoss.odds_ratio, reference_free=True, length_normalized=True, sft_coef=1.0),
-}
-"""The settings of `algorithm=NAME`."""
 
 
 def reference(interface: DPOInterface, table: torch.Tensor, data: SequenceSample) -> tuple[torch.Tensor, int]:

@@ -23,7 +23,7 @@ from realign.interfaces.reference import ReferenceInterface
 from realign.runtime import run
 from realign.runtime.local import LocalRuntime
 from realign.testing import BigramEngine
-from tests.runtime.test_local import BigramModel, CountToken, experiment
+from tests.toys import BigramModel, CountToken, experiment
 
 PROMPTS = SequenceSample.from_sequences("abc", {"prompt_ids": [[[1, 4]], [[2]], [[7, 7, 7]]]})
 

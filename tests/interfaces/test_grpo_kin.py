@@ -26,8 +26,8 @@ from realign.interfaces.greedy import GreedyInterface
 from realign.interfaces.reference import ReferenceInterface
 from realign.runtime.local import LocalRuntime
 from realign.testing import BigramEngine, random_batch
-from tests.runtime.test_local import BigramModel, CountToken, Prompts, experiment
-from tests.test_algorithms import PREFERENCE
+from tests.config_parts import PREFERENCE
+from tests.toys import BigramModel, CountToken, Prompts, experiment
 
 LIMIT, BUFFER, VOCABULARY = 8, 3, 5
 NEEDS = {"dapo": [f"interfaces.actor.truncation.overlong_buffer={BUFFER}"]}

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 import random
 from pathlib import Path
 
 import pytest
 import torch
 
-from realign.api import GenerationConfig, MicroBatchSpec, SequenceSample, stat_values
+from realign.api import GenerationConfig, MicroBatchSpec, stat_values
 from realign.config import build
 from realign.engines import TransformersModel
 from realign.engines.training.optimizer import OptimizerSpec
@@ -26,7 +25,7 @@ from realign.runtime.evaluation.scores import sequence_stats
 from realign.runtime.metrics.samples import readable
 from realign.runtime.rollout.spec import Async
 from tests.config_parts import Bigram, Prompts
-from tests.interfaces.test_rule_reward import MODEL, batch
+from tests.interfaces.rule_rewards import MODEL, batch, columns
 from tests.tiny import save_tiny
 
 FUNCTIONS = """\
@@ -67,15 +66,6 @@ def file(tmp_path) -> Path:
 def interface(file: Path, names: dict[str, float], workers: int = 0, **settings) -> RuleRewardInterface:
     functions = {name: FunctionTerm(f"{file}:{name}", weight=weight) for name, weight in names.items()}
     return RuleRewardInterface(functions=functions, workers=workers, **settings)
-
-
-def columns(reward: RuleRewardInterface, data: SequenceSample) -> dict[str, list[float | None]]:
-    try:
-        out = reward.inference(MODEL, data, MicroBatchSpec())
-    finally:
-        reward.close()
-    assert all(x.dtype == torch.float32 for x in out.data.values())
-    return {key: [None if math.isnan(x) else x for x in out[key].tolist()] for key in sorted(out.keys)}
 
 
 # the responses are "c", "cd", "" to the first prompt, and "de" to the second one

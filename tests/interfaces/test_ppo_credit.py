@@ -31,7 +31,7 @@ from realign.interfaces.components import (
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.interfaces.ppo import PPOActorInterface
 from realign.testing import BigramEngine, random_batch
-from tests.functional.test_normalization import over_ranks
+from tests.formulas import over_ranks
 
 RAW = Normalization(Scope.none, Scope.none)
 CREDIT = ["input_ids", "loss_mask", "logprobs", "rewards", "truncated"]

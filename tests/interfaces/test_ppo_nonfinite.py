@@ -22,7 +22,8 @@ from realign.interfaces.grpo import GRPOActorInterface
 from realign.interfaces.ppo import PPOActorInterface
 from realign.runtime.evaluation.scores import sequence_stats
 from realign.testing import BigramEngine, random_batch, train_once
-from tests.interfaces.test_invariances import COMPONENTS, subclasses
+from tests.grids import pairwise
+from tests.interfaces.declared import COMPONENTS, subclasses
 
 ACTORS = (PPOActorInterface, GRPOActorInterface)
 ADVANTAGES = [x for kind in subclasses(AdvantageEstimator) for x in COMPONENTS[kind]]
@@ -30,7 +31,8 @@ CRITIC_TARGETS = [x for x in ADVANTAGES if x.gives_returns]
 CENTERED = Normalization(Scope.group, Scope.none)
 GROUPS = GenerationConfig(n=4)
 CRITIC_KEYS = ["input_ids", "values", "returns", "loss_mask"]
-NONFINITE = pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+VALUES = [math.nan, math.inf, -math.inf]
+NONFINITE = pytest.mark.parametrize("value", VALUES)
 SETTINGS = [
     {},
     {"adv_norm": Normalization(Scope.group, Scope.group)},
@@ -78,10 +80,9 @@ def assert_same_training(interface, data: SequenceSample, other: SequenceSample)
     assert all(math.isfinite(x) for x in found.metrics.values())
 
 
-@NONFINITE
-@pytest.mark.parametrize("settings", SETTINGS, ids=str)
-@pytest.mark.parametrize("advantage", ADVANTAGES, ids=str)
-@pytest.mark.parametrize("actor", ACTORS, ids=lambda x: x.__name__)
+@pytest.mark.parametrize(
+    ("actor", "advantage", "settings", "value"), pairwise(ACTORS, ADVANTAGES, SETTINGS, VALUES), ids=str
+)
 def test_a_dense_reward_that_is_not_finite_excludes_its_response_and_no_other(actor, advantage, settings, value):
     interface = actor(**{"generation": GROUPS, "advantage": advantage, "adv_norm": CENTERED} | settings)
     data = batch()

@@ -10,7 +10,7 @@ from realign.engines import OptimizerSpec
 from realign.interfaces.dpo import DPOInterface
 from realign.interfaces.kto import KTOInterface, KTOReferenceInterface
 from realign.interfaces.online_dpo import OnlineDPOInterface
-from tests.interfaces.test_dpo import PRESETS
+from tests.interfaces.preferences import PRESETS
 from tests.tiny import tiny_engine
 
 METHODS: dict[str, ModelInterface] = {

@@ -11,27 +11,15 @@ import torch
 
 from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample, stat_values
 from realign.config import build_experiment, compose
-from realign.interfaces.components import Aggregation, SeqMeanTokenMean, SeqMeanTokenSum, TokenMean
+from realign.interfaces.components import SeqMeanTokenMean, SeqMeanTokenSum, TokenMean
 from realign.interfaces.raft import RAFTActorInterface, dataflow
 from realign.interfaces.sft import SFTInterface
 from realign.runtime import run
 from realign.testing import BigramEngine, random_batch
 from tests.tiny import save_tiny
+from tests.toys import READ, TOY, Watching, likelihood, rewards_of_training
 
 NAN = math.nan
-READ = ("input_ids", "prompt_mask", "loss_mask", "rewards")
-
-
-class Watching(BigramEngine):
-    """Engine that stores the batch of each optimizer step."""
-
-    def __init__(self, **kwargs) -> None:
-        super().__init__(**kwargs)
-        self.seen: list[SequenceSample] = []
-
-    def train_batch(self, data, *args, **kwargs):
-        self.seen.append(data)
-        return super().train_batch(data, *args, **kwargs)
 
 
 def judged(rewards: list[list[float]], *, empty: tuple[int, ...] = ()) -> SequenceSample:
@@ -51,17 +39,6 @@ def judged(rewards: list[list[float]], *, empty: tuple[int, ...] = ()) -> Sequen
 def chosen(data: SequenceSample, version: int = 0, **settings) -> list[int]:
     interface = RAFTActorInterface(**settings)
     return interface.choose(Model("actor", None, version=version), data).nonzero().flatten().tolist()
-
-
-def likelihood(table: torch.Tensor, sequences, aggregation: Aggregation) -> torch.Tensor:
-    """Compute the mean negative log-likelihood in float64, token by token, for `sequences` of (ids, mask)."""
-    losses = []
-    for ids, mask in sequences:
-        trained = [t for t in range(len(ids)) if mask[t]]
-        losses.append([-table[ids[t - 1]].log_softmax(-1)[ids[t]] for t in trained])
-    if aggregation == TokenMean():
-        return sum(map(sum, losses)) / sum(map(len, losses))
-    return sum(sum(x) / (len(x) if aggregation == SeqMeanTokenMean() else 1) for x in losses) / len(losses)
 
 
 @pytest.mark.parametrize("aggregation", [TokenMean(), SeqMeanTokenMean(), SeqMeanTokenSum()], ids=str)
@@ -154,33 +131,6 @@ def test_generation_takes_any_sampler_and_keeps_nothing_for_a_ratio():
     out = interface.generate(Model("actor", BigramEngine()), prompts, MicroBatchSpec())
     assert out.keys == {"input_ids", "prompt_mask", "loss_mask", "truncated"}
     assert out.n_sequences == 6
-
-
-def liked(data: SequenceSample) -> torch.Tensor:
-    """Count the tokens 3 of each response [S]."""
-    return torch.tensor([float(ids[1:].eq(3).sum()) for ids in data.sequences("input_ids")])
-
-
-def rewards_of_training(interface, *, shuffle: bool, steps: int = 12) -> tuple[float, float]:
-    """Return the mean reward before and after training a bigram model to sample token 3.
-
-    With `shuffle`, rewards are randomly permuted over responses.
-    """
-    model, rng = Model("actor", BigramEngine(vocabulary=6, lr=4.0)), np.random.default_rng(0)
-    prompts = SequenceSample.from_sequences(list("abcdef"), {"prompt_ids": [[[i]] for i in range(6)]})
-    means = []
-    for _ in range(steps):
-        batch = interface.generate(model, prompts, MicroBatchSpec())
-        rewards_S = liked(batch)
-        means.append(float(rewards_S.mean()))
-        if shuffle:
-            rewards_S = rewards_S[torch.from_numpy(rng.permutation(len(rewards_S)))]
-        interface.train_step(model, batch.with_sequences(rewards=rewards_S).select(READ), MicroBatchSpec())
-        model.advance()
-    return sum(means[:3]) / 3, sum(means[-3:]) / 3
-
-
-TOY = GenerationConfig(n=8, max_new_tokens=5, fixed_length=True)
 
 
 @pytest.mark.parametrize("choice", [{"keep_best": 1}, {"keep_best": None, "keep_share": 0.125}], ids=str)

@@ -14,8 +14,8 @@ from realign.interfaces.raft import trainable
 from realign.interfaces.rft import Pool, RFTActorInterface, above_percentile, dataflow, prompts_of
 from realign.runtime import run
 from realign.testing import BigramEngine
-from tests.interfaces.test_raft import TOY, Watching, likelihood, rewards_of_training
 from tests.tiny import save_tiny
+from tests.toys import TOY, Watching, likelihood, rewards_of_training
 
 NAN = math.nan
 

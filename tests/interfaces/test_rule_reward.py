@@ -2,27 +2,15 @@ from __future__ import annotations
 
 import math
 import multiprocessing
-from typing import Any
 
 import pytest
 import torch
 
-from realign.api import MicroBatchSpec, Model, SequenceSample
+from realign.api import MicroBatchSpec, SequenceSample
 from realign.errors import ConfigError, RewardError, SettingsError
 from realign.interfaces.components.response_cut import ResponseCut
 from realign.interfaces.rule_reward import RuleRewardInterface, texts, token_texts
-
-LETTERS = "?abcdefgh"
-
-
-class Letters:
-    """Tokenizer of letters. Token 0 is special."""
-
-    def batch_decode(self, sequences: list[list[int]], skip_special_tokens: bool) -> list[str]:
-        return ["".join(LETTERS[i] for i in ids if i or not skip_special_tokens) for ids in sequences]
-
-
-MODEL = Model("reward", None, Letters(), seed=3)
+from tests.interfaces.rule_rewards import MODEL, batch
 
 
 @pytest.fixture
@@ -39,18 +27,6 @@ def function(tmp_path) -> str:
         "    return len(response) * row['price'] + (prompt == 'b') / 2\n"
     )
     return f"{path}:score"
-
-
-def batch(*groups: list[list[int]], prompt: int = 1) -> SequenceSample:
-    """Return each response after a prompt of one token. The token is 1 for the first group, 2 for the second, and so
-    on."""
-    ids = [[[prompt + g, *response] for response in group] for g, group in enumerate(groups)]
-    data = SequenceSample.from_sequences([f"p{g}" for g in range(len(groups))], {"input_ids": ids})
-    starts = data.cu_seqlens()[:-1].long()
-    mask = torch.zeros(len(data["input_ids"]), dtype=torch.bool)
-    mask[starts] = True
-    rows: list[dict[str, Any]] = [{"price": 10**g} for g in range(len(groups))]
-    return data.with_tokens(prompt_mask=mask).with_metadata(row=rows)
 
 
 def rewards(interface: RuleRewardInterface, data: SequenceSample) -> list[float | None]:

@@ -11,7 +11,7 @@ from realign.planning.options import PlanOptions
 from realign.planning.placements import PlannedGroup, PlannedPlacement
 from realign.planning.predict import Scale, costs_of
 from realign.planning.simulator import Tail
-from tests.planning.test_predict import CLUSTER, LOAD
+from tests.planning.cluster import CLUSTER, LOAD
 
 FIXED = replace(LOAD, work=replace(LOAD.work, lengths=Tail(64.0, 0.0, 64.0)))
 ONE = PlannedPlacement((PlannedGroup(("actor", "ref"), 1),))

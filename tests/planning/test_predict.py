@@ -6,39 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from realign.planning.options import Accelerator, Assumed, Device, PlanOptions
+from realign.planning.options import PlanOptions
 from realign.planning.placements import PlannedGroup, PlannedPlacement, Sampling
 from realign.planning.predict import Cluster, Scale, costs_of, engines, predict, schedule
-from realign.planning.simulator import Costs, NetworkSizes, Tail, Work
-from realign.planning.workload import CallLoad, RoleLoad, Workload
+from realign.planning.simulator import Costs
+from tests.planning.cluster import CLUSTER, DEVICE, LOAD
 
-NETWORK = NetworkSizes(weights=100.0, layers=5, kv_heads=1, head_size=1, hidden=10, number_bytes=2)
-ASSUMED = Assumed(
-    bandwidth_used=1.0,
-    flops_used=0.5,
-    decode_call_s=1.0,
-    train_call_s=3.0,
-    sync_call_s=2.0,
-    link_used=0.5,
-    in_process_layer_s=0.2,
-    tensor_parallel_layer_s=0.1,
-    collective_s=0.5,
-    host_rate=20.0,
-    memory_used=1.0,
-)
-DEVICE = Device(Accelerator(flops=100.0, bandwidth=10.0, memory=1e9, link=4.0, node_link=1e9), ASSUMED)
-ACTOR, REF = RoleLoad("actor", NETWORK, trained=1.0), RoleLoad("ref", NETWORK)
-LOAD = Workload(
-    work=Work(4, 2, 0, 10, Tail(20.0, 0.0, 20.0)),
-    roles={"actor": ACTOR, "ref": REF},
-    calls=(CallLoad("ref_inf", "ref", 2.0), CallLoad("actor_train", "actor", 6.0, 1, ("ref_inf",))),
-    sampled="actor",
-    sampling_calls=("actor_gen",),
-    reward_calls=(),
-    longest_prompt=20,
-    budget=10**6,
-)
-CLUSTER = Cluster(PlanOptions(devices=8), DEVICE)
 TOGETHER = PlannedGroup(("actor", "ref"), 1)
 APART = (PlannedGroup(("actor",), 1), PlannedGroup(("ref",), 1))
 

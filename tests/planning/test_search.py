@@ -9,7 +9,7 @@ from realign.planning.placement_memory import memory_of
 from realign.planning.placements import PlannedGroup, PlannedPlacement, placements
 from realign.planning.predict import Cluster, predict
 from realign.planning.search import EQUAL, search
-from tests.planning.test_predict import ASSUMED, CLUSTER, DEVICE, LOAD
+from tests.planning.cluster import ASSUMED, CLUSTER, DEVICE, LOAD
 
 
 def cluster(**options):

@@ -19,8 +19,7 @@ import pytest
 
 from realign.report.page import write_report
 from realign.report.server import ViewOptions, application
-from tests.report.conftest import make_run, write_sweep
-from tests.report.test_page import HOSTILE
+from tests.report.runs import HOSTILE, make_run, write_sweep
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 PAGES = ("overview", "curves", "samples", "tokens", "time", "system")

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from realign.report.compare import comparison, names
-from tests.report.conftest import HOSTILE_VALUES, hostile_files, write_run, write_sweep
+from tests.report.runs import HOSTILE_VALUES, hostile_files, write_run, write_sweep
 
 
 def shown(parts, width=160) -> str:

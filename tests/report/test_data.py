@@ -13,8 +13,8 @@ from realign.draw import to_svg
 from realign.report.data import BUDGETS, MOST_NAMES, POINTS, columns, graph_svg, run_data, run_line, spread, status
 from realign.report.files import run_info, summary
 from realign.runtime.run_report import graph_record
-from tests.report.conftest import HOSTILE_VALUES, hostile_files
-from tests.runtime.test_local import experiment
+from tests.report.runs import HOSTILE_VALUES, hostile_files
+from tests.toys import experiment
 
 
 def test_a_report_contains_the_records_of_the_run(run_folder):

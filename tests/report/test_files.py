@@ -8,7 +8,7 @@ import pytest
 
 from realign.errors import ConfigError
 from realign.report.files import check_run, find_runs, flat_config, json_lines, json_object, signature
-from tests.test_safe_yaml import bomb
+from tests.config_parts import bomb
 
 
 def test_a_torn_last_line_and_damaged_lines_are_skipped(tmp_path):

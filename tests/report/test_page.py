@@ -14,15 +14,8 @@ import pytest
 from realign.errors import ConfigError
 from realign.report.data import run_data
 from realign.report.page import SCRIPTS, STYLES, packed, policy, report_page, unique_keys, write_report
-from tests.report.conftest import HOSTILE_VALUES, hostile_files
+from tests.report.runs import HOSTILE, HOSTILE_VALUES, hostile_files
 
-HOSTILE = [
-    "</script><script>window.hacked = 1</script>",
-    '<img src=x onerror="window.hacked = 1">',
-    "{{ 7 * 7 }} {% raw %}",
-    "\u202etxet desrever\u202c \u2066isolate\u2069 zero\u200bwidth",
-    "a\x00b\x1b[31mred\ud800",
-]
 STATIC = files("realign.report") / "static"
 
 

@@ -391,8 +391,7 @@ def test_a_judge_is_one_more_line_of_config():
             "functions": {"judge": {**judge, "base_url": judge_server.url}, "exact": "realign.rewards:exact_answer"},
             "workers": 1,
         }
-        from tests.interfaces.test_named_rewards import columns
-        from tests.interfaces.test_rule_reward import batch
+        from tests.interfaces.rule_rewards import batch, columns
 
         made = build(node, RuleRewardInterface, "interfaces.reward")
         data = batch([[3]]).with_metadata(row=[{"answer": "c"}])

@@ -11,7 +11,7 @@ from realign.errors import ConfigError, DataError, GraphError, SettingsError
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.runtime import run
 from realign.runtime.graph_checks import check_keys, check_temperatures, located, unread_inputs
-from tests.runtime.test_local import GENERATION, CountToken, experiment
+from tests.toys import GENERATION, CountToken, experiment
 
 
 def test_a_user_error_starts_with_the_key_and_keeps_its_class():

@@ -5,7 +5,7 @@ import json
 import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,7 +23,6 @@ from realign.api import (
     Sum,
     stat_values,
 )
-from realign.data import Dataset, DataSpec
 from realign.engines import SharedModel
 from realign.errors import ConfigError, RunError
 from realign.functional import Scope
@@ -35,91 +34,11 @@ from realign.interfaces.ppo import PPOActorInterface, dataflow
 from realign.interfaces.reference import ReferenceInterface
 from realign.interfaces.reward_model import RewardModelInterface
 from realign.interfaces.rule_reward import RuleRewardInterface
-from realign.runtime import Evaluation, Experiment, run
+from realign.runtime import Evaluation, run
 from realign.runtime.evaluation.scores import sequence_stats
 from realign.runtime.local import LocalRuntime
 from realign.testing import BigramEngine
-
-
-class Digits:
-    """Tokenizer whose tokens are numbers."""
-
-    added_tokens_decoder = MappingProxyType({})
-
-    def decode(self, ids, skip_special_tokens=True) -> str:
-        return " ".join(str(int(i)) for i in ids)
-
-    def batch_decode(self, sequences, skip_special_tokens=True) -> list[str]:
-        return [self.decode(s) for s in sequences]
-
-
-@dataclass
-class BigramModel(ModelSpec):
-    lr: float = 0.5
-
-    def load(self, name: str, *, seed: int) -> Model:
-        return Model(name, BigramEngine(seed=seed, lr=self.lr), Digits(), seed)
-
-
-@dataclass
-class Prompts(DataSpec, Dataset):
-    n: int = 8
-    keys: tuple[str, ...] = ("prompt_ids", "row")
-
-    def load(self, tokenizer):
-        return self
-
-    def __len__(self) -> int:
-        return self.n
-
-    def sample(self, rows) -> SequenceSample:
-        ids = [f"{row}@{epoch}" for epoch, row in rows]
-        data = SequenceSample.from_sequences(ids, {"prompt_ids": [[[1, 2 + row % 5]] for _, row in rows]})
-        return data.with_metadata(row=[{"n": row} for _, row in rows])
-
-
-@dataclass
-class CountToken(ModelInterface):
-    """Reward that counts the sampled tokens 3. `shuffle` permutes the rewards randomly."""
-
-    needs_engine = False
-    shuffle: bool = False
-    closed: list[bool] = field(default_factory=list)
-
-    def inference(self, model, data, mb_spec):
-        scores = [
-            float((ids[~given] == 3).sum())
-            for ids, given in zip(data.sequences("input_ids"), data.sequences("prompt_mask"), strict=True)
-        ]
-        rewards = torch.tensor(scores)
-        if self.shuffle:
-            generator = torch.Generator().manual_seed(model.call_seed("shuffle") % 2**31)
-            rewards = rewards[torch.randperm(len(rewards), generator=generator)]
-        return data.select(["input_ids"]).with_sequences(rewards=rewards).select(["rewards"])
-
-    def close(self):
-        self.closed.append(True)
-
-
-GENERATION = GenerationConfig(n=8, max_new_tokens=6, fixed_length=True)
-
-
-def experiment(tmp_path: Path, **changes) -> Experiment:
-    """Build a GRPO run on bigrams with changed settings. Without a given graph, the graph follows from the
-    interfaces."""
-    settings = {
-        "name": "toy",
-        "steps": 3,
-        "batch_prompts": 8,
-        "interfaces": {"actor": GRPOActorInterface(generation=GENERATION), "reward": CountToken()},
-        "models": {"actor": BigramModel()},
-        "data": Prompts(),
-        "output_dir": tmp_path / "run",
-        "evaluation": Evaluation(Prompts(4), CountToken(), GENERATION, every_steps=2, batch_prompts=3),
-    }
-    settings |= changes
-    graph = settings.pop("graph", None) or dataflow(settings["interfaces"])
-    return Experiment(graph=graph, **settings)
+from tests.toys import GENERATION, BigramModel, CountToken, Digits, Prompts, experiment
 
 
 @pytest.mark.parametrize("interface", [GRPOActorInterface, PPOActorInterface])

@@ -17,8 +17,8 @@ from realign.interfaces.reward_model import RewardModelInterface
 from realign.runtime.local import LocalRuntime
 from realign.runtime.models import check_outputs, check_vocabularies, load_models, save_models
 from realign.testing import BigramEngine
-from tests.runtime.test_local import CountToken, experiment
 from tests.tiny import save_tiny, tiny_engine
+from tests.toys import CountToken, experiment
 
 GENERATION = GenerationConfig(n=2, max_new_tokens=4, fixed_length=True)
 MEASURED = KLPenalty(KLPlace.reward, coef=1e-9)

@@ -15,7 +15,7 @@ from realign.errors import ConfigError, TransientError
 from realign.runtime import output_folder as exclusive
 from realign.runtime import run
 from realign.runtime.output_folder import alone_in, check_output_folder, clear_output_folder
-from tests.runtime.test_local import experiment
+from tests.toys import experiment
 
 
 def test_an_earlier_run_is_not_overwritten_unasked(tmp_path):

@@ -40,13 +40,12 @@ from realign.runtime.processes.watchdog import WorkerLost
 from realign.runtime.resume import Attempts, check_config, check_version, find_start, warn_of_another_environment
 from realign.runtime.run_checkpoints import config_of, environment, frozen_weights, restore, run_state
 from realign.runtime.training import RunResult
-from tests.config_parts import write_experiment
+from tests.checkpoint_runs import Killed, Killer, save_files, untimed
+from tests.checkpoint_runs import experiment as model_experiment
+from tests.config_parts import MUST_BE_GIVEN, write_experiment
 from tests.disk import DiskLog
-from tests.runtime.test_local import GENERATION, CountToken, Prompts, experiment
-from tests.runtime.test_run_checkpoints import Killed, Killer, save_files, untimed
-from tests.runtime.test_run_checkpoints import experiment as model_experiment
-from tests.test_config import MUST_BE_GIVEN
 from tests.tiny import save_tiny
+from tests.toys import GENERATION, CountToken, Prompts, experiment
 
 EVERY = CheckpointSpec(every_steps=1, keep=9)
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from realign.api import Callback, CallbackResult
 from realign.engines.distributed.ranks import Ranks, command_words
 from realign.runtime import Interrupted, run
-from tests.runtime.test_local import experiment
+from tests.toys import experiment
 
 COMMAND = ["experiment=toy", "steps=3", "overwrite=true", "output_dir=a b", "resume=auto"]
 

@@ -12,7 +12,7 @@ from realign.cli import commands as cli
 from realign.config import build_experiment, compose
 from realign.errors import CheckpointError, ConfigError, DataError
 from realign.runtime import run
-from tests.runtime.test_run_checkpoints import untimed
+from tests.checkpoint_runs import untimed
 from tests.tiny import save_tiny
 from tests.torchrun_ranks import torchrun
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from realign.interfaces.grpo import GRPOActorInterface, dataflow
 from realign.runtime.processes.watchdog import Watch
 from realign.runtime.training import activity
-from tests.runtime.test_local import CountToken
+from tests.toys import CountToken
 
 PARTS = {"actor": GRPOActorInterface(), "reward": CountToken()}
 

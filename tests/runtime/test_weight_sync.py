@@ -20,8 +20,8 @@ from realign.interfaces.reference import ReferenceInterface
 from realign.runtime import Async, Experiment, LocalRuntime, run
 from realign.runtime.checkpoint.folder import list_checkpoints
 from realign.testing import BigramEngine
-from tests.runtime.test_local import GENERATION, CountToken, experiment
 from tests.tiny import save_tiny
+from tests.toys import GENERATION, CountToken, experiment
 
 
 @pytest.fixture(scope="module")

@@ -60,7 +60,14 @@ def difference(run, steps, folder, **changes):
     return metric, weight
 
 
-@pytest.mark.parametrize(("adam", "pad_left"), [("tensorflow", True), ("tensorflow", False), ("pytorch", True)])
+@pytest.mark.parametrize(
+    ("adam", "pad_left"),
+    [
+        ("tensorflow", False),
+        pytest.param("tensorflow", True, marks=pytest.mark.slow),
+        pytest.param("pytorch", True, marks=pytest.mark.slow),
+    ],
+)
 def test_on_identical_samples_losses_metrics_and_weights_of_the_preset_are_those_of_the_padded_loop(
     adam, pad_left, recorded, folder
 ):

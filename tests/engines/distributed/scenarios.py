@@ -422,9 +422,16 @@ def _renamed(data: SequenceSample) -> SequenceSample:
 
 def scenarios(folder: Path) -> dict[str, Any]:
     """Run the scenarios that give the same results on any number of ranks."""
-    return {
-        f.__name__: f(folder) for f in (sft, grpo, early_stop, ppo, dpo, gkd, kto, settings, uneven, calls, replayed)
-    }
+    return {name: run(folder) for name, run in SCENARIOS.items()}
+
+
+SCENARIOS = {f.__name__: f for f in (sft, grpo, early_stop, ppo, dpo, gkd, kto, settings, uneven, calls, replayed)}
+
+
+def core_of_a_group(folder: Path) -> dict[str, Any]:
+    """Run the scenarios of a rank of a group that take few seconds."""
+    found = {"grpo": grpo(folder), "uneven": uneven(folder), "faults of one rank": faults_of_one_rank(folder)}
+    return found | {"dropout": load(folder, dropout=True).machine.dropout_seed()}
 
 
 def of_a_group(folder: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +25,43 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+class Alone(dict[str, Any]):
+    """The single-process results, each computed when it is first read."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def __missing__(self, name: str) -> Any:
+        if name == "kept":
+            self[name] = scenarios.kept(self.folder, self.folder / "of 1", {})
+        else:
+            self[name] = scenarios.SCENARIOS[name](self.folder)
+        return self[name]
+
+
 @pytest.fixture(scope="module")
-def alone(folder: Path) -> dict[str, Any]:
-    """Return the single-process results."""
-    return {**scenarios.scenarios(folder), "kept": scenarios.kept(folder, folder / "of 1", {})}
+def alone(folder: Path) -> Alone:
+    return Alone(folder)
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)], ids=["2 ranks", "3 ranks"])
-def ranks(request: pytest.FixtureRequest, folder: Path, alone: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the results of each rank of a group."""
+@pytest.fixture(
+    scope="module",
+    params=["core", pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)],
+    ids=["2 ranks, core", "2 ranks", "3 ranks"],
+)
+def ranks(request: pytest.FixtureRequest, folder: Path, alone: Alone) -> list[dict[str, Any]]:
+    """Return the results of each rank of a group. The core has only what the quick tests read."""
+    if request.param == "core":
+        return run_ranks(2, scenarios.core_of_a_group, folder)
+    for name in ("kept", *scenarios.SCENARIOS):  # the ranks read what one process writes
+        alone[name]
     return run_ranks(request.param, scenarios.of_a_group, folder)
+
+
+def all_scenarios(test: Callable[..., None]) -> Callable[..., None]:
+    """Mark a test that needs more than the core."""
+    return pytest.mark.slow(pytest.mark.parametrize("ranks", [2, 3], ids=["2 ranks", "3 ranks"], indirect=True)(test))
 
 
 def assert_same(found: Any, wanted: Any, path: str = "") -> None:
@@ -54,18 +82,25 @@ def assert_same(found: Any, wanted: Any, path: str = "") -> None:
         assert found == wanted, path
 
 
+def test_trap_e7_e10_four_steps_of_grpo_on_uneven_data_are_those_of_one_process(
+    ranks: list[dict[str, Any]], alone: Alone
+) -> None:
+    for found in ranks:
+        assert_same(found["grpo"], alone["grpo"])
+
+
+@all_scenarios
 @pytest.mark.parametrize("algorithm", ["sft", "grpo", "ppo", "dpo", "gkd", "kto"])
 def test_trap_d4_e7_e10_four_steps_on_uneven_data_are_those_of_one_process(
-    ranks: list[dict[str, Any]], alone: dict[str, Any], algorithm: str
+    ranks: list[dict[str, Any]], alone: Alone, algorithm: str
 ) -> None:
     """Compare weights and all metrics on every rank. For PPO, advantages are whitened over the whole batch."""
     for found in ranks:
         assert_same(found[algorithm], alone[algorithm])
 
 
-def test_both_epochs_stop_early_at_the_mini_batch_of_one_process(
-    ranks: list[dict[str, Any]], alone: dict[str, Any]
-) -> None:
+@all_scenarios
+def test_both_epochs_stop_early_at_the_mini_batch_of_one_process(ranks: list[dict[str, Any]], alone: Alone) -> None:
     wanted = alone["early_stop"]
     steps = [(values["optimizer_steps"], values["early_stopped"]) for values in wanted["metrics"]]
     assert steps == [(3, 1), (4, 1), (5, 0)]  # the first and second mini-batch of the second epoch, and no early stop
@@ -80,7 +115,7 @@ def test_a_loss_or_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all
 
 
 def test_trap_d7_d9_ranks_with_fewer_micro_batches_or_none_go_on_together(
-    ranks: list[dict[str, Any]], alone: dict[str, Any]
+    ranks: list[dict[str, Any]], alone: Alone
 ) -> None:
     assert [found["uneven"]["n"] for found in ranks] == [5.0, 1.0, 0.0][: len(ranks)]
     one = {key: x for key, x in alone["uneven"].items() if key != "n"}
@@ -89,15 +124,17 @@ def test_trap_d7_d9_ranks_with_fewer_micro_batches_or_none_go_on_together(
     assert one["few"][2]["zero_weight_steps"] == 1
 
 
+@all_scenarios
 def test_choices_of_experts_are_recorded_and_replayed_as_in_one_process(
-    ranks: list[dict[str, Any]], alone: dict[str, Any]
+    ranks: list[dict[str, Any]], alone: Alone
 ) -> None:
     for found in ranks:
         assert_same(found["replayed"], alone["replayed"])
 
 
+@all_scenarios
 def test_gradients_that_are_summed_once_in_a_step_are_those_of_one_process(
-    ranks: list[dict[str, Any]], alone: dict[str, Any]
+    ranks: list[dict[str, Any]], alone: Alone
 ) -> None:
     for found in ranks:
         assert_same(found["reduced once"]["grpo"], alone["grpo"])
@@ -105,24 +142,23 @@ def test_gradients_that_are_summed_once_in_a_step_are_those_of_one_process(
         assert_same(uneven, {key: x for key, x in alone["uneven"].items() if key != "n"})
 
 
+@all_scenarios
 @pytest.mark.parametrize("kind", scenarios.KINDS)
-def test_every_kind_of_network_trains_as_in_one_process(
-    ranks: list[dict[str, Any]], alone: dict[str, Any], kind: str
-) -> None:
+def test_every_kind_of_network_trains_as_in_one_process(ranks: list[dict[str, Any]], alone: Alone, kind: str) -> None:
     assert_same(ranks[0]["settings"][kind], alone["settings"][kind])
 
 
-def test_scores_samples_and_mixed_weights_are_those_of_one_process(
-    ranks: list[dict[str, Any]], alone: dict[str, Any]
-) -> None:
+@all_scenarios
+def test_scores_samples_and_mixed_weights_are_those_of_one_process(ranks: list[dict[str, Any]], alone: Alone) -> None:
     """Compare before and after a step: passes and rollouts must use the updated weights."""
     for found in ranks:
         assert_same(found["calls"], alone["calls"])
     assert not torch.equal(*alone["calls"]["logprobs"])
 
 
+@all_scenarios
 def test_checkpoints_of_any_number_of_processes_go_on_in_any_other(
-    folder: Path, ranks: list[dict[str, Any]], alone: dict[str, Any]
+    folder: Path, ranks: list[dict[str, Any]], alone: Alone
 ) -> None:
     wanted = alone["kept"]["end"]
     for found in ranks:
@@ -148,6 +184,7 @@ def test_pairs_that_divide_layers_divide_a_batch_between_them(folder: Path) -> N
     assert_same(scenarios.going_on(scenarios.restored(folder, four, "qwen3")), wanted["end"])
 
 
+@all_scenarios
 def test_a_damaged_part_of_a_checkpoint_is_found(folder: Path, ranks: list[dict[str, Any]]) -> None:
     (checkpoint,) = list_checkpoints(group(folder, ranks))
     parts = sorted((checkpoint.path / "parts").iterdir())
@@ -164,6 +201,7 @@ def test_a_damaged_part_of_a_checkpoint_is_found(folder: Path, ranks: list[dict[
         parts[1].write_bytes(kept)
 
 
+@all_scenarios
 @pytest.mark.parametrize("name", ["saved", "saved_ema"])
 def test_what_is_saved_is_what_one_process_saves(folder: Path, ranks: list[dict[str, Any]], name: str) -> None:
     one, many = folder / "of 1" / name, group(folder, ranks) / name
@@ -173,6 +211,7 @@ def test_what_is_saved_is_what_one_process_saves(folder: Path, ranks: list[dict[
         assert_same(load_file(many / file), load_file(one / file), file)
 
 
+@all_scenarios
 def test_ranks_that_divide_layers_compute_what_one_process_does(folder: Path, ranks: list[dict[str, Any]]) -> None:
     """Test the tensor-parallel plans of three families on 2 ranks. One family normalizes each head."""
     if len(ranks) == 2:
@@ -181,6 +220,7 @@ def test_ranks_that_divide_layers_compute_what_one_process_does(folder: Path, ra
             assert_same(found["divided"], wanted)
 
 
+@all_scenarios
 def test_bfloat16_is_of_products_only(folder: Path, ranks: list[dict[str, Any]]) -> None:
     wanted = scenarios.low(folder)
     for found in ranks:
@@ -190,6 +230,7 @@ def test_bfloat16_is_of_products_only(folder: Path, ranks: list[dict[str, Any]])
             assert now["grad_norm"] == pytest.approx(one["grad_norm"], rel=3e-2)
 
 
+@all_scenarios
 def test_what_cannot_be_done_together_is_refused_on_every_rank(ranks: list[dict[str, Any]]) -> None:
     messages = ranks[0]["mistakes"]
     assert all(found["mistakes"] == messages for found in ranks)

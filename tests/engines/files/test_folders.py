@@ -6,9 +6,7 @@ import errno
 import os
 import pickle
 import shutil
-import socket
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,7 +25,7 @@ from realign.engines.files.folders import (
 )
 from realign.engines.files.model_folder import check_path
 from realign.errors import ConfigError, DataError, TransientError
-from tests.disk import DiskLog
+from tests.disk import OTHERS, DiskLog
 
 
 @pytest.mark.parametrize("name", ["actor", "ref_2", "Qwen2.5 run", "größe", "a" * 100, "grpo=1,kl", "$(x)"])
@@ -295,23 +293,6 @@ def test_created_parents_are_synced(tmp_path, monkeypatch):
     assert log.last_sync(tmp_path) >= 0
     assert log.last_sync(tmp_path / "a") >= 0
     make_folder(tmp_path / "a" / "b")
-
-
-def unix_socket(path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as server:
-        server.bind(str(path))
-
-
-OTHERS: dict[str, Callable[[Path], object]] = {
-    "pipe": os.mkfifo,
-    "folder": Path.mkdir,
-    "link": lambda path: path.symlink_to(path.parent / "there"),
-    "dangling link": lambda path: path.symlink_to("nowhere"),
-    "link to a pipe": lambda path: path.symlink_to(path.parent / "queue"),
-    "link to a device": lambda path: path.symlink_to("/dev/zero"),
-    "socket": unix_socket,
-}
-"""What can be in place of a file, by name."""
 
 
 @pytest.mark.parametrize("flags", [os.O_RDONLY, os.O_WRONLY | os.O_CREAT | os.O_APPEND], ids=["read", "append"])

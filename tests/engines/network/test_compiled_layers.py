@@ -15,10 +15,9 @@ from realign.engines.distributed.sharding import whole
 from realign.engines.network.compiled_layers import CompiledForward, TorchCompile
 from realign.errors import ConfigError, SettingsError
 from tests.engines.distributed.run_ranks import run_ranks
-from tests.engines.sampling.test_generate import prompts, responses, sample_of
-from tests.engines.training.test_transformers_engine import STEP, train, weights
+from tests.engines.sampling.rollouts import prompts, responses, sample_of
 from tests.families import family_model
-from tests.tiny import engine_over, random_sample, save_tiny, tiny_engine, tiny_model
+from tests.tiny import STEP, engine_over, random_sample, save_tiny, tiny_engine, tiny_model, train, weights
 
 BATCHES = [((9 + i, 4, 6), (12,), (3, 5 + i), (8, 2, 2, 1)) for i in range(3)]
 """Lengths of batches that differ in the number of tokens."""

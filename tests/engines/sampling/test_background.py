@@ -19,14 +19,10 @@ from realign.engines.sampling.draw import response_keys
 from realign.engines.sampling.in_process import InProcessSampling
 from realign.errors import ConfigError, DataError
 from realign.testing import SAMPLER_CHECKS, BigramEngine, check_sampler
+from tests.engines.sampling.rollouts import numbered_prompts, other_engine
 from tests.tiny import resources, tiny_engine, tiny_model
 
 CONFIG = GenerationConfig(n=2, max_new_tokens=24)
-
-
-def prompts(ids, length=3):
-    one = {i: [2 + (i * 3 + k) % 11 for k in range(length + i % 4)] for i in ids}
-    return SequenceSample.from_sequences(ids, {"prompt_ids": [[one[i]] for i in ids]})
 
 
 @pytest.fixture
@@ -42,10 +38,6 @@ def open_engine():
         engine.close()
 
 
-def other_engine():
-    return tiny_engine(model={"seed": 7})
-
-
 def same(a, b, *, exact=False):
     assert a.ids == b.ids
     assert a["input_ids"].tolist() == b["input_ids"].tolist()
@@ -56,12 +48,12 @@ def same(a, b, *, exact=False):
 
 @pytest.mark.parametrize("config", [CONFIG, GenerationConfig(n=3, max_new_tokens=9, greedy=True)])
 def test_a_call_alone_is_the_engines_own_bit_by_bit(open_engine, config):
-    data = prompts(range(9))
+    data = numbered_prompts(range(9))
     engine = open_engine(version=5)
     out = engine.generate(data, config, seed=3)
     same(out, tiny_engine().generate(data, config, seed=3), exact=True)
     assert torch.equal(out["versions"], torch.where(out["loss_mask"], 5, -1).int())
-    assert len(engine.generate(prompts([]), config, seed=3)) == 0
+    assert len(engine.generate(numbered_prompts([]), config, seed=3)) == 0
 
 
 def test_calls_of_many_threads_share_the_slots(open_engine, monkeypatch):
@@ -69,14 +61,14 @@ def test_calls_of_many_threads_share_the_slots(open_engine, monkeypatch):
     step = Stream._step
     monkeypatch.setattr(Stream, "_step", lambda self, **how: (rows.append(self.active), step(self, **how))[1])
     engine = open_engine()
-    want = {i: tiny_engine().generate(prompts([i]), CONFIG, seed=1) for i in range(12)}
+    want = {i: tiny_engine().generate(numbered_prompts([i]), CONFIG, seed=1) for i in range(12)}
     short = GenerationConfig(n=1, max_new_tokens=4)
     with ThreadPoolExecutor(13) as pool:
-        long = {i: pool.submit(engine.generate, prompts([i]), CONFIG, seed=1) for i in range(12)}
-        brief = pool.submit(engine.generate, prompts([3]), short, seed=2)
+        long = {i: pool.submit(engine.generate, numbered_prompts([i]), CONFIG, seed=1) for i in range(12)}
+        brief = pool.submit(engine.generate, numbered_prompts([3]), short, seed=2)
         for i, future in long.items():
             same(future.result(), want[i])
-        same(brief.result(), tiny_engine().generate(prompts([3]), short, seed=2))
+        same(brief.result(), tiny_engine().generate(numbered_prompts([3]), short, seed=2))
     assert max(rows) > CONFIG.n
 
 
@@ -98,7 +90,7 @@ def test_weights_change_between_two_steps_of_running_calls(open_engine):
     try:
         with ThreadPoolExecutor(4) as pool:
             engine.pause()
-            calls = [pool.submit(engine.generate, prompts([i]), config, seed=1) for i in range(4)]
+            calls = [pool.submit(engine.generate, numbered_prompts([i]), config, seed=1) for i in range(4)]
             while len(engine.loop._calls) < 4:
                 time.sleep(0.001)
             engine.resume()
@@ -113,8 +105,8 @@ def test_weights_change_between_two_steps_of_running_calls(open_engine):
             changes = versions_T[versions_T >= 0].diff()
             assert changes.min() >= 0
             assert int(changes.sum()) == 1  # tokens of the old version, followed by tokens of the new one
-    later = engine.generate(prompts(range(5)), CONFIG, seed=2)
-    same(later, tiny_engine(model={"seed": 7}).generate(prompts(range(5)), CONFIG, seed=2), exact=True)
+    later = engine.generate(numbered_prompts(range(5)), CONFIG, seed=2)
+    same(later, tiny_engine(model={"seed": 7}).generate(numbered_prompts(range(5)), CONFIG, seed=2), exact=True)
 
 
 def test_texts_are_read_again_in_the_dtype_of_the_first_time(monkeypatch):
@@ -137,7 +129,7 @@ def test_texts_are_read_again_in_the_dtype_of_the_first_time(monkeypatch):
     reads.clear()  # those of the load probe
     with ThreadPoolExecutor(1) as pool:
         call = pool.submit(
-            engine.generate, prompts([0]), GenerationConfig(max_new_tokens=40, fixed_length=True), seed=1
+            engine.generate, numbered_prompts([0]), GenerationConfig(max_new_tokens=40, fixed_length=True), seed=1
         )
         assert began.wait(60)
         engine.update(engine.engine, 1)
@@ -154,15 +146,15 @@ def test_weights_can_change_while_a_model_that_runs_unpacked_samples():
     sampler = StreamingEngine("actor", engine)
     config = GenerationConfig(n=3, max_new_tokens=8, fixed_length=True)
     try:
-        got = sampler.generate(prompts(range(3)), config, seed=2)
-        want = engine.generate(prompts(range(3)), config, seed=2)
+        got = sampler.generate(numbered_prompts(range(3)), config, seed=2)
+        want = engine.generate(numbered_prompts(range(3)), config, seed=2)
         assert got["input_ids"].tolist() == want["input_ids"].tolist()
         sampler.pause()
         sampler.sleep()
         sampler.wake()
         sampler.update(engine, 1)
         sampler.resume()
-        assert set(sampler.generate(prompts(range(3)), config, seed=2)["versions"].tolist()) == {-1, 1}
+        assert set(sampler.generate(numbered_prompts(range(3)), config, seed=2)["versions"].tolist()) == {-1, 1}
     finally:
         sampler.close()
 
@@ -175,23 +167,25 @@ def test_scoring_waits_for_its_turn_between_two_steps(open_engine):
         return part.with_tokens(logprobs=output.logprobs())
 
     with ThreadPoolExecutor(1) as pool:
-        call = pool.submit(engine.generate, prompts(range(6)), CONFIG, seed=1)
+        call = pool.submit(engine.generate, numbered_prompts(range(6)), CONFIG, seed=1)
         out = engine.forward(data, MicroBatchSpec(), score)
-        same(call.result(), tiny_engine().generate(prompts(range(6)), CONFIG, seed=1), exact=True)
+        same(call.result(), tiny_engine().generate(numbered_prompts(range(6)), CONFIG, seed=1), exact=True)
     assert torch.equal(out["logprobs"], tiny_engine().forward(data, MicroBatchSpec(), score)["logprobs"])
 
 
 def test_a_bad_call_fails_alone(open_engine):
     engine = open_engine()
     with pytest.raises(ConfigError, match="stop token 9999 is not in the vocabulary"):
-        engine.generate(prompts([0]), GenerationConfig(max_new_tokens=5, stop_token_ids=[9999]), seed=0)
+        engine.generate(numbered_prompts([0]), GenerationConfig(max_new_tokens=5, stop_token_ids=[9999]), seed=0)
     with pytest.raises(DataError, match="the prompt is empty"):
         engine.generate(SequenceSample.from_sequences([0], {"prompt_ids": [[[]]]}), CONFIG, seed=0)
     with pytest.raises(ValueError, match="weights"):
         engine.update(tiny_engine(model={"num_hidden_layers": 2}), 1)
     assert engine.version == 0
     same(
-        engine.generate(prompts([0]), CONFIG, seed=1), tiny_engine().generate(prompts([0]), CONFIG, seed=1), exact=True
+        engine.generate(numbered_prompts([0]), CONFIG, seed=1),
+        tiny_engine().generate(numbered_prompts([0]), CONFIG, seed=1),
+        exact=True,
     )
 
 
@@ -203,7 +197,7 @@ def test_an_error_in_the_loop_reaches_every_caller(open_engine, monkeypatch, whe
     monkeypatch.setattr(where, name, broken)
     engine = open_engine()
     with ThreadPoolExecutor(3) as pool:
-        calls = [pool.submit(engine.generate, prompts([i]), CONFIG, seed=1) for i in range(3)]
+        calls = [pool.submit(engine.generate, numbered_prompts([i]), CONFIG, seed=1) for i in range(3)]
         for call in calls:
             with pytest.raises(RuntimeError, match=r"models.actor: sampling stopped: the sky fell") as caught:
                 call.result()
@@ -216,14 +210,14 @@ def test_closing_wakes_who_waits(open_engine):
     engine = open_engine()
     config = GenerationConfig(n=8, max_new_tokens=100, fixed_length=True)
     with ThreadPoolExecutor(1) as pool:
-        call = pool.submit(engine.generate, prompts(range(64)), config, seed=1)
+        call = pool.submit(engine.generate, numbered_prompts(range(64)), config, seed=1)
         while not engine.loop.streams:
             threading.Event().wait(0.001)
         engine.close()
         with pytest.raises(RuntimeError, match="sampling stopped: the sampler was closed"):
             call.result()
     with pytest.raises(RuntimeError, match="the sampler was closed"):
-        engine.generate(prompts([0]), CONFIG, seed=0)
+        engine.generate(numbered_prompts([0]), CONFIG, seed=0)
 
 
 def test_a_model_that_cannot_generate_is_refused():
@@ -241,7 +235,7 @@ def test_the_streaming_engine_meets_the_contract_of_samplers(name, max_slots):
     def make():
         return StreamingEngine("actor", tiny_engine(sampling=InProcessSampling(max_slots=max_slots)))
 
-    check_sampler(make, prompts(range(3)), GenerationConfig(n=3, max_new_tokens=12), other_engine(), only=name)
+    check_sampler(make, numbered_prompts(range(3)), GenerationConfig(n=3, max_new_tokens=12), other_engine(), only=name)
 
 
 @pytest.fixture
@@ -270,7 +264,7 @@ def at_step(monkeypatch):
 
 
 def test_a_submitted_response_that_is_alone_is_that_of_generate_bit_by_bit(open_engine):
-    data = prompts([5])
+    data = numbered_prompts([5])
     want = tiny_engine().generate(data, GenerationConfig(n=1, max_new_tokens=24), seed=3)
     handle = open_engine(version=2).submit(requests_of(data, CONFIG, 3)[0])
     found = handle.result(60)
@@ -287,10 +281,10 @@ def test_responses_of_any_group_size_share_a_rollout(open_engine, monkeypatch):
     monkeypatch.setattr(Stream, "_step", lambda self, **how: (rows.append(self.active), step(self, **how))[1])
     engine = open_engine()
     engine.pause()
-    handles = [engine.submit(r) for r in requests_of(prompts([0]), LONG, 1)]
+    handles = [engine.submit(r) for r in requests_of(numbered_prompts([0]), LONG, 1)]
     with ThreadPoolExecutor(1) as pool:
         call = pool.submit(
-            engine.generate, prompts([1]), GenerationConfig(n=4, max_new_tokens=100, fixed_length=True), seed=1
+            engine.generate, numbered_prompts([1]), GenerationConfig(n=4, max_new_tokens=100, fixed_length=True), seed=1
         )
         while len(engine.loop._calls) < 3:
             threading.Event().wait(0.001)
@@ -302,7 +296,7 @@ def test_responses_of_any_group_size_share_a_rollout(open_engine, monkeypatch):
 
 def test_tokens_so_far_grow_and_keep_their_versions(open_engine, at_step):
     engine = open_engine()
-    handle, other = (engine.submit(r) for r in requests_of(prompts([0]), LONG, 1))
+    handle, other = (engine.submit(r) for r in requests_of(numbered_prompts([0]), LONG, 1))
     early = at_step(handle.tokens)
     assert 0 < len(early.ids) < 100
     assert set(early.versions.tolist()) == {0}
@@ -319,7 +313,7 @@ def test_tokens_so_far_grow_and_keep_their_versions(open_engine, at_step):
 
 def test_no_decode_step_is_made_in_a_pause(open_engine, at_step):
     engine = open_engine()
-    handles = [engine.submit(r) for r in requests_of(prompts(range(2)), LONG, 1)]
+    handles = [engine.submit(r) for r in requests_of(numbered_prompts(range(2)), LONG, 1)]
     at_step(engine.pause)
     before = [handle.tokens() for handle in handles]
     with pytest.raises(TimeoutError):
@@ -334,21 +328,21 @@ def test_no_decode_step_is_made_in_a_pause(open_engine, at_step):
 def sampled(completions, config):
     """Return tokens and log-probs of two prompts, from the engine or from completions of submitted requests."""
     if completions is None:
-        return tiny_engine().generate(prompts(range(2)), config, seed=1)
+        return tiny_engine().generate(numbered_prompts(range(2)), config, seed=1)
     from realign.api.sampler import sample_of
 
-    return sample_of(prompts(range(2)), completions, config.n)
+    return sample_of(numbered_prompts(range(2)), completions, config.n)
 
 
 def test_a_cancelled_response_frees_its_slot_and_leaves_the_others_as_they_are(open_engine, at_step):
     engine = open_engine()
-    handles = [engine.submit(r) for r in requests_of(prompts(range(2)), LONG, 1)]
+    handles = [engine.submit(r) for r in requests_of(numbered_prompts(range(2)), LONG, 1)]
     assert at_step(handles[1].cancel)
     kept = handles[1].tokens()
     assert 0 < len(kept.ids) < 100
     with pytest.raises(CancelledError):
         handles[1].result()
-    want = tiny_engine().generate(prompts(range(2)), LONG, seed=1)
+    want = tiny_engine().generate(numbered_prompts(range(2)), LONG, seed=1)
     for i, (ids, given, logprobs) in enumerate(
         zip(*(want.sequences(k) for k in ("input_ids", "prompt_mask", "logprobs")), strict=True)
     ):
@@ -362,7 +356,7 @@ def test_a_cancelled_response_frees_its_slot_and_leaves_the_others_as_they_are(o
 def test_responses_can_be_cancelled_before_they_have_slots(monkeypatch):
     engine = StreamingEngine("actor", tiny_engine(sampling=InProcessSampling(max_slots=2)))
     engine.pause()
-    handles = [engine.submit(r) for r in requests_of(prompts(range(3)), LONG, 1)]
+    handles = [engine.submit(r) for r in requests_of(numbered_prompts(range(3)), LONG, 1)]
     assert handles[0].cancel()  # canceled before the loop has seen it
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(handles[1].result)
@@ -376,14 +370,14 @@ def test_responses_can_be_cancelled_before_they_have_slots(monkeypatch):
 
 def test_sleep_frees_the_cache_and_waking_continues_where_it_stopped(open_engine, at_step):
     engine = open_engine()
-    handles = [engine.submit(r) for r in requests_of(prompts(range(2)), LONG, 1)]
+    handles = [engine.submit(r) for r in requests_of(numbered_prompts(range(2)), LONG, 1)]
     at_step(engine.sleep)
     assert [stream.cache for stream in engine.loop.streams] == [None]
     before = handles[0].tokens()
     assert handles[3].cancel()
     engine.sleep()
     engine.wake()
-    want = tiny_engine().generate(prompts(range(2)), LONG, seed=1)
+    want = tiny_engine().generate(numbered_prompts(range(2)), LONG, seed=1)
     for handle, ids, given in zip(handles[:3], want.sequences()[:3], want.sequences("prompt_mask")[:3], strict=True):
         assert handle.result().ids.tolist() == ids[~given].tolist()
     assert handles[0].result().ids[: len(before.ids)].tolist() == before.ids.tolist()
@@ -391,14 +385,14 @@ def test_sleep_frees_the_cache_and_waking_continues_where_it_stopped(open_engine
 
 def test_weights_that_come_in_sleep_are_used_for_everything_after_it(open_engine, at_step):
     engine = open_engine()
-    handle = engine.submit(requests_of(prompts([0]), LONG, 1)[0])
+    handle = engine.submit(requests_of(numbered_prompts([0]), LONG, 1)[0])
     at_step(engine.sleep)
     count = len(handle.tokens().ids)
     engine.update(other_engine(), 1)
     engine.wake()
     done = handle.result()
     assert done.versions.tolist() == [0] * count + [1] * (100 - count)
-    text = torch.cat([prompts([0])["prompt_ids"], done.ids])
+    text = torch.cat([numbered_prompts([0])["prompt_ids"], done.ids])
     data = SequenceSample.from_sequences([0], {"input_ids": [[text]]})
     scored = other_engine().forward(data, MicroBatchSpec(), lambda out, part: part.with_tokens(x=out.logprobs()))["x"]
     assert torch.allclose(done.logprobs[count:], scored[-(100 - count) :], atol=1e-4)
@@ -406,7 +400,7 @@ def test_weights_that_come_in_sleep_are_used_for_everything_after_it(open_engine
 
 def test_bad_requests_are_refused_when_they_are_made(open_engine):
     engine = open_engine()
-    request = requests_of(prompts([0]), CONFIG, 1)[0]
+    request = requests_of(numbered_prompts([0]), CONFIG, 1)[0]
     with pytest.raises(DataError, match=r"exceeds the context window of the model .128."):
         engine.submit(type(request)(0, 0, request.prompt_ids, GenerationConfig(max_new_tokens=200), 1))
     handle = engine.submit(

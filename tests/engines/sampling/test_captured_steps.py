@@ -20,9 +20,8 @@ from realign.engines.sampling.captured_steps import MOST_CACHES, SHORTEST, Captu
 from realign.engines.sampling.compiled.fusion import Fusion
 from realign.engines.sampling.compiled.library import CompiledDecode
 from realign.errors import ConfigError
-from tests.engines.sampling.test_generate import UNTIED, prompts, responses, sample_of
-from tests.engines.training.test_transformers_engine import STEP, train
-from tests.tiny import random_sample, save_tiny, tiny_engine, tiny_model
+from tests.engines.sampling.rollouts import UNTIED, prompts, responses, sample_of
+from tests.tiny import STEP, random_sample, save_tiny, tiny_engine, tiny_model, train
 
 
 class Recorder(TorchDispatchMode):

@@ -20,7 +20,7 @@ from realign.engines.sampling.decode import Rollout, Stopping, WaitingQueue
 from realign.engines.sampling.generate import generate
 from realign.engines.sampling.in_process import InProcessSampling
 from realign.engines.sampling.rollout_model import RolloutModel
-from tests.engines.sampling.test_generate import UNTIED, prompts, responses, sample_of
+from tests.engines.sampling.rollouts import UNTIED, prompts, responses, sample_of
 from tests.tiny import VOCAB, resources, tiny_engine, tiny_model, tiny_tokenizer
 
 STOPS = tuple(range(2, 8))

@@ -16,22 +16,10 @@ from realign.engines.sampling.in_process import InProcessSampling
 from realign.engines.sampling.rollout_model import RolloutModel
 from realign.errors import ConfigError, DataError, RunError
 from realign.functional.logprobs import LMHead
+from tests.engines.sampling.rollouts import LENGTHS, UNTIED, prompts, responses, same, sample_of
 from tests.tiny import FAMILIES, OTHERS, VOCAB, resources, tiny_engine, tiny_model, tiny_tokenizer
 
-LENGTHS = (7, 1, 12, 4)
 EOS = 2
-UNTIED = {"tie_word_embeddings": False}
-"""Settings without tied embeddings. With them, a model with random weights repeats one token."""
-
-
-def prompts(lengths=LENGTHS, seed=0):
-    g = torch.Generator().manual_seed(seed)
-    return [torch.randint(3, VOCAB, (n,), generator=g) for n in lengths]
-
-
-def sample_of(prompt_list):
-    ids = [f"p{i}" for i in range(len(prompt_list))]
-    return SequenceSample.from_sequences(ids, {"prompt_ids": [[p] for p in prompt_list]})
 
 
 def rollout(model, prompt_list=None, *, seed=0, eos=(EOS,), tokenizer=None, max_slots=None, **config):
@@ -46,14 +34,6 @@ def rollout(model, prompt_list=None, *, seed=0, eos=(EOS,), tokenizer=None, max_
         eos_token_ids=eos,
         tokenizer=tokenizer,
     )
-
-
-def responses(out):
-    return [x[m].tolist() for x, m in zip(out.sequences(), out.sequences("loss_mask"), strict=True)]
-
-
-def same(a, b):
-    return a.lengths["input_ids"] == b.lengths["input_ids"] and all(torch.equal(a[k], b[k]) for k in a.data)
 
 
 def assert_logprobs_are_those_of(plain, out, temperature=1.0, atol=1e-5):

@@ -17,9 +17,8 @@ from realign.engines.sampling.in_process import InProcessSampling
 from realign.engines.training.optimizer import OptimizerSpec
 from realign.engines.training.transformers_engine import TransformersEngine
 from realign.runtime.ray.host import Offload
-from tests.engines.sampling.test_generate import prompts, same, sample_of
-from tests.engines.training.test_transformers_engine import train
-from tests.tiny import random_sample, tiny_engine
+from tests.engines.sampling.rollouts import prompts, same, sample_of
+from tests.tiny import random_sample, tiny_engine, train
 
 CONFIG = GenerationConfig(n=3, max_new_tokens=12)
 

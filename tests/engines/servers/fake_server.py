@@ -21,7 +21,9 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from realign.api import EngineCapabilities
+from realign.api import EngineCapabilities, SequenceSample
+from realign.engines.servers.sglang import Sglang
+from realign.engines.servers.vllm import Vllm
 
 DEFAULT = "default"
 """Label of weights that no client has set."""
@@ -518,3 +520,12 @@ def main(kind, port, model):
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+
+
+KINDS = {"vllm": Vllm, "sglang": Sglang}
+
+
+def prompts(count=4):
+    return SequenceSample.from_sequences(
+        [f"p{i}" for i in range(count)], {"prompt_ids": [[[i + 1, i + 1]] for i in range(count)]}
+    )

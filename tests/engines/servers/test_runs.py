@@ -15,8 +15,8 @@ from realign.runtime import Async, run
 from realign.runtime.rollout.spec import Sync
 from realign.testing import BigramEngine
 from tests.engines.servers.fake_server import FakeServer, random_table
-from tests.runtime.test_local import Digits
-from tests.runtime.test_local import experiment as toy
+from tests.toys import Digits
+from tests.toys import experiment as toy
 
 
 class TrainsOnly(BigramEngine):

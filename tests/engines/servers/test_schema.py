@@ -10,8 +10,7 @@ import pytest
 
 from realign.api import GenerationConfig
 from tests.engines.servers import schema
-from tests.engines.servers.fake_server import Adapted, FakeServer, random_table
-from tests.engines.servers.test_server_sampler import KINDS, prompts
+from tests.engines.servers.fake_server import KINDS, Adapted, FakeServer, prompts, random_table
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "scripts" / "record_server_schemas.py"
@@ -74,6 +73,7 @@ def test_a_wrong_answer_is_found():
     assert schema.request_faults("vllm", "GET", "/pause", {}, {}) == ["GET /pause: unknown"]
 
 
+@pytest.mark.server
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "variable", "usual"),

@@ -22,17 +22,14 @@ from realign.engines.servers import pool
 from realign.engines.servers.delivery import vocabulary_size
 from realign.engines.servers.protocol import ANY_TOKEN, Ask, Unavailable, checked_part
 from realign.engines.servers.server_sampler import ServerSampler
-from realign.engines.servers.sglang import Sglang
 from realign.engines.servers.vllm import Vllm
 from realign.errors import ConfigError, TransientError
 from realign.runtime.models import open_sampler
 from realign.testing import SAMPLER_CHECKS, check_sampler
 from tests.engines.distributed.run_ranks import run_ranks
 from tests.engines.servers import fake_server
-from tests.engines.servers.fake_server import Adapted, FakeServer, Scoring, logits_from, random_table
+from tests.engines.servers.fake_server import KINDS, Adapted, FakeServer, Scoring, logits_from, prompts, random_table
 from tests.tiny import VOCAB, random_sample, save_tiny
-
-KINDS = {"vllm": Vllm, "sglang": Sglang}
 
 SAMPLE = {"vllm": "/v1/completions", "sglang": "/generate"}
 
@@ -81,12 +78,6 @@ def connect(kind, opened):
         return sampler
 
     return connect
-
-
-def prompts(count=4):
-    return SequenceSample.from_sequences(
-        [f"p{i}" for i in range(count)], {"prompt_ids": [[[i + 1, i + 1]] for i in range(count)]}
-    )
 
 
 def request(number=0, **changes):

@@ -14,7 +14,6 @@ from realign.api import (
     MicroBatchSpec,
     SequenceSample,
     masked_max,
-    masked_mean,
     merge_stats,
     stat_values,
 )
@@ -24,47 +23,12 @@ from realign.engines.sampling.in_process import InProcessSampling
 from realign.engines.sampling.rollout_model import RolloutResources
 from realign.engines.training.transformers_engine import TransformersEngine
 from realign.errors import RunError
-from realign.functional import nll_loss
 from realign.interfaces.components import Constant, SeqMeanTokenMean, SeqMeanTokenSum, TokenMean
-from tests.tiny import FAMILIES, random_sample, tiny_engine
+from tests.tiny import FAMILIES, ONE, STEP, Likelihood, random_sample, tiny_engine, train, weights
 
-ONE = MicroBatchSpec()
 LENGTHS = ((9, 4, 6), (12,), (3, 5), (8, 2, 2, 1))
 SPECS = [ONE, *(MicroBatchSpec(n_microbatches=n) for n in (2, 3, 4, 9))]
 SPECS += [MicroBatchSpec(max_tokens_per_microbatch=n) for n in (12, 15, 21, 40)]
-# The first step of Adam is lr * sign(gradient), which would hide errors. A large eps keeps the step proportional to
-# the gradient, so that equal parameters imply equal gradients.
-STEP = OptimizerSpec(lr=1e-2, eps=1.0, grad_clip=None)
-
-
-class Likelihood:
-    """Supervised loss with a choice of aggregation, as an interface defines it."""
-
-    def __init__(self, aggregation=None):
-        self.aggregation = aggregation or TokenMean()
-
-    def loss(self, output, data):
-        mask_T = data["loss_mask"]
-        logprobs_T, entropy_T = output.logprobs_and_entropy(where_T=mask_T)
-        nll_T = nll_loss(logprobs_T, mask_T)
-        loss = self.aggregation.total(nll_T - 0.01 * entropy_T, mask_T, data.cu_seqlens())
-        return loss, {
-            "nll": masked_mean(nll_T, mask_T),
-            "nll_max": masked_max(nll_T, mask_T),
-            "pair": (nll_T.detach().sum(), mask_T.sum()),
-        }
-
-    def weight(self, data):
-        return self.aggregation.weight(data["loss_mask"], data.cu_seqlens())
-
-
-def train(engine, data, spec=ONE, loss=None):
-    loss = loss or Likelihood()
-    return engine.train_batch(data, spec, loss.loss, loss.weight)
-
-
-def weights(engine):
-    return {name: x.detach().clone() for name, x in engine.module.named_parameters()}
 
 
 def moved(engine, before):

@@ -7,7 +7,7 @@ import math
 from dataclasses import replace
 
 from tests.environments.environment_fixtures import Tool
-from tests.interfaces.test_agent import batch, lists, play, settings, tokenizer
+from tests.interfaces.agent_play import batch, lists, play, settings, tokenizer
 
 PLAY = "realign.environments.adapters.chat_agent:play"
 TOOL = "tests.environments.environment_fixtures:Tool"

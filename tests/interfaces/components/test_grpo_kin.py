@@ -18,7 +18,7 @@ from realign.functional.returns import discounted_returns, token_rewards
 from realign.interfaces.components.advantages import degenerate_rescale
 from realign.interfaces.components.aggregation import SeqMeanTokenMean
 from realign.interfaces.components.objectives import reinforce_loss
-from tests.functional.test_normalization import flags, over_ranks
+from tests.formulas import flags, over_ranks
 
 
 class Rollout:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from realign.rewards import FailureKind, RewardPool
-from tests.rewards.pool.test_pool import gone
+from tests.processes import gone
 
 STARTS = Path(__file__).parent / "starting_rewards.py"
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="subreapers are a feature of Linux")

@@ -21,6 +21,7 @@ from realign.rewards.pool import processes
 from realign.rewards.pool.pool import Tally
 from realign.rewards.pool.processes import _Todo
 from realign.rewards.pool.worker import Problem, RewardCall, answer
+from tests.processes import gone
 
 HERE = Path(__file__).parent
 CASES = f"{HERE / 'reward_cases.py'}:act"
@@ -39,20 +40,6 @@ def score(pool, rows):
 
 def values(n):
     return [{"value": i / 2} for i in range(n)]
-
-
-def gone(pid, within_s=10.0):
-    """Return whether the process ends in time. A zombie counts as ended."""
-    deadline = time.monotonic() + within_s
-    while time.monotonic() < deadline:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except (FileNotFoundError, ProcessLookupError):
-            return True
-        if state == "Z":
-            return True
-        time.sleep(0.05)
-    return False
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])

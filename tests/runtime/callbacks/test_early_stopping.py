@@ -8,7 +8,7 @@ from realign.api import EvaluationEvent, StepEvent
 from realign.errors import ConfigError, SettingsError
 from realign.runtime import Evaluation, run
 from realign.runtime.callbacks import EarlyStopping
-from tests.runtime.test_local import GENERATION, CountToken, Prompts, experiment
+from tests.toys import GENERATION, CountToken, Prompts, experiment
 
 
 def fed(callback: EarlyStopping, *values: float) -> list[str | None]:

@@ -13,9 +13,9 @@ from realign.api import Callback, CallbackResult
 from realign.errors import CheckpointError, ConfigError, RunComplete, RunError
 from realign.runtime import CheckpointSpec, run
 from realign.runtime.checkpoint.folder import list_checkpoints
+from tests.checkpoint_runs import untimed
 from tests.engines.distributed.run_ranks import run_ranks
-from tests.runtime.test_local import experiment
-from tests.runtime.test_run_checkpoints import untimed
+from tests.toys import experiment
 
 EVERY = CheckpointSpec(every_steps=1, keep=9)
 
@@ -249,6 +249,7 @@ def stopped_on_ranks(folder: Path) -> tuple[list[str], list[float], str | None, 
     return recorder.calls, result.series("double_reward"), result.stopped, len(result.series("step"))
 
 
+@pytest.mark.slow
 def test_on_two_ranks_rank_0_calls_them_and_its_decision_ends_both(tmp_path):
     first, second = run_ranks(2, stopped_on_ranks, tmp_path)
     assert first[0][-1] == "end at 2: stopped callbacks.mine: as told"

@@ -9,7 +9,7 @@ import pytest
 from realign.runtime.checkpoint import background_writer
 from realign.runtime.checkpoint.background_writer import CheckpointWriter
 from realign.runtime.checkpoint.folder import HashedFile, list_checkpoints, newest, write_checkpoint
-from tests.runtime.checkpoint.test_folder import is_tree, names, refuse, tree, written
+from tests.runtime.checkpoint.trees import is_tree, names, refuse, tree, written
 
 
 def test_leftovers_go_at_the_next_start_and_the_next_write_and_nothing_else(tmp_path):

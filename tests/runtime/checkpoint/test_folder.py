@@ -22,34 +22,9 @@ from realign.runtime.checkpoint.folder import (
     rendered_manifest,
     write_checkpoint,
 )
+from tests.runtime.checkpoint.trees import is_tree, names, refuse, written
 
 FILES = ["manifest.json", "state.json", "tensors.safetensors"]
-
-
-def tree(step):
-    return {"step": step, "nan": float("nan"), "moments": {0: torch.full((64,), step / 3)}, "state": (3, [1, None])}
-
-
-def is_tree(found, step):
-    return (
-        found["step"] == step
-        and found["nan"] != found["nan"]
-        and torch.equal(found["moments"][0], torch.full((64,), step / 3))
-        and found["state"] == (3, [1, None])
-        and set(found) == {"step", "nan", "moments", "state"}
-    )
-
-
-def names(folder):
-    return sorted(path.name for path in folder.iterdir())
-
-
-def written(folder, *steps):
-    return [write_checkpoint(folder, step, tree(step)) for step in steps]
-
-
-def refuse(message):
-    raise AssertionError(message)
 
 
 def test_what_was_written_is_read(tmp_path):
@@ -236,6 +211,7 @@ def killed(*arguments):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_system_call_of_a_write_costs_at_most_that_checkpoint(tmp_path):
     seen = killed("every_point", tmp_path / "checkpoints")
     assert sum(record["killed"] for record in seen) > 100

@@ -18,8 +18,8 @@ from realign.errors import CheckpointError, RealignError
 from realign.runtime import CheckpointSpec, Experiment, run
 from realign.runtime.checkpoint.folder import STATE, list_checkpoints, write_checkpoint
 from realign.runtime.checkpoint.schema import DEPTH
-from tests.runtime import test_run_checkpoints
-from tests.runtime.test_local import experiment
+from tests import checkpoint_runs
+from tests.toys import experiment
 
 EVERY = CheckpointSpec(every_steps=1, keep=9)
 
@@ -80,11 +80,6 @@ def test_any_change_of_any_value_ends_in_success_or_one_line(tmp_path):
     never_a_traceback(attacked, sample(attacked.state, 0))
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return test_run_checkpoints.save_files(tmp_path_factory.mktemp("files"))
-
-
 def swaps(state: Any, n: int) -> list[tuple[Place, Any]]:
     """Return replacements of references to tensors by references to other tensors."""
     chooser = random.Random(1)
@@ -103,13 +98,12 @@ def _values(state: Any) -> Iterator[tuple[Place, Any]]:
         yield path, node
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param("sft", marks=pytest.mark.slow), "ppo", pytest.param("rft", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sft", "ppo", "rft"])
 def test_any_change_of_a_model_with_an_optimizer_ends_in_success_or_one_line(files, tmp_path, name):
     def make(folder: Path, **changes: Any) -> Experiment:
         changes = {"output_dir": folder / "run", "evaluation": None, "save_best": None, **changes}
-        return test_run_checkpoints.experiment(files, changes.pop("output_dir"), name, **changes)
+        return checkpoint_runs.experiment(files, changes.pop("output_dir"), name, **changes)
 
     attacked = Attacked(tmp_path, make)
     cases = [case for case in sample(attacked.state, 0) if case[0][:3] != ("tree", "interfaces", "interfaces.reward")]
@@ -117,17 +111,28 @@ def test_any_change_of_a_model_with_an_optimizer_ends_in_success_or_one_line(fil
     never_a_traceback(attacked, [*chosen, *swaps(attacked.state, 8)])
 
 
+@pytest.fixture(scope="module")
+def attacked(tmp_path_factory: pytest.TempPathFactory) -> Attacked:
+    """Return a run that several tests resume, each with its own state."""
+    return Attacked(tmp_path_factory.mktemp("attacked"), experiment)
+
+
 @pytest.mark.parametrize("levels", [DEPTH + 1, 300, 5000])
 @pytest.mark.parametrize("key", ["config", "interfaces", "models", "records", "saves", "random", "rollout", "other"])
-def test_nested_values_end_in_one_line(tmp_path, key, levels):
-    attacked = Attacked(tmp_path, experiment)
-    attacked.state["tree"][key] = "HERE"
+def test_nested_values_end_in_one_line(attacked, key, levels):
+    state = attacked.state | {"tree": attacked.state["tree"] | {key: "HERE"}}
     for opening, closing in (("[", "]"), ('{"a": ', "}"), ('{"$tuple": [', "]}"), ('{"$dict": [["a", ', "]]}")):
-        text = json.dumps(attacked.state).replace('"HERE"', opening * levels + "0" + closing * levels)
+        text = json.dumps(state).replace('"HERE"', opening * levels + "0" + closing * levels)
         message = attacked.resume_text(text)
         assert message
         assert "\n" not in message
         assert len(message) < 1500
+
+
+@pytest.fixture(scope="module")
+def two_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a run with a checkpoint of its second step. Tests change copies."""
+    return run(experiment(tmp_path_factory.mktemp("run"), steps=2, checkpoint=EVERY)).output_dir
 
 
 @pytest.mark.parametrize(
@@ -172,8 +177,8 @@ def test_nested_values_end_in_one_line(tmp_path, key, levels):
         ),
     ],
 )
-def test_the_message_names_the_path_the_value_and_what_is_valid(tmp_path, path, value, message):
-    run(experiment(tmp_path, steps=2, checkpoint=EVERY))
+def test_the_message_names_the_path_the_value_and_what_is_valid(two_steps, tmp_path, path, value, message):
+    shutil.copytree(two_steps, tmp_path / "run")
     (checkpoint,) = [c for c in list_checkpoints(tmp_path / "run" / "checkpoints") if c.step == 2]
     tree = checkpoint.read()
     group, _, rest = path.partition(".")
@@ -190,7 +195,7 @@ def test_the_message_names_the_path_the_value_and_what_is_valid(tmp_path, path, 
 
 @pytest.mark.parametrize("swap", ["shape", "number", "missing", "dtype"])
 def test_moments_of_another_shape_never_reach_the_kernels_of_the_optimizer(files, tmp_path, swap):
-    made = test_run_checkpoints.experiment(files, tmp_path, "raft", steps=1)
+    made = checkpoint_runs.experiment(files, tmp_path, "raft", steps=1)
     run(made)
     checkpoint = list_checkpoints(tmp_path / "checkpoints")[-1]
     tree = checkpoint.read()
@@ -205,15 +210,15 @@ def test_moments_of_another_shape_never_reach_the_kernels_of_the_optimizer(files
         moments[0]["exp_avg"] = moments[0]["exp_avg"].long()
     write_checkpoint(checkpoint.path.parent, 1, tree)
     with pytest.raises(CheckpointError, match=r"models\.actor does not match the checkpoint \(ValueError: "):
-        run(test_run_checkpoints.experiment(files, tmp_path, "raft", steps=2, resume="auto"))
+        run(checkpoint_runs.experiment(files, tmp_path, "raft", steps=2, resume="auto"))
 
 
 def test_a_pool_of_responses_that_are_no_tokens_ends_in_one_line(files, tmp_path):
-    run(test_run_checkpoints.experiment(files, tmp_path, "rft", steps=1))
+    run(checkpoint_runs.experiment(files, tmp_path, "rft", steps=1))
     checkpoint = list_checkpoints(tmp_path / "checkpoints")[-1]
     for response in (["ab", [1], [1], 0.5], [[1], ["x"], [1], 0.5], [[1], [1, 2], [1], 0.5], [[1], [1], [1], "x"], 3):
         tree = checkpoint.read()
         tree["interfaces"]["interfaces.actor"]["pool"]["responses"] = [response]
         write_checkpoint(checkpoint.path.parent, 1, tree)
         with pytest.raises(CheckpointError, match=r"^interfaces\.actor: the state in the checkpoint does not fit"):
-            run(test_run_checkpoints.experiment(files, tmp_path, "rft", steps=2, resume="auto"))
+            run(checkpoint_runs.experiment(files, tmp_path, "rft", steps=2, resume="auto"))

@@ -8,7 +8,7 @@ from realign.api import MicroBatchSpec
 from realign.errors import ConfigError, DataError
 from realign.runtime import run
 from realign.runtime.local import LocalRuntime
-from tests.runtime.test_local import Prompts, experiment
+from tests.toys import Prompts, experiment
 
 
 def test_trap_d11_a_dataset_smaller_than_a_batch_trains_and_an_empty_one_is_refused(tmp_path):

@@ -30,8 +30,8 @@ from realign.runtime.checks.before_loading import (
     used_interfaces,
     writable,
 )
-from tests.runtime.test_local import BigramModel, CountToken, Prompts, experiment
 from tests.tiny import save_tiny
+from tests.toys import BigramModel, CountToken, Prompts, experiment
 
 
 def test_stand_ins_that_cannot_tell_are_taken_as_they_are(tmp_path):

@@ -19,7 +19,7 @@ from realign.runtime import Evaluation, run
 from realign.runtime.checks.during_training import RECENT, check_ratio, default_tolerance, signs
 from realign.runtime.evaluation.scores import Repeats, Scored, merged
 from tests.config_parts import Bigram
-from tests.runtime.test_local import BigramModel, Prompts, experiment
+from tests.toys import BigramModel, Prompts, experiment
 
 TRAIN = RPC("actor_train", "actor", "train_step", inputs=("input_ids",))
 

@@ -38,9 +38,9 @@ from realign.runtime.ray.host import Loaded
 from realign.runtime.ray.remote_engine import RayEngine
 from tests.encoder_decoders import tiny_pair
 from tests.images import tiny_image_engine
-from tests.runtime.test_local import Prompts
-from tests.runtime.test_local import experiment as toy
 from tests.tiny import engine_over, save_tiny, tiny_engine, tiny_tokenizer
+from tests.toys import Prompts
+from tests.toys import experiment as toy
 
 GRPO = ["experiment=grpo", "interfaces.reward.function=realign.rewards.arithmetic:exact_answer"]
 COMMON = ["models.actor.path=model", "data.path=prompts.jsonl", "data.images_column=images"]

@@ -19,7 +19,7 @@ from realign.interfaces.rule_reward import RuleRewardInterface
 from realign.rewards.terms import FunctionTerm
 from realign.runtime import Evaluation, run
 from realign.runtime.local import LocalRuntime
-from tests.runtime.test_local import GENERATION, Prompts, experiment
+from tests.toys import GENERATION, Prompts, experiment
 
 FUNCTIONS = """
 CALLS = []

@@ -22,8 +22,8 @@ from realign.runtime import Async, DynamicSampling, EpisodeEvaluation, Experimen
 from realign.runtime.local import LocalRuntime
 from realign.runtime.rollout.spec import Sync as SyncRollout
 from realign.testing import BigramEngine
-from tests.runtime.test_local import BigramModel, Digits, Prompts
 from tests.tiny import save_tiny
+from tests.toys import BigramModel, Digits, Prompts
 
 TURN = GenerationConfig(n=6, max_new_tokens=3)
 NAME = "tests.runtime.evaluation.test_episodes:Threes"

@@ -2,14 +2,12 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
 
 import pytest
 import torch
 
 from realign.api import MicroBatchSpec, Model, SequenceSample, stat_values
 from realign.config import build_experiment, compose
-from realign.data import Dataset, DataSpec
 from realign.errors import ConfigError
 from realign.interfaces import dpo, ppo, reward_model, sft
 from realign.interfaces.components import (
@@ -27,26 +25,7 @@ from realign.runtime.evaluation.loss import ForwardOnly
 from realign.testing import random_preferences
 from tests.config_parts import Bigram, CountThrees, Prompts
 from tests.tiny import save_tiny
-
-
-@dataclass
-class Judged(DataSpec, Dataset):
-    """Random scored responses. This dataset contains the prompts from `start` on."""
-
-    n: int
-    seed: int = 0
-
-    keys = ("input_ids", "prompt_mask", "loss_mask", "labels", "margins")
-
-    def load(self, tokenizer):
-        return self
-
-    def __len__(self) -> int:
-        return self.n
-
-    def sample(self, rows) -> SequenceSample:
-        return random_preferences(self.seed, n_prompts=self.n).select(self.keys).take([row for _, row in rows])
-
+from tests.toys import Judged
 
 GRAPHS = {
     "reward": (reward_model.dataflow(), {"reward": reward_model.RewardModelInterface(n_minibatches=2)}),

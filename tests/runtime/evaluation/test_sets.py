@@ -17,7 +17,7 @@ from realign.runtime import Evaluation, Experiment, LossEvaluation, run
 from realign.runtime.local import LocalRuntime
 from realign.runtime.metrics.samples import readable
 from tests.config_parts import Bigram, CountThrees, Prompts
-from tests.functional.test_pass_at_k import by_enumeration
+from tests.formulas import by_enumeration
 
 SAMPLED = GenerationConfig(n=4, max_new_tokens=4, fixed_length=True)
 GREEDY = GenerationConfig(max_new_tokens=4, fixed_length=True, greedy=True)

@@ -20,8 +20,8 @@ from realign.runtime import Async, CheckpointSpec, run
 from realign.runtime.metrics.details import Spans, SystemMonitor, pieces, token_records
 from realign.runtime.run_report import attempts_in, git_state
 from realign.testing import random_batch
-from tests.runtime.test_local import experiment
 from tests.tiny import save_tiny
+from tests.toys import experiment
 
 
 def decode(ids, skip_special_tokens=True):

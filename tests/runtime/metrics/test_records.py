@@ -19,8 +19,8 @@ from realign.runtime import CheckpointSpec, run
 from realign.runtime.checkpoint.folder import list_checkpoints
 from realign.runtime.metrics import records as json_lines
 from realign.runtime.metrics.records import JsonLinesWriter
-from tests.engines.files.test_folders import OTHERS
-from tests.runtime.test_local import experiment
+from tests.disk import OTHERS
+from tests.toys import experiment
 
 
 def test_lines_are_json_and_written_at_once(tmp_path):

@@ -12,7 +12,7 @@ from realign.api import Callback
 from realign.errors import ConfigError
 from realign.runtime import run
 from realign.runtime.metrics.run_log import RunLog
-from tests.runtime.test_local import experiment
+from tests.toys import experiment
 
 
 class Warns(Callback):

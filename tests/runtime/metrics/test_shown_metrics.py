@@ -21,7 +21,7 @@ from realign.runtime.metrics.shown_metrics import (
     targets,
     with_held_out,
 )
-from tests.runtime.test_local import CountToken
+from tests.toys import CountToken
 
 
 @dataclass

@@ -20,14 +20,14 @@ from realign.errors import ConfigError, RealignError
 from realign.runtime import run
 from realign.runtime.processes import agreement as checks
 from realign.runtime.processes.agreement import by_rank, check_same, settings_of, software
+from tests import checkpoint_runs
 from tests.engines.distributed.run_ranks import run_ranks
-from tests.runtime import test_run_checkpoints
-from tests.runtime.test_local import BigramModel, CountToken, Prompts, experiment
 from tests.tiny import save_tiny
+from tests.toys import BigramModel, CountToken, Prompts, experiment
 
 CURE = "All processes need the same packages, code, settings and data."
 OWN = """\
-from tests.runtime.test_local import CountToken
+from tests.toys import CountToken
 
 class Own(CountToken):
     weight = {weight}
@@ -88,7 +88,7 @@ def of_two_ranks(folder: Path) -> dict[str, str]:
     interfaces = experiment(folder).interfaces
 
     def of_state(files: Path, **changes: Any) -> Any:
-        return test_run_checkpoints.experiment(files, folder / "state", "raft", **changes)
+        return checkpoint_runs.experiment(files, folder / "state", "raft", **changes)
 
     attempts = {
         "seed": lambda: run(experiment(folder, seed=rank)),
@@ -155,7 +155,5 @@ def test_ranks_that_differ_in_anything_end_at_launch_with_one_error(tmp_path) ->
 
 
 def test_the_model_of_the_tests_is_a_class_of_the_user() -> None:
-    assert checks._code("models.actor", BigramModel)[1].startswith(
-        "tests.runtime.test_local.BigramModel in a file with sha256 "
-    )
+    assert checks._code("models.actor", BigramModel)[1].startswith("tests.toys.BigramModel in a file with sha256 ")
     assert checks._code("data", Ranks) == ("data._target_", "realign.engines.distributed.ranks.Ranks")

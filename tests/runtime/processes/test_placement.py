@@ -16,7 +16,7 @@ from realign.interfaces.reference import ReferenceInterface
 from realign.runtime import Async, Experiment, Ray
 from realign.runtime.checks.before_loading import check_ready
 from realign.runtime.processes.placement import RoleGroup, plan_groups
-from tests.runtime.test_local import BigramModel, CountToken, Prompts
+from tests.toys import BigramModel, CountToken, Prompts
 
 
 def experiment(tmp_path: Path, placement: Any = None, **changes: Any) -> Experiment:

@@ -24,11 +24,10 @@ from realign.runtime.checkpoint.folder import list_checkpoints
 from realign.runtime.checkpoint.last_failure import last_failure
 from realign.runtime.processes import rendezvous
 from realign.runtime.processes.agreement import software
+from tests.checkpoint_runs import untimed
 from tests.config_parts import write_experiment
 from tests.engines.distributed.run_ranks import run_ranks
-from tests.runtime.processes.test_signals import ARGS, STEPS, assert_same_as_whole
-from tests.runtime.test_run_checkpoints import untimed
-from tests.torchrun_ranks import Ranks, free_port, torchrun
+from tests.torchrun_ranks import ARGS, STEPS, Ranks, assert_same_as_whole, free_port, torchrun
 
 FAULTY = """\
 import os

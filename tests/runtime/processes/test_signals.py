@@ -11,19 +11,18 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from realign.cli import commands as cli
 from realign.config.files import experiments_dir
 from realign.runtime.checkpoint.folder import list_checkpoints
 from realign.runtime.processes.signals import Interrupted, StopSignals
+from tests.checkpoint_runs import untimed
 from tests.config_parts import write_experiment
-from tests.runtime.test_run_checkpoints import untimed
 from tests.tiny import save_tiny
+from tests.torchrun_ranks import ARGS, STEPS, assert_same_as_whole
 
 CHECKOUT = experiments_dir().parent
-STEPS = 40
 SLOW = """\
 import time
 from dataclasses import dataclass
@@ -43,17 +42,6 @@ class Slow(CountThrees):
             time.sleep(0.01)
         return super().inference(model, data, mb_spec)
 """
-ARGS = (
-    "--config-dir=conf",
-    "experiment=bigram",
-    f"steps={STEPS}",
-    "data.n=6",
-    "evaluation.reward._target_=tests.config_parts.CountThrees",
-    "evaluation.data={_target_: tests.config_parts.Prompts, n: 3}",
-    "evaluation.every_steps=7",
-    "interfaces.reward._target_=slow.Slow",
-    "checkpoint.every_steps=1",
-)
 
 
 @pytest.fixture
@@ -83,15 +71,7 @@ def wait_for(process: subprocess.Popen[str], path: Path, lines: int) -> None:
         time.sleep(0.005)
 
 
-def assert_same_as_whole(out: str) -> None:
-    assert cli.main([*ARGS, "output_dir=whole"]) == 0
-    for name in ("metrics", "samples", "eval_samples"):
-        assert untimed(Path(out, f"{name}.jsonl")) == untimed(Path("whole", f"{name}.jsonl")), name
-    found, expected = (np.load(Path(folder, "final/actor/bigram.npz")) for folder in (out, "whole"))
-    assert found.files == expected.files
-    assert all(found[name].tobytes() == expected[name].tobytes() for name in expected.files)
-
-
+@pytest.mark.slow
 def test_a_run_that_was_killed_goes_on_bit_for_bit(here):
     process = command("output_dir=run", "resume=auto")  # resume=auto starts a new run if there is no checkpoint
     wait_for(process, Path("run/metrics.jsonl"), 6)
@@ -121,6 +101,7 @@ def test_a_signal_lets_the_step_end_and_the_run_goes_on_bit_for_bit(here, number
     assert_same_as_whole("run")
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_the_run_in_the_middle_of_a_step(here):
     process = command("output_dir=run", "interfaces.reward.blocked_by=never")
     wait_for(process, Path("waiting"), 0)
@@ -198,10 +179,9 @@ def test_a_second_signal_while_an_environment_blocks_ends_the_run_without_waitin
     assert err.endswith("interrupted; the steps after the last checkpoint are lost\n")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("conversing")
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_one_signal_is_enough_while_an_environment_blocks_before_the_first_step(number, code):
     Path("block").touch()
     evaluation = ("_target_=realign.runtime.EpisodeEvaluation", "episodes=${interfaces.agent}", "data=${data}")

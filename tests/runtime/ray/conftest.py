@@ -1,13 +1,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
 from realign.runtime.ray import connected
-from tests.runtime import test_run_checkpoints
 
 
 @pytest.fixture(scope="package")
@@ -15,12 +13,6 @@ def cluster() -> Iterator[None]:
     """Start one Ray cluster for all tests of this folder."""
     with connected(None, processes=6):
         yield
-
-
-@pytest.fixture(scope="package")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with the models and data of the runs of `test_run_checkpoints`."""
-    return test_run_checkpoints.save_files(tmp_path_factory.mktemp("files"))
 
 
 @pytest.fixture(autouse=True)

@@ -91,6 +91,7 @@ for number in range(2):
 """
 
 
+@pytest.mark.ray
 @pytest.mark.slow
 def test_one_process_can_start_a_cluster_after_another_as_a_recovery_does() -> None:
     environment = {name: x for name, x in os.environ.items() if not name.startswith("RAY_")}

@@ -11,7 +11,7 @@ from realign.runtime.evaluation.loss import LOSS_SUM
 from realign.runtime.ray import host as host_module
 from realign.runtime.ray.host import Host, Offload
 from realign.runtime.ray.wire_format import mapped
-from tests.runtime.test_run_checkpoints import assert_same_tree
+from tests.checkpoint_runs import assert_same_tree
 from tests.tiny import random_sample, tiny_model, tiny_tokenizer
 
 SPEC, DATA = MicroBatchSpec(), random_sample([[6, 5], [7]])

@@ -9,7 +9,6 @@ import threading
 import time
 import warnings
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +20,6 @@ from realign.engines import TransformersModel
 from realign.engines.training.optimizer import OptimizerSpec
 from realign.errors import ConfigError, RewardError, RunError, TransientError, is_transient
 from realign.runtime import Async, Local, Ray
-from realign.runtime.checkpoint.folder import list_checkpoints
 from realign.runtime.checkpoint.random_generators import seed_random
 from realign.runtime.evaluation.loss import ForwardOnly
 from realign.runtime.models import load_own
@@ -35,23 +33,17 @@ from realign.runtime.ray.wire_format import mapped
 from realign.runtime.ray.worker import HOOK, Setup
 from realign.runtime.ray.worker_groups import RemoteError, WorkerGroup, counted_hops
 from realign.runtime.run_experiment import open_runtime
-from tests.runtime.test_local import BigramModel
-from tests.runtime.test_run_checkpoints import assert_same_tree, experiment, started, untimed
+from tests.checkpoint_runs import assert_same_tree, experiment, started, state, untimed
 from tests.tiny import random_sample
+from tests.toys import BigramModel
 
-pytestmark = pytest.mark.usefixtures("cluster")
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
 DATA = random_sample([[6, 5], [7]])
 WORDS = DATA.with_tokens(input_ids=DATA["input_ids"] % 11)
 """`DATA` with the vocabulary of the bigram model."""
 
 
-def state(out: Path) -> Any:
-    """Return the last checkpoint without the entries about place and time of its writing."""
-    found = list_checkpoints(out / "checkpoints")[-1].read()
-    found["saves"].pop("known")
-    return {key: x for key, x in found.items() if key not in ("records", "config", "environment")}
-
-
+@pytest.mark.slow
 def test_a_run_is_that_of_one_process_bit_for_bit(files, tmp_path):
     """Run PPO with a critic in a separate process, a reference in the actor's process, and all
     components with state."""
@@ -236,6 +228,7 @@ def test_resources_that_other_jobs_use_are_a_transient_error():
         ray.util.remove_placement_group(held)
 
 
+@pytest.mark.slow
 def test_calls_that_do_not_wait_for_each_other_are_made_at_the_same_time(files, tmp_path, monkeypatch):
     """The calls are the reward and the reference of GRPO. Keys are in the order of the graph, whichever call ends
     first."""

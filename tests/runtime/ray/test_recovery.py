@@ -13,10 +13,9 @@ import pytest
 from realign.runtime import CheckpointSpec, Ray, run
 from realign.runtime.ray.worker_groups import WorkerGroup
 from realign.runtime.runtime_spec import RuntimeSpec
-from tests.runtime.ray.test_ray_runtime import state
-from tests.runtime.test_run_checkpoints import assert_same_tree, experiment, start_anywhere, started, untimed
+from tests.checkpoint_runs import assert_same_tree, experiment, start_anywhere, started, state, untimed
 
-pytestmark = pytest.mark.usefixtures("cluster")
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
 SYNCED, OFTEN = "synced reference", CheckpointSpec(every_steps=2)
 
 

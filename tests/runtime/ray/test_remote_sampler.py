@@ -12,8 +12,8 @@ from realign.runtime.ray.host import Host
 from realign.runtime.ray.remote_sampler import RemoteSampler
 from realign.runtime.rollout.asynchronous import load_background_sampler
 from realign.testing import SAMPLER_CHECKS, check_sampler
-from tests.engines.sampling.test_background import other_engine, prompts
-from tests.test_external_sampler import Served
+from tests.engines.sampling.rollouts import numbered_prompts, other_engine
+from tests.samplers import Served
 from tests.tiny import tiny_engine
 
 
@@ -45,7 +45,7 @@ def test_the_remote_sampler_meets_the_contract(name):
     def make():
         return RemoteSampler("actor", HereGroup(2))
 
-    check_sampler(make, prompts(range(3)), GenerationConfig(n=2, max_new_tokens=10), other_engine(), only=name)
+    check_sampler(make, numbered_prompts(range(3)), GenerationConfig(n=2, max_new_tokens=10), other_engine(), only=name)
 
 
 def test_a_call_goes_to_the_worker_that_has_the_fewest():
@@ -55,7 +55,9 @@ def test_a_call_goes_to_the_worker_that_has_the_fewest():
     with ThreadPoolExecutor(4) as pool:
         calls = []
         for number in range(4):
-            calls.append(pool.submit(sampler.generate, prompts([number]), GenerationConfig(max_new_tokens=4), seed=0))
+            calls.append(
+                pool.submit(sampler.generate, numbered_prompts([number]), GenerationConfig(max_new_tokens=4), seed=0)
+            )
             while len(group.asked) <= number:
                 threading.Event().wait(0.001)
         sampler.resume()

@@ -24,7 +24,7 @@ import torch
 
 from realign.runtime import CheckpointSpec, Ray, run
 from realign.cli.exit_codes import guarded
-from tests.runtime.test_run_checkpoints import experiment, save_files
+from tests.checkpoint_runs import experiment, save_files
 
 torch.set_num_threads(1)
 files = Path(sys.argv[1])
@@ -36,6 +36,7 @@ START_S = 240
 """Maximum duration of the first steps on a busy machine, in seconds."""
 
 
+@pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="process groups are POSIX")
 def test_sigterm_lets_the_step_end_writes_a_checkpoint_and_leaves_no_process(tmp_path):

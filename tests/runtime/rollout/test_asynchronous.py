@@ -28,9 +28,9 @@ from realign.runtime.local import LocalRuntime
 from realign.runtime.processes import signals
 from realign.runtime.rollout.spec import Sync
 from realign.runtime.run_checkpoints import restore, run_state
-from tests.runtime.test_local import BigramModel, CountToken, Prompts
-from tests.runtime.test_local import experiment as toy
 from tests.tiny import save_tiny
+from tests.toys import BigramModel, CountToken, Prompts
+from tests.toys import experiment as toy
 
 GENERATION = GenerationConfig(n=4, max_new_tokens=10)
 DECOUPLED = {"advantage": GAE(lam=1.0), "n_minibatches": 2, "epochs": 2}

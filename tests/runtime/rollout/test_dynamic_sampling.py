@@ -14,7 +14,7 @@ from realign.interfaces.ppo import PPOActorInterface, dataflow
 from realign.interfaces.reference import ReferenceInterface
 from realign.runtime import DynamicSampling, run
 from realign.runtime.local import LocalRuntime
-from tests.runtime.test_local import GENERATION, BigramModel, Prompts, experiment
+from tests.toys import GENERATION, BigramModel, Prompts, experiment
 
 nan = math.nan
 

@@ -11,44 +11,15 @@ from realign.engines import Lora, TransformersModel
 from realign.engines.network import kv_cache
 from realign.engines.network.attention import PackedContext
 from realign.engines.network.decoder import ModuleTrunk
-from realign.engines.network.heads import read_head
 from realign.engines.sampling.compiled import fusion
 from realign.engines.sampling.compiled.fused_layers import FusedTrunk, RMSNorm, for_few_rows
 from realign.engines.sampling.compiled.fusion import Fusion
 from realign.engines.sampling.compiled.library import CompiledDecode
-from realign.engines.sampling.generate import generate
-from realign.engines.sampling.rollout_model import RolloutModel
 from realign.engines.training.optimizer import OptimizerSpec
 from realign.functional.packed import cu_seqlens_of, position_ids
-from tests.engines.sampling.test_generate import prompts, responses, same, sample_of
-from tests.tiny import FAMILIES, OTHERS, VOCAB, random_sample, resources, save_tiny, tiny_engine, tiny_model
-
-LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-LLAMA3 |= {"original_max_position_embeddings": 32}
-KNOWN = {
-    "llama": ("llama", {}),
-    "llama with biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
-    "llama with scaled positions": ("llama", {"rope_parameters": LLAMA3}),
-    "wide llama": ("llama", {"intermediate_size": 256, "head_dim": 32}),
-    "mistral": ("mistral", {}),
-    "phi3": ("phi3", {}),
-    "phi3 with positions in a part of a head": ("phi3", {"partial_rotary_factor": 0.5}),
-    "qwen2": ("qwen2", {}),
-    "qwen3": ("qwen3", {}),
-}
-
-
-def rollout(model, fused, max_slots=5, **config):
-    config = GenerationConfig(**{"max_new_tokens": 24, "n": 3, "temperature": 0.8} | config)
-    return generate(
-        RolloutModel(model, read_head(model), fusion=fused),
-        sample_of(prompts()),
-        config,
-        resources(max_slots=max_slots),
-        seed=0,
-        eos_token_ids=range(2, 8),
-        tokenizer=None,
-    )
+from tests.engines.sampling.compiled.native import KNOWN, rollout
+from tests.engines.sampling.rollouts import prompts, responses, same, sample_of
+from tests.tiny import FAMILIES, OTHERS, VOCAB, random_sample, save_tiny, tiny_engine, tiny_model
 
 
 @pytest.mark.parametrize("case", KNOWN)

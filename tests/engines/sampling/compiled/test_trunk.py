@@ -21,9 +21,8 @@ from realign.engines.sampling.generate import generate
 from realign.engines.sampling.in_process import InProcessSampling
 from realign.engines.sampling.rollout_model import RolloutModel
 from realign.errors import ConfigError, SettingsError
-from tests.engines.sampling.compiled.native import requires_compiler
-from tests.engines.sampling.compiled.test_fusion import KNOWN, rollout
-from tests.engines.sampling.test_generate import prompts, responses, same, sample_of
+from tests.engines.sampling.compiled.native import KNOWN, requires_compiler, rollout
+from tests.engines.sampling.rollouts import prompts, responses, same, sample_of
 from tests.tiny import VOCAB, resources, save_tiny, tiny_engine, tiny_model
 
 LENGTH = 48

@@ -1,0 +1,46 @@
+"""Grids of parameters: pairs of values in `make test`, all combinations in `make test-slow`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pytest
+
+
+def pairwise(*axes: Sequence[Any]) -> list[Any]:
+    """Return all combinations of the values. They are marked slow, except for some with which any two values of two
+    axes occur together.
+
+    Most errors depend on one or two settings, so these combinations detect nearly all that the whole grid detects.
+    """
+    sizes = [range(len(axis)) for axis in axes]
+    missing = {(a, b, i, j) for a, b in itertools.combinations(range(len(axes)), 2) for i in sizes[a] for j in sizes[b]}
+
+    def pairs(cell: tuple[int, ...]) -> set[tuple[int, int, int, int]]:
+        return {(a, b, cell[a], cell[b]) for a, b in itertools.combinations(range(len(axes)), 2)} & missing
+
+    chosen = set()
+    while missing:
+        best = max(itertools.product(*sizes), key=lambda cell: len(pairs(cell)))
+        missing -= pairs(best)
+        chosen.add(best)
+    return [
+        pytest.param(
+            *(axis[i] for axis, i in zip(axes, cell, strict=True)), marks=[] if cell in chosen else pytest.mark.slow
+        )
+        for cell in itertools.product(*sizes)
+    ]
+
+
+def rotating(first: Iterable[Any], second: Iterable[Any]) -> list[Any]:
+    """Return all combinations of two axes. They are marked slow, except for as few as contain every value of both."""
+    ours, theirs = list(first), list(second)
+    longer, shorter = len(max(ours, theirs, key=len)), len(min(ours, theirs, key=len))
+    chosen = {(k, k % shorter) if len(ours) >= len(theirs) else (k % shorter, k) for k in range(longer)}
+    return [
+        pytest.param(a, b, marks=[] if (i, j) in chosen else pytest.mark.slow)
+        for i, a in enumerate(ours)
+        for j, b in enumerate(theirs)
+    ]
