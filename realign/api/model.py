@@ -42,6 +42,7 @@ class Model:
         saved: Mapping[str, Any] | None = None,
         *,
         saved_views: Mapping[str, Mapping[str, Any]] | None = None,
+        lead: Callable[[Callable[[], Any]], Any] = operator.call,
         external_sampler: Sampler | None = None,
     ) -> None:
         """Create the model of a role; `engine` is None for a role without a network, such as a reward rule."""
@@ -53,7 +54,7 @@ class Model:
         self.saved = saved or {}
         self.saved_views = saved_views or {}
         self.views: list[Model] = []
-        self.lead: Callable[[Callable[[], Any]], Any] = operator.call
+        self.lead = lead
         self.external_sampler = external_sampler
         self._in_process: InProcessSampler | None = None
 

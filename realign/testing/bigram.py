@@ -207,7 +207,7 @@ class BigramEngine(PipelinableEngine):
         merged = merge_stats(collected)
         gradients = [p.requires_grad_(False).grad for p in self.parameters]
         norm = torch.stack([torch.zeros_like(total) if g is None else g.norm() for g in gradients]).norm()
-        stepping = bool((total + norm).isfinite()) and bool(norm > 0) and (step_if is None or step_if(merged))
+        stepping = bool(weight > 0) and bool((total + norm).isfinite()) and (step_if is None or step_if(merged))
         for p in self.parameters:
             if p.grad is not None and stepping:
                 p -= self.lr * p.grad

@@ -76,11 +76,11 @@ SAMPLER = GenerationConfig(n=2, max_new_tokens=5)
 class Seen(PPOActorInterface):
     """Stores the batch after advantage estimation."""
 
-    credited: list[SequenceSample] = field(default_factory=list)
+    estimated: list[SequenceSample] = field(default_factory=list)
 
     def estimate_advantages(self, model, data):
-        self.credited.append(super().estimate_advantages(model, data))
-        return self.credited[-1]
+        self.estimated.append(super().estimate_advantages(model, data))
+        return self.estimated[-1]
 
 
 @dataclass
@@ -141,7 +141,7 @@ def test_the_baseline_of_a_prompt_is_the_reward_of_its_greedy_answer_under_the_p
 def test_the_advantage_of_every_token_is_reward_minus_baseline(tmp_path):
     runtime = LocalRuntime(remax(tmp_path))
     _, batch = runtime.step(1)
-    (credited,) = runtime.interfaces["actor"].credited
+    (credited,) = runtime.interfaces["actor"].estimated
     baseline = batch["baseline_rewards"][batch.group_index()]
     rows = zip(credited.sequences("advantages"), credited.sequences("loss_mask"), strict=True)
     for (advantages, mask), reward, base in zip(rows, batch["rewards"], baseline, strict=True):
@@ -153,7 +153,7 @@ def test_the_kl_penalty_of_the_tokens_from_t_on_is_part_of_the_advantage_at_t(tm
     runtime = LocalRuntime(remax(tmp_path, kl=KLPenalty("reward", 0.3)))
     runtime.step(1)
     _, batch = runtime.step(2)  # the policy differs from the reference
-    credited = runtime.interfaces["actor"].credited[-1]
+    credited = runtime.interfaces["actor"].estimated[-1]
     keys = ("logprobs", "ref_logprobs", "loss_mask")
     for s, (logp, ref, mask) in enumerate(zip(*map(batch.sequences, keys), strict=True)):
         kl = (logp - ref)[mask].double().numpy()
@@ -185,7 +185,7 @@ def test_the_gradient_is_that_of_the_paper(tmp_path):
 def test_a_prompt_whose_greedy_answer_has_no_reward_does_not_train(tmp_path):
     runtime = LocalRuntime(remax(tmp_path, judge=Judge(silent=4)))
     _, batch = runtime.step(1)
-    (credited,) = runtime.interfaces["actor"].credited
+    (credited,) = runtime.interfaces["actor"].estimated
     silent_P = [int(prompt[-1]) == 4 for prompt in runtime.batch(1).sequences("prompt_ids")]
     trains_S = [bool(mask.any()) for mask in credited.sequences("loss_mask")]
     assert trains_S == [not silent_P[p] for p in batch.group_index().tolist()]

@@ -128,7 +128,7 @@ def test_a_copy_samples_whole_batches_and_single_responses_and_stops_on_request(
             handle.result(0.05)
         host.ask("actor", go, ())
         handle.result(60)
-    host.ask("actor", "update", (sampler.weights(), 4))
+    host.ask("actor", "update", (sampler.engine.weights(), 4))
     assert set(host.ask("actor", "sample", (prompts, config, 1))["versions"].tolist()) == {-1, 4}
     sampler.close()
 
