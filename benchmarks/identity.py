@@ -517,7 +517,11 @@ def printed(words: list[str]) -> Any:
     )
     if call.returncode:
         return {"exit code": call.returncode, "key": key_of(call.stderr)}
-    return canonical(yaml.safe_load(call.stdout))
+    values = yaml.safe_load(call.stdout)
+    for node in values["models"].values():  # shipped files do not write this default, nor the graph
+        if isinstance(node, dict):
+            node.setdefault("_target_", "realign.engines.TransformersModel")
+    return canonical({**values, "graph": {"_target_": "realign.interfaces.ppo.dataflow", **values["graph"]}})
 
 
 OF_PPO = {"critic": "none", "value": None, "critic_warmup_steps": 0, "ptx_coef": 0.0}
@@ -532,6 +536,9 @@ def canonical(value: Any) -> Any:
             value = {k: v for k, v in value.items() if k not in OF_PPO or v != OF_PPO[k]}
         if isinstance(target, str) and target.startswith("realign."):
             value = {**value, "_target_": target.rpartition(".")[2]}
+        if value.keys() == {"_target_"}:  # a component without fields is the same as its word
+            name = re.sub(r"([A-Z]+)([A-Z][a-z])", r"\1_\2", str(value["_target_"]))
+            return re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name).lower()
         return {str(k): canonical(v) for k, v in value.items()}
     return [canonical(v) for v in value] if isinstance(value, list | tuple) else value
 

@@ -106,7 +106,7 @@ class RunSettings(Settings):
     """Role -> ModelInterface component that implements its algorithm."""
     graph: Any
     """Dataflow graph: the calls of a step. In a config, `_target_` is a function annotated `-> DataflowGraph`, and the
-    other keys are its arguments."""
+    other keys are its arguments; unset: the function `dataflow` beside the actor's class."""
     sync: Mapping[str, Any] = field(default_factory=dict)
     """Role that is not trained -> update of its weights from a trained role at the end of a step: of, weight,
     every_steps. In a config, `_target_` defaults to realign.api.Sync."""

@@ -17,6 +17,8 @@ from realign.cli import commands as cli
 from realign.config import ConfigError, build_experiment, compose, resolved_config
 from realign.config.construct import import_target
 from realign.config.files import experiments_dir, list_algorithms, list_experiments
+from realign.config.module_words import spell_out
+from realign.config.words import snake_case
 from realign.demo.arithmetic import prepare
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.interfaces.policy import PolicyInterface
@@ -46,6 +48,7 @@ INHERENT = {
 def template(group: str, name: str) -> dict[str, Any]:
     """Return a shipped file as plain values, merged over the files that its defaults name."""
     own = yaml.safe_load((experiments_dir() / group / f"{name}.yaml").read_text(encoding="utf-8"))
+    spell_out(own)
     bases = [base for base in own.pop("defaults", []) if isinstance(base, str) and base != "_self_"]
     return reduce(merged, [*(template(group, base) for base in bases), own])
 
@@ -142,7 +145,9 @@ def test_a_preset_and_an_experiment_compose_and_each_keeps_its_values(experiment
     for key, value in given.items():
         if isinstance(value, str) and value.startswith("${"):
             value = value_at(values, value[2:-1])
-        assert value_at(values, key) == (2 if value == "???" else value), key
+        found = value_at(values, key)
+        found = snake_case(found["_target_"].rpartition(".")[2]) if isinstance(found, dict) else found
+        assert found == (2 if value == "???" else value), key
     linked = {key: source for key, source in links(experiment).items() if is_within(source, [*owned, *given])}
     assert [value_at(values, key) for key in linked] == [value_at(values, source) for source in linked.values()]
     for key, value in leaves(alone(experiment)):

@@ -99,7 +99,7 @@ def completions(line: str) -> list[str]:
     folder = next((Path(b) for a, b in pairwise(before) if a in ("--config-dir", "-cd")), None)
     if before[-1:] == ["--shell-completion"]:
         return _starting(word, SCRIPTS)
-    command = next((one for one in before if "=" not in one and not one.startswith("-")), None)
+    command = next((given for given in before if "=" not in given and not given.startswith("-")), None)
     if command in ("chat", "serve", "export", "report", "view", "compare"):
         return []
     key, equals, value = word.partition("=")
@@ -107,7 +107,7 @@ def completions(line: str) -> list[str]:
         if command is not None and command in OPTIONS and key.startswith(f"{command}."):
             return _options_of(command, word)
         if equals:
-            return [f"{key}={one}" for one in _starting(value, _values(key, before, folder))]
+            return [f"{key}={choice}" for choice in _starting(value, _values(key, before, folder))]
         offered = [] if command else list(COMMANDS)
         offered += [f"{command}."] if command in OPTIONS else []
         offered += [] if command == "help" else options()
@@ -132,8 +132,8 @@ def _starting(word: str, offered: Iterable[str]) -> list[str]:
     Names come from file names and files, and shells insert them without quotes: `a;rm x` would run a command.
     """
     hidden = not word.startswith("-")
-    found = (one for one in offered if one.startswith(word) and not (hidden and one.startswith("-")))
-    return sorted(one for one in dict.fromkeys(found) if _SAFE.fullmatch(one))
+    fitting = (name for name in offered if name.startswith(word) and not (hidden and name.startswith("-")))
+    return sorted(name for name in dict.fromkeys(fitting) if _SAFE.fullmatch(name))
 
 
 # --- keys ---

@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import yaml
 
 from realign.config.errors import ConfigError, joined
-from realign.config.experiment import ExperimentConfig
+from realign.config.experiment import ExperimentConfig, has_experiment
 from realign.config.files import GROUPS
 from realign.config.inspection import class_at, fields_of
+from realign.config.places import ROOTS
 from realign.config.trees import get
 from realign.config.words import TARGET, is_word
 
@@ -271,7 +272,7 @@ def _only_key(word: str, patterns: Sequence[str], config: Mapping[str, Any]) -> 
     found = [key for pattern in patterns for key in _matching(pattern, config)]
     if len(found) > 1:
         raise ConfigError(f"{name} may mean {' or '.join(found)}. Set the one that you mean.")
-    if not found and not config.get("graph"):
+    if not found and not has_experiment(config):
         raise ConfigError(f"{name}: start from an experiment, such as experiment=grpo {word}.")
     if not found:
         raise ConfigError(f"{name}: no role of this experiment has the key {' or '.join(patterns)}.")
@@ -312,7 +313,13 @@ def _is_own(key: str, config: Mapping[str, Any]) -> bool:
     """Return whether the config has a key, although `names.yaml` lists it."""
     root, _, rest = key.partition(".")
     node = config.get(root)
-    return root in OWN_ROOTS and bool(rest) and isinstance(node, Mapping) and bool(node) and _has(node, rest.split("."))
+    return (
+        root in OWN_ROOTS
+        and bool(rest)
+        and isinstance(node, Mapping)
+        and bool(node)
+        and _has(root, node, rest.split("."))
+    )
 
 
 def _is_foreign(word: str) -> bool:
@@ -360,18 +367,19 @@ def _matching(pattern: str, config: Mapping[str, Any]) -> Iterator[str]:
         nodes = {f"{root}.{role}": node for role, node in (config.get(root) or {}).items()}
         rest = rest[1:]
     for prefix, node in nodes.items():
-        if isinstance(node, Mapping) and node and _has(node, rest) and not _follows(node, rest):
+        if isinstance(node, Mapping) and node and _has(root, node, rest) and not _follows(node, rest):
             yield ".".join([prefix, *rest])
 
 
-def _has(node: Mapping[str, Any], names: Sequence[str]) -> bool:
+def _has(root: str, node: Mapping[str, Any], names: Sequence[str]) -> bool:
     """Return whether a component has a key: its node sets the key, or its class has the fields."""
     if get(node, tuple(names), None) is not None:
         return True
     below = get(node, tuple(names[:1]), None)
     if names[0] == "optimizer" or (below is None and names[0] in node):
         return below is not None  # without an optimizer, the model is frozen
-    cls = class_at(str(node.get(TARGET, "")))
+    default = ROOTS[root].default if root in ROOTS else None
+    cls = class_at(str(node.get(TARGET, default)))
     return cls is not None and names[0] in fields_of(cls) and not is_word(below)
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from realign.config.errors import ConfigError
 from realign.config.files import EXPERIMENT, is_path
+from realign.config.module_words import with_target
 from realign.config.places import ROOTS
 from realign.config.trees import Path, get
 from realign.config.words import NONE, TARGET, is_word
@@ -27,8 +28,8 @@ _SPECIAL = re.compile(r"""[,'"\[\]{}\\]|\$\{""")
 
 
 def prepare(overrides: Sequence[str]) -> list[str]:
-    """Return the overrides with quotes added where needed, and with YAML files as experiments."""
-    return [quoted(with_file(word)) for word in overrides]
+    """Return the overrides with quotes where needed, YAML files as experiments, and import paths for words."""
+    return [quoted(with_target(with_file(word))) for word in overrides]
 
 
 def quoted(word: str) -> str:

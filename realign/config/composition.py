@@ -31,10 +31,11 @@ from realign.config.errors import (
     one_line,
     unknown_key,
 )
-from realign.config.experiment import COMPONENTS, REPORT, SHORTHANDS, ExperimentConfig, unknown_keys
+from realign.config.experiment import COMPONENTS, REPORT, SHORTHANDS, ExperimentConfig, has_experiment, unknown_keys
 from realign.config.files import GROUPS, LAUNCHER, ConfigFile, Files
 from realign.config.hydra_settings import DEFAULT_LAUNCHER, DEFAULTS, check_launcher, check_settings
 from realign.config.layers import OWNS, Layers
+from realign.config.module_words import spell_out
 from realign.config.places import ROOTS
 from realign.config.secret_variables import check_no_secrets, without_secrets
 from realign.config.trees import has, leaves, merge
@@ -89,6 +90,7 @@ def compose_layers(
     below = _FileLayers(files.read(), chosen, files.choices, config_dir, base)
     for file in below.files:
         values = {key: value for key, value in file.values.items() if key not in (*REPORT, "hydra")}
+        spell_out(values)
         _check_file(file, values)
         below.layers.add_file(values, file.label, file.source)
     return _with_command_line(below, words, parsed)
@@ -403,7 +405,7 @@ def _missing(keys: Sequence[str], config: Any, overrides: Sequence[str]) -> str:
     typed = {word.lstrip("+~").partition(".")[0] for word in overrides if "." in word.partition("=")[0]}
     if unknown := unknown_keys(config, [root for root in ROOTS if root in typed]):
         return joined(unknown)
-    if config.get("graph"):
+    if has_experiment(config):
         return f"missing values: {', '.join(keys)}. Set a value, such as {keys[0]}=VALUE."
     if preset := next((owner for owner in config["owners"].values() if owner.startswith("algorithm=")), None):
         kind = "grpo" if "interfaces.actor.objective" in config["owners"] else "dpo"

@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import difflib
 import inspect
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from realign.config.errors import ConfigError, joined, not_a_component, suggest,
 from realign.config.places import ROOTS, Place, place_of
 from realign.config.trees import has, remove
 from realign.config.words import TARGET, import_path
-from realign.errors import NoEffectError
+from realign.errors import NoEffectError, SettingsError
 from realign.run_settings import RunSettings
 from realign.settings import Count, default_of, own_settings
 
@@ -78,11 +79,16 @@ class ExperimentConfig(RunSettings):
         """Check nothing. `Experiment` checks the values, which may be missing here."""
 
 
+def has_experiment(config: Mapping[str, Any]) -> bool:
+    """Return whether a config chooses the class of an interface. A preset alone only sets fields."""
+    return any(isinstance(node, Mapping) and TARGET in node for node in (config.get("interfaces") or {}).values())
+
+
 def unknown_keys(config: Mapping[str, Any], roots: Iterable[str] = ROOTS) -> list[str]:
     """Return a message for each key of the components that their classes do not have.
 
     Skips components whose class is unknown, such as one that cannot be imported; building them reports their keys. The
-    class of an evaluation depends on the graph.
+    class of an evaluation depends on the graph, and the graph on the interfaces.
 
     Args:
         config: Values by root key.
@@ -91,7 +97,7 @@ def unknown_keys(config: Mapping[str, Any], roots: Iterable[str] = ROOTS) -> lis
     messages: list[str] = []
     for root in roots:
         node = config.get(root)
-        if not isinstance(node, Mapping) or root.startswith("evaluation"):
+        if not isinstance(node, Mapping) or root.startswith("evaluation") or (root == "graph" and TARGET not in node):
             continue
         if ROOTS[root].per_role:
             for role, below in node.items():
@@ -132,7 +138,8 @@ def build_experiment(config: ExperimentConfig) -> Experiment:
                 experiment = _build(config)
             except NoEffectError as error:
                 if any(_overlap(key, error.key) for key in config.typed):
-                    raise
+                    # as other errors: of the run itself, or of a component with its full key
+                    raise (ConfigError if "." in error.key else SettingsError)(str(error)) from error
                 config = _without(config, error)
                 idle.append(f"{error.key}{error.value and '='}{error.value} ({error.reason.partition('. ')[0]})")
             else:
@@ -169,7 +176,7 @@ def _build(config: ExperimentConfig) -> Experiment:
     models = _roles(config, "models")
     config = dataclasses.replace(config, interfaces=with_default_correction(config.interfaces, models))
     interfaces = _roles(config, "interfaces")
-    graph = build_graph(config.graph, DataflowGraph, "graph", interfaces)
+    graph = build_graph(_graph_node(config, interfaces), DataflowGraph, "graph", interfaces)
     data: DataSpec = build(config.data, DataSpec, "data")
     dynamic_sampling = _one(config, "dynamic_sampling") if config.dynamic_sampling else None
     training = Training(graph, interfaces, data)
@@ -210,6 +217,19 @@ def _build(config: ExperimentConfig) -> Experiment:
     return experiment
 
 
+def _graph_node(config: ExperimentConfig, interfaces: Mapping[str, ModelInterface]) -> dict[str, Any]:
+    """Return the node of the graph.
+
+    Unless `_target_` is set, it is the function `dataflow` in the module of the actor's class, or of its base class.
+    Without an actor, as for a reward model, it is that of the first role.
+    """
+    owner = interfaces.get("actor", next(iter(interfaces.values()), None))
+    for cls in type(owner).__mro__:
+        if inspect.isfunction(getattr(sys.modules.get(cls.__module__), "dataflow", None)):
+            return {TARGET: f"{cls.__module__}.dataflow", **config.graph}
+    return config.graph
+
+
 def _check_names(config: ExperimentConfig) -> None:
     """Raise an error for misspelled role names: overriding one creates a new, incomplete role."""
     complete = [role for role, node in config.interfaces.items() if isinstance(node, Mapping) and TARGET in node]
@@ -231,9 +251,10 @@ def _check_names(config: ExperimentConfig) -> None:
 def resolved_config(config: ExperimentConfig, experiment: Experiment) -> dict[str, Any]:
     """Return the complete config of a run as plain values, including every default of every component."""
     whole = {key: value for key, value in dataclasses.asdict(config).items() if key not in (*COMPONENTS, *REPORT)}
-    parameters = inspect.signature(import_target(config.graph[TARGET], f"graph.{TARGET}")).parameters.values()
+    graph = _graph_node(config, experiment.interfaces)
+    parameters = inspect.signature(import_target(graph[TARGET], f"graph.{TARGET}")).parameters.values()
     defaults = [p for p in parameters if p.name != INTERFACES]
-    graph = {TARGET: config.graph[TARGET], **{p.name: as_node(p.default) for p in defaults}, **config.graph}
+    graph = {**{p.name: as_node(p.default) for p in defaults}, **graph}
     return whole | {key: graph if key == "graph" else as_node(getattr(experiment, key)) for key in COMPONENTS}
 
 

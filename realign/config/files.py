@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from realign.config.errors import ConfigError, one_line, suggest
+from realign.config.module_words import spell_out, with_target
 from realign.config.trees import merge
 from realign.config.words import NONE, TARGET
 from realign.safe_yaml import check_yaml
@@ -198,13 +199,14 @@ def file_values(overrides: Sequence[str], config_dir: Path | None = None) -> dic
     Raises:
         ConfigError: as for `Files.read`.
     """
-    given = dict(word.lstrip("+").partition("=")[::2] for word in overrides if "=" in word)
+    given = dict(with_target(word).lstrip("+").partition("=")[::2] for word in overrides if "=" in word)
     for path in (word for word in overrides if "=" not in word and is_path(word)):
         given[EXPERIMENT] = path
     chosen = {group: (given[group],) for group in GROUPS if group in given}
     config: dict[str, Any] = {}
     for file in Files(chosen, config_dir, None).read():
         merge(config, file.values)
+    spell_out(config)
     for key, value in given.items():
         if (key not in GROUPS and value.isidentifier()) or key.endswith(f".{TARGET}"):
             _put(config, key.split("."), None if value in ("null", NONE) else value)

@@ -405,29 +405,29 @@ def _of_key(key: str, overrides: Sequence[str], config_dir: Path | None, width: 
         yield "`realign help KEY` describes one of these keys."
     elif key and "." not in key and not is_root(key) and (full := find_keys(key)):
         yield f"{key}  (the last name of a key)"
-        yield from (f"{INDENT}{one}" for one in full)
+        yield from (f"{INDENT}{full_key}" for full_key in full)
         yield ""
         yield f"`realign help {full[0]}` describes the first one."
     else:
         yield from _lines(section(key, overrides, config_dir), width)
 
 
-def _lines(found: Section, width: int) -> Iterator[str]:
-    about = [found.name] if found.name else []
-    about += [f"experiment={found.experiment}"] if found.experiment else []
-    yield (found.key or "Config keys") + (f"  ({', '.join(about)})" if about else "")
-    if found.text:
-        yield from _wrapped(found.text, width, INDENT)
-    if found.own is not None:
+def _lines(section: Section, width: int) -> Iterator[str]:
+    about = [section.name] if section.name else []
+    about += [f"experiment={section.experiment}"] if section.experiment else []
+    yield (section.key or "Config keys") + (f"  ({', '.join(about)})" if about else "")
+    if section.text:
+        yield from _wrapped(section.text, width, INDENT)
+    if section.own is not None:
         yield ""
-        yield from _facts(found.own, width)
-    for entry in found.entries:
+        yield from _facts(section.own, width)
+    for entry in section.entries:
         yield ""
-        name = entry.key.removeprefix(f"{found.key}.")
+        name = entry.key.removeprefix(f"{section.key}.")
         yield INDENT + "   ".join([name, *_short_facts(entry)])
         yield from _wrapped(entry.text, width, INDENT * 3)
     yield ""
-    yield from _wrapped(_next_step(found), width, "")
+    yield from _wrapped(_next_step(section), width, "")
 
 
 def _facts(entry: Entry, width: int) -> Iterator[str]:
@@ -463,13 +463,13 @@ def _short_facts(entry: Entry) -> Iterator[str]:
         yield f"set to {entry.given}"
 
 
-def _next_step(found: Section) -> str:
-    if not found.entries:
-        return f"Set it with {found.key}=VALUE, or in a YAML file."
-    below = next((entry.key for entry in found.entries if entry.component), None)
+def _next_step(section: Section) -> str:
+    if not section.entries:
+        return f"Set it with {section.key}=VALUE, or in a YAML file."
+    below = next((entry.key for entry in section.entries if entry.component), None)
     more = f"`realign help {below}` describes the keys below one of them. " if below else ""
-    other = "Add experiment=NAME for the classes and values of another experiment." if found.experiment else ""
-    return f"{more}{other}".strip() or f"Set one with {found.entries[0].key}=VALUE, or in a YAML file."
+    other = "Add experiment=NAME for the classes and values of another experiment." if section.experiment else ""
+    return f"{more}{other}".strip() or f"Set one with {section.entries[0].key}=VALUE, or in a YAML file."
 
 
 def _wrapped(text: str, width: int, indent: str) -> list[str]:

@@ -427,7 +427,7 @@ def _living(module: str, name: str) -> Definition | None:
 def _parameters(method: Any) -> str:
     with suppress(TypeError, ValueError):
         names = inspect.signature(getattr(method, "__func__", method)).parameters.values()
-        return ", ".join(str(each.replace(annotation=each.empty)) for each in names)
+        return ", ".join(str(parameter.replace(annotation=parameter.empty)) for parameter in names)
     return "*args, **kwargs"
 
 
@@ -467,17 +467,17 @@ def settings_of(definition: Definition) -> dict[str, Field]:
 
 def docstring(definition: Definition) -> str:
     """Return the docstring of a class, or that of its nearest base class that has one."""
-    return next((each.text for each in ancestry(definition) if each.text), "")
+    return next((ancestor.text for ancestor in ancestry(definition) if ancestor.text), "")
 
 
 def is_dataclass(definition: Definition | None) -> bool:
     """Return whether a class is a dataclass."""
-    return definition is not None and any(each.dataclass for each in ancestry(definition))
+    return definition is not None and any(ancestor.dataclass for ancestor in ancestry(definition))
 
 
 def is_enum(definition: Definition) -> bool:
     """Return whether a class is an enum."""
-    return any(base.rpartition(".")[2] in ENUMS for each in ancestry(definition) for base in each.bases)
+    return any(base.rpartition(".")[2] in ENUMS for ancestor in ancestry(definition) for base in ancestor.bases)
 
 
 def is_protocol(definition: Definition) -> bool:
@@ -488,11 +488,13 @@ def is_protocol(definition: Definition) -> bool:
 def is_abstract(definition: Definition) -> bool:
     """Return whether a class has abstract methods that none of its base classes implements."""
     decided: set[str] = set()
-    for each in ancestry(definition):
-        given = {name for name, field in each.fields.items() if field.default is not None} | each.constants.keys()
-        if not set(each.abstract) <= decided | given:
+    for ancestor in ancestry(definition):
+        given = {
+            name for name, field in ancestor.fields.items() if field.default is not None
+        } | ancestor.constants.keys()
+        if not set(ancestor.abstract) <= decided | given:
             return True
-        decided |= each.methods.keys() | given
+        decided |= ancestor.methods.keys() | given
     return False
 
 
@@ -505,8 +507,8 @@ def takes_calls_of(definition: Definition, protocol: Definition) -> bool:
         if name.startswith("_") and name != "__call__":
             continue
         wanted = _signature(written).parameters.values()
-        positional = [each.name for each in wanted if each.kind is each.POSITIONAL_OR_KEYWORD]
-        keywords = {each.name: None for each in wanted if each.kind is each.KEYWORD_ONLY}
+        positional = [parameter.name for parameter in wanted if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+        keywords = {parameter.name: None for parameter in wanted if parameter.kind is parameter.KEYWORD_ONLY}
         try:
             _signature(methods[name]).bind(*positional, **keywords)
         except (KeyError, TypeError):
@@ -519,17 +521,24 @@ def _signature(parameters: str) -> inspect.Signature:
     (function,) = ast.parse(f"def f({parameters}): ...").body
     assert isinstance(function, ast.FunctionDef)
     given, kind = function.args, inspect.Parameter
-    optional = {each.arg for each in [*given.posonlyargs, *given.args][-len(given.defaults) or len(parameters) :]}
-    optional |= {each.arg for each, default in zip(given.kwonlyargs, given.kw_defaults, strict=True) if default}
+    optional = {
+        parameter.arg for parameter in [*given.posonlyargs, *given.args][-len(given.defaults) or len(parameters) :]
+    }
+    optional |= {
+        parameter.arg for parameter, default in zip(given.kwonlyargs, given.kw_defaults, strict=True) if default
+    }
     listed = [
-        *((each, kind.POSITIONAL_ONLY) for each in given.posonlyargs),
-        *((each, kind.POSITIONAL_OR_KEYWORD) for each in given.args),
-        *((each, kind.VAR_POSITIONAL) for each in [given.vararg] if each is not None),
-        *((each, kind.KEYWORD_ONLY) for each in given.kwonlyargs),
-        *((each, kind.VAR_KEYWORD) for each in [given.kwarg] if each is not None),
+        *((parameter, kind.POSITIONAL_ONLY) for parameter in given.posonlyargs),
+        *((parameter, kind.POSITIONAL_OR_KEYWORD) for parameter in given.args),
+        *((parameter, kind.VAR_POSITIONAL) for parameter in [given.vararg] if parameter is not None),
+        *((parameter, kind.KEYWORD_ONLY) for parameter in given.kwonlyargs),
+        *((parameter, kind.VAR_KEYWORD) for parameter in [given.kwarg] if parameter is not None),
     ]
     return inspect.Signature(
-        [kind(each.arg, how, default=None if each.arg in optional else kind.empty) for each, how in listed]
+        [
+            kind(parameter.arg, how, default=None if parameter.arg in optional else kind.empty)
+            for parameter, how in listed
+        ]
     )
 
 
@@ -669,7 +678,7 @@ def words_of(base: Definition) -> dict[str, Definition]:
     """
     words: dict[str, Definition] = {}
     for definition in _candidates(base):
-        lineage = {each.path for each in ancestry(definition)}
+        lineage = {ancestor.path for ancestor in ancestry(definition)}
         if base.path not in lineage or not _is_constructible(definition) or definition.name.startswith("_"):
             continue
         word = snake_case(definition.name)
@@ -693,30 +702,30 @@ def _candidates(base: Definition) -> Iterator[Definition]:
 def _is_constructible(definition: Definition) -> bool:
     if definition.returns is not None or is_enum(definition) or is_abstract(definition):
         return False
-    return is_dataclass(definition) or not any("__init__" in each.methods for each in ancestry(definition))
+    return is_dataclass(definition) or not any("__init__" in ancestor.methods for ancestor in ancestry(definition))
 
 
 def component_bases(types: tuple[Type, ...]) -> list[Definition]:
     """Return the component classes of an annotation; none if it also accepts text, because a word is ambiguous then."""
-    if any(one.name in TEXT or (one.definition is not None and is_enum(one.definition)) for one in types):
+    if any(member.name in TEXT or (member.definition is not None and is_enum(member.definition)) for member in types):
         return []
-    classes = [one.definition for one in types if one.definition is not None and not one.arguments]
+    classes = [member.definition for member in types if member.definition is not None and not member.arguments]
     return [cls for cls in classes if cls.returns is None and not is_protocol(cls) and words_of(cls)]
 
 
-def is_component(one: Type) -> bool:
+def is_component(member: Type) -> bool:
     """Return whether a member of an annotation is a dataclass, or the base class of components."""
-    if one.definition is None or one.arguments or is_enum(one.definition):
+    if member.definition is None or member.arguments or is_enum(member.definition):
         return False
-    return is_dataclass(one.definition) or bool(component_bases((one,)))
+    return is_dataclass(member.definition) or bool(component_bases((member,)))
 
 
 def choices(types: tuple[Type, ...]) -> dict[str, str]:
     """Return the words that are valid for an annotation, with their meaning, without `null`."""
     texts: dict[str, str] = {}
-    for one in types:
-        if one.definition is not None and is_enum(one.definition):
-            texts |= members_of(one.definition)
+    for member in types:
+        if member.definition is not None and is_enum(member.definition):
+            texts |= members_of(member.definition)
     for base in component_bases(types):
         words = words_of(base)
         if len(words) > 1 or any(cls.path != base.path for cls in words.values()):
@@ -745,6 +754,6 @@ def class_of_word(word: str, types: tuple[Type, ...], where: str) -> Definition 
         return known[word]
     if len(known) < 2 and {definition.path for definition in known.values()} <= {base.path for base in bases}:
         return None
-    valid = [*known, *([NONE] if known and "None" in [one.name for one in types] else [])]
+    valid = [*known, *([NONE] if known and "None" in [member.name for member in types] else [])]
     own = f"{where}.{TARGET}=MODULE.CLASS selects your own class"
     raise ConfigError(f"{where}: unknown choice {word!r}{suggest(word, valid)}; {own}")

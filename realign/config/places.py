@@ -98,6 +98,8 @@ class Place:
             The class; None if it is unknown or of the wrong kind, which building reports.
         """
         types, default = self.declared
+        if target is None and self.key == "graph":  # then it follows from the interfaces
+            return None
         target = default if target is None and self.is_root else target
         if target is not None:
             definition = self._find(target) if isinstance(target, str) else None

@@ -84,15 +84,15 @@ def set_by(config_dir: Path | None = None) -> dict[tuple[str, str], list[str]]:
     Args:
         config_dir: As for `compose`.
     """
-    found: dict[tuple[str, str], list[str]] = {}
+    experiments_of: dict[tuple[str, str], list[str]] = {}
     for name in list_experiments(config_dir):
         config = compose_raw([f"experiment={name}"], config_dir)
         for path in component_paths(config):
             for used in _used(place_of(path), get(config, path)):
-                experiments = found.setdefault(used, [])
+                experiments = experiments_of.setdefault(used, [])
                 if name not in experiments:
                     experiments.append(name)
-    return found
+    return experiments_of
 
 
 def _used(place: Place, node: Any) -> Iterator[tuple[str, str]]:

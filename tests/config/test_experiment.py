@@ -20,6 +20,20 @@ from realign.runtime import EpisodeEvaluation, Evaluation, Experiment, LossEvalu
 from realign.runtime.callbacks import EarlyStopping
 from tests.config_parts import EXPERIMENT, write_experiment
 
+ACTOR = "interfaces.actor._target_"
+REQUIRED = ["models.actor.path=m", "data.path=p.jsonl", "interfaces.reward.function=reward.py:score"]
+OWN_ACTORS = """
+from dataclasses import dataclass
+from realign.api import DataflowGraph
+from realign.interfaces.grpo import GRPOActorInterface
+from realign.interfaces.raft import RAFTActorInterface, dataflow as raft
+
+@dataclass
+class Mine(GRPOActorInterface):
+    pass
+"""
+
+
 # --- callbacks ---
 
 WORD = "callbacks: {stop: early_stopping}\n"
@@ -75,17 +89,46 @@ def test_mistakes_name_the_key(tmp_path, words, message):
 
 
 def test_the_resolved_config_of_an_actor_without_a_critic_has_no_settings_of_one():
-    required = ["models.actor.path=m", "data.path=p.jsonl", "interfaces.reward.function=reward.py:score"]
     critic = ["interfaces.actor._target_=realign.interfaces.ppo.PPOActorInterface", "interfaces.actor.advantage=gae"]
     grpo, ppo = (
         build_experiment(compose(["experiment=grpo", *words])).resolved["interfaces"]["actor"]
-        for words in ([*required, "algorithm=rloo"], [*required, *critic])
+        for words in ([*REQUIRED, "algorithm=rloo"], [*REQUIRED, *critic])
     )
     assert ppo.keys() - grpo.keys() == {"critic", "value", "critic_warmup_steps", "ptx_coef"}
     with pytest.raises(
         ConfigError, match=r"interfaces\.actor\.critic=own: .*realign\.interfaces\.ppo\.PPOActorInterface"
     ):
-        build_experiment(compose(["experiment=grpo", *required, "interfaces.actor.critic=own"]))
+        build_experiment(compose(["experiment=grpo", *REQUIRED, "interfaces.actor.critic=own"]))
+
+
+def graph(*words: str) -> str:
+    return build_experiment(compose(["experiment=grpo", *REQUIRED, *words])).resolved["graph"]["_target_"]
+
+
+def test_the_graph_is_the_dataflow_function_beside_the_class_of_the_actor_or_beside_its_base_class(
+    tmp_path, monkeypatch
+):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "derived.py").write_text(OWN_ACTORS)
+    (tmp_path / "rewired.py").write_text(f"{OWN_ACTORS}\ndef dataflow() -> DataflowGraph:\n    return raft()\n")
+    assert graph() == "realign.interfaces.grpo.dataflow"
+    assert graph(f"{ACTOR}=realign.interfaces.raft.RAFTActorInterface") == "realign.interfaces.raft.dataflow"
+    assert graph(f"{ACTOR}=derived.Mine") == "realign.interfaces.grpo.dataflow"
+    with pytest.raises(ConfigError, match=r"RPC 'actor_gen'"):  # the graph of RAFT has no log-probs
+        graph(f"{ACTOR}=rewired.Mine")
+    assert graph(f"{ACTOR}=rewired.Mine", "graph._target_=realign.interfaces.ppo.dataflow").endswith("ppo.dataflow")
+
+
+def test_a_config_without_a_graph_has_a_valid_actor_or_an_error_that_names_the_key(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "plain.py").write_text(
+        "from dataclasses import dataclass\nfrom realign.api import ModelInterface\n\n"
+        "@dataclass\nclass Mine(ModelInterface):\n    pass\n"
+    )
+    with pytest.raises(ConfigError, match=r"^graph\._target_ is missing"):
+        graph(f"{ACTOR}=plain.Mine")
+    with pytest.raises(ConfigError, match=r"^unknown key 'graph\.epochs'"):
+        graph("graph.epochs=2")
 
 
 # --- evaluations ---
