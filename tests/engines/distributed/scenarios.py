@@ -431,7 +431,7 @@ SCENARIOS = {f.__name__: f for f in (sft, grpo, early_stop, ppo, dpo, gkd, kto, 
 def core_of_a_group(folder: Path) -> dict[str, Any]:
     """Run the scenarios of a rank of a group that take few seconds."""
     found = {"grpo": grpo(folder), "uneven": uneven(folder), "faults of one rank": faults_of_one_rank(folder)}
-    return found | {"dropout": load(folder, dropout=True).machine.dropout_seed()}
+    return found | {"dropout": load(folder, dropout=True).engine.dropout_seed()}
 
 
 def of_a_group(folder: Path) -> dict[str, Any]:
