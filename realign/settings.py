@@ -207,8 +207,8 @@ def checked(name: str, value: Any, annotation: Any) -> Any:
     choices = [choice for kind in filter(_is_enum, members) for choice in choices_of(kind)]
     if choices and isinstance(value, str):
         raise SettingsError(f"{name}={value!r}: unknown choice (valid: {', '.join(choices)}{or_null})")
-    outside = next((m["msg"] for m in mistakes if not m["type"].endswith(("_type", "_of", "_required"))), None)
-    raise SettingsError(f"{name}={value!r}: {outside or f'must be {_valid(members)}'}{or_null}")
+    of_values = (m["msg"] for m in mistakes if m["type"] != "is_instance_of" and not m["type"].endswith("_type"))
+    raise SettingsError(f"{name}={value!r}: {next(of_values, f'must be {_valid(members)}')}{or_null}")
 
 
 def choices_of(kind: type[Enum]) -> dict[str, Enum]:
