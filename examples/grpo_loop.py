@@ -5,7 +5,7 @@
 This is what `realign experiment=grpo_arithmetic` computes, down to the last bit of the weights, without the graph, the
 config and the runtime around it. Copy it if you want to own the loop. It keeps realign's engine (packed sequences,
 micro-batches, optimizer) and sampler, and it drops everything that makes a long run safe: evaluation, checkpoints,
-metrics files, reward functions in processes of their own, checks before the first step.
+metrics files, reward functions in separate processes, checks before the first step.
 
 GRPO (arXiv:2402.03300) as most people run it today: no critic, no KL term, one optimizer step per batch, and every
 token of the batch has the same weight (the paper averages within each response first).
