@@ -15,7 +15,16 @@ from typing import TYPE_CHECKING
 from realign.cli import report
 from realign.cli.arguments import TRAIN, command_words, composed_line, read_arguments, without_names
 from realign.cli.exit_codes import full_errors, guarded, plain_warnings
-from realign.cli.train import alone, build, is_one_of_many, on_ranks, print_derived, quiet_transformers, train
+from realign.cli.train import (
+    alone,
+    build,
+    is_one_of_many,
+    on_ranks,
+    print_derived,
+    quiet_transformers,
+    terminated_by_exception,
+    train,
+)
 from realign.config.aliases import COMMANDS as OTHER_COMMANDS
 from realign.config.command_line import is_file
 from realign.config.errors import ConfigError, suggest
@@ -167,6 +176,11 @@ def _dispatch(argv: list[str], start: Start) -> int:
         return REPORTS[command](args, overrides)
     if not overrides and not (args.cfg or args.info):
         raise ConfigError("no overrides. Start from experiment=NAME; `realign --help` lists the experiments.")
+    if args.multirun:
+        from realign.cli.sweep import sweep
+
+        with terminated_by_exception():
+            return sweep(overrides, args.config_dir, start, args.debug or full_errors())
     return train(args, overrides, start) if command == TRAIN else COMMANDS[command](args, overrides)
 
 

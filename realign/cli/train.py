@@ -38,18 +38,13 @@ LOG_FORMAT = "[%(asctime)s][%(name)s][%(levelname)s] - %(message)s"
 
 
 def train(args: argparse.Namespace, words: list[str], start: Start) -> int:
-    """Compose a command line, and run `start` on the run or on each run of a sweep.
+    """Compose a command line, and run `start` on the run.
 
     Also handles `--cfg` and `--info`, which start no run.
 
     Returns:
         The exit code.
     """
-    if args.multirun:
-        from realign.cli.sweep import sweep
-
-        with _terminated_by_exception():
-            return sweep(words, args.config_dir, start, args.debug or full_errors())
     composed = composed_line(words, args.config_dir)
     if args.cfg or args.info:
         _show(composed, args)
@@ -58,7 +53,7 @@ def train(args: argparse.Namespace, words: list[str], start: Start) -> int:
     experiment = build(config)
     _check_start(experiment)
     _record(composed, config.output_dir)
-    with _terminated_by_exception():
+    with terminated_by_exception():
         return start(config, experiment)
 
 
@@ -169,7 +164,7 @@ def on_ranks(command: Callable[[Start], int], debug: bool, words: Sequence[str] 
     meeting: Meeting | None = None
     try:
         if (ranks := launched()).size > 1:
-            with _terminated_by_exception(), met(ranks, partial(described, debug=debug)) as meeting:
+            with terminated_by_exception(), met(ranks, partial(described, debug=debug)) as meeting:
                 meeting.check_in()
                 if ranks.leader:
                     return _led(meeting, command, words)
@@ -293,7 +288,7 @@ def _quiet() -> None:
 
 
 @contextmanager
-def _terminated_by_exception() -> Iterator[None]:
+def terminated_by_exception() -> Iterator[None]:
     """Raise an exception on SIGTERM, so that it ends a run like Ctrl-C: files are closed and workers stopped."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread can set signal handlers
