@@ -22,7 +22,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from realign.cli.arguments import composed_line
-from realign.cli.exit_codes import described, exit_code, full_errors, guarded
+from realign.cli.exit_codes import described, exit_code, guarded
 from realign.config.errors import ConfigError
 from realign.errors import ExitCode, TransientError
 
