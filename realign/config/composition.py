@@ -448,7 +448,8 @@ def _config(plain: Mapping[str, Any], base: ExperimentConfig | None = None) -> E
     for key in COMPONENTS:
         value = plain.get(key, {})
         if not isinstance(value, Mapping) and not (value is None and key in OPTIONAL):
-            raise ConfigError(not_a_component(key, "null" if value is None else repr(value)))
+            shown = "null" if value is None else "a text" if isinstance(value, str) else repr(value)
+            raise ConfigError(not_a_component(key, shown))
     values = fill(ExperimentConfig, {key: value for key, value in plain.items() if key not in COMPONENTS}, "", base)
     return replace(values, **{key: value for key, value in plain.items() if key in COMPONENTS})
 
