@@ -8,8 +8,8 @@ import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import redirect_stdout
-from functools import partial
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from types import ModuleType
