@@ -7,7 +7,7 @@ counts it. A train step is a pipeline of replaceable components:
     score (reward, truncation) -> KL in the reward, dense rewards -> advantage -> adv_norm -> mini-batches;
     objective x correction -> kl and entropy_coef as additional terms -> aggregation
 
-Subclasses extend it in four places: `step_keys`, `prepare`, `token_loss` and `credit_stats`.
+Subclasses extend it in four places: `step_keys`, `prepare_minibatch`, `token_loss` and `credit_stats`.
 """
 
 from __future__ import annotations
@@ -252,7 +252,7 @@ class PolicyInterface(ModelInterface):
 
     def train_step(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> Stats:
         """Take `epochs * n_minibatches` optimizer steps, in a new random order in each epoch."""
-        data = self.credited(model, data)
+        data = self.with_advantages(model, data)
         stats = self.batch_stats(model, data)
         steps, further = self._optimize(model, data, mb_spec)
         merged = merge_stats([stats, *steps, *further])
@@ -261,7 +261,7 @@ class PolicyInterface(ModelInterface):
             return merged
         return merged | self.objective_control.update(model, data, mb_spec, self.generation.temperature)
 
-    def credited(self, model: Model, data: SequenceSample) -> SequenceSample:
+    def with_advantages(self, model: Model, data: SequenceSample) -> SequenceSample:
         """Return the batch with advantages, unless every mini-batch estimates its own."""
         if "advantages" in data:
             return data
@@ -321,7 +321,7 @@ class PolicyInterface(ModelInterface):
             allowed = self.early_stop.allows(stats)
             return allowed
 
-        data = self.trained(data)
+        data = self.training_sequences(data)
         reduce, rng = model.engine.reduce, np.random.default_rng(model.call_seed("minibatches"))
         steps, further = list[Stats](), list[Stats]()
         # lazy, so that an early stop also skips the permutation of later epochs
@@ -329,7 +329,7 @@ class PolicyInterface(ModelInterface):
             if self.credit_per_minibatch:
                 part = self.estimate_advantages(model, part)
                 further.append(self.credit_stats(model, part))
-            part = self.prepare(part, reduce)
+            part = self.prepare_minibatch(part, reduce)
             loss = self.loss if steps else self.first_loss
             steps.append(model.engine.train_batch(part, mb_spec, loss, self.loss_weight, step_if))
             if not allowed:
@@ -338,11 +338,11 @@ class PolicyInterface(ModelInterface):
             further.append({"early_stopped": Max(torch.tensor(float(not allowed)))})
         return steps, further
 
-    def trained(self, data: SequenceSample) -> SequenceSample:
+    def training_sequences(self, data: SequenceSample) -> SequenceSample:
         """Return what the mini-batches of a rollout batch are made of: the sequences with a token in the loss."""
         return trained(data)
 
-    def prepare(self, minibatch: SequenceSample, reduce: Callable[[Tensor], Tensor]) -> SequenceSample:
+    def prepare_minibatch(self, minibatch: SequenceSample, reduce: Callable[[Tensor], Tensor]) -> SequenceSample:
         """Return a mini-batch with all that its loss reads, before the engine cuts it into micro-batches."""
         return self.objective.prepare(minibatch, reduce)
 

@@ -94,17 +94,17 @@ class PPOActorInterface(PolicyInterface):
     @override
     def train_step(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> Stats:
         if model.version < self.critic_warmup_steps:
-            return self.batch_stats(model, self.credited(model, data))
+            return self.batch_stats(model, self.with_advantages(model, data))
         return super().train_step(model, data, mb_spec)
 
     @override
-    def trained(self, data: SequenceSample) -> SequenceSample:
+    def training_sequences(self, data: SequenceSample) -> SequenceSample:
         # Prompts whose responses don't train still have their pretraining text.
-        return data if "ptx_input_ids" in data else super().trained(data)
+        return data if "ptx_input_ids" in data else super().training_sequences(data)
 
     @override
-    def prepare(self, minibatch: SequenceSample, reduce: Callable[[Tensor], Tensor]) -> SequenceSample:
-        minibatch = super().prepare(minibatch, reduce)
+    def prepare_minibatch(self, minibatch: SequenceSample, reduce: Callable[[Tensor], Tensor]) -> SequenceSample:
+        minibatch = super().prepare_minibatch(minibatch, reduce)
         return mix_pretraining(minibatch, self.ptx_coef, self.loss_weight, reduce) if self.ptx_coef else minibatch
 
     @override

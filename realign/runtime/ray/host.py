@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample, Stats
-from realign.api.engine import EngineCapabilities, LossFn, PostHook, measured
+from realign.api.engine import EngineCapabilities, Forward, LossFn, PipelinableEngine, PostHook, measured
 from realign.api.model import ModelSpec
 from realign.api.sampler import Request, Sampler
 from realign.engines.distributed.sharding import whole
@@ -113,13 +113,13 @@ class Host:
             self._models[role] = model
             engine = self._engine(role)
             if role in offload:
-                self._away[role] = Offload(engine.resident, engine.free_kept_memory)
+                own = self._sharded(role)
+                self._away[role] = Offload(own.resident, own.free_kept_memory)
                 self._away[role].leave()
             loaded[role] = Loaded(
                 # no copy of the head follows training, and workers read no images
                 replace(engine.capabilities(), live_head=False, images=False, size=""),
-                engine.data_ranks,
-                engine.data_rank,
+                *((engine.data_ranks, engine.data_rank) if isinstance(engine, TransformersEngine) else (1, 0)),
                 model.tokenizer,
                 model.saved,
                 model.saved_views,
@@ -176,15 +176,25 @@ class Host:
         if away is not None and not stays:
             away.leave()
 
-    def _engine(self, role: str) -> TransformersEngine:
-        engine = self._models[role].engine
-        if not isinstance(engine, TransformersEngine):  # its train step runs in two halves, see `accumulate`
-            raise ConfigError(f"models.{role}: {type(engine).__name__} cannot run in workers. Set runtime=local.")
+    def _engine(self, role: str) -> PipelinableEngine:
+        return self._models[role].engine
+
+    def _sharded(self, role: str) -> TransformersEngine:
+        """Return an engine that can be cut over ranks, whose train step has two halves, see `accumulate`."""
+        engine = self._engine(role)
+        if not isinstance(engine, TransformersEngine):
+            raise ConfigError(
+                f"models.{role}: {type(engine).__name__} cannot train or be offloaded in workers. Set runtime=local."
+            )
         return engine
+
+    def _forward_part(self, role: str) -> Forward:
+        engine = self._engine(role)
+        return engine.forward_part if isinstance(engine, TransformersEngine) else engine.forward
 
     def forward(self, role: str, part: SequenceSample, mb_spec: MicroBatchSpec, hook: PostHook) -> SequenceSample:
         """See `PipelinableEngine.forward`."""
-        return self._engine(role).forward_part(part, mb_spec, hook)
+        return self._forward_part(role)(part, mb_spec, hook)
 
     def use_heads(self, role: str, heads: Mapping[str, tuple[Tensor, Tensor | None, float, float | None]]) -> None:
         """See `PipelinableEngine.use_heads`; the values are the fields of `LMHead`."""
@@ -203,21 +213,23 @@ class Host:
 
     def measure(self, role: str, part: SequenceSample, mb_spec: MicroBatchSpec, loss_fn: LossFn) -> Stats:
         """Return the loss and its metrics, without a gradient."""
-        return measured(self._engine(role).forward_part, part, mb_spec, loss_fn)
+        return measured(self._forward_part(role), part, mb_spec, loss_fn)
 
     def generate(self, role: str, part: SequenceSample, config: GenerationConfig, seed: int) -> SequenceSample:
         """See `PipelinableEngine.generate`."""
-        return self._engine(role).generate_part(part, config, seed=seed)
+        engine = self._engine(role)
+        generate = engine.generate_part if isinstance(engine, TransformersEngine) else engine.generate
+        return generate(part, config, seed=seed)
 
     def accumulate(
         self, role: str, part: SequenceSample, mb_spec: MicroBatchSpec, loss_fn: LossFn, weight: Tensor
     ) -> Stats:
         """Run the first half of a train step: accumulate the gradient, and return the metrics of this shard."""
-        return self._engine(role).accumulate(part, mb_spec, loss_fn, weight)
+        return self._sharded(role).accumulate(part, mb_spec, loss_fn, weight)
 
     def apply(self, role: str, weight: Tensor, vetoed: bool) -> Stats:
         """Run the second half of a train step: the optimizer step. Return the metrics of the whole batch."""
-        return self._engine(role).apply(weight, vetoed=vetoed)
+        return self._sharded(role).apply(weight, vetoed=vetoed)
 
     def train(
         self, role: str, part: SequenceSample, mb_spec: MicroBatchSpec, loss_fn: LossFn, weight: Tensor
@@ -227,7 +239,7 @@ class Host:
 
     def skip(self, role: str, reason: str) -> Stats:
         """Count a skipped optimizer step."""
-        return self._engine(role).skip(reason)
+        return self._sharded(role).skip(reason)
 
     def start_step(self, role: str, version: int) -> None:
         """See `PipelinableEngine.start_step`."""
