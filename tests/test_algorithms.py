@@ -269,4 +269,4 @@ def test_the_help_lists_algorithms_ours_and_ones_own(tmp_path: Path, capsys):
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert {line[0] for line in lines if line} >= {"mine", *ALGORITHMS, *PREFERENCE}
     actor = compose(["experiment=grpo_arithmetic", "algorithm=mine"], tmp_path).interfaces["actor"]
-    assert (actor["epochs"], actor["objective"]["_target_"].rpartition(".")[2]) == (2, "Reinforce")
+    assert (actor["epochs"], actor["objective"]) == (2, "reinforce")
