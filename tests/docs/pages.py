@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import dataclass
-from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from types import ModuleType
@@ -54,8 +53,6 @@ def run(page: Path) -> None:
                 continue
             printed = io.StringIO()
             numbered = "\n" * (block.line - 1) + block.code  # tracebacks contain the line of the page
-            # `print` writes to the buffer itself: a thread of an earlier test may still set `sys.stdout`
-            vars(module)["print"] = partial(print, file=printed)
             with redirect_stdout(printed):
                 exec(compile(numbered, str(page), "exec", dont_inherit=True), vars(module))
             shown = following.code if following is not None and following.language == "output" else ""

@@ -13,10 +13,10 @@ from realign.engines.network.network import Network
 from realign.engines.sampling.decode import Rollout
 from realign.engines.training.stepper import Stepper
 from realign.interfaces.critic import PPOCriticInterface
-from realign.interfaces.ppo import PPOActorInterface
+from realign.interfaces.policy import PolicyInterface
 
 PATCHED = [(Rollout, "_draw"), (Network, "run"), (Stepper, "step"), (torch.Tensor, "backward")]
-PATCHED += [(PPOActorInterface, "loss"), (PPOCriticInterface, "loss")]
+PATCHED += [(PolicyInterface, "loss"), (PPOCriticInterface, "loss")]
 
 
 def test_a_row_ends_at_its_length_and_not_before():

@@ -436,6 +436,6 @@ def test_an_answer_that_never_ends_is_no_answer_in_time():
 
 def test_an_answer_that_breaks_off_is_repeated():
     answer = b'HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{"reward": 1}'
-    with raw_server(answer) as (url, got), pytest.raises(Unreachable, match="IncompleteRead|not complete"):
+    with raw_server(answer) as (url, got), pytest.raises(Unreachable, match=r"IncompleteRead|not complete"):
         HttpReward(url, within_s=0.3)("", "", {})
     assert len(got) > 1
