@@ -121,7 +121,7 @@ def _unknown_below(place: Place, node: Any) -> Iterator[str]:
             key = f"{place.key}.{name}"
             chosen = place.chosen(target)
             made = import_target(chosen.path, place.key) if chosen is not None else None
-            yield of_sibling(made, key) or unknown_key(key, known)
+            yield of_sibling(made, key) or unknown_key(key, place.settings(target) or known)
 
 
 def build_experiment(config: ExperimentConfig) -> Experiment:

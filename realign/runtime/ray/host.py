@@ -113,7 +113,7 @@ class Host:
             self._models[role] = model
             engine = self._engine(role)
             if role in offload:
-                own = self._sharded(role)
+                own = self._transformers(role)
                 self._away[role] = Offload(own.resident, own.free_kept_memory)
                 self._away[role].leave()
             loaded[role] = Loaded(
@@ -179,7 +179,7 @@ class Host:
     def _engine(self, role: str) -> PipelinableEngine:
         return self._models[role].engine
 
-    def _sharded(self, role: str) -> TransformersEngine:
+    def _transformers(self, role: str) -> TransformersEngine:
         """Return an engine that can be cut over ranks, whose train step has two halves, see `accumulate`."""
         engine = self._engine(role)
         if not isinstance(engine, TransformersEngine):
@@ -225,11 +225,11 @@ class Host:
         self, role: str, part: SequenceSample, mb_spec: MicroBatchSpec, loss_fn: LossFn, weight: Tensor
     ) -> Stats:
         """Run the first half of a train step: accumulate the gradient, and return the metrics of this shard."""
-        return self._sharded(role).accumulate(part, mb_spec, loss_fn, weight)
+        return self._transformers(role).accumulate(part, mb_spec, loss_fn, weight)
 
     def apply(self, role: str, weight: Tensor, vetoed: bool) -> Stats:
         """Run the second half of a train step: the optimizer step. Return the metrics of the whole batch."""
-        return self._sharded(role).apply(weight, vetoed=vetoed)
+        return self._transformers(role).apply(weight, vetoed=vetoed)
 
     def train(
         self, role: str, part: SequenceSample, mb_spec: MicroBatchSpec, loss_fn: LossFn, weight: Tensor
@@ -239,7 +239,7 @@ class Host:
 
     def skip(self, role: str, reason: str) -> Stats:
         """Count a skipped optimizer step."""
-        return self._sharded(role).skip(reason)
+        return self._transformers(role).skip(reason)
 
     def start_step(self, role: str, version: int) -> None:
         """See `PipelinableEngine.start_step`."""
