@@ -133,7 +133,7 @@ def build_experiment(config: ExperimentConfig) -> Experiment:
     """
     idle: list[str] = []
     with _owners_named(config.owners):
-        while True:
+        while True:  # a constructor names one setting without effect at a time; files rarely have any
             try:
                 experiment = _build(config)
             except NoEffectError as error:
@@ -147,9 +147,9 @@ def build_experiment(config: ExperimentConfig) -> Experiment:
                 return experiment
 
 
-def _overlap(one: str, other: str) -> bool:
+def _overlap(key: str, other: str) -> bool:
     """Return whether two keys are equal, or one is below the other."""
-    return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
+    return f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.")
 
 
 def _without(config: ExperimentConfig, error: NoEffectError) -> ExperimentConfig:

@@ -339,11 +339,11 @@ class PolicyInterface(ModelInterface):
         return steps, further
 
     def training_sequences(self, data: SequenceSample) -> SequenceSample:
-        """Return what the mini-batches of a rollout batch are made of: the sequences with a token in the loss."""
+        """Return the sequences to cut into mini-batches: those with a token in the loss."""
         return trained(data)
 
     def prepare_minibatch(self, minibatch: SequenceSample, reduce: Callable[[Tensor], Tensor]) -> SequenceSample:
-        """Return a mini-batch with all that its loss reads, before the engine cuts it into micro-batches."""
+        """Add what the loss reads beyond the batch, such as statistics of the whole mini-batch."""
         return self.objective.prepare(minibatch, reduce)
 
     def loss(self, output: ModelOutput, minibatch: SequenceSample) -> tuple[Tensor, LossStats]:

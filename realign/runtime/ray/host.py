@@ -180,7 +180,7 @@ class Host:
         return self._models[role].engine
 
     def _transformers(self, role: str) -> TransformersEngine:
-        """Return an engine that can be cut over ranks, whose train step has two halves, see `accumulate`."""
+        """Return an engine whose train step has two halves, `accumulate` and `apply`; ranks meet between them."""
         engine = self._engine(role)
         if not isinstance(engine, TransformersEngine):
             raise ConfigError(
