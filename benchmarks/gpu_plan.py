@@ -1,4 +1,4 @@
-"""Shapes and settings of `benchmarks.gpu` for each kind of device, and what all its parts use."""
+"""Sizes of `benchmarks.gpu`, and what all its parts use."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,10 +19,19 @@ from realign.engines.network.compiled_layers import TorchCompile
 
 @dataclass(frozen=True)
 class Plan:
-    """Settings of the benchmark for a kind of device."""
+    """Sizes of the benchmark: `FULL` for a GPU, `TINY` for a smoke test of the same code on any device."""
 
     device: str
     dtype: torch.dtype
+    folder: Path
+    """Where results and the files of runs are written."""
+    vllm: str
+    """Python of an environment with vLLM, or a command that starts a fake server; "" if there is none."""
+    attention: tuple[int, ...]
+    """Lengths of the packed sequences that compare attention kernels."""
+    decode_tokens: int
+    """Tokens of the shorter rollout of part `launches`; the longer one has twice as many."""
+    llm_steps: int
     matrix: tuple[int, ...]
     """Sizes of the matrix products that measure the peak."""
     training: tuple[Scenario, ...]
@@ -50,20 +60,29 @@ LARGE = Scenario(
     kv_heads=2,
     mlp=4864,
 )
-CUDA = Plan(
+SEVEN_B = replace(LARGE, name="qwen2_7b_4_layers", hidden=3584, layers=4, heads=28, kv_heads=4, mlp=18_944)
+"""Layers of the 7B shape, but 4 instead of 28: with fp32 weights and moments, all of them fill 122 GB."""
+FULL = Plan(
     device="cuda",
     dtype=torch.bfloat16,
+    folder=Path("runs/gpu"),
+    vllm="",
+    attention=(1, 7, 128, 1000, 4096),
+    decode_tokens=64,
+    llm_steps=30,
     matrix=(4096, 8192, 16_384),
-    training=(LARGE, replace(LARGE, name="qwen2_1.5b", hidden=1536, layers=28, heads=12, mlp=8960)),
+    training=(LARGE, replace(LARGE, name="qwen2_1.5b", hidden=1536, layers=28, heads=12, mlp=8960), SEVEN_B),
     budget=32_768,
     rollout=replace(LARGE, name="rollout_0.5b", prompts=32, max_new=512, mean_new=128),
     trl=SCENARIOS["gpu"],
     steps=3,
     compiler=TorchCompile.inductor,
 )
-CPU = Plan(
-    device="cpu",
-    dtype=torch.bfloat16,
+TINY = replace(
+    FULL,
+    attention=(1, 7, 33),
+    decode_tokens=4,
+    llm_steps=1,
     matrix=(64, 128),
     training=(SCENARIOS["tiny"],),
     budget=64,
@@ -110,4 +129,4 @@ def attempt(part: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         return {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
 
 
-__all__ = ["CPU", "CUDA", "LARGE", "Plan", "attempt", "positions", "release", "synchronize", "timed"]
+__all__ = ["FULL", "LARGE", "SEVEN_B", "TINY", "Plan", "attempt", "positions", "release", "synchronize", "timed"]

@@ -40,5 +40,10 @@ def test_every_run_on_the_device():
 
 
 @pytest.mark.slow
+def test_every_part_of_the_benchmark_for_gpus_runs_on_the_device():
+    on_device("tests/virtual_cuda/test_gpu_benchmark.py")
+
+
+@pytest.mark.slow
 def test_the_presets_on_the_device():
     on_device("tests/test_presets.py", fp32=True)
