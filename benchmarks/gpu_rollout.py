@@ -28,8 +28,6 @@ def rollout(plan: Plan) -> dict[str, Any]:
     sides = {
         "realign": _ours,
         "realign_sync_every_step": partial(_ours, sync_every=1),
-        "realign_kept_memory": partial(_ours, keep_memory=True),
-        **({"realign_graphs": partial(_ours, keep_memory=True, cuda_graphs=True)} if plan.device == "cuda" else {}),
         "generate": _generate,
         "continuous_batching": _continuous_batching,
     }
@@ -72,7 +70,7 @@ def _actor(plan: Plan, given: list[Tensor], **settings: Any) -> tuple[Any, Seque
 
 def sampler(plan: Plan) -> dict[str, Any]:
     """Check the decode loop, see `check_sampler`. Many stop tokens give random weights different lengths."""
-    engine, data, config = _actor(plan, prompts(plan.rollout), keep_memory=True)
+    engine, data, config = _actor(plan, prompts(plan.rollout))
     stops = tuple(range(0, plan.rollout.vocabulary, 2 * config.max_new_tokens // 3))
     return check_sampler(engine, data, replace(config, stop_token_ids=stops))
 

@@ -35,10 +35,10 @@ def watched_steps(device: str) -> Iterator[list[int]]:
 
 
 def check_sampler(engine: TransformersEngine, data: SequenceSample, config: GenerationConfig) -> dict[str, Any]:
-    """Run rollouts with and without synchronization at every step, in kept memory, and compare them.
+    """Run rollouts with and without synchronization at every step, and compare them.
 
     Args:
-        engine: an engine whose sampler has `keep_memory=True`.
+        engine: an engine with the in-process sampler.
         data: prompts.
         config: sampling settings; responses need different lengths.
 
@@ -49,8 +49,7 @@ def check_sampler(engine: TransformersEngine, data: SequenceSample, config: Gene
     """
     device, samples, rows = engine.device.type, [], []
     for every in (1, 8):
-        settings = replace(engine.resources.settings, sync_every=every)
-        engine.resources = replace(engine.resources, settings=settings)
+        engine.sampling = replace(engine.sampling, sync_every=every)
         with watched_steps(device) as found:
             samples.append(engine.generate(data, config, seed=0))
         rows.append(sum(found))

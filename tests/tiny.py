@@ -22,8 +22,6 @@ from transformers import (
 from realign.api import MicroBatchSpec, SequenceSample, masked_max, masked_mean
 from realign.engines.network.attention import ATTENTION
 from realign.engines.network.settings import NetworkSettings
-from realign.engines.sampling.in_process import InProcessSampling
-from realign.engines.sampling.rollout_model import RolloutResources
 from realign.engines.training.optimizer import OptimizerSpec
 from realign.engines.training.transformers_engine import TransformersEngine
 from realign.functional import nll_loss
@@ -126,11 +124,6 @@ def engine_over(module: Any, **engine: Any) -> TransformersEngine:
     names = {field.name for field in fields(NetworkSettings)} & engine.keys()
     settings = NetworkSettings(**{name: engine.pop(name) for name in names})
     return TransformersEngine("actor", module, tiny_tokenizer(), settings, seed=0, **engine)
-
-
-def resources(**settings: Any) -> RolloutResources:
-    """Return the resources of rollouts with settings of `InProcessSampling`, which keep no memory."""
-    return RolloutResources(InProcessSampling(**settings))
 
 
 def random_sample(lengths: Sequence[Sequence[int]], *, seed: int = 0, prompt: int = 2) -> SequenceSample:

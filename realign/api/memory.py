@@ -58,7 +58,6 @@ class RoleMemory:
         cache: KV cache of a rollout.
         rollout_weights: copies of the weights from which a rollout samples.
         rollout_work: prefill, logits and other tensors of a rollout.
-        keeps_rollout: whether the KV cache and the copies of the weights stay between rollouts.
         accumulates: whether an optimizer step has several micro-batches, so that gradients and activations coexist.
     """
 
@@ -75,14 +74,12 @@ class RoleMemory:
     cache: int = 0
     rollout_weights: int = 0
     rollout_work: int = 0
-    keeps_rollout: bool = False
     accumulates: bool = True
 
     @property
     def kept(self) -> int:
         """Memory between calls."""
-        rollout = self.cache + self.rollout_weights if self.keeps_rollout else 0
-        return self.weights + self.references + self.moments + self.average + rollout
+        return self.weights + self.references + self.moments + self.average
 
     @property
     def training(self) -> int:
@@ -93,7 +90,7 @@ class RoleMemory:
     @property
     def rollout(self) -> int:
         """Memory of a rollout, beyond `kept`."""
-        return self.rollout_work + (0 if self.keeps_rollout else self.cache + self.rollout_weights)
+        return self.rollout_work + self.cache + self.rollout_weights
 
     @property
     def passing(self) -> int:

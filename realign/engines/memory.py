@@ -231,7 +231,6 @@ class MemoryModel:
             cache=slots * row,
             rollout_weights=copies,
             rollout_work=max(passing, logits + scores),
-            keeps_rollout=self.sampling.keep_memory,
         )
 
     def _rollout_weights(self, work: MemoryWork) -> int:

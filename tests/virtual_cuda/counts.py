@@ -88,7 +88,7 @@ FOREACH = 36
 
 
 class SynchronizationError(RuntimeError):
-    """The host waited for the device where it must not, such as while a CUDA graph is captured."""
+    """The host waited for the device where `torch.cuda.set_sync_debug_mode` forbids it."""
 
 
 @dataclass

@@ -24,9 +24,8 @@ import torch.nn.functional as F  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch.nn.attention import varlen  # noqa: E402
 from torch.utils import _device  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # noqa: E402
 
-from tests.virtual_cuda.counts import COUNTS, observe, tensors_of  # noqa: E402
+from tests.virtual_cuda.counts import COUNTS  # noqa: E402
 
 DEVICE = torch.ops.virtual_cuda
 CAPACITY = 141 * 10**9
@@ -85,64 +84,6 @@ class Event:
 
     def synchronize(self) -> None:
         COUNTS.wait("event.synchronize")
-
-
-# CUDA graphs: a capture records the operators, and a replay repeats them into the same memory.
-
-
-class Graph:
-    """The operators of a capture."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.steps: list[tuple[Callable[[], Any], list[Tensor]]] = []
-        """What to repeat, and the tensors that received its results in the capture."""
-
-    def replay(self) -> None:
-        COUNTS.launch("graph replay")
-        with COUNTS.pause(), torch.no_grad():
-            for repeat, results in self.steps:
-                for new, captured in zip(tensors_of(repeat()), results, strict=False):
-                    if new.data_ptr() != captured.data_ptr():
-                        captured.copy_(new)
-
-    def reset(self) -> None:
-        self.steps.clear()
-
-    def pool(self) -> tuple[int, int]:
-        return (0, 0)
-
-
-captures: list[Graph] = []
-"""The graph that is captured now; empty outside a capture."""
-
-
-class Recorder(TorchDispatchMode):
-    """Records the operators of a capture."""
-
-    def __init__(self, graph: Graph) -> None:
-        super().__init__()
-        self.graph = graph
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        observe(func, args, kwargs)
-        result = func(*args, **kwargs)
-        in_place = func.is_view or func._schema.is_mutable  # nothing to copy: the memory is the same
-        self.graph.steps.append((lambda: func(*args, **kwargs), [] if in_place else list(tensors_of(result))))
-        return result
-
-
-@contextlib.contextmanager
-def capture(graph: Graph, *args: Any, **kwargs: Any) -> Iterator[None]:
-    """Stand for `torch.cuda.graph`: a synchronization inside raises an error, as on CUDA."""
-    before, COUNTS.forbidden = COUNTS.forbidden, True
-    captures.append(graph)
-    try:
-        with Recorder(graph):
-            yield
-    finally:
-        captures.pop()
-        COUNTS.forbidden = before
 
 
 # Attention: one operator with the checks of the CUDA kernels, computed by the CPU's.
@@ -206,17 +147,6 @@ def attention(
     def compute(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         return cpu_attention(q, k, v, mask, **options)
 
-    if captures:
-        COUNTS.launch(name, launches[0])
-        inputs = (query, key, value, attn_mask)
-
-        def repeat() -> Tensor:
-            with _disable_current_modes():
-                return DEVICE.device(compute(*(x if x is None else DEVICE.host(x) for x in inputs)))
-
-        result = repeat()
-        captures[-1].steps.append((repeat, [result]))
-        return result
     return Attention.apply(compute, name, launches, query, key, value, attn_mask)
 
 
@@ -307,7 +237,6 @@ def forbid_synchronization(mode: str | int) -> None:
 
 STREAM = Stream()
 CUDA: dict[str, Callable[..., Any]] = {
-    "CUDAGraph": Graph,
     "Event": Event,
     "Stream": Stream,
     "StreamContext": lambda stream: contextlib.nullcontext(),
@@ -324,14 +253,12 @@ CUDA: dict[str, Callable[..., Any]] = {
     "get_device_properties": properties,
     "get_rng_state": lambda device="cuda": torch.get_rng_state(),
     "get_rng_state_all": lambda: [torch.get_rng_state()],
-    "graph": capture,
-    "graph_pool_handle": lambda: (0, 0),
     "init": lambda: None,
     "initial_seed": lambda: 0,
     "ipc_collect": lambda: None,
     "is_available": lambda: True,
     "is_bf16_supported": lambda including_emulation=True: True,
-    "is_current_stream_capturing": lambda: bool(captures),
+    "is_current_stream_capturing": lambda: False,
     "is_initialized": lambda: True,
     "manual_seed": lambda seed: None,
     "manual_seed_all": lambda seed: None,

@@ -18,14 +18,7 @@ from realign.engines.network.attention import AttentionContext
 from realign.engines.network.heads import read_body
 from realign.engines.network.images import ImageInputs, ImagePrompt, PromptInput, ids_of
 from realign.engines.network.kernels import CONTEXT
-from realign.engines.network.kv_cache import (
-    DecodeContext,
-    KeptMemory,
-    KeyValues,
-    KVCache,
-    PrefillContext,
-    bytes_per_slot,
-)
+from realign.engines.network.kv_cache import DecodeContext, KeyValues, KVCache, PrefillContext, bytes_per_slot
 from realign.engines.network.recurrence import States
 from realign.engines.network.routers import Routed, Routers
 from realign.functional.packed import cu_seqlens_of, position_ids
@@ -83,10 +76,6 @@ class SlotCache(Protocol):
         """Copy the states of up to `length` tokens in the slots `source_M` to the slots `target_M`."""
         ...
 
-    def release(self) -> None:
-        """See `KVCache.release`."""
-        ...
-
 
 class Decoder(Protocol):
     """Runs a model without its last layer. The state of a text is opaque to rollouts."""
@@ -112,8 +101,8 @@ class Decoder(Protocol):
         """Return the memory of a slot of `length` tokens for states such as `like`, in bytes."""
         ...
 
-    def new_cache(self, like: Any, slots: int, length: int, memory: KeptMemory | None = None) -> SlotCache:
-        """Allocate a cache for states such as `like`, if possible in `memory`."""
+    def new_cache(self, like: Any, slots: int, length: int) -> SlotCache:
+        """Allocate a cache for states such as `like`."""
         ...
 
     def step(self, cache: Any, tokens_B: Tensor, positions_B: Tensor, longest: int) -> Tensor:
@@ -148,8 +137,8 @@ class PackedCache:
         shifts: [slots] int64, `Text.shift`; None if no text has images.
     """
 
-    def __init__(self, like: Text, slots: int, length: int, memory: KeptMemory | None = None) -> None:
-        self.kv = KVCache(like.kv, slots, length, memory)
+    def __init__(self, like: Text, slots: int, length: int) -> None:
+        self.kv = KVCache(like.kv, slots, length)
         self.states = {
             layer: {name: x.new_zeros(slots, *x.shape[1:]) for name, x in states.items()}
             for layer, states in like.states.items()
@@ -198,11 +187,6 @@ class PackedCache:
                 x[target_M] = x[source_M]
         if self.shifts is not None:
             self.shifts[target_M] = self.shifts[source_M]
-
-    def release(self) -> None:
-        """See `SlotCache.release`."""
-        self.kv.release()
-        self.states.clear()
 
 
 class PackedDecoder:
@@ -264,9 +248,9 @@ class PackedDecoder:
         states = sum(x.nbytes for states in like.states.values() for x in states.values())
         return bytes_per_slot(like.kv, length) + states
 
-    def new_cache(self, like: Text, slots: int, length: int, memory: KeptMemory | None = None) -> PackedCache:
+    def new_cache(self, like: Text, slots: int, length: int) -> PackedCache:
         """See `Decoder.new_cache`."""
-        return PackedCache(like, slots, length, memory)
+        return PackedCache(like, slots, length)
 
     def step(self, cache: PackedCache, tokens_B: Tensor, positions_B: Tensor, longest: int) -> Tensor:
         """See `Decoder.step`."""

@@ -1,17 +1,14 @@
 """KV cache for generation, and the attention contexts that write it (prefill) and read it (decoding).
 
-`KeptMemory` is memory that the rollouts of an engine use again, instead of allocating it for each rollout.
-
 Shapes: B rows being decoded (one per slot, from slot 0 without gaps), Hq query heads, Hk key-value heads, D head
 size, P tokens of a prompt. Hk and D may differ between layers.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +19,6 @@ from realign.engines.network.attention import ATTENTION, PackedContext
 from realign.engines.network.kernels import AttentionArgs
 from realign.engines.network.recurrence import RowsForward, States, run_prompts, run_step
 
-T = TypeVar("T")
 KeyValues: TypeAlias = Mapping[int, tuple[Tensor, Tensor]]
 """Keys [Hk, P, D] and values [Hk, P, Dv] of one prompt, by layer."""
 
@@ -36,36 +32,19 @@ class KVCache:
     Memory is committed on first use, as responses grow, since few responses may reach the full length.
     """
 
-    def __init__(self, like: KeyValues, slots: int, length: int, memory: KeptMemory | None = None) -> None:
-        """Allocate the cache, in blocks of `memory` if given; `release` returns them."""
+    def __init__(self, like: KeyValues, slots: int, length: int) -> None:
         self.slots = slots
         self.length = length
-        self._memory = memory
-        self._blocks: dict[tuple[int, int], Tensor] = {}
-        self._layers = {layer: (self._empty(layer, 0, k), self._empty(layer, 1, v)) for layer, (k, v) in like.items()}
+        self._layers = {layer: (self._empty(k), self._empty(v)) for layer, (k, v) in like.items()}
         self._ready = 0
         self._clean = slots  # the first `_clean` slots are initialized up to `_ready`
         self._rows: dict[int, Tensor] = {}
         self._part = (0, 0)
         self._views: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def _empty(self, layer: int, part: int, like: Tensor) -> Tensor:
-        """Return uninitialized memory [slots, Hk, length, D] for the keys (part 0) or values of a layer."""
-        shape = (self.slots, like.shape[0], self.length, like.shape[2])
-        if self._memory is None:
-            return like.new_empty(shape)
-        block = self._memory.take((layer, part), math.prod(shape), like)
-        self._blocks[layer, part] = block
-        return block[: math.prod(shape)].view(shape)
-
-    def release(self) -> None:
-        """Return the blocks to the kept memory, if any. The cache must not be used after that."""
-        if self._memory is not None:
-            for name, block in self._blocks.items():
-                self._memory.give_back(name, block)
-        self._blocks.clear()
-        self._layers.clear()
-        self._views.clear()
+    def _empty(self, like: Tensor) -> Tensor:
+        """Return uninitialized memory [slots, Hk, length, D] for the keys or values of a layer."""
+        return like.new_empty(self.slots, like.shape[0], self.length, like.shape[2])
 
     def __getitem__(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys [slots, Hk, length, D] and values [slots, Hk, length, Dv] of a layer."""
@@ -103,7 +82,7 @@ class KVCache:
         """Grow to more slots or longer slots, keeping their contents."""
         old = self._layers
         self.slots, self.length = slots, length
-        self._layers = {i: (self._empty(i, 0, k[0]), self._empty(i, 1, v[0])) for i, (k, v) in old.items()}
+        self._layers = {i: (self._empty(k[0]), self._empty(v[0])) for i, (k, v) in old.items()}
         for layer, kv in old.items():
             for cache, x in zip(self._layers[layer], kv, strict=True):
                 cache[: self._clean, :, : self._ready] = x[: self._clean, :, : self._ready]
@@ -258,76 +237,3 @@ def _written_out(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, args: AttentionA
         weights = torch.cat([scores, sinks], -1).softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32))
         weights = weights[..., :-1]
     return torch.bmm(weights.to(v.dtype), flat_v).view(rows, heads, group, -1)
-
-
-class KeptMemory:
-    """Memory of joined weights, and blocks of KV caches that no rollout uses.
-
-    Weights have one place each, since all rollouts of an engine use the same weights. A block of a KV cache belongs to
-    one rollout at a time.
-    """
-
-    def __init__(self) -> None:
-        self._weights: dict[Hashable, Tensor] = {}
-        self._blocks: dict[Hashable, list[Tensor]] = {}
-
-    def copied(self, name: Hashable, x: Tensor) -> Tensor:
-        """Copy a tensor into the memory of the last tensor with this name, if that is large enough.
-
-        Args:
-            name: name of the weight.
-            x: a tensor without gaps in memory; the copy has the same strides.
-        """
-        memory = self._weights.get(name)
-        if memory is None or not _fits(memory, x.numel(), x):
-            memory = self._weights[name] = x.new_empty(x.numel())
-        return memory.as_strided(x.size(), x.stride()).copy_(x)
-
-    def take(self, name: Hashable, elements: int, like: Tensor) -> Tensor:
-        """Return an uninitialized block [at least `elements`] that no other rollout uses.
-
-        A block that is too small is replaced.
-
-        Args:
-            name: name of the part of the cache.
-            elements: number of elements.
-            like: tensor with the dtype and the device of the block.
-        """
-        blocks = self._blocks.setdefault(name, [])
-        fitting = [i for i, block in enumerate(blocks) if _fits(block, elements, like)]
-        if fitting:
-            return blocks.pop(min(fitting, key=lambda i: blocks[i].numel()))
-        if blocks:  # the longer block serves later rollouts too, so the short one would only take memory
-            blocks.pop()
-        return like.new_empty(elements)
-
-    def give_back(self, name: Hashable, block: Tensor) -> None:
-        """Return a block from `take`."""
-        self._blocks.setdefault(name, []).append(block)
-
-    def free(self) -> None:
-        """Free all memory that no rollout uses."""
-        self._weights.clear()
-        self._blocks.clear()
-
-    @property
-    def weight_bytes(self) -> int:
-        """Memory of weights, in bytes."""
-        return sum(x.nbytes for x in self._weights.values())
-
-    @property
-    def cache_bytes(self) -> int:
-        """Memory of blocks that no rollout uses, in bytes."""
-        return sum(x.nbytes for blocks in self._blocks.values() for x in blocks)
-
-
-def copied_all(x: T, name: str, memory: KeptMemory) -> T:
-    """Copy the tensors of nested named tuples into kept memory. Other values stay as they are."""
-    if isinstance(x, Tensor):
-        return memory.copied(name, x)  # type: ignore[return-value]
-    fields: tuple[str, ...] = getattr(x, "_fields", ())
-    return type(x)(*(copied_all(getattr(x, field), f"{name}.{field}", memory) for field in fields)) if fields else x
-
-
-def _fits(memory: Tensor, elements: int, like: Tensor) -> bool:
-    return memory.numel() >= elements and memory.dtype == like.dtype and memory.device == like.device

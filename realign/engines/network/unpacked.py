@@ -30,7 +30,6 @@ from realign.engines.device import full_fp32
 from realign.engines.network.attention import ATTENTION, use_attention
 from realign.engines.network.heads import read_body
 from realign.engines.network.images import PromptInput, ids_of
-from realign.engines.network.kv_cache import KeptMemory
 from realign.engines.network.passes import SHORTEST, rewrites_rope, similar_lengths
 from realign.errors import ConfigError
 
@@ -206,10 +205,6 @@ class GroupedCache:
         for source, target in zip(source_M.tolist(), target_M.tolist(), strict=True):
             self._at[target] = self._at[source]
 
-    def release(self) -> None:
-        """See `SlotCache.release`."""
-        self._at.clear()
-
     def groups(self, rows: int) -> Iterator[tuple[ResponseGroup, list[int]]]:
         """Yield each group of the first `rows` slots, and the slots of its members in order.
 
@@ -312,8 +307,8 @@ class OwnCache:
         parts = _tensors(like.past)
         return 8 * length + sum(x.nbytes * (length if tokens in x.shape[1:] else tokens) // tokens for x in parts)
 
-    def new_cache(self, like: ResponseGroup, slots: int, length: int, memory: KeptMemory | None = None) -> GroupedCache:
-        """See `Decoder.new_cache`. Groups do not use kept memory."""
+    def new_cache(self, like: ResponseGroup, slots: int, length: int) -> GroupedCache:
+        """See `Decoder.new_cache`."""
         return GroupedCache(slots, length)
 
     def step(self, cache: GroupedCache, tokens_B: Tensor, positions_B: Tensor, longest: int) -> Tensor:

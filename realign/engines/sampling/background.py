@@ -32,7 +32,8 @@ from realign.engines.network.images import PromptInput, followed_by
 from realign.engines.sampling.decode import PREFILL_TOKENS, Responses, Rollout, RowEntry, Stopping
 from realign.engines.sampling.draw import response_keys
 from realign.engines.sampling.generate import check_logprobs, checked_prompts, packed
-from realign.engines.sampling.rollout_model import Cores, DecodableEngine, RolloutModel, RolloutResources
+from realign.engines.sampling.in_process import InProcessSampling
+from realign.engines.sampling.rollout_model import Cores, DecodableEngine, RolloutModel
 from realign.errors import ConfigError
 from realign.functional.logprobs import LMHead
 
@@ -304,7 +305,6 @@ class DecodingLoop:
                 self._asleep = True
             for stream in self.streams:
                 stream.free_cache()
-            self._engine.free_kept_memory()
 
         self.between_steps(free)
 
@@ -397,10 +397,7 @@ class DecodingLoop:
         return bool(self._running or self._calls)
 
     def _drop_finished(self) -> None:
-        """Drop rollouts without unfinished responses, and release their KV caches."""
-        for running in self._running:
-            if not running.calls:
-                running.stream.release()
+        """Drop rollouts without unfinished responses."""
         self._running = [running for running in self._running if running.calls]
 
     def _begin(self, call: SamplingCall) -> None:
@@ -419,13 +416,13 @@ class DecodingLoop:
         decoder, head = self._prepared(config, reach)
         weight, engine = head.weight_VH, self._engine
         stopping = Stopping(config, engine.capabilities().eos_token_ids, engine.tokenizer, len(weight), weight.device)
-        return Stream(decoder, head, config, stopping, engine.resources, reach=reach, version=self.version)
+        return Stream(decoder, head, config, stopping, engine.sampling, reach=reach, version=self.version)
 
     def _prepared(self, config: GenerationConfig, length: int) -> tuple[Decoder, LMHead]:
         engine = self._engine
         with engine.network.autocast():
             model = RolloutModel.of(engine.network, engine.module, config, engine.fusion)
-            return model.prepared(length, self._cores, engine.resources)
+            return model.prepared(length, self._cores)
 
 
 @dataclass(eq=False)
@@ -496,7 +493,7 @@ class Stream(Rollout):
         head: LMHead,
         config: GenerationConfig,
         stopping: Stopping,
-        resources: RolloutResources,
+        sampling: InProcessSampling,
         *,
         reach: int,
         version: int,
@@ -508,11 +505,11 @@ class Stream(Rollout):
             head: last layer of the model.
             config: sampling settings.
             stopping: stop conditions.
-            resources: settings of the sampler, and the memory for the KV cache, see `Rollout`.
+            sampling: settings of the sampler, see `Rollout`.
             reach: positions that the decoder supports.
             version: policy version of the weights.
         """
-        super().__init__(decoder, head, config, stopping, resources)
+        super().__init__(decoder, head, config, stopping, sampling)
         self.reach = reach
         """Positions that the decoder supports."""
         self.version = version
@@ -585,7 +582,7 @@ class Stream(Rollout):
         self.waiting.forget_prefills()
         if self.cache is not None:
             self._freed = (self.cache.slots, self.cache.length)
-            self.release()
+            self.cache = None
 
     def fill_cache(self) -> None:
         """Allocate the KV cache that `free_cache` freed, and recompute its contents."""
@@ -631,7 +628,7 @@ class Stream(Rollout):
             _, states = self.decoder.prefill(texts[first:last])
             for row, state in enumerate(states, first):
                 if self.cache is None:
-                    self.cache = self.decoder.new_cache(state, *self._freed, self.resources.memory)
+                    self.cache = self.decoder.new_cache(state, *self._freed)
                 self.cache.fill(row, row + 1, state)
             first = last
 

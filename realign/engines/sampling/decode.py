@@ -25,7 +25,7 @@ from realign.engines.device import free_bytes
 from realign.engines.network.decoder import DTYPE, Decoder, SlotCache
 from realign.engines.network.images import PromptInput
 from realign.engines.sampling.draw import sample, uniforms
-from realign.engines.sampling.rollout_model import RolloutResources
+from realign.engines.sampling.in_process import InProcessSampling
 from realign.errors import ConfigError
 from realign.functional.logprobs import LMHead
 
@@ -83,7 +83,7 @@ class Rollout:
         head: LMHead,
         config: GenerationConfig,
         stopping: Stopping,
-        resources: RolloutResources,
+        sampling: InProcessSampling,
     ) -> None:
         """Start without sequences.
 
@@ -92,8 +92,8 @@ class Rollout:
             head: last layer of the model.
             config: sampling settings.
             stopping: stop conditions.
-            resources: settings of the sampler, and the memory for the KV cache. `sync_every` is 1 with stop strings,
-                with recorded experts, and for decoders that read rows on the host.
+            sampling: settings of the sampler. `sync_every` is 1 with stop strings, with recorded experts, and for
+                decoders that read rows on the host.
         """
         self.decoder = decoder
         self.head = head
@@ -106,11 +106,10 @@ class Rollout:
         self.waiting = WaitingQueue()
         self.active = 0
         self.slots = 0
-        self.resources = resources
+        self.sampling = sampling
         default = 1 if self.device.type == "cpu" else SYNC_EVERY
-        settings = resources.settings
-        self.sync_every = 1 if stopping.strings or decoder.reads_rows or width else settings.sync_every or default
-        self.most_slots = settings.max_slots
+        self.sync_every = 1 if stopping.strings or decoder.reads_rows or width else sampling.sync_every or default
+        self.most_slots = sampling.max_slots
         self.longest_prompt = 0
         self.finished: list[Tensor] = []
         """Finished sequences, as rows of `responses`."""
@@ -163,12 +162,6 @@ class Rollout:
         while self.busy:
             self.advance()
         return self.responses
-
-    def release(self) -> None:
-        """Return the KV cache to the kept memory, or free it. Decoding is not allowed after that."""
-        if self.cache is not None:
-            self.cache.release()
-            self.cache = None
 
     def advance(self) -> None:
         """Start waiting sequences, or sample up to `sync_every` tokens for each active sequence."""
@@ -225,23 +218,16 @@ class Rollout:
         length = self.longest_prompt + self.config.max_new_tokens
         if self.cache is None:
             like = self.waiting.prefilled_state()  # only a prefill shows which layers keep what, and in which dtype
-            if self.resources.settings.max_slots is None:
-                limit = self._cache_bytes()
+            if self.sampling.max_slots is None:
+                limit = cache_bytes(self.device, self.sampling.cache_fraction)
                 self.most_slots = max(1, limit // self.decoder.bytes_per_slot(like, length))
                 self.slots = min(self.slots, self.most_slots)
-            self.cache = self.decoder.new_cache(like, self.slots, length, self.resources.memory)
+            self.cache = self.decoder.new_cache(like, self.slots, length)
         elif length > self.cache.length or self.slots > self.cache.slots:
             self.cache.resize(max(self.slots, self.cache.slots), max(length, self.cache.length))
         if self.slots > self.rows.shape[1]:
             self.rows = F.pad(self.rows, (0, self.slots - self.rows.shape[1]))
         return self.cache
-
-    def _cache_bytes(self) -> int:
-        """Return the memory for the KV cache; kept blocks that it replaces count as free."""
-        fraction, memory = self.resources.settings.cache_fraction, self.resources.memory
-        if memory is None or self.device.type != "cuda":
-            return cache_bytes(self.device, fraction)
-        return cache_bytes(self.device, fraction, free_bytes(self.device) + memory.cache_bytes)
 
     def _step(self, *, some_ended: bool) -> None:
         """Run one decode step: feed the newest token of every row, and sample the next one.

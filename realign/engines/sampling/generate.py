@@ -22,12 +22,8 @@ from realign.api.sample import PIXELS, SequenceSample
 from realign.engines.network.images import CURE, NO_IMAGES, ImageInputs, ImagePrompt, PromptInput, prompts_with_images
 from realign.engines.sampling.decode import Responses, Rollout, Stopping
 from realign.engines.sampling.draw import response_keys
-from realign.engines.sampling.rollout_model import (
-    RolloutModel,
-    RolloutResources,
-    one_core_for_small_products,
-    positions_of,
-)
+from realign.engines.sampling.in_process import InProcessSampling
+from realign.engines.sampling.rollout_model import RolloutModel, one_core_for_small_products, positions_of
 from realign.errors import ConfigError, DataError, RunError
 from realign.functional.packed import cu_seqlens_of, position_ids, sequence_index
 
@@ -39,7 +35,7 @@ def generate(
     model: RolloutModel,
     data: SequenceSample,
     config: GenerationConfig,
-    resources: RolloutResources,
+    sampling: InProcessSampling,
     *,
     seed: int,
     eos_token_ids: Sequence[int],
@@ -55,7 +51,7 @@ def generate(
         model: the model.
         data: batch with the key `prompt_ids`, one non-empty sequence per id, and the images of the prompts, if any.
         config: sampling settings; the model's own generation settings are ignored.
-        resources: settings of the sampler, and the memory that rollouts share.
+        sampling: settings of the sampler.
         seed: seed of this call.
         eos_token_ids: the model's end tokens, used if `config.stop_token_ids` is None.
         tokenizer: decodes responses for `config.stop_strings`; otherwise unused.
@@ -81,11 +77,10 @@ def generate(
     with ExitStack() as stack:
         stack.enter_context(_evaluating(model.module))
         cores = stack.enter_context(one_core_for_small_products(model.module))
-        decoder, head = model.prepared(length, cores, resources)
+        decoder, head = model.prepared(length, cores)
         device = head.weight_VH.device
         stopping = Stopping(config, eos_token_ids, tokenizer, len(head.weight_VH), device)
-        rollout = Rollout(decoder, head, config, stopping, resources)
-        stack.callback(rollout.release)
+        rollout = Rollout(decoder, head, config, stopping, sampling)
         sequences_S = rollout.add([p.to(device) for p in prompts], response_keys(seed, data.ids, config.n))
         responses = rollout.run()
     out = packed(data, responses, config.n)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-import torch
 from typing_extensions import override
 
 from realign.api.in_process_sampler import IN_PROCESS
@@ -31,13 +30,6 @@ class InProcessSampling(SamplerSpec):
     """Decode steps after which the host reads which responses have ended; null: 8 on an accelerator, 1 on a CPU. In
     between, steps start without waiting for the device, and responses that have ended occupy their slots. Samples do
     not depend on it. Rollouts with stop strings or router_replay use 1."""
-    keep_memory: bool = False
-    """Keep the memory of the KV cache and of the joined weights between rollouts, so that they have the same addresses
-    and are not allocated again. Training then has less memory. Ignored by models that cannot run packed."""
-    cuda_graphs: bool = False
-    """Capture decode steps as CUDA graphs. Requires a CUDA device and keep_memory=true. Steps of models that are not
-    fused, for example with adapters, of models that read images, and with router_replay are not captured. Tested with
-    fake graphs on a CPU, never on a GPU."""
     compiled_decode: CompiledDecode = CompiledDecode.auto
     """Whether decode steps on a CPU run in a library that the first rollout compiles and caches: auto | on | off. auto
     uses torch if no C++ compiler is installed; on raises an error then."""
@@ -46,14 +38,8 @@ class InProcessSampling(SamplerSpec):
         """See `SamplerSpec.check`.
 
         Raises:
-            ConfigError: `compiled_decode=on`, but the library cannot be built; or `cuda_graphs` lacks what it requires.
+            ConfigError: `compiled_decode=on`, but the library cannot be built.
         """
-        if self.cuda_graphs and not torch.cuda.is_available():
-            raise ConfigError(f"{where}.cuda_graphs=true: torch finds no CUDA device. Set cuda_graphs=false.")
-        if self.cuda_graphs and not self.keep_memory:
-            raise ConfigError(
-                f"{where}.cuda_graphs=true: CUDA graphs need memory with fixed addresses. Set {where}.keep_memory=true."
-            )
         if self.compiled_decode is not CompiledDecode.on:
             return
         if isinstance(library := load_library(), LibraryError):

@@ -1,10 +1,10 @@
-"""`RolloutModel`: the decoder that rollouts build from the current weights, their memory, and the cores they use."""
+"""`RolloutModel`: the decoder that rollouts build from the current weights, and the cores they use."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,15 +16,12 @@ from realign.engines.network.attention import AttentionContext
 from realign.engines.network.decoder import Decoder, ModuleTrunk, PackedDecoder, Trunk
 from realign.engines.network.heads import read_head
 from realign.engines.network.images import ImageInputs
-from realign.engines.network.kv_cache import KeptMemory
 from realign.engines.network.network import Network
 from realign.engines.network.routers import Routers
 from realign.engines.network.unpacked import OwnCache
-from realign.engines.sampling.captured_steps import CapturedDecoder, CapturedSteps, CudaGraphs
-from realign.engines.sampling.compiled.fused_layers import FusedTrunk, for_few_rows
+from realign.engines.sampling.compiled.fused_layers import for_few_rows
 from realign.engines.sampling.compiled.fusion import Fusion
 from realign.engines.sampling.in_process import InProcessSampling
-from realign.errors import ConfigError
 from realign.functional.logprobs import LMHead
 
 SMALL_PRODUCT = 2**23
@@ -46,12 +43,8 @@ class DecodableEngine(PipelinableEngine):
     """Device of the weights."""
     fusion: Fusion | None
     """Runs the layers with fewer operators where possible; None if the model or its settings exclude it."""
-    resources: RolloutResources
-    """Settings of the sampler, and the memory that rollouts share."""
-
-    def free_kept_memory(self) -> None:
-        """Free the memory that is kept between rollouts, if any, and the captured steps that use it."""
-        self.resources.free()
+    sampling: InProcessSampling
+    """Settings of the sampler."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,15 +90,14 @@ class RolloutModel:
             routers=network.recorded_routers(config, module),
         )
 
-    def prepared(self, length: int, cores: Cores, resources: RolloutResources) -> tuple[Decoder, LMHead]:
+    def prepared(self, length: int, cores: Cores) -> tuple[Decoder, LMHead]:
         """Build decoder and head of a rollout from the current weights, which are cast and joined once for all steps.
 
         Args:
             length: number of positions to support.
             cores: limits small products to one core.
-            resources: memory for the copies of the weights.
         """
-        head, memory, captured = self.head, resources.memory, resources.captured
+        head = self.head
         device = next(self.module.parameters()).device
         dtype = torch.float32
         if torch.is_autocast_enabled(device.type):
@@ -115,49 +107,9 @@ class RolloutModel:
             return self.own_cache, head
         if self.fusion is None:
             return PackedDecoder(cores.saved_by(ModuleTrunk(self.module)), self.routers, self.images), head
-        trunk, weight_VH = self.fusion.trunk(length, dtype, memory), for_few_rows(head.weight_VH.detach())
-        if memory is not None:
-            weight_VH = memory.copied("head", weight_VH)
-        head = replace(head, weight_VH=weight_VH)
-        plain = self.routers is None and self.images is None
-        if captured is not None and plain and isinstance(trunk, FusedTrunk):
-            return CapturedDecoder(trunk, captured), head
+        trunk = self.fusion.trunk(length, dtype)
+        head = replace(head, weight_VH=for_few_rows(head.weight_VH.detach()))
         return PackedDecoder(cores.saved_by(trunk), self.routers, self.images), head
-
-
-@dataclass(frozen=True)
-class RolloutResources:
-    """Settings of the in-process sampler of an engine, and the memory that its rollouts share."""
-
-    settings: InProcessSampling = field(default_factory=InProcessSampling)
-    memory: KeptMemory | None = None
-    """Memory for weights and KV cache that is kept between rollouts; None allocates it for each rollout."""
-    captured: CapturedSteps | None = None
-    """Captured decode steps, which require `memory`; None launches each operator."""
-
-    @classmethod
-    def of(cls, name: str, settings: InProcessSampling, device: torch.device) -> RolloutResources:
-        """Return the resources of the model of a role.
-
-        Args:
-            name: the role, for messages.
-            settings: settings of its sampler.
-            device: device of its weights.
-
-        Raises:
-            ConfigError: `cuda_graphs` requires another device, or memory that is kept.
-        """
-        if settings.cuda_graphs and (device.type != "cuda" or not settings.keep_memory):
-            raise ConfigError(f"models.{name}.sampler.cuda_graphs=true: requires device=cuda and keep_memory=true.")
-        memory = KeptMemory() if settings.keep_memory else None
-        return cls(settings, memory, CapturedSteps(CudaGraphs()) if settings.cuda_graphs else None)
-
-    def free(self) -> None:
-        """Free the memory that is kept between rollouts, if any, and the captured steps that use it."""
-        if self.captured is not None:
-            self.captured.clear()
-        if self.memory is not None:
-            self.memory.free()
 
 
 class Cores:

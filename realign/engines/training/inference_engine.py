@@ -23,7 +23,7 @@ from realign.engines.network.output import ScalarHead
 from realign.engines.network.passes import Layout, Passes, side_by_side
 from realign.engines.sampling.compiled.fusion import Fusion
 from realign.engines.sampling.in_process import InProcessSampling
-from realign.engines.sampling.rollout_model import DecodableEngine, RolloutModel, RolloutResources, positions_of
+from realign.engines.sampling.rollout_model import DecodableEngine, RolloutModel, positions_of
 from realign.engines.training.weights import check_weights, mix_into, named_weights, shapes_of
 from realign.errors import ConfigError
 from realign.functional.logprobs import LMHead
@@ -40,7 +40,7 @@ class InferenceEngine(DecodableEngine):
         self.value_head = network.value_head
         self.device = network.device
         self.tokenizer = tokenizer
-        self.resources = RolloutResources.of(name, sampling, self.device)
+        self.sampling = sampling
         self.fusion = Fusion(network.rollout_module, sampling.compiled_decode) if network.fuses else None
         self._seed = seed
 
@@ -156,7 +156,7 @@ class InferenceEngine(DecodableEngine):
                 model,
                 data,
                 config,
-                self.resources,
+                self.sampling,
                 seed=seed,
                 eos_token_ids=self._eos_token_ids(),
                 tokenizer=self.tokenizer,

@@ -62,20 +62,13 @@ class Offload:
     No computation may use them between `leave` and `come_back`. On a CPU both methods do nothing.
     """
 
-    def __init__(self, resident: Callable[[], Iterable[Tensor]], free: Callable[[], None] = lambda: None) -> None:
-        """Set the functions that `leave` calls.
-
-        Args:
-            resident: lists the tensors to move, such as `TransformersEngine.resident`.
-            free: frees memory that need not move, such as `TransformersEngine.free_kept_memory`.
-        """
+    def __init__(self, resident: Callable[[], Iterable[Tensor]]) -> None:
+        """Set the function that lists the tensors to move, such as `TransformersEngine.resident`."""
         self._resident = resident
-        self._free = free
         self._away: list[tuple[Tensor, torch.device]] = []
 
     def leave(self) -> None:
         """Move all tensors to the host."""
-        self._free()
         for x in {id(x): x for x in self._resident()}.values():
             if x.device.type != "cpu":
                 self._away.append((x, x.device))
@@ -113,8 +106,7 @@ class Host:
             self._models[role] = model
             engine = self._engine(role)
             if role in offload:
-                own = self._transformers(role)
-                self._away[role] = Offload(own.resident, own.free_kept_memory)
+                self._away[role] = Offload(self._transformers(role).resident)
                 self._away[role].leave()
             loaded[role] = Loaded(
                 # no copy of the head follows training, and workers read no images

@@ -20,7 +20,7 @@ from realign.engines.sampling.in_process import InProcessSampling
 from realign.errors import ConfigError, DataError
 from realign.testing import SAMPLER_CHECKS, BigramEngine, check_sampler
 from tests.engines.sampling.rollouts import numbered_prompts, other_engine
-from tests.tiny import resources, tiny_engine, tiny_model
+from tests.tiny import tiny_engine, tiny_model
 
 CONFIG = GenerationConfig(n=2, max_new_tokens=24)
 
@@ -422,7 +422,7 @@ def prompt(i, length=3):
 def stream_of(model, config=CONFIG, version=0, max_slots=None):
     head = read_head(model)
     stopping = Stopping(config, [EOS], None, len(head.weight_VH), torch.device("cpu"))
-    decoder, settings = PackedDecoder(ModuleTrunk(model)), resources(max_slots=max_slots)
+    decoder, settings = PackedDecoder(ModuleTrunk(model)), InProcessSampling(max_slots=max_slots)
     return Stream(decoder, head, config, stopping, settings, reach=128, version=version)
 
 

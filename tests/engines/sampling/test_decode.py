@@ -21,7 +21,7 @@ from realign.engines.sampling.generate import generate
 from realign.engines.sampling.in_process import InProcessSampling
 from realign.engines.sampling.rollout_model import RolloutModel
 from tests.engines.sampling.rollouts import UNTIED, prompts, responses, sample_of
-from tests.tiny import VOCAB, resources, tiny_engine, tiny_model, tiny_tokenizer
+from tests.tiny import VOCAB, tiny_engine, tiny_model, tiny_tokenizer
 
 STOPS = tuple(range(2, 8))
 
@@ -31,7 +31,7 @@ def rollout(model: Any, sync_every: int, *, fused: bool = True, max_slots: int |
         RolloutModel(model, read_head(model), fusion=Fusion(model, CompiledDecode.off) if fused else None),
         sample_of(prompts()),
         GenerationConfig(**{"max_new_tokens": 24, "n": 3, "temperature": 0.8} | config),
-        resources(max_slots=max_slots, sync_every=sync_every),
+        InProcessSampling(max_slots=max_slots, sync_every=sync_every),
         seed=0,
         eos_token_ids=STOPS,
         tokenizer=tiny_tokenizer(),
@@ -143,7 +143,7 @@ def test_decode_steps_do_not_wait_for_the_device_and_the_end_of_a_block_does(set
     decoder = Fusion(model, CompiledDecode.off).trunk(60, torch.float32)
     config = GenerationConfig(n=1, max_new_tokens=40, **settings)
     stopping = Stopping(config, STOPS, None, VOCAB, torch.device("cpu"))
-    run = Rollout(PackedDecoder(decoder), read_head(model), config, stopping, resources(sync_every=20))
+    run = Rollout(PackedDecoder(decoder), read_head(model), config, stopping, InProcessSampling(sync_every=20))
     run.add(prompts(), torch.arange(4))
     run.advance()
     with Synchronizations() as steps:
@@ -161,11 +161,13 @@ def test_stop_strings_and_models_that_run_unpacked_synchronize_at_every_step() -
     decoder = tiny_engine("bloom").network.own_cache
     for chosen, model_decoder in ((config, tiny_packed(model)), (GenerationConfig(), decoder)):
         stopping = Stopping(chosen, STOPS, tiny_tokenizer(), VOCAB, device)
-        assert Rollout(model_decoder, read_head(model), chosen, stopping, resources(sync_every=7)).sync_every == 1
+        assert (
+            Rollout(model_decoder, read_head(model), chosen, stopping, InProcessSampling(sync_every=7)).sync_every == 1
+        )
     config = GenerationConfig()
     stopping = Stopping(config, STOPS, None, VOCAB, device)
     for every, want in ((7, 7), (None, 1)):
-        found = Rollout(tiny_packed(model), read_head(model), config, stopping, resources(sync_every=every))
+        found = Rollout(tiny_packed(model), read_head(model), config, stopping, InProcessSampling(sync_every=every))
         assert found.sync_every == want
 
 

@@ -15,8 +15,9 @@ from realign.engines.network.heads import read_head
 from realign.engines.sampling import draw as sampling
 from realign.engines.sampling.draw import GAMMA, draw, most_likely, product_of_ones, response_keys, sample, uniforms
 from realign.engines.sampling.generate import generate
+from realign.engines.sampling.in_process import InProcessSampling
 from realign.engines.sampling.rollout_model import RolloutModel
-from tests.tiny import resources, tiny_model
+from tests.tiny import tiny_model
 
 MASK = 2**64 - 1
 
@@ -74,7 +75,9 @@ def sampled(model, ids, max_slots=None, **config):
     data = SequenceSample.from_sequences(ids, {"prompt_ids": [[prompts[i]] for i in ids]})
     settings = GenerationConfig(n=3, max_new_tokens=20, **config)
     whole = RolloutModel(model, read_head(model))
-    out = generate(whole, data, settings, resources(max_slots=max_slots), seed=5, eos_token_ids=[1], tokenizer=None)
+    out = generate(
+        whole, data, settings, InProcessSampling(max_slots=max_slots), seed=5, eos_token_ids=[1], tokenizer=None
+    )
     return {i: [x.tolist() for x in one.sequences()] for i, one in zip(ids, out.unpack(), strict=True)}
 
 

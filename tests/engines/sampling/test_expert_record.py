@@ -11,7 +11,8 @@ from realign.engines.network.heads import read_head
 from realign.engines.sampling.background import Stream, StreamingEngine
 from realign.engines.sampling.decode import Stopping
 from realign.engines.sampling.draw import response_keys
-from tests.tiny import resources, tiny_engine
+from realign.engines.sampling.in_process import InProcessSampling
+from tests.tiny import tiny_engine
 
 CONFIG = GenerationConfig(n=2, max_new_tokens=12, fixed_length=True, router_replay=True)
 
@@ -41,7 +42,7 @@ def test_tokens_keep_the_choices_of_the_weights_that_read_them_first(recompute, 
     old, new, ids = moe_engine(), moe_engine(seed=7), range(4)
     head = read_head(old.module)
     stopping = Stopping(CONFIG, [1], None, len(head.weight_VH), torch.device("cpu"))
-    stream = Stream(decoder_of(old), head, CONFIG, stopping, resources(max_slots=slots), reach=32, version=0)
+    stream = Stream(decoder_of(old), head, CONFIG, stopping, InProcessSampling(max_slots=slots), reach=32, version=0)
     given = list(prompts(ids).sequences("prompt_ids"))
     sequences_S = stream.add(given, response_keys(0, ids, 2))
     for _ in range(6):

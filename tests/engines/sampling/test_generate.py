@@ -17,7 +17,7 @@ from realign.engines.sampling.rollout_model import RolloutModel
 from realign.errors import ConfigError, DataError, RunError
 from realign.functional.logprobs import LMHead
 from tests.engines.sampling.rollouts import LENGTHS, UNTIED, prompts, responses, same, sample_of
-from tests.tiny import FAMILIES, OTHERS, VOCAB, resources, tiny_engine, tiny_model, tiny_tokenizer
+from tests.tiny import FAMILIES, OTHERS, VOCAB, tiny_engine, tiny_model, tiny_tokenizer
 
 EOS = 2
 
@@ -29,7 +29,7 @@ def rollout(model, prompt_list=None, *, seed=0, eos=(EOS,), tokenizer=None, max_
         RolloutModel(model, read_head(model)),
         data,
         config,
-        resources(max_slots=max_slots),
+        InProcessSampling(max_slots=max_slots),
         seed=seed,
         eos_token_ids=eos,
         tokenizer=tokenizer,
@@ -156,7 +156,7 @@ def test_only_the_prompts_of_the_data_are_used():
     data = sample_of(prompts()).with_metadata(row=[1, 2, 3, 4])
     model = tiny_model()
     whole, config = RolloutModel(model, LMHead(model.lm_head.weight)), GenerationConfig(max_new_tokens=2)
-    out = generate(whole, data, config, resources(), seed=0, eos_token_ids=[], tokenizer=None)
+    out = generate(whole, data, config, InProcessSampling(), seed=0, eos_token_ids=[], tokenizer=None)
     assert "row" not in out
     assert "prompt_ids" not in out
 
@@ -360,9 +360,9 @@ def test_bad_prompts_are_named():
     common = {"seed": 0, "eos_token_ids": [], "tokenizer": None}
     whole = RolloutModel(model, LMHead(model.lm_head.weight))
     with pytest.raises(ValueError, match="'x' has 2 sequences of 'prompt_ids'"):
-        generate(whole, two, GenerationConfig(), resources(), **common)
+        generate(whole, two, GenerationConfig(), InProcessSampling(), **common)
     with pytest.raises(ValueError, match="no packed key 'prompt_ids'"):
-        generate(whole, two.rename({"prompt_ids": "x"}), GenerationConfig(), resources(), **common)
+        generate(whole, two.rename({"prompt_ids": "x"}), GenerationConfig(), InProcessSampling(), **common)
 
 
 def test_too_many_positions_are_refused_with_both_numbers():

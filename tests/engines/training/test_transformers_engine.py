@@ -20,7 +20,6 @@ from realign.api import (
 from realign.engines import OptimizerSpec, Schedule
 from realign.engines.sampling.compiled import fusion
 from realign.engines.sampling.in_process import InProcessSampling
-from realign.engines.sampling.rollout_model import RolloutResources
 from realign.engines.training.transformers_engine import TransformersEngine
 from realign.errors import RunError
 from realign.interfaces.components import Constant, SeqMeanTokenMean, SeqMeanTokenSum, TokenMean
@@ -615,14 +614,14 @@ def test_metrics_of_several_steps_merge():
 def test_generate_passes_on_the_engines_tokens_and_precision(monkeypatch):
     seen = {}
 
-    def fake(model, data, config, resources, *, seed, eos_token_ids, tokenizer):
-        seen.update(images=model.images, routers=model.routers, resources=resources, seed=seed, eos=eos_token_ids)
+    def fake(model, data, config, sampling, *, seed, eos_token_ids, tokenizer):
+        seen.update(images=model.images, routers=model.routers, sampling=sampling, seed=seed, eos=eos_token_ids)
         seen.update(grad=torch.is_grad_enabled(), training=model.module.training)
         seen.update(autocast=torch.is_autocast_enabled("cpu"), head=model.head.weight_VH)
         return data
 
     monkeypatch.setattr("realign.engines.sampling.generate.generate", fake)
-    sampling = InProcessSampling(max_slots=5, cache_fraction=0.25, sync_every=3, keep_memory=True)
+    sampling = InProcessSampling(max_slots=5, cache_fraction=0.25, sync_every=3)
     engine = tiny_engine(optimizer=STEP, dtype=torch.bfloat16, sampling=sampling)
     engine.module.generation_config.eos_token_id = [7, 5]
     engine.module.generation_config.repetition_penalty = 1.3
@@ -632,13 +631,12 @@ def test_generate_passes_on_the_engines_tokens_and_precision(monkeypatch):
         "seed": 3,
         "images": None,
         "routers": None,
-        "resources": RolloutResources(sampling, engine.resources.memory),
+        "sampling": sampling,
         "eos": (2, 5, 7),
         "grad": False,
         "training": False,
         "autocast": True,
         "head": engine.head.weight_VH,
     }
-    assert engine.resources.memory is not None
     with pytest.raises(ValueError, match="a model with a scalar head cannot generate"):
         tiny_engine("llama", model={"head": "score"}).generate(data, None, seed=0)

@@ -24,7 +24,7 @@ from realign.engines.device import free_bytes, full_fp32
 from realign.engines.network.attention import PackedContext
 from realign.engines.network.decoder import ModuleTrunk, Trunk
 from realign.engines.network.kernels import AttentionArgs
-from realign.engines.network.kv_cache import DecodeContext, KeptMemory, KVCache, PrefillContext, copied_all
+from realign.engines.network.kv_cache import DecodeContext, KVCache, PrefillContext
 from realign.engines.sampling.compiled.fused_layers import FusedLayer, FusedTrunk, Linear, RMSNorm, for_few_rows
 from realign.engines.sampling.compiled.library import CompiledDecode, LibraryError, load_library
 from realign.engines.sampling.compiled.trunk import CompiledTrunk, check_supported
@@ -106,18 +106,17 @@ class Fusion:
             raise
 
     @torch.no_grad()
-    def trunk(self, length: int, dtype: torch.dtype, memory: KeptMemory | None = None) -> Trunk:
+    def trunk(self, length: int, dtype: torch.dtype) -> Trunk:
         """Return the trunk for a rollout with the current weights: a fused one if possible, else the modules.
 
         Args:
             length: number of positions to support.
             dtype: dtype of matrix products.
-            memory: kept memory for the copies of the weights; None allocates it.
         """
         try:
             if self._args is None:
                 self._args = self._compared()
-            trunk = self.path.fastest(_read(self._model, self._args, length, dtype, memory))
+            trunk = self.path.fastest(_read(self._model, self._args, length, dtype))
             self.obstacle = None
             return trunk
         except _Unknown as error:
@@ -321,9 +320,7 @@ def _check_plain(module: nn.Module, kind: type[nn.Module]) -> None:
         raise _Unknown(f"a layer is {description} instead of a plain float32 {kind.__name__} (an adapter or a cast)")
 
 
-def _read(
-    model: Any, args: list[AttentionArgs], length: int, dtype: torch.dtype, memory: KeptMemory | None = None
-) -> FusedTrunk:
+def _read(model: Any, args: list[AttentionArgs], length: int, dtype: torch.dtype) -> FusedTrunk:
     """Copy and join the weights into a `FusedTrunk`.
 
     Raises:
@@ -332,7 +329,7 @@ def _read(
     base = model.base_model
     if any(m._forward_hooks or m._forward_pre_hooks for m in base.modules()):
         raise _Unknown("a module has forward hooks")
-    _check_memory(base.layers, dtype, 0 if memory is None else memory.weight_bytes)
+    _check_memory(base.layers, dtype)
     device = next(model.parameters()).device
     cos, sin = base.rotary_emb(base.embed_tokens.weight[:1], torch.arange(length, device=device)[None])
     attention = base.layers[0].self_attn
@@ -342,25 +339,19 @@ def _read(
     turns[:, 0, :half] = torch.complex(cos[0, :, :half].float(), sin[0, :, :half].float())
     order = torch.arange(attention.head_dim, device=device)
     order[: 2 * half] = order[: 2 * half].view(2, half).t().flatten()
-    embedding, norm = base.embed_tokens.weight.detach(), _norm(base.norm)
-    layers = []
-    for i, (layer, a) in enumerate(zip(base.layers, args, strict=True)):
-        read = _read_layer(layer, a, order, dtype)
-        layers.append(read if memory is None else copied_all(read, f"layer {i}", memory))
-    if memory is not None:
-        norm, turns = copied_all(norm, "norm", memory), memory.copied("turns", turns)
-    return FusedTrunk(embedding, layers, norm, turns)
+    layers = [_read_layer(layer, a, order, dtype) for layer, a in zip(base.layers, args, strict=True)]
+    return FusedTrunk(base.embed_tokens.weight.detach(), layers, _norm(base.norm), turns)
 
 
-def _check_memory(layers: Iterable[nn.Module], dtype: torch.dtype, kept: int) -> None:
-    """Check that the copies of the weights fit, of which memory of `kept` bytes exists already."""
+def _check_memory(layers: Iterable[nn.Module], dtype: torch.dtype) -> None:
+    """Check that the copies of the weights fit."""
     weights = [p for layer in layers for p in layer.parameters()]
     copied = sum(p.numel() for p in weights) * dtype.itemsize
     device = weights[0].device
     limit, name = CPU_BYTES, f"the limit of {CPU_BYTES}"
     if device.type == "cuda":  # without the number, which differs in each rollout
         limit, name = free_bytes(device) // 4, "a quarter of the free memory"
-    if copied - kept > limit:
+    if copied > limit:
         raise _Unknown(f"copies of the weights need {copied} bytes, more than {name}")
 
 

@@ -8,9 +8,9 @@ from realign.api import GenerationConfig
 from realign.engines.network.heads import read_head
 from realign.engines.sampling.compiled.library import COMPILERS, find_compiler
 from realign.engines.sampling.generate import generate
+from realign.engines.sampling.in_process import InProcessSampling
 from realign.engines.sampling.rollout_model import RolloutModel
 from tests.engines.sampling.rollouts import prompts, sample_of
-from tests.tiny import resources
 
 requires_compiler = pytest.mark.skipif(
     find_compiler() is None, reason=f"no C++ compiler is installed (CXX, {', '.join(COMPILERS)})"
@@ -38,7 +38,7 @@ def rollout(model, fused, max_slots=5, **config):
         RolloutModel(model, read_head(model), fusion=fused),
         sample_of(prompts()),
         config,
-        resources(max_slots=max_slots),
+        InProcessSampling(max_slots=max_slots),
         seed=0,
         eos_token_ids=range(2, 8),
         tokenizer=None,

@@ -181,7 +181,7 @@ def test_fewer_operators():
 
 
 def test_cache_memory_is_read_only_where_it_was_written(monkeypatch):
-    def empty(cache, layer, part, like):
+    def empty(cache, like):
         return like.new_full((cache.slots, like.shape[0], cache.length, like.shape[2]), torch.nan)
 
     monkeypatch.setattr(kv_cache.KVCache, "_empty", empty)

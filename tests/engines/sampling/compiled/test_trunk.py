@@ -23,7 +23,7 @@ from realign.engines.sampling.rollout_model import RolloutModel
 from realign.errors import ConfigError, SettingsError
 from tests.engines.sampling.compiled.native import KNOWN, requires_compiler, rollout
 from tests.engines.sampling.rollouts import prompts, responses, same, sample_of
-from tests.tiny import VOCAB, resources, save_tiny, tiny_engine, tiny_model
+from tests.tiny import VOCAB, save_tiny, tiny_engine, tiny_model
 
 LENGTH = 48
 
@@ -265,7 +265,7 @@ def test_a_rollout_works_on_several_threads():
             RolloutModel(model, read_head(model), fusion=Fusion(model, CompiledDecode.on)),
             sample_of(prompts()),
             GenerationConfig(max_new_tokens=5, n=8),
-            resources(),
+            InProcessSampling(),
             seed=0,
             eos_token_ids=[],
             tokenizer=None,
