@@ -34,7 +34,7 @@ from realign.engines.network.heads import Causal, Head, ValueHead, is_encoder_de
 from realign.engines.network.kernels import Backend, missing_package, preferred_kernel
 from realign.engines.network.passes import ParallelPasses, SharedPrompts
 from realign.engines.network.settings import NetworkSettings, TorchCompile
-from realign.engines.network.trains import All, Lora, TopLayers, Trained, load_adapters, require_peft_for
+from realign.engines.network.trains import All, Lora, TopLayers, Trained, load_adapters, require_peft
 from realign.engines.sampling.compiled.library import CompiledDecode
 from realign.engines.sampling.in_process import InProcessSampling
 from realign.engines.shared_model import Share, SharedModel
@@ -228,7 +228,7 @@ class TransformersModel(Settings, ModelSpec):
             )
         if adapter is None:
             return None
-        require_peft_for(adapter.path)
+        require_peft(f"{str(adapter.path)!r} is an adapter folder, but")
         adapter.check(what)
         if self._continues:
             if not isinstance(self.trains, Lora):

@@ -136,8 +136,8 @@ def test_the_cache_is_the_one_of_a_rollout(monkeypatch, family, most):
     allocated = []
 
     class Counted(KVCache):
-        def __init__(self, like, rows, length, memory):
-            super().__init__(like, rows, length, memory)
+        def __init__(self, like, rows, length):
+            super().__init__(like, rows, length)
             allocated.append(sum(x.numel() * x.element_size() for kv in self._layers.values() for x in kv))
 
     engine = tiny_engine(family, sampling=InProcessSampling(max_slots=most))

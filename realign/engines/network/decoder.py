@@ -7,12 +7,14 @@ Shapes: B rows being decoded, H hidden size, N tokens of a pass, T packed tokens
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import override
 
 from realign.engines.network.attention import AttentionContext
 from realign.engines.network.heads import read_body
@@ -50,15 +52,8 @@ class ModuleTrunk:
 class SlotCache(Protocol):
     """Cached states of the texts in `slots` slots of up to `length` tokens."""
 
-    @property
-    def slots(self) -> int:
-        """Number of slots."""
-        ...
-
-    @property
-    def length(self) -> int:
-        """Maximum number of tokens of a slot."""
-        ...
+    slots: int
+    length: int
 
     def reach(self, length: int, slots: int | None = None) -> int:
         """See `KVCache.reach`."""
@@ -77,34 +72,29 @@ class SlotCache(Protocol):
         ...
 
 
-class Decoder(Protocol):
+class Decoder(ABC):
     """Runs a model without its last layer. The state of a text is opaque to rollouts."""
 
-    reads_rows: bool
+    reads_rows: bool = False
     """Whether a step reads tokens or positions on the host, so that steps cannot run ahead of the host."""
+    record_width: int = 0
+    """Number of experts that all routers choose for a token; 0 if the decoder does not record them."""
+    chosen_NW: Tensor
+    """Experts chosen for the N tokens of the last prefill or step, int16 [N, `record_width`], if recorded."""
 
-    @property
-    def record_width(self) -> int:
-        """Number of experts that all routers choose for a token; 0 if the decoder does not record them."""
-        ...
-
-    @property
-    def chosen_NW(self) -> Tensor:
-        """Experts chosen for the N tokens of the last prefill or step, int16 [N, `record_width`]."""
-        ...
-
+    @abstractmethod
     def prefill(self, texts: Sequence[PromptInput]) -> tuple[Tensor, list[Any]]:
         """Return the hidden state [len(texts), H] of the last token of each text, and the state of each text."""
-        ...
 
+    @abstractmethod
     def bytes_per_slot(self, like: Any, length: int) -> int:
         """Return the memory of a slot of `length` tokens for states such as `like`, in bytes."""
-        ...
 
+    @abstractmethod
     def new_cache(self, like: Any, slots: int, length: int) -> SlotCache:
         """Allocate a cache for states such as `like`."""
-        ...
 
+    @abstractmethod
     def step(self, cache: Any, tokens_B: Tensor, positions_B: Tensor, longest: int) -> Tensor:
         """Append a token to the text in each of the first B slots, and return its hidden states [B, H].
 
@@ -114,7 +104,6 @@ class Decoder(Protocol):
             positions_B: their positions.
             longest: the largest position.
         """
-        ...
 
 
 class Text(NamedTuple):
@@ -138,22 +127,13 @@ class PackedCache:
     """
 
     def __init__(self, like: Text, slots: int, length: int) -> None:
+        self.slots, self.length = slots, length
         self.kv = KVCache(like.kv, slots, length)
         self.states = {
             layer: {name: x.new_zeros(slots, *x.shape[1:]) for name, x in states.items()}
             for layer, states in like.states.items()
         }
         self.shifts: Tensor | None = None
-
-    @property
-    def slots(self) -> int:
-        """See `SlotCache`."""
-        return self.kv.slots
-
-    @property
-    def length(self) -> int:
-        """See `SlotCache`."""
-        return self.kv.length
 
     def reach(self, length: int, slots: int | None = None) -> int:
         """See `SlotCache.reach`."""
@@ -172,6 +152,7 @@ class PackedCache:
 
     def resize(self, slots: int, length: int) -> None:
         """See `SlotCache.resize`."""
+        self.slots, self.length = slots, length
         self.kv.resize(slots, length)
         for states in self.states.values():
             for name, x in states.items():
@@ -189,27 +170,20 @@ class PackedCache:
             self.shifts[target_M] = self.shifts[source_M]
 
 
-class PackedDecoder:
-    """Decoder of models that run packed. Implements `Decoder`.
+class PackedDecoder(Decoder):
+    """Decoder of models that run packed.
 
     Attributes:
         trunk: the layers.
         images: reads the images of prompts; None if the model does not support images.
     """
 
-    reads_rows = False
-
     def __init__(self, trunk: Trunk, routers: Routers | None = None, images: ImageInputs | None = None) -> None:
         """Run `trunk`, and record the choices of its `routers`, if any."""
         self.trunk = trunk
         self.images = images
         self._routers = routers
-        self.chosen_NW = torch.empty(0, self.record_width, dtype=DTYPE)
-
-    @property
-    def record_width(self) -> int:
-        """See `Decoder.record_width`."""
-        return 0 if self._routers is None else self._routers.width
+        self.record_width = 0 if routers is None else routers.width
 
     def _run(self, ids_N: Tensor, positions_N: Tensor, context: AttentionContext) -> Tensor:
         """Run the trunk, and record the choices."""
@@ -226,8 +200,9 @@ class PackedDecoder:
         self.chosen_NW = torch.cat([chosen[router] for router in range(len(self._routers.modules))], 1)
         return hidden_NH
 
+    @override
     def prefill(self, texts: Sequence[PromptInput]) -> tuple[Tensor, list[Any]]:
-        """See `Decoder.prefill`. One packed pass reads all texts."""
+        # one packed pass reads all texts
         lengths = [len(text) for text in texts]
         cu_seqlens = cu_seqlens_of(lengths).to(ids_of(texts[0]).device)
         context = PrefillContext(cu_seqlens, lengths=lengths)
@@ -243,17 +218,17 @@ class PackedDecoder:
         ]
         return hidden_TH[cu_seqlens[1:].long() - 1], states
 
+    @override
     def bytes_per_slot(self, like: Text, length: int) -> int:
-        """See `Decoder.bytes_per_slot`."""
         states = sum(x.nbytes for states in like.states.values() for x in states.values())
         return bytes_per_slot(like.kv, length) + states
 
+    @override
     def new_cache(self, like: Text, slots: int, length: int) -> PackedCache:
-        """See `Decoder.new_cache`."""
         return PackedCache(like, slots, length)
 
+    @override
     def step(self, cache: PackedCache, tokens_B: Tensor, positions_B: Tensor, longest: int) -> Tensor:
-        """See `Decoder.step`."""
         context = DecodeContext(cache.kv, positions_B, longest, cache.states)
         rotary_B = positions_B if cache.shifts is None else positions_B + cache.shifts[: len(positions_B)]
         return self._run(tokens_B, rotary_B, context)

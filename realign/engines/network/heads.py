@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -73,6 +73,9 @@ class ValueHead(Settings):
 class Head(Settings, ABC):
     """Output of a model: `Causal`, `Score` or `Value`."""
 
+    is_scalar: ClassVar[bool]
+    """Whether the last layer returns one number instead of one per token of the vocabulary."""
+
     def __str__(self) -> str:
         """Return the name of this head in a config."""
         return type(self).__name__.lower()
@@ -81,11 +84,6 @@ class Head(Settings, ABC):
     @abstractmethod
     def outputs(self) -> frozenset[str]:
         """Outputs of an engine with this head; see `EngineCapabilities.outputs`."""
-
-    @property
-    @abstractmethod
-    def is_scalar(self) -> bool:
-        """Whether the last layer returns one number instead of one per token of the vocabulary."""
 
     @property
     def replaces(self) -> bool:
@@ -108,6 +106,8 @@ class Head(Settings, ABC):
 class Causal(Head):
     """A language model: logits of the next token, and optionally values."""
 
+    is_scalar: ClassVar[bool] = False
+
     value_head: ValueHead | None = None
     """Head that computes values in the same forward pass as the log-probs. It is saved in the model folder and loaded
     from there. null means no value head."""
@@ -120,11 +120,6 @@ class Causal(Head):
     def outputs(self) -> frozenset[str]:
         return frozenset({"logprobs"} | value_outputs(self.value_head))
 
-    @property
-    @override
-    def is_scalar(self) -> bool:
-        return False
-
     @override
     def auto_class(self, config: Any) -> Any:
         return language_model_class(config)
@@ -133,6 +128,8 @@ class Causal(Head):
 @dataclass
 class _ScalarHead(Head):
     """A head that returns one number."""
+
+    is_scalar: ClassVar[bool] = True
 
     init: HeadInit | None = None
     """Initialization of the head. normal | zero replace the head in the folder, seeded by the run. null keeps the
@@ -143,11 +140,6 @@ class _ScalarHead(Head):
     @override
     def outputs(self) -> frozenset[str]:
         return frozenset({"values", "scores"})
-
-    @property
-    @override
-    def is_scalar(self) -> bool:
-        return True
 
     @property
     @override
@@ -165,7 +157,8 @@ class _ScalarHead(Head):
     @override
     def start(self, module: Any, *, seed: int) -> None:
         if self.init is not None:
-            init_head(module, self.init, seed=seed)
+            head: Any = read_head(module)
+            init_linear(head.weight_1H, head.bias_1, self.init, seed=seed)
 
 
 @dataclass
@@ -279,13 +272,6 @@ def head_layers(hidden: ValueHidden, hidden_size: int, outputs: int, *, seed: in
         torch.manual_seed(seed)
         inner = [nn.Linear(hidden_size, 2 * hidden_size), nn.ReLU()] if hidden is ValueHidden.mlp else []
         return nn.Sequential(*inner, nn.Linear(2 * hidden_size if inner else hidden_size, outputs))
-
-
-@torch.no_grad()
-def init_head(module: Any, init: HeadInit, *, seed: int) -> None:
-    """Reinitialize the scalar head of a transformers model in place."""
-    head: Any = read_head(module)
-    init_linear(head.weight_1H, head.bias_1, init, seed=seed)
 
 
 @torch.no_grad()

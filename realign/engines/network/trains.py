@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -37,14 +37,14 @@ SCALAR_HEADS = ("score", "classifier")
 class Trained(Settings, ABC):
     """Weights of a model that its optimizer changes: `All`, `TopLayers` or `Lora`."""
 
+    keeps_start: ClassVar[bool]
+    """Whether the lower layers stay unchanged, as a `SharedModel` with branch=reference requires."""
+    only_adds: ClassVar[bool] = False
+    """Whether training changes no loaded weight and only adds new weights."""
+
     def __str__(self) -> str:
         """Return the name of this choice in a config."""
         return re.sub(r"(?<!^)(?=[A-Z])", "_", type(self).__name__).lower()
-
-    @property
-    @abstractmethod
-    def keeps_start(self) -> bool:
-        """Whether the lower layers stay unchanged, as a `SharedModel` with branch=reference requires."""
 
     @abstractmethod
     def prepare(self, module: Any, *, path: str, seed: int) -> None:
@@ -61,11 +61,6 @@ class Trained(Settings, ABC):
 
     def check(self, what: str) -> None:
         """Raise ConfigError with the key `what` of this node, if a required package is missing."""
-
-    @property
-    def only_adds(self) -> bool:
-        """Whether training changes no loaded weight and only adds new weights."""
-        return False
 
     @property
     def adapter_rank(self) -> int | None:
@@ -90,10 +85,7 @@ class Trained(Settings, ABC):
 class All(Trained):
     """All weights train."""
 
-    @property
-    def keeps_start(self) -> bool:
-        """False, since training changes all weights."""
-        return False
+    keeps_start: ClassVar[bool] = False
 
     def prepare(self, module: Any, *, path: str, seed: int) -> None:
         """Do nothing, since all parameters of a loaded model require gradients."""
@@ -106,13 +98,10 @@ class TopLayers(Trained):
     A `SharedModel` with branch=reference then copies only these layers.
     """
 
+    keeps_start: ClassVar[bool] = True  # the layers below do not train
+
     layers: Count
     """Number of top layers that train."""
-
-    @property
-    def keeps_start(self) -> bool:
-        """True, since the layers below do not train."""
-        return True
 
     @override
     def prepare(self, module: Any, *, path: str, seed: int) -> None:
@@ -126,6 +115,9 @@ class Lora(Trained):
 
     B is initialized to 0, so the initial model equals the loaded model. Requires the extra `peft`.
     """
+
+    keeps_start: ClassVar[bool] = True
+    only_adds: ClassVar[bool] = True
 
     rank: Count = 16
     """Rank of the low-rank update."""
@@ -145,31 +137,39 @@ class Lora(Trained):
         if not self.target_modules:
             raise SettingsError(f"target_modules={self.target_modules!r}: must be all-linear or names of layers")
 
-    @property
-    def keeps_start(self) -> bool:
-        """True, since the base model does not train."""
-        return True
-
     @override
     def check(self, what: str) -> None:
-        require_peft(what)
+        require_peft(f"{what}=lora:")
 
     @override
     def prepare(self, module: Any, *, path: str, seed: int) -> None:
-        add_adapters(
-            module,
-            rank=self.rank,
-            alpha=self.alpha,
-            target_modules=self.target_modules,
-            dropout=self.dropout,
-            path=path,
-            seed=seed,
-        )
+        from peft import LoraConfig, inject_adapter_in_model
+        from transformers.pytorch_utils import Conv1D
 
-    @property
-    @override
-    def only_adds(self) -> bool:
-        return True
+        config = LoraConfig(
+            r=self.rank,
+            lora_alpha=self.alpha,
+            target_modules=self.target_modules,
+            exclude_modules=_scalar_heads(module) or None,
+            lora_dropout=self.dropout,
+            fan_in_fan_out=any(isinstance(layer, Conv1D) for layer in module.modules()),
+            base_model_name_or_path=absolute(path),
+        )
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            inject_adapter_in_model(config, module, adapter_name=ADAPTER)
+        adapted = set(_adapted(module).values())
+        for name, layer in (("embeddings", module.get_input_embeddings()), ("head", module.get_output_embeddings())):
+            if layer in adapted:
+                raise ConfigError(
+                    f"target_modules={self.target_modules}: LoRA cannot adapt the {name}. Remove the layer from the "
+                    "list."
+                )
+        head = read_head(module)
+        if isinstance(head, ScalarHead):
+            for x in (head.weight_1H, head.bias_1):
+                if x is not None:
+                    x.requires_grad_(True)
 
     @property
     @override
@@ -177,12 +177,21 @@ class Lora(Trained):
         return self.rank
 
     @override
-    def without(self, module: Any) -> AbstractContextManager[None]:
-        return adapters_off(module)
+    @contextmanager
+    def without(self, module: Any) -> Iterator[None]:
+        layers = list(_adapted(module).values())
+        for layer in layers:
+            layer.enable_adapters(False)
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer.enable_adapters(True)
 
     @override
     def dropouts(self, module: nn.Module) -> list[nn.Module]:
-        return adapter_dropouts(module) if self.dropout else []
+        layers = _adapted(module).values() if self.dropout else ()
+        return [dropout for layer in layers for dropout in layer.lora_dropout.values()]
 
     @override
     def save(self, module: Any, folder: Path) -> None:
@@ -193,68 +202,10 @@ class Lora(Trained):
             save_adapters(module, folder)
 
 
-def require_peft(what: str) -> None:
-    """Raise ConfigError with the name of the setting `what` and the extra, if peft is not installed."""
+def require_peft(subject: str) -> None:
+    """Raise ConfigError that starts with `subject`, if peft is not installed."""
     if find_spec("peft") is None:
-        raise ConfigError(f"{what}=lora: peft is not installed. Run pip install 'realign-rl[peft]'.")
-
-
-def add_adapters(
-    module: Any, *, rank: int, alpha: int, target_modules: str | list[str], dropout: float, path: str, seed: int
-) -> None:
-    """Add adapters to a transformers model in place. Only the adapters and a scalar head then require gradients.
-
-    Args:
-        module: the model.
-        rank: rank of an update.
-        alpha: LoRA alpha; an update is multiplied by alpha / rank.
-        target_modules: names or name suffixes of the adapted layers, or all-linear.
-        dropout: dropout probability on the input of A.
-        path: folder or hub name of the base model; saved in the config of the adapters.
-        seed: seed of the A matrices.
-
-    Raises:
-        ConfigError: the target modules do not exist or cannot be adapted.
-    """
-    from peft import LoraConfig, inject_adapter_in_model
-    from transformers.pytorch_utils import Conv1D
-
-    config = LoraConfig(
-        r=rank,
-        lora_alpha=alpha,
-        target_modules=target_modules,
-        exclude_modules=_scalar_heads(module) or None,
-        lora_dropout=dropout,
-        fan_in_fan_out=any(isinstance(layer, Conv1D) for layer in module.modules()),
-        base_model_name_or_path=absolute(path),
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        inject_adapter_in_model(config, module, adapter_name=ADAPTER)
-    adapted = set(_adapted(module).values())
-    for name, layer in (("embeddings", module.get_input_embeddings()), ("head", module.get_output_embeddings())):
-        if layer in adapted:
-            raise ConfigError(
-                f"target_modules={target_modules}: LoRA cannot adapt the {name}. Remove the layer from the list."
-            )
-    head = read_head(module)
-    if isinstance(head, ScalarHead):
-        for x in (head.weight_1H, head.bias_1):
-            if x is not None:
-                x.requires_grad_(True)
-
-
-@contextmanager
-def adapters_off(module: Any) -> Iterator[None]:
-    """Disable the adapters, so that the model is its frozen base model within the context."""
-    layers = list(_adapted(module).values())
-    for layer in layers:
-        layer.enable_adapters(False)
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.enable_adapters(True)
+        raise ConfigError(f"{subject} peft is not installed. Run pip install 'realign-rl[peft]'.")
 
 
 @torch.no_grad()
@@ -270,12 +221,6 @@ def merged_state(module: Any) -> dict[str, Tensor]:
     }
 
 
-@torch.no_grad()
-def base_state(module: Any) -> dict[str, Tensor]:
-    """Return the state dict of the model without its adapters; the module is not changed."""
-    return {key: x.detach() for key, x in _without_adapters(module).items()}
-
-
 def _without_adapters(module: Any) -> dict[str, Tensor]:
     """Return the weights of the base model, under the names that they have without adapters."""
     layers = _adapted(module).values()
@@ -287,7 +232,7 @@ def _without_adapters(module: Any) -> dict[str, Tensor]:
 def save_base(module: Any, folder: Path) -> None:
     """Write the model without its adapters to a folder."""
     with quiet_transformers():
-        module.save_pretrained(folder, state_dict=base_state(module))
+        module.save_pretrained(folder, state_dict={key: x.detach() for key, x in _without_adapters(module).items()})
 
 
 def save_adapters(module: Any, folder: Path) -> None:
@@ -307,7 +252,7 @@ def save_adapters(module: Any, folder: Path) -> None:
 
 
 def load_adapters(module: Any, folder: Path) -> None:
-    """Load the adapters and scalar head in a folder into a module to which `add_adapters` added adapters.
+    """Load the adapters and scalar head in a folder into a module that `Lora.prepare` has prepared.
 
     Raises:
         DataError: the folder has other weights than the module.
@@ -327,7 +272,7 @@ def merge_adapter(module: Any, folder: Path) -> Any:
         ConfigError: peft is not installed.
         DataError: the weights of the adapter do not fit the module.
     """
-    require_peft_for(folder)
+    require_peft(f"{str(folder)!r} is an adapter folder, but")
     from peft import PeftConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 
     config = PeftConfig.from_pretrained(str(folder))
@@ -367,25 +312,12 @@ def _load_head(module: Any, folder: Path, head: Mapping[str, Tensor]) -> None:
     module.load_state_dict({f"{own}.{name.partition('.')[2]}": x for name, x in head.items()}, strict=False)
 
 
-def require_peft_for(folder: Path) -> None:
-    """Raise ConfigError if peft, which reads adapter folders, is not installed."""
-    if find_spec("peft") is None:
-        raise ConfigError(
-            f"{str(folder)!r} is an adapter folder, but peft is not installed. Run pip install 'realign-rl[peft]'."
-        )
-
-
 def _check_same(folder: Path, names: Collection[str], expected: Collection[str]) -> None:
     """Raise DataError with the name of a weight that only the folder or only the module has."""
     if unknown := sorted(set(names) - set(expected)):
         raise DataError(f"the adapter in {str(folder)!r} has a weight {unknown[0]!r}, which the model has no place for")
     if missing := sorted(set(expected) - set(names)):
         raise DataError(f"the adapter in {str(folder)!r} lacks the weight {missing[0]!r}")
-
-
-def adapter_dropouts(module: nn.Module) -> list[nn.Module]:
-    """Return the dropout layers of the adapters."""
-    return [dropout for layer in _adapted(module).values() for dropout in layer.lora_dropout.values()]
 
 
 def _scalar_heads(module: Any) -> list[str]:

@@ -24,10 +24,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from realign.api.lengths import IntArray
 from realign.engines.device import full_fp32
 from realign.engines.network.attention import ATTENTION, use_attention
+from realign.engines.network.decoder import Decoder
 from realign.engines.network.heads import read_body
 from realign.engines.network.images import PromptInput, ids_of
 from realign.engines.network.passes import SHORTEST, rewrites_rope, similar_lengths
@@ -225,8 +227,8 @@ class GroupedCache:
             yield group, [slot for _, slot in members]
 
 
-class OwnCache:
-    """Decodes with the cache of transformers, or without a cache. Implements `Decoder`.
+class OwnCache(Decoder):
+    """Decodes with the cache of transformers, or without a cache.
 
     Attributes:
         cached: whether the family's cache gives the results of a pass over the whole text.
@@ -282,18 +284,9 @@ class OwnCache:
     def _body(self) -> Any:
         return read_body(self._module)
 
-    @property
-    def record_width(self) -> int:
-        """See `Decoder.record_width`; models that run unpacked do not record experts."""
-        return 0
-
-    @property
-    def chosen_NW(self) -> Tensor:
-        """See `Decoder.chosen_NW`."""
-        raise ValueError("a model that runs unpacked does not record experts")
-
+    @override
     def prefill(self, texts: Sequence[PromptInput]) -> tuple[Tensor, list[ResponseGroup]]:
-        """See `Decoder.prefill`. A pass for each text; texts of unpacked models have no images."""
+        # a pass for each text; texts of unpacked models have no images
         hidden, states = [], []
         for ids in map(ids_of, texts):
             out = self._body(input_ids=ids[None], use_cache=self.cached)
@@ -301,18 +294,20 @@ class OwnCache:
             states.append(ResponseGroup(ids[None], _cache_of(out) if self.cached else {}))
         return torch.stack(hidden), states
 
+    @override
     def bytes_per_slot(self, like: ResponseGroup, length: int) -> int:
-        """See `Decoder.bytes_per_slot`. Tensors with an axis for the tokens grow with the length."""
+        # tensors with an axis for the tokens grow with the length
         tokens = like.ids_ML.shape[1]
         parts = _tensors(like.past)
         return 8 * length + sum(x.nbytes * (length if tokens in x.shape[1:] else tokens) // tokens for x in parts)
 
+    @override
     def new_cache(self, like: ResponseGroup, slots: int, length: int) -> GroupedCache:
-        """See `Decoder.new_cache`."""
         return GroupedCache(slots, length)
 
+    @override
     def step(self, cache: GroupedCache, tokens_B: Tensor, positions_B: Tensor, longest: int) -> Tensor:
-        """See `Decoder.step`. A pass for each group."""
+        # a pass for each group
         hidden_BH: Tensor | None = None
         for group, slots in cache.groups(len(tokens_B)):
             index = torch.tensor(slots, device=tokens_B.device)

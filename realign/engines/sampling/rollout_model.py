@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -145,16 +143,6 @@ class Cores:
         if threads != self._now:
             torch.set_num_threads(threads)
             self._now = threads
-
-
-@contextmanager
-def one_core_for_small_products(module: nn.Module) -> Iterator[Cores]:
-    """Return the `Cores` of a rollout, and restore the number of cores on exit."""
-    cores = Cores(module)
-    try:
-        yield cores
-    finally:
-        cores.give_back()
 
 
 def positions_of(model: Any) -> int | None:

@@ -234,12 +234,14 @@ def test_a_rollout_takes_one_core_for_small_products(monkeypatch):
     def trunk(ids_N, positions_N, context):
         seen.append((len(ids_N), torch.get_num_threads()))
 
-    with rollout_model.one_core_for_small_products(engine.module) as cores:
-        thrifty = cores.saved_by(trunk)
-        for rows in (1, 100_000, 5):
-            thrifty(torch.zeros(rows), torch.zeros(rows), None)
-        monkeypatch.setattr(rollout_model, "SMALL_PRODUCT", 0)
-        thrifty(torch.zeros(1), torch.zeros(1), None)
+    cores = rollout_model.Cores(engine.module)
+    thrifty = cores.saved_by(trunk)
+    for rows in (1, 100_000, 5):
+        thrifty(torch.zeros(rows), torch.zeros(rows), None)
+    monkeypatch.setattr(rollout_model, "SMALL_PRODUCT", 0)
+    thrifty(torch.zeros(1), torch.zeros(1), None)
+    cores.give_back()
+    assert torch.get_num_threads() == 3
     assert seen == [(1, 1), (100_000, 3), (5, 1), (1, 3)]
 
 

@@ -123,9 +123,9 @@ def test_cache_is_cut_to_a_memory_budget(monkeypatch):
     seen = []
 
     class Counted(KVCache):
-        def __init__(self, like, slots, length, memory):
+        def __init__(self, like, slots, length):
             seen.append(slots)
-            super().__init__(like, slots, length, memory)
+            super().__init__(like, slots, length)
 
     monkeypatch.setattr(decoder, "KVCache", Counted)
     out = rollout(tiny_model("llama"), n=3)

@@ -84,7 +84,7 @@ def test_an_offloaded_role_is_on_its_device_during_its_calls_and_between_the_hal
     events = []
 
     class Recorded:
-        def __init__(self, resident, free):
+        def __init__(self, resident):
             events.append(len(list(resident())))
 
         def leave(self):
