@@ -30,8 +30,9 @@ def on_device(*arguments: str, fp32: bool = False) -> None:
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
 
-def test_the_device_and_a_run_on_it():
-    on_device("tests/virtual_cuda/test_device.py", RUNS, "-k", f"test_device or {QUICK}")
+def test_the_device_its_budgets_and_a_run_on_it():
+    files = [f"tests/virtual_cuda/test_{name}.py" for name in ("device", "budgets")]
+    on_device(*files, RUNS, "-k", f"test_device or test_budgets or {QUICK}")
 
 
 @pytest.mark.slow

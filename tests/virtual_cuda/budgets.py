@@ -7,7 +7,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,10 +59,13 @@ class LayerCost:
         return self.two.launches - 2 * self.per_layer
 
 
-def tiny(layers: int, dtype: torch.dtype = torch.bfloat16, **settings: Any) -> TransformersEngine:
-    """Return an engine of a small Qwen2 on the device."""
+def engine_of(
+    *, dtype: torch.dtype = torch.bfloat16, settings: dict[str, Any] | None = None, **model: Any
+) -> TransformersEngine:
+    """Return an engine of a small Qwen2 on the device; `model` are values of its config."""
+    settings = dict(settings or {})
     checkpointing = settings.pop("gradient_checkpointing", False)
-    module = tiny_model("qwen2", num_hidden_layers=layers, use_sliding_window=False).to("cuda")
+    module = tiny_model("qwen2", use_sliding_window=False, **model).to("cuda")
     network = NetworkSettings(dtype=dtype, **settings)
     return TransformersEngine(
         "actor",
@@ -94,12 +98,22 @@ def difference(more: Counts, less: Counts, units: int) -> Cost:
     return Cost((more.launches.total() - less.launches.total()) / units, waits)
 
 
+def tiny(layers: int, dtype: torch.dtype = torch.bfloat16, **settings: Any) -> TransformersEngine:
+    """Return such an engine with a number of layers."""
+    return engine_of(dtype=dtype, settings=settings, num_hidden_layers=layers)
+
+
+def prompts_of() -> SequenceSample:
+    """Return prompts of 6 tokens."""
+    lengths = Lengths.of([[6]] * PROMPTS)
+    return SequenceSample(tuple(range(PROMPTS))).with_data(
+        {"prompt_ids": torch.randint(3, VOCAB, (PROMPTS * 6,))}, lengths=lengths
+    )
+
+
 def decode(layers: int, **settings: Any) -> Cost:
     """Return the cost of one decode step (one token of every row)."""
-    engine = tiny(layers, **settings)
-    prompts = SequenceSample(tuple(range(PROMPTS))).with_data(
-        {"prompt_ids": torch.randint(3, VOCAB, (PROMPTS * 6,))}, lengths=Lengths.of([[6]] * PROMPTS)
-    )
+    engine, prompts = tiny(layers, **settings), prompts_of()
 
     def rollout(tokens: int) -> Callable[[], Any]:
         config = GenerationConfig(n=RESPONSES, max_new_tokens=tokens, fixed_length=True)
@@ -135,28 +149,32 @@ def step_costs(engine: TransformersEngine, data: SequenceSample) -> tuple[Cost, 
     return per_microbatch, Cost(one.launches.total() - per_microbatch.launches, +rest)
 
 
-def start_fake_ranks(ranks: int) -> None:
-    """Pretend to be rank 0 of `ranks` processes, whose collectives return this rank's own data."""
+@contextmanager
+def fake_ranks(ranks: int) -> Iterator[None]:
+    """Be rank 0 of `ranks` processes inside, whose collectives return this rank's own data."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    if not torch.distributed.is_initialized():
-        torch.distributed.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    torch.distributed.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def train_sharded(layers: int, ranks: int) -> tuple[Cost, Cost]:
     """Return the costs of one micro-batch and of the rest of a training step, on rank 0 of an FSDP engine."""
-    start_fake_ranks(ranks)
     module = tiny_model("qwen2", num_hidden_layers=layers, use_sliding_window=False, num_attention_heads=8).to("cuda")
-    engine = ShardedEngine(
-        "actor",
-        module,
-        tiny_tokenizer(),
-        NetworkSettings(dtype=torch.bfloat16),
-        sharding=Sharding(),
-        seed=0,
-        optimizer=OptimizerSpec(lr=1e-3),
-    )
-    return step_costs(engine, batch(prompts=4 * ranks))
+    with fake_ranks(ranks):
+        engine = ShardedEngine(
+            "actor",
+            module,
+            tiny_tokenizer(),
+            NetworkSettings(dtype=torch.bfloat16),
+            sharding=Sharding(),
+            seed=0,
+            optimizer=OptimizerSpec(lr=1e-3),
+        )
+        return step_costs(engine, batch(prompts=4 * ranks))
 
 
 def of_layers(cost: Callable[[int], Cost]) -> LayerCost:

@@ -36,12 +36,15 @@ cpu_attention = F.scaled_dot_product_attention
 
 @contextlib.contextmanager
 def limit(free: int) -> Iterator[None]:
-    """Allow `free` bytes beyond those allocated now; more raises torch's `OutOfMemoryError`."""
-    DEVICE.set_limit(DEVICE.live_bytes() + free)
+    """Make the device full after `free` more bytes; further ones raise torch's `OutOfMemoryError`."""
+    capacity = DEVICE.live_bytes() + free
+    DEVICE.set_limit(capacity)
+    torch.cuda.mem_get_info = lambda device=None: (capacity - DEVICE.live_bytes(), capacity)
     try:
         yield
     finally:
         DEVICE.set_limit(0)
+        torch.cuda.mem_get_info = CUDA["mem_get_info"]
 
 
 # Streams and events: there is one stream, and everything runs in order.

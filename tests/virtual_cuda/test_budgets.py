@@ -8,7 +8,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.virtual_cuda.budgets import decode, of_layers, train, train_sharded
+from realign.api import GenerationConfig
+from tests.virtual_cuda.budgets import decode, engine_of, of_layers, prompts_of, train, train_sharded
+from tests.virtual_cuda.device import limit
 
 STEP = "realign/engines/training/stepper.py"
 METRICS = "realign/api/stats.py"
@@ -25,6 +27,15 @@ def test_a_decode_step_launches_few_kernels_and_waits_once_in_8_tokens(dtype, la
     assert cost.per_layer <= launches
     assert cost.rest <= 42
     assert cost.four.waits <= 1 / 8
+
+
+def test_a_rollout_is_fused_in_the_memory_that_a_card_of_80_gb_leaves_for_7b():
+    engine = engine_of(hidden_size=256, intermediate_size=1024, num_hidden_layers=8)
+    layers = sum(p.numel() for p in engine.module.model.layers.parameters())
+    # 7B on 8 ranks: the gathered copy and the shards leave 39.7 GB, and the layers have 26.1 GB in fp32
+    with limit(int(4 * layers * 39.7 / 26.1)):
+        engine.generate(prompts_of(), GenerationConfig(n=2, max_new_tokens=8), seed=0)
+    assert engine.fusion.obstacle is None
 
 
 @pytest.mark.parametrize("settings", [{}, {"gradient_checkpointing": True}, {"dtype": torch.float32}])

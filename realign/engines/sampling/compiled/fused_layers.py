@@ -84,6 +84,12 @@ class FusedLayer(NamedTuple):
     down: Linear
     module: nn.Module
 
+    def add_to(self, x_NH: Tensor, index: int, turns: Tensor, context: AttentionContext) -> None:
+        """Apply this layer, the one with this index, to the residual stream in place."""
+        self.output.add_to(x_NH, _attention(index, self, self.attention_norm(x_NH), turns, context))
+        gate, up = self.gate_up(self.mlp_norm(x_NH)).chunk(2, -1)
+        self.down.add_to(x_NH, self.activation(gate).mul_(up))
+
 
 @dataclass(eq=False)
 class FusedTrunk:
@@ -100,9 +106,7 @@ class FusedTrunk:
         x_NH = F.embedding(ids_N, self.embedding)
         turns = self.turns[positions_N]
         for i, layer in enumerate(self.layers):
-            layer.output.add_to(x_NH, _attention(i, layer, layer.attention_norm(x_NH), turns, context))
-            gate, up = layer.gate_up(layer.mlp_norm(x_NH)).chunk(2, -1)
-            layer.down.add_to(x_NH, layer.activation(gate).mul_(up))
+            layer.add_to(x_NH, i, turns, context)
         return self.norm(x_NH)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -46,7 +46,8 @@ ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
 """Types of rotary positions that do not depend on the text length."""
 
 CPU_BYTES = 2**32
-"""Memory limit for copies of weights on a CPU, in bytes. On an accelerator it is a quarter of the free memory."""
+"""Memory limit for copies of weights on a CPU, in bytes. On an accelerator it is half of the free memory: the KV cache
+takes a part of the other half, and the passes of a rollout need the rest."""
 
 PROBE_LENGTHS = (9, 4, 14, 5)
 PROBE_STEPS = 3
@@ -93,6 +94,7 @@ class Fusion:
         A resumed run calls this with its initial weights, so that it gets the same outcome as the original run.
         """
         with suppress(_Unknown):
+            _check_parts(self._model)
             self._args = self._compared()
 
     def _compared(self) -> list[AttentionArgs]:
@@ -114,6 +116,9 @@ class Fusion:
             dtype: dtype of matrix products.
         """
         try:
+            if self._args is None:
+                _check_parts(self._model)
+            _check_memory(self._model.base_model.layers, dtype)
             if self._args is None:
                 self._args = self._compared()
             trunk = self.path.fastest(_read(self._model, self._args, length, dtype))
@@ -235,10 +240,9 @@ def _compared(model: Any) -> list[AttentionArgs]:
     """Compare prefill and decoding with the modules, and return the attention arguments of each layer.
 
     Raises:
-        _Unknown: the model has unknown parts.
+        _Unknown: the layers of the model attend in an unknown way.
         _Different: the hidden states differ.
     """
-    _check_parts(model)
     device, words = next(model.parameters()).device, len(model.get_input_embeddings().weight)
     ids_T = torch.randint(words, (sum(PROBE_LENGTHS),), generator=torch.Generator().manual_seed(0)).to(device)
     cu_seqlens = cu_seqlens_of(PROBE_LENGTHS).to(device)
@@ -248,35 +252,41 @@ def _compared(model: Any) -> list[AttentionArgs]:
         want_TH = ModuleTrunk(model)(ids_T, positions_T, recorder)
         if len(recorder.args) != len(model.base_model.layers) or any(a.sinks_H is not None for a in recorder.args):
             raise _Unknown("its layers do not each call attention once, without sinks")
-        trunk = _read(model, recorder.args, max(PROBE_LENGTHS), torch.float32)
-        got_TH = _prefilled_and_decoded(trunk, ids_T, positions_T)
+        got_TH = _prefilled_and_decoded(model, recorder.args, ids_T, positions_T)
     error = float((got_TH - want_TH).abs().max() / want_TH.abs().max())
     if not error <= TOLERANCE:
         raise _Different(f"hidden states differ by {error:.1e} (relative) from the modules")
     return recorder.args
 
 
-def _prefilled_and_decoded(trunk: Trunk, ids_T: Tensor, positions_T: Tensor) -> Tensor:
-    """Return hidden states [T, H]; the last `PROBE_STEPS` tokens of each sequence are decoded one by one."""
+def _prefilled_and_decoded(model: Any, args: list[AttentionArgs], ids_T: Tensor, positions_T: Tensor) -> Tensor:
+    """Return hidden states [T, H]; the last `PROBE_STEPS` tokens of each sequence are decoded one by one.
+
+    Copies of all layers in fp32 may exceed the memory, so each layer is copied, computes all tokens, and is freed.
+    """
     device = ids_T.device
     ends = cu_seqlens_of(PROBE_LENGTHS)[1:].to(device).long()
     prompts = [n - PROBE_STEPS for n in PROBE_LENGTHS]
     given_T = torch.ones(len(ids_T), dtype=torch.bool, device=device)
     for step in range(PROBE_STEPS):
         given_T[ends - PROBE_STEPS + step] = False
-    prefill = PrefillContext(cu_seqlens_of(prompts).to(device), lengths=prompts)
-    first_TH = trunk(ids_T[given_T], positions_T[given_T], prefill)
-    hidden_TH = first_TH.new_empty(len(ids_T), first_TH.shape[1])
-    hidden_TH[given_T] = first_TH
-    read = list(prefill.per_sequence(prompts))
-    cache = KVCache(read[0], len(prompts), max(PROBE_LENGTHS))
-    for row, kv in enumerate(read):
-        cache.fill(row, row + 1, kv)
-    for step in range(PROBE_STEPS):
-        at = ends - PROBE_STEPS + step
-        context = DecodeContext(cache, positions_T[at], max(PROBE_LENGTHS) - PROBE_STEPS + step)
-        hidden_TH[at] = trunk(ids_T[at], positions_T[at], context)
-    return hidden_TH
+    turns, order = _rotations(model, max(PROBE_LENGTHS))
+    steps = [given_T, *(ends - PROBE_STEPS + step for step in range(PROBE_STEPS))]
+    hidden = [F.embedding(ids_T[at], model.base_model.embed_tokens.weight) for at in steps]
+    for i, layer in enumerate(_read_layers(model, args, order, torch.float32)):
+        prefill = PrefillContext(cu_seqlens_of(prompts).to(device), lengths=prompts)
+        layer.add_to(hidden[0], i, turns[positions_T[given_T]], prefill)
+        read = list(prefill.per_sequence(prompts))
+        cache = KVCache(read[0], len(prompts), max(PROBE_LENGTHS))
+        for row, kv in enumerate(read):
+            cache.fill(row, row + 1, kv)
+        for step, at in enumerate(steps[1:]):
+            context = DecodeContext(cache, positions_T[at], max(PROBE_LENGTHS) - PROBE_STEPS + step)
+            layer.add_to(hidden[1 + step], i, turns[positions_T[at]], context)
+    hidden_TH = torch.empty(len(ids_T), hidden[0].shape[1], device=device)
+    for at, x in zip(steps, hidden, strict=True):
+        hidden_TH[at] = x
+    return _norm(model.base_model.norm)(hidden_TH)
 
 
 def _check_parts(model: Any) -> None:
@@ -321,16 +331,15 @@ def _check_plain(module: nn.Module, kind: type[nn.Module]) -> None:
 
 
 def _read(model: Any, args: list[AttentionArgs], length: int, dtype: torch.dtype) -> FusedTrunk:
-    """Copy and join the weights into a `FusedTrunk`.
+    """Copy and join the weights into a `FusedTrunk`."""
+    turns, order = _rotations(model, length)
+    layers, base = list(_read_layers(model, args, order, dtype)), model.base_model
+    return FusedTrunk(base.embed_tokens.weight.detach(), layers, _norm(base.norm), turns)
 
-    Raises:
-        _Unknown: a module has forward hooks, which would not run; or the copies are too large.
-    """
-    base = model.base_model
-    if any(m._forward_hooks or m._forward_pre_hooks for m in base.modules()):
-        raise _Unknown("a module has forward hooks")
-    _check_memory(base.layers, dtype)
-    device = next(model.parameters()).device
+
+def _rotations(model: Any, length: int) -> tuple[Tensor, Tensor]:
+    """Return the rotations of `FusedTrunk.turns`, and the order of a head's rows that makes rotary pairs adjacent."""
+    base, device = model.base_model, next(model.parameters()).device
     cos, sin = base.rotary_emb(base.embed_tokens.weight[:1], torch.arange(length, device=device)[None])
     attention = base.layers[0].self_attn
     half = cos.shape[-1] // 2
@@ -339,8 +348,20 @@ def _read(model: Any, args: list[AttentionArgs], length: int, dtype: torch.dtype
     turns[:, 0, :half] = torch.complex(cos[0, :, :half].float(), sin[0, :, :half].float())
     order = torch.arange(attention.head_dim, device=device)
     order[: 2 * half] = order[: 2 * half].view(2, half).t().flatten()
-    layers = [_read_layer(layer, a, order, dtype) for layer, a in zip(base.layers, args, strict=True)]
-    return FusedTrunk(base.embed_tokens.weight.detach(), layers, _norm(base.norm), turns)
+    return turns, order
+
+
+def _read_layers(model: Any, args: list[AttentionArgs], order_D: Tensor, dtype: torch.dtype) -> Iterator[FusedLayer]:
+    """Yield a fused copy of each layer.
+
+    Raises:
+        _Unknown: a module has forward hooks, which would not run; or joined layers differ.
+    """
+    base = model.base_model
+    if any(m._forward_hooks or m._forward_pre_hooks for m in base.modules()):
+        raise _Unknown("a module has forward hooks")
+    for layer, own in zip(base.layers, args, strict=True):
+        yield _read_layer(layer, own, order_D, dtype)
 
 
 def _check_memory(layers: Iterable[nn.Module], dtype: torch.dtype) -> None:
@@ -350,7 +371,7 @@ def _check_memory(layers: Iterable[nn.Module], dtype: torch.dtype) -> None:
     device = weights[0].device
     limit, name = CPU_BYTES, f"the limit of {CPU_BYTES}"
     if device.type == "cuda":  # without the number, which differs in each rollout
-        limit, name = free_bytes(device) // 4, "a quarter of the free memory"
+        limit, name = free_bytes(device) // 2, "half of the free memory"
     if copied > limit:
         raise _Unknown(f"copies of the weights need {copied} bytes, more than {name}")
 
