@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # By default GNU OpenMP spins at barriers. On shared machines the times of runs would then vary tenfold.
 export OMP_WAIT_POLICY = PASSIVE
 
-.PHONY: bench curves docs demo rlhf llm servers torture scale fuzz mutation test test-slow lint types contracts check clean
+.PHONY: bench curves referee docs demo rlhf llm servers torture scale fuzz mutation test test-slow lint types contracts check clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV)
@@ -48,6 +48,10 @@ scale: $(VENV)/.installed
 curves: export OMP_NUM_THREADS = 1
 curves: $(VENV)/.installed
 	@$(BIN)/python -m benchmarks.curves $(ARGS)
+
+# The losses of other frameworks against those of realign; writes docs/equivalence.md.
+referee: $(VENV)/.installed
+	@$(BIN)/python -m benchmarks.referee $(ARGS)
 
 # Without a wheel of atheris, inputs are random.
 $(VENV)/.atheris: $(VENV)/.installed benchmarks/constraints.txt

@@ -1,0 +1,1 @@
+"""Compares the losses of TRL, verl, OpenRLHF, AReaL and SkyRL with those of realign."""

@@ -1,0 +1,186 @@
+"""Compare the losses of other frameworks with realign's: `python -m benchmarks.referee`.
+
+    python -m benchmarks.referee                     the releases of results.json; writes it, and docs/equivalence.md
+    python -m benchmarks.referee --latest --check    the newest releases; a line for each cell that changed, and exit 1
+
+Each peer's wheel is installed without dependencies into a folder of its own, .bench/referee/PEER-VERSION, and its
+losses run in a process of their own, which does not import realign. A process imports torch and transformers of this
+environment; `side_PEER.py` names what else a peer needs, and what is stubbed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from importlib.metadata import distributions, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from benchmarks.referee import batches, ours
+from benchmarks.referee.cells import CELLS, EDGE_CELLS, EDGES, PEERS, ROWS, Cell, Row, overrides_of
+from benchmarks.referee.page import PAGE, render
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results.json"
+ENVIRONMENTS = HERE.parents[1] / ".bench" / "referee"
+SEEDS = range(5)
+GOAL = 1e-6
+"""Largest difference of losses, and of gradients relative to their largest element, that counts as equal."""
+Job = tuple[Row, Cell]
+
+
+def jobs_of(peer: str) -> dict[str, Job]:
+    """Return what is executed for a peer, by the name of the row."""
+    rows = {**ROWS, **EDGES}
+    both = {**CELLS, **EDGE_CELLS}
+    return {row: (rows[row], cell) for (row, of), cell in both.items() if of == peer and isinstance(cell, Cell)}
+
+
+def side(peer: str) -> Any:
+    """Return the module with a peer's calls."""
+    return importlib.import_module(f"benchmarks.referee.side_{peer}")
+
+
+def install(peer: str, release: str | None) -> Path:
+    """Install a release (None: the newest) without dependencies, and the small packages that its losses import."""
+    first, *others = side(peer).PACKAGES
+    folder = ENVIRONMENTS / f"{peer}-{release or 'latest'}"
+    if release is None:
+        shutil.rmtree(folder, ignore_errors=True)
+    if not (folder / "installed").exists():
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+        wanted = first if release is None else f"{first}=={release}"
+        subprocess.run([*pip, "--target", str(folder), wanted, *others], check=True)
+        (folder / "installed").touch()
+    return folder
+
+
+def release_of(peer: str, folder: Path) -> str:
+    """Return the installed release."""
+    found = {d.name.lower().replace("_", "-"): d.version for d in distributions(path=[str(folder)])}
+    return found[side(peer).PACKAGES[0]]
+
+
+def run_theirs(peer: str, folder: Path, jobs: list[dict[str, Any]], data: Mapping[str, Mapping[str, Tensor]]) -> Any:
+    """Return losses and errors by id, and tensors, from a peer's losses in a process of its own."""
+    with tempfile.TemporaryDirectory() as name:
+        out = Path(name)
+        used = {job["batch"] for job in jobs}
+        tensors = {f"{batch}/{key}": x.contiguous() for batch in used for key, x in data[batch].items()}
+        save_file(tensors, out / "batches.safetensors")
+        (out / "jobs.json").write_text(json.dumps(jobs))
+        environment = {**os.environ, "PYTHONPATH": str(folder), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+        command = [sys.executable, str(HERE / "worker.py"), peer, name]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{peer} did not run: {done.stderr.strip().splitlines()[-1]}")
+        found = json.loads((out / "results.json").read_text())
+        return found["losses"], found["errors"], load_file(out / "results.safetensors")
+
+
+def distance(mine: tuple[Tensor, Tensor], loss: float, gradient: Tensor) -> float:
+    """Return the larger difference: of the losses, or of the gradients relative to their largest element."""
+    scale = max(float(gradient.abs().max()), float(mine[1].abs().max()), 1e-30)
+    return max(abs(float(mine[0]) - loss) / max(1.0, abs(loss)), float((mine[1] - gradient).abs().max()) / scale)
+
+
+def compare(peer: str, folder: Path) -> dict[str, dict[str, Any]]:
+    """Return the results of a peer by row."""
+    named = jobs_of(peer)
+    kinds = {cell.batch or row.batch for row, cell in named.values()}
+    data = {f"{kind} {seed}": ours.with_mismatched(batches.batch(kind, seed)) for kind in kinds for seed in SEEDS}
+    jobs = [
+        {
+            "id": f"{name} {seed}",
+            "batch": f"{cell.batch or row.batch} {seed}",
+            "kind": row.kind,
+            "settings": cell.settings,
+        }
+        for name, (row, cell) in named.items()
+        for seed in SEEDS
+    ]
+    losses, errors, tensors = run_theirs(peer, folder, jobs, data)
+    results: dict[str, dict[str, Any]] = {}
+    for name, (row, cell) in named.items():
+        ids = [f"{name} {seed}" for seed in SEEDS]
+        if failed := [errors[i] for i in ids if i in errors]:
+            results[name] = {"verdict": "error", "error": failed[0]}
+            continue
+        overrides = overrides_of(row, cell)
+        plain, settled, largest = 0.0, 0.0, 0.0
+        for seed, i in zip(SEEDS, ids, strict=True):
+            batch = data[f"{cell.batch or row.batch} {seed}"]
+            mine = cell.formula(batch, overrides) if cell.formula else ours.run(row.kind, batch, overrides)
+            plain = max(plain, distance(ours.run(row.kind, batch, row.preset), losses[i], tensors[i]))
+            settled = max(settled, distance(mine, losses[i], tensors[i]))
+            largest = max(largest, float(tensors[i].abs().max()))
+        results[name] = {"verdict": verdict(cell, settled), "preset": rounded(plain), "settings": rounded(settled)}
+        results[name] |= {"largest": rounded(largest)} if row.kind == "advantages" else {}
+    return results
+
+
+def verdict(cell: Cell, settled: float) -> str:
+    """Return whether the preset, settings or only a formula give the peer's loss and gradient, or nothing does."""
+    if not settled <= GOAL:
+        return "differs"
+    return "formula" if cell.formula else "settings" if cell.changes or cell.instead else "equal"
+
+
+def rounded(x: float) -> float:
+    """Return a number with two digits."""
+    return float(f"{x:.1e}")
+
+
+def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line for each cell whose verdict changed."""
+    for peer, found in after["peers"].items():
+        of = f"{PEERS[peer]} {found['version']} (was {before['peers'][peer]['version']})"
+        for name, cell in found["cells"].items():
+            was = before["peers"][peer].get("cells", {}).get(name, {"verdict": cell["verdict"]})
+            if cell["verdict"] == was["verdict"]:
+                continue
+            title = {**ROWS, **EDGES}[name].title
+            now = cell.get("error") or f"now {cell['verdict']}, with a difference of {cell['settings']:g}"
+            yield f"{of}, {title}: was {was['verdict']} ({was['settings']:g}), {now}"
+
+
+def main() -> int:
+    """Compare, and write the results and the page, or say what changed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peers", nargs="+", default=list(PEERS), choices=list(PEERS))
+    parser.add_argument("--latest", action="store_true", help="the newest releases instead of those of results.json")
+    parser.add_argument("--check", action="store_true", help="write nothing, and fail if a cell changed")
+    arguments = parser.parse_args()
+    before = json.loads(RESULTS.read_text())
+    after: dict[str, Any] = {"torch": version("torch"), "transformers": version("transformers"), "peers": {}}
+    for peer in arguments.peers:
+        folder = install(peer, None if arguments.latest else before["peers"][peer]["version"])
+        found = {"version": release_of(peer, folder), "stubs": list(side(peer).STUBS), "cells": compare(peer, folder)}
+        after["peers"][peer] = found
+        verdicts = [cell["verdict"] for cell in found["cells"].values()]
+        counts = ", ".join(f"{verdicts.count(v)} {v}" for v in dict.fromkeys(verdicts))
+        print(f"{PEERS[peer]} {found['version']}: {counts}")
+    lines = list(changed(before, after))
+    print("\n".join(lines))
+    if arguments.check:
+        return bool(lines)
+    after["peers"] = {peer: after["peers"].get(peer, before["peers"][peer]) for peer in PEERS}
+    RESULTS.write_text(json.dumps(after, indent=1) + "\n")
+    PAGE.write_text(render(after), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    raise SystemExit(main())
