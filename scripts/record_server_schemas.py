@@ -28,6 +28,7 @@ VLLM_PATHS = (
     "/pause",
     "/reset_prefix_cache",
     "/resume",
+    "/server_info",
     "/sleep",
     "/update_weight_version",
     "/v1/completions",

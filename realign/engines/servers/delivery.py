@@ -1,4 +1,4 @@
-"""`Delivery`: the weights that all servers must sample with, the folders they load, and how a server gets them.
+"""`Delivery`: the weights that all servers must sample with, and how a server gets them.
 
 Weights have a label that contains the run and the number of the update. After each answer, the server's label is
 compared with that of the weights it was sent. A server that restarted, or that another run updated, has another label:
@@ -10,30 +10,23 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import shutil
-import tempfile
 import time
 import uuid
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
-from safetensors.torch import load_file, save_file
-
-from realign.api.sampler import WeightSource
-from realign.engines.files.folders import AVERAGED
 from realign.engines.servers.inference_server import Server
 from realign.engines.servers.probe import PROMPT_TOKENS, SAMPLED, Probe, Sampled
 from realign.engines.servers.protocol import ANY_TOKEN, LOADING, Ask, Refused, ResponsePart, Unavailable
 from realign.engines.servers.server_settings import ServerSettings
-from realign.errors import ConfigError, TransientError
+from realign.engines.servers.weights import Weights
+from realign.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 _LABEL_PREFIX = "realign-"
-_SHARED_MEMORY = Path("/dev/shm")
-_EMBEDDINGS, _HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True)
@@ -50,15 +43,15 @@ class Delivery:
     """Sends the current weights to servers. All methods but `replace` are called in the event loop of the sampler."""
 
     def __init__(
-        self, name: str, settings: ServerSettings, probe: Probe, folder: Path, base: BaseModel | None = None
+        self, name: str, settings: ServerSettings, probe: Probe, weights: Weights, base: BaseModel | None = None
     ) -> None:
-        """Use the weights of `folder` as version 0.
+        """Use `weights` as version 0.
 
         Args:
             name: the setting of the sampler, for messages.
             settings: settings of the sampler.
             probe: compares log-probs of servers and trainer.
-            folder: the weights; with a base model, the folders of all updates contain LoRA adapters only.
+            weights: the weights; with a base model, the folders of all updates contain LoRA adapters only.
             base: the base model of the adapters.
         """
         self._name, self._protocol, self._probe = name, settings.protocol(), probe
@@ -67,7 +60,7 @@ class Delivery:
         self._run = f"{_LABEL_PREFIX}{uuid.uuid4().hex[:12]}"
         self._updates = 0
         self.version = 0
-        self.folder = folder
+        self.weights = weights
         self.words = vocabulary_size(self.start_folder)
 
     @property
@@ -83,22 +76,16 @@ class Delivery:
     @property
     def start_folder(self) -> Path:
         """Model folder that a server can be started with."""
-        return self.folder if self._base is None else self._base.folder
+        return self.weights.folder if self._base is None else self._base.folder
 
     @property
     def rank(self) -> int | None:
         """Rank of the LoRA adapters; None if servers get the weights of the whole model."""
         return None if self._base is None else self._base.rank
 
-    def replace(self, folder: Path, version: int, probed: list[float]) -> None:
-        """Use other weights from now on.
-
-        Args:
-            folder: the weights.
-            version: their version.
-            probed: see `Probe.expect`.
-        """
-        self.folder, self.version = folder, version
+    def replace(self, weights: Weights, version: int, probed: list[float]) -> None:
+        """Use other weights from now on; see `Probe.expect` for `probed`."""
+        self.weights, self.version = weights, version
         self._updates += 1
         self._probe.expect(probed)
 
@@ -201,11 +188,35 @@ class Delivery:
 
     async def _load(self, server: Server) -> None:
         """Let a server load the current weights."""
-        if self._base is None:
-            await server.call(self._protocol.load(server.http, self.folder, self.label))
-        else:
+        if server.facts is None:
+            server.facts = await server.call(self._protocol.facts(server.http))
+        if self._base is not None:
             await self._load_adapter(server, self._base)
+        elif self.weights.digest is not None and server.facts.receives:
+            await server.call(self._protocol.load_received(server.http, await self._receive(server), self.label))
+        else:
+            await server.call(self._protocol.load(server.http, self.weights.folder, self.label))
         self._compare(server, await server.call(self._protocol.label(server.http)))
+
+    async def _receive(self, server: Server) -> list[str]:
+        """Let a server that has `WeightReceiver` copy the current weights, and return the files of its copy.
+
+        It gets what changed. If its copy is not the previous one or becomes a wrong one, it gets all weights.
+        """
+        weights = self.weights
+        if weights.base is not None:
+            try:
+                received = await server.call(self._protocol.receive(server.http, weights.delta, weights.base))
+                if received.digest == weights.digest:
+                    return received.paths
+                why = f"its weights have the checksum {received.digest}"
+            except (Unavailable, Refused) as error:
+                why = reason_of(error)
+            logger.warning("%s: the server at %s gets all weights, since %s", self._name, server.url, why)
+        received = await server.call(self._protocol.receive(server.http, weights.folder))
+        if received.digest != weights.digest:
+            raise Unavailable(f"its weights have the checksum {received.digest}, those of the run {weights.digest}")
+        return received.paths
 
     async def _load_adapter(self, server: Server, base: BaseModel) -> None:
         """Let a server load the current adapter, after the base model if it does not have it."""
@@ -214,7 +225,7 @@ class Delivery:
         if not server.has_base:
             await server.call(self._protocol.load(server.http, base.folder, f"{self._run}-base"))
             server.has_base, server.adapter = True, None
-        await server.call(self._protocol.load_adapter(server.http, self.folder, self.label))
+        await server.call(self._protocol.load_adapter(server.http, self.weights.folder, self.label))
         if server.adapter not in (None, self.label):
             with suppress(Refused):  # the server has removed it by itself
                 await server.call(self._protocol.unload_adapter(server.http, server.adapter))
@@ -266,126 +277,6 @@ class Delivery:
 def reason_of(error: BaseException) -> str:
     """Return the text of an error, or its type if it has none."""
     return str(error) or type(error).__name__
-
-
-@runtime_checkable
-class HasAdapter(Protocol):
-    """A source of weights that can save its LoRA adapters alone."""
-
-    @property
-    def adapter_rank(self) -> int | None:
-        """Rank of the adapters; None if the model has none."""
-        ...
-
-    def save_adapter(self, path: Path) -> None:
-        """Write an adapter folder of peft."""
-        ...
-
-    def save_base(self, path: Path) -> None:
-        """Write a model folder with the weights of the base model."""
-        ...
-
-
-class WeightFolders:
-    """Writes the weights of a role for servers."""
-
-    def __init__(self, parent: str | None, *, untie: bool = False) -> None:
-        """Create the folder.
-
-        Args:
-            parent: folder in which it is created; None: shared memory if the system has it, or the temporary folder.
-            untie: whether to write tied output embeddings as separate weights.
-
-        Raises:
-            ConfigError: the folder cannot be created.
-        """
-        if parent is None and _SHARED_MEMORY.is_dir():
-            parent = str(_SHARED_MEMORY)
-        try:
-            if parent is not None:
-                Path(parent).mkdir(parents=True, exist_ok=True)
-            self.root = Path(tempfile.mkdtemp(prefix="realign-weights-", dir=parent))
-        except OSError as error:
-            raise ConfigError(f"weights_dir={parent!r}: cannot be written: {error}") from error
-        self._untie = untie
-
-    def write(self, source: WeightSource, number: int) -> Path:
-        """Write the weights of an update, and return their folder.
-
-        Raises:
-            TransientError: there is not enough space.
-        """
-
-        def save(folder: Path) -> None:
-            source.save(folder)
-            shutil.rmtree(folder.with_name(f"{folder.name}{AVERAGED}"), ignore_errors=True)
-            self._prepare(folder)
-
-        return self._write(self.root / f"update_{number}", save)
-
-    def write_adapter(self, source: HasAdapter, number: int) -> Path:
-        """Write the LoRA adapter of an update alone; see `write`."""
-        return self._write(self.root / f"update_{number}", source.save_adapter)
-
-    def write_base(self, source: HasAdapter) -> Path:
-        """Write the base model of LoRA adapters; see `write`."""
-
-        def save(folder: Path) -> None:
-            source.save_base(folder)
-            self._prepare(folder)
-
-        return self._write(self.root / "base", save)
-
-    def _prepare(self, folder: Path) -> None:
-        if self._untie:
-            untie(folder)
-
-    def _write(self, folder: Path, save: Callable[[Path], None]) -> Path:
-        try:
-            shutil.rmtree(folder, ignore_errors=True)
-            save(folder)
-        except OSError as error:
-            raise TransientError(
-                f"{folder}: the weights for the servers were not written: {error}. Set weights_dir to a folder with "
-                "more space."
-            ) from error
-        return folder
-
-    def keep_only(self, folder: Path) -> None:
-        """Remove all other versions."""
-        for other in self.root.glob("update_*"):
-            if other != folder:
-                shutil.rmtree(other, ignore_errors=True)
-
-    def remove(self) -> None:
-        """Remove everything."""
-        shutil.rmtree(self.root, ignore_errors=True)
-
-
-def untie(folder: Path) -> None:
-    """Separate the output embeddings of a model folder, if they are tied to the input embeddings.
-
-    Raises:
-        ConfigError: the input embeddings have an unknown name.
-    """
-    path = folder / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
-    if not config.get("tie_word_embeddings"):
-        return
-    for file in sorted(folder.glob("*.safetensors")):
-        weights = load_file(file)
-        name = next((key for key in weights if key.endswith(_EMBEDDINGS)), None)
-        if name is None:
-            continue
-        save_file(weights | {_HEAD: weights[name].clone()}, file, metadata={"format": "pt"})
-        index = folder / "model.safetensors.index.json"
-        if index.exists():
-            listed = json.loads(index.read_text(encoding="utf-8"))
-            listed["weight_map"][_HEAD] = file.name
-            index.write_text(json.dumps(listed), encoding="utf-8")
-        path.write_text(json.dumps(config | {"tie_word_embeddings": False}), encoding="utf-8")
-        return
-    raise ConfigError(f"untie=true: the model has no weight that ends in {_EMBEDDINGS}. Set untie=false.")
 
 
 def vocabulary_size(folder: Path) -> int:

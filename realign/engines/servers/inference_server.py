@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from realign.engines.servers.probe import Sampled
-from realign.engines.servers.protocol import Unavailable
+from realign.engines.servers.protocol import ServerFacts, Unavailable
 from realign.engines.servers.server_settings import LOCAL, ServerSettings
 from realign.errors import ConfigError, TransientError
 
@@ -63,6 +63,8 @@ class Server:
         self.checked_at = 0.0
         """Time at which the last successful check of its weights began."""
         self.check_lock = asyncio.Lock()
+        self.facts: ServerFacts | None = None
+        """What the server says about itself, once it was asked."""
         self.adapter: str | None = None
         """Name of the LoRA adapter that was loaded last."""
         self.has_base = False
@@ -118,7 +120,8 @@ class Server:
         self._process = LaunchedServer(command, self._settings.server_variables(self._index), self._log)
         self._starts += 1
         self.http = None
-        self.adapter, self.has_base = None, rank is not None
+        self.facts = self.adapter = None
+        self.has_base = rank is not None
         self.asleep = self.without_cache = False
 
     def connect(self) -> None:

@@ -17,6 +17,7 @@ from realign.engines.servers.inference_server import Lost, RequestInterrupted, S
 from realign.engines.servers.probe import Sampled
 from realign.engines.servers.protocol import Ask, End, Refused, ResponsePart, Unavailable
 from realign.engines.servers.server_settings import ServerSettings
+from realign.engines.servers.weights import Weights
 from realign.errors import RealignError, SettingsError, TransientError
 
 logger = logging.getLogger(__name__)
@@ -166,11 +167,15 @@ class ServerPool:
                 if not group.requests and self._groups.get(key) is group:
                     del self._groups[key]
 
+    def dtypes(self) -> set[str]:
+        """Return the dtypes in which servers compute, as far as they are known."""
+        return {server.facts.dtype for server in self._servers if server.facts is not None and server.facts.dtype}
+
     def sampled(self) -> list[Sampled]:
         """Return the responses under the current weights that were not compared with the trainer yet."""
         return [sampled for server in self._servers if (sampled := self._delivery.take_sampled(server)) is not None]
 
-    async def update(self, folder: Path, version: int, probed: list[float]) -> None:
+    async def update(self, weights: Weights, version: int, probed: list[float]) -> None:
         """Give all servers other weights. Servers that fail get them later, before they are used again.
 
         Args: see `Delivery.replace`.
@@ -178,7 +183,7 @@ class ServerPool:
         await self.halt("update")
         try:
             async with self._weights_lock:
-                self._delivery.replace(folder, version, probed)
+                self._delivery.replace(weights, version, probed)
                 if not self._asleep:  # otherwise they get the weights when they wake
                     await self._each_up(self._delivery.send)
             await self._any_up()

@@ -86,6 +86,26 @@ class Ask:
         return len(self.ids) + self.config.max_new_tokens
 
 
+@dataclass(frozen=True)
+class ServerFacts:
+    """What a server says about itself."""
+
+    dtype: str | None = None
+    """Dtype in which it computes, such as bfloat16."""
+    receives: bool = False
+    """Whether its workers have the methods of `realign_worker.WeightReceiver`."""
+
+
+@dataclass(frozen=True)
+class Received:
+    """The copy of the weights that a server has made."""
+
+    digest: str | None
+    """See `realign_worker.digest`; None if there is no copy."""
+    paths: list[str]
+    """Files of the copy, for the workers of the server."""
+
+
 ENDS = MappingProxyType({"stop": End.stop, "length": End.length, "abort": End.aborted})
 """Reasons by which vLLM and SGLang name the end of a response."""
 
@@ -142,6 +162,21 @@ class ServerProtocol(ABC):
 
         Call it between `stop` and `start`. If it fails, `label` returns another label than the given one.
         """
+
+    async def facts(self, http: AsyncClient) -> ServerFacts:
+        """Return what the server says about itself."""
+        return ServerFacts()
+
+    async def receive(self, http: AsyncClient, folder: Path, base: str | None = None) -> Received:
+        """Let the server copy the weights of a folder, or apply a folder of deltas if its copy has the digest `base`.
+
+        Called only if `ServerFacts.receives`, as `load_received`.
+        """
+        raise NotImplementedError(f"{self.title} has no method for it")
+
+    async def load_received(self, http: AsyncClient, paths: Sequence[str], label: str) -> None:
+        """Load the files of a copy; see `load` and `receive`."""
+        raise NotImplementedError(f"{self.title} has no method for it")
 
     @abstractmethod
     async def load_adapter(self, http: AsyncClient, folder: Path, label: str) -> None:
@@ -225,9 +260,9 @@ async def post(
     return await _answer(http, "POST", path, body, params, LARGEST_ANSWER + BYTES_PER_TOKEN * tokens, text)
 
 
-async def get(http: AsyncClient, path: str) -> Any:
+async def get(http: AsyncClient, path: str, params: Mapping[str, Any] | None = None) -> Any:
     """Send a GET request; see `post`."""
-    return await _answer(http, "GET", path, None, None, LARGEST_ANSWER, False)
+    return await _answer(http, "GET", path, None, params, LARGEST_ANSWER, False)
 
 
 async def _answer(

@@ -8,7 +8,6 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -30,20 +29,26 @@ from realign.api.sampler import (
 )
 from realign.api.seeds import derive_seed
 from realign.engines.distributed.ranks import Ranks, current
-from realign.engines.servers.delivery import BaseModel, Delivery, HasAdapter, WeightFolders
+from realign.engines.servers.delivery import BaseModel, Delivery
 from realign.engines.servers.pool import ServerPool
 from realign.engines.servers.probe import Probe, Sampled
 from realign.engines.servers.protocol import Ask, End, ResponsePart
-from realign.engines.servers.server_settings import LoraTransport, ServerSettings
+from realign.engines.servers.server_settings import LoraTransport, ServerSettings, Updates
+from realign.engines.servers.weights import BASE, HasAdapter, WeightFolders, Weights
 from realign.errors import ConfigError
 
 _CLOSE_S = 30.0
 T = TypeVar("T")
 
-_NOWHERE = Path("of-rank-0")
-"""Folder that ranks other than 0 pass to `save`, which do not write."""
-
 _PROBE_TOKENS = 48
+_DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "half": torch.float16,
+    "float32": torch.float32,
+    "float": torch.float32,
+}
+"""Names of dtypes in the settings of servers."""
 
 
 @dataclass
@@ -70,7 +75,8 @@ class ServerSampler:
         settings: ServerSettings,
         source: WeightSource,
         stop_ids: Sequence[int],
-        _probe_ids: Sequence[int] = (),
+        folders: WeightFolders,
+        probe: Probe,
         *,
         alone: bool = True,
     ) -> None:
@@ -81,7 +87,8 @@ class ServerSampler:
             settings: settings of the sampler.
             source: the weights.
             stop_ids: end tokens of the model.
-            _probe_ids: text by which the weights of servers and trainer are compared, if `source` can score it.
+            folders: writes the weights.
+            probe: compares the weights of servers and trainer, if `source` can score its text.
             alone: compare the responses of `sampled` with the trainer. Several ranks do this together.
 
         Raises:
@@ -91,16 +98,14 @@ class ServerSampler:
         self._settings, self._stop_ids = settings, tuple(stop_ids)
         self._source, self._alone = source, alone
         self._setting = f"models.{name}.sampler"
-        self._folders = WeightFolders(settings.weights_dir, untie=settings.untie)
-        self._probe = Probe(_probe_ids, settings.probe_tolerance)
-        self._probe.expect(self._probe.measure(source))
+        self._folders, self._probe = folders, probe
+        self._folders.dtype = _DTYPES.get(settings.launch_dtype() or "")
         self._updates = 0
-        base = None
-        if (rank := check_adapter(self._setting, settings, source)) is not None:
-            assert isinstance(source, HasAdapter)
-            base = BaseModel(self._folders.write_base(source), rank)
-        folder = self._write(source)
-        self._delivery = Delivery(self._setting, settings, self._probe, folder, base)
+        rank = check_adapter(self._setting, settings, source)
+        base = None if rank is None else BaseModel(folders.root / BASE, rank)
+        weights, probed = written(settings, source, folders, probe, 0)
+        probe.expect(probed)
+        self._delivery = Delivery(self._setting, settings, probe, weights, base)
         self._pool = ServerPool(self._setting, settings, self._delivery, self._folders.root, self._end)
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -146,10 +151,11 @@ class ServerSampler:
         with self._lock:
             self._check_open()
         self._updates += 1
-        folder = self._write(source)
+        self._learn_dtype()
+        weights, probed = written(self._settings, source, self._folders, self._probe, self._updates)
         self._source = source
-        self._wait(self._pool.update(folder, version, self._probe.measure(source)))
-        self._folders.keep_only(folder)
+        self._wait(self._pool.update(weights, version, probed))
+        self._folders.keep_only(weights.folder)
         self._check_sampled()
 
     def pause(self) -> None:
@@ -200,12 +206,14 @@ class ServerSampler:
                 self._loop.close()
             self._folders.remove()
 
-    def _write(self, source: WeightSource) -> Path:
-        """Write what the servers get in an update."""
-        if self._settings.lora is LoraTransport.adapter:
-            assert isinstance(source, HasAdapter)
-            return self._folders.write_adapter(source, self._updates)
-        return self._folders.write(source, self._updates)
+    def _learn_dtype(self) -> None:
+        """Send weights in the dtype in which all servers compute, or else in that of the trainer."""
+
+        async def dtypes() -> set[str]:
+            return self._pool.dtypes()
+
+        if names := self._wait(dtypes()):
+            self._folders.dtype = _DTYPES.get(names.pop()) if len(names) == 1 else None
 
     def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine in the event loop and wait for it."""
@@ -316,18 +324,18 @@ def check_adapter(where: str, settings: ServerSettings, source: WeightSource) ->
     return source.adapter_rank
 
 
-def saved(settings: ServerSettings, source: WeightSource, *, first: bool) -> list[Callable[[Path], None]]:
-    """Return the methods of a source by which a sampler saves its weights, in the order in which it calls them.
-
-    Args:
-        settings: settings of the sampler.
-        source: the weights.
-        first: whether these are the first weights.
-    """
+def written(
+    settings: ServerSettings, source: WeightSource, folders: WeightFolders, probe: Probe, number: int
+) -> tuple[Weights, list[float]]:
+    """Write what servers get in an update, and return it and what the probe measured; all ranks call it."""
     if settings.lora is LoraTransport.merged:
-        return [source.save]
-    assert isinstance(source, HasAdapter)
-    return [source.save_base, source.save_adapter] if first else [source.save_adapter]
+        weights = folders.write(source, number)
+    else:
+        assert isinstance(source, HasAdapter)
+        if not number:
+            folders.write_base(source)
+        weights = folders.write_adapter(source, number)
+    return weights, probe.measure(source)
 
 
 def check_config(config: GenerationConfig) -> None:
@@ -366,34 +374,33 @@ class RankedSampler:
         ranks: Ranks,
         settings: ServerSettings,
         source: WeightSource,
+        folders: WeightFolders,
         probe: Probe,
         open: Callable[[], ServerSampler],
     ) -> None:
-        """Open the sampler on rank 0, while the other ranks help it to gather the weights of `source`.
+        """Open the sampler on rank 0, while the other ranks help it to write the weights of `source`.
 
         Args:
             ranks: the processes of the run.
             settings: settings of the sampler.
             source: the weights.
+            folders: writes the weights.
             probe: measures what the sampler of rank 0 measures.
             open: constructs the sampler.
         """
-        self._ranks, self._settings, self._probe = ranks, settings, probe
+        self._ranks, self._settings, self._folders, self._probe = ranks, settings, folders, probe
         self._source, self._version = source, 0
-        self._own: ServerSampler | None = ranks.together(
-            lambda: open() if ranks.leader else self._follow_opening(source)
-        )
+        self._updates = 0
+        self._own: ServerSampler | None = ranks.together(lambda: open() if ranks.leader else self._follow(source))
         try:
             self._check_sampled()
         except BaseException:
             self.close()
             raise
 
-    def _follow_opening(self, source: WeightSource) -> None:
-        """Take part in what `ServerSampler.__init__` does with the weights."""
-        self._probe.measure(source)
-        for save in saved(self._settings, source, first=True):
-            save(_NOWHERE)
+    def _follow(self, source: WeightSource) -> None:
+        """Take part in what `ServerSampler` does with the weights."""
+        written(self._settings, source, self._folders, self._probe, self._updates)
 
     @property
     def version(self) -> int:
@@ -420,12 +427,11 @@ class RankedSampler:
         self._check_sampled()
 
     def _update(self, source: WeightSource, version: int) -> None:
+        self._updates += 1
         if self._own is not None:
             self._own.update(source, version)
-            return
-        for save in saved(self._settings, source, first=False):
-            save(_NOWHERE)
-        self._probe.measure(source)
+        else:
+            self._follow(source)
 
     def pause(self) -> None:
         """See `Sampler.pause`; all ranks call it."""
@@ -480,13 +486,13 @@ class Servers(ServerSettings):
 
         Under torchrun, rank 0 does.
         """
-        ids, stop_ids = _probe_ids(tokenizer), end_tokens(name, source, tokenizer)
+        stop_ids = end_tokens(name, source, tokenizer)
         check_adapter(f"models.{name}.sampler", self, source)
         ranks = current()
-        open_own = partial(ServerSampler, name, self, source, stop_ids, ids, alone=ranks.size == 1)
-        if ranks.size == 1:
-            return open_own()
-        return RankedSampler(ranks, self, source, Probe(ids, self.probe_tolerance), open_own)
+        folders = WeightFolders(self.weights_dir, ranks, untie=self.untie, deltas=self.updates is Updates.delta)
+        probe = Probe(_probe_ids(tokenizer), self.probe_tolerance)
+        open_own = partial(ServerSampler, name, self, source, stop_ids, folders, probe, alone=ranks.size == 1)
+        return open_own() if ranks.size == 1 else RankedSampler(ranks, self, source, folders, probe, open_own)
 
 
 def end_tokens(name: str, source: WeightSource, tokenizer: Any) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -30,6 +31,16 @@ class LoraTransport(StrEnum):
     """The base model once, and only the adapter in each update. The server must support LoRA for the model."""
 
 
+class Updates(StrEnum):
+    """What servers get in an update of the whole model."""
+
+    full = "full"
+    """All weights. Servers on the same machine read them from shared memory."""
+    delta = "delta"
+    """Only the bits that changed, with a checksum of the result. Needs vLLM with `realign_worker`, and a copy of the
+    weights in the memory of the server's host. Other servers get all weights."""
+
+
 @dataclass
 class ServerSettings(SamplerSpec):
     """Settings of a sampler over servers. The environment variable `REALIGN_SERVER_KEYS` contains their API keys."""
@@ -55,6 +66,8 @@ class ServerSettings(SamplerSpec):
     temporary folder. Required if a server runs on another machine."""
     lora: LoraTransport = LoraTransport.merged
     """How servers get a policy with LoRA adapters: merged | adapter. See `LoraTransport`."""
+    updates: Updates = Updates.full
+    """What servers get in an update: full | delta. See `Updates`."""
     sleep_level: Annotated[int, Range(ge=0, le=2)] = 0
     """Memory that servers free while the role sleeps, which it does while models train if rollout is synchronous. 0:
     none. 1: KV cache, and weights, which vLLM keeps in the memory of the host. 2: KV cache and weights."""
@@ -84,6 +97,7 @@ class ServerSettings(SamplerSpec):
     command: ClassVar[str]
     variables: ClassVar[dict[str, str]]
     sleep_arguments: ClassVar[str]
+    delta_arguments: ClassVar[str] = ""
 
     def lora_arguments(self, rank: int) -> str:
         """Return the arguments of the usual command for adapters of a rank.
@@ -162,6 +176,13 @@ class ServerSettings(SamplerSpec):
                 "{python}."
             ) from error
 
+    def launch_dtype(self) -> str | None:
+        """Return the dtype that the command of a server says."""
+        words = self.command_line("launch", Path("model"), 0)
+        values = [after for word, after in itertools.pairwise(words) if word == "--dtype"]
+        values += [word.removeprefix("--dtype=") for word in words if word.startswith("--dtype=")]
+        return values[-1] if values and not self.urls else None
+
     def _usual_command(self, rank: int | None) -> str:
         """Return the usual command, with the arguments that settings require."""
         words = [self.command]
@@ -169,6 +190,8 @@ class ServerSettings(SamplerSpec):
             words.append(self.lora_arguments(rank))
         if self.sleep_level:
             words.append(self.sleep_arguments)
+        if self.updates is Updates.delta:
+            words.append(self.delta_arguments)
         return " ".join(words)
 
     def server_variables(self, index: int) -> dict[str, str]:

@@ -6,7 +6,8 @@ servers need `VLLM_SERVER_DEV_MODE=1` and `--logprobs-mode processed_logprobs`; 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -17,8 +18,10 @@ from realign.api.generation import GenerationConfig
 from realign.engines.servers.protocol import (
     LOADING,
     Ask,
+    Received,
     Refused,
     ResponsePart,
+    ServerFacts,
     ServerProtocol,
     checked_part,
     checked_scores,
@@ -30,6 +33,7 @@ from realign.engines.servers.protocol import (
     sampling_settings,
 )
 from realign.engines.servers.server_sampler import Servers
+from realign.engines.servers.server_settings import Updates
 from realign.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -37,6 +41,10 @@ if TYPE_CHECKING:
 
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values of `--max-lora-rank`."""
+
+RECEIVER = "realign_worker.WeightReceiver"
+"""See `realign_worker`."""
+_WORKER_FOLDER = Path(__file__).with_name("worker")
 
 
 class VllmProtocol(ServerProtocol):
@@ -73,10 +81,34 @@ class VllmProtocol(ServerProtocol):
 
     @override
     async def load(self, http: AsyncClient, folder: Path, label: str) -> None:
+        await self._load(http, label, "reload_weights", {"weights_path": str(folder.absolute())})
+
+    @override
+    async def facts(self, http: AsyncClient) -> ServerFacts:
+        try:
+            config = item(await get(http, "/server_info", {"config_format": "json"}), "vllm_config")
+        except Refused:  # of versions before 0.16
+            return ServerFacts()
+        dtype = str(item(config, "model_config", "dtype")).removeprefix("torch.")
+        return ServerFacts(dtype, item(config, "parallel_config", "worker_extension_cls") == RECEIVER)
+
+    @override
+    async def receive(self, http: AsyncClient, folder: Path, base: str | None = None) -> Received:
+        call = {"method": "realign_receive", "kwargs": {"folder": str(folder.absolute())}}
+        if base is not None:
+            call = {"method": "realign_change", "kwargs": {"folder": str(folder.absolute()), "base": base}}
+        results = items(await post(http, "/collective_rpc", call), "results")
+        copied = next((result for result in results if result is not None), None)
+        return Received(item(copied, "digest"), [str(path) for path in items(copied, "paths")])
+
+    @override
+    async def load_received(self, http: AsyncClient, paths: Sequence[str], label: str) -> None:
+        await self._load(http, label, "realign_load", {"paths": list(paths)})
+
+    async def _load(self, http: AsyncClient, label: str, method: str, arguments: Mapping[str, Any]) -> None:
+        """Let all workers load weights by one of their methods."""
         await post(http, "/update_weight_version", {"new_version": LOADING})
-        await post(
-            http, "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder.absolute())}}
-        )
+        await post(http, "/collective_rpc", {"method": method, "kwargs": arguments})
         await self._finish_loading(http, label)
 
     @override
@@ -149,6 +181,15 @@ class Vllm(Servers):
     )
     variables: ClassVar[dict[str, str]] = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     sleep_arguments: ClassVar[str] = "--enable-sleep-mode"
+    delta_arguments: ClassVar[str] = f"--worker-extension-cls {RECEIVER}"
+
+    @override
+    def server_variables(self, index: int) -> dict[str, str]:
+        variables = super().server_variables(index)
+        if self.updates is Updates.delta:
+            paths = [str(_WORKER_FOLDER), variables.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))]
+            variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        return variables
 
     @override
     def lora_arguments(self, rank: int) -> str:

@@ -171,6 +171,13 @@ class InferenceEngine(DecodableEngine):
         """Return the weights by name: with adapters, both adapter and base weights."""
         return named_weights(self.module, self.value_head)
 
+    def shards(self) -> dict[str, Tensor]:
+        """Return this rank's shards (`DTensor`) of the weights of the model without its value head; not a collective.
+
+        Weights that are not sharded are plain tensors.
+        """
+        return named_weights(self.module, None)
+
     @override
     def load_weights(self, weights: Mapping[str, Tensor], mix: float = 1.0) -> None:
         """Load or mix in weights. Optimizer moments and averages do not change."""

@@ -23,7 +23,8 @@ from safetensors.torch import load_file, save_file
 
 from realign.api import EngineCapabilities, SequenceSample
 from realign.engines.servers.sglang import Sglang
-from realign.engines.servers.vllm import Vllm
+from realign.engines.servers.vllm import RECEIVER, Vllm
+from realign.engines.servers.worker.realign_worker import WeightReceiver
 
 DEFAULT = "default"
 """Label of weights that no client has set."""
@@ -130,6 +131,15 @@ class _Job:
         self.done.set()
 
 
+class Receiver(WeightReceiver):
+    """The methods of `WeightReceiver` in the only worker of a fake server."""
+
+    rank = 0
+
+    def __init__(self, server):
+        self.server = self.model_runner = server
+
+
 class Exchange(NamedTuple):
     """A request and its answer."""
 
@@ -153,6 +163,7 @@ class FakeServer:
         self.tamper = lambda path, body, answer: answer  # changes the status and the content of an answer
         self.faults = {}  # path -> list of functions, which get the handler and answer in place of the server
         self.adapters, self.asleep, self.sleeps = {}, frozenset(), 0
+        self.dtype, self.receiver = "torch.float32", None
         self.set_weights(table.logits_VV, DEFAULT)
         fake = self
 
@@ -189,6 +200,10 @@ class FakeServer:
     def set_weights(self, logits_VV, label):
         self.logits_VV, self.label = logits_VV, label
 
+    def add_receiver(self):
+        """Add the methods by which vLLM takes deltas."""
+        self.receiver = Receiver(self)
+
     def logits(self, adapter):
         return self.logits_VV + (0 if adapter is None else self.adapters[adapter])
 
@@ -197,6 +212,8 @@ class FakeServer:
         with self.changed:
             self.set_weights(self.start_table.logits_VV, DEFAULT)
             self.adapters.clear()
+            if self.receiver is not None:
+                self.add_receiver()
             self.paused, self.asleep = False, frozenset()
             for job in self.jobs:
                 job.end("lost")
@@ -260,6 +277,11 @@ class FakeServer:
         assert "weights" not in self.asleep
         with self.changed:
             self.logits_VV = logits_of(folder)
+
+    def reload_weights(self, weights_iterator):
+        """Load tensors, as the model runner of vLLM does."""
+        with self.changed:
+            self.logits_VV = dict(weights_iterator)["logits"].float()
 
     def load_adapter(self, name, folder):
         assert "weights" not in self.asleep
@@ -331,9 +353,16 @@ class FakeServer:
                 return 404, {"error": {"message": "cannot be found"}}
             return 200, Text(f"Success: LoRA adapter '{body['lora_name']}' removed successfully.")
         if path == "/collective_rpc":
-            assert body["method"] == "reload_weights"
-            self.load(body["kwargs"]["weights_path"])
-            return 200, {"results": [None]}
+            methods = {"reload_weights": lambda weights_path: self.load(weights_path)}
+            if self.receiver is not None:
+                methods |= {name: getattr(self.receiver, name) for name in dir(WeightReceiver)}
+            return 200, {"results": [methods[body["method"]](**body["kwargs"])]}
+        if path == "/server_info":
+            config = {
+                "model_config": {"dtype": self.dtype},
+                "parallel_config": {"worker_extension_cls": RECEIVER if self.receiver is not None else ""},
+            }
+            return 200, {"vllm_config": config, "vllm_env": {}, "system_env": {}}
         if path == "/reset_prefix_cache":
             return 200, {"success": not self.jobs}
         if path == "/update_weight_version":

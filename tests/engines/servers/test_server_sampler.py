@@ -22,13 +22,24 @@ from realign.engines.servers import pool
 from realign.engines.servers.delivery import vocabulary_size
 from realign.engines.servers.protocol import ANY_TOKEN, Ask, Unavailable, checked_part
 from realign.engines.servers.server_sampler import ServerSampler
+from realign.engines.servers.server_settings import Updates
 from realign.engines.servers.vllm import Vllm
+from realign.engines.servers.worker.realign_worker import WeightReceiver
 from realign.errors import ConfigError, TransientError
 from realign.runtime.models import open_sampler
 from realign.testing import SAMPLER_CHECKS, check_sampler
 from tests.engines.distributed.run_ranks import run_ranks
 from tests.engines.servers import fake_server
-from tests.engines.servers.fake_server import KINDS, Adapted, FakeServer, Scoring, logits_from, prompts, random_table
+from tests.engines.servers.fake_server import (
+    KINDS,
+    Adapted,
+    FakeServer,
+    Scoring,
+    Table,
+    logits_from,
+    prompts,
+    random_table,
+)
 from tests.tiny import VOCAB, random_sample, save_tiny
 
 SAMPLE = {"vllm": "/v1/completions", "sglang": "/generate"}
@@ -563,6 +574,117 @@ def test_a_sampler_that_sleeps_and_is_paused_continues_after_both_have_ended(ser
     assert not handle.done
     sampler.resume()
     assert len(handle.result(30).ids) == 40
+
+
+@pytest.fixture
+def connect_deltas(opened):
+    """Connect a server of vLLM that takes deltas, and return it and the sampler."""
+
+    def connect(receives=True, **settings):
+        server = FakeServer("vllm", START)
+        opened.append(server)
+        server.dtype = "torch.bfloat16"
+        if receives:
+            server.add_receiver()
+        spec = Vllm(urls=[server.url], updates=Updates.delta, probe_tolerance=None, **settings)
+        opened.append(spec.open("actor", START, None))
+        return server, opened[-1]
+
+    return connect
+
+
+def loads(server):
+    """Return the methods by which a server got weights since the last call."""
+    methods = [body["method"] for path, body in server.requests if path == "/collective_rpc"]
+    server.requests.clear()
+    return methods
+
+
+def few_changes(number):
+    """Return weights that differ from `START` in some elements."""
+    logits_VV = START.logits_VV.clone()
+    logits_VV[number, :3] += 0.5
+    return Table(logits_VV)
+
+
+FULL, DELTA = ["realign_receive", "realign_load"], ["realign_change", "realign_load"]
+
+
+def test_servers_get_only_what_changed_in_their_dtype(connect_deltas):
+    server, sampler = connect_deltas()
+    assert loads(server) == FULL
+    sampler.update(few_changes(1), 1)  # now in bfloat16
+    assert loads(server) == FULL
+    for number in (2, 3):
+        sampler.update(few_changes(number), number)
+        assert loads(server) == DELTA
+        assert torch.equal(server.logits_VV, few_changes(number).logits_VV.bfloat16().float())
+
+
+def restart(server):
+    server.restart()
+
+
+def miss_an_update(server):
+    """Lose an update, as a server that was out of use."""
+    server.receiver.realign_change = lambda folder, base: WeightReceiver.realign_change(server.receiver, folder, "?")
+
+
+def damage_the_copy(server):
+    server.receiver._realign_copy.weights["logits"][3, 3] += 1
+
+
+def break_the_request(server):
+    server.faults["/collective_rpc"] = [fake_server.status(500)]
+
+
+@pytest.mark.parametrize("fault", [restart, miss_an_update, damage_the_copy, break_the_request])
+def test_a_server_without_the_previous_weights_gets_all_of_them(connect_deltas, fault):
+    server, sampler = connect_deltas()
+    sampler.update(few_changes(1), 1)
+    loads(server)
+    fault(server)
+    sampler.update(few_changes(2), 2)
+    until(lambda: server.label.endswith("-2"))
+    methods = loads(server)
+    assert methods[-2:] == FULL
+    assert torch.equal(server.logits_VV, few_changes(2).logits_VV.bfloat16().float())
+    sampler.update(few_changes(3), 3)
+    assert torch.equal(server.logits_VV, few_changes(3).logits_VV.bfloat16().float())
+
+
+def test_a_server_that_never_confirms_the_checksum_is_not_used(connect_deltas):
+    server, sampler = connect_deltas(patience_s=0.5)
+
+    def tamper(path, body, answer):
+        if path == "/collective_rpc" and body["method"] != "realign_load":
+            return 200, {"results": [{"digest": "0" * 64, "paths": []}]}
+        return answer
+
+    server.tamper = tamper
+    with pytest.raises(TransientError, match=r"no server worked .*its weights have the checksum 000"):
+        sampler.update(few_changes(1), 1)
+
+
+def test_a_server_without_the_receiver_gets_all_weights(connect_deltas):
+    server, sampler = connect_deltas(receives=False)
+    for number in (1, 2):
+        sampler.update(few_changes(number), number)
+    assert loads(server) == ["reload_weights"] * 3
+    assert torch.equal(server.logits_VV, few_changes(2).logits_VV.bfloat16())
+
+
+def test_a_server_of_the_run_starts_with_the_receiver(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "/of/the/run")
+    spec = Vllm(updates=Updates.delta, arguments="--dtype bfloat16")
+    assert " ".join(spec.command_line("", Path("m"), 1)).count("--worker-extension-cls realign_worker.WeightRec") == 1
+    folder, *others = spec.server_variables(0)["PYTHONPATH"].split(":")
+    assert (Path(folder) / "realign_worker.py").exists()
+    assert others == ["/of/the/run"]
+    assert spec.launch_dtype() == "bfloat16"
+    assert "PYTHONPATH" not in Vllm().server_variables(0)
+    assert Vllm(arguments="--dtype=half").launch_dtype() == "half"
+    assert Vllm().launch_dtype() is None
 
 
 def test_no_server_at_the_url_is_a_transient_error(kind):

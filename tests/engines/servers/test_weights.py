@@ -1,15 +1,23 @@
-"""Model folders for servers."""
+"""Model folders and deltas for servers."""
 
 import json
+import stat
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from realign.engines.servers.delivery import WeightFolders, untie
-from realign.errors import ConfigError, TransientError
-from tests.engines.servers.fake_server import random_table
+from realign.api import MicroBatchSpec
+from realign.engines import OptimizerSpec, TransformersModel
+from realign.engines.distributed.ranks import current
+from realign.engines.servers import weights
+from realign.engines.servers.weights import WeightFolders, untie
+from realign.engines.servers.worker.realign_worker import apply, bits, digest, mapped_folder
+from realign.errors import ConfigError, RunError, TransientError
+from tests.engines.distributed.run_ranks import run_ranks
+from tests.engines.servers.fake_server import Table, random_table
+from tests.tiny import random_sample, save_tiny
 
 
 def tied_model(folder, **save):
@@ -65,8 +73,179 @@ def test_a_folder_that_cannot_be_written_is_an_error(tmp_path):
 
 def test_the_latest_weights_are_kept(tmp_path):
     folders = WeightFolders(str(tmp_path))
-    written = [folders.write(random_table(i), i) for i in range(3)]
+    written = [folders.write(random_table(i), i).folder for i in range(3)]
     folders.keep_only(written[-1])
     assert [folder.exists() for folder in written] == [False, False, True]
     folders.remove()
     assert not any(tmp_path.iterdir())
+
+
+def loss(output, data):
+    return -output.logprobs(temperature=1.0, where_T=data["loss_mask"]).sum(), {}
+
+
+def trained(folder, *, lr=0.1, **config):
+    """Load a tiny model as the engine of a policy."""
+    if current().leader:
+        save_tiny(folder / "llama", family="llama", **config)
+    current().barrier()
+    spec = TransformersModel(str(folder / "llama"), device="cpu", optimizer=OptimizerSpec(lr=lr))
+    return spec.load("actor", seed=0).engine
+
+
+def step(engine):
+    engine.train_batch(random_sample([(6,), (4, 3)]), MicroBatchSpec(100), loss, lambda part: part["loss_mask"].sum())
+
+
+def assert_sent(folder, engine):
+    """Check the weights in a folder for servers that compute in bfloat16."""
+    sent, own = mapped_folder(folder), engine.weights()
+    assert sent.keys() == own.keys()
+    for name, x in own.items():
+        assert sent[name].dtype == (torch.bfloat16 if x.ndim > 1 else torch.float32)
+        assert torch.equal(sent[name], x.to(sent[name].dtype))
+
+
+def test_weights_have_the_dtype_of_the_servers(tmp_path):
+    engine = trained(tmp_path)
+    folders = WeightFolders(str(tmp_path))
+    assert {x.dtype for x in mapped_folder(folders.write(engine, 0).folder).values()} == {torch.float32}
+    folders.dtype = torch.bfloat16  # which the server said
+    folder = folders.write(engine, 1).folder
+    assert_sent(folder, engine)
+    own = engine.weights().values()
+    content = sum(x.numel() * (2 if x.ndim > 1 else 4) for x in own)
+    assert content < weights.size_of(folder) < content + 200 * len(own)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert all(
+        torch.equal(x, engine.weights()[name].to(x.dtype).bfloat16().float() if x.ndim > 1 else x)
+        for name, x in model.state_dict().items()
+        if name in engine.weights()
+    )
+
+
+def test_only_the_first_weights_are_saved_by_an_engine_whose_shards_they_are(tmp_path, monkeypatch):
+    engine = trained(tmp_path)
+    folders = WeightFolders(str(tmp_path))
+    folders.dtype = torch.bfloat16
+    first = folders.write(engine, 0).folder
+    assert_sent(first, engine)
+    monkeypatch.setattr(engine, "save", None)
+    step(engine)
+    folder = folders.write(engine, 1).folder
+    assert_sent(folder, engine)
+    assert {path.name for path in folder.iterdir()} == {path.name for path in first.iterdir()}
+    assert stat.S_IMODE((folder / "model.safetensors").stat().st_mode) == 0o600
+    assert stat.S_IMODE(folders.root.stat().st_mode) == 0o700
+
+
+def test_an_engine_that_saves_other_weights_than_its_shards_saves_each_update(tmp_path):
+    class Renamed(Table):
+        def shards(self):
+            return {"other": self.logits_VV}
+
+    folders = WeightFolders(str(tmp_path))
+    for number in range(2):
+        table = Renamed(random_table(number).logits_VV)
+        folders.dtype = torch.bfloat16
+        sent = mapped_folder(folders.write(table, number).folder)
+        assert torch.equal(sent["logits"], table.logits_VV.bfloat16())
+
+
+def test_large_models_are_written_in_several_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(weights, "BUCKET", 3000)
+    engine = trained(tmp_path)
+    folders = WeightFolders(str(tmp_path))
+    folders.dtype = torch.bfloat16
+    folders.write(engine, 0)
+    step(engine)
+    folder = folders.write(engine, 1).folder
+    assert len(list(folder.glob("*.safetensors"))) > 3
+    listed = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    assert all(name in load_file(folder / file) for name, file in listed.items())
+    assert_sent(folder, engine)
+
+
+@pytest.mark.parametrize("ready", [False, True])
+def test_untied_weights_stay_untied(tmp_path, ready):
+    engine = trained(tmp_path, tie_word_embeddings=True)
+    folders = WeightFolders(str(tmp_path), untie=True)
+    folders.dtype = torch.bfloat16 if ready else None
+    for number in range(2):
+        sent = mapped_folder(folders.write(engine, number).folder)
+        assert torch.equal(sent["lm_head.weight"], sent["model.embed_tokens.weight"])
+        step(engine)
+
+
+def test_weights_that_are_not_finite_are_not_sent(tmp_path):
+    engine = trained(tmp_path)
+    folders = WeightFolders(str(tmp_path))
+    folders.write(engine, 0)
+    engine.module.model.norm.weight.data[3] = torch.nan
+    with pytest.raises(RunError, match=r"weight 'model.norm.weight' is not finite"):
+        folders.write(engine, 1)
+
+
+def assert_delta(written, copy):
+    """Apply a delta to the copy of a server, and check the result."""
+    assert digest(copy) == written.base
+    for file in sorted(written.delta.iterdir()):
+        apply(load_file(file), copy)
+    new = mapped_folder(written.folder)
+    assert digest(copy) == written.digest == digest(new)
+    assert all(torch.equal(bits(copy[name]), bits(x)) for name, x in new.items())
+
+
+def test_a_delta_turns_the_previous_weights_into_the_current_ones(tmp_path):
+    engine = trained(tmp_path, lr=1e-5)
+    folders = WeightFolders(str(tmp_path), deltas=True)
+    folders.dtype = torch.bfloat16
+    first = folders.write(engine, 0)
+    assert first.base is None
+    copy = {name: x.clone() for name, x in mapped_folder(first.folder).items()}
+    for number in (1, 2):
+        step(engine)
+        written = folders.write(engine, number)
+        assert_delta(written, copy)
+        folders.keep_only(written.folder)
+        assert {path.name for path in folders.root.iterdir()} == {f"update_{number}", f"update_{number}_delta"}
+
+
+def test_there_is_no_delta_if_it_is_larger_than_the_weights_or_the_dtype_changed(tmp_path):
+    engine = trained(tmp_path, lr=0.5)
+    folders = WeightFolders(str(tmp_path), deltas=True)
+    folders.write(engine, 0)
+    step(engine)
+    assert folders.write(engine, 1).base is None  # each value of 32 bits changed
+    folders.dtype = torch.bfloat16
+    assert folders.write(engine, 2).base is None
+
+
+def write_shards(folder):
+    """Write weights of a sharded engine, with a fault on rank 1 in between. Return the errors, and what was changed."""
+    engine = trained(folder, lr=1e-5)
+    folders = WeightFolders(str(folder), current(), deltas=True)
+    folders.dtype = torch.bfloat16
+    copy = {name: x.clone() for name, x in mapped_folder(folders.write(engine, 0).folder).items()}
+    engine.save = None  # no rank gathers all weights again
+    step(engine)
+    errors = []
+    own = engine.shards()
+    broken = {name: x for name, x in own.items() if not name.endswith("up_proj.weight")}
+    engine.shards = lambda: own if current().leader else broken
+    try:
+        folders.write(engine, 1)
+    except Exception as error:
+        errors.append(str(error))
+    del engine.shards
+    written = folders.write(engine, 2)
+    assert_sent(written.folder, engine)
+    assert_delta(written, copy)
+    current().barrier()
+    return errors, len(list(written.delta.iterdir()))
+
+
+def test_all_ranks_write_their_shards_and_an_error_on_one_rank_is_raised_on_all(tmp_path):
+    for errors, files in run_ranks(2, write_shards, tmp_path):
+        assert len(errors) == 1
+        assert files == 2
