@@ -5,6 +5,8 @@
 
 updates    A model is given to a server several times. Reports the seconds of an update, and the largest difference of
            the log-probs that vLLM reports and those of the training engine for the same weights.
+delivery   SmolLM2-135M, trained with the rate lr=1e-6. Reports the bytes and seconds of an update by each way: fp32 and
+           bf16 in shared memory, files in a folder, deltas. way=delta selects one.
 faults     Two servers, of which one is killed while it generates, while it loads weights and while it is paused.
            Reports responses lost or duplicated, and tokens whose log-prob is not that of the weights of their version.
 curves     GRPO of the demo's additions with both samplers, with the same seeds. Reports the mean reward of the last
@@ -27,12 +29,19 @@ from typing import Any, TypeAlias
 
 from benchmarks.report import arguments, facts
 from benchmarks.servers.curves import curves, language
+from benchmarks.servers.delivery import delivery
 from benchmarks.servers.faults import faults
 from benchmarks.servers.updates import updates
 
 Part: TypeAlias = Callable[[Path, Mapping[str, str]], dict[str, Any]]
 
-PARTS: Mapping[str, Part] = {"updates": updates, "faults": faults, "curves": curves, "language": language}
+PARTS: Mapping[str, Part] = {
+    "updates": updates,
+    "delivery": delivery,
+    "faults": faults,
+    "curves": curves,
+    "language": language,
+}
 DEFAULTS = {
     "parts": ",".join(PARTS),
     "python": ".servers/venv/bin/python",
@@ -42,6 +51,9 @@ DEFAULTS = {
     "language_steps": "20",
     "responses": "64",
     "folder": "",
+    "model": "",
+    "way": "",
+    "lr": "1e-6",
 }
 
 

@@ -22,20 +22,21 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
 }
 # vLLM 0.32 fails on a CPU if it reads the prompt of a seeded request in several parts. 64 prompts fit into one batch.
-ARGUMENTS = "--dtype float32 --enforce-eager --max-num-seqs 64 --max-num-batched-tokens 16384"
+ARGUMENTS = "--enforce-eager --max-num-seqs 64 --max-num-batched-tokens 16384"
 
 
-def sampling(words: Mapping[str, str], length: int, **settings: Any) -> Vllm:
+def sampling(words: Mapping[str, str], length: int, *, dtype: str = "float32", **settings: Any) -> Vllm:
     """Return settings for vLLM on a CPU.
 
     Args:
         words: arguments of the benchmark.
         length: maximum number of tokens of a prompt and its response.
+        dtype: dtype in which vLLM computes.
         settings: further settings.
     """
     if words["launch"]:  # a fake, for tests
         return Vllm(launch=words["launch"], **settings)
-    arguments = f"{ARGUMENTS} --max-model-len {length}"
+    arguments = f"--dtype {dtype} {ARGUMENTS} --max-model-len {length}"
     return Vllm(python=words["python"], arguments=arguments, environment=ENVIRONMENT, untie=True, **settings)
 
 
