@@ -1,12 +1,14 @@
-"""Parent of a server that a run starts. It ends the server and all its processes when the run ends, however it ends.
+"""Cleans up when a run ends, however it ends.
 
-    python guard.py COMMAND...
+    python guard.py COMMAND...        ends a server and all its processes
+    python guard.py --remove FOLDER   removes the weights for servers
 
-The run holds the other end of standard input. At the end of the input, the whole process group ends: by SIGTERM, and
-after some seconds by SIGKILL. This file imports only the standard library, because it runs as a script.
+The run holds the other end of standard input. At the end of the input, the whole process group of the server ends: by
+SIGTERM, and after some seconds by SIGKILL. This file imports only the standard library, because it runs as a script.
 """
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,15 +23,26 @@ def main(command: list[str]) -> int:
     """Run a command until it ends or standard input ends, and return its exit status."""
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     signal.signal(signal.SIGTERM, lambda number, frame: None)  # meant for the group; this process waits for it
-    threading.Thread(target=_wait_for_end_of_input, args=(server,), daemon=True).start()
+    threading.Thread(target=_end_with_input, args=(server,), daemon=True).start()
     status = server.wait()
     _signal_group(signal.SIGKILL)
     return status
 
 
-def _wait_for_end_of_input(server: "subprocess.Popen[bytes]") -> None:
+def remove(folder: str) -> int:
+    """Remove a folder when standard input ends."""
+    _wait_for_end_of_input()
+    shutil.rmtree(folder, ignore_errors=True)
+    return 0
+
+
+def _wait_for_end_of_input() -> None:
     while os.read(sys.stdin.fileno(), 1024):
         pass
+
+
+def _end_with_input(server: "subprocess.Popen[bytes]") -> None:
+    _wait_for_end_of_input()
     _signal_group(signal.SIGTERM)
     deadline = time.monotonic() + END_S
     while server.poll() is None and time.monotonic() < deadline:
@@ -43,4 +56,4 @@ def _signal_group(number: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(remove(sys.argv[2]) if sys.argv[1] == "--remove" else main(sys.argv[1:]))

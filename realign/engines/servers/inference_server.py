@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from realign.engines.servers.probe import Sampled
 from realign.engines.servers.protocol import ServerFacts, Unavailable
 from realign.engines.servers.server_settings import LOCAL, ServerSettings
+from realign.engines.servers.weights import GUARD
 from realign.errors import ConfigError, TransientError
 
 KEYS = "REALIGN_SERVER_KEYS"
@@ -23,7 +24,6 @@ so a config from another user cannot send it to a server."""
 
 _CONNECT_S = 10.0
 T = TypeVar("T")
-_GUARD = Path(__file__).with_name("guard.py")
 _END_S = 15.0
 _LAST_LINES = 12
 
@@ -213,7 +213,7 @@ class LaunchedServer:
         try:
             with log.open("ab") as output:
                 self._process = subprocess.Popen(
-                    [sys.executable, str(_GUARD), *command],
+                    [sys.executable, str(GUARD), *command],
                     stdin=subprocess.PIPE,
                     stdout=output,
                     stderr=subprocess.STDOUT,

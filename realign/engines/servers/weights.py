@@ -9,6 +9,8 @@ import json
 import os
 import shutil
 import struct
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -38,6 +40,7 @@ from realign.errors import ConfigError, RunError, TransientError
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
+GUARD = Path(__file__).with_name("guard.py")
 BUCKET = 2**30
 """Bytes of the weights in one file, unless a single weight has more."""
 BASE = "base"
@@ -98,7 +101,7 @@ class WeightFolders:
     def __init__(
         self, parent: str | None, ranks: Ranks | None = None, *, untie: bool = False, deltas: bool = False
     ) -> None:
-        """Create the folder, which only this user can read.
+        """Create the folder, which only this user can read, and which is removed when the run ends, however it ends.
 
         Args:
             parent: folder in which it is created; None: shared memory if the system has it, or the temporary folder.
@@ -112,6 +115,10 @@ class WeightFolders:
         self._ranks = ranks or Ranks()
         self._untie, self._deltas = untie, deltas
         self.root = self._ranks.lead(lambda: _new_folder(parent))
+        self._guard: subprocess.Popen[bytes] | None = None
+        if self._ranks.leader:
+            remove = [sys.executable, str(GUARD), "--remove", str(self.root)]
+            self._guard = subprocess.Popen(remove, stdin=subprocess.PIPE, start_new_session=True)
         self.dtype: torch.dtype | None = None
         """Dtype in which the servers compute, as rank 0 knows it; None: keep that of the trainer."""
         self._has_shards: bool | None = None
@@ -277,7 +284,10 @@ class WeightFolders:
 
     def remove(self) -> None:
         """Remove everything."""
-        shutil.rmtree(self.root, ignore_errors=True)
+        if self._guard is not None:
+            assert self._guard.stdin is not None
+            self._guard.stdin.close()
+            self._guard.wait()
 
 
 def _new_folder(parent: str | None) -> Path:

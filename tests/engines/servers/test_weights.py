@@ -2,6 +2,10 @@
 
 import json
 import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -78,6 +82,23 @@ def test_the_latest_weights_are_kept(tmp_path):
     assert [folder.exists() for folder in written] == [False, False, True]
     folders.remove()
     assert not any(tmp_path.iterdir())
+
+
+HOLD = "import time; from realign.engines.servers.weights import WeightFolders as W;"
+
+
+def test_a_run_that_is_killed_leaves_no_weights(tmp_path):
+    command = f"{HOLD} print(W({str(tmp_path)!r}).root, flush=True); time.sleep(600)"
+    run = subprocess.Popen([sys.executable, "-c", command], stdout=subprocess.PIPE, text=True)
+    assert run.stdout is not None
+    root = Path(run.stdout.readline().strip())
+    assert root.is_dir()
+    run.kill()
+    run.wait()
+    deadline = time.monotonic() + 60
+    while root.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def loss(output, data):
