@@ -180,7 +180,7 @@ class WeightFolders:
                 if not (_owns(shard) if is_part(shard) else self._ranks.leader):
                     continue
                 local = (shard.to_local() if is_part(shard) else shard).detach().to(x.dtype).cpu()
-                if not local.isfinite().all():
+                if not local.sum(dtype=torch.float32).isfinite() and not local.isfinite().all():  # a sum is faster
                     raise RunError(f"the weights for the servers were not written: weight {name!r} is not finite")
                 _part(x, shard).copy_(local)
                 own[name] = shard
