@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from realign.engines.servers.inference_server import Server
+from realign.engines.servers.inference_server import Lost, Server
 from realign.engines.servers.probe import PROMPT_TOKENS, SAMPLED, Probe, Sampled
-from realign.engines.servers.protocol import ANY_TOKEN, LOADING, Ask, Refused, ResponsePart, Unavailable
+from realign.engines.servers.protocol import ANY_TOKEN, LOADING, Ask, Refused, ResponsePart, ServerFacts, Unavailable
 from realign.engines.servers.server_settings import ServerSettings
 from realign.engines.servers.weights import Weights
 from realign.errors import ConfigError
@@ -188,15 +188,32 @@ class Delivery:
 
     async def _load(self, server: Server) -> None:
         """Let a server load the current weights."""
-        if server.facts is None:
-            server.facts = await server.call(self._protocol.facts(server.http))
         if self._base is not None:
             await self._load_adapter(server, self._base)
-        elif self.weights.digest is not None and server.facts.receives:
+        elif (await self._facts(server)).receives and self.weights.digest is not None:
             await server.call(self._protocol.load_received(server.http, await self._receive(server), self.label))
         else:
             await server.call(self._protocol.load(server.http, self.weights.folder, self.label))
         self._compare(server, await server.call(self._protocol.label(server.http)))
+
+    async def _facts(self, server: Server) -> ServerFacts:
+        """Ask a server once what it is. One that does not say it gets all weights, in the dtype of the trainer."""
+        if server.facts is None:
+            try:
+                server.facts = await server.call(self._protocol.facts(server.http))
+            except Lost:
+                raise
+            except (Unavailable, Refused) as error:
+                logger.warning("%s: the server at %s does not say its dtype: %s", self._name, server.url, error)
+                server.facts = ServerFacts()
+            if self.weights.digest is not None and not server.facts.receives:
+                logger.warning(
+                    "%s: the server at %s gets all weights in each update, since it has no WeightReceiver (docs/guides/"
+                    "servers.md)",
+                    self._name,
+                    server.url,
+                )
+        return server.facts
 
     async def _receive(self, server: Server) -> list[str]:
         """Let a server that has `WeightReceiver` copy the current weights, and return the files of its copy.

@@ -113,6 +113,10 @@ class ServerSettings(SamplerSpec):
         Raises:
             ConfigError: a URL is invalid, the server is not installed, or settings exclude each other.
         """
+        if self.updates is Updates.delta and not self.delta_arguments:
+            raise ConfigError(f"{where}.updates=delta: only servers of vLLM take deltas. Set updates=full.")
+        if self.updates is Updates.delta and self.lora is LoraTransport.adapter:
+            raise ConfigError(f"{where}.updates=delta: lora=adapter sends adapters only. Set updates=full.")
         for url in self.urls:
             _check_url(f"{where}.urls", url)
         if self.urls:

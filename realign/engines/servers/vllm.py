@@ -85,10 +85,7 @@ class VllmProtocol(ServerProtocol):
 
     @override
     async def facts(self, http: AsyncClient) -> ServerFacts:
-        try:
-            config = item(await get(http, "/server_info", {"config_format": "json"}), "vllm_config")
-        except Refused:  # of versions before 0.16
-            return ServerFacts()
+        config = item(await get(http, "/server_info", {"config_format": "json"}), "vllm_config")
         dtype = str(item(config, "model_config", "dtype")).removeprefix("torch.")
         return ServerFacts(dtype, item(config, "parallel_config", "worker_extension_cls") == RECEIVER)
 

@@ -674,6 +674,21 @@ def test_a_server_without_the_receiver_gets_all_weights(connect_deltas):
     assert torch.equal(server.logits_VV, few_changes(2).logits_VV.bfloat16())
 
 
+def test_a_server_that_does_not_say_its_dtype_gets_all_weights_in_that_of_the_trainer(servers, connect, kind):
+    (server,) = servers()
+    server.faults["/server_info"] = [fake_server.status(500)]
+    sampler = connect([server])
+    sampler.update(few_changes(1), 1)
+    assert torch.equal(server.logits_VV, few_changes(1).logits_VV)
+
+
+@pytest.mark.parametrize("settings", [{"kind": "sglang"}, {"lora": "adapter"}])
+def test_deltas_that_no_server_would_take_are_an_error(settings):
+    spec = KINDS[settings.pop("kind", "vllm")](urls=["http://127.0.0.1:1"], updates="delta", **settings)
+    with pytest.raises(ConfigError, match=r"x.updates=delta: .* Set updates=full"):
+        spec.check("x")
+
+
 def test_a_server_of_the_run_starts_with_the_receiver(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/of/the/run")
     spec = Vllm(updates=Updates.delta, arguments="--dtype bfloat16")
