@@ -4,8 +4,10 @@
 - `server_settings`: the settings that both share.
 - `server_sampler`: the samplers of a run with one rank and with several, which turn responses into requests.
 - `pool`: routes requests to servers, and survives their failures.
-- `delivery`: which weights servers must have, the folders they load, and how they get them.
+- `weights`: the files that servers load, which all ranks write.
+- `worker`: what a server of vLLM imports to take deltas; the format of deltas.
+- `delivery`: which weights servers must have, and how they get them.
 - `inference_server`: one server: its process, its connection and its state.
 - `probe`: compares the weights of servers and trainer.
-- `guard`: the script that ends a server when its run ends.
+- `guard`: the script that ends a server, and removes the weights, when the run ends.
 """

@@ -171,7 +171,15 @@ class ServerSettings(SamplerSpec):
         import shlex
 
         values = {"model": str(model), "port": str(port), "python": self.python or sys.executable}
-        words = f"{self.launch or self._usual_command(rank)} {self.arguments}"
+        command = self.launch or " ".join(
+            [
+                self.command,
+                self.lora_arguments(rank) if rank is not None else "",
+                self.sleep_arguments if self.sleep_level else "",
+                self.delta_arguments if self.updates is Updates.delta else "",
+            ]
+        )
+        words = f"{command} {self.arguments}"
         try:
             return [word.format(**values) for word in shlex.split(words)]
         except (ValueError, LookupError) as error:
@@ -186,17 +194,6 @@ class ServerSettings(SamplerSpec):
         values = [after for word, after in itertools.pairwise(words) if word == "--dtype"]
         values += [word.removeprefix("--dtype=") for word in words if word.startswith("--dtype=")]
         return values[-1] if values and not self.urls else None
-
-    def _usual_command(self, rank: int | None) -> str:
-        """Return the usual command, with the arguments that settings require."""
-        words = [self.command]
-        if rank is not None:
-            words.append(self.lora_arguments(rank))
-        if self.sleep_level:
-            words.append(self.sleep_arguments)
-        if self.updates is Updates.delta:
-            words.append(self.delta_arguments)
-        return " ".join(words)
 
     def server_variables(self, index: int) -> dict[str, str]:
         """Return the environment variables of a server that the run starts."""

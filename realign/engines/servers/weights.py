@@ -170,7 +170,14 @@ class WeightFolders:
 
     def _write_shards(self, folder: Path, shards: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Write this rank's shards into the files of all ranks, and return the weights of which it wrote a part."""
-        self._ranks.lead(lambda: self._create_like_latest(folder))
+        latest = self._latest
+        assert latest is not None
+
+        def create() -> None:
+            shutil.copytree(latest.folder, folder, ignore=shutil.ignore_patterns(MODEL_FILES, _INDEX))
+            self._create(folder)
+
+        self._ranks.lead(create)
 
         def fill() -> dict[str, Tensor]:
             own = {}
@@ -187,12 +194,6 @@ class WeightFolders:
             return own
 
         return self._ranks.together(fill)
-
-    def _create_like_latest(self, folder: Path) -> None:
-        """Create the folder with all files of the latest one but the weights, and files for the weights."""
-        assert self._latest is not None
-        shutil.copytree(self._latest.folder, folder, ignore=shutil.ignore_patterns(MODEL_FILES, _INDEX))
-        self._create(folder)
 
     def _create(self, folder: Path) -> None:
         """Create files for the weights, in buckets, with memory or disk space for all of them."""
