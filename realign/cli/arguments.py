@@ -49,6 +49,9 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--to")
     found.add_argument("--merge", action="store_true")
     found.add_argument("--push")
+    found.add_argument("--break", dest="break_in")
+    found.add_argument("--run")
+    found.add_argument("--tolerance", type=float, default=0.0)
     found.add_argument("--shell-completion", choices=("bash", "zsh", "fish"))
     return found
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from realign.cli import report
 from realign.cli.arguments import TRAIN, command_words, composed_line, read_arguments, without_names
 from realign.cli.exit_codes import full_errors, guarded, plain_warnings
+from realign.cli.replay import bisect, fork_words, replay
 from realign.cli.train import (
     alone,
     build,
@@ -37,7 +38,9 @@ if TYPE_CHECKING:
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """Environment variables that configure the memory allocator of torch."""
-OWN_COMMANDS = (TRAIN, "help", "chat", "eval", "serve", "export", "report", "view", "compare")
+OWN_COMMANDS = (
+    *(TRAIN, "help", "chat", "eval", "serve", "export", "report", "view", "compare", "replay", "fork", "bisect"),
+)
 """Commands besides `COMMANDS`."""
 COMPLETE = "--complete"
 """First argument of a call by a completion script."""
@@ -72,6 +75,10 @@ Usage
   realign report RUN...           write curves, samples, tokens and times of runs to an HTML file: [--out FILE]
   realign view [RUNS]             serve the reports of the runs in a folder: [view.port=8765 view.host=127.0.0.1]
   realign compare RUN RUN...      compare metrics and settings of runs
+  realign replay RUN STEP         recompute a step, bit for bit: [--out DIR] [--break interfaces.actor] opens a debugger
+  realign fork RUN STEP <overrides>   continue a run from a step with other settings, in a new folder
+  realign bisect RUN RUN          find the first step, key, response and token at which two runs part: [--tolerance X]
+                                  with one run, --run COMMAND finds the first step for which a command fails
   realign help [<overrides>] [KEY]  describe config keys: type, default, valid values, meaning
   realign <overrides> resume=auto   resume a run that was stopped or killed
   realign -m <overrides>          sweep: one run for each combination of a=1,2 b=x,y
@@ -134,6 +141,13 @@ def use_expandable_segments() -> None:
 def _of_all_ranks(args: list[str], debug: bool) -> int:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # so that `_target_` can name a class in a file of the current folder
+    if args[:1] == ["fork"]:
+        if is_one_of_many():
+            raise ConfigError(
+                "realign fork runs in one process. Under torchrun, set resume=RUN/checkpoints/step_N, output_dir, and "
+                "resume_allow=[...] with the changed keys."
+            )
+        args = fork_words(args[1:])
     words = command_words(args)
     if is_one_of_many():
         return on_ranks(lambda start: _dispatch(args, start), debug, words)
@@ -155,8 +169,10 @@ def _dispatch(argv: list[str], start: Start) -> int:
     command, overrides = _command_of(args.words)
     if command == "help":
         return show_key_help(args, overrides)
-    if (command != "graph" and args.format) or (command not in ("graph", "report", "eval") and args.out):
-        raise ConfigError("--format applies only to realign graph, and --out to realign graph, report and eval")
+    if (command != "graph" and args.format) or (command not in ("graph", "report", "eval", "replay") and args.out):
+        raise ConfigError("--format applies only to realign graph, and --out to realign graph, report, eval and replay")
+    if (args.break_in and command != "replay") or ((args.run or args.tolerance) and command != "bisect"):
+        raise ConfigError("--break applies only to realign replay, and --run and --tolerance to realign bisect")
     if command != "export" and (args.to or args.merge or args.push):
         raise ConfigError("--to, --merge and --push apply only to realign export")
     if command != TRAIN and (args.multirun or args.cfg or args.info):
@@ -172,7 +188,7 @@ def _dispatch(argv: list[str], start: Start) -> int:
         return serve(args, overrides)
     if command == "export":
         return export(args, overrides)
-    if command in ("report", "view", "compare"):
+    if command in REPORTS:
         return REPORTS[command](args, overrides)
     if not overrides and not (args.cfg or args.info):
         raise ConfigError("no overrides. Start from experiment=NAME; `realign --help` lists the experiments.")
@@ -378,7 +394,7 @@ COMMANDS: Mapping[str, Callable[[argparse.Namespace, list[str]], int]] = Mapping
 )
 """Commands on the config of one run."""
 REPORTS: Mapping[str, Callable[[argparse.Namespace, list[str]], int]] = MappingProxyType(
-    {"report": report.report, "view": report.view, "compare": report.compare}
+    {"report": report.report, "view": report.view, "compare": report.compare, "replay": replay, "bisect": bisect}
 )
 """Commands on the folders of runs."""
 

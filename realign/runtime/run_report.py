@@ -53,10 +53,18 @@ class RunInfo:
         command: words of the command line; None for a run that was not started by a command.
         first: first step of this attempt.
         fresh: whether this is a new run, whose file replaces an earlier one.
+        parent: run and step from which a new run continues.
     """
 
     def __init__(
-        self, folder: Path, runtime: LocalRuntime, command: Sequence[str] | None, first: int, *, fresh: bool
+        self,
+        folder: Path,
+        runtime: LocalRuntime,
+        command: Sequence[str] | None,
+        first: int,
+        *,
+        fresh: bool,
+        parent: Mapping[str, Any] | None = None,
     ) -> None:
         earlier = [] if fresh else attempts_in(folder)
         self._folder = folder
@@ -71,7 +79,8 @@ class RunInfo:
             "host": socket.gethostname(),
             "pid": os.getpid(),
         }
-        self._content = _described(runtime) | {"attempts": [*earlier, self._attempt]}
+        parent = parent or (None if fresh else run_json(folder).get("parent"))
+        self._content = _described(runtime) | {"parent": parent, "attempts": [*earlier, self._attempt]}
         self._write()
 
     def end(self, event: EndEvent) -> None:
@@ -97,12 +106,18 @@ class RunInfo:
 
 def attempts_in(folder: Path) -> list[dict[str, Any]]:
     """Return the attempts in the run.json of a folder; none if it is missing or damaged."""
-    with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
+    with suppress(LookupError, TypeError, ValueError):
+        return [dict(attempt) for attempt in run_json(folder)["attempts"]]
+    return []
+
+
+def run_json(folder: Path) -> dict[str, Any]:
+    """Return the run.json of a folder; empty if it is missing or damaged."""
+    with suppress(OSError, ValueError, TypeError, RecursionError):
         path = folder / RUN_JSON
         if path.is_file():  # for example a pipe would block
-            attempts = json.loads(path.read_bytes())["attempts"]
-            return [dict(attempt) for attempt in attempts]
-    return []
+            return dict(json.loads(path.read_bytes()))
+    return {}
 
 
 def _described(runtime: LocalRuntime) -> dict[str, Any]:

@@ -145,7 +145,9 @@ class TrainingLoop:
         details = RunDetails(self.experiment.records, lead, decode, self.runtime.spans, self.records, self.report.log)
         self.details = stack.enter_context(details)
         fresh = start is None or not start.own or self.fresh
-        self.info = RunInfo(self.out, self.runtime, self.report.command, self.first, fresh=fresh)
+        parent = None if start is None or start.own or self.fresh else {"run": str(start.run), "step": start.step}
+        command = self.report.command
+        self.info = RunInfo(self.out, self.runtime, command, self.first, fresh=fresh, parent=parent)
         if self.experiment.resolved:
             text = yaml.safe_dump(dict(self.experiment.resolved), sort_keys=False, allow_unicode=True)
             (self.out / "config.yaml").write_text(text, encoding="utf-8")

@@ -72,7 +72,7 @@ def test_the_examples_of_the_help_name_experiments_that_exist(capsys):
         (("experiment=bigram", "interfaces.actor.adv_norm.stdd=none"), "unknown key 'interfaces.actor.adv_norm.stdd'"),
         (("experiment=bigram", "graph._target_=os.system"), "os.system is part of Python's standard library"),
         (("graph", "experiment=bigram", "--format", "png"), "invalid choice: 'png'"),
-        (("experiment=bigram", "--out", "x.svg"), "--out to realign graph, report and eval"),
+        (("experiment=bigram", "--out", "x.svg"), "--out to realign graph, report, eval and replay"),
         (("check", "experiment=bigram", "-m"), "do not apply to realign check"),
         (("-m", "experiment=bigram", "seed=0,1", "resume=auto"), "resume=auto: a sweep (-m) always starts new runs"),
         (("experiment=bigram", "--frmat", "svg"), "unrecognized arguments: --frmat"),

@@ -94,6 +94,8 @@ def test_realign_command_lines_compose_and_build(page, arguments, monkeypatch):
     if arguments[0] == "help":
         assert key_help(arguments[1:])
         return
+    if arguments[0] == "fork":
+        arguments = ["experiment=grpo_arithmetic", *arguments[3:]]
     if arguments[0] in OPTIONS:
         _, arguments = split_options(arguments[0], OPTIONS[arguments[0]], arguments[1:])
     for overrides in compositions(arguments):

@@ -1,0 +1,230 @@
+"""`realign replay`, `realign fork` and `realign bisect`: go back to a step of a run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from realign.cli.arguments import composed_line
+from realign.cli.train import build, quiet_transformers
+from realign.config.command_line import quoted_text
+from realign.config.errors import ConfigError
+from realign.errors import CheckpointError
+from realign.report.files import check_run, flat_config, json_lines, json_object
+from realign.text import visible
+
+if TYPE_CHECKING:
+    from realign.runtime import Experiment
+    from realign.runtime.checkpoint.folder import Checkpoint
+    from realign.runtime.replay import ReplayedStep
+
+MACHINE = ("time/", "memory", "load", "idle", "wait")
+"""Parts of the names of metrics that measure the machine."""
+
+
+def replay(args: argparse.Namespace, words: Sequence[str]) -> int:
+    """Run `realign replay RUN STEP`: recompute a step, and write all that it computed."""
+    from realign.runtime.replay import write
+
+    run, step = _run_and_step("replay", words)
+    out = Path(args.out) if args.out else run / "replay" / f"step_{step:06d}"
+    replayed = _replayed(run, step, args.break_in)
+    write(replayed, run, out)
+    recorded = next((line for line in json_lines(run / "metrics.jsonl") if line.get("step") == step), None)
+    print(f"Step {step} of {visible(str(run))}: {_verdict(replayed, recorded)}")
+    print(f"batch, rewards, values of tokens, gradients: {visible(str(out))}/batch.safetensors and step.json")
+    print(f"look at it: realign view {visible(str(out))}")
+    return 0
+
+
+def _verdict(replayed: ReplayedStep, recorded: dict[str, object] | None) -> str:
+    """Return whether the metrics are those that the run recorded."""
+    if recorded is None:
+        return "recomputed; the run has no record of it"
+    shared = [name for name in replayed.metrics if name in recorded and not _of_machine(name)]
+    wrong = [name for name in shared if replayed.metrics[name] != recorded[name]]
+    if not wrong:
+        return f"recomputed, {len(shared)} metrics equal to the recorded ones"
+    name = wrong[0]
+    return (
+        f"recomputed, but {len(wrong)} of {len(shared)} metrics differ from the recorded ones: {name} is "
+        f"{replayed.metrics[name]}, was {recorded[name]}"
+    )
+
+
+def fork_words(words: Sequence[str]) -> list[str]:
+    """Return the command line of `realign fork RUN STEP key=value ...`: it continues a run with other settings.
+
+    Steps up to STEP are those of the run. If the run has no checkpoint at STEP, the steps since the one before it are
+    taken again here, with the settings of the run.
+    """
+    from realign.runtime.replay import last_checkpoint
+
+    overrides = [word for word in words if "=" in word or word.startswith("~")]
+    run, step = _run_and_step("fork", [word for word in words if word not in overrides])
+    keys = [word.lstrip("+~").partition("=")[0] for word in overrides]
+    if "output_dir" not in keys:
+        label = "-".join(word.rpartition(".")[2].replace("=", "-") for word in overrides)[:60] or "again"
+        safe = "".join(c if c.isalnum() or c in "-_." else "_" for c in label)
+        overrides.append(f"output_dir={quoted_text(str(run.with_name(f'{run.name}-fork{step}-{safe}')))}")
+    config = str(run / "config.yaml")
+    out = Path(composed_line([config, *overrides], None).resolve().output_dir)
+    checkpoint = last_checkpoint(run, step)
+    if step and (checkpoint is None or checkpoint.step < step):
+        checkpoint = _advance(run, out, step, checkpoint)
+    allow = ",".join(quoted_text(key) for key in keys if key != "output_dir")
+    resume = [] if checkpoint is None else [f"resume={quoted_text(str(checkpoint.path))}", f"resume_allow=[{allow}]"]
+    return [config, *overrides, *resume]
+
+
+def _advance(run: Path, out: Path, step: int, checkpoint: Checkpoint | None) -> Checkpoint:
+    """Take the steps from a checkpoint of a run to `step` in the folder `out`, and return the checkpoint there."""
+    from realign.runtime import run as train_run
+    from realign.runtime.replay import StopAfter, last_checkpoint
+
+    since = [] if checkpoint is None else [f"resume={quoted_text(str(checkpoint.path))}"]
+    missing = step - (0 if checkpoint is None else checkpoint.step)
+    print(f"{visible(str(run))} has no checkpoint at step {step}: taking {missing} steps again")
+    experiment = _experiment(run, f"output_dir={quoted_text(str(out))}", *since)
+    train_run(experiment, callbacks={"fork": StopAfter(step)})
+    reached = last_checkpoint(out, step)
+    if reached is None or reached.step < step:
+        raise CheckpointError(
+            f"{out}: no checkpoint at step {step} was written. Set checkpoint.every_steps in the run."
+        )
+    # the steps before are those of the parent, although the fork took some of them again
+    info = json_object(out / "run.json") | {"parent": {"run": str(run), "step": step}}
+    (out / "run.json").write_text(json.dumps(info, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    return reached
+
+
+def bisect(args: argparse.Namespace, words: Sequence[str]) -> int:
+    """Run `realign bisect A B`: find the first step, key, response and token at which two runs part.
+
+    With --run, `realign bisect RUN --run COMMAND` finds the first step of one run for which a command fails, as git
+    does: each step that is tried is recomputed, and the command runs in its folder (`step.json`, `batch.safetensors`).
+    """
+    if args.run:
+        return _bisect_by_command(args, words)
+    if len(words) != 2:
+        raise ConfigError(f"realign bisect expects two runs, such as runs/a runs/b, found {list(words) or 'none'}")
+    first, second = (_run_folder(Path(word)) for word in words)
+    _print_settings(first, second)
+    step, name, values = _first_metric(first, second)
+    if step is None:
+        print(name)
+        return 0
+    print(f"first step that differs: {step} ({name}: {values[0]} and {values[1]})")
+    from realign.runtime.replay import differences
+
+    parts = differences(_replayed(first, step), _replayed(second, step), args.tolerance)
+    if not parts:
+        print("both steps were recomputed, and agree. The difference did not come from training: look at the logs.")
+        return 0
+    print("in the order of cause:")
+    for part in parts:
+        where = f" at {part.where}" if part.where else ""
+        size = f" ({part.size})" if part.size else ""
+        print(visible(f"  {part.what}{where}: {part.values[0]} and {part.values[1]}{size}"))
+    return 0
+
+
+def _print_settings(first: Path, second: Path) -> None:
+    """Print the settings that differ, except those that only name a run."""
+    from realign.runtime.resume import FREE
+
+    a, b = (flat_config(run / "config.yaml") for run in (first, second))
+    keys = [key for key in dict.fromkeys([*a, *b]) if a.get(key) != b.get(key) and key.split(".")[0] not in FREE]
+    for key in keys:
+        print(visible(f"setting {key}: {a.get(key, '(none)')} and {b.get(key, '(none)')}"))
+    if not keys:
+        print("no setting of training differs")
+
+
+def _first_metric(first: Path, second: Path) -> tuple[int | None, str, tuple[object, object]]:
+    """Return the first step whose metrics differ, with a metric; None and what was compared if none does."""
+    a, b = ({line.get("step"): line for line in json_lines(run / "metrics.jsonl")} for run in (first, second))
+    shared = sorted(step for step in a.keys() & b.keys() if isinstance(step, int) and step > 0)
+    if not shared:
+        raise ConfigError(f"{first} and {second} have no step in common")
+    for step in shared:
+        for name in a[step].keys() & b[step].keys():
+            if not _of_machine(name) and not name.startswith("eval") and a[step][name] != b[step][name]:
+                return step, name, (a[step][name], b[step][name])
+    return None, f"the metrics of all {len(shared)} common steps are equal", (None, None)
+
+
+def _of_machine(name: str) -> bool:
+    return name == "seconds" or name.endswith("_s") or any(part in name for part in MACHINE)
+
+
+def _bisect_by_command(args: argparse.Namespace, words: Sequence[str]) -> int:
+    from realign.runtime.replay import write
+
+    if len(words) != 1:
+        raise ConfigError(f"realign bisect --run expects one run, found {list(words) or 'none'}")
+    run = _run_folder(Path(words[0]))
+    steps = [line["step"] for line in json_lines(run / "metrics.jsonl") if isinstance(line.get("step"), int)]
+    good, bad = 0, max(steps, default=0) + 1
+    while bad - good > 1:
+        step = (good + bad) // 2
+        out = run / "replay" / f"step_{step:06d}"
+        write(_replayed(run, step), run, out)
+        failed = subprocess.run(args.run, shell=True, cwd=out, check=False).returncode != 0
+        print(f"step {step}: {'bad' if failed else 'good'}", flush=True)
+        good, bad = (good, step) if failed else (step, bad)
+    print(f"first bad step: {bad}" if bad <= max(steps, default=0) else "the command fails for no step")
+    return 0
+
+
+def _replayed(run: Path, step: int, break_in: str | None = None) -> ReplayedStep:
+    """Recompute a step of a run, with a status line."""
+    from rich.console import Console
+
+    from realign.runtime.replay import replay as recompute
+
+    quiet_transformers()
+    role = break_in.removeprefix("interfaces.") if break_in else None
+    experiment = _experiment(run)
+    if role is not None:  # the debugger needs the terminal
+        return recompute(experiment, run, step, role)
+    with Console(stderr=True).status(f"recomputing step {step} of {run}"):
+        return recompute(experiment, run, step)
+
+
+def _experiment(run: Path, *overrides: str) -> Experiment:
+    """Build the experiment of a run from its resolved config."""
+    return build(composed_line([str(run / "config.yaml"), *overrides], None).resolve())
+
+
+def _run_and_step(command: str, words: Sequence[str]) -> tuple[Path, int]:
+    if len(words) != 2 or not words[1].isdecimal():
+        shown = list(words) or "none"
+        raise ConfigError(f"realign {command} expects a run and a step, such as runs/NAME 37, found {shown}")
+    return _run_folder(Path(words[0])), int(words[1])
+
+
+def _run_folder(run: Path) -> Path:
+    """Return the absolute folder of a run, and change to the folder where the run was started, if it is there.
+
+    The paths in a config are relative to it.
+
+    Raises:
+        ConfigError: the folder contains no run, or the run has no config because it was started in Python.
+    """
+    run = run.absolute()
+    check_run(run)
+    if not (run / "config.yaml").is_file():
+        raise ConfigError(f"{run}: the run has no config.yaml, since it was started in Python without a config.")
+    folder = json_object(run / "run.json").get("folder")
+    if isinstance(folder, str) and Path(folder).is_dir():
+        os.chdir(folder)
+    return run
+
+
+__all__ = ["bisect", "fork_words", "replay"]

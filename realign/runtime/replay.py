@@ -1,0 +1,355 @@
+"""Recompute a step of a run from the last checkpoint before it, and find where the steps of two runs part.
+
+On the kind of CPU that ran it, the step is the same bit for bit. Nothing of the run is changed. Evaluations, callbacks
+and trackers don't affect training, so they are left out.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+import math
+import pdb
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from typing_extensions import override
+
+from realign.api import Callback, SequenceSample
+from realign.api.callback import CallbackResult, StepEvent
+from realign.api.lengths import Lengths
+from realign.api.stats import TracedSequence
+from realign.errors import CheckpointError, ConfigError
+from realign.run_settings import RecordSpec
+from realign.runtime.checkpoint.folder import CHECKPOINTS, Checkpoint, list_checkpoints
+from realign.runtime.checkpoint.random_generators import seed_random
+from realign.runtime.checkpoint.serialize import hash_of
+from realign.runtime.experiment import AUTO, Experiment
+from realign.runtime.local import LocalRuntime
+from realign.runtime.metrics.details import token_records
+from realign.runtime.metrics.samples import readable
+from realign.runtime.models import lead_role
+from realign.runtime.resume import find_start
+from realign.runtime.run_checkpoints import restore
+from realign.runtime.run_experiment import cluster_for, open_runtime
+
+
+@dataclass(frozen=True)
+class ReplayedStep:
+    """What a step computed."""
+
+    step: int
+    metrics: Mapping[str, float]
+    batch: SequenceSample
+    """The batch with every key that the calls of the step wrote."""
+    traces: Mapping[str, Sequence[TracedSequence]]
+    """Values of every token from the loss, by role that trains. Of several passes, the last one counts."""
+    gradients: Mapping[str, Sequence[Mapping[str, float]]]
+    """By role that trains: for each optimizer step, the norm of each weight's gradient, after clipping."""
+    weights: Mapping[str, str]
+    """By role that trains: hash of its weights before the step."""
+    order: Sequence[str]
+    """Keys of the batch in the order in which the step wrote them."""
+    decode: Callable[..., str]
+    """Decodes token ids of the lead role."""
+
+
+@dataclass
+class StopAfter(Callback):
+    """Stops a run after a step."""
+
+    step: int
+
+    @override
+    def on_step(self, event: StepEvent) -> CallbackResult | None:
+        return CallbackResult(stop=f"step {self.step} is reached") if event.step >= self.step else None
+
+
+def last_checkpoint(run: Path, step: int) -> Checkpoint | None:
+    """Return the newest checkpoint of a run with at most `step` finished steps; None if there is none."""
+    return max((c for c in list_checkpoints(run / CHECKPOINTS) if c.step <= step), key=lambda c: c.step, default=None)
+
+
+def _start(experiment: Experiment, run: Path, step: int) -> str | None:
+    """Return the checkpoint from which step `step` can be recomputed; None for the start of the run.
+
+    A fork starts from a checkpoint of its parent, as its `resume` says.
+
+    Raises:
+        CheckpointError: the parent took this step.
+    """
+    if (own := last_checkpoint(run, step - 1)) is not None:
+        return str(own.path)
+    if experiment.resume in (None, AUTO):
+        return None
+    parent = experiment.resume_folder()
+    assert parent is not None
+    if (taken := last_checkpoint(parent.parent.parent, 1 << 62)) and int(parent.name.rpartition("_")[2]) >= step:
+        raise CheckpointError(
+            f"step {step}: {run.name} is a fork, and this step is of its parent {taken.path.parent.parent}."
+        )
+    return str(parent)
+
+
+def replay(experiment: Experiment, run: Path, step: int, break_in: str | None = None) -> ReplayedStep:
+    """Recompute step `step` of the run in folder `run`, whose experiment this is.
+
+    Args:
+        experiment: the experiment of the run.
+        run: its folder.
+        step: a step that the run has taken.
+        break_in: a role whose loss opens a debugger in this step.
+
+    Raises:
+        CheckpointError: the run has no such step, or its checkpoint, models or data have changed.
+        ConfigError: `break_in` names no role with a loss.
+    """
+    if not 1 <= step <= experiment.steps:
+        raise CheckpointError(f"step {step}: the run has steps 1 to {experiment.steps}.")
+    bare = copy.copy(experiment)
+    bare.evaluation, bare.evaluations, bare.callbacks, bare.trackers = None, {}, {}, {}
+    bare.resume = _start(experiment, run, step)
+    with ExitStack() as stack:
+        start = find_start(bare)
+        seed_random(bare.seed)
+        stack.enter_context(cluster_for(bare))
+        runtime = open_runtime(bare)
+        stack.callback(runtime.close)
+        if start is None:
+            runtime.calibrate("before")
+        else:
+            restore(runtime, start.state)
+            runtime.batches_ahead = runtime.prompts.drawn - start.step
+        for number in range(1 if start is None else start.step + 1, step):
+            runtime.step(number)
+        runtime.trace_prompts = bare.prompts_at_once
+        trained = {r: m for r, m in runtime.models.items() if m.has_engine and m.engine.capabilities().trainable}
+        weights = {role: hash_of(model.engine.weights()) for role, model in trained.items()}
+        gradients = stack.enter_context(gradient_norms(runtime))
+        if break_in is not None:
+            _break(runtime, break_in)
+        metrics, batch = runtime.step(step)
+        order = [*runtime.graph.dataset_keys, *(key for rpc in runtime.graph.order for key in rpc.outputs)]
+        decode = runtime.models[lead_role(bare)].tokenizer.decode
+        return ReplayedStep(step, metrics, batch, dict(runtime.traces), gradients, weights, order, decode)
+
+
+def _break(runtime: LocalRuntime, role: str) -> None:
+    """Let the next call of a role's loss, or of its `train_step` if it has no loss, start in the debugger."""
+    interface = runtime.interfaces.get(role)
+    if interface is None or role not in {rpc.model for rpc in runtime.graph.rpcs if rpc.method == "train_step"}:
+        valid = ", ".join(sorted({rpc.model for rpc in runtime.graph.rpcs if rpc.method == "train_step"}))
+        raise ConfigError(f"--break interfaces.{role}: this role does not train. Roles that do: {valid}")
+    members = dict(inspect.getmembers(interface, inspect.ismethod))
+    name = "loss" if "loss" in members else "train_step"
+    call, debugger = members[name], pdb.Pdb()
+    setattr(interface, name, lambda *args, **kwargs: debugger.runcall(call, *args, **kwargs))
+
+
+@contextmanager
+def gradient_norms(runtime: LocalRuntime) -> Iterator[dict[str, list[dict[str, float]]]]:
+    """Collect the norm of each weight's gradient before every optimizer step in the context, by role."""
+    norms: dict[str, list[dict[str, float]]] = {}
+    owners = {
+        weight.data_ptr(): (role, name)
+        for role, model in runtime.models.items()
+        if model.has_engine and model.engine.capabilities().trainable
+        for name, weight in model.engine.weights().items()
+    }
+
+    def collect(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        found: dict[str, dict[str, float]] = {}
+        for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
+            role, name = owners.get(parameter.data_ptr(), ("", ""))
+            found.setdefault(role, {})[name] = float(parameter.grad.norm())
+        for role, values in found.items():
+            norms.setdefault(role, []).append(values)
+
+    handle = register_optimizer_step_pre_hook(collect)
+    try:
+        yield norms
+    finally:
+        handle.remove()
+
+
+def write(replayed: ReplayedStep, run: Path, out: Path) -> None:
+    """Write a step for a notebook (`batch.safetensors`, `step.json`), and as a run of one step for `realign view`.
+
+    `batch.safetensors` has the packed tensors of the batch by key. `KEY/lengths` are the lengths of sequences,
+    `KEY/counts` the sequences of each prompt, and `ROLE/token/NAME` the values of tokens in a loss.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    batch = replayed.batch
+    tensors: dict[str, Tensor] = {key: x.contiguous().clone() for key, x in batch.data.items()}
+    for key, lengths in batch.lengths.items():
+        tensors[f"{key}/lengths"], tensors[f"{key}/counts"] = (torch.tensor(x) for x in (lengths.flat, lengths.counts))
+    for role, traces in replayed.traces.items():
+        for name in sorted({name for trace in traces for name in trace.values}):
+            parts = [trace.values[name] for trace in traces if name in trace.values]
+            tensors[f"{role}/{name}"] = torch.cat(parts)
+    save_file(tensors, out / "batch.safetensors")
+    told = {
+        "run": str(run),
+        "step": replayed.step,
+        "ids": list(batch.ids),
+        "metadata": {key: list(values) for key, values in batch.metadata.items()},
+        "metrics": dict(replayed.metrics),
+        "gradients": {role: list(steps) for role, steps in replayed.gradients.items()},
+    }
+    (out / "step.json").write_text(_json(told, indent=1), encoding="utf-8")
+    every = RecordSpec(token_prompts=len(batch), token_responses=1 << 30, token_limit=1 << 30)
+    lead = next(iter(replayed.traces), "")
+    lines = {
+        "metrics": [dict(replayed.metrics)],
+        "samples": readable(batch, len(batch), replayed.decode),
+        "tokens": token_records(batch, replayed.traces.get(lead, ()), every, replayed.decode),
+    }
+    for name, records in lines.items():
+        texts = (_json({"step": replayed.step, **record}) + "\n" for record in records)
+        (out / f"{name}.jsonl").write_text("".join(texts), encoding="utf-8")
+    for name in ("run.json", "config.yaml"):
+        if (run / name).is_file():
+            (out / name).write_bytes((run / name).read_bytes())
+
+
+def _json(value: Any, indent: int | None = None) -> str:
+    """Return a value as JSON. Numbers that are not finite, such as a missing reward, are null."""
+
+    def plain(x: Any) -> Any:
+        if isinstance(x, Mapping):
+            return {str(key): plain(inner) for key, inner in x.items()}
+        if isinstance(x, list | tuple):
+            return [plain(inner) for inner in x]
+        return None if isinstance(x, float) and not math.isfinite(x) else x
+
+    return json.dumps(plain(value), ensure_ascii=False, default=str, indent=indent)
+
+
+class Difference(NamedTuple):
+    """Where two steps differ in one thing."""
+
+    what: str
+    """Such as `rewards of the batch`."""
+    where: str
+    """The first place that differs, such as `prompt 17, response 3, token 5 ('7')`."""
+    values: tuple[str, str]
+    """The value of each step at this place."""
+    size: str
+    """How much differs in all, such as `3 of 64, at most 0.5`."""
+
+
+def differences(first: ReplayedStep, second: ReplayedStep, tolerance: float = 0.0) -> list[Difference]:
+    """Return what differs between two steps, in the order of cause: weights, data, calls, loss, gradients.
+
+    Args:
+        first: a step.
+        second: the same step of another run.
+        tolerance: largest absolute difference of numbers that counts as equal; 0: bit for bit.
+    """
+    found = [
+        Difference(f"weights of {role} before the step", "", (a[:12], second.weights.get(role, "none")[:12]), "")
+        for role, a in first.weights.items()
+        if a != second.weights.get(role) and not tolerance
+    ]
+    if first.batch.ids != second.batch.ids:
+        pairs = zip(first.batch.ids, second.batch.ids, strict=False)
+        place = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first.batch), len(second.batch)))
+        ids = tuple(str(x.batch.ids[place]) if place < len(x.batch) else "none" for x in (first, second))
+        found.append(Difference("prompts (order of the data)", f"place {place}", (ids[0], ids[1]), ""))
+    tokens = first.batch.lengths.get("input_ids")
+    for key in dict.fromkeys(key for key in first.order if key in first.batch.data and key in second.batch.data):
+        lengths = first.batch.lengths[key], second.batch.lengths[key]
+        pair = first.batch[key], second.batch[key]
+        found += _compared(first, f"{key} of the batch", pair, lengths, tolerance, of_tokens=lengths[0] == tokens)
+    for role in first.traces.keys() & second.traces.keys():
+        last = [{(trace.prompt, trace.response): trace.values for trace in x.traces[role]} for x in (first, second)]
+        for name in sorted({name for values in last[0].values() for name in values}, key=_causal):
+            found += _first_token(role, name, last[0], last[1], tolerance)
+    for role, steps in first.gradients.items():
+        for number, (a, b) in enumerate(zip(steps, second.gradients.get(role, ()), strict=False)):
+            wrong = [name for name in a if abs(a[name] - b.get(name, math.nan)) > tolerance or name not in b]
+            if wrong:
+                name = wrong[0]
+                values = _shown(a[name]), _shown(b.get(name, math.nan))
+                where = f"optimizer step {number + 1}, {name}"
+                found.append(Difference(f"gradient norm of {role}", where, values, f"{len(wrong)} of {len(a)} weights"))
+                break
+    return found
+
+
+Traced = Mapping[tuple[Hashable, int], Mapping[str, Tensor]]
+"""Values of tokens by name, for each prompt and response."""
+
+
+def _first_token(role: str, name: str, first: Traced, second: Traced, tolerance: float) -> list[Difference]:
+    """Return the first token whose value in the loss differs."""
+    for (prompt, response), values in first.items():
+        a, b = values.get(name), second.get((prompt, response), {}).get(name)
+        if a is None or b is None or a.shape != b.shape or not len(unequal := _unequal(a, b, tolerance)):
+            continue
+        at = int(unequal[0])
+        where = f"prompt {prompt}, response {response}, token {at}"
+        size = f"at most {float((a - b).abs().max()):.3g} in this response"
+        what = f"{name.removeprefix('token/')} in the loss of {role}"
+        return [Difference(what, where, (_shown(a[at]), _shown(b[at])), size)]
+    return []
+
+
+def _compared(
+    step: ReplayedStep,
+    what: str,
+    pair: tuple[Tensor, Tensor],
+    lengths: tuple[Lengths, Lengths],
+    tolerance: float,
+    *,
+    of_tokens: bool,
+) -> list[Difference]:
+    """Return the first difference of a packed tensor, with the prompt, the response and the place in it."""
+    a, b = pair
+    same = lengths[0] == lengths[1] and a.shape == b.shape
+    n = min(len(a), len(b))
+    unequal = _unequal(a[:n], b[:n], tolerance)
+    if same and not len(unequal):
+        return []
+    row = int(unequal[0]) if len(unequal) else n
+    sequence = int((lengths[0].starts <= row).sum()) - 1
+    prompt = int(lengths[0].prompt_of_sequence[sequence])
+    response = sequence - int(lengths[0].counts[:prompt].sum())
+    where = f"prompt {step.batch.ids[prompt]}, response {response}"
+    inside = row - int(lengths[0].starts[sequence])
+    if of_tokens:
+        text = step.decode([int(step.batch["input_ids"][row])]) if row < len(step.batch["input_ids"]) else ""
+        where += f", token {inside} ({text!r})"
+    elif inside:
+        where += f", place {inside}"
+    values = tuple(_shown(x[row]) if row < len(x) else "none" for x in pair)
+    size = f"{len(unequal)} of {n}" if same else "other lengths"
+    if same and a.is_floating_point() and a.isfinite().all() and b.isfinite().all():
+        size += f", at most {float((a - b).abs().max()):.3g}"
+    return [Difference(what, where, (values[0], values[1]), size)]
+
+
+def _unequal(a: Tensor, b: Tensor, tolerance: float) -> Tensor:
+    """Return the rows that differ; two missing values (NaN) are equal."""
+    wrong = ~(((a - b).abs() <= tolerance) | (a == b) | a.isnan() & b.isnan()) if a.is_floating_point() else a != b
+    return wrong.reshape(len(a), -1).any(1).nonzero()[:, 0]
+
+
+def _shown(x: Tensor | float) -> str:
+    value = x.tolist() if isinstance(x, Tensor) else x
+    return f"{value:.9g}" if isinstance(value, float) else str(value)
+
+
+def _causal(name: str) -> int:
+    """Return the place of a value of the loss in the order of cause."""
+    order = ("mask", "logprob", "value", "advantage", "entropy", "ratio", "kl_penalty")
+    short = name.removeprefix("token/")
+    return order.index(short) if short in order else len(order)
