@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -13,7 +14,9 @@ from torch import nn
 
 from realign.api.seeds import derive_seed
 from realign.engines.files.adapters import AdapterFolder
-from realign.engines.files.model_folder import check_path, quiet_transformers, readable
+from realign.engines.files.model_folder import GENERATION_CONFIG, check_path, quiet_transformers, readable
+from realign.engines.files.unread import read_buffers, read_now, weights_in
+from realign.engines.network.branches import Branch
 from realign.engines.network.heads import Causal, Head, ValueHead, head_mapping, is_encoder_decoder, read_head
 from realign.engines.network.passed_context import pass_context_on
 from realign.engines.network.recurrence import segment_recurrent_layers
@@ -43,6 +46,7 @@ class ModuleReader:
         trust_remote_code: whether to run code in the folder or hub repository.
         seed: seed of weights that the folder lacks.
         settings: further arguments of `from_pretrained`, such as a quantization.
+        unread_on: leave the weights in their files, for this device (see `Unread`); None reads them.
     """
 
     role: str
@@ -53,6 +57,7 @@ class ModuleReader:
     trust_remote_code: bool
     seed: int
     settings: Mapping[str, Any]
+    unread_on: torch.device | None = None
 
     def read(self, *, merge: bool) -> Any:
         """Return the module; `merge` adds the adapter to its weights, otherwise they are those of the base model.
@@ -85,20 +90,21 @@ class ModuleReader:
 
         kind = self.head.auto_class(config)
         labels = {"num_labels": 1} if self.head.is_scalar else {}
+        unread = None if self.unread_on is None else weights_in(path, self.unread_on)
 
         def load(attention: str | None, **more: Any) -> tuple[Any, dict[str, Any]]:
+            settings = {"dtype": torch.float32, "attn_implementation": attention, "output_loading_info": True, **more}
             with torch.random.fork_rng(), quiet_transformers():
                 torch.manual_seed(self.seed)
+                if unread is not None:
+                    return self._converted(path, kind, dict(unread), labels, settings)
                 return kind.from_pretrained(
                     path,
-                    dtype=torch.float32,
-                    attn_implementation=attention,
                     trust_remote_code=self.trust_remote_code,
                     use_safetensors=True,  # the alternative format is a pickle
-                    output_loading_info=True,
                     **labels,
                     **self.settings,
-                    **more,
+                    **settings,
                 )
 
         attention = None if is_encoder_decoder(config) else ATTENTION
@@ -111,6 +117,24 @@ class ModuleReader:
             module, info = load(attention)
         if mapping := head_mapping(info["missing_keys"], info["unexpected_keys"]):
             module, info = load(attention, key_mapping=mapping)
+        return module, info
+
+    def _converted(
+        self, path: str, kind: Any, unread: dict[str, Any], labels: Mapping[str, Any], settings: Mapping[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
+        """Return a module that has the unread weights of the folder, and what transformers says about them."""
+        from transformers import AutoConfig, GenerationConfig
+
+        config = AutoConfig.from_pretrained(path, trust_remote_code=self.trust_remote_code, **labels)
+        with torch.device("meta"):  # only a class, not an Auto class, accepts weights instead of a folder
+            family = type(kind.from_config(copy.deepcopy(config), trust_remote_code=self.trust_remote_code))
+        module, info = family.from_pretrained(None, config=config, state_dict=unread, **settings)
+        if module.can_generate() and Path(path, GENERATION_CONFIG).is_file():
+            module.generation_config = GenerationConfig.from_pretrained(path)
+        read_buffers(module)
+        for name in SCALAR_HEADS:
+            if isinstance(head := getattr(module, name.rstrip("."), None), nn.Module):
+                read_now(head)
         return module, info
 
     def _check_complete(self, body: str, missing: Sequence[str]) -> None:
@@ -127,7 +151,7 @@ class ModuleReader:
 
 
 def read_value_head(
-    name: str, module: Any, spec: ValueHead, path: str, seed: int, vocabulary: int | None
+    name: str, module: Any, spec: ValueHead, path: str, seed: int, vocabulary: int | None, probed: Any = None
 ) -> ValueNetwork:
     """Return the value head in a model folder, or a new one.
 
@@ -138,6 +162,7 @@ def read_value_head(
         path: the model folder.
         seed: root seed of the run.
         vocabulary: number of tokens that Q heads have a value for; None means all.
+        probed: a small model to probe instead of one whose weights are unread.
 
     Raises:
         ConfigError: the model has fewer layers than the value head, or the saved head has another shape.
@@ -153,8 +178,10 @@ def read_value_head(
     words = vocabulary or rows
     network = ValueNetwork(spec, module, hidden_size, words, seed=derive_seed(seed, name, "value_head"), what=what)
     network.to(module.device).eval()
-    if network.branch is not None:
+    if network.branch is not None and probed is None:
         probe_branch(module, network.branch)
+    elif network.branch is not None:
+        probe_branch(probed, Branch(probed, spec.layers).eval())
     network.load(path, what)
     return network
 

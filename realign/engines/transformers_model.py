@@ -21,6 +21,7 @@ from realign.engines.distributed.sharding import Sharding
 from realign.engines.files.adapters import AdapterFolder, AdapterStart, check_continues, find_adapter, is_adapter
 from realign.engines.files.folders import read_states
 from realign.engines.files.model_folder import check_hub, check_path, readable, weight_names
+from realign.engines.files.unread import has_unread
 from realign.engines.files.tokenizers import check_inherited, check_source, has_tokenizer, read_source
 from realign.engines.module_reader import (
     ModuleReader,
@@ -33,6 +34,7 @@ from realign.engines.module_reader import (
 from realign.engines.network.heads import Causal, Head, ValueHead, is_encoder_decoder
 from realign.engines.network.kernels import Backend, missing_package, preferred_kernel
 from realign.engines.network.passes import ParallelPasses, SharedPrompts
+from realign.engines.network.probe import small_model
 from realign.engines.network.settings import NetworkSettings, TorchCompile
 from realign.engines.network.trains import All, Lora, TopLayers, Trained, load_adapters, require_peft
 from realign.engines.sampling.compiled.library import CompiledDecode
@@ -368,7 +370,8 @@ class TransformersModel(Settings, ModelSpec):
         from realign.engines.training.transformers_engine import TransformersEngine
 
         build: Callable[..., TransformersEngine] = TransformersEngine
-        if current().size > 1:
+        sharded = current().size > 1
+        if sharded:
             from realign.engines.distributed.sharded_engine import ShardedEngine
 
             build = partial(ShardedEngine, sharding=self.sharding)
@@ -387,6 +390,8 @@ class TransformersModel(Settings, ModelSpec):
             self.trust_remote_code,
             derive_seed(seed, name, "init"),
             settings_4bit(device, settings.dtype) if self.load_in_4bit else {},
+            # merging an adapter needs the values of whole weights
+            unread_on=device if sharded and (adapter is None or self._continues) else None,
         )
         module = reader.read(merge=not self._continues)
         if is_encoder_decoder(module.config):
@@ -398,9 +403,13 @@ class TransformersModel(Settings, ModelSpec):
             raise ConfigError(f"models.{name}.head.vocabulary={settings.vocabulary}: must be at most {words}")
         keep_layout(module)
         module = (module if self.load_in_4bit else module.to(device)).eval()
-        value_head = None
+        probed = value_head = None
+        if has_unread(module):
+            top = 0 if self._value_head is None else self._value_head.layers
+            kind = self.head.auto_class(module.config)
+            probed = small_model(module, kind, device, layers=top, trust_remote_code=self.trust_remote_code)
         if self._value_head is not None:
-            value_head = read_value_head(name, module, self._value_head, self.path, seed, settings.vocabulary)
+            value_head = read_value_head(name, module, self._value_head, self.path, seed, settings.vocabulary, probed)
         with readable(f"models.{name}.trains", ConfigError):
             base = self.path if adapter is None else adapter.base
             self.trains.prepare(module, path=base, seed=derive_seed(seed, name, "lora"))
@@ -418,6 +427,7 @@ class TransformersModel(Settings, ModelSpec):
             optimizer=self.optimizer,
             gradient_checkpointing=self.gradient_checkpointing,
             load_balancing=self.load_balancing,
+            probed=probed,
         )
         saved, saved_views = read_states(self.path)
         return Model(name, engine, tokenizer, seed, saved=saved, saved_views=saved_views)

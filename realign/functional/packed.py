@@ -42,15 +42,19 @@ def sequence_lengths(cu_seqlens: Tensor) -> Tensor:
     return cu_seqlens.diff().long()
 
 
-def sequence_index(cu_seqlens: Tensor) -> Tensor:
-    """Return the index of the sequence of each slot: int64 [T]."""
+def sequence_index(cu_seqlens: Tensor, size: int | None = None) -> Tensor:
+    """Return the index of the sequence of each slot: int64 [T].
+
+    If `size`, which must be T, is given, no device is asked for it.
+    """
     lengths_S = sequence_lengths(cu_seqlens)
-    return torch.repeat_interleave(torch.arange(len(lengths_S), device=cu_seqlens.device), lengths_S)
+    sequences_S = torch.arange(len(lengths_S), device=cu_seqlens.device)
+    return torch.repeat_interleave(sequences_S, lengths_S, output_size=size)
 
 
-def position_ids(cu_seqlens: Tensor) -> Tensor:
-    """Return the position of each slot in its sequence, from 0: int64 [T]."""
-    index_T = sequence_index(cu_seqlens)
+def position_ids(cu_seqlens: Tensor, size: int | None = None) -> Tensor:
+    """Return the position of each slot in its sequence, from 0: int64 [T]; see `sequence_index` for `size`."""
+    index_T = sequence_index(cu_seqlens, size)
     return torch.arange(len(index_T), device=cu_seqlens.device) - cu_seqlens.long()[index_T]
 
 

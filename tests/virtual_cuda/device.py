@@ -22,6 +22,7 @@ from typing import Any  # noqa: E402
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from torch import Tensor  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensor  # noqa: E402
 from torch.nn.attention import varlen  # noqa: E402
 from torch.utils import _device  # noqa: E402
 
@@ -31,6 +32,7 @@ DEVICE = torch.ops.virtual_cuda
 CAPACITY = 141 * 10**9
 """Bytes of memory that the device reports (an H200). `limit` sets a bound that is enforced."""
 HALF = (torch.float16, torch.bfloat16)
+torch_varlen_attention = varlen.varlen_attn
 cpu_attention = F.scaled_dot_product_attention
 
 
@@ -167,7 +169,13 @@ def varlen_attention(
     enable_gqa: bool = False,
     **options: Any,
 ) -> Tensor:
-    """Stand for `torch.nn.attention.varlen.varlen_attn`, with the checks of its CUDA kernel."""
+    """Stand for `torch.nn.attention.varlen.varlen_attn`, with the checks of its CUDA kernel.
+
+    Fake tensors go to torch's own function, which knows the shapes of its results.
+    """
+    if isinstance(query, FakeTensor):
+        known = {"scale": scale, "window_size": window_size, "enable_gqa": enable_gqa, **options}
+        return torch_varlen_attention(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **known)
     if not query.is_cuda or query.dtype not in HALF:
         raise RuntimeError(f"varlen_attn needs half precision on CUDA, found {query.dtype} on {query.device}")
     for bounds in (cu_seq_q, cu_seq_k):

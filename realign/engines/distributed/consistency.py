@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -82,6 +82,29 @@ def check_same_weights(role: str, ranks: Ranks, weights: Mapping[str, Tensor]) -
                     f"models.{role}: weight {name!r} of rank {rank} differs from that of rank 0. All ranks need the "
                     "same model folder."
                 )
+
+
+def check_same_slices(role: str, digests_by_rank: Sequence[tuple[Mapping[str, str], Mapping[str, str]]]) -> None:
+    """Check that all ranks have read the same files.
+
+    Each rank has read its own slices, and for this check those of the next rank. Two folders with different weights
+    differ in a slice that a rank uses, so that this rank and the one before it disagree.
+
+    Args:
+        role: the role, for messages.
+        digests_by_rank: for each rank, the digests of its slices, and of those of the next rank as it reads them.
+
+    Raises:
+        DataError: a slice differs; the message names the weight and the rank.
+    """
+    for rank, (_, expected) in enumerate(digests_by_rank):
+        after = (rank + 1) % len(digests_by_rank)
+        own = digests_by_rank[after][0]
+        if differing := [name for name in {**own, **expected} if own.get(name) != expected.get(name)]:
+            raise DataError(
+                f"models.{role}: weight {differing[0]!r} of rank {after} differs from that of rank {rank}. All ranks "
+                "need the same model folder."
+            )
 
 
 def weight_facts(weights: Mapping[str, Tensor]) -> dict[str, tuple[tuple[int, ...], float, float]]:

@@ -33,6 +33,8 @@ from realign.engines.distributed.ranks import current
 from realign.engines.distributed.sharded_network import ShardedNetwork
 from realign.engines.distributed.sharded_state import ShardedSaver, ShardedState
 from realign.engines.distributed.sharding import Sharding, is_part, part_of, whole
+from realign.engines.files.unread import Unread
+from realign.engines.host import Host
 from realign.engines.network.network import Network
 from realign.engines.network.passes import Layout, ParallelPasses, Passes
 from realign.engines.network.settings import NetworkSettings
@@ -74,7 +76,9 @@ class ShardedEngine(TransformersEngine):
         value_head: ValueNetwork | None = None,
         **further: Any,
     ) -> None:
-        """Shard a model that every rank has loaded identically; other arguments as in `TransformersEngine`.
+        """Shard a model; other arguments as in `TransformersEngine`.
+
+        Every rank has the same weights, or has left them unread in the same folder.
 
         Raises:
             ConfigError: the model family cannot run packed or sharded, or a setting is incompatible with sharding.
@@ -85,17 +89,21 @@ class ShardedEngine(TransformersEngine):
         device = next(module.parameters()).device
         if sharding.offload and device.type == "cpu":
             raise ConfigError(f"models.{name}.sharding.offload=true: the model is already on the CPU. Remove this key.")
-        check_same_weights(name, self._ranks, named_weights(module, value_head))
+        given = named_weights(module, value_head)
+        check_same_weights(name, self._ranks, {k: x for k, x in given.items() if not isinstance(x, Unread)})
         # every pass is a collective: passes cannot run concurrently
         settings = replace(settings or NetworkSettings(), parallel_passes=ParallelPasses.off)
         super().__init__(name, module, tokenizer, settings, value_head=value_head, **further)
         self._sharded_state = ShardedState(self.network, self._stepper, self._average)
 
-    def _network(self, name: str, module: Any, settings: NetworkSettings, value_head: ValueNetwork | None) -> Network:
-        return ShardedNetwork(name, module, settings, value_head, self.sharding)
+    @override
+    def _network(
+        self, name: str, module: Any, settings: NetworkSettings, value_head: ValueNetwork | None, probed: Any
+    ) -> Network:
+        return ShardedNetwork(name, module, settings, value_head, self.sharding, probed, self.host)
 
     def _make_stepper(self, spec: OptimizerSpec) -> Stepper:
-        return ShardedStepper(self.name, spec, self.network)
+        return ShardedStepper(self.name, spec, self.network, self.host)
 
     def _make_saver(self) -> ModelSaver:
         return ShardedSaver(self.name, self.network, self.tokenizer, self._average, self._ranks)
@@ -241,7 +249,7 @@ class ShardedEngine(TransformersEngine):
         number of passes.
         """
         own = len(passes.batches)
-        return range(self.network.grid.most(own) - own)
+        return range(self.host.most(own) - own)
 
     def _total_loss(self, losses: Sequence[Tensor]) -> Tensor:
         return self.network.grid.sum(super()._total_loss(losses))
@@ -339,13 +347,13 @@ def _slice(x: Tensor, like: Any) -> Tensor:
 class ShardedStepper(Stepper):
     """A stepper over the shards of one rank. The gradient norm is taken over all ranks."""
 
-    def __init__(self, name: str, spec: OptimizerSpec, network: ShardedNetwork) -> None:
+    def __init__(self, name: str, spec: OptimizerSpec, network: ShardedNetwork, host: Host) -> None:
         if not spec.elementwise:
             raise ConfigError(
                 f"models.{name}.optimizer={spec.label}: it updates whole weights or blocks of them, but each process "
                 f"has only shards. Use one process, or an optimizer that works element by element, such as AdamW."
             )
-        super().__init__(name, spec, network.owned())
+        super().__init__(name, spec, network.owned(), host=host)
         self._network = network
 
     def gradient_norm(self) -> Tensor:

@@ -22,7 +22,10 @@ from typing_extensions import override
 
 from realign.api.lengths import Lengths
 from realign.api.sample import TOKENS, SequenceSample
-from realign.engines.distributed.sharding import Sharding, from_slice, whole
+from realign.engines.distributed.consistency import check_same_slices
+from realign.engines.distributed.sharding import Sharding, from_slice, slices_of, whole
+from realign.engines.files.unread import Unread
+from realign.engines.host import Host
 from realign.engines.network.branches import read_stack
 from realign.engines.network.heads import read_body
 from realign.engines.network.network import Network
@@ -47,9 +50,10 @@ class Grid:
 
     mesh: DeviceMesh
     device: torch.device
+    host: Host
 
     @classmethod
-    def of(cls, sharding: Sharding, device: torch.device) -> Grid:
+    def of(cls, sharding: Sharding, device: torch.device, host: Host) -> Grid:
         """Build the mesh over all ranks of the default process group.
 
         Raises:
@@ -58,7 +62,7 @@ class Grid:
         size, tp = dist.get_world_size(), sharding.tensor_parallel
         if size % tp:
             raise ConfigError(f"sharding.tensor_parallel={tp}: must divide the number of ranks ({size})")
-        return cls(init_device_mesh(device.type, (size // tp, tp), mesh_dim_names=("dp", "tp")), device)
+        return cls(init_device_mesh(device.type, (size // tp, tp), mesh_dim_names=("dp", "tp")), device, host)
 
     @property
     def data_ranks(self) -> int:
@@ -76,23 +80,20 @@ class Grid:
         dist.all_reduce(x, group=self.mesh[over].get_group())
         return x
 
-    def most(self, n: int) -> int:
-        """Return the maximum over all ranks."""
-        x = torch.tensor(n)  # on the host: the ranks agree without waiting for their devices
-        dist.all_reduce(x, dist.ReduceOp.MAX)
-        return int(x)
-
-    def sum_on_host(self, numbers: Sequence[float]) -> list[float]:
-        """Return the sums over the data-parallel ranks, without waiting for the devices."""
-        x = torch.tensor(numbers)
-        dist.all_reduce(x, group=self.mesh["dp"].get_group())
-        return x.tolist()
-
     def gather(self, x: Any) -> list[Any]:
         """Return the values of the data-parallel ranks, in rank order."""
-        values: list[Any] = [None] * self.data_ranks
-        dist.all_gather_object(values, x, group=self.mesh["dp"].get_group())
-        return values
+        return self.host.gather(x, self.mesh["dp"].get_group())
+
+    def sum_on_host(self, numbers: Sequence[float]) -> list[float]:
+        """Return the sums over the data-parallel ranks."""
+        return self.host.sums(numbers, self.mesh["dp"].get_group())
+
+    def after(self, like: DTensor) -> list[int]:
+        """Return the place in the mesh of a weight of the rank after this one; the first comes after the last."""
+        tp = self.mesh["tp"].size()
+        rank = (dist.get_rank() + 1) % dist.get_world_size()
+        place = {"dp": rank // tp, "tp": rank % tp}
+        return [place[name] for name in like.device_mesh.mesh_dim_names or ()]
 
 
 class ShardedNetwork(Network):
@@ -109,18 +110,23 @@ class ShardedNetwork(Network):
         settings: NetworkSettings,
         value_head: ValueNetwork | None,
         sharding: Sharding,
+        probed: Any = None,
+        host: Host | None = None,
     ) -> None:
-        """Probe the model, which is complete on every rank, and keep a slice; other arguments as in `Network`.
+        """Probe the model and keep a slice of it; other arguments as in `Network`.
+
+        Unread weights are read here, only this rank's slices of them. Other weights are complete on every rank.
 
         Raises:
             ConfigError: the family cannot run packed, its layers are not found, its tensor-parallel plan is not
                 supported, or torch is too old.
+            DataError: the ranks have read different weights.
         """
         if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
             raise ConfigError(
                 f"models.{name}.sharding: torch {torch.__version__} is too old. Install torch 2.13 or later."
             )
-        super().__init__(name, module, settings, value_head)
+        super().__init__(name, module, settings, value_head, probed, host)
         self.images = None  # its vision layers would run outside the FSDP root
         if self.unpacked is not None:
             raise ConfigError(
@@ -128,14 +134,16 @@ class ShardedNetwork(Network):
                 "Use one process."
             )
         layers = read_stack(module).layers
-        self.grid = Grid.of(sharding, self.device)
+        self.grid = Grid.of(sharding, self.device, self.host)
         self.gathered = GatheredCopy(module, self.value_head)
+        unread = self._set_aside()
         summed: set[str] = set()
         if sharding.tensor_parallel > 1:
             copied = _split_layers(name, module, layers, self.grid.mesh["tp"])
             above = next(path for path, part in self.named_modules() if part is layers)
             summed = {f"{above}.{path}" for path in copied}
         self._shard(layers, sharding, settings.dtype)
+        self._read(unread)
         self.sharded: dict[str, Any] = dict(self.named_parameters())
         """The slices by name, as `DTensor`s."""
         trunk = {id(p) for p in read_body(module).parameters()}
@@ -165,6 +173,38 @@ class ShardedNetwork(Network):
                 part.set_force_sum_reduction_for_comms(True)
         # the losses of some ranks may not reach a head, but all ranks must reduce the same tensors
         root.set_reduce_scatter_unused_params(True)
+
+    def _set_aside(self) -> dict[str, Unread]:
+        """Replace unread weights by plain tensors without memory, which FSDP can divide; return them by name."""
+        unread = {name: p for name, p in self.named_parameters() if isinstance(p, Unread)}
+        empty: dict[int, nn.Parameter] = {}
+        for module in self.modules():
+            for name, p in module.named_parameters(recurse=False):
+                if isinstance(p, Unread):
+                    plain = nn.Parameter(torch.empty(p.shape, device="meta"), p.requires_grad)
+                    setattr(module, name, empty.setdefault(id(p), plain))
+        return unread
+
+    @torch.no_grad()
+    def _read(self, unread: Mapping[str, Unread]) -> None:
+        """Read this rank's slices of the weights that were set aside, one by one."""
+        places: dict[int, list[tuple[nn.Module, str]]] = {}
+        for module in self.modules():
+            for name, p in module.named_parameters(recurse=False):
+                places.setdefault(id(p), []).append((module, name))
+        digests: dict[str, str] = {}
+        expected: dict[str, str] = {}
+        for name, weight in unread.items():
+            like: Any = self.get_parameter(name)
+            own = weight.read(slices_of(like))
+            digests[name] = self.host.digest(own)
+            part = nn.Parameter(from_slice(own.to(self.device), like), like.requires_grad)
+            for module, attribute in places[id(like)]:  # several for tied weights
+                setattr(module, attribute, part)
+            expected[name] = self.host.digest(weight.read(slices_of(like, self.grid.after(like))))
+        if unread:
+            self.load_state_dict({}, strict=False)  # FSDP looks at its parameters again after it
+            check_same_slices(self.name, self.host.gather((digests, expected)))
 
     @property
     @override
@@ -300,7 +340,8 @@ class GatheredCopy:
         memo: dict[int, Any] = {}
         for part in parts.values():
             for p in part.parameters():
-                memo.setdefault(id(p), nn.Parameter(p.detach().new_empty(0), requires_grad=False))
+                nothing = torch.empty(0, dtype=p.dtype, device=self._device)
+                memo.setdefault(id(p), nn.Parameter(nothing, requires_grad=False))
         parts = copy.deepcopy(parts, memo)
         self.module: Any = parts["module"]
         self.value_head: ValueNetwork | None = parts.get("value_head")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,18 +69,29 @@ def whole(x: Tensor) -> Tensor:
     return local
 
 
-def part_of(x: Tensor, like: DTensor) -> Tensor:
-    """Return this rank's slice of a full tensor, sharded like `like`, as a view.
+def slices_of(like: DTensor, at: Sequence[int] | None = None) -> list[slice]:
+    """Return the slices of a full tensor that a rank stores, one for each dimension.
 
     Tensor parallelism, the last dimension of a mesh, splits first. FSDP then splits the result.
+
+    Args:
+        like: a tensor that is sharded in the same way.
+        at: place of the rank in the tensor's mesh; None means this rank.
     """
-    for dim in reversed(range(like.device_mesh.ndim)):
+    mesh = like.device_mesh
+    bounds = [range(n) for n in like.shape]
+    for dim in reversed(range(mesh.ndim)):
         placement: Any = like.placements[dim]
         if not placement.is_replicate():  # FSDP uses a different placement class on top of tensor parallelism
-            chunks = x.chunk(like.device_mesh.size(dim), placement.dim)
-            rank = like.device_mesh.get_local_rank(dim)
-            x = chunks[rank] if rank < len(chunks) else x.narrow(placement.dim, 0, 0)
-    return x
+            rows, rank = bounds[placement.dim], mesh.get_local_rank(dim) if at is None else at[dim]
+            each = -(-len(rows) // mesh.size(dim))  # as `torch.chunk` divides them
+            bounds[placement.dim] = rows[rank * each : (rank + 1) * each]
+    return [slice(rows.start, rows.stop) for rows in bounds]
+
+
+def part_of(x: Tensor, like: DTensor) -> Tensor:
+    """Return this rank's slice of a full tensor, sharded like `like`, as a view."""
+    return x[tuple(slices_of(like))]
 
 
 def from_slice(own: Tensor, like: DTensor) -> DTensor:

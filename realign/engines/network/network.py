@@ -15,8 +15,10 @@ from realign.api.generation import GenerationConfig
 from realign.api.microbatch import MicroBatchSpec
 from realign.api.router_experts import ROUTER_EXPERTS
 from realign.api.sample import PIXELS, TOKENS, SequenceSample
+from realign.engines.host import Host
 from realign.engines.network.attention import NotPackableError, layout_inputs
 from realign.engines.network.branches import Heard, ReferenceBranch, check_layers, layers_that_train, read_stack
+from realign.engines.network.compiled_layers import compile_layers
 from realign.engines.network.encoder_decoder import EncoderDecoder, EncoderDecoderCache
 from realign.engines.network.heads import IMAGE_FAMILIES, is_encoder_decoder, read_body, read_head
 from realign.engines.network.images import NO_IMAGES, ImageInputs
@@ -52,15 +54,24 @@ class Network(nn.Module):
     """
 
     def __init__(
-        self, name: str, module: Any, settings: NetworkSettings, value_head: ValueNetwork | None = None
+        self,
+        name: str,
+        module: Any,
+        settings: NetworkSettings,
+        value_head: ValueNetwork | None = None,
+        probed: Any = None,
+        host: Host | None = None,
     ) -> None:
         """Probe the model; see `TransformersEngine` for the arguments.
+
+        `probed` is probed in place of a module whose weights are unread, see `probe.small_model`.
 
         Raises:
             ConfigError: the model family is not supported.
         """
         super().__init__()
         self.name = name
+        self.host = host or Host()
         self.module = module
         self.value_head = value_head
         self.eval()
@@ -70,6 +81,10 @@ class Network(nn.Module):
         self.device: torch.device = next(module.parameters()).device
         segment_recurrent_layers(module)
         hooked = pass_context_on(module)
+        if probed is not None:
+            segment_recurrent_layers(probed)
+            pass_context_on(probed)
+        self._probed = probed = module if probed is None else probed
         self.replay: RouterReplay | None = None
         self.no_replay = ""
         """Why choices of experts cannot be replayed."""
@@ -100,7 +115,7 @@ class Network(nn.Module):
                 family = f"model family {module.config.model_type!r}"
                 raise NotPackableError(f"{family} is an encoder-decoder model, which cannot run packed.")
             share = self._shares and self.device.type == "cpu"
-            probe(module, self.head, attention=settings.attention, autocast=half, share=share)
+            probe(probed, read_head(probed), attention=settings.attention, autocast=half, share=share)
         except NotPackableError as error:
             self._unpack(str(error))
         except ConfigError as error:
@@ -113,6 +128,7 @@ class Network(nn.Module):
         self.images = ImageInputs(module) if reads_images and plain else None
         if settings.torch_compile.compiles:
             self._compile(settings.torch_compile)
+        del self._probed
 
     def _unpack(self, reason: str) -> None:
         """Run the model without packing, and log what that costs."""
@@ -123,7 +139,7 @@ class Network(nn.Module):
                 self.unpacked = EncoderDecoder(self.module, reason)
             else:
                 self.unpacked = UnpackedModel(self.module, reason)
-                probe_head(self.module, self.head)
+                probe_head(self._probed, read_head(self._probed))
         except ConfigError as error:
             raise ConfigError(f"models.{self.name}: {error}") from error
         if isinstance(self.unpacked, EncoderDecoder):
@@ -146,14 +162,16 @@ class Network(nn.Module):
         if self.images is not None:
             raise ConfigError(f"{what}: not supported by models that read images. Set torch_compile=off.")
         try:
-            compile_probed(self.module, backend)
+            compile_probed(self._probed, backend)
+            if self._probed is not self.module:
+                compile_layers(self.module, backend)
         except ConfigError as error:
             raise ConfigError(f"{what}: {error} Set torch_compile=off.") from error
 
     def _can_share(self, autocast: Autocast | None) -> bool:
         """Return whether the kernel of an accelerator computes shared prompts correctly; log the reason if not."""
         try:
-            probe_shared(self.module, attention=self._attention, autocast=autocast)
+            probe_shared(self._probed, attention=self._attention, autocast=autocast)
         except (ConfigError, RuntimeError) as error:
             logger.warning("models.%s: prompts are not shared. %s", self.name, error)
             return False
@@ -253,7 +271,7 @@ class Network(nn.Module):
         predicted_T = None if pair is None else pair.predicted(moved, layout.pieces)
         masks = [(moved[key], x) for key, x in part.data.items() if x.dtype == torch.bool]
         return PackedOutput(
-            hidden_RH, limited, moved[TOKENS], cu_seqlens, self.autocast, branch, row_T, self.heads, predicted_T, masks
+            hidden_RH, limited, moved[TOKENS], cu_seqlens, self.autocast, branch, row_T, self.heads, predicted_T, masks, self.host
         )
 
     def reference(self, layers: int | None = None) -> Run:

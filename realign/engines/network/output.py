@@ -18,6 +18,7 @@ from torch import Tensor
 
 from realign.api.engine import QValues
 from realign.api.sample import on_device
+from realign.engines.host import Host
 from realign.functional.logprobs import LMHead, token_logprobs, vocabulary_divergence
 from realign.functional.packed import position_ids
 
@@ -68,6 +69,7 @@ class PackedOutput:
             for other tokens.
         masks: pairs of a mask of the micro-batch on its device, and the same mask on the host. Selecting the tokens of
             such a mask needs no device sync.
+        host: counts the selected tokens.
     """
 
     hidden_RH: Tensor
@@ -80,6 +82,7 @@ class PackedOutput:
     heads: Mapping[str, LMHead] = field(default_factory=dict)
     predicted_T: Tensor | None = None
     masks: Sequence[tuple[Tensor, Tensor]] = ()
+    host: Host = field(default_factory=Host)
 
     @property
     def hidden_TH(self) -> Tensor:
@@ -180,7 +183,7 @@ class PackedOutput:
     @cached_property
     def _asked_T(self) -> Tensor:
         """The tokens that have a prediction."""
-        follows_T = position_ids(self.cu_seqlens) > 0
+        follows_T = position_ids(self.cu_seqlens, len(self.input_ids_T)) > 0
         return follows_T if self.predicted_T is None else follows_T & self.predicted_T.to(follows_T.device)
 
     def _token_values(
@@ -215,7 +218,7 @@ class PackedOutput:
             # the number of selected tokens is the shape of the results, so the host has to count them
             host_T = next((host_T for device_T, host_T in self.masks if device_T is where_T), where_T)
             asked_T = on_device(asked_T, host_T.device) & host_T
-        return self._here(asked_T.nonzero()[:, 0])
+        return self._here(self.host.places(asked_T))
 
     def _language_head(self, asked: str) -> LMHead:
         if not isinstance(self.head, LMHead):

@@ -7,18 +7,19 @@ both by comparing results, and raises an error. A model that cannot run packed c
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from realign.api.lengths import Lengths
 from realign.engines.device import full_fp32
 from realign.engines.network.attention import ATTENTION, NotPackableError, layout_inputs, use_attention
-from realign.engines.network.branches import Branch
+from realign.engines.network.branches import Branch, read_stack
 from realign.engines.network.compiled_layers import compile_layers
 from realign.engines.network.decoder import ModuleTrunk, PackedDecoder
 from realign.engines.network.heads import read_body
@@ -37,6 +38,9 @@ PREFIX = 3
 
 STEPS = 3
 """Number of tokens that the probe decodes one by one."""
+
+_WORDS = 512
+"""Vocabulary of a small model."""
 
 # Largest rounding error, relative to the largest absolute value. Incompatible families differ by percents.
 _TOLERANCE_FP32 = 2e-4
@@ -89,6 +93,46 @@ def probe(
                 f"{family} with attention={attention.value} in bfloat16 differs by {error:.1e} (relative) from fp32. "
                 "Set dtype=float32."
             )
+
+
+def small_model(module: Any, kind: Any, device: torch.device, *, layers: int = 0, trust_remote_code: bool = False) -> Any:
+    """Return a model of the same architecture for a probe, whose weights are random: those of the model are unread.
+
+    It has the first two layers, or as many as it takes until each kind of layer occurs (windowed and full attention,
+    dense and sparse), and a small vocabulary. Random weights of this size make attention matter.
+
+    Args:
+        module: a transformers model.
+        kind: its class, which may be an Auto class.
+        device: device of the new model.
+        layers: minimum number of layers.
+        trust_remote_code: whether to run code in the folder of the model.
+    """
+    config = copy.deepcopy(module.config)
+    text, stack = config.get_text_config(), read_stack(module).layers
+    depth = text.num_hidden_layers
+    lists = {key: x for key, x in vars(text).items() if isinstance(x, list) and len(x) == depth}
+    kinds = [
+        repr([*(x[i] for x in lists.values()), *((name, p.shape) for name, p in stack[i].named_parameters())])
+        for i in range(depth)
+    ]
+    n = max(min(2, depth), layers, *(kinds.index(kind) + 1 for kind in kinds))
+    text.num_hidden_layers = n
+    for key, x in lists.items():
+        setattr(text, key, x[:n])
+    text.vocab_size = min(text.vocab_size, _WORDS)
+    if (pad := getattr(text, "pad_token_id", None)) is not None and pad >= text.vocab_size:
+        text.pad_token_id = config.pad_token_id = 0
+    with torch.random.fork_rng(), torch.device(device):
+        torch.manual_seed(0)
+        attention = module.config._attn_implementation
+        small = kind.from_config(
+            config, attn_implementation=attention, dtype=torch.float32, trust_remote_code=trust_remote_code
+        )
+        for p in small.parameters():
+            if p.ndim > 1:
+                nn.init.normal_(p, std=p.shape[-1] ** -0.5)
+    return small.eval()
 
 
 @torch.no_grad()

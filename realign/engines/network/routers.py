@@ -26,6 +26,7 @@ from realign.api.router_experts import ROUTER_EXPERTS, experts_per_token
 from realign.api.sample import SequenceSample
 from realign.api.stats import Mean, Stats, merge_stats
 from realign.engines.device import full_fp32
+from realign.engines.files.unread import read_now
 from realign.engines.network.passes import Layout
 from realign.errors import ConfigError
 
@@ -98,6 +99,7 @@ class Routers:
         self.device: torch.device = next(module.parameters()).device
         with torch.no_grad(), full_fp32(self.device):
             for router in self.modules:
+                read_now(router)  # small, and checked by its results
                 sizes.add(_check(router, family))
         if len(sizes) > 1:
             kinds = "; ".join(sorted(map(str, sizes)))

@@ -24,6 +24,7 @@ from typing_extensions import override
 
 from realign.api.engine import QValues
 from realign.api.seeds import derive_seed
+from realign.engines.files.unread import read_now
 from realign.engines.network.branches import Branch, Heard, check_layers, read_stack
 from realign.engines.network.heads import QHeads, ValueHead, ValueHidden, head_layers, init_linear
 from realign.errors import ConfigError, DataError
@@ -104,6 +105,7 @@ class ValueNetwork(nn.Module):
                 raise ConfigError(
                     f"{what}.{name}={wanted}: {str(file)!r} was saved with {name}={saved.get(name)}. Use that value."
                 )
+        read_now(self)  # a branch starts with the unread weights of the trunk
         try:
             self.load_state_dict(load_file(file))
         except RuntimeError as error:

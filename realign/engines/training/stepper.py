@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from realign.api.engine import LossWeightFn
 from realign.api.sample import SequenceSample
 from realign.api.stats import Mean, Stats, Sum
+from realign.engines.host import Host
 from realign.engines.training.optimizer import OptimizerSpec, ScheduleUnit, learning_rate
 from realign.errors import RunError
 
@@ -26,7 +27,12 @@ class Stepper:
     """
 
     def __init__(
-        self, name: str, spec: OptimizerSpec, parameters: Iterable[nn.Parameter], outer: Collection[int] = ()
+        self,
+        name: str,
+        spec: OptimizerSpec,
+        parameters: Iterable[nn.Parameter],
+        outer: Collection[int] = (),
+        host: Host | None = None,
     ) -> None:
         """Build the optimizer for role `name` over the entries of `parameters` that require a gradient.
 
@@ -34,6 +40,7 @@ class Stepper:
         """
         self.name = name
         self.spec = spec
+        self._host = host or Host()
         self.parameters = [p for p in parameters if p.requires_grad]
         self.optimizer: Any = spec.build(self.parameters, outer)
         self.optimizer_steps = 0
@@ -82,7 +89,8 @@ class Stepper:
         """
         norm = self.gradient_norm().to(loss.device)
         # one transfer for both numbers, since each transfer waits for the device
-        finite, norm_value = torch.stack([(loss.isfinite() & norm.isfinite()).float(), norm.float()]).tolist()
+        both = torch.stack([(loss.isfinite() & norm.isfinite()).float(), norm.float()])
+        finite, norm_value = self._host.numbers(both)
         if not finite:
             self.zero_grad()
             self._count_nonfinite(loss, norm, f", from {culprits()}" if culprits else "")

@@ -23,6 +23,7 @@ from realign.api.microbatch import MicroBatchSpec
 from realign.api.sample import TOKENS, SequenceSample
 from realign.api.seeds import derive_seed
 from realign.api.stats import Stats, keep_traces, merge_stats, with_responses
+from realign.engines.host import Host
 from realign.engines.network.network import Network
 from realign.engines.network.passes import Layout, Passes, side_by_side
 from realign.engines.network.settings import NetworkSettings
@@ -57,6 +58,8 @@ class TransformersEngine(InferenceEngine):
         optimizer: OptimizerSpec | None = None,
         gradient_checkpointing: bool = False,
         load_balancing: LoadBalancing | None = None,
+        probed: Any = None,
+        host: Host | None = None,
     ) -> None:
         """Wrap and probe a transformers model that was loaded in fp32 with `attn_implementation=ATTENTION`.
 
@@ -71,13 +74,16 @@ class TransformersEngine(InferenceEngine):
             optimizer: trains the parameters that require a gradient; None freezes the model.
             gradient_checkpointing: recompute layers in the backward pass.
             load_balancing: balances the experts in training; None if not.
+            probed: a small model of the same architecture to probe instead, if the weights of `module` are unread.
+            host: reads values of tensors.
 
         Raises:
             ConfigError: the model family is not supported.
         """
+        self.host = host or Host()
         settings = (settings or NetworkSettings()).allowed(load_balancing=load_balancing is not None)
         self._balancer = LoadBalancer(name, module, load_balancing)  # before a sharded network divides the routers
-        network = self._network(name, module, settings, value_head)
+        network = self._network(name, module, settings, value_head, probed)
         super().__init__(name, network, tokenizer, sampling or InProcessSampling(), seed=seed)
         self._balancer.check(network.unpacked)
         if optimizer is None:
@@ -92,11 +98,13 @@ class TransformersEngine(InferenceEngine):
         self._accumulated: Accumulated | None = None
         self._load: StepLoad | None = None
 
-    def _network(self, name: str, module: Any, settings: NetworkSettings, value_head: ValueNetwork | None) -> Network:
-        return Network(name, module, settings, value_head)
+    def _network(
+        self, name: str, module: Any, settings: NetworkSettings, value_head: ValueNetwork | None, probed: Any
+    ) -> Network:
+        return Network(name, module, settings, value_head, probed, self.host)
 
     def _make_stepper(self, spec: OptimizerSpec) -> Stepper:
-        return Stepper(self.name, spec, self.network.owned(), self.network.outer_ids())
+        return Stepper(self.name, spec, self.network.owned(), self.network.outer_ids(), self.host)
 
     def _target_update(self) -> TargetUpdate | None:
         """Return the update of target Q heads after optimizer steps; None without Q heads."""

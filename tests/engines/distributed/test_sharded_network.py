@@ -10,6 +10,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from realign.engines.distributed import sharded_network
 from realign.engines.distributed.sharding import Sharding
+from realign.engines.host import Host
 from realign.errors import ConfigError
 
 
@@ -45,7 +46,7 @@ def test_layers_are_freed_after_their_forward_pass_and_slices_wait_on_the_cpu_as
 def test_the_mesh_has_a_dimension_for_the_ranks_that_split_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sharded_network.dist, "get_world_size", lambda: 6)
     monkeypatch.setattr(sharded_network, "init_device_mesh", lambda *mesh, mesh_dim_names: (*mesh, mesh_dim_names))
-    mesh: Any = sharded_network.Grid.of(Sharding(tensor_parallel=3), torch.device("cpu")).mesh
+    mesh: Any = sharded_network.Grid.of(Sharding(tensor_parallel=3), torch.device("cpu"), Host()).mesh
     assert mesh == ("cpu", (2, 3), ("dp", "tp"))
     with pytest.raises(ConfigError, match=r"tensor_parallel=4: must divide the number of ranks \(6\)"):
-        sharded_network.Grid.of(Sharding(tensor_parallel=4), torch.device("cpu"))
+        sharded_network.Grid.of(Sharding(tensor_parallel=4), torch.device("cpu"), Host())

@@ -1,0 +1,49 @@
+"""`Host`: how a network reads the values of its tensors, and how its ranks agree on numbers.
+
+Where Python needs a value, it comes through here. Memory is measured with tensors that have shapes but no values
+(`torch._subclasses.FakeTensorMode`): a subclass then answers in their place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Host:
+    """Reads values of this process, and of other ranks."""
+
+    def numbers(self, x: Tensor) -> list[float]:
+        """Return the numbers of a vector; waits for its device."""
+        numbers: list[float] = x.tolist()
+        return numbers
+
+    def places(self, mask_T: Tensor) -> Tensor:
+        """Return the indices at which a mask is true, whose number is the shape of the result."""
+        return mask_T.nonzero()[:, 0]
+
+    def digest(self, x: Tensor) -> str:
+        """Return the SHA-256 of a tensor's bytes."""
+        return hashlib.sha256(x.detach().cpu().contiguous().numpy().tobytes()).hexdigest()
+
+    def most(self, n: int) -> int:
+        """Return the maximum over all ranks, without waiting for their devices."""
+        x = torch.tensor(n)
+        torch.distributed.all_reduce(x, torch.distributed.ReduceOp.MAX)
+        return int(x)
+
+    def sums(self, numbers: Sequence[float], group: Any) -> list[float]:
+        """Return the sums over the ranks of a group, without waiting for their devices."""
+        x = torch.tensor(numbers)
+        torch.distributed.all_reduce(x, group=group)
+        return self.numbers(x)
+
+    def gather(self, x: Any, group: Any = None) -> list[Any]:
+        """Return the values of the ranks of a group, or of all ranks, in rank order."""
+        values: list[Any] = [None] * torch.distributed.get_world_size(group)
+        torch.distributed.all_gather_object(values, x, group=group)
+        return values
