@@ -28,7 +28,7 @@ class Host:
 
     def digest(self, x: Tensor) -> str:
         """Return the SHA-256 of a tensor's bytes."""
-        return hashlib.sha256(x.detach().cpu().contiguous().numpy().tobytes()).hexdigest()
+        return digest(x)
 
     def most(self, n: int) -> int:
         """Return the maximum over all ranks, without waiting for their devices."""
@@ -47,3 +47,8 @@ class Host:
         values: list[Any] = [None] * torch.distributed.get_world_size(group)
         torch.distributed.all_gather_object(values, x, group=group)
         return values
+
+
+def digest(x: Tensor) -> str:
+    """Return the SHA-256 of a tensor's bytes."""
+    return hashlib.sha256(x.detach().cpu().contiguous().numpy().tobytes()).hexdigest()

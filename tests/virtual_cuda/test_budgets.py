@@ -12,7 +12,7 @@ from realign.api import GenerationConfig
 from tests.virtual_cuda.budgets import decode, engine_of, of_layers, prompts_of, train, train_sharded
 from tests.virtual_cuda.device import limit
 
-STEP = "realign/engines/training/stepper.py"
+STEP = "realign/engines/host.py"
 METRICS = "realign/api/stats.py"
 ALLOWED = {
     STEP: "whether loss and gradient are finite decides whether a step is taken",

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from realign.api.sample import SequenceSample
 from realign.engines.distributed.ranks import Ranks
+from realign.engines.host import digest
 from realign.errors import DataError
 
 ROUNDING = 1e-4
@@ -127,13 +128,9 @@ def facts_of(method: str, data: SequenceSample) -> Facts:
     fractions = {key for key, x in data.data.items() if x.is_floating_point()}
     return Facts(
         shape.hexdigest(),
-        {key: _digest(x) for key, x in data.data.items() if key not in fractions},
+        {key: digest(x) for key, x in data.data.items() if key not in fractions},
         {key: _sums(data[key]) for key in sorted(fractions)},
     )
-
-
-def _digest(x: Tensor) -> str:
-    return hashlib.sha256(x.detach().cpu().contiguous().numpy().tobytes()).hexdigest()
 
 
 def _sums(x: Tensor) -> tuple[float, float]:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from realign.api import SequenceSample
-from realign.engines.distributed.consistency import Facts, check_same_weights, facts_of, weight_facts
+from realign.engines.distributed.consistency import Facts, check_same_slices, check_same_weights, facts_of, weight_facts
 from realign.engines.distributed.ranks import Ranks
 from realign.errors import DataError
 from tests.tiny import random_sample
@@ -75,3 +75,13 @@ def test_values_that_are_not_finite_and_batches_of_nothing_are_compared_too() ->
     assert facts(advantages=strange).difference(facts(advantages=strange)) == ""
     assert facts(advantages=strange).difference(facts(advantages=-strange)) == "different 'advantages'"
     assert facts_of("forward", SequenceSample(())).difference(facts_of("forward", SequenceSample(()))) == ""
+
+
+def test_ranks_that_read_other_slices_than_their_neighbors_are_named():
+    same = ({"w": "0"}, {"w": "1"}), ({"w": "1"}, {"w": "2"}), ({"w": "2"}, {"w": "0"})
+    check_same_slices("actor", same)
+    other = (same[0], ({"w": "9"}, {"w": "2"}), same[2])
+    with pytest.raises(DataError, match="models.actor: weight 'w' of rank 1 differs from that of rank 0"):
+        check_same_slices("actor", other)
+    with pytest.raises(DataError, match="weight 'more' of rank 0 differs from that of rank 2"):
+        check_same_slices("actor", (*same[:2], ({"w": "2"}, {"w": "0", "more": "3"})))
