@@ -21,8 +21,8 @@ from realign.engines.distributed.sharding import Sharding
 from realign.engines.files.adapters import AdapterFolder, AdapterStart, check_continues, find_adapter, is_adapter
 from realign.engines.files.folders import read_states
 from realign.engines.files.model_folder import check_hub, check_path, readable, weight_names
-from realign.engines.files.unread import has_unread
 from realign.engines.files.tokenizers import check_inherited, check_source, has_tokenizer, read_source
+from realign.engines.files.unread import has_unread
 from realign.engines.module_reader import (
     ModuleReader,
     check_4bit,

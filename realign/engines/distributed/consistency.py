@@ -38,8 +38,8 @@ class Facts:
         """Describe how another rank's batch differs; empty if it does not."""
         if self.shape != other.shape:
             return "different ids or lengths"
-        for key, digest in self.exact.items():
-            if digest != other.exact.get(key):
+        for key, own in self.exact.items():
+            if own != other.exact.get(key):
                 return f"different {key!r}"
         for key, (total, size) in self.sums.items():
             theirs, _ = other.sums.get(key, (float("nan"), 0.0))

@@ -176,7 +176,7 @@ class ShardedNetwork(Network):
 
     def _set_aside(self) -> dict[str, Unread]:
         """Replace unread weights by plain tensors without memory, which FSDP can divide; return them by name."""
-        unread = {name: p for name, p in self.named_parameters() if isinstance(p, Unread)}
+        unread: dict[str, Unread] = {name: p for name, p in self.named_parameters() if isinstance(p, Unread)}
         empty: dict[int, nn.Parameter] = {}
         for module in self.modules():
             for name, p in module.named_parameters(recurse=False):

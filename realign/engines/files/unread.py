@@ -113,7 +113,7 @@ class Unread(Tensor):
 def _computed(x: Any, slices: list[slice], opened: Callable[[Path], Any]) -> Tensor:
     """Compute a slice of a tensor, reading as little as the operation allows."""
     source = x.source
-    shape = [len(range(*part.indices(n))) for part, n in zip(slices, x.shape)]
+    shape = [len(range(*part.indices(n))) for part, n in zip(slices, x.shape, strict=False)]
     if 0 in shape:  # more ranks than rows; safetensors refuses an empty slice
         return torch.empty([*shape, *x.shape[len(shape) :]])
     if not isinstance(source, Made):

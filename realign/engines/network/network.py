@@ -271,7 +271,17 @@ class Network(nn.Module):
         predicted_T = None if pair is None else pair.predicted(moved, layout.pieces)
         masks = [(moved[key], x) for key, x in part.data.items() if x.dtype == torch.bool]
         return PackedOutput(
-            hidden_RH, limited, moved[TOKENS], cu_seqlens, self.autocast, branch, row_T, self.heads, predicted_T, masks, self.host
+            hidden_RH,
+            limited,
+            moved[TOKENS],
+            cu_seqlens,
+            self.autocast,
+            branch,
+            row_T,
+            self.heads,
+            predicted_T,
+            masks,
+            self.host,
         )
 
     def reference(self, layers: int | None = None) -> Run:

@@ -95,8 +95,10 @@ def probe(
             )
 
 
-def small_model(module: Any, kind: Any, device: torch.device, *, layers: int = 0, trust_remote_code: bool = False) -> Any:
-    """Return a model of the same architecture for a probe, whose weights are random: those of the model are unread.
+def small_model(
+    module: Any, kind: Any, device: torch.device, *, layers: int = 0, trust_remote_code: bool = False
+) -> Any:
+    """Return a small model of the same architecture with random weights, to probe when those of `module` are unread.
 
     It has the first two layers, or as many as it takes until each kind of layer occurs (windowed and full attention,
     dense and sparse), and a small vocabulary. Random weights of this size make attention matter.

@@ -81,7 +81,7 @@ def test_ranks_that_read_other_slices_than_their_neighbors_are_named():
     same = ({"w": "0"}, {"w": "1"}), ({"w": "1"}, {"w": "2"}), ({"w": "2"}, {"w": "0"})
     check_same_slices("actor", same)
     other = (same[0], ({"w": "9"}, {"w": "2"}), same[2])
-    with pytest.raises(DataError, match="models.actor: weight 'w' of rank 1 differs from that of rank 0"):
+    with pytest.raises(DataError, match=r"models\.actor: weight 'w' of rank 1 differs from that of rank 0"):
         check_same_slices("actor", other)
     with pytest.raises(DataError, match="weight 'more' of rank 0 differs from that of rank 2"):
         check_same_slices("actor", (*same[:2], ({"w": "2"}, {"w": "0", "more": "3"})))
