@@ -19,7 +19,6 @@ from realign.runtime.local import LocalRuntime
 from realign.runtime.metrics.details import RunDetails
 from realign.runtime.metrics.records import Records
 from realign.runtime.metrics.run_log import RunLog
-from realign.runtime.models import lead_role
 
 DEFAULT = RecordSpec()
 EVERY = replace(DEFAULT, every_steps=1)
@@ -34,7 +33,7 @@ def measure(overrides: list[str], steps: int) -> str:
     inside: list[float] = []
     with TemporaryDirectory() as folder, Records(Path(folder), None) as records:
         runtime = LocalRuntime(experiment)
-        lead = lead_role(experiment)
+        lead = experiment.lead_role
         decode = runtime.models[lead].tokenizer.decode
         with RunDetails(EVERY, lead, decode, runtime.spans, records, RunLog()) as details:
             for step in range(1, steps + 1):

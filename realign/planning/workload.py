@@ -14,7 +14,6 @@ from realign.errors import ConfigError
 from realign.planning.options import PlanOptions
 from realign.planning.simulator import NetworkSizes, Tail, Work
 from realign.runtime.experiment import Experiment
-from realign.runtime.models import owner_of
 
 FORWARD = 2.0
 """Floating-point operations per weight and token of a forward pass."""
@@ -103,10 +102,10 @@ def workload_of(experiment: Experiment, options: PlanOptions) -> Workload:
         raise ConfigError("realign plan: the graph does not sample and train. Plan an experiment with rollouts.")
     lead = sampling[0].model
     plan, interface = experiment.interfaces[lead].plan(), experiment.interfaces[lead]
-    owners = dict.fromkeys(owner_of(experiment, role) for role in experiment.roles if role in experiment.models)
+    owners = dict.fromkeys(experiment.owner_of(role) for role in experiment.roles if role in experiment.models)
     roles = {role: _role(experiment, role) for role in owners}
     own_calls = {rpc.name for rpc in graph.order if experiment.interfaces[rpc.model].needs_engine}
-    sampled = owner_of(experiment, lead)
+    sampled = experiment.owner_of(lead)
     spec = experiment.models[sampled]
     assert isinstance(spec, TransformersModel)  # `_role` has checked it
     corrects = any(experiment.interfaces[rpc.model].plan().corrects_staleness for rpc in graph.order)
@@ -151,7 +150,7 @@ def _calls(experiment: Experiment, roles: Mapping[str, RoleLoad], own_calls: set
     for rpc in graph.order:
         if rpc.name not in own_calls or rpc.method in ("generate", "credit"):
             continue
-        role, plan = owner_of(experiment, rpc.model), experiment.interfaces[rpc.model].plan()
+        role, plan = experiment.owner_of(rpc.model), experiment.interfaces[rpc.model].plan()
         operations, steps = FORWARD, 0
         if rpc.method == "train_step":
             partly = BACKWARD / 2 * (1 + roles[role].trained)

@@ -11,14 +11,23 @@ from typing import Any
 
 from typing_extensions import override
 
-from realign.api import Callback, DataflowGraph, MicroBatchSpec, ModelInterface, ModelSpec, Plan, Sync
+from realign.api import (
+    Callback,
+    DataflowGraph,
+    MicroBatchSpec,
+    ModelInterface,
+    ModelSpec,
+    Plan,
+    Role,
+    RoleModel,
+    Sync,
+)
 from realign.data import DataSpec
 from realign.engines.files.folders import AVERAGED, check_name
-from realign.engines.shared_model import check_shared
+from realign.engines.shared_model import SharedModel, check_shared
 from realign.errors import ConfigError, SettingsError
 from realign.run_settings import MicroBatchLimits, RunSettings
 from realign.runtime.checkpoint.folder import CHECKPOINTS
-from realign.runtime.default_roles import lead_of, with_default_roles, with_tokenizer_of
 from realign.runtime.evaluation.base import Evaluator
 from realign.runtime.evaluation.calibration import RewardCalibration
 from realign.runtime.graph_checks import (
@@ -96,9 +105,8 @@ class Experiment(RunSettings):
         self._check_saves()
         self._check_names()
         self.graph = dataclasses.replace(self.graph, sync={**self.graph.sync, **self.sync})
-        roles = with_default_roles(self.graph, self.interfaces, self.models)
-        self.interfaces, self.models = roles.interfaces, roles.models
-        self.filled_roles: Mapping[str, str] = roles.filled
+        self.interfaces, self.models, filled = with_default_roles(self.graph, self.interfaces, self.models)
+        self.filled_roles: Mapping[str, str] = filled
         """Description of each role that the config does not define and that was added with defaults."""
         self.graph.check_roles({role: type(i) for role, i in self.interfaces.items()}, self.models)
         for where, evaluation in self.all_evaluations.items():
@@ -108,7 +116,7 @@ class Experiment(RunSettings):
                 error.args = (f"{where}.{error}",)
                 raise
         check_shared(self.models)
-        self.models = with_tokenizer_of(lead_of(self.roles, self.models), self.models)
+        self._share_tokenizer()
         check_syncs(self.graph, self.models, ahead=self.rollout.ahead)
         check_temperatures(self.temperatures)
         check_calibration(self.calibration, self.graph, self.interfaces, self.models)
@@ -143,23 +151,12 @@ class Experiment(RunSettings):
                 "evaluation, or choose another metric."
             )
 
-    def _named(self) -> dict[str, Mapping[str, Any]]:
-        """Return the settings that map names to components."""
-        return {
-            "models": self.models,
-            "interfaces": self.interfaces,
-            "trackers": self.trackers,
-            "callbacks": self.callbacks,
-        }
-
     def _check_names(self) -> None:
         """Check names that become files and folders."""
         check_name("name", self.name)
-        for key, names in self._named().items():
-            for name in names:
+        for key in ("models", "interfaces", "trackers", "callbacks", "evaluations"):
+            for name in getattr(self, key):
                 check_name(f"{key}:", name)
-        for name in self.evaluations:
-            check_name("evaluations:", name)
         for role in self.models:
             if role.removesuffix(AVERAGED) != role and role.removesuffix(AVERAGED) in self.models:
                 raise ConfigError(
@@ -167,12 +164,49 @@ class Experiment(RunSettings):
                     f"name. Choose a role name that does not end in {AVERAGED!r}."
                 )
 
+    def _share_tokenizer(self) -> None:
+        """Let all roles use the tokenizer of the leading role, except those whose spec names a tokenizer."""
+        if not any(role in self.models for role in self.roles):
+            return
+        lead = self.lead_role
+        if (source := self.models[lead].tokenizer_source(lead)) is not None:
+            others = {role: spec.with_tokenizer(source) for role, spec in self.models.items() if role != lead}
+            self.models = {role: others.get(role, spec) for role, spec in self.models.items()}
+
     @property
     def roles(self) -> tuple[str, ...]:
         """Roles used by the run: those of the graph, the evaluated role, and the calibration policy."""
         others = [evaluation.role for evaluation in self.all_evaluations.values()]
         others += [self.calibration.policy] if self.calibration is not None else []
         return tuple(dict.fromkeys([*(rpc.model for rpc in self.graph.rpcs), *others]))
+
+    @property
+    def lead_role(self) -> str:
+        """Role that tokenizes the data and has no metric prefix: "actor", or the first role with a model.
+
+        Raises:
+            ConfigError: no role has a model.
+        """
+        with_model = [role for role in self.roles if role in self.models]
+        if not with_model:
+            raise ConfigError("models: no role of the graph has a model. Set models.ROLE.path of the trained role.")
+        return "actor" if "actor" in with_model else with_model[0]
+
+    def owner_of(self, role: str) -> str:
+        """Return the role that owns the weights of `role`: itself, or the role whose model it shares."""
+        spec = self.models.get(role)
+        return spec.of if isinstance(spec, SharedModel) else role
+
+    @property
+    def trained_roles(self) -> tuple[str, ...]:
+        """Roles that an RPC of the graph trains."""
+        return tuple(dict.fromkeys(rpc.model for rpc in self.graph.rpcs if rpc.method == "train_step"))
+
+    @property
+    def sampled_roles(self) -> tuple[str, ...]:
+        """Trained roles that are called on the way to rewards; each needs a background sampler."""
+        owners = dict.fromkeys(self.owner_of(rpc.model) for rpc in self.graph.leading_to("rewards"))
+        return tuple(owner for owner in owners if owner in self.trained_roles)
 
     @property
     def all_evaluations(self) -> dict[str, Evaluator]:
@@ -211,16 +245,12 @@ class Experiment(RunSettings):
     @property
     def temperatures(self) -> dict[str, float]:
         """Temperature of each role of the graph that has one, by config key."""
+        plans = {rpc.model: self.interfaces[rpc.model].plan() for rpc in self.graph.rpcs}
         return {
             f"interfaces.{role}.{plan.temperature_setting}": plan.temperature
-            for role, plan in self._plans.items()
+            for role, plan in plans.items()
             if plan.temperature is not None
         }
-
-    @property
-    def _plans(self) -> dict[str, Plan]:
-        """Plan of each role of the graph."""
-        return {role: self.interfaces[role].plan() for role in dict.fromkeys(rpc.model for rpc in self.graph.rpcs)}
 
     def resume_folder(self) -> Path | None:
         """Return the folder that `resume` names; None if it names none.
@@ -242,3 +272,52 @@ class Experiment(RunSettings):
         """Return whether `path` is `output_dir`, its checkpoint folder, or a checkpoint in it."""
         own, path = self.output_dir.resolve(), path.expanduser().resolve()
         return path in (own, own / CHECKPOINTS) or path.parent == own / CHECKPOINTS
+
+
+def with_default_roles(
+    graph: DataflowGraph, interfaces: Mapping[str, ModelInterface], models: Mapping[str, ModelSpec]
+) -> tuple[dict[str, ModelInterface], dict[str, ModelSpec], dict[str, str]]:
+    """Return interfaces and models, with defaults for undefined roles that the graph uses, and what was added by role.
+
+    Raises:
+        ConfigError: two roles declare different defaults for a role that the config does not define.
+    """
+    defined, added = frozenset(interfaces), dict[str, str]()
+    interfaces, models = dict(interfaces), dict(models)
+    used = tuple(dict.fromkeys(rpc.model for rpc in graph.rpcs))
+    asked: dict[str, tuple[str, Role]] = {}
+    owners = [role for role in used if role in interfaces]
+    for owner in owners:  # grows, since an added role may itself need further roles
+        for role, default in interfaces[owner].roles().items():
+            if role not in used:
+                continue
+            first, other = asked.setdefault(role, (owner, default))
+            if role not in defined and other.interface != default.interface:
+                raise ConfigError(
+                    f"interfaces.{role}: interfaces.{first} and interfaces.{owner} declare different defaults for this "
+                    f"role. Define interfaces.{role} in the config."
+                )
+            parts = []
+            if role not in interfaces:
+                owners.append(role)
+                interfaces[role] = default.interface
+                parts.append(type(default.interface).__name__)
+            if role not in models and interfaces[role].needs_engine:
+                spec = _default_model(default.model, owner, models)
+                if spec is not None:
+                    models[role] = spec
+                    frozen = f"frozen copy of the start of {owner}"
+                    parts.append(spec.describe() if isinstance(spec, SharedModel) else frozen)
+            if parts:
+                added[role] = ", ".join(parts)
+    return interfaces, models, added
+
+
+def _default_model(kind: RoleModel, owner: str, models: Mapping[str, ModelSpec]) -> ModelSpec | None:
+    """Return the spec of a role's default model; None if the role or its owner has no model."""
+    spec = models.get(owner)
+    if isinstance(spec, SharedModel):
+        owner, spec = spec.of, models.get(spec.of)
+    if spec is None or kind is RoleModel.none:
+        return None
+    return SharedModel(owner) if kind is RoleModel.shared else spec.frozen_start(owner)

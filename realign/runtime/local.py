@@ -39,7 +39,7 @@ from realign.runtime.evaluation.scores import sequence_stats
 from realign.runtime.experiment import Experiment
 from realign.runtime.metrics.details import Spans
 from realign.runtime.metrics.samples import readable
-from realign.runtime.models import lead_role, load_models, owner_of, sampled_roles, save_on_all_ranks
+from realign.runtime.models import load_models, save_on_all_ranks
 from realign.runtime.out_of_memory import SMALLER, memory_limited
 from realign.runtime.processes.watchdog import Watch
 from realign.runtime.rollout.asynchronous import RolloutAhead, load_background_sampler
@@ -167,7 +167,7 @@ class LocalRuntime:
             self.known_answers = check_verifiers(experiment, self.models, self.datasets.held_out, self.prompts)
             """A line with the rewards of known answers for each interface with `known_answer`."""
             if isinstance(rollout := experiment.rollout, Async):
-                samplers = {role: self._background_sampler(rollout, role) for role in sampled_roles(experiment)}
+                samplers = {role: self._background_sampler(rollout, role) for role in experiment.sampled_roles}
                 self.ahead = RolloutAhead(
                     rollout,
                     experiment.graph,
@@ -175,7 +175,7 @@ class LocalRuntime:
                     self.prompts,
                     self._make,
                     samplers,
-                    owners={role: owner_of(experiment, role) for role in experiment.roles},
+                    owners={role: experiment.owner_of(role) for role in experiment.roles},
                     batch_prompts=experiment.batch_prompts,
                     steps=experiment.steps,
                     dynamic_sampling=experiment.dynamic_sampling,
@@ -322,7 +322,7 @@ class LocalRuntime:
     def _note(self, rpc: RPC, made: CallResult, values: dict[str, float]) -> None:
         """Add the metrics of an RPC to those of its step."""
         total = values[f"time/{rpc.name}_s"] = values.get(f"time/{rpc.name}_s", 0.0) + made.seconds
-        prefix = "" if rpc.model == lead_role(self.experiment) else f"{rpc.model}/"
+        prefix = "" if rpc.model == self.experiment.lead_role else f"{rpc.model}/"
         values |= {f"{prefix}{name}": value for name, value in made.stats.items()}
         if rpc.method == "train_step":
             self.traces[rpc.model] = made.traces
@@ -388,11 +388,11 @@ class LocalRuntime:
 
     def first_row(self) -> list[DecodedSequence]:
         """Return the first row of the first batch as text, with the trained tokens marked."""
-        return decoded_row(self.batch(1), self.models[lead_role(self.experiment)].tokenizer.decode)
+        return decoded_row(self.batch(1), self.models[self.experiment.lead_role].tokenizer.decode)
 
     def readable(self, batch: SequenceSample, prompts: int) -> list[dict[str, Any]]:
         """Return the first prompts of a batch with responses and rewards as text, see `samples.readable`."""
-        return readable(batch, prompts, self.models[lead_role(self.experiment)].tokenizer.decode)
+        return readable(batch, prompts, self.models[self.experiment.lead_role].tokenizer.decode)
 
     def save(self, folder: Path) -> None:
         """Save each trained model, see `save_on_all_ranks`."""

@@ -19,7 +19,6 @@ from realign.engines.files.folders import AVERAGED, refuse_link, write_state
 from realign.engines.files.tokenizers import HasVocabulary, check_vocabulary
 from realign.errors import ConfigError, DataError, RealignError
 from realign.functional import LMHead
-from realign.runtime.default_roles import lead_of
 from realign.runtime.experiment import Experiment
 
 LoadOwn: TypeAlias = Callable[[Mapping[str, ModelSpec], int], dict[str, Model]]
@@ -63,8 +62,8 @@ def _completed(experiment: Experiment, used: Mapping[str, ModelSpec], models: di
     for role, spec in used.items():
         if isinstance(spec, SharedModel):
             models[role] = spec.load(role, seed=seed, loaded=models)
-    check_vocabularies(models, lead_role(experiment))
-    tokenizer = models[lead_role(experiment)].tokenizer
+    check_vocabularies(models, experiment.lead_role)
+    tokenizer = models[experiment.lead_role].tokenizer
     for rpc in experiment.graph.rpcs:
         if rpc.method == "train_step" and rpc.model in models and not models[rpc.model].engine.capabilities().trainable:
             raise untrainable(rpc, used[rpc.model])
@@ -124,7 +123,7 @@ def check_optimizers(experiment: Experiment) -> None:
     Raises:
         ConfigError: the message contains the role and the fix.
     """
-    trained = {rpc.model for rpc in experiment.graph.rpcs if rpc.method == "train_step"}
+    trained = experiment.trained_roles
     for rpc in experiment.graph.rpcs:
         spec = experiment.models.get(rpc.model)
         trainable = None if spec is None else spec.facts().trainable
@@ -279,28 +278,3 @@ def _write_states(folder: Path, role: str, model: Model, interfaces: Mapping[str
         for view in model.views:
             if view.name in interfaces:
                 write_state(path, interfaces[view.name].state_dict(), view.name)
-
-
-def lead_role(experiment: Experiment) -> str:
-    """Return the role that tokenizes the data and has no metric prefix: "actor", or the first role with a model.
-
-    Raises:
-        ConfigError: no role has a model.
-    """
-    lead = lead_of(experiment.roles, experiment.models)
-    if lead is None:
-        raise ConfigError("models: no role of the graph has a model. Set models.ROLE.path of the trained role.")
-    return lead
-
-
-def owner_of(experiment: Experiment, role: str) -> str:
-    """Return the role that owns the weights of `role`: itself, or the role whose model it shares."""
-    spec = experiment.models.get(role)
-    return spec.of if isinstance(spec, SharedModel) else role
-
-
-def sampled_roles(experiment: Experiment) -> tuple[str, ...]:
-    """Return the trained roles that are called on the way to rewards; each needs a background sampler."""
-    trained = {rpc.model for rpc in experiment.graph.rpcs if rpc.method == "train_step"}
-    owners = (owner_of(experiment, rpc.model) for rpc in experiment.graph.leading_to("rewards"))
-    return tuple(dict.fromkeys(owner for owner in owners if owner in trained))

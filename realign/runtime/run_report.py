@@ -35,7 +35,6 @@ from realign.runtime.metrics.run_log import NAME as LOG
 from realign.runtime.metrics.run_log import RunLog
 from realign.runtime.metrics.shown_metrics import headline, metric_summaries, panels
 from realign.runtime.metrics.summary import RunSummary
-from realign.runtime.models import lead_role
 
 RUN_JSON = "run.json"
 PACKAGES = ("realign", "torch", "transformers", "numpy", "datasets", "ray", "peft", "flash-attn")
@@ -123,7 +122,7 @@ def run_json(folder: Path) -> dict[str, Any]:
 def _described(runtime: LocalRuntime) -> dict[str, Any]:
     e = runtime.experiment
     models = ((role, model.engine) for role, model in runtime.models.items() if model.has_engine)
-    lead = lead_role(e)
+    lead = e.lead_role
     larger_is_better = {} if e.save_best is None else {e.save_best.removeprefix("-"): not e.save_best.startswith("-")}
     return {
         "name": e.name,
@@ -265,7 +264,7 @@ class RunReport:
         if len(history) > 1:  # drawn when the run is closed
             files["curves"] = str(out / "curves.png")
         known = {} if e.save_best is None else {e.save_best.removeprefix("-"): not e.save_best.startswith("-")}
-        shown = headline(e.graph, e.interfaces, lead_role(e), tuple(e.evaluations))
+        shown = headline(e.graph, e.interfaces, e.lead_role, tuple(e.evaluations))
         findings = tuple(signs(history).values())
         return RunSummary(
             name=e.name,
@@ -283,7 +282,7 @@ class RunReport:
 
     def _next_commands(self, experiment: Experiment, event: EndEvent, *, learns: bool) -> dict[str, str]:
         commands: dict[str, str] = {}
-        lead = lead_role(experiment)
+        lead = experiment.lead_role
         model = experiment.output_dir / FINAL / lead
         outputs = experiment.models[lead].facts().outputs if lead in experiment.models else None
         if event.status is not EndStatus.interrupted and (outputs is None or "logprobs" in outputs) and _exists(model):

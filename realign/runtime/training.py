@@ -32,7 +32,6 @@ from realign.runtime.metrics.records import NoRecords, Records
 from realign.runtime.metrics.samples import SHOWN, show
 from realign.runtime.metrics.shown_metrics import headline, panels, targets
 from realign.runtime.metrics.trackers import BestEffortTracker, Tracker
-from realign.runtime.models import lead_role
 from realign.runtime.out_of_memory import SMALLER, memory_limited
 from realign.runtime.output_folder import clear_output_folder
 from realign.runtime.processes.signals import Interrupted, StopSignals
@@ -140,7 +139,7 @@ class TrainingLoop:
             _draw, self.experiment, self.result, self.callbacks.metrics
         )
         self.records = stack.enter_context(Records(self.out, start))
-        lead = lead_role(self.experiment)
+        lead = self.experiment.lead_role
         decode = self.runtime.models[lead].tokenizer.decode
         details = RunDetails(self.experiment.records, lead, decode, self.runtime.spans, self.records, self.report.log)
         self.details = stack.enter_context(details)
@@ -178,10 +177,10 @@ class TrainingLoop:
             console,
             e.name,
             e.steps,
-            headline(e.graph, e.interfaces, lead_role(e), tuple(e.evaluations)),
+            headline(e.graph, e.interfaces, e.lead_role, tuple(e.evaluations)),
             header=[f"{self.out}   {', '.join(sizes)}".rstrip()],
             added=self.callbacks.metrics,
-            targets=targets(e.graph, e.interfaces, lead_role(e)),
+            targets=targets(e.graph, e.interfaces, e.lead_role),
             activity=doing,
             warned=lambda: (tuple(log.latest_warnings), log.warnings),
         )
@@ -358,7 +357,7 @@ def _draw(experiment: Experiment, result: RunResult, added: Mapping[str, str]) -
         return
     try:
         reported = dict.fromkeys(name for record in result.history for name in record if name != "step")
-        charts = panels(experiment.graph, experiment.interfaces, lead_role(experiment), reported, added)
+        charts = panels(experiment.graph, experiment.interfaces, experiment.lead_role, reported, added)
         path = result.output_dir / "curves.png"
         draw_curves({experiment.name: result.history}, path, title=experiment.name, panels=charts)
     except Exception as error:  # a failed plot neither stops the run nor hides its error

@@ -13,18 +13,20 @@ import warnings
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from realign.api import RPC, ModelInterface, ModelSpec, Plan, Weights
+from realign.api import RPC, ModelInterface, Weights
+from realign.api.interface import implements
+from realign.api.router_experts import ROUTER_EXPERTS
 from realign.api.sample import TOKENS
+from realign.api.sampler import ConfiguresSampler, samples_externally
 from realign.engines.distributed.ranks import current
 from realign.engines.shared_model import Share, SharedModel
 from realign.engines.training.optimizer import ScheduleUnit
 from realign.errors import ConfigError
-from realign.runtime.checks.features import check_images, check_replay
 from realign.runtime.evaluation.base import Evaluator, in_set
 from realign.runtime.evaluation.calibration import RewardCalibration
 from realign.runtime.experiment import Experiment
 from realign.runtime.graph_checks import located
-from realign.runtime.models import check_optimizers, check_outputs, owner_of, sampled_roles
+from realign.runtime.models import check_optimizers, check_outputs
 from realign.runtime.processes.placement import check_runtime
 from realign.runtime.rollout.spec import Async
 
@@ -186,27 +188,21 @@ def _check_model(rpc: RPC, experiment: Experiment) -> None:
                 f"{', '.join(experiment.roles)}."
             )
         owner, key = experiment.models[spec.of], spec.of
-        if spec.branch is Share.reference:
-            _check_branch(rpc.model, spec.of, owner)
+        facts = owner.facts()
+        if spec.branch is Share.reference and facts.trainable and facts.branches is False:
+            raise ConfigError(
+                f"models.{rpc.model}.branch=reference: models.{key} trains all of its weights, so it keeps no frozen "
+                f"branch. Set models.{key}.trains=top_layers or lora, or models.{rpc.model}.path. An adapter that "
+                f"models.{key}.path contains must be merged (adapter=merge)."
+            )
     outputs = spec.facts().outputs or owner.facts().outputs
     if outputs is not None:
         check_outputs(rpc.model, outputs, experiment.interfaces[rpc.model], key)
 
 
-def _check_branch(role: str, of: str, owner: ModelSpec) -> None:
-    """Check that a reference branch inside a model has weights that are not trained."""
-    facts = owner.facts()
-    if facts.trainable and facts.branches is False:
-        raise ConfigError(
-            f"models.{role}.branch=reference: models.{of} trains all of its weights, so it keeps no frozen branch. Set "
-            f"models.{of}.trains=top_layers or lora, or models.{role}.path. An adapter that models.{of}.path contains "
-            "must be merged (adapter=merge)."
-        )
-
-
 def _check_sharing(rpc: RPC, experiment: Experiment) -> None:
     """Check a role's weights against the requirements of its interface and of the roles that train on its outputs."""
-    trained = {other.model for other in experiment.graph.rpcs if other.method == "train_step"}
+    trained = experiment.trained_roles
     spec, plan = experiment.models.get(rpc.model), experiment.interfaces[rpc.model].plan()
     if isinstance(spec, SharedModel):
         if plan.weights is Weights.frozen and spec.branch is Share.whole and spec.of in trained:
@@ -249,29 +245,28 @@ def check_responses(experiment: Experiment) -> None:
     for rpc in experiment.graph.rpcs:
         if rpc.method != "generate":
             continue
-        made = experiment.interfaces[rpc.model].plan()
+        sampler, made = rpc.model, experiment.interfaces[rpc.model].plan()
         tokens = {key for key in rpc.outputs if key == rpc.rename.get(TOKENS, TOKENS)}
-        for learner in experiment.graph.rpcs:
-            if learner.method != "train_step" or learner.model == rpc.model or not tokens & set(learner.inputs):
+        for training in experiment.graph.rpcs:
+            learner = training.model
+            if training.method != "train_step" or learner == sampler or not tokens & set(training.inputs):
                 continue
-            _check_plans(rpc.model, made, learner.model, experiment.interfaces[learner.model].plan())
-
-
-def _check_plans(sampler: str, made: Plan, learner: str, expected: Plan) -> None:
-    n, want = made.responses_per_prompt, expected.responses_per_prompt
-    if n is not None and want is not None and n != want:
-        raise ConfigError(
-            f"interfaces.{sampler}.generation.n={n}: it differs from interfaces.{learner}.generation.n={want}. Set "
-            f"both to one number, such as by interfaces.{sampler}.generation=${{interfaces.{learner}.generation}}."
-        )
-    limit = expected.expected_response
-    if limit is not None and limit < made.longest_response:
-        raise ConfigError(
-            f"interfaces.{learner}: its settings are relative to responses of {limit} tokens "
-            f"(interfaces.{learner}.{expected.length_setting}), but {sampler} generates up to {made.longest_response} "
-            f"(interfaces.{sampler}.{made.length_setting}). Set interfaces.{learner}.{expected.length_setting}="
-            f"{made.longest_response}."
-        )
+            expected = experiment.interfaces[learner].plan()
+            n, want = made.responses_per_prompt, expected.responses_per_prompt
+            if n is not None and want is not None and n != want:
+                raise ConfigError(
+                    f"interfaces.{sampler}.generation.n={n}: it differs from interfaces.{learner}.generation.n={want}. "
+                    f"Set both to one number, such as by interfaces.{sampler}.generation="
+                    f"${{interfaces.{learner}.generation}}."
+                )
+            limit = expected.expected_response
+            if limit is not None and limit < made.longest_response:
+                key = f"interfaces.{learner}.{expected.length_setting}"
+                raise ConfigError(
+                    f"interfaces.{learner}: its settings are relative to responses of {limit} tokens ({key}), but "
+                    f"{sampler} generates up to {made.longest_response} (interfaces.{sampler}.{made.length_setting}). "
+                    f"Set {key}={made.longest_response}."
+                )
 
 
 def _check_schedule(rpc: RPC, experiment: Experiment) -> None:
@@ -322,19 +317,17 @@ def check_rollout(experiment: Experiment) -> None:
     rollout = experiment.rollout
     if not isinstance(rollout, Async):
         return
-    if current().size > 1:
-        raise ConfigError("rollout=async: it does not work under torchrun. Set rollout=sync, or runtime=ray.")
     leading = experiment.graph.leading_to("rewards")
-    samplers = {owner_of(experiment, rpc.model) for rpc in leading if rpc.method == "generate"}
+    samplers = {experiment.owner_of(rpc.model) for rpc in leading if rpc.method == "generate"}
     if not samplers:
         raise ConfigError(
             "rollout=async: none of the RPCs that lead to the key 'rewards' generates responses. Set rollout=sync."
         )
-    trained = sampled_roles(experiment)
+    trained = experiment.sampled_roles
     for rpc in leading:
         spec = experiment.models.get(rpc.model)
         frozen_start = isinstance(spec, SharedModel) and spec.branch is Share.reference
-        owner = owner_of(experiment, rpc.model)
+        owner = experiment.owner_of(rpc.model)
         if rpc.method == "train_step" or frozen_start or (owner in trained and owner not in samplers):
             what = (
                 "trains a model" if rpc.method == "train_step" else f"uses models.{rpc.model}, which changes meanwhile"
@@ -343,22 +336,81 @@ def check_rollout(experiment: Experiment) -> None:
                 f"rollout=async: it runs the RPCs that lead to 'rewards' ahead of training, but RPC {rpc.name!r} "
                 f"{what}. Set rollout=sync."
             )
-    if rollout.max_staleness:
-        for rpc in experiment.graph.rpcs:
-            if rpc.method == "train_step" and rpc.model in trained:
-                _warn_of_stale_ratios(rpc, experiment, rollout)
+    for rpc in experiment.graph.rpcs if rollout.max_staleness else ():
+        if rpc.method != "train_step" or rpc.model not in trained or "logprobs" not in rpc.inputs:
+            continue
+        interface = experiment.interfaces[rpc.model]
+        if interface.plan().corrects_staleness:
+            continue
+        how = "clips the ratio to the policy that sampled them instead of the policy before the update"
+        if "prox_logprobs" in rpc.inputs:
+            how = "does not weight them by the importance ratio of the policy before the update"
+        warnings.warn(
+            f"rollout.max_staleness={rollout.max_staleness}: responses can be {rollout.max_staleness} versions old, "
+            f"but interfaces.{rpc.model} ({type(interface).__name__}) {how}. Training continues without this "
+            f"correction. Set interfaces.{rpc.model}.correction=importance_correction (docs/guides/async.md).",
+            stacklevel=2,
+        )
 
 
-def _warn_of_stale_ratios(rpc: RPC, experiment: Experiment, rollout: Async) -> None:
-    interface = experiment.interfaces[rpc.model]
-    if "logprobs" not in rpc.inputs or interface.plan().corrects_staleness:
+def check_images(experiment: Experiment) -> None:
+    """Check the settings of a run whose rows have images, before models are loaded.
+
+    Raises:
+        ConfigError: a part of the run does not support images. The message contains its key.
+    """
+    for where, evaluation in experiment.all_evaluations.items():
+        if evaluation.data.has_images and not evaluation.reads_images:
+            raise no_images(where, f"{type(evaluation).__name__} does not support images")
+    if experiment.calibration is not None and experiment.calibration.data.has_images:
+        raise no_images("calibration", "calibration does not support images")
+    if not (roles := roles_with_images(experiment)):
         return
-    how = "clips the ratio to the policy that sampled them instead of the policy before the update"
-    if "prox_logprobs" in rpc.inputs:
-        how = "does not weight them by the importance ratio of the policy before the update"
-    warnings.warn(
-        f"rollout.max_staleness={rollout.max_staleness}: responses can be {rollout.max_staleness} versions old, but "
-        f"interfaces.{rpc.model} ({type(interface).__name__}) {how}. Training continues without this correction. Set "
-        f"interfaces.{rpc.model}.correction=importance_correction (docs/guides/async.md).",
-        stacklevel=2,
-    )
+    if experiment.runtime.starts_workers:
+        raise no_images("runtime=ray", "workers do not support images")
+    if current().size > 1:
+        raise no_images("data.images_column", "distributed training does not support images")
+    for role in roles:
+        interface = experiment.interfaces.get(role)
+        if experiment.data.has_images and interface is not None and not interface.reads_images:
+            raise no_images(f"interfaces.{role}", f"{type(interface).__name__} does not support images")
+        if samples_externally(experiment.models.get(role)):
+            raise no_images(f"models.{role}.sampler", "external samplers do not support images")
+
+
+def roles_with_images(experiment: Experiment) -> list[str]:
+    """Return the roles with a model that see images."""
+    roles = [e.role for e in experiment.all_evaluations.values() if e.data.has_images]
+    if experiment.data.has_images:
+        roles += [rpc.model for rpc in experiment.graph.rpcs if experiment.interfaces[rpc.model].needs_engine]
+    return list(dict.fromkeys(roles))
+
+
+def no_images(where: str, why: str) -> ConfigError:
+    """Return the error for a part of a run that does not support images."""
+    return ConfigError(f"{where}: {why}. Remove images_column from the data, or change this setting.")
+
+
+def check_replay(experiment: Experiment) -> None:
+    """Check interfaces and samplers, before models are loaded.
+
+    Raises:
+        ConfigError: an interface does not record the choices, or an external sampler does not return them.
+    """
+    for role in dict.fromkeys(rpc.model for rpc in experiment.graph.rpcs):
+        interface = experiment.interfaces[role]
+        generation = interface.plan().generation
+        if generation is None or not generation.router_replay:
+            continue
+        key = f"interfaces.{role}.generation.router_replay"
+        writes = interface.keys("generate").writes if implements(type(interface), "generate") else None
+        if ROUTER_EXPERTS not in (writes or ()):
+            kind = type(interface).__name__
+            raise ConfigError(f"{key}=true: {kind} does not record choices of experts. Set {key}=false.")
+        owner = experiment.owner_of(role)
+        spec = experiment.models.get(owner)
+        if isinstance(spec, ConfiguresSampler) and not spec.sampler.capabilities().router_experts:
+            raise ConfigError(
+                f"{key}=true: models.{owner}.sampler={type(spec.sampler).__name__} does not return the choices of "
+                f"experts. Remove models.{owner}.sampler, or set {key}=false."
+            )

@@ -16,7 +16,6 @@ from realign.engines.device import pick_device
 from realign.engines.distributed.ranks import current
 from realign.engines.shared_model import Share, SharedModel
 from realign.runtime.experiment import Experiment
-from realign.runtime.models import sampled_roles
 from realign.runtime.processes.placement import ROLLOUT, plan_groups
 
 CPU = "cpu"
@@ -171,7 +170,7 @@ def _roles(
     experiment: Experiment, roles: Iterable[str], ranks: int, longest: int | None, free: Free
 ) -> dict[str, RoleMemory]:
     """Return the memory of each role that has weights; `rollout` is a copy of the first role that is sampled."""
-    ahead = sampled_roles(experiment) if experiment.rollout.ahead else []
+    ahead = experiment.sampled_roles if experiment.rollout.ahead else []
     memory: dict[str, RoleMemory] = {}
     for role in roles:
         source = ahead[0] if role == ROLLOUT and ahead else role

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -68,7 +68,7 @@ def plan_groups(experiment: Experiment) -> tuple[RoleGroup, ...]:
             of = experiment.models[role].of  # type: ignore[attr-defined]
             raise ConfigError(f"runtime.placement.{role}: it shares the model of role {of!r}. Place {of!r} instead.")
     _check_names(nodes, owners, ahead)
-    trained = {rpc.model for rpc in experiment.graph.rpcs if rpc.method == "train_step"}
+    trained = experiment.trained_roles
     return _groups(nodes, owners, trained, ahead)
 
 
@@ -117,7 +117,7 @@ def _check_names(nodes: Mapping[str, Mapping[str, Any]], owners: list[str], ahea
 
 
 def _groups(
-    nodes: Mapping[str, Mapping[str, Any]], owners: list[str], trained: set[str], ahead: bool
+    nodes: Mapping[str, Mapping[str, Any]], owners: list[str], trained: Collection[str], ahead: bool
 ) -> tuple[RoleGroup, ...]:
     hosts = {node["with"] for node in nodes.values() if "with" in node}
     own = [r for r in owners if "with" not in nodes.get(r, {}) and (r in hosts or r in nodes or r in trained)]

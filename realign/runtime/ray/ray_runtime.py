@@ -19,7 +19,7 @@ from realign.api.sampler import Sampler, samples_externally
 from realign.errors import ConfigError, TransientError
 from realign.runtime.experiment import Experiment
 from realign.runtime.local import CallResult, LocalRuntime
-from realign.runtime.models import load_models, sampled_roles
+from realign.runtime.models import load_models
 from realign.runtime.processes.placement import ROLLOUT, RoleGroup, plan_groups
 from realign.runtime.processes.watchdog import WorkerLost
 from realign.runtime.ray.host import Loaded
@@ -57,7 +57,7 @@ class RayRuntime(LocalRuntime):
 
     def _load_own(self, specs: Mapping[str, ModelSpec], seed: int) -> dict[str, Model]:
         """Start a worker group for each set of roles that share processes, and load their models concurrently."""
-        ahead = sampled_roles(self.experiment)
+        ahead = self.experiment.sampled_roles
         rollout = self.experiment.rollout
         copied: dict[str, ModelSpec] = {}
         if isinstance(rollout, Async):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import warnings
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
@@ -177,19 +177,21 @@ AHEAD = Async(max_staleness=2)
 
 
 def test_what_cannot_be_sampled_ahead_is_refused(tmp_path):
+    made = copy.copy(experiment(tmp_path))  # a copy, because these graphs do not pass the checks of an experiment
+    made.rollout = AHEAD
     with pytest.raises(ConfigError, match="none of the RPCs that lead to the key 'rewards' generates responses"):
         check_rollout(experiment(tmp_path, graph=sft.dataflow(), interfaces={"actor": SFTInterface()}, rollout=AHEAD))
     train = RPC("other_train", "other", "train_step", inputs=("input_ids",))
     plain = dataflow({"actor": PPOActorInterface(GENERATION), "reward": CountToken()})
     judged = [replace(r, after=("other_train",)) if r.name == "reward_inf" else r for r in plain.rpcs]
-    graph = replace(plain, rpcs=(*judged, train))
+    made.graph, made.models = replace(plain, rpcs=(*judged, train)), {"actor": BigramModel()}
     with pytest.raises(ConfigError, match=r"RPC 'other_train' trains a model\. Set rollout=sync"):
-        check_rollout(SimpleNamespace(rollout=AHEAD, graph=graph, models={"actor": BigramModel()}))
+        check_rollout(made)
     judge = [replace(r, model="judge") if r.name == "reward_inf" else r for r in plain.rpcs]
     later = RPC("judge_train", "judge", "train_step", inputs=("input_ids", "rewards"))
-    graph = replace(plain, rpcs=(*judge, later))
+    made.graph, made.models = replace(plain, rpcs=(*judge, later)), {"judge": BigramModel()}
     with pytest.raises(ConfigError, match=r"RPC 'reward_inf' uses models\.judge, which changes meanwhile"):
-        check_rollout(SimpleNamespace(rollout=AHEAD, graph=graph, models={"judge": BigramModel()}))
+        check_rollout(made)
 
 
 @pytest.mark.parametrize(

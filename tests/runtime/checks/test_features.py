@@ -24,14 +24,9 @@ from realign.interfaces.environment import EnvironmentInterface
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.interfaces.raft import RAFTActorInterface
 from realign.runtime import Async, run
-from realign.runtime.checks import features as images
-from realign.runtime.checks.features import (
-    check_encoder_decoders,
-    check_image_models,
-    check_images,
-    check_predicted,
-    check_replay,
-)
+from realign.runtime.checks import before_loading
+from realign.runtime.checks.before_loading import check_images, check_replay
+from realign.runtime.datasets import check_encoder_decoders, check_image_models, check_predicted
 from realign.runtime.graph_checks import check_keys
 from realign.runtime.models import load_models
 from realign.runtime.ray.host import Loaded
@@ -76,7 +71,7 @@ def test_what_does_not_support_images_is_an_error_before_loading(words, message)
 def test_distributed_training_with_images_is_an_error(monkeypatch):
     experiment = made(*GRPO)
     check_images(experiment)
-    monkeypatch.setattr(images, "current", lambda: SimpleNamespace(size=2))
+    monkeypatch.setattr(before_loading, "current", lambda: SimpleNamespace(size=2))
     with pytest.raises(ConfigError, match="distributed training does not support images"):
         check_images(experiment)
 

@@ -1,7 +1,10 @@
+"""Test the settings of a run: roles that the config does not define."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,7 +16,7 @@ from realign.interfaces import dpo
 from realign.interfaces.dpo import DPOInterface
 from realign.interfaces.reference import ReferenceInterface
 from realign.runtime import Experiment
-from realign.runtime.default_roles import with_default_roles
+from realign.runtime.experiment import with_default_roles
 from tests.config_parts import Prompts
 
 TRAINED = OptimizerSpec(lr=1e-3, ema_decay=0.9)
@@ -49,29 +52,33 @@ def graph(*roles: str) -> DataflowGraph:
 def filled(asked: dict[str, Role], *roles: str, interfaces=None, models=None):
     interfaces = {"actor": Asks(asked), **(interfaces or {})}
     models = {"actor": TransformersModel("start", optimizer=TRAINED), **(models or {})}
-    return with_default_roles(graph(*roles), interfaces, models)
+    return SimpleNamespace(
+        **dict(
+            zip(("interfaces", "models", "added"), with_default_roles(graph(*roles), interfaces, models), strict=True)
+        )
+    )
 
 
 def test_a_role_that_the_config_lacks_gets_a_frozen_copy_of_the_start():
-    found = filled({"ref": Role(ReferenceInterface(0.5))}, "ref")
-    assert found.interfaces["ref"] == ReferenceInterface(0.5)
-    assert found.models["ref"] == TransformersModel("start")
-    assert found.filled == {"ref": "ReferenceInterface, frozen copy of the start of actor"}
+    completed = filled({"ref": Role(ReferenceInterface(0.5))}, "ref")
+    assert completed.interfaces["ref"] == ReferenceInterface(0.5)
+    assert completed.models["ref"] == TransformersModel("start")
+    assert completed.added == {"ref": "ReferenceInterface, frozen copy of the start of actor"}
 
 
 @pytest.mark.parametrize("partly", [{"trains": Lora()}, {"trains": TopLayers(1)}])
 def test_a_model_that_trains_in_part_contains_its_own_start(partly):
     models = {"actor": TransformersModel("start", optimizer=TRAINED, **partly)}
-    found = filled({"ref": Role(ReferenceInterface())}, "ref", models=models)
-    assert found.models["ref"] == SharedModel("actor", Share.reference)
-    assert found.filled == {"ref": "ReferenceInterface, the frozen start of actor"}
+    completed = filled({"ref": Role(ReferenceInterface())}, "ref", models=models)
+    assert completed.models["ref"] == SharedModel("actor", Share.reference)
+    assert completed.added == {"ref": "ReferenceInterface, the frozen start of actor"}
 
 
 def test_a_role_may_share_the_model_of_its_owner_or_have_none():
     asked = {"twin": Role(Scores(), RoleModel.shared), "rule": Role(Scores(), RoleModel.none)}
-    found = filled(asked, "twin", "rule")
-    assert found.models["twin"] == SharedModel("actor")
-    assert "rule" not in found.models
+    completed = filled(asked, "twin", "rule")
+    assert completed.models["twin"] == SharedModel("actor")
+    assert "rule" not in completed.models
     shares = {"actor": SharedModel("base"), "base": TransformersModel("start")}
     assert filled(asked, "twin", models=shares).models["twin"] == SharedModel("base")
 
@@ -79,10 +86,10 @@ def test_a_role_may_share_the_model_of_its_owner_or_have_none():
 def test_what_the_config_defines_wins():
     given = TransformersModel("other")
     role = Role(ReferenceInterface())
-    found = filled({"ref": role}, "ref", models={"ref": given})
-    assert (found.models["ref"], found.filled) == (given, {"ref": "ReferenceInterface"})
-    found = filled({"ref": role}, "ref", interfaces={"ref": Scores()})
-    assert (found.interfaces["ref"], found.filled) == (Scores(), {"ref": "frozen copy of the start of actor"})
+    completed = filled({"ref": role}, "ref", models={"ref": given})
+    assert (completed.models["ref"], completed.added) == (given, {"ref": "ReferenceInterface"})
+    completed = filled({"ref": role}, "ref", interfaces={"ref": Scores()})
+    assert (completed.interfaces["ref"], completed.added) == (Scores(), {"ref": "frozen copy of the start of actor"})
 
 
 def test_a_role_outside_the_graph_is_not_added():
@@ -94,8 +101,8 @@ def test_a_role_that_was_filled_in_may_ask_for_another():
         def roles(self) -> Mapping[str, Role]:
             return {"second": Role(Scores(), RoleModel.shared)}
 
-    found = filled({"first": Role(Chain())}, "first", "second")
-    assert found.models["second"] == SharedModel("first")
+    completed = filled({"first": Role(Chain())}, "first", "second")
+    assert completed.models["second"] == SharedModel("first")
 
 
 def test_different_defaults_for_one_role_are_refused_unless_the_config_defines_it():
