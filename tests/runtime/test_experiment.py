@@ -52,11 +52,8 @@ def graph(*roles: str) -> DataflowGraph:
 def filled(asked: dict[str, Role], *roles: str, interfaces=None, models=None):
     interfaces = {"actor": Asks(asked), **(interfaces or {})}
     models = {"actor": TransformersModel("start", optimizer=TRAINED), **(models or {})}
-    return SimpleNamespace(
-        **dict(
-            zip(("interfaces", "models", "added"), with_default_roles(graph(*roles), interfaces, models), strict=True)
-        )
-    )
+    interfaces, models, added = with_default_roles(graph(*roles), interfaces, models)
+    return SimpleNamespace(interfaces=interfaces, models=models, added=added)
 
 
 def test_a_role_that_the_config_lacks_gets_a_frozen_copy_of_the_start():
