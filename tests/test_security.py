@@ -268,7 +268,7 @@ def calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
 
 
 UNPICKLES = ("pickle.load", "pickle.loads", "Unpickler", "torch.load", "joblib.load", "dill.load", "marshal.loads")
-PIPES = {"rewards/pool/worker.py", "runtime/ray/worker_groups.py", "runtime/ray/worker.py"}
+PIPES = {"rewards/pool/worker.py", "runtime/ray/workers.py"}
 """Files with the ends of pipes between a run and its workers. They only unpickle data of the same run."""
 
 

@@ -28,7 +28,7 @@ from realign.config.composition import Composed, compose_layers, parse_sweep, re
 from realign.config.errors import ConfigError
 from realign.config.hydra_settings import all_settings
 from realign.report.compare import counted, mean, named, seed_groups
-from realign.runtime.metrics.summary import NAME
+from realign.runtime.run_report import SUMMARY_JSON
 from realign.safe_yaml import load_yaml
 
 if TYPE_CHECKING:
@@ -206,7 +206,7 @@ class SweptRun:
         """Read the overrides and the summary of a run from its folder."""
         record = folder / ".hydra" / "overrides.yaml"
         words = load_yaml(record.read_text(encoding="utf-8")) if record.is_file() else []
-        path, summary = folder / NAME, None
+        path, summary = folder / SUMMARY_JSON, None
         with suppress(ValueError):  # cut off by a full disk
             summary = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
         return cls(folder, dict(word.lstrip("+").partition("=")[::2] for word in words or []), summary)

@@ -20,7 +20,7 @@ from rich.text import Text
 from realign.report.data import run_data
 from realign.report.page import unique_keys
 from realign.runtime.metrics.shown_metrics import number
-from realign.runtime.metrics.summary import duration
+from realign.runtime.run_report import duration
 from realign.text import visible
 
 MOST = 16

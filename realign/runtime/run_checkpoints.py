@@ -24,8 +24,7 @@ from realign.engines.distributed.ranks import current
 from realign.engines.shared_model import ReferenceEngine
 from realign.errors import CheckpointError, TransientError
 from realign.runtime.callbacks.run_callbacks import RunCallbacks
-from realign.runtime.checkpoint.background_writer import CheckpointWriter, failed_write
-from realign.runtime.checkpoint.folder import CHECKPOINTS
+from realign.runtime.checkpoint.folder import CHECKPOINTS, CheckpointWriter, failed_write
 from realign.runtime.checkpoint.random_generators import random_state, restore_random
 from realign.runtime.checkpoint.saved_models import FINAL, Saves, settle
 from realign.runtime.checkpoint.serialize import hash_of, tensors_of

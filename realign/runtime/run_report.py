@@ -1,15 +1,16 @@
-"""What a run reports about itself: run.json at its start, and the log and the summary at its end."""
+"""What a run reports about itself: run.json at its start, and the log and summary.json at its end."""
 
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
+import math
 import os
 import platform
 import shlex
 import socket
 import subprocess
-import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -20,11 +21,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
+from rich.console import Console, Group
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
 
 from realign.api import DataflowGraph
 from realign.api.callback import EndEvent, EndStatus
 from realign.engines.distributed.ranks import command_words
+from realign.engines.files.folders import open_regular, replace_text
 from realign.errors import ConfigError
 from realign.runtime.checkpoint.folder import CHECKPOINTS
 from realign.runtime.checkpoint.saved_models import FINAL
@@ -33,10 +38,9 @@ from realign.runtime.experiment import Experiment
 from realign.runtime.local import LocalRuntime
 from realign.runtime.metrics.run_log import NAME as LOG
 from realign.runtime.metrics.run_log import RunLog
-from realign.runtime.metrics.shown_metrics import headline, metric_summaries, panels
-from realign.runtime.metrics.summary import RunSummary
+from realign.runtime.metrics.shown_metrics import MetricSummary, headline, metric_summaries, number, panels
 
-RUN_JSON = "run.json"
+RUN_JSON, SUMMARY_JSON = "run.json", "summary.json"
 PACKAGES = ("realign", "torch", "transformers", "numpy", "datasets", "ray", "peft", "flash-attn")
 """Packages whose versions are recorded."""
 GIT_SECONDS = 2.0
@@ -89,16 +93,9 @@ class RunInfo:
         self._write()
 
     def _write(self) -> None:
-        """Replace the file atomically, so that a reader never sees a part of it."""
+        text = json.dumps(self._content, indent=1, ensure_ascii=False, default=str)
         try:
-            number, new = tempfile.mkstemp(prefix=f".{RUN_JSON}.", dir=self._folder)
-            try:
-                with open(number, "w", encoding="utf-8", errors="backslashreplace") as file:
-                    file.write(json.dumps(self._content, indent=1, ensure_ascii=False, default=str) + "\n")
-                os.replace(new, self._folder / RUN_JSON)
-            except BaseException:
-                os.unlink(new)
-                raise
+            replace_text(self._folder / RUN_JSON, f"{text}\n")
         except OSError as error:
             warnings.warn(f"{RUN_JSON} was not written ({error}). The run is not affected.", stacklevel=3)
 
@@ -206,6 +203,103 @@ def _device() -> dict[str, Any]:
 
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """The end of a run."""
+
+    name: str
+    """Name of the run."""
+    status: EndStatus
+    """How the run ended."""
+    reason: str
+    """Why it ended before its last step; empty otherwise."""
+    step: int
+    """Last completed step."""
+    steps: int
+    """Steps that the config asks for."""
+    seconds: float
+    """Duration, including the time before the checkpoint of a resumed run."""
+    metrics: tuple[MetricSummary, ...]
+    """Headline metrics, the evaluations first."""
+    warnings: int
+    """Number of warnings in realign.log."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """Path of each result that exists, by its meaning."""
+    next_commands: Mapping[str, str] = field(default_factory=dict)
+    """Commands to continue with, by their meaning."""
+    findings: tuple[str, ...] = ()
+    """Signs that the run trained without learning, and what to do about them."""
+
+    def write(self, folder: Path) -> None:
+        """Write summary.json. Values that are not finite become null."""
+        values = dataclasses.asdict(self)
+        for metric in values["metrics"]:
+            metric.update(
+                {key: None for key, value in metric.items() if isinstance(value, float) and not math.isfinite(value)}
+            )
+        text = json.dumps(values, indent=2, ensure_ascii=False, default=str)
+        with open_regular(folder / SUMMARY_JSON, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, "wb") as file:
+            file.write(f"{text}\n".encode(errors="backslashreplace"))
+
+    def headline(self) -> str:
+        """Return the first line of the summary."""
+        done = f"{self.step:,} of {self.steps:,} steps in {duration(self.seconds)}"
+        if self.status is EndStatus.completed:
+            return f"{self.name}: {done}"
+        return f"{self.name}: {self.status} after {done}"
+
+    def show(self, console: Console) -> None:
+        """Print the summary. The commands are below its frame and on one line each, so that they can be copied."""
+        console.print(self._panel())
+        width = max(map(len, self.next_commands), default=0)
+        for meaning, command in self.next_commands.items():
+            console.print(Text.assemble((f"{meaning:<{width}}", "bold"), "  ", command), soft_wrap=True)
+
+    def _panel(self) -> Panel:
+        parts: list[Table | Text] = []
+        if self.status is EndStatus.stopped:
+            parts += [Text(self.reason), Text()]
+        if self.metrics:
+            parts += [_course_table(self.metrics), Text()]
+        for sentence in self.findings:
+            parts += [Text(sentence, style="yellow"), Text()]
+        files = Table.grid(padding=(0, 2))
+        for meaning, path in self.files.items():
+            files.add_row(Text(meaning, style="bold"), Text(path, overflow="fold"))
+        if self.warnings:
+            files.add_row(
+                Text("warnings", style="bold yellow"), Text(f"{self.warnings}, see {self.files.get('log', '')}")
+            )
+        parts.append(files)
+        style = "green" if self.status is EndStatus.completed and not self.findings else "yellow"
+        return Panel(Group(*parts), title=Text(self.headline()), title_align="left", border_style=style)
+
+    def text(self) -> str:
+        """Return the summary as plain text."""
+        console = Console(width=110, record=True, file=io.StringIO(), color_system=None)
+        self.show(console)
+        return console.export_text().rstrip()
+
+
+def duration(seconds: float) -> str:
+    """Return a duration such as `3 min 12 s`."""
+    total = round(seconds)
+    hours, minutes, rest = total // 3600, total // 60 % 60, total % 60
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
+
+
+def _course_table(metrics: Sequence[MetricSummary]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in ("metric", "first", "best", "last"):
+        table.add_column(column, justify="left" if column == "metric" else "right")
+    for metric in metrics:
+        best = "" if metric.best is None else f"{number(metric.best)} (step {metric.best_step:,})"
+        table.add_row(Text(metric.name), number(metric.first), best, number(metric.last))
+    return table
 
 
 RESULTS: Mapping[str, str] = {

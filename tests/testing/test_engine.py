@@ -13,7 +13,7 @@ import torch
 from realign.api import EngineCapabilities, PipelinableEngine, SequenceSample
 from realign.engines import Lora, OptimizerSpec, Schedule, SharedModel, TransformersModel
 from realign.runtime.ray.host import Host
-from realign.runtime.ray.remote_engine import RayEngine
+from realign.runtime.ray.proxies import RayEngine
 from realign.testing import ENGINE_CHECKS, BigramEngine, check_engine, random_batch
 from realign.testing.bigram import BigramOutput
 from tests.engines.distributed.run_ranks import run_ranks

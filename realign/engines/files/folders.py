@@ -272,3 +272,19 @@ def open_regular(path: Path, flags: int, mode: str) -> BinaryIO:
 def not_regular(path: Path) -> ConfigError:
     """Return the error for a path that must be a regular file."""
     return ConfigError(f"{str(path)!r} is not a regular file. Remove it, or choose another output_dir.")
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Replace a file atomically, so that a reader never sees a part of it. Does not follow links.
+
+    Raises:
+        OSError: the file cannot be written. An earlier one is unchanged.
+    """
+    number, new = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with open(number, "w", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(text)
+        os.replace(new, path)
+    except BaseException:
+        os.unlink(new)
+        raise

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from realign.engines.files.folders import replace_text
 from realign.errors import ConfigError, ExitCode
 from realign.runtime.checkpoint.folder import CHECKPOINTS, list_checkpoints
 
@@ -80,7 +79,7 @@ def record_end(output_dir: Path, exit_code: int, message: str = "", attempt: str
         if before is not None and attempt and before.attempt == attempt:
             return before
         failure = _next(output_dir, before, LastFailure(0, "", int(exit_code), message, 1, attempt))
-        _write(output_dir, failure)
+        replace_text(output_dir / NAME, json.dumps(dataclasses.asdict(failure), indent=2) + "\n")
     except OSError as error:
         warnings.warn(f"{output_dir / NAME} could not be written ({error}). The failure is not recorded.", stacklevel=2)
         return None
@@ -112,15 +111,3 @@ def _next(output_dir: Path, before: LastFailure | None, failure: LastFailure) ->
     again = before is not None and (before.step, before.exit_code) == (step, failure.exit_code)
     count = before.count + 1 if before is not None and again else 1
     return dataclasses.replace(failure, step=step, time=datetime.now(UTC).isoformat(timespec="seconds"), count=count)
-
-
-def _write(output_dir: Path, failure: LastFailure) -> None:
-    """Replace the file atomically, so that a script never reads a partial one. Does not follow links."""
-    number, new = tempfile.mkstemp(prefix=f".{NAME}.", dir=output_dir)
-    try:
-        with open(number, "w", encoding="utf-8") as file:
-            file.write(json.dumps(dataclasses.asdict(failure), indent=2) + "\n")
-        os.replace(new, output_dir / NAME)
-    except BaseException:
-        os.unlink(new)
-        raise

@@ -1,7 +1,7 @@
 """Rendezvous of the processes that torchrun started.
 
 The ranks connect to the launcher's store, a small key-value server, before they load anything. From then on, a failure
-of one rank ends all ranks (`realign.runtime.processes.rank_watchdog`). Rank 0 waits for all ranks, compares their
+of one rank ends all ranks (`realign.runtime.processes.watchdog`). Rank 0 waits for all ranks, compares their
 versions, and publishes the plan of the run. When the time limit of calls is known, the ranks join torch's default
 process group.
 """
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from realign.engines.distributed.ranks import Ranks
 from realign.errors import ConfigError, TransientError
 from realign.runtime.processes.agreement import by_rank, check_same, software
-from realign.runtime.processes.rank_watchdog import Describe, RankWatch
+from realign.runtime.processes.watchdog import Describe, RankWatch
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]

@@ -23,10 +23,8 @@ from realign.runtime.models import load_models
 from realign.runtime.processes.placement import ROLLOUT, RoleGroup, plan_groups
 from realign.runtime.processes.watchdog import WorkerLost
 from realign.runtime.ray.host import Loaded
-from realign.runtime.ray.remote_engine import RayEngine
-from realign.runtime.ray.remote_sampler import RemoteSampler
-from realign.runtime.ray.worker import Setup
-from realign.runtime.ray.worker_groups import WorkerGroup, counted_hops
+from realign.runtime.ray.proxies import RayEngine, RemoteSampler
+from realign.runtime.ray.workers import Setup, WorkerGroup, counted_hops
 from realign.runtime.rollout.asynchronous import MOST_CALLS
 from realign.runtime.rollout.spec import Async
 from realign.runtime.runtime_spec import Ray

@@ -37,8 +37,7 @@ from realign.interfaces.kto import KTOInterface
 from realign.interfaces.ppo import PPOActorInterface
 from realign.interfaces.reference import ReferenceInterface
 from realign.interfaces.sft import SFTInterface
-from realign.runtime.checkpoint.background_writer import CheckpointWriter
-from realign.runtime.checkpoint.folder import list_checkpoints
+from realign.runtime.checkpoint.folder import CheckpointWriter, list_checkpoints
 from realign.runtime.checkpoint.serialize import hash_of
 from realign.runtime.ray.wire_format import mapped
 from realign.testing import random_batch, random_preferences

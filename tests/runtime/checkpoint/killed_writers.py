@@ -16,8 +16,7 @@ from pathlib import Path
 
 import torch
 
-from realign.runtime.checkpoint.background_writer import CheckpointWriter
-from realign.runtime.checkpoint.folder import HashedFile, list_checkpoints, newest, write_checkpoint
+from realign.runtime.checkpoint.folder import CheckpointWriter, HashedFile, list_checkpoints, newest, write_checkpoint
 
 
 def tree(step, round_=0):

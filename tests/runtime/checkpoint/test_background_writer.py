@@ -6,9 +6,8 @@ import threading
 
 import pytest
 
-from realign.runtime.checkpoint import background_writer
-from realign.runtime.checkpoint.background_writer import CheckpointWriter
-from realign.runtime.checkpoint.folder import HashedFile, list_checkpoints, newest, write_checkpoint
+from realign.runtime.checkpoint import folder
+from realign.runtime.checkpoint.folder import CheckpointWriter, HashedFile, list_checkpoints, newest, write_checkpoint
 from tests.runtime.checkpoint.trees import is_tree, names, refuse, tree, written
 
 
@@ -79,13 +78,13 @@ def test_nothing_to_keep_is_refused(tmp_path):
 
 def test_what_training_does_meanwhile_does_not_reach_the_file(tmp_path, monkeypatch):
     going = threading.Event()
-    write = background_writer.write_packed
+    write = folder.write_packed
 
     def waits(*args):
         assert going.wait(60)
         return write(*args)
 
-    monkeypatch.setattr(background_writer, "write_packed", waits)
+    monkeypatch.setattr(folder, "write_packed", waits)
     live = tree(1)
     writer = CheckpointWriter(tmp_path, keep=1)
     writer.write(1, live)
@@ -163,7 +162,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_no_failed_write(tmp_path, m
     def stuck(path, **_):
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
-    monkeypatch.setattr(background_writer, "remove", stuck)
+    monkeypatch.setattr(folder, "remove", stuck)
     writer.write(2, tree(2))
     writer.close()
     assert "no longer needed could not be removed" in writer.failed()[0]

@@ -30,7 +30,7 @@ from realign.runtime.datasets import check_encoder_decoders, check_image_models,
 from realign.runtime.graph_checks import check_keys
 from realign.runtime.models import load_models
 from realign.runtime.ray.host import Loaded
-from realign.runtime.ray.remote_engine import RayEngine
+from realign.runtime.ray.proxies import RayEngine
 from tests.encoder_decoders import tiny_pair
 from tests.images import tiny_image_engine
 from tests.tiny import engine_over, save_tiny, tiny_engine, tiny_tokenizer

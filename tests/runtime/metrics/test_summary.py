@@ -12,7 +12,7 @@ from rich.console import Console
 
 from realign.api.callback import EndStatus
 from realign.runtime.metrics.shown_metrics import MetricSummary, metric_summaries, number
-from realign.runtime.metrics.summary import RunSummary, duration
+from realign.runtime.run_report import RunSummary, duration
 
 HISTORY = [
     {"step": 0, "eval/reward": 0.1, "eval/nll": 3.0, "eval/missing_rewards": 0.0},

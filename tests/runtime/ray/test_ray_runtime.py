@@ -27,11 +27,10 @@ from realign.runtime.out_of_memory import memory_limited
 from realign.runtime.processes.agreement import software
 from realign.runtime.processes.placement import RoleGroup
 from realign.runtime.processes.watchdog import WorkerHangs
-from realign.runtime.ray import worker_groups as groups
+from realign.runtime.ray import workers as groups
 from realign.runtime.ray.ray_runtime import RayRuntime, reserve
 from realign.runtime.ray.wire_format import mapped
-from realign.runtime.ray.worker import HOOK, Setup
-from realign.runtime.ray.worker_groups import RemoteError, WorkerGroup, counted_hops
+from realign.runtime.ray.workers import HOOK, RemoteError, Setup, WorkerGroup, counted_hops
 from realign.runtime.run_experiment import open_runtime
 from tests.checkpoint_runs import assert_same_tree, experiment, started, state, untimed
 from tests.tiny import random_sample

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from realign.runtime import CheckpointSpec, Ray, run
-from realign.runtime.ray.worker_groups import WorkerGroup
+from realign.runtime.ray.workers import WorkerGroup
 from realign.runtime.runtime_spec import RuntimeSpec
 from tests.checkpoint_runs import assert_same_tree, experiment, start_anywhere, started, state, untimed
 

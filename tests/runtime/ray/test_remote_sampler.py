@@ -9,7 +9,7 @@ from realign.api import GenerationConfig
 from realign.engines.sampling.background import StreamingEngine
 from realign.errors import ConfigError
 from realign.runtime.ray.host import Host
-from realign.runtime.ray.remote_sampler import RemoteSampler
+from realign.runtime.ray.proxies import RemoteSampler
 from realign.runtime.rollout.asynchronous import load_background_sampler
 from realign.testing import SAMPLER_CHECKS, check_sampler
 from tests.engines.sampling.rollouts import numbered_prompts, other_engine

@@ -6,7 +6,7 @@ import warnings
 import torch
 
 from realign.errors import DataError
-from realign.runtime.ray import worker
+from realign.runtime.ray import workers as worker
 
 
 def raises(error):
