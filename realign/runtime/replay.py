@@ -36,7 +36,6 @@ from realign.runtime.experiment import AUTO, Experiment
 from realign.runtime.local import LocalRuntime
 from realign.runtime.metrics.details import token_records
 from realign.runtime.metrics.samples import readable
-from realign.runtime.models import lead_role
 from realign.runtime.resume import find_start
 from realign.runtime.run_checkpoints import restore
 from realign.runtime.run_experiment import cluster_for, open_runtime
@@ -138,7 +137,7 @@ def replay(experiment: Experiment, run: Path, step: int, break_in: str | None = 
             _break(runtime, break_in)
         metrics, batch = runtime.step(step)
         order = [*runtime.graph.dataset_keys, *(key for rpc in runtime.graph.order for key in rpc.outputs)]
-        decode = runtime.models[lead_role(bare)].tokenizer.decode
+        decode = runtime.models[bare.lead_role].tokenizer.decode
         return ReplayedStep(step, metrics, batch, dict(runtime.traces), gradients, weights, order, decode)
 
 
