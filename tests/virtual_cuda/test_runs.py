@@ -12,6 +12,8 @@ import torch
 from realign.config import build_experiment, compose
 from realign.demo.arithmetic import prepare
 from realign.engines.transformers_model import TransformersModel
+from realign.engines.servers.weights import WeightFolders
+from realign.engines.servers.worker.realign_worker import mapped_folder
 from realign.errors import RunError
 from realign.runtime import run
 from tests.virtual_cuda.device import limit
@@ -79,6 +81,19 @@ def test_the_model_is_on_the_device_in_fp32_and_computes_in_bf16(task):
     weights = model.engine.weights()
     assert {weight.device.type for weight in weights.values()} == {"cuda"}
     assert {weight.dtype for weight in weights.values()} == {torch.float32}
+
+
+def test_servers_get_the_weights_of_the_device(task, tmp_path):
+    engine = TransformersModel(str(task.model)).load("actor", seed=0).engine
+    folders = WeightFolders(str(tmp_path), deltas=True)
+    folders.dtype = torch.bfloat16
+    for number in range(2):
+        sent = mapped_folder(folders.write(engine, number).folder)
+        for name, x in engine.weights().items():
+            assert torch.equal(sent[name], x.to(sent[name].dtype).cpu())
+        engine.load_weights({name: 1.25 * x for name, x in engine.weights().items()})
+        engine.save = None  # the first weights only
+    folders.remove()
 
 
 def test_a_run_resumes_bit_for_bit(overrides, tmp_path):
