@@ -11,9 +11,9 @@ import torch
 
 from realign.config import build_experiment, compose
 from realign.demo.arithmetic import prepare
-from realign.engines.transformers_model import TransformersModel
 from realign.engines.servers.weights import WeightFolders
 from realign.engines.servers.worker.realign_worker import mapped_folder
+from realign.engines.transformers_model import TransformersModel
 from realign.errors import RunError
 from realign.runtime import run
 from tests.virtual_cuda.device import limit

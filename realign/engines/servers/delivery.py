@@ -57,6 +57,7 @@ class Delivery:
         self._name, self._protocol, self._probe = name, settings.protocol(), probe
         self._timeout_s, self._sleep_level = settings.update_timeout_s, settings.sleep_level
         self._base = base
+        self._publishing = asyncio.Lock()
         self._run = f"{_LABEL_PREFIX}{uuid.uuid4().hex[:12]}"
         self._updates = 0
         self.version = 0
@@ -193,7 +194,7 @@ class Delivery:
         elif (await self._facts(server)).receives and self.weights.digest is not None:
             await server.call(self._protocol.load_received(server.http, await self._receive(server), self.label))
         else:
-            await server.call(self._protocol.load(server.http, self.weights.folder, self.label))
+            await server.call(self._protocol.load(server.http, await self._published(), self.label))
         self._compare(server, await server.call(self._protocol.label(server.http)))
 
     async def _facts(self, server: Server) -> ServerFacts:
@@ -230,10 +231,15 @@ class Delivery:
             except (Unavailable, Refused) as error:
                 why = reason_of(error)
             logger.warning("%s: the server at %s gets all weights, since %s", self._name, server.url, why)
-        received = await server.call(self._protocol.receive(server.http, weights.folder))
+        received = await server.call(self._protocol.receive(server.http, await self._published()))
         if received.digest != weights.digest:
             raise Unavailable(f"its weights have the checksum {received.digest}, those of the run {weights.digest}")
         return received.paths
+
+    async def _published(self) -> Path:
+        """Return the model folder that servers load."""
+        async with self._publishing:
+            return await asyncio.to_thread(self.weights.publish)
 
     async def _load_adapter(self, server: Server, base: BaseModel) -> None:
         """Let a server load the current adapter, after the base model if it does not have it."""

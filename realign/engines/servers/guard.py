@@ -1,7 +1,7 @@
 """Cleans up when a run ends, however it ends.
 
-    python guard.py COMMAND...        ends a server and all its processes
-    python guard.py --remove FOLDER   removes the weights for servers
+    python guard.py COMMAND...           ends a server and all its processes
+    python guard.py --remove FOLDER...   removes the weights for servers
 
 The run holds the other end of standard input. At the end of the input, the whole process group of the server ends: by
 SIGTERM, and after some seconds by SIGKILL. This file imports only the standard library, because it runs as a script.
@@ -29,10 +29,11 @@ def main(command: list[str]) -> int:
     return status
 
 
-def remove(folder: str) -> int:
-    """Remove a folder when standard input ends."""
+def remove(folders: list[str]) -> int:
+    """Remove folders when standard input ends."""
     _wait_for_end_of_input()
-    shutil.rmtree(folder, ignore_errors=True)
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
     return 0
 
 
@@ -56,4 +57,4 @@ def _signal_group(number: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(remove(sys.argv[2]) if sys.argv[1] == "--remove" else main(sys.argv[1:]))
+    sys.exit(remove(sys.argv[2:]) if sys.argv[1] == "--remove" else main(sys.argv[1:]))

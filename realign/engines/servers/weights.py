@@ -88,11 +88,26 @@ class Weights:
     """See `realign_worker.digest`; None if servers get no deltas."""
     base: str | None = None
     """Digest of the weights to which the delta applies; None if there is no delta."""
+    shared: Path | None = None
+    """Folder in which servers on other machines find deltas, and `folder` after `publish`; None: where `folder` is."""
 
     @property
     def delta(self) -> Path:
         """Folder of the delta."""
-        return self.folder.with_name(f"{self.folder.name}{_DELTA}")
+        return (self.shared or self.folder.parent) / f"{self.folder.name}{_DELTA}"
+
+    def publish(self) -> Path:
+        """Return the folder for servers, after copying it to where they find it. Not thread-safe."""
+        if self.shared is None:
+            return self.folder
+        published = self.shared / self.folder.name
+        if not published.exists():
+            unfinished = self.shared / f"{self.folder.name}_copy"
+            with _full_disk(published):
+                shutil.rmtree(unfinished, ignore_errors=True)
+                shutil.copytree(self.folder, unfinished)
+                unfinished.rename(published)
+        return published
 
 
 class WeightFolders:
@@ -107,23 +122,28 @@ class WeightFolders:
             parent: folder in which it is created; None: shared memory if the system has it, or the temporary folder.
             ranks: the processes of the run; None: this one.
             untie: whether to write tied output embeddings as separate weights.
-            deltas: whether to write what changed since the previous update too.
+            deltas: whether to write what changed since the previous update too. The weights are then in shared memory,
+                and `parent` gets deltas, and the weights only if a server needs all of them.
 
         Raises:
             ConfigError: the folder cannot be created.
         """
         self._ranks = ranks or Ranks()
         self._untie, self._deltas = untie, deltas
-        self.root = self._ranks.lead(lambda: _new_folder(parent))
+        self._shared = self._ranks.lead(lambda: _new_folder(parent)) if deltas and parent is not None else None
+        self.root = self._ranks.lead(lambda: _new_folder(None if deltas else parent))
         self._guard: subprocess.Popen[bytes] | None = None
         if self._ranks.leader:
-            remove = [sys.executable, str(GUARD), "--remove", str(self.root)]
+            remove = [sys.executable, str(GUARD), "--remove", *map(str, self._roots())]
             self._guard = subprocess.Popen(remove, stdin=subprocess.PIPE, start_new_session=True)
         self.dtype: torch.dtype | None = None
         """Dtype in which the servers compute, as rank 0 knows it; None: keep that of the trainer."""
         self._has_shards: bool | None = None
         self._like: dict[str, Tensor] = {}  # weights without memory: names, shapes, and the dtypes of the trainer
         self._latest: Weights | None = None
+
+    def _roots(self) -> list[Path]:
+        return [self.root] if self._shared is None else [self.root, self._shared]
 
     def write(self, source: WeightSource, number: int) -> Weights:
         """Write the weights of an update as a model folder.
@@ -147,12 +167,16 @@ class WeightFolders:
 
     def _write_saved(self, folder: Path, source: WeightSource) -> dict[str, Tensor]:
         """Let the source write the folder, and convert it; see `_write_shards`."""
-        self._save(folder, source.save)
+        if self._shared is None:
+            self._save(folder, source.save)
+        else:  # the source may be on another machine
+            saved = self._shared / f"{folder.name}_saved"
+            self._save(saved, source.save)
+            self._ranks.lead(lambda: shutil.move(saved, folder))
         if self._has_shards is None:
             self._has_shards = all(self._ranks.gather(_are_saved(source, folder)))
 
         def convert() -> None:
-            shutil.rmtree(folder.with_name(f"{folder.name}{AVERAGED}"), ignore_errors=True)
             if self._untie:
                 untie(folder)
             saved = mapped_folder(folder)
@@ -240,7 +264,7 @@ class WeightFolders:
         latest = self._latest
         if not self._deltas:
             return Weights(folder)
-        result = Weights(folder, self._ranks.lead(lambda: digest(mapped_folder(folder))))
+        result = Weights(folder, self._ranks.lead(lambda: digest(mapped_folder(folder))), shared=self._shared)
         if latest is None or not self._ranks.lead(lambda: _same_dtypes(latest.folder, folder)):
             return result
         self._ranks.lead(lambda: result.delta.mkdir(mode=0o700))
@@ -276,12 +300,15 @@ class WeightFolders:
         if self._ranks.leader:
             shutil.rmtree(folder, ignore_errors=True)
         self._ranks.together(lambda: save(folder))
+        if self._ranks.leader:
+            shutil.rmtree(folder.with_name(f"{folder.name}{AVERAGED}"), ignore_errors=True)
 
     def keep_only(self, folder: Path) -> None:
         """Remove all other versions and their deltas."""
-        for other in self.root.glob("update_*"):
-            if other.name not in (folder.name, f"{folder.name}{_DELTA}"):
-                shutil.rmtree(other, ignore_errors=True)
+        for root in self._roots():
+            for other in root.glob("update_*"):
+                if other.name not in (folder.name, f"{folder.name}{_DELTA}"):
+                    shutil.rmtree(other, ignore_errors=True)
 
     def remove(self) -> None:
         """Remove everything."""
@@ -310,7 +337,7 @@ def _full_disk(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise TransientError(
             f"{folder}: the weights for the servers were not written: {error}. Set weights_dir to a folder with more "
-            "space."
+            "space, or with updates=delta enlarge the shared memory."
         ) from error
 
 

@@ -666,6 +666,22 @@ def test_a_server_that_never_confirms_the_checksum_is_not_used(connect_deltas):
         sampler.update(few_changes(1), 1)
 
 
+def test_a_folder_of_another_machine_gets_deltas_and_all_weights_only_for_a_server_without_them(
+    connect_deltas, tmp_path
+):
+    server, sampler = connect_deltas(weights_dir=str(tmp_path))
+    (root,) = tmp_path.iterdir()
+    for number in (1, 2, 3):
+        sampler.update(few_changes(number), number)
+    assert [path.name for path in root.iterdir()] == ["update_3_delta"]
+    server.restart()
+    sampler.update(few_changes(4), 4)
+    assert {path.name for path in root.iterdir()} == {"update_4", "update_4_delta"}
+    assert torch.equal(server.logits_VV, few_changes(4).logits_VV.bfloat16().float())
+    sampler.close()
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_server_without_the_receiver_gets_all_weights(connect_deltas):
     server, sampler = connect_deltas(receives=False)
     for number in (1, 2):

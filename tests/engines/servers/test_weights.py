@@ -221,7 +221,7 @@ def assert_delta(written, copy):
 
 def test_a_delta_turns_the_previous_weights_into_the_current_ones(tmp_path):
     engine = trained(tmp_path, lr=1e-5)
-    folders = WeightFolders(str(tmp_path), deltas=True)
+    folders = WeightFolders(None, deltas=True)
     folders.dtype = torch.bfloat16
     first = folders.write(engine, 0)
     assert first.base is None
@@ -232,6 +232,7 @@ def test_a_delta_turns_the_previous_weights_into_the_current_ones(tmp_path):
         assert_delta(written, copy)
         folders.keep_only(written.folder)
         assert {path.name for path in folders.root.iterdir()} == {f"update_{number}", f"update_{number}_delta"}
+    folders.remove()
 
 
 def test_there_is_no_delta_if_it_is_larger_than_the_weights_or_the_dtype_changed(tmp_path):
