@@ -288,13 +288,8 @@ def _is_zero(value: str) -> bool:
 
 def _check_needs(name: str, value: str, target: str, rows: Sequence[Row], config: Mapping[str, Any]) -> None:
     """Raise an error if the config gives `target` another meaning than the name has."""
-    place = target.removesuffix(".coef") + ".place"
-    if target.endswith(".kl.coef") and get(config, tuple(place.split(".")), "none") in (None, "none"):
-        if _is_zero(value):
-            return  # no penalty either way
-        raise ConfigError(
-            f"{name}: {target} has no effect with {place}=none. Set {place}=loss or {place}=reward, and {target}."
-        )
+    if target.endswith(".kl.coef") and _is_zero(value):
+        return  # no penalty, wherever it would be applied
     role = target.split(".")[1] if target.startswith("interfaces.") else None
     for pattern, allowed in ((p, a) for row in rows for p, a in row.needs.items()):
         root, _, rest = pattern.split(".", 2)

@@ -237,7 +237,6 @@ def test_a_name_with_one_key_is_replaced_with_a_note(words, expected):
             "lr may mean models.actor.optimizer.lr or models.critic.optimizer.lr. Set the one",
         ),
         (["experiment=grpo_arithmetic", "max_new_tokens=9"], "or evaluation.generation.max_new_tokens. Set the one"),
-        (["experiment=grpo_arithmetic", "beta=0.1"], "no effect with interfaces.actor.kl.place=none. Set"),
         (["experiment=sft", "kl_coef=0.1"], "kl_coef: no role of this experiment has the key interfaces.*.kl.coef"),
         ([GRPO, "algorithm.adv_estimator=grpo"], "adv_estimator=grpo (verl): start from experiment=grpo"),
         ([GRPO, "algorithm.adv_estimator=nope"], "the value nope is not known here. grpo: start from experiment=grpo"),

@@ -402,6 +402,8 @@ def test_a_setting_of_a_file_without_effect_is_a_row_of_the_launch_table(tmp_pat
             "kl.full_vocabulary=true: has no effect with place=reward",
         ),
         (["kl={place: reward, full_vocabulary: true}"], "kl.full_vocabulary=true: has no effect"),
+        (["kl.place=none", "kl.coef=0.1"], "kl.coef=0.1: has no effect with place=none. Set place=reward or"),
+        (["kl.place=none", "kl.estimator=k2"], "kl.estimator=k2: has no effect with place=none. Set place=reward or"),
         (["critic_warmup_steps=4"], "critic_warmup_steps=4: has no effect with critic=none. Set critic=own"),
         (["value.coef=2"], "value: has no effect with critic=none. Set critic=shared"),
     ],
@@ -409,6 +411,11 @@ def test_a_setting_of_a_file_without_effect_is_a_row_of_the_launch_table(tmp_pat
 def test_a_setting_of_the_command_line_without_effect_is_an_error(tmp_path, words, key):
     with pytest.raises(ConfigError, match=re.escape(f"interfaces.actor.{key}")):
         idle(tmp_path, *(f"interfaces.actor.{word}" for word in words))
+
+
+def test_a_coefficient_of_0_may_stand_beside_a_penalty_that_is_not_applied(tmp_path):
+    made = idle(tmp_path, "interfaces.actor.kl.place=none", "interfaces.actor.kl.coef=0")
+    assert made.interfaces["actor"].kl.coef == 0
 
 
 def test_settings_of_the_run_without_effect_follow_the_same_rule(tmp_path):

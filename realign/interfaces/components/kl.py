@@ -97,7 +97,10 @@ class KLPenalty(Settings):
             exact = "with full_vocabulary=true, which is exact. Remove one of them"
             reasons |= {"estimator": exact, "importance_weighted": exact}
         if self.place is KLPlace.none:
-            reasons["target"] = "with place=none. Set place=reward or place=loss"
+            nothing = "with place=none. Set place=reward or place=loss"
+            reasons |= {"target": nothing, "estimator": nothing}
+            if self.coef > 0:  # coef=0 says the same as place=none, and is how other tools say it
+                reasons["coef"] = nothing
         return reasons
 
     @property
@@ -144,7 +147,7 @@ class KLPenalty(Settings):
     def describe(self) -> str:
         """Return the penalty for the launch table."""
         if self.place is KLPlace.none:
-            return "not applied" + (f" (kl.coef={self.coef:g} is not read)" if self.coef != KLPenalty.coef else "")
+            return "not applied"
         if not self.applied:
             return f"not applied, since kl.coef=0 (kl.place={self.place.value} is not read)"
         weighted = ", weighted by the policy ratio" if self.importance_weighted else ""

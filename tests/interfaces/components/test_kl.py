@@ -25,6 +25,8 @@ KEYS = ["input_ids", "loss_mask", "logprobs", "ref_logprobs"]
         ({"coef": -0.1}, r"coef=-0\.1: must be at least 0"),
         ({"coef": math.nan}, "coef=nan: must be at least 0"),
         ({"target": 6.0}, r"target=6: has no effect with place=none\. Set place=reward"),
+        ({"coef": 0.1}, r"coef=0\.1: has no effect with place=none\. Set place=reward"),
+        ({"estimator": "k3"}, r"estimator=k3: has no effect with place=none\. Set place=reward"),
         ({"place": "reward", "coef": 0.0, "target": 6.0}, "coef=0: the adaptive controller .target. multiplies coef"),
         ({"place": "loss", "estimator": "k1"}, "estimator=k1: its expected gradient in the loss is 0"),
         ({"importance_weighted": True}, "importance_weighted=true: has no effect with place=none"),
@@ -53,9 +55,9 @@ def test_a_penalty_needs_the_reference_only_where_it_is_applied():
 
 @pytest.mark.parametrize("place", KLPlace)
 def test_the_penalty_is_in_the_reward_or_in_the_loss_and_never_in_both(place):
-    control, data = KLControl(KLPenalty(place, 0.3)), random_batch(1).select(KEYS)
+    control, data = KLControl(KLPenalty(place)), random_batch(1).select(KEYS)
     kl_T, price = control.in_reward(data)
-    assert (kl_T is None, price) == ((False, 0.3) if place is KLPlace.reward else (True, 0.0))
+    assert (kl_T is None, price) == ((False, 0.05) if place is KLPlace.reward else (True, 0.0))
     assert control.is_in_loss == (place is KLPlace.loss)
 
 
@@ -129,7 +131,7 @@ def test_a_fixed_coefficient_stays_and_an_unapplied_one_is_not_reported():
     control = KLControl(KLPenalty("loss", 0.3))
     assert stat_values(control.update(per_sequence(5.0, 10), identity)) == {"kl_coef": pytest.approx(0.3)}
     assert control.coef == 0.3
-    assert KLControl(KLPenalty(coef=0.3)).update({}, identity) == {}
+    assert KLControl(KLPenalty()).update({}, identity) == {}
 
 
 def test_a_batch_too_large_for_the_horizon_raises_an_error_that_names_it():
@@ -156,7 +158,6 @@ def test_the_coefficient_is_restored_and_settings_are_not_changed():
 
 def test_the_launch_table_lists_the_penalty():
     assert KLPenalty().describe() == "not applied"
-    assert KLPenalty(coef=0.3).describe() == "not applied (kl.coef=0.3 is not read)"
     assert KLPenalty("loss", 0.3).describe() == "in the loss, k3, coefficient 0.3"
     weighted = KLPenalty("loss", 0.3, importance_weighted=True).describe()
     assert weighted == "in the loss, k3, weighted by the policy ratio, coefficient 0.3"
