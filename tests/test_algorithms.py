@@ -17,7 +17,7 @@ from realign.cli import commands as cli
 from realign.config import ConfigError, build_experiment, compose, resolved_config
 from realign.config.construct import import_target
 from realign.config.files import experiments_dir, list_algorithms, list_experiments
-from realign.config.module_words import spell_out
+from realign.config.places import spell_out
 from realign.config.words import snake_case
 from realign.demo.arithmetic import prepare
 from realign.interfaces.grpo import GRPOActorInterface
@@ -145,9 +145,10 @@ def test_a_preset_and_an_experiment_compose_and_each_keeps_its_values(experiment
     for key, value in given.items():
         if isinstance(value, str) and value.startswith("${"):
             value = value_at(values, value[2:-1])
-        found = value_at(values, key)
-        found = snake_case(found["_target_"].rpartition(".")[2]) if isinstance(found, dict) else found
-        assert found == (2 if value == "???" else value), key
+        built = value_at(values, key)
+        path = built["_target_"] if isinstance(built, dict) else built if key.endswith("_target_") else ""
+        built = snake_case(path.rpartition(".")[2]) if path else built
+        assert built == (2 if value == "???" else value), key
     linked = {key: source for key, source in links(experiment).items() if is_within(source, [*owned, *given])}
     assert [value_at(values, key) for key in linked] == [value_at(values, source) for source in linked.values()]
     for key, value in leaves(alone(experiment)):

@@ -15,41 +15,15 @@ from typing import Any
 
 import yaml
 
-from realign.cli.arguments import options
+from realign.cli.arguments import COMMANDS, options
 from realign.config.aliases import names
 from realign.config.errors import ConfigError
-from realign.config.experiment import REPORT
 from realign.config.files import GROUPS, experiments_dir, file_values
-from realign.config.inspection import Type, choices, class_at, is_enum, settings_of, types_of
-from realign.config.places import ROOTS, Place, place_of
-from realign.config.trees import get
-from realign.config.words import TARGET, is_word
+from realign.config.help import Entry, entries_of, section_of
+from realign.config.inspection import class_at
+from realign.config.places import ROOTS, place_of
+from realign.config.words import choices
 
-COMMANDS = (
-    "train",
-    "check",
-    "graph",
-    "plan",
-    "profile",
-    "chat",
-    "eval",
-    "serve",
-    "export",
-    "report",
-    "view",
-    "compare",
-    "help",
-)
-OPTIONS: Mapping[str, str] = MappingProxyType(
-    {
-        "plan": "realign.planning.options.PlanOptions",
-        "profile": "realign.runtime.profiling.ProfileOptions",
-        "eval": "realign.cli.evaluate.EvalOptions",
-    }
-)
-"""Class of the options of a command, which begin with its name, such as `plan.devices=8`."""
-ROOT_KEYS = "realign.config.experiment.ExperimentConfig"
-"""Class of the root keys."""
 EXAMPLE = "grpo"
 """Experiment whose keys are offered if the command line names none."""
 
@@ -99,17 +73,18 @@ def completions(line: str) -> list[str]:
     folder = next((Path(b) for a, b in pairwise(before) if a in ("--config-dir", "-cd")), None)
     if before[-1:] == ["--shell-completion"]:
         return _starting(word, SCRIPTS)
-    command = next((given for given in before if "=" not in given and not given.startswith("-")), None)
-    if command in ("chat", "serve", "export", "report", "view", "compare"):
+    command = next((given for given in before if "=" not in given and not given.startswith("-")), "")
+    settings = COMMANDS[command].settings if command in COMMANDS else ""
+    if command in ("chat", "serve", "export", "report", "compare"):
         return []
     key, equals, value = word.partition("=")
     try:
-        if command is not None and command in OPTIONS and key.startswith(f"{command}."):
+        if settings and key.startswith(f"{command}."):
             return _options_of(command, word)
         if equals:
             return [f"{key}={choice}" for choice in _starting(value, _values(key, before, folder))]
         offered = [] if command else list(COMMANDS)
-        offered += [f"{command}."] if command in OPTIONS else []
+        offered += [f"{command}."] if settings else []
         offered += [] if command == "help" else options()
         offered += _keys(key, before, folder, takes_value=command != "help")
         return _starting(word, offered)
@@ -119,11 +94,13 @@ def completions(line: str) -> list[str]:
 
 def _options_of(command: str, word: str) -> list[str]:
     """Return the completions of an option of a command, or of its value."""
-    fields = {f"{command}.{name}": types for name, types in _fields_at(OPTIONS[command]).items()}
+    definition = class_at(COMMANDS[command].settings)
+    entries = entries_of(definition) if definition is not None else ()
     key, equals, value = word.partition("=")
     if not equals:
-        return _starting(word, (f"{name}=" for name in fields))
-    return [f"{key}={choice}" for choice in _starting(value, _words(fields.get(key, ())))]
+        return _starting(word, (f"{command}.{entry.key}=" for entry in entries))
+    own = next((entry for entry in entries if f"{command}.{entry.key}" == key), None)
+    return [f"{key}={choice}" for choice in _starting(value, _words(own))]
 
 
 def _starting(word: str, offered: Iterable[str]) -> list[str]:
@@ -142,25 +119,15 @@ def _starting(word: str, offered: Iterable[str]) -> list[str]:
 def _keys(prefix: str, before: list[str], folder: Path | None, *, takes_value: bool) -> Iterator[str]:
     """Yield the keys that are one level below the complete names of a prefix."""
     ending = "=" if takes_value else ""
-    path = prefix.split(".")[:-1]
+    path = tuple(prefix.split(".")[:-1])
     if not path:
         yield from (f"{group}=" for group in GROUPS if takes_value)
         if prefix:  # only when typed, since there are many
             yield from (f"{name}=" for name in names() if takes_value)
-        for name, types in _fields_at(ROOT_KEYS).items():
-            if name not in REPORT:
-                yield f"{name}." if name in ROOTS or _is_deep(types) else f"{name}{ending}"
-        return
-    config = _config(before, folder)
-    start = ".".join(path)
-    if path[0] in ROOTS and ROOTS[path[0]].per_role and len(path) == 1:
-        yield from (f"{start}.{role}." for role in config.get(path[0]) or {})
-        return
-    for name, types in _fields_below(path, config).items():
-        deep = _is_deep(types)
-        yield f"{start}.{name}." if deep else f"{start}.{name}{ending}"
-        if deep and takes_value and _words(types):
-            yield f"{start}.{name}="
+    for entry in section_of(path, _config(before, folder) if path else {}, None, class_at).entries:
+        yield f"{entry.key}." if entry.component else f"{entry.key}{ending}"
+        if path and entry.component and takes_value and entry.choices:
+            yield f"{entry.key}="
 
 
 def _values(key: str, before: list[str], folder: Path | None) -> list[str]:
@@ -168,50 +135,17 @@ def _values(key: str, before: list[str], folder: Path | None) -> list[str]:
     key = key.lstrip("+~-")
     if key in GROUPS:
         return _group(key, folder)
-    path = key.split(".")
-    if path[0] == "callbacks" and len(path) == 2:
-        return [*choices(place_of(("callbacks", path[1])).declared[0]), "null"]
-    return _words(_fields_below(path[:-1], _config(before, folder)).get(path[-1], ()))
+    path = tuple(key.split("."))
+    if path[0] in ROOTS and ROOTS[path[0]].per_role and len(path) == 2:  # the role may be new
+        return [*choices(place_of(path).declared[0]), "null"]
+    return _words(section_of(path, _config(before, folder), None, class_at).own)
 
 
-def _words(types: Iterable[Type]) -> list[str]:
-    """Return the valid words of a field: members of enums, words of components, true, false and null."""
-    plain = {"bool": ("true", "false"), "None": ("null",)}
-    words = [word for member in types for word in (*plain.get(member.name, ()), *choices((member,)))]
-    return [] if words == ["null"] else words
-
-
-def _is_deep(types: Iterable[Type]) -> bool:
-    """Return whether a field with these types has fields below it."""
-    return any(member.definition is not None and not is_enum(member.definition) for member in types)
-
-
-def _fields_at(path: str) -> dict[str, tuple[Type, ...]]:
-    """Return the types of the fields of the class at an import path."""
-    definition = class_at(path)
-    fields = settings_of(definition) if definition is not None else {}
-    return {name: types_of(field.annotation, field.module) for name, field in fields.items()}
-
-
-def _fields_below(path: list[str], config: Mapping[str, Any]) -> dict[str, tuple[Type, ...]]:
-    """Return the types of the fields below a key."""
-    if not path:
-        return _fields_at(ROOT_KEYS)
-    if path[0] not in ROOTS:
-        classes = (member.definition for member in _fields_at(ROOT_KEYS).get(path[0], ()) if member.definition)
-        return next((_fields_at(definition.path) for definition in classes if len(path) == 1), {})
-    start = 2 if ROOTS[path[0]].per_role else 1
-    place, node = place_of(tuple(path[:start])), get(config, tuple(path[:start]))
-    for name in path[start:]:
-        place, node = place.child(name, _target(place, node)), node.get(name) if isinstance(node, dict) else None
-    fields = place.settings(_target(place, node)) or {}
-    return {name: types_of(field.annotation, field.module) for name, field in fields.items()}
-
-
-def _target(place: Place, node: Any) -> Any:
-    """Return the `_target_` of a node of the files, where a word may stand for it."""
-    target = node.get(TARGET) if isinstance(node, dict) else node
-    return place.of_word(target) if is_word(target) else target if isinstance(node, dict) else None
+def _words(entry: Entry | None) -> list[str]:
+    """Return the valid words of a key: members of enums, words of components, true, false and null."""
+    types = entry.type.split(" | ") if entry is not None else []
+    words = [*(entry.choices if entry is not None else ()), *(("true", "false") if "bool" in types else ())]
+    return [*words, "null"] if words and "null" in types else words
 
 
 def _config(before: list[str], folder: Path | None) -> dict[str, Any]:

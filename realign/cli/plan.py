@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import shlex
 from collections.abc import Iterator, Sequence
 
@@ -9,15 +10,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from realign.api.sampler import SamplerSpec
-from realign.config.words import words_of
+from realign.cli.arguments import composed_line, split_options
+from realign.cli.train import build
 from realign.planning.measured import calibrated, read_runs, with_measured_lengths
 from realign.planning.options import PlanOptions
 from realign.planning.placements import LAUNCHERS, launcher, notes, overrides
 from realign.planning.predict import Cluster, Prediction
 from realign.planning.search import Search, search
 from realign.planning.workload import Workload, workload_of
-from realign.runtime import Experiment
 
 GB = 1e9
 INEXPRESSIBLE = (
@@ -28,19 +28,15 @@ INEXPRESSIBLE = (
 """Placements that no config expresses."""
 
 
-def plan_and_print(experiment: Experiment, options: PlanOptions, words: Sequence[str], console: Console) -> None:
-    """Search placements and print the best ones.
-
-    Args:
-        experiment: the experiment, without loaded models.
-        options: the cluster.
-        words: overrides of the command line, which precede those of a placement.
-        console: where to print.
+def plan(args: argparse.Namespace, words: Sequence[str]) -> int:
+    """Run `realign plan`: search placements, and print those with the highest predicted throughput.
 
     Raises:
         RealignError: a model or a run folder cannot be read, or the experiment has no rollouts.
     """
-    server = next((word for word in LAUNCHERS if word in words_of(SamplerSpec)), None)
+    options, rest = split_options("plan", PlanOptions, words)
+    composed = composed_line(rest, args.config_dir)
+    experiment, console, server = build(composed.resolve()), Console(), next(iter(LAUNCHERS))
     load = workload_of(experiment, options)
     cluster = Cluster(options, options.described_device())
     if options.runs:
@@ -48,7 +44,7 @@ def plan_and_print(experiment: Experiment, options: PlanOptions, words: Sequence
         options = with_measured_lengths(options, steps, load)
         load = workload_of(experiment, options)
         cluster = calibrated(Cluster(options, options.described_device()), load, steps)
-    result = search(load, cluster, servers=server is not None)
+    result = search(load, cluster, servers=True)
 
     def say(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -58,12 +54,11 @@ def plan_and_print(experiment: Experiment, options: PlanOptions, words: Sequence
     say(f"{result.considered} placements, of which {result.fitting} fit the memory.\n")
     console.print(plan_table(result, cluster))
     for number, prediction in enumerate([*result.best, *result.too_large], 1):
-        say(f"\n{number}  {command_line(prediction, load, options, words, server or '')}")
+        say(f"\n{number}  {command_line(prediction, load, options, composed.overrides, server)}")
         for note in notes(prediction.placement, load, options):
             say(f"   {note}")
-    if server is None:
-        say("\nNot considered: inference servers, for which this version has no models.ROLE.sampler.")
     say("\nNo config expresses these placements: " + "; ".join(INEXPRESSIBLE) + ".")
+    return 0
 
 
 def described_inputs(load: Workload, cluster: Cluster) -> Iterator[str]:
@@ -120,6 +115,3 @@ def command_line(
     """Return the command that runs a placement."""
     own = overrides(prediction.placement, load, options, server)
     return shlex.join([*launcher(prediction.placement, options), *words, *own])
-
-
-__all__ = ["plan_and_print"]

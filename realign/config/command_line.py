@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from realign.config.errors import ConfigError
 from realign.config.files import EXPERIMENT, is_path
-from realign.config.module_words import with_target
-from realign.config.places import ROOTS
+from realign.config.places import ROOTS, with_target
 from realign.config.trees import Path, get
 from realign.config.words import NONE, TARGET, is_word
 

@@ -35,7 +35,6 @@ from realign.config.experiment import COMPONENTS, REPORT, SHORTHANDS, Experiment
 from realign.config.files import GROUPS, LAUNCHER, ConfigFile, Files
 from realign.config.hydra_settings import DEFAULT_LAUNCHER, DEFAULTS, check_launcher, check_settings
 from realign.config.layers import OWNS, Layers
-from realign.config.module_words import spell_out
 from realign.config.places import ROOTS
 from realign.config.secret_variables import check_no_secrets, without_secrets
 from realign.config.trees import has, leaves, merge
@@ -90,7 +89,6 @@ def compose_layers(
     below = _FileLayers(files.read(), chosen, files.choices, config_dir, base)
     for file in below.files:
         values = {key: value for key, value in file.values.items() if key not in (*REPORT, "hydra")}
-        spell_out(values)
         _check_file(file, values)
         below.layers.add_file(values, file.label, file.source)
     return _with_command_line(below, words, parsed)

@@ -23,9 +23,9 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from realign.config import words
 from realign.config.errors import ConfigError, listed, one_line, suggest, switched_off, unknown_key
-from realign.config.words import TARGET
+from realign.config.inspection import Type, class_at
+from realign.config.words import NONE, TARGET, choices, class_of_word, component_bases, is_word
 from realign.errors import GraphError, NoEffectError, SettingsError
 from realign.settings import AcceptsForeign, StandIn, choices_of, default_of
 
@@ -245,12 +245,12 @@ def convert(raw: Any, annotation: Any, where: str, default: Any = None) -> Any:
     """
     if raw == "???":
         raise ConfigError(f"{where} is missing: give it a value ({type_name(annotation)})")
-    if isinstance(raw, str) and annotation not in LEAVES and words.component_bases(annotation):
-        if raw == words.NONE and words.is_optional(annotation):
-            return None
-        if raw.isidentifier() and (cls := words.class_of_word(raw, annotation, where)) is not None:
-            raw = {words.TARGET: words.import_path(cls)}
     origin, arguments = get_origin(annotation), get_args(annotation)
+    if isinstance(raw, str) and annotation not in LEAVES and component_bases(accepted := members_of(annotation)):
+        if raw == NONE and type(None) in arguments:
+            return None
+        if raw.isidentifier() and (cls := class_of_word(raw, accepted, where)) is not None:
+            raw = {TARGET: cls.path}
     if origin in (Union, types.UnionType):
         return _one_of(raw, arguments, where, default)
     if isinstance(raw, Mapping):
@@ -260,7 +260,7 @@ def convert(raw: Any, annotation: Any, where: str, default: Any = None) -> Any:
     if annotation is Any or annotation is object:
         return _plain(raw, where)
     if raw is None and annotation is not type(None):
-        valid = listed(choices) if len(choices := words.choices(annotation)) > 1 else ""
+        valid = listed(words) if len(words := choices(members_of(annotation))) > 1 else ""
         raise ConfigError(f"{where} must not be null; expected {type_name(annotation)}{valid}{switched_off(where)}")
     if origin is Literal:
         return _choice(raw, {str(a): a for a in arguments}, where)
@@ -291,7 +291,7 @@ def _one_of(raw: Any, members: tuple[Any, ...], where: str, default: Any) -> Any
     if isinstance(raw, Mapping):  # fields of the first class, or `_target_` of a class that is the last one
         classes = [member for member in members if dataclasses.is_dataclass(member)]
         if classes:
-            return convert(raw, classes[-1 if words.TARGET in raw else 0], where, default)
+            return convert(raw, classes[-1 if TARGET in raw else 0], where, default)
     lists = [member for member in members if (get_origin(member) or member) in LISTS]
     if isinstance(raw, list) and len(lists) == 1:
         return convert(raw, lists[0], where, default)
@@ -327,6 +327,20 @@ def _list(raw: Any, kind: Any, arguments: tuple[Any, ...], where: str) -> Any:
     return tuple(values) if kind is tuple else values
 
 
+def members_of(annotation: Any) -> tuple[Type, ...]:
+    """Return the members of an annotation as its source would be read, for words."""
+    union = get_origin(annotation) in (Union, types.UnionType)
+    return tuple(
+        Type("None") if member is type(None) else Type(getattr(member, "__name__", ""), class_at(import_path(member)))
+        for member in (get_args(annotation) if union else (annotation,))
+    )
+
+
+def import_path(cls: Any) -> str:
+    """Return the `_target_` of a class; empty for another type."""
+    return f"{cls.__module__}.{cls.__qualname__}" if inspect.isclass(cls) else ""
+
+
 def type_name(annotation: Any) -> str:
     """Return an annotation as written in source code."""
     if inspect.isclass(annotation) and not get_args(annotation):
@@ -346,8 +360,9 @@ def wrong_type(raw: Any, annotation: Any, where: str) -> ConfigError:
 
 def _meant(raw: Any, annotation: Any, where: str) -> str:
     """Return the suggestion at the end of a message about a value of the wrong type."""
-    if words.is_import_path(raw) and inspect.isclass(annotation) and annotation not in LEAVES:
-        return f"; to choose your own class, set {where}.{words.TARGET}={raw}"
+    is_path = isinstance(raw, str) and "." in raw and all(part.isidentifier() for part in raw.split("."))
+    if is_path and inspect.isclass(annotation) and annotation not in LEAVES:
+        return f"; to choose your own class, set {where}.{TARGET}={raw}"
     if annotation is bool:
         return "; give true or false"
     if annotation in (int, float):
@@ -380,7 +395,7 @@ def _meant_number(raw: Any, annotation: type, where: str) -> str:
 def _values(raw: Any, where: str) -> Any:
     """Return plain values; raise an error if they contain a component."""
     if isinstance(raw, Mapping):
-        if "_target_" in raw:
+        if TARGET in raw:
             raise ConfigError(f"{where}: expected plain values, found a component: {raw!r}")
         return {key: _values(value, f"{where}.{key}") for key, value in raw.items()}
     return [_values(value, f"{where}[{i}]") for i, value in enumerate(raw)] if isinstance(raw, list) else raw
@@ -436,6 +451,7 @@ def build(node: Any, kind: Any, where: str) -> Any:
         return dataclasses.is_dataclass(cls) if kind is Any else misfit(cls, kind) is None
 
     name = type_name(kind)
+    node = with_import_path(node, kind, where)
     cls = _target(node, where, f"a class that is {name}{such_as(name)}", fits)
     key = f"{where}.{TARGET}"
     if is_foreign(cls, kind):
@@ -451,6 +467,15 @@ def build(node: Any, kind: Any, where: str) -> Any:
         raise ConfigError(f"{key}: {cls.__qualname__} is not a {name}{why}{beside(node[TARGET], fits, name)}")
     _check_constructible(cls, key)
     return fill(cls, {name: value for name, value in node.items() if name != TARGET}, where)
+
+
+def with_import_path(node: Any, kind: Any, where: str) -> Any:
+    """Return a node whose `_target_` is a word with the import path of the class; others stay as they are."""
+    word = node.get(TARGET) if isinstance(node, Mapping) else None
+    if not is_word(word) or not word.islower():  # a name such as Gspo is a class without its module
+        return node
+    cls = class_of_word(word, members_of(kind), where)
+    return node if cls is None else {**node, TARGET: cls.path}
 
 
 def is_foreign(cls: Any, kind: Any) -> bool:

@@ -19,11 +19,21 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
-from realign.config.construct import INTERFACES, build, build_graph, convert, fill, import_target, of_sibling
+from realign.config.construct import (
+    INTERFACES,
+    build,
+    build_graph,
+    convert,
+    fill,
+    import_path,
+    import_target,
+    of_sibling,
+    with_import_path,
+)
 from realign.config.errors import ConfigError, joined, not_a_component, suggest, unknown_key
 from realign.config.places import ROOTS, Place, place_of
 from realign.config.trees import has, remove
-from realign.config.words import TARGET, import_path
+from realign.config.words import TARGET
 from realign.errors import NoEffectError, SettingsError
 from realign.run_settings import RunSettings
 from realign.settings import Count, default_of, own_settings
@@ -399,6 +409,7 @@ def build_evaluation(node: Mapping[str, Any], where: str, training: Training, mo
     # Imported here, so that composing a config does not import torch.
     from realign.runtime.evaluation.base import Evaluator
 
+    node = with_import_path(node, Evaluator, where)
     target = node.get(TARGET) or import_path(_default_class(node, training))
     cls = import_target(target, f"{where}.{TARGET}")
     known = _fields(cls)

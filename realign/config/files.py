@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from realign.config.errors import ConfigError, one_line, suggest
-from realign.config.module_words import spell_out, with_target
+from realign.config.places import spell_out, with_target
 from realign.config.trees import merge
 from realign.config.words import NONE, TARGET
 from realign.safe_yaml import check_yaml
@@ -127,6 +127,7 @@ class Files:
             values["defaults"] = [f"/{EXPERIMENT}/{self._base}", _SELF]
         included = self._included(values.pop("defaults", None), group, source)
         file = ConfigFile(source, f"{group}={name}", _at_package(values, text, group))
+        spell_out(file.values)
         layers: list[ConfigFile] = []
         for entry in reversed(included):
             layers = ([file] if entry is None else self._tree(*entry, (*above, source))) + layers
@@ -206,7 +207,6 @@ def file_values(overrides: Sequence[str], config_dir: Path | None = None) -> dic
     config: dict[str, Any] = {}
     for file in Files(chosen, config_dir, None).read():
         merge(config, file.values)
-    spell_out(config)
     for key, value in given.items():
         if (key not in GROUPS and value.isidentifier()) or key.endswith(f".{TARGET}"):
             _put(config, key.split("."), None if value in ("null", NONE) else value)

@@ -20,20 +20,19 @@ from realign.config.inspection import (
     Member,
     Type,
     Unknown,
-    choices,
     class_at,
     default_of,
     docstring,
     fields_of,
     first_sentence,
-    is_component,
     is_dataclass,
     is_enum,
+    settings_of,
     types_of,
 )
-from realign.config.places import ROOTS, Place, imported_class_at, place_of
+from realign.config.places import ROOTS, Find, Place, imported_class_at, place_of
 from realign.config.trees import get
-from realign.config.words import TARGET, is_word, snake_case
+from realign.config.words import TARGET, choices, is_component, is_word, snake_case
 
 FIRST = ("grpo", "ppo", "sft", "dpo", "reward_model")
 """Experiments in which a key is looked up first, if the command line names no experiment."""
@@ -153,13 +152,16 @@ def keys_below(path: tuple[str, ...], config: Mapping[str, Any], depth: int = DE
                 waiting.append((child, below, left - 1))
 
 
-def section_of(path: tuple[str, ...], config: Mapping[str, Any], experiment: str | None) -> Section:
+def section_of(
+    path: tuple[str, ...], config: Mapping[str, Any], experiment: str | None, find: Find = imported_class_at
+) -> Section:
     """Describe a key in a config.
 
     Args:
         path: Names of the key; none for the root.
         config: Values by root key.
         experiment: Name of the experiment that has these values.
+        find: As for `Place`.
 
     Raises:
         ConfigError: there is no such key.
@@ -173,11 +175,11 @@ def section_of(path: tuple[str, ...], config: Mapping[str, Any], experiment: str
     own = _schema_entry(schema, path[0], path[0], config)
     if ROOTS[path[0]].per_role and len(path) == 1:
         roles = config.get(path[0]) or {}
-        named = tuple(_role_entry((path[0], role), config) for role in roles)
+        named = tuple(_role_entry((path[0], role), config, find) for role in roles)
         return Section(path[0], "", own.text, named, own, experiment)
     start = 2 if ROOTS[path[0]].per_role else 1
     _check_role(path, config)
-    place, target = _component_at(path[:start], config)
+    place, target = _component_at(path[:start], config, find)
     entry: Entry | None = own if start == 1 else None
     for depth in range(start, len(path)):
         known = place.settings(target)
@@ -221,17 +223,19 @@ def _settings(definition: Definition | None, name: str) -> Definition | None:
     return next((member.definition for member in types if is_dataclass(member.definition)), None)
 
 
-def _role_entry(path: tuple[str, str], config: Mapping[str, Any]) -> Entry:
-    place, target = _component_at(path, config)
+def _role_entry(path: tuple[str, str], config: Mapping[str, Any], find: Find) -> Entry:
+    place, target = _component_at(path, config, find)
     definition = place.chosen(target)
     name = "component" if definition is None else definition.name
     text = "" if definition is None else first_sentence(docstring(definition))
     return Entry(".".join(path), name, None, "", text, component=True)
 
 
-def _component_at(path: tuple[str, ...], config: Mapping[str, Any]) -> tuple[Place, Any]:
+def _component_at(
+    path: tuple[str, ...], config: Mapping[str, Any], find: Find = imported_class_at
+) -> tuple[Place, Any]:
     """Return the place of a root component, and its `_target_`."""
-    place = place_of(path, imported_class_at)
+    place = place_of(path, find)
     return place, _target_of(place, get(config, path))
 
 
@@ -305,6 +309,12 @@ def _meant(keys: Sequence[str]) -> str:
 
 
 # --- one key ---
+
+
+def entries_of(definition: Definition) -> tuple[Entry, ...]:
+    """Describe the fields of a class, with their names as keys."""
+    fields = settings_of(definition).values()
+    return tuple(entry_of(f.name, types_of(f.annotation, f.module), default_of(f), f.text) for f in fields)
 
 
 def entry_of(key: str, types: tuple[Type, ...], default: Any, text: str, given: Any = MISSING) -> Entry:

@@ -25,16 +25,12 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from realign.cache_folder import cache_folder, why_not_private
-from realign.config.errors import ConfigError, suggest
-from realign.config.words import EXPORTERS, NONE, TARGET, snake_case
 from realign.settings import Range
 
 PACKAGE = "realign"
 ROOT = Path(__file__).resolve().parent.parent
 MISSING = object()
 """Default of a field that must be set."""
-TEXT = frozenset({"Any", "object", "str", "Path", "Literal"})
-"""Members of an annotation that accept text, so that a word is ambiguous."""
 SET_BY_RUN = "interfaces"
 """Parameter of a graph function that no config sets."""
 ENUMS = frozenset({"Enum", "StrEnum", "IntEnum"})
@@ -499,47 +495,24 @@ def is_abstract(definition: Definition) -> bool:
 
 
 def takes_calls_of(definition: Definition, protocol: Definition) -> bool:
-    """Return whether a class has the methods of a protocol, and they accept the same arguments."""
+    """Return whether a class has the methods of a protocol, for as many arguments. Building compares their names."""
     methods: dict[str, str] = {}
     for base in reversed(ancestry(definition)):
         methods |= base.methods
-    for name, written in protocol.methods.items():
-        if name.startswith("_") and name != "__call__":
-            continue
-        wanted = _signature(written).parameters.values()
-        positional = [parameter.name for parameter in wanted if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
-        keywords = {parameter.name: None for parameter in wanted if parameter.kind is parameter.KEYWORD_ONLY}
-        try:
-            _signature(methods[name]).bind(*positional, **keywords)
-        except (KeyError, TypeError):
-            return False
-    return True
+    called = (name for name in protocol.methods if not name.startswith("_") or name == "__call__")
+    return all(name in methods and _accepts(methods[name], protocol.methods[name]) for name in called)
 
 
-def _signature(parameters: str) -> inspect.Signature:
-    """Return the signature for parameters as written; defaults only tell which parameters are optional."""
+def _accepts(written: str, wanted: str) -> bool:
+    given, call = (_parsed(parameters).args for parameters in (written, wanted))
+    required = len(given.args) - len(given.defaults)
+    return required <= len(call.args) and (given.vararg is not None or len(call.args) <= len(given.args))
+
+
+def _parsed(parameters: str) -> ast.FunctionDef:
     (function,) = ast.parse(f"def f({parameters}): ...").body
     assert isinstance(function, ast.FunctionDef)
-    given, kind = function.args, inspect.Parameter
-    optional = {
-        parameter.arg for parameter in [*given.posonlyargs, *given.args][-len(given.defaults) or len(parameters) :]
-    }
-    optional |= {
-        parameter.arg for parameter, default in zip(given.kwonlyargs, given.kw_defaults, strict=True) if default
-    }
-    listed = [
-        *((parameter, kind.POSITIONAL_ONLY) for parameter in given.posonlyargs),
-        *((parameter, kind.POSITIONAL_OR_KEYWORD) for parameter in given.args),
-        *((parameter, kind.VAR_POSITIONAL) for parameter in [given.vararg] if parameter is not None),
-        *((parameter, kind.KEYWORD_ONLY) for parameter in given.kwonlyargs),
-        *((parameter, kind.VAR_KEYWORD) for parameter in [given.kwarg] if parameter is not None),
-    ]
-    return inspect.Signature(
-        [
-            kind(parameter.arg, how, default=None if parameter.arg in optional else kind.empty)
-            for parameter, how in listed
-        ]
-    )
+    return function
 
 
 def members_of(definition: Definition) -> dict[str, str]:
@@ -662,98 +635,3 @@ def _constant(name: str, module: str) -> Any:
     if source is None or inner not in source.constants:
         raise ValueError(name)
     return _value(ast.parse(source.constants[inner], mode="eval").body, origin)
-
-
-# --- words ---
-
-
-def words_of(base: Definition) -> dict[str, Definition]:
-    """Return the class of each word of a component base class.
-
-    The variants of a base class are the dataclasses that inherit from it, in its module or exported by its package in
-    `EXPORTERS`. The base class itself is one of them unless it is abstract, or has no fields while it has variants.
-
-    Raises:
-        ConfigError: two variants have the same word.
-    """
-    words: dict[str, Definition] = {}
-    for definition in _candidates(base):
-        lineage = {ancestor.path for ancestor in ancestry(definition)}
-        if base.path not in lineage or not _is_constructible(definition) or definition.name.startswith("_"):
-            continue
-        word = snake_case(definition.name)
-        if words.setdefault(word, definition).path != definition.path:
-            raise ConfigError(f"{words[word].name} and {definition.name} of {base.module} are both called {word!r}")
-    if len(words) > 1 and not fields_of(base):
-        words.pop(snake_case(base.name), None)
-    return words
-
-
-def _candidates(base: Definition) -> Iterator[Definition]:
-    module = read_module(base.module)
-    yield from module.definitions.values() if module is not None else ()
-    exporter = EXPORTERS.get(base.path)
-    package = read_module(exporter) if exporter is not None else None
-    for name in package.imported if package is not None else ():
-        if exporter is not None and (definition := find(exporter, name)) is not None:
-            yield definition
-
-
-def _is_constructible(definition: Definition) -> bool:
-    if definition.returns is not None or is_enum(definition) or is_abstract(definition):
-        return False
-    return is_dataclass(definition) or not any("__init__" in ancestor.methods for ancestor in ancestry(definition))
-
-
-def component_bases(types: tuple[Type, ...]) -> list[Definition]:
-    """Return the component classes of an annotation; none if it also accepts text, because a word is ambiguous then."""
-    if any(member.name in TEXT or (member.definition is not None and is_enum(member.definition)) for member in types):
-        return []
-    classes = [member.definition for member in types if member.definition is not None and not member.arguments]
-    return [cls for cls in classes if cls.returns is None and not is_protocol(cls) and words_of(cls)]
-
-
-def is_component(member: Type) -> bool:
-    """Return whether a member of an annotation is a dataclass, or the base class of components."""
-    if member.definition is None or member.arguments or is_enum(member.definition):
-        return False
-    return is_dataclass(member.definition) or bool(component_bases((member,)))
-
-
-def choices(types: tuple[Type, ...]) -> dict[str, str]:
-    """Return the words that are valid for an annotation, with their meaning, without `null`."""
-    texts: dict[str, str] = {}
-    for member in types:
-        if member.definition is not None and is_enum(member.definition):
-            texts |= members_of(member.definition)
-    for base in component_bases(types):
-        words = words_of(base)
-        if len(words) > 1 or any(cls.path != base.path for cls in words.values()):
-            texts |= {word: first_sentence(docstring(cls)) for word, cls in words.items()}
-    return texts
-
-
-def class_of_word(word: str, types: tuple[Type, ...], where: str) -> Definition | None:
-    """Return the class that a word selects in a field with these types.
-
-    Args:
-        word: An identifier.
-        types: Members of the annotation of the field.
-        where: Config key, for messages.
-
-    Returns:
-        The class; None if the annotation has no component class, or a single one without variants and with another
-        name. In these cases, the word is an ordinary value of the wrong type.
-
-    Raises:
-        ConfigError: the annotation has variants, and this word is not one of them.
-    """
-    bases = component_bases(types)
-    known = {name: definition for base in bases for name, definition in words_of(base).items()}
-    if word in known:
-        return known[word]
-    if len(known) < 2 and {definition.path for definition in known.values()} <= {base.path for base in bases}:
-        return None
-    valid = [*known, *([NONE] if known and "None" in [member.name for member in types] else [])]
-    own = f"{where}.{TARGET}=MODULE.CLASS selects your own class"
-    raise ConfigError(f"{where}: unknown choice {word!r}{suggest(word, valid)}; {own}")

@@ -1,19 +1,20 @@
 """Places of the config: keys that can contain a component, and the class of this component.
 
 The class follows from the classes of the parent keys, which are read from source code. Only classes whose source is not
-found are imported.
+found are imported. Words at the root of a component, such as `interfaces.actor=grpo`, become import paths here.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from realign.config.construct import import_target
-from realign.config.errors import ConfigError
+from realign.config.errors import ConfigError, nearest
 from realign.config.inspection import (
     Component,
     Definition,
@@ -21,7 +22,6 @@ from realign.config.inspection import (
     Type,
     ancestry,
     class_at,
-    class_of_word,
     default_of,
     fields_of,
     is_abstract,
@@ -31,6 +31,10 @@ from realign.config.inspection import (
     takes_calls_of,
     types_of,
 )
+from realign.config.words import PACKAGES, TARGET, class_of_word, is_word, words_of
+
+Find: TypeAlias = Callable[[str], Definition | None]
+"""Returns the class at an import path."""
 
 
 class Root(NamedTuple):
@@ -70,7 +74,7 @@ class Place:
         self,
         key: str,
         declared: Callable[[], tuple[tuple[Type, ...], Any]],
-        find: Callable[[str], Definition | None] = class_at,
+        find: Find = class_at,
         is_root: bool = False,
     ) -> None:
         """Store the full key, and a function that returns types and default value.
@@ -102,6 +106,9 @@ class Place:
             return None
         target = default if target is None and self.is_root else target
         if target is not None:
+            if is_word(target):
+                with suppress(ConfigError):  # building the component reports it
+                    target = self.of_word(target) or target
             definition = self._find(target) if isinstance(target, str) else None
             return definition if definition is not None and any(fits(definition, kind) for kind in types) else None
         if isinstance(default, Component):
@@ -149,7 +156,7 @@ class Place:
         return types_of(field.annotation, field.module), overrides.get(name, default_of(field))
 
 
-def place_of(path: tuple[str, ...], find: Callable[[str], Definition | None] = class_at) -> Place:
+def place_of(path: tuple[str, ...], find: Find = class_at) -> Place:
     """Return the root place at a path, such as `("data",)` or `("models", "actor")`.
 
     Args:
@@ -159,6 +166,62 @@ def place_of(path: tuple[str, ...], find: Callable[[str], Definition | None] = c
     root = ROOTS[path[0]]
     module, _, name = root.kind.rpartition(".")
     return Place(".".join(path), lambda: (types_of(name, module), root.default), find, is_root=True)
+
+
+_IN_MAPPING = re.compile(rf"(\{{(?:[^{{}}]*,)?\s*{TARGET}:\s*)(\w+)(\s*[,}}].*)", re.DOTALL)
+"""A mapping of the command line whose `_target_` is a word."""
+
+
+def spell_out(values: Mapping[str, Any]) -> None:
+    """Replace the words of a file for root components, alone or as a `_target_`, by import paths."""
+    for root in ROOTS:
+        node = values.get(root)
+        below = node if ROOTS[root].per_role else {root: node}
+        owner: Any = node if ROOTS[root].per_role else values
+        for name, component in list(below.items()) if isinstance(below, Mapping) else ():
+            given = component if isinstance(component, Mapping) else {TARGET: component}
+            path = (root, str(name)) if ROOTS[root].per_role else (root,)
+            if (target := _of_word(path, given.get(TARGET))) is not None:
+                owner[name] = {**given, TARGET: target}
+
+
+def with_target(override: str) -> str:
+    """Return an override in which a word for a root component is an import path; others stay as they are.
+
+    A sweep has several words: `interfaces.actor=ppo,grpo`.
+
+    Raises:
+        ConfigError: a word resembles one of the key. The message names that one.
+    """
+    key, _, value = override.partition("=")
+    at = key.lstrip("+").removesuffix(f".{TARGET}")
+    path = tuple(at.split("."))
+    match = _IN_MAPPING.fullmatch(value)
+    if match is not None and (target := _of_word(path, match[2])) is not None:
+        return f"{key}={match[1]}{target}{match[3]}"
+    targets = [_of_word(path, word.strip()) for word in value.split(",")]
+    if None not in targets:
+        sign = key[: len(key) - len(key.lstrip("+"))]
+        return f"{sign}{at}.{TARGET}={','.join(filter(None, targets))}"
+    if is_word(value) and (base := _base(path)) is not None and (near := nearest(value, words_of(base))):
+        raise ConfigError(f"{at}: unknown choice {value!r}; did you mean {near!r}?")
+    return override
+
+
+def _base(path: tuple[str, ...]) -> Definition | None:
+    """Return the base class of a root component whose words are names of modules; None for other keys."""
+    if path[0] not in ROOTS or len(path) != 1 + ROOTS[path[0]].per_role:
+        return None
+    base = place_of(path).declared[0][0].definition
+    return base if base is not None and base.path in PACKAGES and PACKAGES[base.path].ending else None
+
+
+def _of_word(path: tuple[str, ...], word: Any) -> str | None:
+    if _base(path) is None or not is_word(word):
+        return None
+    with suppress(ConfigError):
+        return place_of(path).of_word(word)
+    return None
 
 
 def imported_class_at(path: str) -> Definition | None:

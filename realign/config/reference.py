@@ -8,26 +8,21 @@ from typing import Any
 
 from realign.config.composition import compose_raw
 from realign.config.files import list_experiments
-from realign.config.help import Section, component_paths, entry_of, section
+from realign.config.help import Section, component_paths, entries_of, section
 from realign.config.inspection import (
     ROOT,
     Definition,
     Type,
-    component_bases,
-    default_of,
     docstring,
     fields_of,
     is_abstract,
-    is_component,
     is_dataclass,
     read_module,
-    settings_of,
     types_of,
-    words_of,
 )
 from realign.config.places import ROOTS, Place, fits, place_of
 from realign.config.trees import get
-from realign.config.words import TARGET
+from realign.config.words import TARGET, component_bases, is_component, words_of
 
 PLAIN = ("microbatch", "checkpoint", "records")
 """Root keys that contain settings and are no component."""
@@ -40,7 +35,9 @@ def reference() -> list[Section]:
 
     The sections of classes have the import path of the class as key, and names of fields as keys of their entries.
     """
-    return [section(key) for key in ("", *PLAIN)] + [_class_section(cls) for cls in shipped_components()]
+    return [section(key) for key in ("", *PLAIN)] + [
+        Section(cls.path, cls.name, docstring(cls), entries_of(cls)) for cls in shipped_components()
+    ]
 
 
 def shipped_components() -> list[Definition]:
@@ -106,14 +103,6 @@ def _used(place: Place, node: Any) -> Iterator[tuple[str, str]]:
         if definition is not None and name in fields:
             yield definition.path, name
         yield from _used(place.child(name, target), value)
-
-
-def _class_section(definition: Definition) -> Section:
-    entries = tuple(
-        entry_of(name, types_of(field.annotation, field.module), default_of(field), field.text)
-        for name, field in settings_of(definition).items()
-    )
-    return Section(definition.path, definition.name, docstring(definition), entries)
 
 
 __all__ = ["PLAIN", "reference", "set_by", "shipped_components"]

@@ -1,38 +1,65 @@
-"""Components selected by a word: `objective=gspo` selects the class `Gspo` in the module of the field's base class.
+"""Words for components: `objective=gspo` is the class `Gspo`, and `interfaces.actor=grpo` the interface in `grpo.py`.
 
-If that module contains only the contract, a package exports the classes, see `EXPORTERS`. Only fields annotated with a
-component class accept words. Words do not apply to text, enums and paths.
+A word selects a variant of the class that the field is annotated with. Text, enums and paths take no words. Classes are
+read from source code, since composing a config must not import torch.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
 import re
 import sys
-import types
 from collections.abc import Iterator, Mapping
-from enum import Enum
-from importlib import import_module
-from pathlib import Path
-from typing import Any, Literal, TypeGuard, Union, get_args, get_origin
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeGuard
 
 from realign.config.errors import ConfigError, suggest
+from realign.config.inspection import (
+    ROOT,
+    Definition,
+    Type,
+    ancestry,
+    docstring,
+    fields_of,
+    find,
+    first_sentence,
+    is_abstract,
+    is_dataclass,
+    is_enum,
+    is_protocol,
+    members_of,
+    read_module,
+)
 
 TARGET = "_target_"
-"""Key of a component's import path."""
+"""Key of a component's class: its import path, or its word."""
 NONE = "none"
 """Word for `None`, if the annotation allows it."""
 ONE_WORD = {"QLoRA": "Qlora", "LoRA": "Lora", "DoRA": "Dora", "ReMax": "Remax"}
 """Names that count as one word although their capitals suggest two."""
-EXPORTERS: Mapping[str, str] = types.MappingProxyType(
+TEXT = frozenset({"Any", "object", "str", "Path", "Literal"})
+"""Members of an annotation that accept text, so that a word is ambiguous."""
+
+
+class Package(NamedTuple):
+    """A package with the variants of a base class."""
+
+    name: str
+    ending: str = ""
+    """If it is set, the name of each module is the word of the first class in it whose name ends so. The words of the
+    other classes lack this ending."""
+
+
+PACKAGES: Mapping[str, Package] = MappingProxyType(
     {
-        "realign.api.sampler.SamplerSpec": "realign.engines",
-        "realign.api.callback.Callback": "realign.runtime.callbacks",
+        "realign.api.sampler.SamplerSpec": Package("realign.engines"),
+        "realign.api.callback.Callback": Package("realign.runtime.callbacks"),
+        "realign.runtime.evaluation.base.Evaluator": Package("realign.runtime"),
+        "realign.api.interface.ModelInterface": Package("realign.interfaces", "Interface"),
+        "realign.api.model.ModelSpec": Package("realign.engines", "Model"),
+        "realign.data.dataset.DataSpec": Package("realign.data", "Data"),
     }
 )
-"""Package that exports the variants of a base class, if they are outside the module of the base class."""
-_LEAVES = (str, int, float, bool, complex, bytes, object, type(None), Path, list, tuple, dict, set)
+"""Package of the variants of a base class, if they are outside its module. A new algorithm needs no entry."""
 
 
 def snake_case(name: str) -> str:
@@ -48,74 +75,95 @@ def is_word(value: Any) -> TypeGuard[str]:
     return isinstance(value, str) and value.isidentifier() and value.lower() not in (NONE, "null")
 
 
-def is_import_path(value: Any) -> bool:
-    """Return whether a value is text such as `package.module.Class`."""
-    return isinstance(value, str) and "." in value and all(part.isidentifier() for part in value.split("."))
-
-
-def members(annotation: Any) -> tuple[Any, ...]:
-    """Return the members of a union, or the annotation itself."""
-    return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
-
-
-def is_optional(annotation: Any) -> bool:
-    """Return whether an annotation allows `None`."""
-    return type(None) in members(annotation)
-
-
-def component_bases(annotation: Any) -> tuple[type, ...]:
-    """Return the component classes of an annotation; none if it also accepts text, because a word is ambiguous then."""
-    found = [member for member in members(annotation) if member is not type(None)]
-    if any(map(_takes_text, found)):
-        return ()
-    return tuple(member for member in found if _is_class(member) and words_of(member))
-
-
-def words_of(base: type) -> dict[str, type]:
+def words_of(base: Definition) -> dict[str, Definition]:
     """Return the class of each word of a component base class.
 
-    The variants of a base class are the dataclasses that inherit from it, in its module or exported by its package in
-    `EXPORTERS`. The base class itself is one of them unless it is abstract, or has no fields while it has variants.
+    The variants of a base class are the dataclasses that inherit from it, in its module or its package in `PACKAGES`.
+    The base class itself is one of them unless it is abstract, or has no fields while it has variants.
 
     Raises:
         ConfigError: two variants have the same word.
     """
-    found: dict[str, type] = {}
-    for cls in _candidates(base):
-        if not issubclass(cls, base) or not _is_constructible(cls) or cls.__name__.startswith("_"):
+    words: dict[str, Definition] = {}
+    package = PACKAGES.get(base.path, Package(""))
+    for definition in _candidates(base, package):
+        lineage = {ancestor.path for ancestor in ancestry(definition)}
+        if base.path not in lineage or not _is_constructible(definition) or definition.name.startswith("_"):
             continue
-        word = snake_case(cls.__name__)
-        if found.setdefault(word, cls) is not cls:
-            where = base.__module__
-            raise ConfigError(f"{found[word].__qualname__} and {cls.__name__} of {where} are both called {word!r}")
-    if len(found) > 1 and base in found.values() and not _has_fields(base):
-        del found[snake_case(base.__qualname__)]
-    return found
+        module = definition.module.removeprefix(f"{package.name}.")
+        word = (
+            module
+            if of_module(package, module) == definition
+            else snake_case(definition.name.removesuffix(package.ending))
+        )
+        if words.setdefault(word, definition).path != definition.path:
+            raise ConfigError(f"{words[word].name} and {definition.name} of {base.module} are both called {word!r}")
+    if len(words) > 1 and not fields_of(base):
+        words.pop(snake_case(base.name), None)
+    return words
 
 
-def _candidates(base: type) -> Iterator[type]:
-    """Yield the classes defined in the module of `base`, and those that its package in `EXPORTERS` exports."""
-    module = sys.modules.get(base.__module__)
-    for name, cls in vars(module).items() if module is not None else ():
-        if inspect.isclass(cls) and cls.__module__ == base.__module__ and name == cls.__qualname__:
-            yield cls
-    exporter = EXPORTERS.get(import_path(base))
-    if exporter is not None:
-        yield from filter(inspect.isclass, vars(import_module(exporter)).values())
+def _candidates(base: Definition, package: Package) -> Iterator[Definition]:
+    names = [base.module]
+    if package.ending:
+        folder = ROOT / package.name.partition(".")[2]
+        names += [f"{package.name}.{path.stem}" for path in sorted(folder.glob("*.py"))]
+    for name in names:
+        module = read_module(name)  # without a source, as in a notebook, the imported module has the classes
+        declared = module.definitions if module is not None else vars(sys.modules.get(name, object))
+        yield from filter(None, (find(name, word) for word in list(declared)))
+    if package.name and not package.ending and (exports := read_module(package.name)) is not None:
+        yield from filter(None, (find(package.name, name) for name in exports.imported))
 
 
-def choices(annotation: Any) -> list[str]:
-    """Return every word that is valid for an annotation, including `none` if it allows `None`."""
-    words = [word for base in component_bases(annotation) for word in words_of(base)]
-    return [*words, NONE] if words and is_optional(annotation) else words
+def _is_constructible(definition: Definition) -> bool:
+    if definition.returns is not None or is_enum(definition) or is_abstract(definition):
+        return False
+    return is_dataclass(definition) or not any("__init__" in ancestor.methods for ancestor in ancestry(definition))
 
 
-def class_of_word(word: str, annotation: Any, where: str) -> type | None:
-    """Return the class that a word selects in a field with this annotation.
+def of_module(package: Package, word: str) -> Definition | None:
+    """Return the class that the name of a module selects in a package; None if it selects none."""
+    module = read_module(f"{package.name}.{word}") if package.ending else None
+    classes = () if module is None else module.definitions.values()
+    return next((cls for cls in classes if cls.dataclass and cls.name.endswith(package.ending)), None)
+
+
+def component_bases(types: tuple[Type, ...]) -> list[Definition]:
+    """Return the component classes of an annotation; none if it also accepts text, because a word is ambiguous then."""
+    if any(member.name in TEXT or (member.definition is not None and is_enum(member.definition)) for member in types):
+        return []
+    classes = [member.definition for member in types if member.definition is not None and not member.arguments]
+    classes = [cls for cls in classes if cls.returns is None and not is_protocol(cls)]
+    return [cls for cls in classes if cls.path in PACKAGES or words_of(cls)]
+
+
+def is_component(member: Type) -> bool:
+    """Return whether a member of an annotation is a dataclass, or the base class of components."""
+    if member.definition is None or member.arguments or is_enum(member.definition):
+        return False
+    return is_dataclass(member.definition) or bool(component_bases((member,)))
+
+
+def choices(types: tuple[Type, ...]) -> dict[str, str]:
+    """Return the words that are valid for an annotation, with their meaning, without `null`."""
+    texts: dict[str, str] = {}
+    for member in types:
+        if member.definition is not None and is_enum(member.definition):
+            texts |= members_of(member.definition)
+    for base in component_bases(types):
+        words = words_of(base)
+        if len(words) > 1 or any(cls.path != base.path for cls in words.values()):
+            texts |= {word: first_sentence(docstring(cls)) for word, cls in words.items()}
+    return texts
+
+
+def class_of_word(word: str, types: tuple[Type, ...], where: str) -> Definition | None:
+    """Return the class that a word selects in a field with these types.
 
     Args:
         word: An identifier.
-        annotation: Annotation of the field.
+        types: Members of the annotation of the field.
         where: Config key, for messages.
 
     Returns:
@@ -125,36 +173,15 @@ def class_of_word(word: str, annotation: Any, where: str) -> type | None:
     Raises:
         ConfigError: the annotation has variants, and this word is not one of them.
     """
-    bases = component_bases(annotation)
-    known = {name: cls for base in bases for name, cls in words_of(base).items()}
+    bases = component_bases(types)
+    packages = (PACKAGES[base.path] for base in bases if base.path in PACKAGES)
+    if (definition := next(filter(None, (of_module(package, word) for package in packages)), None)) is not None:
+        return definition  # without reading the other modules
+    known = {name: definition for base in bases for name, definition in words_of(base).items()}
     if word in known:
         return known[word]
-    if len(known) < 2 and all(cls in bases for cls in known.values()):
+    if len(known) < 2 and {definition.path for definition in known.values()} <= {base.path for base in bases}:
         return None
+    valid = [*known, *([NONE] if known and "None" in [member.name for member in types] else [])]
     own = f"{where}.{TARGET}=MODULE.CLASS selects your own class"
-    raise ConfigError(f"{where}: unknown choice {word!r}{suggest(word, choices(annotation))}; {own}")
-
-
-def import_path(cls: type) -> str:
-    """Return the `_target_` of a class."""
-    return f"{cls.__module__}.{cls.__qualname__}"
-
-
-def _is_class(member: Any) -> bool:
-    return inspect.isclass(member) and member not in _LEAVES and not getattr(member, "_is_protocol", False)
-
-
-def _takes_text(member: Any) -> bool:
-    if member is Any or member in (str, object, Path) or get_origin(member) is Literal:
-        return True
-    return inspect.isclass(member) and issubclass(member, Enum)
-
-
-def _is_constructible(cls: type) -> bool:
-    if inspect.isabstract(cls):
-        return False
-    return dataclasses.is_dataclass(cls) or inspect.getattr_static(cls, "__init__") is object.__init__
-
-
-def _has_fields(cls: type) -> bool:
-    return dataclasses.is_dataclass(cls) and bool(dataclasses.fields(cls))
+    raise ConfigError(f"{where}: unknown choice {word!r}{suggest(word, valid)}; {own}")

@@ -13,9 +13,9 @@ from enum import Enum
 
 import pytest
 
-from realign.config import inspection, words
-from realign.config.construct import import_target
-from realign.config.inspection import MISSING, class_at, fields_of, types_of, words_of
+from realign.config import inspection
+from realign.config.construct import import_path, import_target
+from realign.config.inspection import MISSING, class_at, fields_of, types_of
 from realign.config.reference import shipped_components
 from realign.interfaces.components.kl import KLPlace
 
@@ -49,17 +49,11 @@ def test_defaults_are_those_of_the_imported_classes(components):
             if value is MISSING:
                 continue
             if isinstance(value, inspection.Component):
-                assert value.definition.path == words.import_path(type(default)), (cls, name)
+                assert value.definition.path == import_path(type(default)), (cls, name)
             elif isinstance(value, inspection.Member):
                 assert value.name == default.name, (cls, name)
             else:
                 assert value == default, (cls, name)
-
-
-def test_words_are_those_of_the_imported_classes(components):
-    for definition, cls in components:
-        read = {word: variant.path for word, variant in words_of(definition).items()}
-        assert read == {word: words.import_path(variant) for word, variant in words.words_of(cls).items()}, cls
 
 
 def test_enums_and_their_texts_are_read():
@@ -106,7 +100,7 @@ def test_names_of_packages_lead_to_their_modules(name):
         if cls.__module__.startswith("realign.") and not issubclass(cls, Enum):
             read = inspection.find(name, exported_name)
             assert read is not None, exported_name
-            assert read.path == words.import_path(cls)
+            assert read.path == import_path(cls)
 
 
 # --- the cache ---

@@ -10,7 +10,9 @@ import pytest
 
 from realign.api import ModelInterface, SamplerSpec
 from realign.config import ConfigError, build, build_experiment, compose, words
-from realign.config.words import class_of_word, component_bases, snake_case, words_of
+from realign.config.construct import import_path, import_target, members_of
+from realign.config.inspection import Definition, class_at
+from realign.config.words import class_of_word, component_bases, snake_case
 from realign.engines import InProcessSampling, Sglang, Vllm
 from tests.config.components import (
     GAE,
@@ -31,6 +33,13 @@ from tests.config.components import (
     Zero,
 )
 from tests.samplers import TableSampling
+
+
+def words_of(base: type) -> dict[str, type]:
+    """Return the imported class of each word."""
+    read = class_at(import_path(base))
+    assert isinstance(read, Definition)
+    return {word: import_target(variant.path, word) for word, variant in words.words_of(read).items()}
 
 
 def actor(**values):
@@ -81,8 +90,8 @@ def test_two_classes_of_one_word_are_an_error(monkeypatch):
 
 @pytest.mark.parametrize("annotation", [str, Objective | str, Style, Style | None, object, int, dict[str, Objective]])
 def test_fields_that_accept_text_take_no_words(annotation):
-    assert component_bases(annotation) == ()
-    assert class_of_word("gspo", annotation, "key") is None
+    assert component_bases(members_of(annotation)) == []
+    assert class_of_word("gspo", members_of(annotation), "key") is None
 
 
 def test_a_word_builds_the_class_with_its_own_defaults_in_fields_lists_and_mappings():
@@ -142,7 +151,7 @@ def sampler(*overrides: str) -> SamplerSpec:
 
 def test_the_words_of_a_contract_are_the_classes_that_its_package_exports(monkeypatch):
     assert words_of(SamplerSpec) == {"in_process_sampling": InProcessSampling, "sglang": Sglang, "vllm": Vllm}
-    monkeypatch.setattr(words, "EXPORTERS", {})
+    monkeypatch.setattr(words, "PACKAGES", {})
     assert words_of(SamplerSpec) == {"sampler_spec": SamplerSpec}  # its module contains only the base class
 
 

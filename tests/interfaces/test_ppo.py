@@ -364,12 +364,17 @@ def test_trap_c7_kl_is_applied_in_one_place_and_needs_its_reference():
     assert component_needs(PPOActorInterface()) == {}
 
 
+def penalty(place: KLPlace, coef: float) -> KLPenalty:
+    """Return a penalty with k2. Without a place, neither setting has an effect."""
+    return KLPenalty() if place is KLPlace.none else KLPenalty(place, coef, KLEstimator.k2)
+
+
 def test_trap_c7_the_penalty_moves_the_credit_or_the_loss_and_never_both():
     data = random_batch(2).select(["input_ids", "loss_mask", "logprobs", "ref_logprobs", "rewards"])
     other = data.with_tokens(ref_logprobs=torch.where(data["loss_mask"], data["ref_logprobs"] - 0.5, 0))
     moved = {}
     for place in KLPlace:
-        interface = PPOActorInterface(adv_norm=RAW, kl=KLPenalty(place, 0.5, KLEstimator.k2))
+        interface = PPOActorInterface(adv_norm=RAW, kl=penalty(place, 0.5))
         model = Model("actor", BigramEngine())
         credits = [interface.credit(model, x, MicroBatchSpec()) for x in (data, other)]
         # Test the loss alone, with the same given advantages.
@@ -432,7 +437,7 @@ def test_a_shared_critic_has_a_value_loss():
 def test_a_coefficient_is_reported_only_where_it_is_applied():
     data = random_batch(2).select(["input_ids", "loss_mask", "logprobs", "ref_logprobs", "rewards"])
     reported = {
-        place: train_once(PPOActorInterface(kl=KLPenalty(place, 0.3, KLEstimator.k2)), data, MicroBatchSpec()).metrics
+        place: train_once(PPOActorInterface(kl=penalty(place, 0.3)), data, MicroBatchSpec()).metrics
         for place in KLPlace
     }
     assert "kl_coef" not in reported[KLPlace.none]

@@ -1,7 +1,8 @@
-"""Test words that select a shipped class by its module."""
+"""Test words at the root of a component, such as `interfaces.actor=grpo`, and as the `_target_` of nested ones."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -11,8 +12,8 @@ from realign.cli.completion import completions
 from realign.config import build_experiment, compose
 from realign.config.construct import import_target
 from realign.config.errors import ConfigError
-from realign.config.files import experiments_dir, list_experiments
-from realign.config.module_words import spell_out, target_of, with_target
+from realign.config.files import experiments_dir
+from realign.config.places import spell_out, with_target
 from tests.config_parts import write_experiment
 
 REQUIRED = ["models.actor.path=m", "data.path=p.jsonl", "interfaces.reward.function=reward.py:score"]
@@ -38,24 +39,56 @@ evaluation:
         ("interfaces.actor", "grpo", "realign.interfaces.grpo.GRPOActorInterface"),
         ("interfaces.critic", "critic", "realign.interfaces.critic.PPOCriticInterface"),
         ("interfaces.actor", "kto", "realign.interfaces.kto.KTOInterface"),
-        ("evaluation.reward", "rule_reward", "realign.interfaces.rule_reward.RuleRewardInterface"),
-        ("evaluations.math.metrics.length", "rule_reward", "realign.interfaces.rule_reward.RuleRewardInterface"),
         ("data", "prompts", "realign.data.prompts.PromptData"),
-        ("calibration.data", "unpaired", "realign.data.unpaired.UnpairedData"),
+        ("data", "rewarded", "realign.data.unpaired.RewardedData"),
         ("models.critic", "shared_model", "realign.engines.shared_model.SharedModel"),
         ("models.actor", "transformers_model", "realign.engines.transformers_model.TransformersModel"),
         ("data", "grpo", None),
         ("interfaces.actor", "components", None),
         ("interfaces.actor", "none", None),
         ("interfaces.actor", "my.module.Class", None),
-        ("interfaces.actor.kl", "grpo", None),
-        ("rollout", "prompts", None),
+        ("rollout", "sync", None),
     ],
 )
-def test_a_word_is_the_module_of_the_class(key, word, path):
-    assert target_of(key, word) == path
+def test_a_word_at_the_root_of_a_component_is_the_module_of_the_class(key, word, path):
+    override = f"{key}={word}"
+    assert with_target(override) == (override if path is None else f"{key}._target_={path}")
     if path is not None:
         assert import_target(path, key).__name__ == path.rpartition(".")[2]
+
+
+@pytest.mark.parametrize(
+    ("word", "path"),
+    [
+        ("interfaces.actor.objective={_target_: gspo, low: 0.1}", "realign.interfaces.components.objectives.Gspo"),
+        ("interfaces.actor.advantage={_target_: gae, lam: 0.9}", "realign.interfaces.components.advantages.GAE"),
+        ("models.actor.trains={_target_: lora, rank: 2}", "realign.engines.Lora"),
+        ("evaluation={_target_: evaluation, every_steps: 3, data: {path: h.jsonl}}", "realign.runtime.Evaluation"),
+        ("data={_target_: prompts, limit: 3}", "realign.data.PromptData"),
+        ("runtime={_target_: local}", "realign.runtime.Local"),
+    ],
+)
+def test_a_component_with_fields_takes_a_word_in_files_and_on_the_command_line(tmp_path, word, path):
+    start = ["experiment=grpo", *REQUIRED]
+    by_path = build_experiment(compose([*start, re.sub(r"(?<=_target_: )\w+", path, word)])).resolved
+    assert build_experiment(compose([*start, word])).resolved == by_path
+    key, _, node = word.partition("=")
+    for name in reversed(key.split(".")):
+        node = f"{{{name}: {node}}}"
+    folder = write_experiment(tmp_path, text=f"defaults: [/experiment/grpo, _self_]\n{node[1:-1]}\n")
+    assert build_experiment(compose(["experiment=bigram", *REQUIRED], folder)).resolved == by_path
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("interfaces.actor.objective._target_=gsop", "interfaces.actor.objective: unknown choice 'gsop'; did you mean"),
+        ("evaluation.data={_target_: prompt, path: h.jsonl}", "evaluation.data: unknown choice 'prompt'; did you mean"),
+    ],
+)
+def test_a_misspelled_word_of_a_nested_component_is_an_error_that_names_the_nearest(override, message):
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
+        build_experiment(compose(["experiment=grpo", *REQUIRED, override]))
 
 
 @pytest.mark.parametrize(
@@ -69,8 +102,8 @@ def test_a_word_is_the_module_of_the_class(key, word, path):
             "interfaces.actor._target_=realign.interfaces.sft.SFTInterface,realign.interfaces.raft.RAFTActorInterface",
         ),
         (
-            "evaluation.data={path: 'a,b', _target_: prompts, limit: 4}",
-            "evaluation.data={path: 'a,b', _target_: realign.data.prompts.PromptData, limit: 4}",
+            "data={path: 'a,b', _target_: prompts, limit: 4}",
+            "data={path: 'a,b', _target_: realign.data.prompts.PromptData, limit: 4}",
         ),
         *((same, same) for same in ("interfaces.actor=nothing", "data=null", "~data", "interfaces.actor={a: 1}")),
         *((same, same) for same in ("rollout=async", "data.path=prompts", "experiment=grpo", "data=grpo,prompts")),
@@ -105,11 +138,9 @@ def test_a_word_of_a_higher_layer_replaces_the_class_and_keeps_what_both_have():
     assert made.resolved["graph"]["_target_"] == "realign.interfaces.ppo.dataflow"
 
 
-def test_shipped_experiments_write_words_where_a_word_exists():
-    for name in list_experiments():
-        text = (experiments_dir() / "experiment" / f"{name}.yaml").read_text()
-        assert "_target_: realign.interfaces." not in text.replace("realign.interfaces.components", ""), name
-        assert "TransformersModel" not in text
+def test_shipped_files_write_words_for_shipped_components():
+    for path in experiments_dir().rglob("*.yaml"):
+        assert "_target_: realign." not in path.read_text(), path
 
 
 def test_words_need_no_torch_and_complete_as_classes_do():
@@ -122,5 +153,5 @@ def test_words_need_no_torch_and_complete_as_classes_do():
 def test_a_file_keeps_what_is_no_word():
     values = {"interfaces": {"actor": "${x}"}, "data": "nothing", "models": {"actor": {"_target_": "my.Model"}}}
     before = {key: dict(value) if isinstance(value, dict) else value for key, value in values.items()}
-    assert spell_out(values) == {}
+    spell_out(values)
     assert values == before
