@@ -1,12 +1,16 @@
-"""Arguments of the command line: options, a command, and overrides in the notations that people try first."""
+"""Arguments of the command line: commands, their options, and overrides in the notations that people try first.
+
+The shell waits for this module at every press of the tab key, so it imports neither torch nor OmegaConf.
+"""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 from realign.config.aliases import is_name, translate
 from realign.config.command_line import prepare
@@ -17,10 +21,44 @@ from realign.config.files import GROUPS
 if TYPE_CHECKING:
     from realign.config.composition import Composed
 
+T = TypeVar("T")
+
+
+class Command(NamedTuple):
+    """A command of `realign`."""
+
+    function: str
+    """Module in `realign.cli` and function, which receives the arguments and the words after the command."""
+    flags: tuple[str, ...] = ()
+    """Options that apply to this command, and not to every one."""
+    settings: str = ""
+    """Class of its settings such as `plan.devices=8`; empty if it has none."""
+
+
 TRAIN = "train"
 """The default command."""
-COMMANDS_WITH_OPTIONS = ("plan", "profile", "view", "eval")
-"""Commands with options such as `plan.devices=8`."""
+COMMANDS: Mapping[str, Command] = MappingProxyType(
+    {
+        TRAIN: Command("train:train", ("config_dir", "multirun", "cfg", "info")),
+        "check": Command("check:check", ("config_dir",)),
+        "graph": Command("commands:graph", ("config_dir", "format", "out")),
+        "plan": Command("plan:plan", ("config_dir",), "realign.planning.options.PlanOptions"),
+        "profile": Command("profile:profile", ("config_dir",), "realign.runtime.profiling.ProfileOptions"),
+        "chat": Command("chat:chat"),
+        "eval": Command("evaluate:evaluate", ("config_dir", "out"), "realign.cli.evaluate.EvalOptions"),
+        "serve": Command("serve:serve"),
+        "export": Command("export:export", ("to", "merge", "push")),
+        "report": Command("report:report", ("out",)),
+        "view": Command("report:view", (), "realign.report.server.ViewOptions"),
+        "compare": Command("report:compare"),
+        "replay": Command("replay:replay", ("out", "break_in")),
+        "fork": Command("replay:fork_words"),
+        "bisect": Command("replay:bisect", ("run", "tolerance")),
+        "help": Command("commands:describe_keys", ("config_dir",)),
+    }
+)
+ON_EXPERIMENT = (TRAIN, "check", "graph", "plan", "profile")
+"""Commands that need overrides, which select an experiment."""
 SWEEPS = ("-m", "--multirun")
 
 
@@ -33,27 +71,22 @@ class _Parser(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the options. Words without dashes are commands and overrides."""
-    found = _Parser(prog="realign", add_help=False, allow_abbrev=False)
-    found.add_argument("words", nargs="*")
-    found.add_argument("--help", "-h", action="store_true")
-    found.add_argument("--version", action="store_true")
-    found.add_argument("--debug", action="store_true")
-    found.add_argument("--config-dir", "-cd")
-    found.add_argument("--multirun", "-m", action="store_true")
-    found.add_argument("--cfg", "-c", choices=("job", "hydra", "all"))
-    found.add_argument("--resolve", action="store_true")
-    found.add_argument("--package", "-p")
-    found.add_argument("--info", "-i", nargs="?", const="all")
-    found.add_argument("--format", choices=("text", "mermaid", "svg"))
-    found.add_argument("--out")
-    found.add_argument("--to")
-    found.add_argument("--merge", action="store_true")
-    found.add_argument("--push")
-    found.add_argument("--break", dest="break_in")
-    found.add_argument("--run")
-    found.add_argument("--tolerance", type=float, default=0.0)
-    found.add_argument("--shell-completion", choices=("bash", "zsh", "fish"))
-    return found
+    reader = _Parser(prog="realign", add_help=False, allow_abbrev=False)
+    add = reader.add_argument
+    add("words", nargs="*")
+    for switch in (("--help", "-h"), ("--version",), ("--debug",), ("--multirun", "-m"), ("--resolve",), ("--merge",)):
+        add(*switch, action="store_true")
+    for option in ("--out", "--to", "--push", "--run"):
+        add(option)
+    add("--config-dir", "-cd")
+    add("--package", "-p")
+    add("--break", dest="break_in")
+    add("--tolerance", type=float, default=0.0)
+    add("--cfg", "-c", choices=("job", "hydra", "all"))
+    add("--info", "-i", nargs="?", const="all")
+    add("--format", choices=("text", "mermaid", "svg"))
+    add("--shell-completion", choices=("bash", "zsh", "fish"))
+    return reader
 
 
 def read_arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -80,24 +113,94 @@ def with_overrides_for_flags(argv: Sequence[str]) -> list[str]:
     that the parser reports unknown options.
     """
     known = options()
-    found: list[str] = []
+    words: list[str] = []
     waiting = list(argv)
     while waiting:
         word = waiting.pop(0)
         name, equals, value = word.removeprefix("--").partition("=")
         if word == "--config-dir" and waiting:  # its value may be any text
-            found += [word, waiting.pop(0)]
+            words += [word, waiting.pop(0)]
             continue
         key = _key(name)
         if not word.startswith("--") or f"--{name}" in known or key is None:
-            found.append(word)
+            words.append(word)
         elif equals:
-            found.append(f"{key}={value}")
+            words.append(f"{key}={value}")
         elif waiting and _is_value(waiting[0]):
-            found.append(f"{key}={waiting.pop(0)}")
+            words.append(f"{key}={waiting.pop(0)}")
         else:
-            found.append(f"{key}=true")
-    return found
+            words.append(f"{key}=true")
+    return words
+
+
+def check_flags(command: str, args: argparse.Namespace) -> None:
+    """Check that the options of a command line apply to its command.
+
+    Raises:
+        ConfigError: one does not apply. The message names the commands to which it does.
+    """
+    for flag in dict.fromkeys(flag for known in COMMANDS.values() for flag in known.flags):
+        if getattr(args, flag) and flag not in COMMANDS[command].flags:
+            others = " and ".join(f"realign {name}" for name, known in COMMANDS.items() if flag in known.flags)
+            shown = flag.removesuffix("_in").replace("_", "-")
+            raise ConfigError(f"--{shown} does not apply to realign {command}; it applies to {others}")
+
+
+def split_options(command: str, cls: type[T], words: Sequence[str]) -> tuple[T, list[str]]:
+    """Return the settings of a command, such as `plan.devices=8`, and the remaining words.
+
+    Args:
+        command: Name of the command. Its settings begin with it and a period.
+        cls: Dataclass of the settings.
+        words: Overrides and settings.
+
+    Raises:
+        ConfigError: a setting is unknown, or its value is invalid. The message names the setting.
+    """
+    from realign.config.construct import fill
+
+    own = [word for word in words if word.startswith(f"{command}.")]
+    if wrong := [word for word in own if "=" not in word]:
+        raise ConfigError(f"{wrong[0]}: an option has a value, such as {wrong[0]}=1.")
+    values = _values([word.removeprefix(f"{command}.") for word in own])
+    return fill(cls, values, command), [word for word in words if word not in own]
+
+
+def settings_of(command: str, cls: type[T], words: Sequence[str]) -> T:
+    """Return the settings of a command on one model: `MODEL key=value ...`.
+
+    Args:
+        command: Name of the command, for messages.
+        cls: Dataclass of the settings, with the model spec as the field `model`.
+        words: The command line after the command.
+
+    Raises:
+        ConfigError: the command line names no model or several, or a key or value is invalid.
+    """
+    from realign.cli.export import model_or_run
+    from realign.config.construct import fill
+
+    paths = [word for word in words if "=" not in word]
+    if len(paths) != 1:
+        raise ConfigError(
+            f"realign {command} expects one model (a folder or hub name) and key=value settings, found {paths}"
+        )
+    values = _values([word for word in words if "=" in word])
+    model = values.get("model", {})
+    values["model"] = {"path": model_or_run(command, paths[0]), **(model if isinstance(model, Mapping) else {})}
+    return fill(cls, values, "")
+
+
+def _values(words: Sequence[str]) -> dict[str, Any]:
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        values = OmegaConf.to_container(OmegaConf.from_dotlist(list(words)))
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{' '.join(words)}: {error}") from error
+    assert isinstance(values, dict)
+    return {str(name): value for name, value in values.items()}
 
 
 def composed_line(words: Sequence[str], config_dir: str | None, base: str | None = None) -> Composed:
@@ -150,8 +253,9 @@ def _key(name: str) -> str | None:
     """Return the config key of a flag's name; None if there is none."""
     first, dot, rest = name.partition(".")
     first = first.replace("-", "_")
-    known = first in _roots() or is_name(f"{first}{dot}{rest}") or (dot and first in COMMANDS_WITH_OPTIONS)
-    return f"{first}{dot}{rest}" if known else None
+    key = f"{first}{dot}{rest}"
+    is_setting = bool(dot) and first in COMMANDS and COMMANDS[first].settings
+    return key if first in _roots() or is_name(key) or is_setting else None
 
 
 def _is_value(word: str) -> bool:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import argparse
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
+from transformers.utils.logging import disable_progress_bar
+
 from realign.api import GenerationConfig, Model, SequenceSample, derive_seed
-from realign.cli.command_options import settings_of
+from realign.cli.arguments import settings_of
 from realign.config.errors import ConfigError
 from realign.data import Template
 from realign.data.encoding import encode, start_tokens
@@ -91,6 +96,20 @@ class Chat:
         if not max(1, shortest) <= room < self.generation.max_new_tokens:
             return self.generation
         return replace(self.generation, max_new_tokens=room)
+
+
+def chat(args: argparse.Namespace, words: Sequence[str]) -> int:
+    """Run `realign chat`: answer each line until the end of the input."""
+    conversation = chat_of(words)
+    disable_progress_bar()
+    conversation.talk(_typed_lines() if sys.stdin.isatty() else map(str.rstrip, sys.stdin), print)
+    return 0
+
+
+def _typed_lines() -> Iterator[str]:
+    with suppress(EOFError):
+        while True:
+            yield input("> ")
 
 
 def chat_of(words: Sequence[str]) -> Chat:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
 import shutil
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import cache
 from pathlib import Path
@@ -14,16 +15,19 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.table import Table
+from transformers.utils.logging import disable_progress_bar
 
 from realign.api import SequenceSample
+from realign.api.memory import RoleMemory
 from realign.api.rewards import total_rewards
-from realign.cli.memory_table import print_memory, summary, warn_memory
+from realign.cli.train import built, print_derived
 from realign.draw import to_text
 from realign.engines.shared_model import shared_roles
 from realign.runtime import Experiment, LocalRuntime
 from realign.runtime.calls import call
-from realign.runtime.checks.before_loading import writable
-from realign.runtime.checks.device_estimate import estimate, free_memory, longest_prompt
+from realign.runtime.checks.before_loading import check_ready, writable
+from realign.runtime.checks.device_estimate import DeviceEstimate, estimate, free_memory, longest_prompt, show
 from realign.runtime.metrics.samples import show_row, spoken
 from realign.runtime.resume import find_start
 from realign.runtime.run_checkpoints import check_frozen, frozen_weights, restore
@@ -32,14 +36,29 @@ from realign.runtime.run_experiment import cluster_for, open_runtime
 ROWS = 2
 RESPONSES = 3  # responses shown per prompt
 GIB = 2**30
+KINDS = ("weights", "optimizer", "gradients", "activations", "head", "KV cache", "rollout", "peak of a call")
+"""Rows of the memory table."""
+
+
+def check(args: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Run `realign check`: everything except training."""
+    console = Console()
+    with counted_warnings() as shown:
+        experiment = built(overrides, args.config_dir)
+        check_ready(experiment)
+        print_derived(experiment, console)
+        disable_progress_bar()
+        preflight(experiment, console)
+    console.print(f"\n{verdict(len(shown))}", markup=False, highlight=False, soft_wrap=True)
+    return 0
 
 
 def verdict(n: int) -> str:
     """Return the last line of the check."""
     if not n:
         return "All good: nothing was trained, nothing was written."
-    found = "1 warning" if n == 1 else f"{n} warnings"
-    return f"Finished with {found} (see above): nothing was trained, nothing was written."
+    count = "1 warning" if n == 1 else f"{n} warnings"
+    return f"Finished with {count} (see above): nothing was trained, nothing was written."
 
 
 @contextmanager
@@ -85,15 +104,15 @@ def preflight(experiment: Experiment, console: Console) -> None:
     print_memory(console, estimate(experiment, free=free), longest_prompt(experiment))
     start = find_start(experiment)
     if experiment.resume is not None:
-        found = "no checkpoint: the run would start from step 0" if start is None else f"from {start.checkpoint.path}"
-        say(f"\nResume\n  {found}")
+        source = "no checkpoint: the run would start from step 0" if start is None else f"from {start.checkpoint.path}"
+        say(f"\nResume\n  {source}")
     with cluster_for(experiment), closing(open_runtime(experiment)) as runtime:
         if start is not None:
             check_frozen(start.state["frozen"], frozen_weights(runtime))
             restore(runtime, start.state, experiment.resume_skip)
         held_out = sum(map(len, runtime.datasets.held_out.values()))
-        kept = f", {held_out:,} held out for evaluation" if held_out else ""
-        say(f"\nData\n  {runtime.dataset.describe()}{kept}")
+        others = f", {held_out:,} held out for evaluation" if held_out else ""
+        say(f"\nData\n  {runtime.dataset.describe()}{others}")
         longest = longest_of_data(runtime)
         devices = estimate(experiment, longest, free)
         if longest is not None:
@@ -115,6 +134,60 @@ def preflight(experiment: Experiment, console: Console) -> None:
         warn_of_equal_rewards(runtime, batch)
 
 
+def print_memory(console: Console, devices: Sequence[DeviceEstimate], prompt: int) -> None:
+    """Print the estimate of each role and device, and warn about devices that are too small for the weights.
+
+    Args:
+        console: where to print.
+        devices: the estimates.
+        prompt: length of the longest prompt that the estimate assumes, in tokens.
+    """
+    if not devices:
+        return
+    table = Table(
+        title=f"Memory (estimate, prompts of up to {prompt:,} tokens)", title_justify="left", box=None, pad_edge=False
+    )
+    rows = [(role, cells(memory)) for device in devices for role, memory in device.roles.items()]
+    for role in ("", *(role for role, _ in rows)):
+        table.add_column(role, justify="right" if role else "left", overflow="fold")
+    for i, kind in enumerate(KINDS):
+        table.add_row(kind, *(values[i] for _, values in rows))
+    console.print()
+    console.print(table)
+    for device in devices:
+        console.print(summary(device), markup=False, highlight=False, soft_wrap=True)
+    warn_memory(device for device in devices if not device.holds_weights)
+
+
+def warn_memory(devices: Iterable[DeviceEstimate]) -> None:
+    """Warn about devices that are too small."""
+    for device in devices:
+        for problem in device.problems():
+            warnings.warn(problem, stacklevel=2)
+
+
+def cells(role: RoleMemory) -> list[str]:
+    """Return the sizes of a role, in the order of `KINDS`; empty where a role needs nothing."""
+    sizes = (
+        role.weights + role.references,
+        role.moments + role.average,
+        role.gradients,
+        role.activations or role.scoring,
+        role.head,
+        role.cache,
+        role.rollout_weights + role.rollout_work,
+        role.passing,
+    )
+    return [show(size) if size else "" for size in sizes]
+
+
+def summary(device: DeviceEstimate) -> str:
+    """Return the line of a device: memory between calls, peak and free memory."""
+    processes = f" in {device.processes} processes" if device.processes > 1 else ""
+    free = "" if device.free is None else f", {show(device.free)} free"
+    return f"{device.device}{processes}: {show(device.kept)} between calls, peak {show(device.peak)}{free}"
+
+
 def warn_of_equal_rewards(runtime: LocalRuntime, batch: SequenceSample) -> None:
     """Warn if all sampled responses fail alike, with a reward of 0 or less: nothing distinguishes better ones."""
     if not any(rpc.method == "generate" for rpc in runtime.graph.leading_to("rewards")) or "rewards" not in batch:
@@ -133,11 +206,11 @@ def warn_of_equal_rewards(runtime: LocalRuntime, batch: SequenceSample) -> None:
 
 def longest_of_data(runtime: LocalRuntime) -> int | None:
     """Return the length of the longest prompt of the data, or row if nothing is sampled; None for unread rows."""
-    found = [runtime.dataset, *runtime.datasets.held_out.values()]
-    if any(dataset.size is None for dataset in found):
+    datasets = [runtime.dataset, *runtime.datasets.held_out.values()]
+    if any(dataset.size is None for dataset in datasets):
         return None
     if runtime.experiment.longest_response:
-        return max(dataset.longest_sequence for dataset in found) or None
+        return max(dataset.longest_sequence for dataset in datasets) or None
     return runtime.dataset.longest_row or None
 
 

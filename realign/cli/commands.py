@@ -1,4 +1,4 @@
-"""Commands of `realign`: compose the config, build the objects, start the runtime. Imports torch and Hydra lazily."""
+"""The `realign` command line: read it, and call the function of its command. Imports torch and Hydra lazily."""
 
 from __future__ import annotations
 
@@ -6,26 +6,22 @@ import argparse
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from realign.cli import report
-from realign.cli.arguments import TRAIN, command_words, composed_line, read_arguments, without_names
-from realign.cli.exit_codes import full_errors, guarded, plain_warnings
-from realign.cli.replay import bisect, fork_words, replay
-from realign.cli.train import (
-    alone,
-    build,
-    is_one_of_many,
-    on_ranks,
-    print_derived,
-    quiet_transformers,
-    terminated_by_exception,
-    train,
+from realign.cli.arguments import (
+    COMMANDS,
+    ON_EXPERIMENT,
+    TRAIN,
+    check_flags,
+    command_words,
+    read_arguments,
+    without_names,
 )
+from realign.cli.exit_codes import full_errors, guarded, plain_warnings
+from realign.cli.train import alone, built, is_one_of_many, on_ranks, terminated_by_exception
 from realign.config.aliases import COMMANDS as OTHER_COMMANDS
 from realign.config.command_line import is_file
 from realign.config.errors import ConfigError, suggest
@@ -34,14 +30,9 @@ from realign.version import installed_version
 
 if TYPE_CHECKING:
     from realign.cli.train import Start
-    from realign.runtime import Experiment
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """Environment variables that configure the memory allocator of torch."""
-OWN_COMMANDS = (
-    *(TRAIN, "help", "chat", "eval", "serve", "export", "report", "view", "compare", "replay", "fork", "bisect"),
-)
-"""Commands besides `COMMANDS`."""
 COMPLETE = "--complete"
 """First argument of a call by a completion script."""
 MENU = """\
@@ -142,11 +133,8 @@ def _of_all_ranks(args: list[str], debug: bool) -> int:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # so that `_target_` can name a class in a file of the current folder
     if args[:1] == ["fork"]:
-        if is_one_of_many():
-            raise ConfigError(
-                "realign fork runs in one process. Under torchrun, set resume=RUN/checkpoints/step_N, output_dir, and "
-                "resume_allow=[...] with the changed keys."
-            )
+        from realign.cli.replay import fork_words
+
         args = fork_words(args[1:])
     words = command_words(args)
     if is_one_of_many():
@@ -156,48 +144,34 @@ def _of_all_ranks(args: list[str], debug: bool) -> int:
 
 def _dispatch(argv: list[str], start: Start) -> int:
     if argv[:1] == [COMPLETE]:
-        return complete(argv[1:])
+        from realign.cli.completion import completions
+
+        return _say(*completions(argv[1] if argv[1:] else ""))
     args = read_arguments(argv)
     if args.shell_completion:
-        return shell_completion(args.shell_completion)
+        from realign.cli.completion import script
+
+        return _say(script(args.shell_completion))
     if args.version:
-        _say(installed_version())
-        return 0
+        return _say(installed_version())
     if args.help:
-        keys = [word for word in args.words if word not in (*COMMANDS, *OWN_COMMANDS)]
-        return show_key_help(args, keys) if keys else show_help(args)
-    command, overrides = _command_of(args.words)
-    if command == "help":
-        return show_key_help(args, overrides)
-    if (command != "graph" and args.format) or (command not in ("graph", "report", "eval", "replay") and args.out):
-        raise ConfigError("--format applies only to realign graph, and --out to realign graph, report, eval and replay")
-    if (args.break_in and command != "replay") or ((args.run or args.tolerance) and command != "bisect"):
-        raise ConfigError("--break applies only to realign replay, and --run and --tolerance to realign bisect")
-    if command != "export" and (args.to or args.merge or args.push):
-        raise ConfigError("--to, --merge and --push apply only to realign export")
-    if command != TRAIN and (args.multirun or args.cfg or args.info):
-        raise ConfigError(f"--multirun, --cfg and --info do not apply to realign {command}")
+        keys = [word for word in args.words if word not in COMMANDS]
+        folder = Path(args.config_dir) if args.config_dir else None
+        return describe_keys(args, keys) if keys else _say(help_text(folder))
+    command, words = _command_of(args.words)
+    check_flags(command, args)
     if not argv:
-        _say(MENU)
-        return 0
-    if command == "chat":
-        return chat(args, overrides)
-    if command == "eval":
-        return evaluate(args, overrides)
-    if command == "serve":
-        return serve(args, overrides)
-    if command == "export":
-        return export(args, overrides)
-    if command in REPORTS:
-        return REPORTS[command](args, overrides)
-    if not overrides and not (args.cfg or args.info):
+        return _say(MENU)
+    if command in ON_EXPERIMENT and not (words or args.cfg or args.info):
         raise ConfigError("no overrides. Start from experiment=NAME; `realign --help` lists the experiments.")
     if args.multirun:
         from realign.cli.sweep import sweep
 
         with terminated_by_exception():
-            return sweep(overrides, args.config_dir, start, args.debug or full_errors())
-    return train(args, overrides, start) if command == TRAIN else COMMANDS[command](args, overrides)
+            return sweep(words, args.config_dir, start, args.debug or full_errors())
+    module, _, name = COMMANDS[command].function.partition(":")
+    function = getattr(import_module(f"realign.cli.{module}"), name)
+    return int(function(args, words, start) if command == TRAIN else function(args, words))
 
 
 def _command_of(words: Sequence[str]) -> tuple[str, list[str]]:
@@ -210,36 +184,25 @@ def _command_of(words: Sequence[str]) -> tuple[str, list[str]]:
     if not rest or "=" in rest[0] or rest[0].startswith("~") or is_file(rest[0]):
         return TRAIN, rest
     command = rest.pop(0)
-    known = [*OWN_COMMANDS, *COMMANDS]
-    if command in known:
+    if command in COMMANDS:
         return command, rest
     if command in OTHER_COMMANDS:
         raise ConfigError(f"realign has no command {command!r}: {OTHER_COMMANDS[command]}")
-    raise ConfigError(f"unknown command {command!r}{suggest(command, known)}; overrides are key=value")
+    raise ConfigError(f"unknown command {command!r}{suggest(command, COMMANDS)}; overrides are key=value")
 
 
 def help_text(config_dir: Path | None = None) -> str:
     """Return the text of `realign --help`. Imports neither torch nor Hydra."""
     groups = {"experiments": list_experiments(config_dir), "algorithms": list_algorithms(config_dir)}
-    width = max((len(name) for found in groups.values() for name in found), default=0)
+    width = max((len(name) for files in groups.values() for name in files), default=0)
     lines = {
-        group: "\n".join(f"  {name:<{width}}  {line}".rstrip() for name, line in found.items())
-        for group, found in groups.items()
+        group: "\n".join(f"  {name:<{width}}  {line}".rstrip() for name, line in files.items())
+        for group, files in groups.items()
     }
     return HELP.format(**lines)
 
 
-def _built(args: argparse.Namespace, overrides: Sequence[str]) -> Experiment:
-    return build(composed_line(overrides, args.config_dir).resolve())
-
-
-def show_help(args: argparse.Namespace) -> int:
-    """Run `realign --help`: print commands, options, experiments and algorithms."""
-    _say(help_text(Path(args.config_dir) if args.config_dir else None))
-    return 0
-
-
-def show_key_help(args: argparse.Namespace, words: Sequence[str]) -> int:
+def describe_keys(args: argparse.Namespace, words: Sequence[str]) -> int:
     """Run `realign help [overrides] [KEY]`: describe config keys."""
     from realign.config.help import key_help
 
@@ -247,28 +210,10 @@ def show_key_help(args: argparse.Namespace, words: Sequence[str]) -> int:
     prepared = without_names(overrides, args.config_dir) if overrides else []
     keys = [word for word in words if word not in overrides]
     folder = Path(args.config_dir) if args.config_dir else None
-    _say(key_help([*prepared, *keys], folder, min(shutil.get_terminal_size().columns, 110)))
-    return 0
+    return _say(key_help([*prepared, *keys], folder, min(shutil.get_terminal_size().columns, 110)))
 
 
-def shell_completion(shell: str) -> int:
-    """Run `realign --shell-completion SHELL`: print the script that the shell evaluates."""
-    from realign.cli.completion import script
-
-    _say(script(shell))
-    return 0
-
-
-def complete(words: Sequence[str]) -> int:
-    """Print the completions of the last word of a command line, for the scripts of `shell_completion`."""
-    from realign.cli.completion import completions
-
-    for one in completions(words[0] if words else ""):
-        _say(one)
-    return 0
-
-
-def show_graph(args: argparse.Namespace, overrides: list[str]) -> int:
+def graph(args: argparse.Namespace, overrides: list[str]) -> int:
     """Run `realign graph`: print the graph, or write it to a file whose extension selects the format."""
     from realign.draw import FORMATS
     from realign.engines.shared_model import shared_roles
@@ -281,122 +226,18 @@ def show_graph(args: argparse.Namespace, overrides: list[str]) -> int:
             f"--out {args.out}: no format has the extension {ending!r}. Set --format, or use one of {known}."
         )
     form = args.format or endings[ending]
-    experiment = _built(args, overrides)
+    experiment = built(overrides, args.config_dir)
     drawn = FORMATS[form](experiment.graph, shared_roles(experiment.models))
     if args.out is None:
-        _say(drawn.rstrip("\n"))
-        return 0
+        return _say(drawn.rstrip("\n"))
     Path(args.out).parent.mkdir(parents=True, exist_ok=True)
     Path(args.out).write_text(drawn, encoding="utf-8")
     return 0
 
 
-def check(args: argparse.Namespace, overrides: list[str]) -> int:
-    """Run `realign check`: everything except training."""
-    from rich.console import Console
-
-    from realign.cli.check import counted_warnings, preflight, verdict
-    from realign.runtime.checks.before_loading import check_ready
-
-    console = Console()
-    with counted_warnings() as shown:
-        experiment = _built(args, overrides)
-        check_ready(experiment)
-        print_derived(experiment, console)
-        quiet_transformers()
-        preflight(experiment, console)
-    console.print(f"\n{verdict(len(shown))}", markup=False, highlight=False, soft_wrap=True)
+def _say(*lines: str) -> int:
+    print(*lines, sep="\n", end="\n" if lines else "")
     return 0
-
-
-def plan(args: argparse.Namespace, overrides: list[str]) -> int:
-    """Run `realign plan`: predict the throughput and memory of placements."""
-    from rich.console import Console
-
-    from realign.cli.command_options import split_options
-    from realign.cli.plan import plan_and_print
-    from realign.planning.options import PlanOptions
-
-    options, overrides = split_options("plan", PlanOptions, overrides)
-    composed = composed_line(overrides, args.config_dir)
-    plan_and_print(build(composed.resolve()), options, composed.overrides, Console())
-    return 0
-
-
-def profile(args: argparse.Namespace, overrides: list[str]) -> int:
-    """Run `realign profile`: run a few steps under the torch profiler."""
-    from rich.console import Console
-
-    from realign.cli.command_options import split_options
-    from realign.cli.profile import profile_and_print
-    from realign.runtime.profiling import ProfileOptions
-
-    options, overrides = split_options("profile", ProfileOptions, overrides)
-    quiet_transformers()
-    profile_and_print(_built(args, overrides), options, Console())
-    return 0
-
-
-def chat(args: argparse.Namespace, words: list[str]) -> int:
-    """Run `realign chat`: answer each line until the end of the input."""
-    from realign.cli.chat import chat_of
-
-    if args.config_dir:
-        raise ConfigError("--config-dir does not apply to realign chat, which has no experiment")
-    conversation = chat_of(words)
-    quiet_transformers()
-    conversation.talk(_typed_lines() if sys.stdin.isatty() else map(str.rstrip, sys.stdin), _say)
-    return 0
-
-
-def evaluate(args: argparse.Namespace, words: list[str]) -> int:
-    """Run `realign eval`: evaluate a saved model."""
-    from realign.cli import evaluate as command
-
-    return command.evaluate(args, words)
-
-
-def serve(args: argparse.Namespace, words: list[str]) -> int:
-    """Run `realign serve`: serve a model until a signal."""
-    from realign.cli.serve import serve_of
-
-    if args.config_dir:
-        raise ConfigError("--config-dir does not apply to realign serve, which has no experiment")
-    settings = serve_of(words)
-    quiet_transformers()
-    settings.run(_say)
-    return 0
-
-
-def export(args: argparse.Namespace, words: list[str]) -> int:
-    """Run `realign export`: write a saved model for other programs, and push it to the hub."""
-    from realign.cli.export import Export
-
-    if len(words) != 1 or args.config_dir:
-        raise ConfigError(f"realign export expects one run or model folder, found {words or 'none'}")
-    quiet_transformers()
-    Export(words[0], None if args.to is None else Path(args.to), args.merge, args.push).run(_say)
-    return 0
-
-
-def _typed_lines() -> Iterator[str]:
-    with suppress(EOFError):
-        while True:
-            yield input("> ")
-
-
-def _say(text: str) -> None:
-    print(text)
-
-
-COMMANDS: Mapping[str, Callable[[argparse.Namespace, list[str]], int]] = MappingProxyType(
-    {"graph": show_graph, "check": check, "plan": plan, "profile": profile}
-)
-"""Commands on the config of one run."""
-REPORTS: Mapping[str, Callable[[argparse.Namespace, list[str]], int]] = MappingProxyType(
-    {"report": report.report, "view": report.view, "compare": report.compare, "replay": replay, "bisect": bisect}
-)
-"""Commands on the folders of runs."""
 
 
 if __name__ == "__main__":

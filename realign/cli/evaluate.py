@@ -13,9 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from realign.cli.arguments import composed_line
-from realign.cli.command_options import model_or_run, split_options
-from realign.cli.train import build, is_one_of_many, quiet_transformers
+from transformers.utils.logging import disable_progress_bar
+
+from realign.cli.arguments import composed_line, split_options
+from realign.cli.export import model_or_run
+from realign.cli.train import build, is_one_of_many
 from realign.config.command_line import is_file, quoted_text
 from realign.config.errors import ConfigError, suggest
 from realign.config.experiment import as_node
@@ -91,7 +93,7 @@ def evaluate(args: argparse.Namespace, words: Sequence[str]) -> int:
         raise ConfigError("realign eval: it runs in one process. Start it without torchrun.")
     request = read_request(args, words)
     keys, console = request.keys, Console()
-    quiet_transformers()
+    disable_progress_bar()
     if (request.out / RESULTS).exists() and not request.experiment.overwrite:
         raise ConfigError(
             f"{str(request.out)!r} contains an earlier result. Choose another folder with --out, or set overwrite=true."

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
+
+from transformers.utils.logging import disable_progress_bar
 
 from realign.cli.model_card import model_card
 from realign.engines.files.adapters import CONFIG, AdapterFolder, absolute, find_adapter
@@ -119,6 +122,24 @@ class Export:
         _write_tokenizer(new, source)
         name = self.push or (self.to.name if self.to is not None else "")
         (new / CARD).write_text(model_card(name, folder, new, adapter), encoding="utf-8")
+
+
+def export(args: argparse.Namespace, words: Sequence[str]) -> int:
+    """Run `realign export`: write a saved model for other programs, and push it to the hub."""
+    if len(words) != 1:
+        raise ConfigError(f"realign export expects one run or model folder, found {words or 'none'}")
+    disable_progress_bar()
+    Export(words[0], None if args.to is None else Path(args.to), args.merge, args.push).run(print)
+    return 0
+
+
+def model_or_run(command: str, path: str) -> str:
+    """Return the model of a command: a model folder or hub name as it is, and the final model of a run folder.
+
+    Raises:
+        RealignError: the run has several models, or the folder contains no model.
+    """
+    return str(model_folder(path, command)) if Path(path).expanduser().is_dir() else path
 
 
 def model_folder(source: str, command: str = "export") -> Path:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Sequence
 from contextlib import closing
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from transformers.utils.logging import disable_progress_bar
 
-from realign.cli.train import is_one_of_many
+from realign.cli.arguments import split_options
+from realign.cli.train import built, is_one_of_many
 from realign.errors import ConfigError
-from realign.runtime import Experiment
 from realign.runtime.checkpoint.random_generators import seed_random
 from realign.runtime.profiling import TRACE, ProfileOptions, StepProfile, profile_steps
 from realign.runtime.resume import find_start
@@ -21,13 +24,16 @@ FOLDER = "profile"
 """Folder of the trace in the folder of the run."""
 
 
-def profile_and_print(experiment: Experiment, options: ProfileOptions, console: Console) -> None:
-    """Run steps from the start or from a checkpoint, and print the summary. Saves no model and no metrics.
+def profile(args: argparse.Namespace, words: Sequence[str]) -> int:
+    """Run `realign profile`: run steps from the start or from a checkpoint, and print their times. Saves nothing else.
 
     Raises:
         ConfigError: the command runs under torchrun, or the run has too few steps.
         RealignError: the run cannot be loaded or resumed.
     """
+    options, overrides = split_options("profile", ProfileOptions, words)
+    disable_progress_bar()
+    experiment, console = built(overrides, args.config_dir), Console()
     if is_one_of_many():
         raise ConfigError("realign profile: it profiles one process. Start it without torchrun.")
     start = find_start(experiment)
@@ -40,11 +46,12 @@ def profile_and_print(experiment: Experiment, options: ProfileOptions, console: 
             restore(runtime, start.state, experiment.resume_skip)
             runtime.batches_ahead = runtime.prompts.drawn - start.step
         with console.status(f"running {options.last} steps"):
-            profile = profile_steps(runtime, options, done, folder)
-    console.print(profile_table(profile))
+            steps = profile_steps(runtime, options, done, folder)
+    console.print(profile_table(steps))
     if experiment.runtime.starts_workers:
         console.print("Operators run in worker processes, and are not in the trace.", soft_wrap=True)
     console.print(f"\nTrace: {folder / TRACE} (open it in ui.perfetto.dev)", markup=False, soft_wrap=True)
+    return 0
 
 
 def profile_table(profile: StepProfile) -> Table:
@@ -61,6 +68,3 @@ def profile_table(profile: StepProfile) -> Table:
         top = ", ".join(f"{name} {seconds:.2g}" for name, seconds in call.operators.items())
         table.add_row(call.name, f"{call.seconds:.3g}", f"{100 * call.fraction:.0f}", rate, Text(top or "-"))
     return table
-
-
-__all__ = ["profile_and_print", "profile_table"]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from realign.cli.arguments import composed_line
-from realign.cli.train import build, quiet_transformers
+from realign.cli.train import build, is_one_of_many
 from realign.config.command_line import quoted_text
 from realign.config.errors import ConfigError
 from realign.errors import CheckpointError
@@ -65,6 +65,11 @@ def fork_words(words: Sequence[str]) -> list[str]:
     """
     from realign.runtime.replay import last_checkpoint
 
+    if is_one_of_many():
+        raise ConfigError(
+            "realign fork runs in one process. Under torchrun, set resume=RUN/checkpoints/step_N, output_dir, and "
+            "resume_allow=[...] with the changed keys."
+        )
     overrides = [word for word in words if "=" in word or word.startswith("~")]
     run, step = _run_and_step("fork", [word for word in words if word not in overrides])
     keys = [word.lstrip("+~").partition("=")[0] for word in overrides]
@@ -185,10 +190,11 @@ def _bisect_by_command(args: argparse.Namespace, words: Sequence[str]) -> int:
 def _replayed(run: Path, step: int, break_in: str | None = None) -> ReplayedStep:
     """Recompute a step of a run, with a status line."""
     from rich.console import Console
+    from transformers.utils.logging import disable_progress_bar
 
     from realign.runtime.replay import replay as recompute
 
-    quiet_transformers()
+    disable_progress_bar()
     role = break_in.removeprefix("interfaces.") if break_in else None
     experiment = _experiment(run)
     if role is not None:  # the debugger needs the terminal

@@ -19,7 +19,7 @@ def report(args: argparse.Namespace, words: Sequence[str]) -> int:
     """Run `realign report RUN...`: write one HTML file."""
     from realign.report.page import write_report
 
-    folders = _runs("report", args, words, at_least=1)
+    folders = _runs("report", words, at_least=1)
     if args.out:
         out = Path(args.out)
     elif len(words) == 1:
@@ -36,11 +36,11 @@ def report(args: argparse.Namespace, words: Sequence[str]) -> int:
 
 def view(args: argparse.Namespace, words: Sequence[str]) -> int:
     """Run `realign view FOLDER`: serve the viewer until Ctrl-C."""
-    from realign.cli.command_options import split_options
+    from realign.cli.arguments import split_options
     from realign.report.server import ViewOptions, serve
 
     options, rest = split_options("view", ViewOptions, words)
-    if len(rest) > 1 or args.config_dir:
+    if len(rest) > 1:
         raise ConfigError(f"realign view expects one folder with runs, such as runs/, found {rest}")
     serve(Path(rest[0] if rest else "runs"), options, lambda text: print(text, flush=True))
     return 0
@@ -53,12 +53,12 @@ def compare(args: argparse.Namespace, words: Sequence[str]) -> int:
     from realign.report.compare import comparison
 
     console = Console()
-    for part in comparison(_runs("compare", args, words, at_least=2), console.width):
+    for part in comparison(_runs("compare", words, at_least=2), console.width):
         console.print(part)
     return 0
 
 
-def _runs(command: str, args: argparse.Namespace, words: Sequence[str], at_least: int) -> list[Path]:
+def _runs(command: str, words: Sequence[str], at_least: int) -> list[Path]:
     """Return the folders of the runs that the command line names.
 
     Raises:
@@ -66,8 +66,6 @@ def _runs(command: str, args: argparse.Namespace, words: Sequence[str], at_least
     """
     from realign.report.files import check_run, find_runs
 
-    if args.config_dir:
-        raise ConfigError(f"--config-dir does not apply to realign {command}, which has no experiment")
     folders: list[Path] = []
     for word in words:
         runs = find_runs(Path(word)) if Path(word).is_dir() else []

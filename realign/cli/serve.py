@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import secrets
 import threading
@@ -11,10 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
+from transformers.utils.logging import disable_progress_bar
+
 from realign.api import GenerationConfig, MicroBatchSpec, SequenceSample
 from realign.api.engine import Forward, PostHook
 from realign.api.sampler import Sampler
-from realign.cli.command_options import settings_of
+from realign.cli.arguments import settings_of
 from realign.config.errors import ConfigError
 from realign.endpoint import Endpoint, EndpointLimits, Renderer, Scorer, ServedPolicy, Sessions
 from realign.endpoint.server import check_installed, is_loopback
@@ -117,6 +120,14 @@ def one_at_a_time(forward: Forward) -> Forward:
             return forward(data, mb_spec, post_hook)
 
     return locked
+
+
+def serve(args: argparse.Namespace, words: Sequence[str]) -> int:
+    """Run `realign serve`: serve a model until a signal."""
+    settings = serve_of(words)
+    disable_progress_bar()
+    settings.run(print)
+    return 0
 
 
 def serve_of(words: Sequence[str]) -> Serve:

@@ -236,6 +236,15 @@ def build(config: ExperimentConfig) -> Experiment:
     return build_experiment(config)
 
 
+def built(words: Sequence[str], config_dir: str | None) -> Experiment:
+    """Compose a command line, and build its experiment.
+
+    Raises:
+        ConfigError: the config is invalid; names the key.
+    """
+    return build(composed_line(words, config_dir).resolve())
+
+
 def print_derived(experiment: Experiment, console: Any) -> None:
     """Print the run summary on a rich console."""
     from rich.markup import escape
@@ -261,20 +270,14 @@ def described_run(experiment: Experiment) -> str:
     return "\n".join([f"{experiment.name}: run summary", *(f"  {name:<{width}}  {value}" for name, value in rows)])
 
 
-def quiet_transformers() -> None:
-    """Disable the progress bars of transformers, which would break the live display."""
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-
-
 def _console(experiment: Experiment) -> Any:
     """Return the console for the progress of a run, after printing the run summary."""
     from rich.console import Console
+    from transformers.utils.logging import disable_progress_bar
 
     console = Console()
     print_derived(experiment, console)
-    quiet_transformers()
+    disable_progress_bar()  # its lines would break the live display
     return console
 
 
@@ -284,7 +287,7 @@ def _quiet() -> None:
 
     warnings.simplefilter("ignore")
     logging.set_verbosity_error()
-    quiet_transformers()
+    logging.disable_progress_bar()
 
 
 @contextmanager

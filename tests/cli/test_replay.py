@@ -105,7 +105,7 @@ def test_a_command_bisects_the_steps_of_a_run(finished, monkeypatch, capsys):
         (["replay", "nowhere", "1"], "this folder does not exist"),
         (["replay", "runs/a", "9"], "step 9: the run has steps 1 to 5"),
         (["replay", "runs/a", "2", "--break", "interfaces.reward"], "Roles that do: actor"),
-        (["bisect", "runs/a", "runs/a", "--break", "actor"], "--break applies only to realign replay"),
+        (["bisect", "runs/a", "runs/a", "--break", "actor"], "--break does not apply to realign bisect"),
         (["fork", "runs/a", "2", "interfaces.actor.adv_nrm.std=none"], "adv_norm"),
     ],
 )

@@ -175,7 +175,7 @@ def test_help_of_an_own_key_is_not_that_of_another_tool(key, capsys):
 
 
 def test_commands_of_other_tools_are_not_commands_of_realign(capsys):
-    assert not set(COMMANDS) & {*cli.COMMANDS, *cli.OWN_COMMANDS}
+    assert not set(COMMANDS) & {*cli.COMMANDS}
     assert cli.main(["evaluate", "model"]) == 2
     assert "use realign eval MODEL" in capsys.readouterr().err
 

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from realign.cli.arguments import read_arguments
+from realign.cli.arguments import read_arguments, split_options
 from realign.cli.chat import chat_of
-from realign.cli.command_options import split_options
 from realign.cli.commands import main
 from realign.cli.evaluate import read_request
 from realign.cli.launch_table import derived_rows

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from realign.api.memory import RoleMemory
 from realign.cli import commands as cli
-from realign.cli.memory_table import KINDS, print_memory, summary
+from realign.cli.check import KINDS, print_memory, summary
 from realign.runtime.checks.device_estimate import DeviceEstimate
 from tests.tiny import save_tiny
 
