@@ -26,7 +26,14 @@ from realign.config.words import TARGET, component_bases, is_component, words_of
 
 PLAIN = ("microbatch", "checkpoint", "records")
 """Root keys that contain settings and are no component."""
-WITHOUT = ("realign.cli", "realign.config", "realign.demo", "realign.runtime.ray", "realign.testing")
+WITHOUT = (
+    "realign.cli",
+    "realign.config",
+    "realign.demo",
+    "realign.runtime.ray",
+    "realign.runtime.replay",
+    "realign.testing",
+)
 """Modules that contain no shipped components."""
 
 
