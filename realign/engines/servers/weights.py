@@ -47,7 +47,8 @@ BASE = "base"
 _SHARED_MEMORY = Path("/dev/shm")
 _EMBEDDINGS, _HEAD = "embed_tokens.weight", "lm_head.weight"
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_INDEX, _DELTA = "model.safetensors.index.json", "_delta"
+_INDEX = "model.safetensors.index.json"
+_DELTA, _UNFINISHED = "_delta", "_unfinished"
 _ALIGNED = 64
 
 
@@ -102,7 +103,7 @@ class Weights:
             return self.folder
         published = self.shared / self.folder.name
         if not published.exists():
-            unfinished = self.shared / f"{self.folder.name}_copy"
+            unfinished = self.shared / f"{self.folder.name}{_UNFINISHED}"
             with _full_disk(published):
                 shutil.rmtree(unfinished, ignore_errors=True)
                 shutil.copytree(self.folder, unfinished)
@@ -305,9 +306,10 @@ class WeightFolders:
 
     def keep_only(self, folder: Path) -> None:
         """Remove all other versions and their deltas."""
+        current = {f"{folder.name}{suffix}" for suffix in ("", _DELTA, _UNFINISHED)}
         for root in self._roots():
             for other in root.glob("update_*"):
-                if other.name not in (folder.name, f"{folder.name}{_DELTA}"):
+                if other.name not in current:
                     shutil.rmtree(other, ignore_errors=True)
 
     def remove(self) -> None:
