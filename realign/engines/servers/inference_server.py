@@ -131,7 +131,8 @@ class Server:
         from httpx2 import AsyncClient, Limits, Timeout
 
         host = urlsplit(self.url).hostname or ""
-        key = _server_keys(os.environ).get(host)
+        pairs = (pair.strip().partition("=") for pair in os.environ.get(KEYS, "").split(","))
+        key = {name: value for name, equals, value in pairs if equals and value}.get(host)
         self.http = AsyncClient(
             base_url=self.url,
             headers={"Authorization": f"Bearer {key}"} if key else {},
@@ -187,12 +188,6 @@ class Server:
             await self.http.aclose()
         if self._process is not None:
             await asyncio.to_thread(self._process.stop)
-
-
-def _server_keys(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the API keys by host."""
-    pairs = (pair.strip().partition("=") for pair in environment.get(KEYS, "").split(","))
-    return {host: key for host, equals, key in pairs if equals and key}
 
 
 class LaunchedServer:

@@ -41,6 +41,7 @@ _CLOSE_S = 30.0
 T = TypeVar("T")
 
 _PROBE_TOKENS = 48
+"""Length of the text by which weights are compared: tokens spread over the vocabulary."""
 _DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
@@ -490,7 +491,9 @@ class Servers(ServerSettings):
         check_adapter(f"models.{name}.sampler", self, source)
         ranks = current()
         folders = WeightFolders(self.weights_dir, ranks, untie=self.untie, deltas=self.updates is Updates.delta)
-        probe = Probe(_probe_ids(tokenizer), self.probe_tolerance)
+        words = 0 if tokenizer is None else len(tokenizer)  # type: ignore[arg-type]
+        ids = [(i * 7919 + 11) % words for i in range(_PROBE_TOKENS)] if words else []
+        probe = Probe(ids, self.probe_tolerance)
         open_own = partial(ServerSampler, name, self, source, stop_ids, folders, probe, alone=ranks.size == 1)
         return open_own() if ranks.size == 1 else RankedSampler(ranks, self, source, folders, probe, open_own)
 
@@ -506,9 +509,3 @@ def end_tokens(name: str, source: WeightSource, tokenizer: Any) -> tuple[int, ..
     if (end := getattr(tokenizer, "eos_token_id", None)) is None:
         raise ConfigError(f"models.{name}: neither the engine nor the tokenizer has an end token, which servers need.")
     return (int(end),)
-
-
-def _probe_ids(tokenizer: Any) -> list[int]:
-    """Return the text by which weights are compared: tokens spread over the vocabulary; empty without a tokenizer."""
-    words = 0 if tokenizer is None else len(tokenizer)
-    return [(i * 7919 + 11) % words for i in range(_PROBE_TOKENS)] if words else []

@@ -266,7 +266,15 @@ class WeightFolders:
         if not self._deltas:
             return Weights(folder)
         result = Weights(folder, self._ranks.lead(lambda: digest(mapped_folder(folder))), shared=self._shared)
-        if latest is None or not self._ranks.lead(lambda: _same_dtypes(latest.folder, folder)):
+
+        if latest is None:
+            return result
+
+        def has_same_dtypes() -> bool:
+            old = mapped_folder(latest.folder)
+            return all(old[name].dtype == x.dtype for name, x in mapped_folder(folder).items())
+
+        if not self._ranks.lead(has_same_dtypes):
             return result
         self._ranks.lead(lambda: result.delta.mkdir(mode=0o700))
 
@@ -369,10 +377,6 @@ def _owns(shard: DTensor) -> bool:
     """Return whether this rank writes the part, of which other ranks may have copies."""
     placements = enumerate(shard.placements)
     return all(not at.is_replicate() or not shard.device_mesh.get_local_rank(dim) for dim, at in placements)
-
-
-def _same_dtypes(old: Path, new: Path) -> bool:
-    return {k: x.dtype for k, x in mapped_folder(old).items()} == {k: x.dtype for k, x in mapped_folder(new).items()}
 
 
 def size_of(folder: Path) -> int:

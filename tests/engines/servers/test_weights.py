@@ -70,6 +70,20 @@ def test_a_full_disk_is_a_transient_error(tmp_path):
         folders.write(Full(), 0)
 
 
+def test_missing_space_is_found_before_weights_are_written(tmp_path, monkeypatch):
+    """A rank that writes to a mapped file on a full disk would be killed by SIGBUS."""
+    engine = trained(tmp_path)
+    folders = WeightFolders(str(tmp_path))
+    folders.write(engine, 0)
+
+    def full(*given):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(weights.os, "posix_fallocate", full)
+    with pytest.raises(TransientError, match=r"update_1: .*No space left on device"):
+        folders.write(engine, 1)
+
+
 def test_a_folder_that_cannot_be_written_is_an_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"weights_dir=.*file.*: cannot be written"):
