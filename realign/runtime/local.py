@@ -43,7 +43,6 @@ from realign.runtime.models import load_models, save_on_all_ranks
 from realign.runtime.out_of_memory import SMALLER, memory_limited
 from realign.runtime.processes.watchdog import Watch
 from realign.runtime.rollout.asynchronous import RolloutAhead, load_background_sampler
-from realign.runtime.rollout.dynamic_sampling import Draw
 from realign.runtime.rollout.prompts import PromptStream
 from realign.runtime.rollout.spec import Async
 from realign.runtime.weight_sync import WeightSync
@@ -70,26 +69,6 @@ class Counters:
     def from_state(cls, state: Mapping[str, Any]) -> Counters:
         """Restore counters from a `state_dict`."""
         return cls(**{**state, "ratio_checked": set(state["ratio_checked"])})
-
-    def check_progress(self, steps: int, *, rewarded: bool) -> None:
-        """Check that a run of `steps` steps made at least one optimizer step.
-
-        Args:
-            steps: number of steps of the run.
-            rewarded: whether the graph writes rewards.
-
-        Raises:
-            RunError: no optimizer step was made.
-        """
-        if self.optimizer_steps:
-            return
-        why = "Every gradient was zero or non-finite. Check whether all rewards are equal."
-        if rewarded and self.rewards_seen == 0:
-            why = "Every reward was missing. Check whether the reward function returns None or fails."
-        raise RunError(
-            f"steps={steps}: the run made no optimizer step. {why} The metrics *_steps in metrics.jsonl count the "
-            "skipped steps."
-        )
 
 
 class SleepingSamplers:
@@ -244,48 +223,49 @@ class LocalRuntime:
         Returns:
             The metrics of the step, and the batch with every key that was produced.
         """
-        with self.spans.span("step", "phase"):
-            return self._step(step)
-
-    def _step(self, step: int) -> tuple[dict[str, float], SequenceSample]:
         started = time.perf_counter()
         self.traces = {}
         values: dict[str, float] = {}
-        sampling, order = self.experiment.dynamic_sampling, self.experiment.graph.order
-        leading = self.experiment.graph.leading_to("rewards")
-        if self.ahead is not None:
-            with self.watch.doing("asynchronous rollout", limited=True), self.spans.span("wait for rollout", "phase"):
-                batch = self.ahead.take(step, values)
-            batch = self._calls([rpc for rpc in order if rpc not in leading], batch, values)
-            self.ahead.advance()
-        elif sampling is None:
-            self.prompts.drawn = step - 1 + self.batches_ahead  # one per step: the position follows from the step
-            batch = self._calls(order, self.prompts.draw(), values)
-        else:
-            batch, sampling_metrics = sampling.fill(self.experiment.batch_prompts, self._draws(leading, values))
-            values |= sampling_metrics
-            batch = self._calls([rpc for rpc in order if rpc not in leading], batch, values)
-        values |= self.prompts.order.metrics()
-        with memory_limited("weight sync", SMALLER), self.spans.span("weight sync", "phase"):
-            values |= self.sync.after_step(step)
-        if "rewards" in batch:
-            self.counters.rewards_seen += int(batch["rewards"].isfinite().sum())
-        values |= stat_values(sequence_stats(batch))
-        if math.isfinite(reward := values.get("reward", math.nan)):
-            before = reward if self.counters.reward_ema is None else self.counters.reward_ema
-            self.counters.reward_ema = values["reward_ema"] = REWARD_MEMORY * before + (1 - REWARD_MEMORY) * reward
-        values["step_s"] = time.perf_counter() - started
+        with self.spans.span("step", "phase"):
+            batch, calls = self._begun(step, values)
+            batch = self._calls(calls, batch, values)
+            if self.ahead is not None:
+                self.ahead.advance()
+            values |= self.prompts.order.metrics()
+            with memory_limited("weight sync", SMALLER), self.spans.span("weight sync", "phase"):
+                values |= self.sync.after_step(step)
+            if "rewards" in batch:
+                self.counters.rewards_seen += int(batch["rewards"].isfinite().sum())
+            values |= stat_values(sequence_stats(batch))
+            if math.isfinite(reward := values.get("reward", math.nan)):
+                before = reward if self.counters.reward_ema is None else self.counters.reward_ema
+                self.counters.reward_ema = values["reward_ema"] = REWARD_MEMORY * before + (1 - REWARD_MEMORY) * reward
+            values["step_s"] = time.perf_counter() - started
         return values, batch
 
-    def _draws(self, leading: Sequence[RPC], values: dict[str, float]) -> Draw:
-        """Return a function that samples and scores new prompts at each call; no row repeats within the step."""
-        used: set[int] = set()
+    def _begun(self, step: int, values: dict[str, float]) -> tuple[SequenceSample, Sequence[RPC]]:
+        """Return the batch of a step and the calls that it still needs, and add metrics to `values`.
+
+        Dynamic sampling and asynchronous rollout return responses with rewards. Otherwise, the batch has prompts only.
+        """
+        graph, sampling = self.experiment.graph, self.experiment.dynamic_sampling
+        leading = graph.leading_to("rewards")
+        rest = [rpc for rpc in graph.order if rpc not in leading]
+        if self.ahead is not None:
+            with self.watch.doing("asynchronous rollout", limited=True), self.spans.span("wait for rollout", "phase"):
+                return self.ahead.take(step, values), rest
+        if sampling is None:
+            self.prompts.drawn = step - 1 + self.batches_ahead  # one per step: the position follows from the step
+            return self.prompts.draw(), graph.order
+        used: set[int] = set()  # no row repeats within the step
 
         def draw(number: int) -> SequenceSample | None:
             prompts = self.prompts.draw_new(used)
             return None if prompts is None else self._calls(leading, prompts, values, number)
 
-        return draw
+        batch, sampling_metrics = sampling.fill(self.experiment.batch_prompts, draw)
+        values |= sampling_metrics
+        return batch, rest
 
     def _calls(
         self, rpcs: Sequence[RPC], batch: SequenceSample, values: dict[str, float], draw: int = 0
@@ -401,9 +381,20 @@ class LocalRuntime:
             save_on_all_ranks(folder, self.models, self.interfaces)
 
     def check_progress(self) -> None:
-        """Check that the run made at least one optimizer step, see `Counters.check_progress`."""
-        rewarded = "rewards" in self.experiment.graph.producers
-        self.counters.check_progress(self.experiment.steps, rewarded=rewarded)
+        """Check that the run made at least one optimizer step.
+
+        Raises:
+            RunError: it made none.
+        """
+        if self.counters.optimizer_steps:
+            return
+        why = "Every gradient was zero or non-finite. Check whether all rewards are equal."
+        if "rewards" in self.graph.producers and self.counters.rewards_seen == 0:
+            why = "Every reward was missing. Check whether the reward function returns None or fails."
+        raise RunError(
+            f"steps={self.experiment.steps}: the run made no optimizer step. {why} The metrics *_steps in "
+            "metrics.jsonl count the skipped steps."
+        )
 
     def close(self) -> None:
         """Stop asynchronous rollout, and close the interfaces and external samplers."""

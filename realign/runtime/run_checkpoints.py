@@ -228,7 +228,7 @@ class RunCheckpoints:
 
     Args:
         runtime: Runtime whose state is saved.
-        records: Record files of the run. Resuming truncates them to their size at the checkpoint.
+        records: Record files of the run, on rank 0. Resuming truncates them to their size at the checkpoint.
         saves: Saved folders of models.
         callbacks: Callbacks of the run.
         frozen: Result of `frozen_weights` before the first step.
@@ -237,7 +237,7 @@ class RunCheckpoints:
     def __init__(
         self,
         runtime: LocalRuntime,
-        records: Records,
+        records: Records | None,
         saves: Saves,
         callbacks: RunCallbacks,
         frozen: Mapping[str, Any],
@@ -307,7 +307,9 @@ class RunCheckpoints:
             with memory_limited(f"checkpoint at step {step}", SMALLER):
                 state = run_state(self._runtime, self._frozen)
             state["callbacks"] = self._callbacks.state_dict()
-            state |= {"records": self._records.state_dict(), "saves": self._saves.state_dict() | dict(of_saves or {})}
+            state["saves"] = self._saves.state_dict() | dict(of_saves or {})
+            if self._records is not None:  # on rank 0, which writes the state
+                state["records"] = self._records.state_dict()
             if self._interfaces is not None:
                 state["interfaces"] = self._interfaces
             writer.write(step, state, best=self._saves.best_step)

@@ -28,7 +28,7 @@ from realign.runtime.local import LocalRuntime
 from realign.runtime.metrics.curves import draw_curves
 from realign.runtime.metrics.details import RunDetails
 from realign.runtime.metrics.live_display import LiveDisplay
-from realign.runtime.metrics.records import NoRecords, Records
+from realign.runtime.metrics.records import Records
 from realign.runtime.metrics.samples import SHOWN, show
 from realign.runtime.metrics.shown_metrics import headline, panels, targets
 from realign.runtime.metrics.trackers import BestEffortTracker, Tracker
@@ -120,28 +120,26 @@ class TrainingLoop:
         if start is None or not start.own:
             self.ranks.lead(partial(clear_output_folder, self.out))
         self.result = RunResult(self.out)
-        self.records: Records = NoRecords()
+        self.records: Records | None = None
         self.details: RunDetails | None = None
         self.info: RunInfo | None = None
         self.receivers: list[Tracker] = []
         self.warned: set[str] = set()
-        self.ranks.lead(partial(self._open_files, start, trackers, stack))
+        self.result.history = self.ranks.lead(partial(self._open_files, start, trackers, stack))
         self.checkpoints = stack.enter_context(
             RunCheckpoints(runtime, self.records, self.saves, self.callbacks, frozen)
         )
-        if not self.fresh:
-            self.result.history = self.ranks.lead(self.records.history)
 
-    def _open_files(self, start: Start | None, trackers: Iterable[Tracker], stack: ExitStack) -> None:
-        """Open the files and trackers, on rank 0 only."""
+    def _open_files(self, start: Start | None, trackers: Iterable[Tracker], stack: ExitStack) -> list[dict[str, float]]:
+        """Open the files and trackers, on rank 0 only, and return the metrics of earlier steps."""
         self.report.log.open(self.out, fresh=start is None or not start.own)
         stack.callback(  # also draw the curves of an interrupted run
             _draw, self.experiment, self.result, self.callbacks.metrics
         )
-        self.records = stack.enter_context(Records(self.out, start))
+        records = self.records = stack.enter_context(Records(self.out, start))
         lead = self.experiment.lead_role
         decode = self.runtime.models[lead].tokenizer.decode
-        details = RunDetails(self.experiment.records, lead, decode, self.runtime.spans, self.records, self.report.log)
+        details = RunDetails(self.experiment.records, lead, decode, self.runtime.spans, records, self.report.log)
         self.details = stack.enter_context(details)
         fresh = start is None or not start.own or self.fresh
         parent = None if start is None or start.own or self.fresh else {"run": str(start.run), "step": start.step}
@@ -150,7 +148,8 @@ class TrainingLoop:
         if self.experiment.resolved:
             text = yaml.safe_dump(dict(self.experiment.resolved), sort_keys=False, allow_unicode=True)
             (self.out / "config.yaml").write_text(text, encoding="utf-8")
-        self.receivers = [self.records.metrics, *trackers, *self._opened(stack)]
+        self.receivers = [records.metrics, *trackers, *self._opened(stack)]
+        return [] if self.fresh else records.history()
 
     def _opened(self, stack: ExitStack) -> Iterable[Tracker]:
         for name, spec in self.experiment.trackers.items():
@@ -170,8 +169,7 @@ class TrainingLoop:
         sizes = [f"{role}: {about}" for role, engine in models if (about := engine.capabilities().size)]
 
         def doing() -> str:
-            first = self.done < self.first
-            return activity(self.runtime.watch, e.graph, e.interfaces, first_step=first)
+            return activity(self.runtime.watch, e.graph, e.interfaces, first_step=self.done < self.first)
 
         return LiveDisplay(
             console,
@@ -191,15 +189,29 @@ class TrainingLoop:
         Returns:
             The result. Its `stopped` contains the reason if a callback stopped the run.
         """
+        e = self.experiment
         try:
-            self._train()
+            self.callbacks.start(StartEvent(e.name, self.out, e.steps, self.first, resumed=not self.fresh))
+            if self.fresh:
+                self._before_training()
+            with StopSignals(quiet=not self.ranks.leader) as signals, _ended_by(signals):
+                for step in range(self.first, e.steps + 1) if not self.complete else ():
+                    if self.callbacks.stop is not None:  # by the evaluation before training, or by the last step
+                        break
+                    self._step(step)
+                    if step < e.steps and self.callbacks.stop is None:
+                        received = self.ranks.first(signals.received)
+                        self.checkpoints.after_step(step, now=received is not None)
+                        if received is not None:
+                            raise Interrupted(received, self.ranks.lead(partial(self._stopped, step)))
+                self._finish()
         except WorkerLost:
             raise  # the run may continue in another attempt
         except BaseException as error:
             self.ended_by(error)
             raise
         status = EndStatus.completed if self.callbacks.stop is None else EndStatus.stopped
-        end = EndEvent(self.done, self.experiment.steps, status, self.result.stopped or "")
+        end = EndEvent(self.done, e.steps, status, self.result.stopped or "")
         self.callbacks.end(end)
         self._report(end)
         return self.result
@@ -213,27 +225,9 @@ class TrainingLoop:
 
     def _report(self, end: EndEvent) -> None:
         """Write and show the summary, on rank 0 only."""
-        if self.info is not None:
+        if self.info is not None and self.records is not None:
             self.info.end(end)
-        if self.ranks.leader:
             self.report.end(self.experiment, end, self.result.history, self.records.metrics.seconds, self.console)
-
-    def _train(self) -> None:
-        e = self.experiment
-        self.callbacks.start(StartEvent(e.name, self.out, e.steps, self.first, resumed=not self.fresh))
-        if self.fresh:
-            self._before_training()
-        with StopSignals(quiet=not self.ranks.leader) as signals, _ended_by(signals):
-            for step in range(self.first, e.steps + 1) if not self.complete else ():
-                if self.callbacks.stop is not None:  # by the evaluation before training, or by the last step
-                    break
-                self._step(step)
-                if step < e.steps and self.callbacks.stop is None:
-                    received = self.ranks.first(signals.received)
-                    self.checkpoints.after_step(step, now=received is not None)
-                    if received is not None:
-                        raise Interrupted(received, self.ranks.lead(partial(self._stopped, step)))
-            self._finish()
 
     def _before_training(self) -> None:
         """Calibrate and evaluate before the first step, and write a checkpoint if the run may need it."""
@@ -241,7 +235,7 @@ class TrainingLoop:
         before = self.runtime.calibrate("before") | self._evaluate(0, added) | added
         self._log(0, before)
         self.saves.after_step(0, before, last=False)
-        if self.experiment.save_every_steps or self.experiment.save_best or self._may_lose_workers:
+        if self.experiment.save_every_steps or self.experiment.save_best or self.experiment.runtime.starts_workers:
             self.checkpoints.begin()
 
     def _finish(self) -> None:
@@ -255,10 +249,6 @@ class TrainingLoop:
             self.runtime.check_progress()
         self.runtime.save(self.out / FINAL)
         self.checkpoints.finish(self.done)
-
-    @property
-    def _may_lose_workers(self) -> bool:
-        return self.experiment.runtime.starts_workers
 
     def _step(self, step: int) -> None:
         steps = self.experiment.steps
@@ -284,8 +274,9 @@ class TrainingLoop:
         self.done = step
         if self.ranks.leader:
             self._warn()
-        for record in self.runtime.readable(batch, self.experiment.sample_prompts):
-            self.records.samples.write({"step": step, **record})
+        if self.records is not None:
+            for record in self.runtime.readable(batch, self.experiment.sample_prompts):
+                self.records.samples.write({"step": step, **record})
         if self.console is not None and step % (self.experiment.print_samples_every_steps or step + 1) == 0:
             show(self.console, step, self.runtime.readable(batch, SHOWN))
         self.saves.after_step(step, values, last=last)
@@ -314,8 +305,9 @@ class TrainingLoop:
             due: config keys of the evaluations to run; None runs all of them.
         """
         measured, self.result.samples = self.runtime.evaluate(due)
-        for record in self.result.samples:
-            self.records.eval_samples.write({"step": step, **record})
+        if self.records is not None:
+            for record in self.result.samples:
+                self.records.eval_samples.write({"step": step, **record})
         if measured:
             added |= self.callbacks.after_evaluation(step, self.experiment.steps, measured, self.result.samples)
         return measured

@@ -9,7 +9,7 @@ import os
 import time
 import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
@@ -162,32 +162,8 @@ def prefix(path: Path, size: int) -> Iterator[bytes]:
             size -= len(chunk)
 
 
-class NullJsonLines(JsonLinesWriter):
-    """No-op JSONL writer for ranks other than 0."""
-
-    def __init__(self) -> None:
-        self._start = time.perf_counter()
-
-    def sync(self) -> int:
-        """Return 0, since there is no file."""
-        return 0
-
-    @property
-    def sha256(self) -> str:
-        """Empty, since there is no file."""
-        return ""
-
-    def write(self, record: Mapping[str, Any]) -> None:
-        """Discard the record."""
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
 class Records:
     """The record files of a run, such as metrics.jsonl and samples.jsonl."""
-
-    NAMES = RECORDS
 
     def __init__(self, folder: Path, start: Start | None) -> None:
         """Open the files in `folder`. When resuming from `start`, truncate them to their size at its checkpoint."""
@@ -195,16 +171,12 @@ class Records:
         if start is not None and not start.new_run:
             state = start.state["records"]
             self._take_over(folder, start, state)
-        self._hold(
+        opened = [
             JsonLinesWriter(folder / f"{name}.jsonl", state["sizes"].get(name, 0), seconds=state["seconds"])
-            for name in self.NAMES
-        )
-
-    def _hold(self, files: Iterable[JsonLinesWriter]) -> None:
-        """Keep the files, in the order of `NAMES`."""
-        opened = list(files)
+            for name in RECORDS
+        ]
         self.metrics, self.samples, self.eval_samples, self.tokens, self.spans, self.warnings, self.system = opened
-        self._files = dict(zip(self.NAMES, opened, strict=True))
+        self._files = dict(zip(RECORDS, opened, strict=True))
 
     def __enter__(self) -> Self:
         return self
@@ -262,10 +234,3 @@ def _compare(path: Path, size: int, sha256: str, step: int) -> None:
             "run continues and keeps the changed lines; its weights are not affected.",
             stacklevel=2,
         )
-
-
-class NoRecords(Records):
-    """No-op record writer for ranks other than 0."""
-
-    def __init__(self) -> None:
-        self._hold(NullJsonLines() for _ in self.NAMES)

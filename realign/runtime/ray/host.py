@@ -138,26 +138,15 @@ class Host:
         """See `Sampler.update`."""
         self._samplers[role].update(_Received(weights), version)
 
-    def pause(self, role: str) -> None:
-        """See `Sampler.pause`."""
-        self._samplers[role].pause()
-
-    def resume(self, role: str) -> None:
-        """See `Sampler.resume`."""
-        self._samplers[role].resume()
-
-    def sleep(self, role: str) -> None:
-        """See `Sampler.sleep`."""
-        self._samplers[role].sleep()
-
-    def wake(self, role: str) -> None:
-        """See `Sampler.wake`."""
-        self._samplers[role].wake()
-
     def ask(self, role: str, verb: str, arguments: tuple[Any, ...]) -> Any:
-        """Call the method `verb` for a role, and load an offloaded model for the duration of the call."""
+        """Call the method `verb` for a role: of this class, otherwise of the role's sampler or engine.
+
+        An offloaded model is loaded for the duration of the call.
+        """
         with self._present(role, stays=verb == "accumulate"):  # the next call, `apply`, needs its gradient
-            return getattr(self, verb)(role, *arguments)
+            if hasattr(self, verb):
+                return getattr(self, verb)(role, *arguments)
+            return getattr(self._samplers.get(role) or self._engine(role), verb)(*arguments)
 
     @contextmanager
     def _present(self, role: str, *, stays: bool) -> Iterator[None]:
@@ -233,14 +222,6 @@ class Host:
         """Count a skipped optimizer step."""
         return self._transformers(role).skip(reason)
 
-    def start_step(self, role: str, version: int) -> None:
-        """See `PipelinableEngine.start_step`."""
-        self._engine(role).start_step(version)
-
-    def save(self, role: str, path: Path) -> None:
-        """See `PipelinableEngine.save`."""
-        self._engine(role).save(path)
-
     def state_dict(self, role: str) -> Any:
         """See `PipelinableEngine.state_dict`."""
         return self._whole(self._engine(role).state_dict())
@@ -265,11 +246,3 @@ class Host:
         if self._size == 1:  # the optimizer would keep moments in shared memory; sharded engines copy their slices
             state = mapped(state, Tensor.clone)
         self._engine(role).load_state_dict(state, weights_only=weights_only)
-
-    def weights(self, role: str) -> dict[str, Tensor]:
-        """See `PipelinableEngine.weights`."""
-        return self._engine(role).weights()
-
-    def load_weights(self, role: str, weights: Mapping[str, Tensor], mix: float) -> None:
-        """See `PipelinableEngine.load_weights`."""
-        self._engine(role).load_weights(weights, mix)
