@@ -39,7 +39,7 @@ from realign.runtime.evaluation.scores import sequence_stats
 from realign.runtime.experiment import Experiment
 from realign.runtime.metrics.details import Spans
 from realign.runtime.metrics.samples import readable
-from realign.runtime.models import load_models, save_on_all_ranks
+from realign.runtime.models import external_samplers, load_models, save_on_all_ranks
 from realign.runtime.out_of_memory import SMALLER, memory_limited
 from realign.runtime.processes.watchdog import Watch
 from realign.runtime.rollout.asynchronous import RolloutAhead, load_background_sampler
@@ -173,7 +173,7 @@ class LocalRuntime:
     @cached_property
     def _samplers(self) -> SleepingSamplers:
         """The external samplers that sleep while models train; none if they sample concurrently."""
-        return SleepingSamplers([] if self.ahead is not None else self._external_samplers())
+        return SleepingSamplers([] if self.ahead is not None else external_samplers(self.models))
 
     def _make(self, rpc: RPC, model: Model, batch: SequenceSample) -> SequenceSample:
         """Execute an RPC ahead of its step; can be called from any thread."""
@@ -403,15 +403,10 @@ class LocalRuntime:
                 stack.callback(self.ahead.join)
             for interface in used_interfaces(self.experiment).values():
                 stack.callback(interface.close)
-            for sampler in self._external_samplers():
+            for sampler in external_samplers(self.models):
                 stack.callback(sampler.close)
             if self.ahead is not None:
                 stack.callback(self.ahead.stop)
-
-    def _external_samplers(self) -> list[Sampler]:
-        """Return each external sampler once, even if roles share it; empty if loading failed."""
-        samplers = [m.external_sampler for m in self.models.values() if m.external_sampler is not None]
-        return list({id(sampler): sampler for sampler in samplers}.values())
 
     def _check_ratio(self, rpc: RPC, stats: Mapping[str, float]) -> None:
         """Check the log-probs of an RPC once, on the first step whose first mini-batch has trained tokens."""

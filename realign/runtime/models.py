@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 from realign.api import RPC, DataflowGraph, Model, ModelInterface, ModelSpec
 from realign.api.engine import role_of_hidden
 from realign.api.router_experts import ROUTER_EXPERTS
-from realign.api.sampler import ConfiguresSampler
+from realign.api.sampler import ConfiguresSampler, Sampler
 from realign.engines import SharedModel
 from realign.engines.distributed.ranks import current
 from realign.engines.files.folders import AVERAGED, refuse_link, write_state
@@ -278,3 +278,9 @@ def _write_states(folder: Path, role: str, model: Model, interfaces: Mapping[str
         for view in model.views:
             if view.name in interfaces:
                 write_state(path, interfaces[view.name].state_dict(), view.name)
+
+
+def external_samplers(models: Mapping[str, Model]) -> list[Sampler]:
+    """Return each external sampler once, even if roles share it."""
+    samplers = [model.external_sampler for model in models.values() if model.external_sampler is not None]
+    return list({id(sampler): sampler for sampler in samplers}.values())

@@ -27,6 +27,7 @@ from realign.runtime.callbacks.run_callbacks import RunCallbacks
 from realign.runtime.checkpoint.folder import CHECKPOINTS, CheckpointWriter, failed_write
 from realign.runtime.checkpoint.random_generators import random_state, restore_random
 from realign.runtime.checkpoint.saved_models import FINAL, Saves, settle
+from realign.runtime.checkpoint.schema import load_state
 from realign.runtime.checkpoint.serialize import hash_of, tensors_of
 from realign.runtime.checks.before_loading import used_interfaces
 from realign.runtime.experiment import CheckpointPart, Experiment
@@ -140,19 +141,7 @@ def _restore_interfaces(runtime: LocalRuntime, states: Mapping[str, Any]) -> Non
         if name in states or name.startswith("interfaces."):  # an evaluation may be new (resume_allow)
             if name not in states:
                 raise CheckpointError(f"{name}: the checkpoint has no state of it. {_skip(CheckpointPart.interfaces)}")
-            try:
-                interface.load_state_dict(states[name])
-            except Exception as error:
-                if type(interface).load_state_dict.__module__.startswith("realign."):
-                    raise CheckpointError(
-                        f"{name}: the state in the checkpoint does not fit ({type(error).__name__}: {error}). "
-                        f"{_skip(CheckpointPart.interfaces)}"
-                    ) from error
-                # of a user's class: the traceback names the file
-                error.add_note(
-                    f"{name}: the state in the checkpoint was not restored. {_skip(CheckpointPart.interfaces)}"
-                )
-                raise
+            load_state(name, interface, states[name], skip=CheckpointPart.interfaces)
 
 
 @contextmanager

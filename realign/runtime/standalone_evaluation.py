@@ -19,7 +19,7 @@ from realign.runtime.datasets import load_held_out
 from realign.runtime.evaluation.base import Evaluator, SamplingEvaluator
 from realign.runtime.evaluation.scores import Scored, StandardErrors, merged
 from realign.runtime.experiment import Experiment
-from realign.runtime.models import load_models
+from realign.runtime.models import external_samplers, load_models
 from realign.runtime.out_of_memory import SMALLER, memory_limited
 
 Watch = Callable[[SequenceSample, str], None]
@@ -98,11 +98,10 @@ class StandaloneEvaluations:
 
     def close(self) -> None:
         """Close the interfaces and external samplers. Idempotent."""
-        samplers = [model.external_sampler for model in self.models.values() if model.external_sampler is not None]
         with ExitStack() as stack:  # closes the rest even if one of them fails to close
             for interface in used_interfaces(self._needed).values():
                 stack.callback(interface.close)
-            for sampler in {id(sampler): sampler for sampler in samplers}.values():
+            for sampler in external_samplers(self.models):
                 stack.callback(sampler.close)
 
 

@@ -22,7 +22,8 @@ from realign.api.callback import (
     StepEvent,
 )
 from realign.engines.distributed.ranks import Ranks
-from realign.errors import CheckpointError, ConfigError, RunError
+from realign.errors import ConfigError, RunError
+from realign.runtime.checkpoint.schema import load_state
 
 T = TypeVar("T")
 E = TypeVar("E")
@@ -64,12 +65,7 @@ class RunCallbacks:
 
     def start(self, event: StartEvent) -> None:
         """Call `on_start` of each callback."""
-
-        def all_of_them() -> None:
-            for name, callback in self._callbacks.items():
-                self._call(name, callback.on_start, event)
-
-        self._on_rank_0(all_of_them)
+        self._on_rank_0(partial(self._tell, "on_start", event))
 
     def after_evaluation(
         self, step: int, steps: int, metrics: Mapping[str, float], samples: Sequence[Mapping[str, Any]]
@@ -113,12 +109,7 @@ class RunCallbacks:
 
     def end(self, event: EndEvent) -> None:
         """Call `on_end` of each callback after a run without an error."""
-
-        def all_of_them() -> None:
-            for name, callback in self._callbacks.items():
-                self._call(name, callback.on_end, event)
-
-        self._on_rank_0(all_of_them)
+        self._on_rank_0(partial(self._tell, "on_end", event))
 
     def end_after_error(self, event: EndEvent) -> None:
         """Call `on_end` on rank 0 while an error ends the run. Not a collective; a second error is a warning."""
@@ -150,6 +141,10 @@ class RunCallbacks:
         self.metrics.update({name: owner for name, owner in state["metrics"].items() if owner in self._callbacks})
         self._on_rank_0(partial(self._load, state["states"]))
 
+    def _tell(self, method: str, event: Any) -> None:
+        for name, callback in self._callbacks.items():
+            self._call(name, getattr(callback, method), event)
+
     def _state(self) -> dict[str, Any]:
         states = {name: self._call(name, callback.state_dict) for name, callback in self._callbacks.items()}
         for name, state in states.items():
@@ -162,20 +157,9 @@ class RunCallbacks:
         }
 
     def _load(self, states: Mapping[str, Any]) -> None:
-        skip = "Set resume_skip=[callbacks] to resume without it."
         for name, callback in self._callbacks.items():
-            if name not in states:
-                continue
-            try:
-                callback.load_state_dict(states[name])
-            except Exception as error:
-                if type(callback).load_state_dict.__module__.startswith("realign."):
-                    reason = f"{type(error).__name__}: {error}"
-                    raise CheckpointError(
-                        f"callbacks.{name}: the state in the checkpoint does not fit ({reason}). {skip}"
-                    ) from error
-                error.add_note(f"callbacks.{name}: the state in the checkpoint was not restored. {skip}")
-                raise
+            if name in states:
+                load_state(f"callbacks.{name}", callback, states[name], skip="callbacks")
 
     def _results(
         self,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Annotated, Any, Literal, TypeAlias, get_args
+from typing import Annotated, Any, Literal, Protocol, TypeAlias, get_args
 
 from pydantic import (
     AfterValidator,
@@ -339,15 +339,6 @@ def check_tree(path: str, step: int, tree: Mapping[str, Any]) -> None:
         raise _mismatch("rollout.version", version, f"Input should be at most the step of the checkpoint, {step}")
 
 
-def check_config_tree(tree: Mapping[str, Any]) -> None:
-    """Check that the config in a tree, if any, contains only plain values.
-
-    Raises:
-        CheckpointError: It contains something else.
-    """
-    check(Config, tree.get("config"), "config")
-
-
 def check(kind: Any, value: Any, path: str = "") -> None:
     """Check a value without converting it.
 
@@ -389,3 +380,30 @@ def _mismatch(path: str, value: Any, problem: str) -> CheckpointError:
         f"{shortened(path, 300)}={shown} in the checkpoint: {problem}. The checkpoint was changed. Resume from another "
         "one."
     )
+
+
+class _Stateful(Protocol):
+    def load_state_dict(self, state: Any) -> Any: ...
+
+
+def load_state(where: str, component: _Stateful, state: Any, *, skip: str) -> None:
+    """Restore the state of an interface or a callback, which may be of a user's class.
+
+    Args:
+        where: Config key of the component.
+        component: The component.
+        state: Its state in the checkpoint.
+        skip: Part of `resume_skip` to resume without it.
+
+    Raises:
+        CheckpointError: A class of realign does not accept the state. An error of a user's class keeps its traceback.
+    """
+    remedy = f"Set resume_skip=[{skip}] to resume without it."
+    try:
+        component.load_state_dict(state)
+    except Exception as error:
+        if type(component).load_state_dict.__module__.startswith("realign."):
+            reason = f"{type(error).__name__}: {error}"
+            raise CheckpointError(f"{where}: the state in the checkpoint does not fit ({reason}). {remedy}") from error
+        error.add_note(f"{where}: the state in the checkpoint was not restored. {remedy}")
+        raise

@@ -20,7 +20,7 @@ from realign.errors import ConfigError, SettingsError
 from realign.functional.pass_at_k import pass_at_k
 from realign.runtime.calls import call
 from realign.runtime.evaluation.base import LoadedRun, SamplingEvaluator
-from realign.runtime.evaluation.scores import SEQUENCE_METRICS, Scored, merged, named_metrics
+from realign.runtime.evaluation.scores import SEQUENCE_METRICS, Scored, named_metrics
 from realign.settings import Finite
 
 
@@ -133,32 +133,20 @@ class Evaluation(SamplingEvaluator):
 
     @override
     def scored(self, runtime: LoadedRun, dataset: Any) -> Iterator[Scored]:
-        return self._scored(runtime.models[self.role], dataset, runtime)
-
-    def run(
-        self, model: Model, dataset: Any, runtime: LoadedRun | None = None
-    ) -> tuple[dict[str, float], SequenceSample]:
-        """Sample and score responses to every prompt of `dataset` once.
-
-        Args:
-            model: model that samples.
-            dataset: the prompts.
-            runtime: the loaded run; needed only if `reward` is not set.
-
-        Returns:
-            The metrics `eval/...`, and the scored responses of the first batch.
-        """
-        return merged(self._scored(model, dataset, runtime), partial(self._constant, model, dataset, runtime))
+        model = runtime.models[self.role]
+        for ending, generation in self._variants.items():
+            for number, prompts in enumerate(self.batches(dataset)):
+                seed = model.call_seed(f"evaluation/{number}")
+                answered = model.sampler.generate(prompts.select(["prompt_ids"]), generation, seed=seed)
+                answered = answered.merge(prompts.select(["row"]))
+                judged, further = self._judge(runtime, answered)
+                yield Scored(judged, ending, further, self._group_values(judged, generation.n))
 
     @override
     def constant_reward(self, runtime: LoadedRun, dataset: Any, response: Tensor) -> float | None:
         """Ask only functions that are cheap, see `Verifier.is_cheap`."""
-        return self._constant(runtime.models[self.role], dataset, runtime, response)
-
-    def _constant(self, model: Model, dataset: Any, runtime: LoadedRun | None, response: Tensor) -> float | None:
-        judge = self.reward
+        model, judge = runtime.models[self.role], self.reward
         if judge is None:
-            assert runtime is not None
             scoring = _scoring(runtime.graph)[1]
             judge = runtime.interfaces[scoring[0].model] if len(scoring) == 1 else None
         if not isinstance(judge, Verifier) or not judge.is_cheap():
@@ -171,19 +159,9 @@ class Evaluation(SamplingEvaluator):
         mean = float(torch.cat(rewards).nanmean())
         return mean if math.isfinite(mean) else None
 
-    def _scored(self, model: Model, dataset: Any, runtime: LoadedRun | None) -> Iterator[Scored]:
-        for ending, generation in self._variants.items():
-            for number, prompts in enumerate(self.batches(dataset)):
-                seed = model.call_seed(f"evaluation/{number}")
-                answered = model.sampler.generate(prompts.select(["prompt_ids"]), generation, seed=seed)
-                answered = answered.merge(prompts.select(["row"]))
-                judged, further = self._judge(model, answered, runtime)
-                yield Scored(judged, ending, further, self._group_values(judged, generation.n))
-
-    def _judge(
-        self, model: Model, answered: SequenceSample, runtime: LoadedRun | None
-    ) -> tuple[SequenceSample, Mapping[str, Tensor]]:
+    def _judge(self, runtime: LoadedRun, answered: SequenceSample) -> tuple[SequenceSample, Mapping[str, Tensor]]:
         """Return the responses with their rewards, and the rewards [S] of the additional metrics."""
+        model = runtime.models[self.role]
         judge = Model("evaluation", None, model.tokenizer, model.seed, model.version)
 
         def verdicts() -> tuple[SequenceSample | None, Mapping[str, Tensor]]:
@@ -197,7 +175,6 @@ class Evaluation(SamplingEvaluator):
         scored, further = current().lead(verdicts)
         if scored is not None:
             return answered.merge(scored), further
-        assert runtime is not None
         sampling, scoring = _scoring(runtime.graph)
         batch = answered.rename({ours: theirs for ours, theirs in sampling.rename.items() if ours in answered})
         for rpc in scoring:

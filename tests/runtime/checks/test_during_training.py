@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -172,7 +173,7 @@ class Sampled(BigramModel):
 
 def evaluated(tmp_path, reward: ModelInterface, n: int = 20) -> dict[str, float]:
     evaluation = Evaluation(Prompts(n), reward, GREEDY, batch_prompts=8)
-    return evaluation.run(Sampled().load("actor", seed=0), Prompts(n))[0]
+    return evaluation.measure(SimpleNamespace(models={"actor": Sampled().load("actor", seed=0)}), Prompts(n))[0]
 
 
 @pytest.mark.parametrize(("name", "known"), [("parity", True), ("slow", False), ("compared", False)])
@@ -200,7 +201,8 @@ def test_the_reward_of_one_answer_to_every_prompt_needs_no_call(tmp_path):
             data = SequenceSample.from_sequences([f"{r}@{e}" for e, r in rows], {"prompt_ids": [[[1, 3]]] * len(rows)})
             return data.with_metadata(row=[{"n": row} for _, row in rows])
 
-    values, _ = Evaluation(OneLast(20), reward, GREEDY).run(Sampled().load("actor", seed=0), OneLast(20))
+    loaded = SimpleNamespace(models={"actor": Sampled().load("actor", seed=0)})
+    values, _ = Evaluation(OneLast(20), reward, GREEDY).measure(loaded, OneLast(20))
     assert values["eval/constant_reward"] == values["eval/reward"]
     assert len(reward._opened("")._function.__globals__["CALLS"]) == 20
     reward.close()

@@ -1,4 +1,5 @@
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ class Length(ModelInterface):
 
 def run(**settings):
     evaluation = Evaluation(Prompts(5), CountThrees(), LONG, batch_prompts=2, **settings)
-    return evaluation.run(Bigram().load("actor", seed=0), Prompts(5))
+    return evaluation.measure(SimpleNamespace(models={"actor": Bigram().load("actor", seed=0)}), Prompts(5))
 
 
 def test_a_further_judge_has_a_metric_of_its_own_over_the_responses_it_judged():

@@ -122,7 +122,7 @@ def test_pass_at_k_and_mean_at_n_are_those_of_the_samples(tmp_path, of):
     measured = Evaluation(rows, None, generation, pass_at=[1, 2, 4], success=1.0, success_of=of)
     runtime = LocalRuntime(experiment(tmp_path, evaluation=measured))
     values, _ = runtime.evaluate()
-    _, scored = measured.run(runtime.models["actor"], rows, runtime)
+    _, scored = measured.measure(runtime, rows)
     records = readable(scored, 40, runtime.models["actor"].tokenizer.decode)
     assert len(records) == 40 * n
     groups: dict[str, list] = {}
