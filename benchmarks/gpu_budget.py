@@ -1,6 +1,7 @@
-"""Launches and synchronizations of decoding and training, counted on the virtual CUDA device; needs a C++ compiler.
+"""Launches, synchronizations and memory of training, counted on the virtual CUDA device; needs a C++ compiler.
 
-    python -m benchmarks.gpu_budget
+    python -m benchmarks.gpu_budget                # launches and synchronizations, also of decoding
+    python -m benchmarks.gpu_budget parts=memory   # memory of one rank of several, beside the estimate
 
 Prints a table, the lines of realign at which the host waits, and, as the last line, one JSON object. Launches are lower
 bounds (tests/virtual_cuda/README.md). No time is measured, so the load of the machine does not matter.
@@ -18,11 +19,13 @@ device.install()
 
 import torch  # noqa: E402
 
-from benchmarks.report import table  # noqa: E402
+from benchmarks.report import arguments, table  # noqa: E402
 from tests.virtual_cuda.budgets import LayerCost, decode, of_layers, train  # noqa: E402
+from tests.virtual_cuda.rank_memory import SIZES, Case, config_of, estimated, full_depth  # noqa: E402
 
 MICROSECONDS = 5
 """Time of one launch on the host, an assumption for the last column."""
+RANKS = (1, 8, 64)
 DECODE: dict[str, dict[str, Any]] = {
     "decode step, bf16": {},
     "decode step, fp32": {"dtype": torch.float32},
@@ -46,7 +49,30 @@ def measure() -> dict[str, LayerCost]:
 
 
 def main() -> int:
-    """Print the counts."""
+    """Print the requested parts."""
+    parts = arguments({"parts": "launches"})["parts"].split(",")
+    if "launches" in parts:
+        launches()
+    if "memory" in parts:
+        memory()
+    return 0
+
+
+def memory() -> None:
+    """Print the memory of one rank in a training step: the estimate of `realign check`, and what torch tracks."""
+    rows = []
+    for model in SIZES:
+        for ranks in RANKS:
+            case = Case(model, ranks)
+            guess, counted = estimated(case, config_of(model)), full_depth(case)
+            sizes = (guess, counted.step, counted.loading)
+            rows.append((model, str(ranks), *(f"{size / 2**30:.1f}" for size in sizes), f"{guess / counted.step:.2f}"))
+            print(*rows[-1], file=sys.stderr, flush=True)
+    print(table(("GiB on a rank", "ranks", "estimate", "tracked", "tracked while loading", "ratio"), rows))
+
+
+def launches() -> None:
+    """Print launches and synchronizations."""
     costs = measure()
     rows = [
         (name, f"{cost.per_layer:.1f}", f"{cost.rest:.1f}", f"{cost.two.waits:g}", f"{milliseconds(cost):.1f}")
@@ -57,7 +83,6 @@ def main() -> int:
         for (reason, line), times in cost.two.synchronizations.most_common():
             print(f"{name}: {times:g} x {reason} at {line}")
     print(json.dumps({name: as_json(cost) for name, cost in costs.items()}))
-    return 0
 
 
 def milliseconds(cost: LayerCost) -> float:

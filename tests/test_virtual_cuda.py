@@ -35,6 +35,15 @@ def test_the_device_its_budgets_and_a_run_on_it():
     on_device(*files, RUNS, "-k", f"test_device or test_budgets or {QUICK}")
 
 
+def test_the_memory_of_a_rank():
+    on_device("tests/virtual_cuda/test_rank_memory.py", "-m", "not slow")
+
+
+@pytest.mark.slow
+def test_the_memory_of_a_rank_of_every_model():
+    on_device("tests/virtual_cuda/test_rank_memory.py", "-m", "slow")
+
+
 @pytest.mark.slow
 def test_every_run_on_the_device():
     on_device(RUNS, "-k", f"not ({QUICK})")

@@ -57,7 +57,7 @@ class MemoryModel:
             device=str(self.device),
             weights=on_device * self._weights // ranks,
             references=sum(self._reference(layers) for layers in work.references),
-            casts=self._casts + self._gathered(ranks),
+            casts=self._casts if ranks == 1 else self._gathered,
             accumulates=accumulates,
         )
         if work.trains and self.optimizer is not None:
@@ -70,6 +70,8 @@ class MemoryModel:
                 activations=self._activations(work.tokens, work),
                 head=self._head(work.tokens, lanes),
             )
+            if ranks > 1:
+                memory = self._reducing(memory, work)
         if work.scores:
             scoring = self._scoring(work.tokens, lanes) + self._running_pairs(work.tokens, work)
             memory = replace(memory, scoring=scoring)
@@ -125,12 +127,27 @@ class MemoryModel:
         """Return the memory of the bf16 weights, which autograd keeps until the backward pass."""
         return self._bytes * self.shape.in_layers if self._half and not self.load_in_4bit else 0
 
-    def _gathered(self, ranks: int) -> int:
-        """Return the memory of the weights that FSDP gathers: embeddings and head, and two layers or all layers."""
-        if ranks == 1:
-            return 0
-        layers = 2 * self.shape.layer if self.reshard else self.shape.in_layers
-        return FP32 * (self.shape.embeddings + layers)
+    @property
+    def _gathered(self) -> int:
+        """Return the memory of the weights that FSDP gathers: embeddings and head in fp32, and layers.
+
+        These are two layers and a buffer of one layer, from which a collective fills them; or all layers.
+        """
+        layers = 3 * self.shape.layer if self.reshard else self.shape.in_layers + self.shape.layer
+        return FP32 * self.shape.embeddings + self._bytes * layers
+
+    def _reducing(self, memory: RoleMemory, work: MemoryWork) -> RoleMemory:
+        """Return the memory of a step whose gradients FSDP sums over the ranks, layer by layer.
+
+        The backward pass of a layer needs its gradient in fp32 and the tensors of that layer, and the head needs its
+        logits before. The larger of the two counts, since they follow each other.
+        """
+        shape, tokens = self.shape, work.tokens
+        reduced = FP32 * shape.layer
+        layer = tokens * (3 * self._bytes * shape.mlp + (self._layer_token if self.gradient_checkpointing else 0))
+        gradient = FP32 * shape.words * shape.hidden * shape.head_trains
+        alone = max(0, memory.head - gradient - reduced - layer)
+        return replace(memory, activations=memory.activations + reduced, head=gradient + alone)
 
     def _lanes(self, work: MemoryWork) -> int:
         if self.shape.unpacked:

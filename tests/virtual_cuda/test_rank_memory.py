@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+import pytest
+
+from tests.virtual_cuda.rank_memory import SIZES, Case, config_of, estimated, full_depth, tracked
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_the_estimate_of_a_rank_is_within_15_percent_of_what_torch_counts(checkpointing):
+    case = Case("7B", ranks=8, checkpointing=checkpointing)
+    config = config_of("7B", layers=2)
+    assert estimated(case, config) == pytest.approx(tracked(case, config).step, rel=0.15)
+
+
+def test_a_rank_of_64_loads_and_trains_72b_below_60_gib():
+    bytes_ = full_depth(Case("72B", ranks=64, tokens=4096))
+    assert bytes_.loading < 60 * GIB
+    assert bytes_.step < 60 * GIB
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [8, 64])
+@pytest.mark.parametrize("model", SIZES)
+def test_the_estimate_at_full_depth_is_within_15_percent(model, ranks):
+    case = Case(model, ranks)
+    assert estimated(case, config_of(model)) == pytest.approx(full_depth(case).step, rel=0.15)
