@@ -11,7 +11,7 @@ import dataclasses
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -219,8 +219,15 @@ def _applied(below: _FileLayers, overrides: Sequence[Override]) -> dict[str, Any
         path = tuple(key.split("."))
         if override.is_delete() and not has(layers.tree, path) and has(below.layers.tree, path):
             continue  # a word for the component has discarded the key
-        with _explained(override.input_line):
+        try:
             _apply(config, override, key, value)
+        except OmegaConfBaseException as error:
+            raise ConfigError(explain(error)) from error
+        except (AttributeError, AssertionError, TypeError, ValueError, RecursionError) as error:
+            raise ConfigError(  # a key below a single value
+                f"{override.input_line}: incompatible ({one_line(str(error).splitlines()[0])}). "
+                "Check for an override below a key that is null or a single value."
+            ) from error
     tree = OmegaConf.to_container(config, resolve=False)
     assert isinstance(tree, dict)
     plain = {str(key): value for key, value in tree.items()}
@@ -254,26 +261,6 @@ def _apply(config: DictConfig, override: Override, key: str, value: Any) -> None
             "++ to set a key that may exist."
         )
     OmegaConf.update(config, key, value, merge=True, force_add=True)
-
-
-@contextmanager
-def _explained(words: object) -> Iterator[None]:
-    """Raise a `ConfigError` for an exception of OmegaConf."""
-    try:
-        yield
-    except OmegaConfBaseException as error:
-        raise ConfigError(explain(error)) from error
-    except (
-        AttributeError,
-        AssertionError,
-        TypeError,
-        ValueError,
-        RecursionError,
-    ) as error:  # a key below a single value
-        raise ConfigError(
-            f"{words}: incompatible ({one_line(str(error).splitlines()[0])}). "
-            "Check for an override below a key that is null or a single value."
-        ) from error
 
 
 def parse(words: Sequence[str]) -> list[Override]:
@@ -436,13 +423,13 @@ def _check_roles(config: Any) -> None:
                 raise ConfigError(not_a_component(f"{place}.{role}", repr(node)))
 
 
-def config_of(plain: Mapping[str, Any]) -> ExperimentConfig:
-    """Return the config for plain values, such as those of a saved `config.yaml`. Components stay unchanged."""
-    return _config(plain)
+def config_of(plain: Mapping[str, Any], base: ExperimentConfig | None = None) -> ExperimentConfig:
+    """Return the config for plain values, such as those of a saved `config.yaml`. Components stay unchanged.
 
-
-def _config(plain: Mapping[str, Any], base: ExperimentConfig | None = None) -> ExperimentConfig:
-    """Return the config for plain values. Missing ones are those of `base`, if it is given."""
+    Args:
+        plain: Values by root key.
+        base: Where missing values come from; None: they are the defaults, or errors.
+    """
     for key in COMPONENTS:
         value = plain.get(key, {})
         if not isinstance(value, Mapping) and not (value is None and key in OPTIONAL):
@@ -458,7 +445,7 @@ def check_values(tree: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: a key is unknown, or a value has the wrong type.
     """
-    _config({key: _known(value) for key, value in tree.items() if not _is_open(value)}, ExperimentConfig())
+    config_of({key: _known(value) for key, value in tree.items() if not _is_open(value)}, ExperimentConfig())
 
 
 def _is_open(value: Any) -> bool:

@@ -25,13 +25,10 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, Union, get_args
 
 from realign.config.errors import ConfigError, listed, one_line, suggest, switched_off, unknown_key
 from realign.config.inspection import Type, class_at
-from realign.config.words import NONE, TARGET, choices, class_of_word, component_bases, is_word
+from realign.config.words import NONE, TARGET, choices, class_of_word, component_bases, is_word, words_of
 from realign.errors import GraphError, NoEffectError, SettingsError
 from realign.settings import AcceptsForeign, StandIn, choices_of, default_of
 
-OURS = "realign"
-PACKAGES = ("interfaces", "engines", "data", "runtime")
-"""Packages of realign that contain components."""
 NEAR = 0.75
 """Minimum similarity (0 to 1) of two names to suggest one for the other."""
 EXTRAS: Mapping[str, str] = MappingProxyType({"bitsandbytes": "realign-rl[quantization]"})
@@ -52,13 +49,13 @@ Fits: TypeAlias = Callable[[Any], bool]
 """Predicate for the objects that a config key accepts."""
 
 
-def import_target(path: Any, where: str, fits: Fits | None = None) -> Any:
+def import_target(path: Any, where: str, known: Iterable[str] = ()) -> Any:
     """Import the object at a dotted path. Errors suggest the nearest existing object.
 
     Args:
         path: Import path of the object.
         where: Config key, for messages.
-        fits: Predicate for the objects to suggest; None accepts all.
+        known: Import paths of shipped objects that would fit, for messages.
 
     Raises:
         ConfigError: the module or attribute does not exist, or the module lacks a package or has invalid syntax.
@@ -81,7 +78,7 @@ def import_target(path: Any, where: str, fits: Fits | None = None) -> Any:
             if name in EXTRAS:
                 raise ConfigError(f"{where}={path}: {name} is not installed. Run pip install {EXTRAS[name]!r}.")
             place = done or "the current directory and the installed packages"
-            raise ConfigError(f"{where}: there is no {part!r} in {place}{_hint(path, part, named, fits)}")
+            raise ConfigError(f"{where}: there is no {part!r} in {place}{_hint(path, part, named, known)}")
         named, done = step, name
     return named
 
@@ -102,17 +99,7 @@ def _import(name: str, where: str) -> ModuleType | None:
         raise
 
 
-def _contents(owner: Any, fits: Fits | None) -> Iterable[str]:
-    """Return valid continuations of an import path: submodules, and accepted objects defined in `owner`."""
-    if owner is None:
-        return (module.name for module in pkgutil.iter_modules())
-    if not isinstance(owner, ModuleType):
-        return (name for name in vars(owner) if not name.startswith("_"))
-    modules = (module.name for module in pkgutil.iter_modules(getattr(owner, "__path__", [])))
-    return [*_defined(owner, fits), *(name for name in modules if not name.startswith("_"))]
-
-
-def _defined(module: ModuleType, fits: Fits | None) -> list[str]:
+def _defined(module: ModuleType, fits: Fits = callable) -> list[str]:
     """Return the names of the accepted classes and functions that a module defines or lists in `__all__`."""
     offered = getattr(module, "__all__", ())
     return [
@@ -121,7 +108,7 @@ def _defined(module: ModuleType, fits: Fits | None) -> list[str]:
         if not name.startswith("_")
         and (inspect.isclass(value) or inspect.isfunction(value))
         and (value.__module__ == module.__name__ or name in offered)
-        and (fits is None or fits(value))
+        and fits(value)
     ]
 
 
@@ -148,35 +135,21 @@ def such_as(kind: str, where: str = "") -> str:
     return f", such as {example}" if example and kind in EXAMPLE_TARGETS else ""
 
 
-def _hint(path: str, part: str, owner: Any, fits: Fits | None) -> str:
+def _hint(path: str, part: str, owner: Any, known: Iterable[str]) -> str:
     """Return the end of a message about an import path whose name `part` does not exist in `owner`."""
-    names = list(_contents(owner, fits))
-    here = difflib.get_close_matches(part, names, n=1, cutoff=NEAR)
-    elsewhere = _elsewhere(path, owner, fits) if fits is not None else None
-    if elsewhere is not None and (not here or elsewhere.rpartition(".")[2] == part):
-        return f"; did you mean {elsewhere}?"
-    return suggest(part, names) if names else ""
-
-
-def _elsewhere(path: str, owner: Any, fits: Fits) -> str | None:
-    """Return the import path of the accepted object of realign whose name is nearest to the last name of `path`.
-
-    `path` may be a bare name. Searches only modules of realign, because importing other modules can have side effects.
-    """
-    packages: tuple[str, ...]
     if owner is None:
-        packages = PACKAGES if "." not in path else ()
+        names = [module.name for module in pkgutil.iter_modules()]
+    elif isinstance(owner, ModuleType):
+        modules = (module.name for module in pkgutil.iter_modules(getattr(owner, "__path__", [])))
+        names = [*_defined(owner), *(name for name in modules if not name.startswith("_"))]
     else:
-        package = getattr(owner, "__name__", "") if hasattr(owner, "__path__") else getattr(owner, "__package__", None)
-        packages = tuple(name for name in PACKAGES if package == f"{OURS}.{name}")
-    known: dict[str, str] = {}
-    for package in packages:
-        for info in pkgutil.iter_modules(importlib.import_module(f"{OURS}.{package}").__path__, f"{OURS}.{package}."):
-            module = importlib.import_module(info.name)
-            own = (name for name in _defined(module, fits) if getattr(module, name).__module__ == info.name)
-            known |= {name: f"{info.name}.{name}" for name in own}
-    near = difflib.get_close_matches(path.rpartition(".")[2], known, n=1, cutoff=NEAR)
-    return known[near[0]] if near else None
+        names = [name for name in vars(owner) if not name.startswith("_")]
+    here = difflib.get_close_matches(part, names, n=1, cutoff=NEAR)
+    shipped = {name.rpartition(".")[2]: name for name in known}
+    elsewhere = difflib.get_close_matches(path.rpartition(".")[2], shipped, n=1, cutoff=NEAR)
+    if elsewhere and (not here or elsewhere[0] == part):
+        return f"; did you mean {shipped[elsewhere[0]]}?"
+    return suggest(part, names) if names else ""
 
 
 def misfit(cls: type, kind: Any) -> str | None:
@@ -452,7 +425,7 @@ def build(node: Any, kind: Any, where: str) -> Any:
 
     name = type_name(kind)
     node = with_import_path(node, kind, where)
-    cls = _target(node, where, f"a class that is {name}{such_as(name)}", fits)
+    cls = _target(node, where, f"a class that is {name}{such_as(name)}", _shipped(kind))
     key = f"{where}.{TARGET}"
     if is_foreign(cls, kind):
         stand_in: type[StandIn] = import_target(kind.stand_in, key)
@@ -467,6 +440,12 @@ def build(node: Any, kind: Any, where: str) -> Any:
         raise ConfigError(f"{key}: {cls.__qualname__} is not a {name}{why}{beside(node[TARGET], fits, name)}")
     _check_constructible(cls, key)
     return fill(cls, {name: value for name, value in node.items() if name != TARGET}, where)
+
+
+def _shipped(kind: Any) -> Iterator[str]:
+    """Yield the import paths of the shipped components of a kind. Nothing is read until a message needs one."""
+    for base in component_bases(members_of(kind)):
+        yield from (variant.path for variant in words_of(base).values())
 
 
 def with_import_path(node: Any, kind: Any, where: str) -> Any:
@@ -503,7 +482,7 @@ def build_graph(node: Any, returns: type[T], where: str, interfaces: Mapping[str
         return False
 
     name = type_name(returns)
-    function = _target(node, where, f"a function annotated -> {name}{such_as(name)}", fits)
+    function = _target(node, where, f"a function annotated -> {name}{such_as(name)}", ())
     if not fits(function):
         wrong = f"{node[TARGET]} is not a function annotated -> {name}; nothing was called"
         raise ConfigError(f"{where}.{TARGET}: {wrong}{beside(node[TARGET], fits, name)}")
@@ -567,7 +546,7 @@ def _choices(base: type) -> Iterator[type]:
         yield from _choices(cls)
 
 
-def _target(node: Any, where: str, expected: str, fits: Fits) -> Any:
+def _target(node: Any, where: str, expected: str, known: Iterable[str]) -> Any:
     if not isinstance(node, Mapping):
         raise ConfigError(
             f"{where}: expected a component (a mapping with {TARGET}), found {node!r}; set its fields one by one, such "
@@ -575,7 +554,7 @@ def _target(node: Any, where: str, expected: str, fits: Fits) -> Any:
         )
     if TARGET not in node:
         raise ConfigError(f"{where}.{TARGET} is missing: give the import path of {expected}")
-    return import_target(node[TARGET], f"{where}.{TARGET}", fits)
+    return import_target(node[TARGET], f"{where}.{TARGET}", known)
 
 
 def _check_constructible(cls: type, where: str) -> None:

@@ -40,7 +40,6 @@ from realign.settings import Count, default_of, own_settings
 
 if TYPE_CHECKING:
     from realign.api import RPC, DataflowGraph, GenerationConfig, ModelInterface, ModelSpec
-    from realign.api.callback import Callback
     from realign.data import DataSpec
     from realign.runtime import Experiment
     from realign.runtime.evaluation.base import Evaluator
@@ -217,7 +216,7 @@ def _build(config: ExperimentConfig) -> Experiment:
         evaluations=evaluations,
         calibration=_one(config, "calibration") if config.calibration else None,
         trackers=_roles(config, "trackers"),
-        callbacks=_callbacks(config),
+        callbacks=_roles(config, "callbacks"),
         runtime=_one(config, "runtime"),
         rollout=_one(config, "rollout"),
     )
@@ -291,25 +290,16 @@ def as_node(value: Any, declared: Any = None) -> Any:
 
 
 def _roles(config: ExperimentConfig, root: str) -> dict[str, Any]:
-    """Build the component of each role. Skips roles that are null."""
+    """Build the component of each role. Skips roles that are null, or the word none."""
     kind, target = _kind(root), _default_target(root)
-    return {
-        role: build({**target, **node} if isinstance(node, Mapping) else node, kind, f"{root}.{role}")
-        for role, node in getattr(config, root).items()
-        if node is not None
-    }
-
-
-def _callbacks(config: ExperimentConfig) -> dict[str, Callback]:
-    """Build the callbacks, which a bare word can select. Skips those that are null or none."""
-    from realign.api.callback import Callback
-
     built = {}
-    for name, node in config.callbacks.items():
-        where = f"callbacks.{name}"
-        component = isinstance(node, Mapping)
-        built[name] = build(node, Callback, where) if component else convert(node, Callback | None, where)
-    return {name: callback for name, callback in built.items() if callback is not None}
+    for role, node in getattr(config, root).items():
+        where = f"{root}.{role}"
+        if root == "callbacks" and not isinstance(node, Mapping):  # a bare word
+            built[role] = convert(node, kind | None, where)
+        elif node is not None:
+            built[role] = build({**target, **node} if isinstance(node, Mapping) else node, kind, where)
+    return {role: component for role, component in built.items() if component is not None}
 
 
 def _node(node: Any, where: str) -> Mapping[str, Any]:

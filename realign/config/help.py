@@ -20,7 +20,6 @@ from realign.config.inspection import (
     Member,
     Type,
     Unknown,
-    class_at,
     default_of,
     docstring,
     fields_of,
@@ -30,14 +29,12 @@ from realign.config.inspection import (
     settings_of,
     types_of,
 )
-from realign.config.places import ROOTS, Find, Place, imported_class_at, place_of
+from realign.config.places import ROOTS, Find, Place, declared_by, imported_class_at, place_of, schema
 from realign.config.trees import get
 from realign.config.words import TARGET, choices, is_component, is_word, snake_case
 
 FIRST = ("grpo", "ppo", "sft", "dpo", "reward_model")
 """Experiments in which a key is looked up first, if the command line names no experiment."""
-SCHEMA = "realign.config.experiment.ExperimentConfig"
-"""Class of the root keys."""
 DEPTH = 5
 """Levels of keys in which a single name is searched."""
 NUMBERS = frozenset({"int", "float", "bool", "str", "None"})
@@ -98,9 +95,9 @@ def section(key: str, overrides: Sequence[str] = (), config_dir: Path | None = N
         ConfigError: there is no such key.
     """
     path = tuple(filter(None, key.split(".")))
-    if path and not is_root(path[0]):
+    if path and path[0] not in root_keys():
         names = find_keys(path[-1]) if len(path) == 1 else []
-        raise ConfigError(f"unknown key {key!r}{_meant(names) or suggest(path[0], _root_fields())}")
+        raise ConfigError(f"unknown key {key!r}{_meant(names) or suggest(path[0], root_keys())}")
     if overrides:
         from realign.config.composition import compose_raw  # imports Hydra, which checks the overrides
 
@@ -117,9 +114,9 @@ def section(key: str, overrides: Sequence[str] = (), config_dir: Path | None = N
     raise first
 
 
-def is_root(name: str) -> bool:
-    """Return whether a name is a root key of the config."""
-    return name in _root_fields()
+def root_keys() -> list[str]:
+    """Return the root keys of the config."""
+    return [name for name in fields_of(schema()) if name not in REPORT]
 
 
 def find_keys(name: str, most: int = 5) -> list[str]:
@@ -166,19 +163,21 @@ def section_of(
     Raises:
         ConfigError: there is no such key.
     """
-    schema = _class(SCHEMA)
     if not path:
-        entries = tuple(_schema_entry(schema, name, name, config) for name in _root_fields())
-        return Section("", "", first_paragraph(schema), entries, None, experiment)
-    if path[0] not in ROOTS:
-        return _schema_section(path, config)
-    own = _schema_entry(schema, path[0], path[0], config)
-    if ROOTS[path[0]].per_role and len(path) == 1:
+        entries = tuple(_root_entry(name, config) for name in root_keys())
+        return Section("", "", first_paragraph(schema()), entries, None, experiment)
+    if path[0] not in root_keys():
+        raise ConfigError(unknown_key(path[0], root_keys()))
+    own, is_component = _root_entry(path[0], config), path[0] in ROOTS
+    per_role = is_component and ROOTS[path[0]].per_role
+    if per_role and len(path) == 1:
         roles = config.get(path[0]) or {}
         named = tuple(_role_entry((path[0], role), config, find) for role in roles)
         return Section(path[0], "", own.text, named, own, experiment)
-    start = 2 if ROOTS[path[0]].per_role else 1
-    _check_role(path, config)
+    start = 2 if per_role else 1
+    if per_role and path[1] not in (roles := config.get(path[0]) or {}):
+        have = f"the experiment has {path[0]}: {', '.join(roles) or 'none'}"
+        raise ConfigError(f"unknown key '{path[0]}.{path[1]}': {have}")
     place, target = _component_at(path[:start], config, find)
     entry: Entry | None = own if start == 1 else None
     for depth in range(start, len(path)):
@@ -195,32 +194,6 @@ def section_of(
     alone = entry is not None and (not entries or "text" in entry.type.split(" | "))
     text = entry.text if entry is not None and alone else (first_paragraph(definition) if definition else "")
     return Section(".".join(path), name, text or own.text, entries, entry, experiment)
-
-
-def _schema_section(path: tuple[str, ...], config: Mapping[str, Any]) -> Section:
-    """Describe a root key that is no component, or a key below it."""
-    schema: Definition | None = _class(SCHEMA)
-    entry: Entry | None = None
-    for depth, name in enumerate(path):
-        key = ".".join(path[: depth + 1])
-        fields = fields_of(schema) if schema is not None else {}
-        if name not in fields or key in REPORT:
-            raise ConfigError(unknown_key(key, _root_fields() if depth == 0 else fields))
-        assert schema is not None
-        entry = _schema_entry(schema, name, key, config)
-        schema = _settings(schema, name)
-    assert entry is not None
-    fields = fields_of(schema) if schema is not None else {}
-    assert schema is not None or not fields
-    inner = tuple(_schema_entry(schema, name, f"{entry.key}.{name}", config) for name in fields if schema is not None)
-    return Section(entry.key, "", entry.text, inner, entry)
-
-
-def _settings(definition: Definition | None, name: str) -> Definition | None:
-    """Return the dataclass of a field, which is no component; None if it is none."""
-    field = fields_of(definition).get(name) if definition is not None else None
-    types = () if field is None else types_of(field.annotation, field.module)
-    return next((member.definition for member in types if is_dataclass(member.definition)), None)
 
 
 def _role_entry(path: tuple[str, str], config: Mapping[str, Any], find: Find) -> Entry:
@@ -258,46 +231,23 @@ def _target_of(place: Place, node: Any) -> Any:
 
 def _field_entry(place: Place, target: Any, own: Field, config: Mapping[str, Any]) -> Entry:
     """Describe a field of the component at a place."""
-    child = place.child(own.name, target)
-    types, default = child.declared
-    given = get(config, tuple(child.key.split(".")), MISSING)
-    return entry_of(child.key, types, default, own.text, given)
+    return _entry(place.child(own.name, target), own.text, config)
 
 
-def _schema_entry(schema: Definition, name: str, key: str, config: Mapping[str, Any]) -> Entry:
-    """Describe a field of the schema."""
-    own = fields_of(schema)[name]
-    types, default = types_of(own.annotation, own.module), default_of(own)
-    given = get(config, tuple(key.split(".")), MISSING)
-    given = MISSING if given == default or isinstance(given, Mapping) else given
-    component = key in ROOTS or any(is_dataclass(member.definition) for member in types)
-    entry = entry_of(key, types, default, own.text, given)
-    written = "none" if component and default is None else entry.default
-    if key in ROOTS:
-        kind = "mapping of names to components" if ROOTS[key].per_role else "component"
-        return replace(entry, type=kind, component=True, default=written if default else "none")
-    if component:
-        return replace(entry, component=True, type="settings", default="the settings below")
-    return replace(entry, default=written)
+def _entry(place: Place, text: str, config: Mapping[str, Any]) -> Entry:
+    types, default = place.declared
+    given = get(config, tuple(place.key.split(".")), MISSING)
+    return entry_of(place.key, types, default, text, MISSING if given == default else given)
 
 
-def _class(path: str) -> Definition:
-    definition = class_at(path)
-    assert definition is not None, path
-    return definition
-
-
-def _root_fields() -> list[str]:
-    return [name for name in fields_of(_class(SCHEMA)) if name not in REPORT]
-
-
-def _check_role(path: tuple[str, ...], config: Mapping[str, Any]) -> None:
-    if not ROOTS[path[0]].per_role:
-        return
-    roles = config.get(path[0]) or {}
-    if path[1] not in roles:
-        have = f"the experiment has {path[0]}: {', '.join(roles) or 'none'}"
-        raise ConfigError(f"unknown key '{path[0]}.{path[1]}': {have}")
+def _root_entry(name: str, config: Mapping[str, Any]) -> Entry:
+    """Describe a root key."""
+    own = fields_of(schema())[name]
+    entry = _entry(Place(name, lambda: declared_by(own)), own.text, config)
+    if name in ROOTS:
+        kind = "mapping of names to components" if ROOTS[name].per_role else "component"
+        return replace(entry, type=kind, component=True, default="none")
+    return replace(entry, type="settings", default="the settings below") if entry.component else entry
 
 
 def _name_of(overrides: Iterable[str]) -> str | None:
@@ -407,13 +357,13 @@ def key_help(words: Sequence[str], config_dir: Path | None = None, width: int = 
 
 
 def _of_key(key: str, overrides: Sequence[str], config_dir: Path | None, width: int) -> Iterator[str]:
-    if key and (key in index() or not is_root(key.partition(".")[0])) and (rows := described(key)):
+    if key and (key in index() or key.partition(".")[0] not in root_keys()) and (rows := described(key)):
         yield f"{key}  (a name of other tools)"
         for row in rows:
             yield from textwrap.wrap(row, width, initial_indent=INDENT, subsequent_indent=INDENT * 3)
         yield ""
         yield "`realign help KEY` describes one of these keys."
-    elif key and "." not in key and not is_root(key) and (full := find_keys(key)):
+    elif key and "." not in key and key not in root_keys() and (full := find_keys(key)):
         yield f"{key}  (the last name of a key)"
         yield from (f"{INDENT}{full_key}" for full_key in full)
         yield ""

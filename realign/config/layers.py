@@ -110,16 +110,16 @@ class Layers:
         for root in [root for root in upper if root in ROOTS]:
             for path, value in _root_places(root, upper[root]):
                 if isinstance(value, dict):
-                    place, lower = place_of(path), get(self._view, path)
-                    if is_word(lower) and TARGET not in value and (target := place.of_word(lower)) is not None:
-                        self._replace(path, {TARGET: target})
-                    self._lay_component(place, path, value, by, rewritten)
+                    self._lay_component(place_of(path), path, value, by, rewritten)
         return rewritten
 
     def _lay_component(
         self, place: Place, path: Path, upper: dict[str, Any], by: str | None, rewritten: dict[Path, str]
     ) -> None:
         """Apply a mapping of the upper layer to the component at `path`; `by` is None for the command line."""
+        word = get(self._view, path)
+        if is_word(word) and TARGET not in upper and (below := place.of_word(word)) is not None:
+            self._replace(path, {TARGET: below})
         if isinstance(upper.get(TARGET), Word):
             upper[TARGET] = rewritten[path] = _resolved(place, upper[TARGET])
         if upper:
@@ -149,11 +149,8 @@ class Layers:
                 return
             owner[path[-1]] = value = {TARGET: target}
             rewritten[path] = target
-        if not isinstance(value, dict):
-            return
-        if is_word(lower) and TARGET not in value and (target := place.of_word(lower)) is not None:
-            self._replace(path, {TARGET: target})
-        self._lay_component(place, path, value, by, rewritten)
+        if isinstance(value, dict):
+            self._lay_component(place, path, value, by, rewritten)
 
     def _refit(
         self, path: Path, old: tuple[Place, Any], new: tuple[Place, Any], upper: dict[str, Any], by: str | None
@@ -270,10 +267,8 @@ class Layers:
 
     def _mapping(self, path: Path) -> dict[str, Any]:
         """Return the mapping at a path of the view, with interpolations resolved; empty if there is none."""
-        found = get(self._view, path)
-        if isinstance(found, str) and "${" in found:
-            found = self._interpolated(found)
-        return found if isinstance(found, dict) else {}
+        node = self._text(get(self._view, path))
+        return node if isinstance(node, dict) else {}
 
     def _text(self, target: Any) -> Any:
         return self._interpolated(target) if isinstance(target, str) and "${" in target else target

@@ -153,7 +153,20 @@ class Place:
             return (), None
         # fields override those of the default value
         overrides = default.values if target is None and isinstance(default, Component) else {}
-        return types_of(field.annotation, field.module), overrides.get(name, default_of(field))
+        types, default = declared_by(field)
+        return types, overrides.get(name, default)
+
+
+def schema() -> Definition:
+    """Return the class of the root keys."""
+    definition = class_at("realign.config.experiment.ExperimentConfig")
+    assert definition is not None
+    return definition
+
+
+def declared_by(field: Field) -> tuple[tuple[Type, ...], Any]:
+    """Return the members of the annotation of a field, and its default."""
+    return types_of(field.annotation, field.module), default_of(field)
 
 
 def place_of(path: tuple[str, ...], find: Find = class_at) -> Place:
@@ -163,6 +176,8 @@ def place_of(path: tuple[str, ...], find: Find = class_at) -> Place:
         path: Names of the key.
         find: As for `Place`.
     """
+    if path[0] not in ROOTS:
+        return Place(path[0], lambda: declared_by(fields_of(schema())[path[0]]), find)
     root = ROOTS[path[0]]
     module, _, name = root.kind.rpartition(".")
     return Place(".".join(path), lambda: (types_of(name, module), root.default), find, is_root=True)
