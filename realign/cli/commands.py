@@ -139,7 +139,7 @@ def _of_all_ranks(args: list[str], debug: bool) -> int:
     words = command_words(args)
     if is_one_of_many():
         return on_ranks(lambda start: _dispatch(args, start), debug, words)
-    return _dispatch(args, lambda _, experiment: alone(experiment, debug, words))
+    return _dispatch(args, lambda _, experiment, checked: alone(experiment, checked, debug, words))
 
 
 def _dispatch(argv: list[str], start: Start) -> int:

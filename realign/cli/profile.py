@@ -15,6 +15,7 @@ from realign.cli.arguments import split_options
 from realign.cli.train import built, is_one_of_many
 from realign.errors import ConfigError
 from realign.runtime.checkpoint.random_generators import seed_random
+from realign.runtime.checks.before_loading import check_ready
 from realign.runtime.profiling import TRACE, ProfileOptions, StepProfile, profile_steps
 from realign.runtime.resume import find_start
 from realign.runtime.run_checkpoints import check_frozen, frozen_weights, restore
@@ -36,6 +37,7 @@ def profile(args: argparse.Namespace, words: Sequence[str]) -> int:
     experiment, console = built(overrides, args.config_dir), Console()
     if is_one_of_many():
         raise ConfigError("realign profile: it profiles one process. Start it without torchrun.")
+    check_ready(experiment)
     start = find_start(experiment)
     done = 0 if start is None else start.step
     seed_random(experiment.seed)

@@ -67,7 +67,7 @@ def sweep(words: Sequence[str], config_dir: str | None, start: Start, debug: boo
         resolved = resolve({str(key): value for key, value in tree.items()})
         resolved.output_dir = HydraConfig.get().runtime.output_dir  # each run of a sweep has a separate folder
         folders.append(Path(resolved.output_dir))
-        if code := guarded(lambda: start(resolved, build(resolved)), debug):
+        if code := guarded(lambda: start(resolved, build(resolved), lambda: None), debug):
             raise SystemExit(code)
 
     try:

@@ -32,8 +32,9 @@ if TYPE_CHECKING:
     from realign.runtime import Experiment
     from realign.runtime.processes.rendezvous import Meeting
 
-Start: TypeAlias = "Callable[[ExperimentConfig, Experiment], int]"
-"""Function that runs the experiment built from a config, and returns the exit code."""
+Start: TypeAlias = "Callable[[ExperimentConfig, Experiment, Callable[[], None]], int]"
+"""Function that runs the experiment built from a config, and returns the exit code. The last argument is called when
+the checks have passed."""
 LOG_FORMAT = "[%(asctime)s][%(name)s][%(levelname)s] - %(message)s"
 
 
@@ -51,10 +52,8 @@ def train(args: argparse.Namespace, words: list[str], start: Start) -> int:
         return 0
     config = composed.resolve()
     experiment = build(config)
-    _check_start(experiment)
-    _record(composed, config.output_dir)
     with terminated_by_exception():
-        return start(config, experiment)
+        return start(config, experiment, partial(_record, composed, config.output_dir))
 
 
 def _record(composed: Composed, output_dir: str) -> None:
@@ -109,22 +108,17 @@ def _show(composed: Composed, args: argparse.Namespace) -> None:
     print(head + OmegaConf.to_yaml(part), end="")
 
 
-def _check_start(experiment: Experiment) -> None:
-    """Check that the run can start."""
-    from realign.runtime.checks.before_loading import check_ready, open_interfaces, used_interfaces
-    from realign.runtime.output_folder import check_output_folder
+def alone(
+    experiment: Experiment, checked: Callable[[], None], debug: bool, command: Sequence[str] | None = None
+) -> int:
+    """Execute a run in this process, and return the exit code.
 
-    check_output_folder(experiment)
-    check_ready(experiment)
-    try:
-        open_interfaces(experiment)
-    finally:
-        for interface in used_interfaces(experiment).values():
-            interface.close()
-
-
-def alone(experiment: Experiment, debug: bool, command: Sequence[str] | None = None) -> int:
-    """Execute a run in this process, and return the exit code. `command` contains the words of the command line."""
+    Args:
+        experiment: The run.
+        checked: Called when the checks of the run have passed.
+        debug: Whether to print the traceback of every error.
+        command: Words of the command line.
+    """
 
     def make() -> None:
         from realign.runtime import run
@@ -133,9 +127,15 @@ def alone(experiment: Experiment, debug: bool, command: Sequence[str] | None = N
 
         watch = watchdog_for(experiment.runtime)
         watch.record = recorder(experiment.output_dir, secrets.token_hex(8))
+        console = _console()
         try:
-            described = described_run(experiment)
-            run(experiment, console=_console(experiment), watch=watch, command=command, description=described)
+            run(
+                experiment,
+                console=console,
+                watch=watch,
+                command=command,
+                begin=_beginning(experiment, checked, console),
+            )
         except (Exception, KeyboardInterrupt) as error:
             watch.record(error, exit_code(error))
             raise
@@ -170,7 +170,7 @@ def on_ranks(command: Callable[[Start], int], debug: bool, words: Sequence[str] 
                     return _led(meeting, command, words)
                 _quiet()
                 if plan := meeting.plan():
-                    _take_part(meeting, build(config_of(json.loads(plan))))
+                    _take_part(meeting, build(config_of(json.loads(plan))), None)
                 return 0
     except BaseException as error:
         if meeting is not None:
@@ -178,7 +178,7 @@ def on_ranks(command: Callable[[Start], int], debug: bool, words: Sequence[str] 
         if isinstance(error, ConfigError | TransientError) and _another_rank_prints(error):
             return exit_code(error)
         raise
-    return command(lambda _, experiment: alone(experiment, debug, words))  # no rendezvous address is set
+    return command(lambda _, experiment, checked: alone(experiment, checked, debug, words))  # no rendezvous address
 
 
 def _another_rank_prints(error: Exception) -> bool:
@@ -190,11 +190,11 @@ def _another_rank_prints(error: Exception) -> bool:
 
 
 def _led(meeting: Meeting, command: Callable[[Start], int], words: Sequence[str] | None) -> int:
-    def start(config: ExperimentConfig, experiment: Experiment) -> int:
+    def start(config: ExperimentConfig, experiment: Experiment, checked: Callable[[], None]) -> int:
         try:
             with meeting.watch.telling():
                 meeting.plan(json.dumps(dataclasses.asdict(config)))
-                _take_part(meeting, experiment, words)
+                _take_part(meeting, experiment, checked, words)
         except Exception:
             return meeting.watch.code
         return 0
@@ -205,17 +205,19 @@ def _led(meeting: Meeting, command: Callable[[Start], int], words: Sequence[str]
     return 0
 
 
-def _take_part(meeting: Meeting, experiment: Experiment, words: Sequence[str] | None = None) -> None:
+def _take_part(
+    meeting: Meeting, experiment: Experiment, checked: Callable[[], None] | None, words: Sequence[str] | None = None
+) -> None:
+    """Take part in a run of several ranks. Only the first rank has `checked`, and shows progress."""
     from realign.runtime import run
     from realign.runtime.checkpoint.last_failure import record_end, recorder
 
-    leads = meeting.ranks.leader
-    console = _console(experiment) if leads else None
+    console = None if checked is None else _console()
+    begin = None if checked is None else _beginning(experiment, checked, console)
     meeting.watch.record = recorder(experiment.output_dir, meeting.attempt)
     with meeting.joined(experiment.runtime.call_minutes):
-        description = described_run(experiment) if leads else ""
-        run(experiment, console=console, watch=meeting.watch, command=words, description=description)
-    if leads:
+        run(experiment, console=console, watch=meeting.watch, command=words, begin=begin)
+    if checked is not None:
         record_end(experiment.output_dir, ExitCode.success)
 
 
@@ -261,24 +263,28 @@ def print_derived(experiment: Experiment, console: Any) -> None:
     console.print(table)
 
 
-def described_run(experiment: Experiment) -> str:
-    """Return the run summary as text, for realign.log."""
-    from realign.cli.launch_table import derived_rows
+def _beginning(experiment: Experiment, checked: Callable[[], None], console: Any) -> Callable[[], str]:
+    """Return what a run calls once its checks have passed: print the run summary, and return it for realign.log."""
 
-    rows = derived_rows(experiment)
-    width = max(len(name) for name, _ in rows)
-    return "\n".join([f"{experiment.name}: run summary", *(f"  {name:<{width}}  {value}" for name, value in rows)])
+    def begin() -> str:
+        from realign.cli.launch_table import derived_rows
+
+        checked()
+        print_derived(experiment, console)
+        rows = derived_rows(experiment)
+        width = max(len(name) for name, _ in rows)
+        return "\n".join([f"{experiment.name}: run summary", *(f"  {name:<{width}}  {value}" for name, value in rows)])
+
+    return begin
 
 
-def _console(experiment: Experiment) -> Any:
-    """Return the console for the progress of a run, after printing the run summary."""
+def _console() -> Any:
+    """Return the console for the progress of a run, without the progress bars of transformers in its live display."""
     from rich.console import Console
     from transformers.utils.logging import disable_progress_bar
 
-    console = Console()
-    print_derived(experiment, console)
-    disable_progress_bar()  # its lines would break the live display
-    return console
+    disable_progress_bar()
+    return Console()
 
 
 def _quiet() -> None:

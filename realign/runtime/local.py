@@ -30,7 +30,7 @@ from realign.data.dataset import content_hash
 from realign.data.encoding import DecodedSequence, decoded_row
 from realign.errors import RunError
 from realign.runtime.calls import call, is_stale
-from realign.runtime.checks.before_loading import check_ready, open_interfaces, used_interfaces
+from realign.runtime.checks.before_loading import open_interfaces, used_interfaces
 from realign.runtime.checks.during_training import check_ratio, default_tolerance
 from realign.runtime.checks.known_answers import check_verifiers
 from realign.runtime.datasets import load_datasets
@@ -135,7 +135,6 @@ class LocalRuntime:
         self.batches_ahead = 0
         """Batches of prompts drawn before the first step, minus the steps before it. Nonzero only after resuming with
         another batch size or another data position."""
-        check_ready(experiment)
         try:
             open_interfaces(experiment)
             with memory_limited("loading the models", SMALLER):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from types import MappingProxyType
@@ -16,7 +16,7 @@ from realign.engines.files.folders import check_name, restore_interrupted_saves
 from realign.errors import CheckpointError, ConfigError
 from realign.runtime.checkpoint.folder import Start
 from realign.runtime.checkpoint.random_generators import seed_random
-from realign.runtime.checks.before_loading import used_interfaces
+from realign.runtime.checks.before_loading import check_ready, open_interfaces, used_interfaces
 from realign.runtime.experiment import Experiment
 from realign.runtime.local import LocalRuntime
 from realign.runtime.metrics.samples import show_lines, show_row
@@ -65,7 +65,7 @@ def run(
     callbacks: Mapping[str, Callback] = MappingProxyType({}),
     watch: Watch | None = None,
     command: Sequence[str] | None = None,
-    description: str = "",
+    begin: Callable[[], str] | None = None,
 ) -> RunResult:
     """Load everything, train for `experiment.steps`, evaluate and save; see `Experiment` for the settings.
 
@@ -83,7 +83,8 @@ def run(
             lost worker continues with copies of them.
         watch: receives the current operation, and any error before resources are closed.
         command: words of the command line that started the run, for the commands that the summary suggests.
-        description: text for the start of realign.log, such as the launch table.
+        begin: called when the checks have passed, before anything is loaded or written. It returns text for the start
+            of realign.log, such as the launch table.
 
     Returns:
         The metrics of all steps, the output folder and held-out samples.
@@ -98,11 +99,17 @@ def run(
     _check_ranks(experiment, ranks)
     check_same_settings(experiment, ranks)
     ranks.lead(partial(check_output_folder, experiment))
+    check_ready(experiment)
     attempts = Attempts(experiment)
     training: TrainingLoop | None = None
     report = RunReport(None if command is None else [word for word in command if not word.startswith("resume=")])
-    if description:
-        report.log.write(description)
+    if begin is not None:
+        try:  # an interface that cannot be opened is reported before the launch table
+            open_interfaces(experiment)
+        finally:
+            for interface in used_interfaces(experiment).values():
+                interface.close()
+        report.log.write(begin())
     with report.log.capturing() if ranks.leader else nullcontext():
         while True:
             try:

@@ -14,6 +14,7 @@ import realign
 from realign.cli import commands as cli
 from realign.config import experiment
 from realign.config.files import Files, experiments_dir, list_experiments
+from realign.runtime.checks import before_loading
 from tests.config_parts import EXPERIMENT, write_experiment
 from tests.processes import CHECKOUT, printed_without, python
 
@@ -152,7 +153,7 @@ def test_train_runs_writes_its_config_and_litters_nothing(here, capsys):
 
 @pytest.mark.parametrize("command", [[], ["check"], ["graph"]])
 @pytest.mark.parametrize("words", [[], ["max_steps=1", "num_generations=4"]])
-def test_one_launch_composes_once_and_builds_once(here, monkeypatch, command, words):
+def test_one_launch_composes_once_builds_once_and_checks_once(here, monkeypatch, command, words):
     calls = []
 
     def counted(owner, name):
@@ -161,8 +162,9 @@ def test_one_launch_composes_once_and_builds_once(here, monkeypatch, command, wo
 
     counted(Files, "read")
     counted(experiment, "build_experiment")
+    counted(before_loading, "check_roles")
     assert realign_main(*command, "experiment=bigram", "steps=1", *words) == 0
-    assert calls == ["read", "build_experiment"]
+    assert calls == ["read", "build_experiment", *(["check_roles"] if command != ["graph"] else [])]
 
 
 def test_an_earlier_run_is_not_overwritten_by_accident(here, capsys):

@@ -43,9 +43,15 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def configs(*words: str) -> list[ExperimentConfig]:
     """Return the config of each run that a command line starts."""
-    found: list[ExperimentConfig] = []
-    assert _dispatch(["--config-dir=conf", *words], lambda config, _: found.append(config) or 0) == 0
-    return found
+    started: list[ExperimentConfig] = []
+
+    def start(config, experiment, checked):
+        started.append(config)
+        checked()
+        return 0
+
+    assert _dispatch(["--config-dir=conf", *words], start) == 0
+    return started
 
 
 def objectives(*words: str) -> list[object]:
@@ -87,7 +93,6 @@ def test_a_contradiction_in_a_sweep_is_an_error_before_the_first_run(here):
 
 
 def test_the_run_of_a_command_line_is_that_of_compose(here, monkeypatch):
-    monkeypatch.setattr("realign.cli.train._check_start", lambda experiment: None)
     words = ["experiment=clipped", f"{ACTOR}.objective.high=0.28", f"{ACTOR}.objective=gspo"]
     (config,) = configs(*words)
     assert config == compose(words, "conf")

@@ -24,7 +24,7 @@ class Warns(Callback):
 def test_the_log_of_a_run_has_description_warnings_metrics_and_summary(tmp_path):
     before = warnings.showwarning
     with pytest.warns(UserWarning, match="warned in step 1"):
-        out = run(experiment(tmp_path, callbacks={"w": Warns()}), description="the launch table").output_dir
+        out = run(experiment(tmp_path, callbacks={"w": Warns()}), begin=lambda: "the launch table").output_dir
     text = (out / "realign.log").read_text(encoding="utf-8")
     assert text.index("the launch table") < text.index("step 0  eval/reward") < text.index("step 3  ")
     assert text.count("WARNING warned in step 1\n") == 1
@@ -36,11 +36,11 @@ def test_the_log_of_a_run_has_description_warnings_metrics_and_summary(tmp_path)
 
 
 def test_a_resumed_run_continues_the_log_and_a_new_one_replaces_it(tmp_path):
-    run(experiment(tmp_path), description="table one")
-    out = run(experiment(tmp_path, steps=4, resume="auto"), description="table two").output_dir
+    run(experiment(tmp_path), begin=lambda: "table one")
+    out = run(experiment(tmp_path, steps=4, resume="auto"), begin=lambda: "table two").output_dir
     text = (out / "realign.log").read_text(encoding="utf-8")
     assert text.index("table one") < text.index("table two") < text.index("resumed from ")
-    run(experiment(tmp_path, overwrite=True), description="table three")
+    run(experiment(tmp_path, overwrite=True), begin=lambda: "table three")
     assert "table one" not in (out / "realign.log").read_text(encoding="utf-8")
 
 
