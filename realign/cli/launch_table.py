@@ -46,8 +46,8 @@ def derived_rows(experiment: Experiment) -> list[tuple[str, str]]:
         )
     limit = e.microbatch.max_tokens_per_microbatch
     rows["tokens per micro-batch"] = "no limit" if limit is None else f"at most {limit:,}"
-    if found := e.temperatures:
-        rows["temperature"] = f"{next(iter(found.values())):g} ({', '.join(found)})"
+    if temperatures := e.temperatures:
+        rows["temperature"] = f"{next(iter(temperatures.values())):g} ({', '.join(temperatures)})"
     for where, evaluation in e.all_evaluations.items():
         name = where.replace("evaluations.", "evaluation ")
         rows[name] = f"every {evaluation.every_steps} steps, before and after; {evaluation.describe()}"
@@ -104,24 +104,24 @@ def _own_classes(value: Any, key: str) -> Iterator[str]:
 def _compute_rows(experiment: Experiment) -> dict[str, str]:
     """Return a row with device, precision and attention kernel of each model; empty if no model states them."""
     specs = {role: experiment.models[role] for role in experiment.roles if role in experiment.models}
-    found = {role: str(compute) for role, spec in specs.items() if (compute := spec.facts().compute) is not None}
-    if not found:
+    types = {role: str(compute) for role, spec in specs.items() if (compute := spec.facts().compute) is not None}
+    if not types:
         return {}
-    if len(set(found.values())) == 1:
-        return {"models compute on": next(iter(found.values()))}
-    return {"models compute on": "; ".join(f"{role}: {compute}" for role, compute in found.items())}
+    if len(set(types.values())) == 1:
+        return {"models compute on": next(iter(types.values()))}
+    return {"models compute on": "; ".join(f"{role}: {compute}" for role, compute in types.items())}
 
 
 def _external_rows(experiment: Experiment) -> dict[str, str]:
     """Return a row that lists samplers without bitwise reproducibility; empty if there is none."""
-    found: dict[str, str] = {}
+    samplers: dict[str, str] = {}
     for role in experiment.roles:
         spec = experiment.models.get(role)
         if isinstance(spec, ConfiguresSampler) and not spec.sampler.capabilities().bitwise:
-            found[role] = type(spec.sampler).__name__
-    if not found:
+            samplers[role] = type(spec.sampler).__name__
+    if not samplers:
         return {}
-    names = ", ".join(f"{name} ({role})" for role, name in found.items())
+    names = ", ".join(f"{name} ({role})" for role, name in samplers.items())
     return {
         "samplers that are not bitwise": f"{names}: micro-batches, ranks, restarts and staleness can change the results"
     }

@@ -250,8 +250,8 @@ def sweep_table(folders: Sequence[Path]) -> RenderableType | None:
 
 def _metric(runs: Sequence[SweptRun]) -> str | None:
     """Return the most important metric that all finished runs have; None if there is none."""
-    found = [[metric["name"] for metric in run.summary["metrics"]] for run in runs if run.summary is not None]
-    return next((name for name in found[0] if all(name in names for names in found)), None) if found else None
+    measured = [[metric["name"] for metric in run.summary["metrics"]] for run in runs if run.summary is not None]
+    return next((name for name in measured[0] if all(name in names for names in measured)), None) if measured else None
 
 
 def _end(group: Sequence[SweptRun]) -> list[str]:

@@ -88,12 +88,12 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
 @cache
 def tables() -> Mapping[str, Mapping[str, Any]]:
     """Return the tables of `names.yaml` by name, with `rows` as `Row`."""
-    found = {}
+    read = {}
     loader: Any = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
     for title, table in yaml.load(TABLE.read_text(encoding="utf-8"), loader).items():
         rows = [_row(row, tool=table["tool"], typed=title not in OBJECTS) for row in table["rows"]]
-        found[title] = MappingProxyType({**table, "rows": rows})
-    return MappingProxyType(found)
+        read[title] = MappingProxyType({**table, "rows": rows})
+    return MappingProxyType(read)
 
 
 def _row(written: Mapping[str, Any], **of_table: Any) -> Row:
@@ -104,15 +104,15 @@ def _row(written: Mapping[str, Any], **of_table: Any) -> Row:
 @cache
 def index() -> Mapping[str, tuple[tuple[str | None, Row], ...]]:
     """Return the rows of each name, without regard to case, each with the value that the row is about (None: any)."""
-    found: dict[str, dict[tuple[str | None, int], tuple[str | None, Row]]] = {}
+    by_name: dict[str, dict[tuple[str | None, int], tuple[str | None, Row]]] = {}
     for table in tables().values():
         for row in table["rows"]:
             for written in row.names:
                 name, equals, value = written.lower().partition("=")
                 entry = (value if equals else None, row)
                 for full in (name, *([f"{table['prefix']}.{name}"] if "prefix" in table else [])):
-                    found.setdefault(full, {})[entry[0], id(row)] = entry
-    return MappingProxyType({name: tuple(entries.values()) for name, entries in found.items()})
+                    by_name.setdefault(full, {})[entry[0], id(row)] = entry
+    return MappingProxyType({name: tuple(entries.values()) for name, entries in by_name.items()})
 
 
 def names() -> list[str]:
@@ -132,15 +132,15 @@ def described(name: str) -> list[str]:
     The name may be the last part of the names (`kl_loss_coef`), or their first part (`trainer`).
     """
     key = name.lower().replace("-", "_")
-    found = [(key, entry) for entry in index().get(key, ())]
-    if not found:
-        found = [(full, entry) for full, entries in index().items() if full.endswith(f".{key}") for entry in entries]
-        found = found if len({id(row) for _, (_, row) in found}) <= FEW else []
-    found = found or [
+    named = [(key, entry) for entry in index().get(key, ())]
+    if not named:
+        named = [(full, entry) for full, entries in index().items() if full.endswith(f".{key}") for entry in entries]
+        named = named if len({id(row) for _, (_, row) in named}) <= FEW else []
+    named = named or [
         (full, entry) for full, entries in index().items() if full.startswith(f"{key}.") for entry in entries
     ]
     lines = []
-    for full, (value, row) in found:
+    for full, (value, row) in named:
         written = next((name for name in row.names if name.lower().partition("=")[0] == full), full).partition("=")[0]
         of = f" ({row.tool})" if row.tool else ""
         lines.append(f"{written}{'' if value is None else f'={value}'}{of}: {plain(row.text())}")
@@ -177,21 +177,19 @@ def translate(overrides: Sequence[str], config_dir: Path | str | None = None, ba
     new: dict[int, list[str]] = {}
     problems = []
     rows = {i: _rows(overrides[i], entries) for i, entries in theirs.items()}
-    fixed = [i for i, found in rows.items() if any(row.overrides or row.answer for row in found)]
-    others = [i for i in rows if i not in fixed]
-    for group in (fixed, others):
-        if (
-            composed is not None and group is others and others and new
-        ):  # what the first set may be what the others need
+    fixed = {i for i in rows if any(row.overrides or row.answer for row in rows[i])}
+    compared = not fixed
+    for i in sorted(rows, key=lambda i: i not in fixed):
+        assert composed is not None
+        if i not in fixed and not compared:  # what the first ones set may be what the others need
+            compared = True
             with suppress(ConfigError):
                 composed = composed.again([*own, *(word for words in new.values() for word in words)])
-        for i in group:
-            assert composed is not None
-            try:
-                new[i] = _replaced(overrides[i], rows[i], composed.tree)
-            except ConfigError as error:
-                problems.append(str(error))
-    problems += [_unknown(word) for i, word in enumerate(overrides) if i not in theirs and _is_foreign(word)]
+        try:
+            new[i] = _replaced(overrides[i], rows[i], composed.tree)
+        except ConfigError as error:
+            problems.append(str(error))
+    problems += filter(None, (_foreign(word) for i, word in enumerate(overrides) if i not in theirs))
     if problems:
         raise ConfigError(joined(problems))
     notes = [f"{overrides[i]} was read as {' '.join(new[i])}" for i in sorted(new)]
@@ -218,28 +216,24 @@ def _entries_of(word: str) -> tuple[tuple[str | None, Row], ...]:
 def _entries(name: str) -> tuple[tuple[str | None, Row], ...]:
     """Return the entries of a name as typed: of the whole name, of its last part, or of a section such as `eval`."""
     name = name.lower().replace("-", "_")
-    if not (found := index().get(name, ())) and "." not in name and name not in _own_keys():
-        ends = {full: entries for full, entries in index().items() if full.endswith(f".{name}")}
-        found = next(iter(ends.values()), ())
-        if len({row.text() for entries in ends.values() for _, row in entries if row.typed}) > len(found):
+    entries = index().get(name, ())
+    if not entries and "." in name:
+        section = index().get(name.partition(".")[0], ())
+        entries = tuple(entry for entry in section if entry[1].answer or entry[1].keys == ("evaluation",))
+    elif not entries and name not in (*(own.name for own in fields(ExperimentConfig)), *GROUPS):
+        ends = {full: ended for full, ended in index().items() if full.endswith(f".{name}")}
+        entries = next(iter(ends.values()), ())
+        if len({row.text() for ended in ends.values() for _, row in ended if row.typed}) > len(entries):
             return ()  # names of several things
-    if not found and "." in name:
-        found = index().get(name.partition(".")[0], ())
-        found = tuple(entry for entry in found if entry[1].answer or entry[1].keys == ("evaluation",))
-    return tuple(entry for entry in found if entry[1].typed)
-
-
-def _own_keys() -> frozenset[str]:
-    """Return the root keys and config groups of realign."""
-    return frozenset({*(field.name for field in fields(ExperimentConfig)), *GROUPS})
+    return tuple(entry for entry in entries if entry[1].typed)
 
 
 def _rows(word: str, entries: Sequence[tuple[str | None, Row]]) -> list[Row]:
     """Return the rows for the value of an override; an answer that lists the known values if it is none of them."""
     _, key, value = _parts(word)
     given = value.removeprefix("=").strip("'\"").lower()
-    if found := [row for of, row in entries if of == given] or [row for of, row in entries if of is None]:
-        return found
+    if rows := [row for of, row in entries if of == given] or [row for of, row in entries if of is None]:
+        return rows
     known = "; ".join(f"{of}: {plain(row.text())}" for of, row in entries)
     return [Row((key,), entries[0][1].tool, answer=f"the value {given} is not known here. {known}")]
 
@@ -269,14 +263,14 @@ def _only_key(word: str, patterns: Sequence[str], config: Mapping[str, Any]) -> 
     if len(patterns) == 1 and "*" not in patterns[0]:
         return patterns[0]
     name = _parts(word)[1]
-    found = [key for pattern in patterns for key in _matching(pattern, config)]
-    if len(found) > 1:
-        raise ConfigError(f"{name} may mean {' or '.join(found)}. Set the one that you mean.")
-    if not found and not has_experiment(config):
+    keys = [key for pattern in patterns for key in _matching(pattern, config)]
+    if len(keys) > 1:
+        raise ConfigError(f"{name} may mean {' or '.join(keys)}. Set the one that you mean.")
+    if not keys and not has_experiment(config):
         raise ConfigError(f"{name}: start from an experiment, such as experiment=grpo {word}.")
-    if not found:
+    if not keys:
         raise ConfigError(f"{name}: no role of this experiment has the key {' or '.join(patterns)}.")
-    return found[0]
+    return keys[0]
 
 
 def _is_zero(value: str) -> bool:
@@ -294,12 +288,12 @@ def _check_needs(name: str, value: str, target: str, rows: Sequence[Row], config
     for pattern, allowed in ((p, a) for row in rows for p, a in row.needs.items()):
         root, _, rest = pattern.split(".", 2)
         for other, node in (config.get(root) or {}).items():
-            found = get(node, tuple(rest.split(".")))
-            linked = isinstance(found, str) and found.startswith("${")
-            if (role is None or other == role) and not linked and found not in allowed:
+            given = get(node, tuple(rest.split(".")))
+            linked = isinstance(given, str) and given.startswith("${")
+            if (role is None or other == role) and not linked and given not in allowed:
                 needed = f"{root}.{other}.{rest}"
                 raise ConfigError(
-                    f"{name} is {target} with {needed}={allowed[0]}, but {needed} is {found} here. Set {target} "
+                    f"{name} is {target} with {needed}={allowed[0]}, but {needed} is {given} here. Set {target} "
                     f"itself, and {needed} if you want to change it."
                 )
 
@@ -307,25 +301,16 @@ def _check_needs(name: str, value: str, target: str, rows: Sequence[Row], config
 def _is_own(key: str, config: Mapping[str, Any]) -> bool:
     """Return whether the config has a key, although `names.yaml` lists it."""
     root, _, rest = key.partition(".")
-    node = config.get(root)
-    return (
-        root in OWN_ROOTS
-        and bool(rest)
-        and isinstance(node, Mapping)
-        and bool(node)
-        and _has(root, node, rest.split("."))
-    )
+    node = config.get(root) if root in OWN_ROOTS and rest else None
+    return isinstance(node, Mapping) and bool(node) and _has(root, node, rest.split("."))
 
 
-def _is_foreign(word: str) -> bool:
-    """Return whether an override has a key that only other tools have, and that `names.yaml` does not list."""
-    root, dot, _ = _parts(word)[1].partition(".")
-    return bool(dot) and root not in OWN_ROOTS and bool(_tools_of_root(root)) and not _entries_of(word)
-
-
-def _unknown(word: str) -> str:
+def _foreign(word: str) -> str:
+    """Return the message about a key that only other tools have, and that `names.yaml` lacks; empty for another key."""
     key = _parts(word)[1]
-    root = key.partition(".")[0]
+    root, dot, _ = key.partition(".")
+    if not dot or root in OWN_ROOTS or not _tools_of_root(root) or _entries_of(word):
+        return ""
     of = f"`realign help {root}` lists the names of {' and '.join(_tools_of_root(root))} that realign knows"
     if root in CHOOSES:
         return f"unknown key {key!r}: {root}=NAME chooses a file and has no keys below it. {of}."

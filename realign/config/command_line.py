@@ -151,10 +151,10 @@ def _put(tree: dict[str, Any], path: Path, value: Any) -> None:
 
 
 def _rewritten(value: dict[Any, Any], path: Path, targets: Mapping[Path, str]) -> dict[Any, Any]:
-    found = {}
+    rewritten_value = {}
     for key, item in value.items():
         inner = (*path, str(key))
         if isinstance(item, dict):
             item = _rewritten(item, inner, targets)
-        found[key] = {TARGET: targets[inner]} if is_word(item) and inner in targets else item
-    return found
+        rewritten_value[key] = {TARGET: targets[inner]} if is_word(item) and inner in targets else item
+    return rewritten_value

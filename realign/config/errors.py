@@ -92,13 +92,13 @@ def switched_off(key: str) -> str:
     return f"; {root}=null disables the {root.replace('_', ' ')}" if root in OPTIONAL else ""
 
 
-def not_a_component(key: str, found: str) -> str:
+def not_a_component(key: str, given: str) -> str:
     """Return the message about a plain value in place of a component, or of a mapping of components."""
-    if all(part.isidentifier() for part in found.strip("'").split(".")) and "." in found:
-        return f"{key}: expected a component, found {found}; to choose your own class, set {key}._target_={found[1:-1]}"
+    if all(part.isidentifier() for part in given.strip("'").split(".")) and "." in given:
+        return f"{key}: expected a component, found {given}; to choose your own class, set {key}._target_={given[1:-1]}"
     example = EXAMPLES.get(key) or f"{key}.{'path' if key.startswith('models.') else 'FIELD'}=VALUE"
     off = f", or switch it off by {key}=null" if key in OPTIONAL else ""
-    return f"{key}: expected a component, found {found}; set its fields one by one, such as {example}{off}"
+    return f"{key}: expected a component, found {given}; set its fields one by one, such as {example}{off}"
 
 
 def explain(error: Exception) -> str:

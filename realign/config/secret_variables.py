@@ -69,10 +69,10 @@ def check_no_secrets(composed: DictConfig, values: Iterable[tuple[str, Any]]) ->
     Raises:
         ConfigError: a value contains or reads a secret. The message does not contain the secret.
     """
-    for key, found in values:
-        value = found
-        if isinstance(found, str) and "${" in found:
-            is_url = found.startswith(("http://", "https://")) and _is_server(key)
+    for key, written in values:
+        value = written
+        if isinstance(written, str) and "${" in written:
+            is_url = written.startswith(("http://", "https://")) and _is_server(key)
             with suppress(OmegaConfBaseException), without_secrets(is_url, key):
                 value = OmegaConf.select(composed, key)
         parent, _, name = key.rpartition(".")
