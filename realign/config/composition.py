@@ -95,9 +95,7 @@ def compose_layers(
 
 
 def _defaults() -> dict[str, Any]:
-    """Return the values of the schema."""
-    values = dataclasses.asdict(ExperimentConfig())
-    return {key: value for key, value in values.items() if key not in REPORT}
+    return {key: value for key, value in dataclasses.asdict(ExperimentConfig()).items() if key in ROOT_KEYS}
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from realign.config.errors import ConfigError
 from realign.config.files import LAUNCHER
@@ -63,18 +62,16 @@ def _folder(value: Any) -> bool:
 
 
 def _plain_list(value: Any) -> bool:
-    return _plain(value) or (isinstance(value, list) and all(map(_plain, value)))
+    return all(map(_plain, value)) if isinstance(value, list) else _plain(value)
 
 
 def _parameters(value: Any) -> bool:
     """Return whether a value can be the parameters of a sweep: overrides, which realign parses."""
-    return isinstance(value, Mapping | None) and all(
-        _PARAMETER.fullmatch(str(name)) and _plain_list(values) for name, values in (value or {}).items()
-    )
+    named = value.items() if isinstance(value, Mapping) else () if value is None else [("", value)]
+    return all(_PARAMETER.fullmatch(str(name)) and _plain_list(values) for name, values in named)
 
 
-@dataclass(frozen=True)
-class _Rule:
+class _Rule(NamedTuple):
     """Values that a setting may have."""
 
     valid: Callable[[Any], bool]
