@@ -1,9 +1,8 @@
 """How the processes of a reward pool start and end: each has a keeper, which kills everything its function started.
 
-A worker is spawned without running the parent's main script again (`SpawnWithoutMain`). The process that the pool
-starts becomes the keeper. It forks the worker, and never runs a user's code. The worker can end by an exit, a crash or
-SIGKILL. Then, or when the pool or the run ends, the keeper kills all descendants of the worker. Finally, it ends like
-the worker.
+The process that the pool starts becomes the keeper. It forks the worker, and never runs a user's code. The worker can
+end by an exit, a crash or SIGKILL. Then, or when the pool or the run ends, the keeper kills all descendants of the
+worker. Finally, it ends like the worker.
 
 On Linux the keeper is a child subreaper: descendants whose parent ends become its children, also after a double fork or
 in another session or process group. On other POSIX systems it kills the process group of the worker. Windows has no
@@ -19,15 +18,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+from contextlib import contextmanager, nullcontext, suppress
 from multiprocessing import connection
 from multiprocessing.context import SpawnContext, SpawnProcess
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
-
-from pebble.pool.channel import WorkerChannel
-from pebble.pool.process import Acknowledgement
+from typing import Any, NoReturn
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -37,23 +32,18 @@ _KILL_S = 2.0
 _PAUSE_S = 0.01
 
 
-class Keeper(NamedTuple):
-    """The keeper of this process, as the worker sees it."""
-
-    pid: int
-    """The pid by which the pool knows the worker, since the keeper is the process that the pool started."""
-    sentinel: int
-    """File descriptor that becomes readable when the keeper has ended."""
+WORKER_NAME = "reward_worker"
+"""Name of a worker process."""
 
 
-def become_worker(parent: int) -> Keeper | None:
+def become_worker(parent: int) -> int | None:
     """Fork: return in the worker, and stay in the keeper until the worker and all its descendants have ended.
 
     Args:
         parent: file descriptor that becomes readable when the run ends.
 
     Returns:
-        The keeper of this worker; None on a platform without keepers.
+        A file descriptor that becomes readable when the keeper has ended; None on a platform without keepers.
     """
     if sys.platform == "win32":
         return None
@@ -69,7 +59,7 @@ def become_worker(parent: int) -> Keeper | None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != keeper:
         os._exit(1)
-    return Keeper(keeper, ended)
+    return ended
 
 
 def _keep(worker: int, parent: int, held: int) -> NoReturn:
@@ -208,56 +198,31 @@ def _hidden_main() -> Iterator[None]:
             names.update(hidden)
 
 
-class _KeptProcess(SpawnProcess):
-    """A worker process of `pebble` with a keeper, which is the process that `pebble` starts and stops."""
+def start_kept(work: Callable[..., None], arguments: tuple[Any, ...], *, with_main: bool) -> SpawnProcess:
+    """Start a worker process with a keeper; the keeper is the process that is returned.
 
-    def run(self) -> None:
-        parent = multiprocessing.parent_process()
-        assert parent is not None
-        ends = [parent.sentinel]
-        if (keeper := become_worker(parent.sentinel)) is not None:
-            ends.append(keeper.sentinel)
-            _, channel = self._args  # type: ignore[attr-defined]
-            _known_as(keeper.pid, channel)
-        threading.Thread(target=_exit_after, args=(ends,), daemon=True).start()
-        super().run()
-
-
-class _KeptProcessWithoutMain(_KeptProcess):
-    def start(self) -> None:
-        with _hidden_main():
-            super().start()
+    Args:
+        work: what the worker does.
+        arguments: its arguments.
+        with_main: whether the worker needs objects of the main script of this process, and so runs it.
+    """
+    process = SpawnContext().Process(target=_run_kept, name=WORKER_NAME, args=(work, arguments))
+    with nullcontext() if with_main else _hidden_main():
+        process.start()
+    return process
 
 
-class SpawnKept(SpawnContext):
-    """A multiprocessing context whose processes are pool workers with a keeper."""
-
-    Process = _KeptProcess
-
-
-class SpawnWithoutMain(SpawnContext):
-    """A multiprocessing context whose processes are kept pool workers without the parent's main script."""
-
-    Process = _KeptProcessWithoutMain
+def _run_kept(work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    ends = [parent.sentinel]
+    if (keeper := become_worker(parent.sentinel)) is not None:
+        ends.append(keeper)
+    threading.Thread(target=_exit_after, args=(ends,), daemon=True).start()
+    work(*arguments)
 
 
 def _exit_after(ends: Sequence[int]) -> None:
     """Exit when the run or the keeper of this worker is gone. The keeper then kills what the function started."""
     connection.wait(ends)
     os._exit(1)
-
-
-def _known_as(keeper: int, channel: WorkerChannel) -> None:
-    """Let the worker acknowledge tasks with the pid of its keeper, which is the pid that `pebble` knows.
-
-    This is the one place that reaches into `pebble`. The context of a pool is public (`ProcessPool(context=...)`). But
-    a worker acknowledges each task with `os.getpid()`, and the pool looks up that number among the pids of the
-    processes it started. Only an ancestor of a worker can be its subreaper, so the started process is the keeper and
-    the two pids differ. `pebble` has no public hook for this; `tests/rewards/pool/test_keeper.py` fails if it changes.
-    """
-    send = channel.send
-
-    def send_known(message: object) -> None:
-        send(replace(message, worker=keeper) if isinstance(message, Acknowledgement) else message)
-
-    channel.send = send_known

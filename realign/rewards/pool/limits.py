@@ -5,7 +5,6 @@ The limits contain accidents; they are no sandbox. `docs/security.md` lists what
 
 from __future__ import annotations
 
-import functools
 import gc
 import math
 import os
@@ -13,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 from realign.errors import SettingsError
 from realign.settings import Count, Positive, Range, Settings
@@ -83,14 +82,12 @@ def allow_cpu(cpu_s: float | None) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
 
 
-RETIRED = 71
-"""Exit code of a worker that must be replaced. It has not started the items it received."""
 KEPT = 0.5
 """Fraction of the memory free after the first call that a function may keep between two calls."""
 
 
 class MemoryWatch:
-    """Compares the memory of this process between two calls with its memory after the first call."""
+    """Compares the memory of this process between two calls with its memory when it was first asked, after a call."""
 
     def __init__(self) -> None:
         self._after_first: int | None = None
@@ -112,22 +109,6 @@ class MemoryWatch:
             return False
         gc.collect()
         return _address_space() > most
-
-    @property
-    def called(self) -> bool:
-        """Whether a call has finished."""
-        return self._after_first is not None
-
-
-@functools.lru_cache(maxsize=1)
-def watch() -> MemoryWatch:
-    """Return the memory watch of this process."""
-    return MemoryWatch()
-
-
-def retire() -> NoReturn:
-    """Exit this worker, so that the pool replaces it. Its keeper kills the processes that it started."""
-    os._exit(RETIRED)
 
 
 def _address_space() -> int:

@@ -1,7 +1,7 @@
 """`RewardPool`: runs a user's reward function on many items, and isolates their failures.
 
 A function may raise, hang, crash its process or exhaust memory. Workers are spawned processes with a deadline and a
-memory limit (`pebble`). A failed item has a message with the reason and does not affect other items.
+memory limit. A failed item has a message with the reason and does not affect other items.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from realign.rewards.pool.functions import (
     scope_of,
 )
 from realign.rewards.pool.http import HttpReward
+from realign.rewards.pool.keeper import WORKER_NAME
 from realign.rewards.pool.limits import WorkerLimits, limits_memory
 from realign.rewards.pool.processes import Answers, WorkerProcesses
 from realign.rewards.pool.secrets import masked, secret_variables
@@ -141,7 +142,7 @@ class RewardPool:
         checked("concurrency", concurrency, Count)
         checked("max_failed_fraction", max_failed_fraction, Fraction)
         self.limits = WorkerLimits(memory_mb, cpu_s, open_files, keep_environment)
-        if workers and multiprocessing.current_process().name == "pebble_pool_worker":
+        if workers and multiprocessing.current_process().name == WORKER_NAME:
             raise ConfigError(
                 "the file of the reward function starts a reward pool when a worker imports it. Put that part under "
                 "`if __name__ == '__main__':`."

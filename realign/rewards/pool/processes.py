@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import math
+import multiprocessing
 import pickle
 import signal
 import threading
@@ -11,41 +13,38 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
-from typing import TypeAlias
-
-from pebble import ProcessExpired, ProcessPool
+from queue import SimpleQueue
+from typing import Any, TypeAlias
 
 from realign.errors import RewardError
-from realign.rewards.pool.keeper import SpawnKept, SpawnWithoutMain
-from realign.rewards.pool.limits import KEPT, RETIRED, WorkerLimits
+from realign.rewards.pool.keeper import start_kept
+from realign.rewards.pool.limits import KEPT, WorkerLimits
 from realign.rewards.pool.worker import (
+    SLICE_S,
     Answer,
     Concurrency,
     Expected,
     FailureKind,
     Problem,
     RewardCall,
-    answer_some,
-    answer_some_async,
     checked_answers,
-    start_worker,
+    serve,
 )
 
 logger = logging.getLogger(__name__)
 
 Answers: TypeAlias = Generator[tuple[int, Answer], None, None]
 
-# A worker returns its answers after this time, so that a failed chunk loses little work and slow items spread evenly.
-_SLICE_S = 0.1
 _FIRST_CHUNK = 16
 _LARGEST_CHUNK = 128
 # A chunk for an `async def` function has this many times the items that a worker answers at a time.
 _ROUNDS = 4
-# Seconds that a worker may take to start and import the function before the pool counts as stuck.
-_START_S = 120.0
+_START_S = 120.0  # time that a worker may take to start and import the function
+_END_S = 3.0  # time that a keeper may take to kill what the function started
+_PAUSE_S = 0.005
 # Seconds that an `async def` function has to end after its cancellation, before its worker is stopped.
 _GRACE_S = 5.0
 _RESTARTS = 3
@@ -81,25 +80,15 @@ class WorkerProcesses:
         self.concurrency = concurrency
         self._leak_logged = False
         self._lock = threading.Lock()  # guards the attributes below
-        self._closed = 0
-        self._heard = 0.0
-        self._futures: set[Future[object]] = set()
-        self._pool: ProcessPool | None = None
+        self._crew: _Crew | None = None
         self._stop: Callable[[], object] | None = None
 
     def close(self) -> None:
         """Stop the processes immediately, even during a call. Running calls of `answers` raise an error."""
         with self._lock:
-            self._closed += 1
-            self._stop_all()
-
-    def _stop_all(self) -> None:
-        if self._stop is not None:
-            self._stop()
-        self._pool = self._stop = None
-        for future in list(self._futures):  # a stopped pool never resolves them, and callers wait for them
-            with suppress(InvalidStateError):
-                future.set_exception(BrokenProcessPool("the workers were stopped"))
+            if self._stop is not None:
+                self._stop()
+            self._crew = self._stop = None
 
     def answers(self, items: Sequence[RewardCall]) -> Answers:
         """Yield (index, answer) in order of completion, each index once. Closing the generator cancels pending items.
@@ -109,7 +98,6 @@ class WorkerProcesses:
         Raises:
             RewardError: the workers keep dying, or were closed.
         """
-        closed = self._closed
         pickled: list[bytes] = []
         sendable: list[int] = []
         for index, item in enumerate(items):
@@ -121,122 +109,79 @@ class WorkerProcesses:
                 yield index, Problem(FailureKind.exception, f"the row cannot be sent to a worker process: {error!r}")
         expected = [item.expected for item in items]
         todo = _Todo(sendable, self.workers, 0 if self.concurrency is None else self.concurrency.calls)
-        running: dict[Future[object], list[int]] = {}
-        restarts = retired = 0
+        running: dict[_Reply, list[int]] = {}
+        failed_starts = 0
+        crew = self._started()
         try:
             while todo or running:
-                pool = self._started(closed)
                 while todo and len(running) < 2 * self.workers:
                     members = todo.next()
-                    running[self._submit(pool, [pickled[i] for i in members])] = members
-                try:
-                    done = self._wait(running)
-                except BrokenProcessPool as error:
-                    restarts += 1
-                    todo.put_back(i for members in running.values() for i in members)
-                    running.clear()
-                    self._restart(pool, error, restarts)
-                    continue
+                    running[crew.send([pickled[i] for i in members], self._deadline_s(len(members)))] = members
+                done = wait(running, return_when=FIRST_COMPLETED).done
+                if crew.closed:
+                    raise RewardError(f"the workers of reward function {self.name} were closed during a call.")
                 # A set has no order. In the order sent, the first failure that a user reads about is the first one.
-                for future in [sent for sent in running if sent in done]:
-                    members = running.pop(future)
-                    # a function can use the same exit code, and would then be called forever
-                    if self._retired(future) and retired < self.workers + _RESTARTS:
-                        retired += 1
-                        todo.again(members)
+                for reply in [sent for sent in running if sent in done]:
+                    members = running.pop(reply)
+                    if isinstance(broken := reply.exception(), BrokenProcessPool):
+                        failed_starts += 1
+                        self._check_starts(failed_starts, broken)
+                        todo.put_back(members)
                         continue
-                    answers = self._answers_of(future, [expected[i] for i in members])
+                    answers = self._answers_of(reply, [expected[i] for i in members])
                     if answers is None:
                         todo.suspect(members)
                         continue
-                    restarts = retired = 0
+                    failed_starts = 0
                     todo.answered(members, len(answers))
                     yield from zip(members, answers, strict=False)
         finally:
-            for future in running:  # not empty after an error, Ctrl-C or an early close
-                future.cancel()
+            for reply in running:  # not empty after an error, Ctrl-C or an early close
+                crew.cancel(reply)
 
-    def _started(self, closed: int) -> ProcessPool:
-        """Return the processes, started if necessary. `closed` is the number of `close` calls when the caller began."""
+    def _started(self) -> _Crew:
         with self._lock:
-            if self._closed != closed:
-                raise RewardError(f"the workers of reward function {self.name} were closed during a call.")
-            if self._pool is None:
-                with_main = isinstance(self.source, bytes) and b"__main__" in self.source
-                self._pool = ProcessPool(
-                    max_workers=self.workers,
-                    initializer=start_worker,
-                    initargs=(self.source, self.limits),
-                    context=SpawnKept() if with_main else SpawnWithoutMain(),
-                )
-                self._stop = weakref.finalize(self, _stop_pool, self._pool)  # also runs when this process exits
-            return self._pool
-
-    def _submit(self, pool: ProcessPool, pickled: list[bytes]) -> Future[object]:
-        deadline = self._deadline_s(len(pickled))
-        work: Callable[..., object] = answer_some
-        how: tuple[object, ...] = (self.source, pickled, _SLICE_S, self.limits.cpu_s)
-        if self.concurrency is not None:
-            work, how = answer_some_async, (self.source, pickled, self.concurrency, self.limits.cpu_s)
-        try:
-            with self._lock:  # add no future while the workers are being stopped
-                future: Future[object] = pool.schedule(work, how, timeout=deadline)
-                self._futures.add(future)
-        except RuntimeError as error:  # the pool broke; `_wait` raises the error
-            broken: Future[object] = Future()
-            broken.set_exception(BrokenProcessPool(str(error)))
-            return broken
-        future.add_done_callback(self._futures.discard)
-        return future
+            if self._crew is None:
+                self._crew = _Crew(self.workers, (self.source, self.limits, self.concurrency))
+                self._stop = weakref.finalize(self, self._crew.close)
+            return self._crew
 
     def _deadline_s(self, items: int) -> float:
         """Return the seconds after which the worker of a chunk is stopped."""
         if self.concurrency is None:
-            return self.timeout_s + (0.0 if items == 1 else _SLICE_S)
+            return self.timeout_s + (0.0 if items == 1 else SLICE_S)
         return _GRACE_S + self.timeout_s * (1 if items == 1 else 2)  # the last call may start after `timeout_s`
 
-    def _wait(self, running: Iterable[Future[object]]) -> set[Future[object]]:
-        patience, began = self._deadline_s(2) + _START_S, time.monotonic()
-        done: set[Future[object]] = set()
-        while not done:
-            # items of other callers may be first in the queue, so their answers count as progress too
-            left = max(began, self._heard) + patience - time.monotonic()
-            if left <= 0:
-                raise BrokenProcessPool(f"no answer within {patience:.0f} s")
-            done = wait(running, timeout=left, return_when=FIRST_COMPLETED).done
-        self._heard = time.monotonic()
-        for future in done:
-            if isinstance(error := future.exception(), BrokenProcessPool):
-                raise error
-        return done
+    def _check_starts(self, failed: int, error: BrokenProcessPool) -> None:
+        """Give up if processes keep dying before they are ready; the number of workers can fail at the same time."""
+        if failed > self.workers + _RESTARTS:
+            raise RewardError(
+                f"the workers of reward function {self.name} died {failed} times in a row without an answer "
+                f"({error}). See the messages of the worker processes above. If the main script defines the function, "
+                "put the rest of the script under `if __name__ == '__main__':`, or define the function in another file."
+            ) from error
+        logger.warning("a worker of reward function %s did not start (%s). It is started again.", self.name, error)
 
-    def _retired(self, future: Future[object]) -> bool:
-        """Return whether the worker exited before starting its items, because of a memory leak. Logs the first one."""
-        error = future.exception()
-        if not isinstance(error, ProcessExpired) or error.exitcode != RETIRED:
-            return False
-        if not self._leak_logged:
-            self._leak_logged = True
-            logger.warning(
-                "a worker of reward function %s kept more than %.0f%% of memory_mb=%s between two calls and was "
-                "replaced. The function probably leaks memory. No reward is lost; later replacements are not logged.",
-                self.name,
-                100 * KEPT,
-                self.limits.memory_mb,
-            )
-        return True
-
-    def _answers_of(self, future: Future[object], expected: Sequence[Expected]) -> list[Answer] | None:
+    def _answers_of(self, reply: _Reply, expected: Sequence[Expected]) -> list[Answer] | None:
         """Return the answers of a chunk; None if it failed and the item at fault is unknown.
 
         Args:
-            future: a finished chunk.
+            reply: what came of the chunk.
             expected: expected answer to each item of the chunk.
         """
-        error = future.exception()
+        error = reply.exception()
         single = len(expected) == 1
         if error is None:
-            answers = checked_answers(future.result(), expected)
+            returned, leaks = reply.result()
+            if leaks and not self._leak_logged:
+                self._leak_logged = True
+                logger.warning(
+                    "a worker of reward function %s kept more than %.0f%% of memory_mb=%s between two calls and was "
+                    "replaced. The function probably leaks memory. No reward is lost; later replacements are not "
+                    "logged.",
+                    *(self.name, 100 * KEPT, self.limits.memory_mb),
+                )
+            answers = checked_answers(returned, expected)
             if answers is None and single:
                 return [Problem(FailureKind.nonsense, "the worker returned no list of answers")]
             return answers
@@ -244,26 +189,182 @@ class WorkerProcesses:
             return None
         if isinstance(error, TimeoutError):
             return [Problem(FailureKind.timeout, f"no answer within timeout_s={self.timeout_s} s; worker stopped")]
-        if isinstance(error, ProcessExpired):
-            return [Problem(FailureKind.crash, f"the worker process died: {_exit_reason(error.exitcode)}")]
-        kind = FailureKind.memory if isinstance(error, MemoryError) else FailureKind.exception
-        return [Problem(kind, f"{type(error).__name__}: {error}")]
+        if isinstance(error, _WorkerDiedError):
+            return [Problem(FailureKind.crash, f"the worker process died: {_exit_reason(error.exit_code)}")]
+        return [Problem(FailureKind.nonsense, f"the worker's answer cannot be read: {type(error).__name__}: {error}")]
 
-    def _restart(self, pool: ProcessPool, error: BrokenProcessPool, restarts: int) -> None:
+
+_Reply: TypeAlias = "Future[tuple[object, bool]]"
+"""What a worker will return for a chunk, and whether it keeps too much memory."""
+
+
+class _Crew:
+    """Worker processes, each with a thread of the run that starts it, sends it one chunk at a time, and stops it."""
+
+    def __init__(self, workers: int, arguments: tuple[str | bytes, WorkerLimits, Concurrency | None]) -> None:
+        """Start the threads, which start the processes; `arguments` follow the pipe in those of `serve`."""
+        self.closed = False
+        self._arguments = arguments
+        self._lock = threading.Lock()  # after `closed` is set, no process starts and no chunk is added
+        self._chunks: SimpleQueue[tuple[_Reply, list[bytes], float] | None] = SimpleQueue()
+        self._workers: set[_Worker] = set()
+        self._at_work: dict[_Reply, _Worker] = {}
+        # Before the exit handler of multiprocessing, which waits for the processes. That of `weakref` can come later.
+        atexit.register(self.close)
+        self._threads = [threading.Thread(target=self._run, daemon=True) for _ in range(workers)]
+        for thread in self._threads:
+            thread.start()
+
+    def send(self, chunk: list[bytes], deadline_s: float) -> _Reply:
+        """Queue a chunk for the next worker that is free."""
+        reply: _Reply = Future()
         with self._lock:
-            first = self._pool is pool  # else another caller restarted them, or they were closed
-            if first:
-                self._stop_all()
-        if restarts > _RESTARTS:
-            raise RewardError(
-                f"the workers of reward function {self.name} died {restarts} times in a row without an answer "
-                f"({error}). See the messages of the worker processes above. If the main script defines the function, "
-                "put the rest of the script under `if __name__ == '__main__':`, or define the function in another file."
-            ) from error
-        if first:
-            logger.warning(
-                "the workers of reward function %s stopped (%s). They restart, and scoring continues.", self.name, error
-            )
+            if self.closed:
+                reply.set_exception(BrokenProcessPool("the workers were stopped"))
+            else:
+                self._chunks.put((reply, chunk, deadline_s))
+        return reply
+
+    def cancel(self, reply: _Reply) -> None:
+        """Drop a chunk; stop the worker that already answers it."""
+        if not reply.cancel() and (worker := self._at_work.get(reply)) is not None:
+            worker.stop()
+
+    def close(self) -> None:
+        """Stop all processes. Every reply that is still open fails."""
+        with self._lock:
+            self.closed = True
+        atexit.unregister(self.close)
+        workers = list(self._workers)
+        for worker in workers:
+            worker.process.terminate()
+        for worker in workers:
+            worker.stop()
+        for _ in self._threads:
+            self._chunks.put(None)
+
+    def _run(self) -> None:
+        worker: _Worker | None = None
+        while True:
+            if worker is None:
+                with suppress(BrokenProcessPool):  # the next chunk tries again, and reports it
+                    worker = self._ready_worker()
+            if (queued := self._chunks.get()) is None:
+                break
+            reply, chunk, deadline_s = queued
+            if not reply.set_running_or_notify_cancel():
+                continue
+            try:
+                if worker is None or not worker.process.is_alive():
+                    worker = self._ready_worker()
+                self._at_work[reply] = worker
+                answered = worker.exchange(chunk, deadline_s)
+                # a reward function can send anything
+                answers, leaks = answered if type(answered) is tuple and len(answered) == 2 else (None, False)
+                reply.set_result((answers, leaks is True))
+                if leaks is not True:
+                    continue
+            except Exception as error:
+                reply.set_exception(error)
+            finally:
+                self._at_work.pop(reply, None)
+            if worker is not None:
+                self._workers.discard(worker)
+                worker.end()
+                worker = None
+        if worker is not None:
+            worker.end()
+
+    def _ready_worker(self) -> _Worker:
+        """Start a process, and wait until it has loaded the function.
+
+        Raises:
+            BrokenProcessPool: it did not start, or the workers were closed.
+        """
+        with self._lock:
+            if self.closed:
+                raise BrokenProcessPool("the workers were stopped")
+            try:
+                worker = _Worker(self._arguments)
+            except OSError as error:
+                raise BrokenProcessPool(str(error)) from error
+            self._workers.add(worker)
+        try:
+            worker.exchange(None, _START_S)
+        except Exception as error:
+            self._workers.discard(worker)
+            worker.end()
+            raise BrokenProcessPool(str(error) or f"not ready within {_START_S:.0f} s") from error
+        return worker
+
+
+class _WorkerDiedError(Exception):
+    """The process of a worker ended before it answered."""
+
+    def __init__(self, exit_code: int | None) -> None:
+        super().__init__(_exit_reason(exit_code))
+        self.exit_code = exit_code
+
+
+class _Worker:
+    """A process that answers chunks (`serve`), as its thread in the run sees it."""
+
+    def __init__(self, arguments: tuple[str | bytes, WorkerLimits, Concurrency | None]) -> None:
+        source = arguments[0]
+        with_main = isinstance(source, bytes) and b"__main__" in source
+        self._pipe, theirs = multiprocessing.Pipe()
+        self.process = start_kept(serve, (theirs, *arguments), with_main=with_main)
+        theirs.close()
+        self._late = False
+
+    def exchange(self, chunk: list[bytes] | None, within_s: float) -> Any:
+        """Send a chunk (None: nothing), and return what the process sends next.
+
+        The clock also runs while the chunk is sent and the answer is read, since the process can stop in the middle.
+
+        Raises:
+            TimeoutError: time is over; the process is stopped.
+            _WorkerDiedError: the process ended.
+        """
+        clock = threading.Timer(within_s, self._stop_late)
+        clock.daemon = True
+        clock.start()
+        try:
+            if chunk is not None:
+                self._pipe.send(chunk)
+            return self._pipe.recv()
+        except (EOFError, OSError):
+            self._wait()
+            if self._late:
+                raise TimeoutError from None
+            raise _WorkerDiedError(self.process.exitcode) from None
+        finally:
+            clock.cancel()
+
+    def _stop_late(self) -> None:
+        self._late = True
+        self.stop()
+
+    def stop(self) -> None:
+        """Stop the process: its keeper kills what the function started, and is killed if that takes too long."""
+        self.process.terminate()
+        self._wait()
+        self.process.kill()
+
+    def _wait(self) -> None:
+        """Wait for the keeper, which first kills what the function started. Its sentinel already ends with the worker.
+
+        `join` with a limit waits without one if only the keeper is left, and a function can stop its keeper.
+        """
+        stop = time.monotonic() + _END_S
+        while self.process.exitcode is None and time.monotonic() < stop:
+            time.sleep(_PAUSE_S)
+
+    def end(self) -> None:
+        """Stop the process, and release what the run holds of it."""
+        self.stop()
+        self.process.join()
+        self._pipe.close()
 
 
 class _Todo:
@@ -289,13 +390,6 @@ class _Todo:
     def put_back(self, members: Iterable[int]) -> None:
         self.queue.extendleft(reversed(list(members)))
 
-    def again(self, members: Sequence[int]) -> None:
-        """Put back items that no worker started. A single item stays alone, since it may be under suspicion."""
-        if len(members) == 1:
-            self.alone.extend(members)
-        else:
-            self.put_back(members)
-
     def suspect(self, members: Iterable[int]) -> None:
         self.alone.extend(members)
 
@@ -306,11 +400,6 @@ class _Todo:
             self.chunk = n
         elif len(members) > 1:
             self.chunk = min(2 * self.chunk, self.largest)
-
-
-def _stop_pool(pool: ProcessPool) -> None:
-    pool.stop()
-    pool.join()
 
 
 _CAUSES = {

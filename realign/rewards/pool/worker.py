@@ -8,7 +8,6 @@ function allows.
 from __future__ import annotations
 
 import asyncio
-import functools
 import gc
 import math
 import pickle
@@ -19,22 +18,25 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
+from multiprocessing.connection import Connection
 from numbers import Real
 from typing import Any, NamedTuple, TypeAlias
 
 from realign.rewards.pool.functions import load_function
 from realign.rewards.pool.http import Unreachable
-from realign.rewards.pool.limits import WorkerLimits, allow_cpu, limit_process, retire, watch
+from realign.rewards.pool.limits import MemoryWatch, WorkerLimits, allow_cpu, limit_process
 from realign.rewards.pool.secrets import drop_secrets
 from realign.text import shortened, visible
 
 # Rewards become fp32 tensors, so numbers that overflow in fp32 are rejected like infinite ones.
 _LARGEST = 3.4028234663852886e38
 _LONGEST_MESSAGE = 20_000
+SLICE_S = 0.1
+"""Seconds after which a worker returns its answers, so that a failed chunk loses little work and slow items spread."""
 
 
 class FailureKind(StrEnum):
-    """Reason why an item has no reward. A function that exits its process with code 0 is reported as a timeout."""
+    """Reason why an item has no reward."""
 
     exception = "exception"
     timeout = "timeout"
@@ -250,66 +252,73 @@ def _describe(error: BaseException) -> str:
 # --- in the worker process only ---
 
 
-@functools.lru_cache(maxsize=1)
-def resolve(source: str | bytes) -> Callable[..., Any]:
-    """Load the function by its name or from its pickle, once per worker. The pool has already checked it."""
-    return load_function(source, check=False) if isinstance(source, str) else pickle.loads(source)
+def serve(pipe: Connection, source: str | bytes, limits: WorkerLimits, concurrency: Concurrency | None) -> None:
+    """Answer the chunks that come through a pipe, until the run closes it.
 
+    Sends None when the function is loaded. Then sends, for each chunk, the answers to its first items, and whether the
+    run must replace this process because it keeps too much memory.
 
-@functools.lru_cache(maxsize=1)
-def _runner() -> asyncio.Runner:
-    """Return the event loop of this worker. It stays open between calls, since clients keep their connections on it."""
-    return asyncio.Runner()
-
-
-def start_worker(source: str | bytes, limits: WorkerLimits) -> None:
-    """Prepare a new worker: drop secrets, load the function, apply the limits."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    drop_secrets(limits.keep_environment)
-    # Load the function now, so that its imports do not count against an item. If they fail, every item reports it.
-    with suppress(Exception):
-        resolve(source)
-    limit_process(limits)
-
-
-def answer_some(
-    source: str | bytes, pickled: Sequence[bytes], slice_s: float, cpu_s: float | None = None
-) -> list[Answer]:
-    """Answer the items in order until `slice_s` seconds are over. Answers at least one item, but maybe not all.
-
-    The system kills the worker if a call uses more than `cpu_s` seconds of CPU time. A worker that keeps too much
-    memory between two calls exits with code `memory_watch.RETIRED` before it answers an item.
+    Args:
+        pipe: receives chunks: lists of pickled calls.
+        source: name of the function, or its pickle. The pool has already checked it.
+        limits: limits of this process.
+        concurrency: how to call an `async def` function; None for other functions.
     """
-    if watch().called and watch().leaks():
-        retire()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    drop_secrets(limits.keep_environment)
+    function: Callable[..., Any] | Problem
+    try:  # before the first chunk, so that imports do not count against an item
+        function = load_function(source, check=False) if isinstance(source, str) else pickle.loads(source)
+    except Exception as error:
+        function = Problem(FailureKind.exception, _describe(error))
+    limit_process(limits)
+    memory = MemoryWatch()
+    # the event loop stays open between chunks, since clients keep their connections on it
+    with suppress(EOFError), asyncio.Runner() as runner:
+        pipe.send(None)
+        while True:
+            chunk: list[bytes] = pipe.recv()
+            if isinstance(function, Problem):
+                answers: list[Answer] = [function] * len(chunk)
+            elif concurrency is None:
+                answers = _answer_in_turn(function, chunk, limits.cpu_s, memory)
+            else:
+                answers = _answer_together(function, chunk, concurrency, limits.cpu_s, runner)
+            pipe.send((answers, memory.leaks()))
+
+
+def _answer_in_turn(
+    function: Callable[..., Any], chunk: Sequence[bytes], cpu_s: float | None, memory: MemoryWatch
+) -> list[Answer]:
+    """Answer the items in order until `SLICE_S` is over or memory leaks: at least one item, but maybe not all.
+
+    The system kills the process if a call uses more than `cpu_s` seconds of CPU time.
+    """
     started = time.monotonic()
     answers: list[Answer] = []
-    for item in pickled:
+    for pickled in chunk:
         allow_cpu(cpu_s)
-        answers.append(_answer_pickled(source, item))
-        if watch().leaks() or time.monotonic() - started > slice_s:
+        try:
+            item = pickle.loads(pickled)
+        except Exception as error:
+            answers.append(Problem(FailureKind.exception, _describe(error)))
+        else:
+            answers.append(answer(function, item))
+        if memory.leaks() or time.monotonic() - started > SLICE_S:
             break
     return answers
 
 
-def answer_some_async(
-    source: str | bytes, pickled: Sequence[bytes], how: Concurrency, cpu_s: float | None = None
+def _answer_together(
+    function: Callable[..., Any],
+    chunk: Sequence[bytes],
+    how: Concurrency,
+    cpu_s: float | None,
+    runner: asyncio.Runner,
 ) -> list[Answer]:
-    """Answer the items with an `async def` function, several at a time; see `answer_some`, `answer_concurrently`."""
-    if watch().called and watch().leaks():
-        retire()
+    """Answer the items with an `async def` function, several at a time; see `answer_concurrently`."""
     try:
-        function, items = resolve(source), [pickle.loads(item) for item in pickled]
+        items = [pickle.loads(pickled) for pickled in chunk]
     except Exception as error:
-        return [Problem(FailureKind.exception, _describe(error))] * len(pickled)
-    answers = _runner().run(answer_concurrently(function, items, how, cpu_s))
-    watch().leaks()
-    return answers
-
-
-def _answer_pickled(source: str | bytes, pickled: bytes) -> Answer:
-    try:
-        function, item = resolve(source), pickle.loads(pickled)
-    except Exception as error:
-        return Problem(FailureKind.exception, _describe(error))
-    return answer(function, item)
+        return [Problem(FailureKind.exception, _describe(error))] * len(chunk)
+    return runner.run(answer_concurrently(function, items, how, cpu_s))

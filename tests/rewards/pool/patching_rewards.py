@@ -1,13 +1,9 @@
 """Reward functions that change the code of their worker; workers load this file by its path."""
 
-import os
+from multiprocessing.connection import Connection
 
-import pebble.pool.process
-from pebble.common import Result, ResultStatus
-
-from realign.rewards.pool import worker
+from realign.rewards.pool import limits, worker
 from realign.rewards.pool.http import Unreachable
-from realign.rewards.pool.limits import RETIRED
 
 
 def patches(prompt, response, row):
@@ -17,13 +13,14 @@ def patches(prompt, response, row):
             worker.as_answer = lambda found, expected: value
         case "answer":
             worker.answer = lambda function, item: value
-        case "_answer_pickled":
-            worker._answer_pickled = lambda source, pickled: value
-        case "answer_some":
-            worker.answer_some.__code__ = (lambda source, pickled, slice_s, cpu_s=None: eval(pickled)).__code__
-            worker.answer_some.__globals__["eval"] = lambda pickled: [value] * len(pickled)
-        case "process_execute":
-            pebble.pool.process.process_execute = lambda *args: Result(ResultStatus.SUCCESS, value)
+        case "_answer_in_turn":
+            worker._answer_in_turn = lambda function, chunk, cpu_s, memory: [value] * len(chunk)
+        case "checked code":
+            worker._answer_in_turn.__code__ = (lambda function, chunk, cpu_s, memory: eval(chunk)).__code__
+            worker._answer_in_turn.__globals__["eval"] = lambda chunk: [value] * len(chunk)
+        case "send":
+            send = Connection.send
+            Connection.send = lambda pipe, answers: send(pipe, value)
     return value
 
 
@@ -44,7 +41,6 @@ class Speaks:
         return self.text
 
 
-def retires(prompt, response, row):
-    if row["retire"]:
-        os._exit(RETIRED)
+def says_that_it_leaks(prompt, response, row):
+    limits.MemoryWatch.leaks = lambda watch: True
     return 1.0

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="subreapers are 
 WAYS = ("child", "session", "double fork", "grandchild", "deaf", "stopped", "chain")
 ENDS = {
     "os._exit": FailureKind.crash,
-    "os._exit(0)": FailureKind.timeout,
+    "os._exit(0)": FailureKind.crash,
     "SIGKILL": FailureKind.crash,
     "SIGKILL of its group": FailureKind.crash,
     "SIGTERM": FailureKind.crash,

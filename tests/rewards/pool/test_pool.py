@@ -313,7 +313,7 @@ def test_closing_ends_the_calls_of_other_threads():
     pool = make()
     with ThreadPoolExecutor(2) as threads:
         calls = [threads.submit(score, pool, [{"do": "hang"}] * 8) for _ in range(2)]
-        while pool._processes._pool is None:
+        while pool._processes._crew is None:
             time.sleep(0.01)
         time.sleep(0.2)
         began = time.monotonic()
@@ -321,7 +321,7 @@ def test_closing_ends_the_calls_of_other_threads():
         for call in calls:
             assert call.exception() is not None
         assert time.monotonic() - began < 15
-    assert pool._processes._pool is None
+    assert pool._processes._crew is None
 
 
 def test_parts_of_a_batch_are_counted_together():
@@ -429,10 +429,8 @@ HANGING = f"""
     import signal
     from realign.rewards import RewardPool
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job is born without
-    with RewardPool({str(HERE / "reward_cases.py") + ":pid"!r},
-                    workers=1, timeout_s=60, memory_mb=None, max_failed_fraction=1) as pool:
-        print(int(pool.score(["p"], ["r"], [{{}}]).values[0]), flush=True)
-        pool._processes.source = {CASES!r}
+    with RewardPool({CASES!r}, workers=1, timeout_s=60, memory_mb=None, max_failed_fraction=1) as pool:
+        print(int(pool.score(["p"], ["r"], [{{"do": "pid"}}]).values[0]), flush=True)
         print("hanging", flush=True)
         pool.score(["p"] * 3, ["r"] * 3, [{{"do": "hang"}}] * 3)
     """
