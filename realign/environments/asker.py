@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import logging
 import threading
 import traceback
 from collections import deque
@@ -178,8 +177,6 @@ def _grant(turn: asyncio.Future[None]) -> None:
         turn.set_result(None)
 
 
-logger = logging.getLogger(__name__)
-
 GRACE_S = 5.0
 """Seconds beyond `timeout_s` that a cancelled call has to end, and that an event loop may be blocked."""
 
@@ -215,8 +212,8 @@ class Asker:
     """Calls environments concurrently on one event loop.
 
     A coroutine function runs on the loop and is cancelled at its deadline. If it ignores the cancellation, it is left
-    running and no longer awaited. A plain function runs in a new thread. At its deadline it is left running, since
-    threads cannot be stopped.
+    running and no longer awaited. A plain function runs in a thread (`DaemonThreads`). At its deadline it is left
+    running, since threads cannot be stopped.
 
     Args:
         name: name of the environment, for messages.
@@ -277,32 +274,21 @@ class Asker:
 
 
 async def result_of(call: Callable[[], Any]) -> Any:
-    """Return the result of `call`. Awaits a coroutine function; runs any other function in a new thread."""
+    """Return the result of `call`. Awaits a coroutine function; runs any other function in a thread of the loop."""
     if inspect.iscoroutinefunction(call):
         return await call()
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
-
-    def settle(value: Any, error: BaseException | None) -> None:
-        if not done.done():  # after the deadline the future is already cancelled
-            done.set_result((value, error))
-
-    def work() -> None:
-        value, error = None, None
-        try:
-            value = call()
-        except BaseException as raised:
-            error = raised
-        try:
-            loop.call_soon_threadsafe(settle, value, error)
-        except RuntimeError:
-            logger.debug("an environment answered after its episodes had ended")
-
-    threading.Thread(target=work, daemon=True).start()  # daemon: a hanging call must not keep the process alive
-    value, error = await done
+    # as a value, since no future can carry a StopIteration
+    value, error = await asyncio.get_running_loop().run_in_executor(None, _outcome, call)
     if error is not None:
         raise error
     return await value if inspect.isawaitable(value) else value
+
+
+def _outcome(call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+    try:
+        return call(), None
+    except BaseException as error:
+        return None, error
 
 
 def _described(error: BaseException) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, TypeAlias, TypeVar
 
-from realign.environments.failures import EnvironmentFailure
+from realign.errors import RewardError
 from realign.text import log_file, visible
 
 logger = logging.getLogger(__name__)
@@ -34,6 +34,10 @@ MOST_BLOCKED = 16
 """Blocked threads of one environment above which the run stops. Each keeps its memory until its call returns."""
 
 _MACHINERY = {Path(asyncio.__file__).parent, Path(threading.__file__), Path(__file__).parent}
+
+
+class EnvironmentFailure(RewardError):
+    """Raised when environments fail too often for the run to continue."""
 
 
 class LoopBlocked(RuntimeError):
