@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from array import array
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -361,43 +361,6 @@ class Collected:
     images: tuple[RowImages, ...] = ()
 
 
-@dataclass
-class _Collector:
-    """Arrays that grow row by row."""
-
-    keep_rows: bool
-    counts: array[int] = field(default_factory=lambda: array("q"))
-    lengths: array[int] = field(default_factory=lambda: array("q"))
-    trained: bytearray = field(default_factory=bytearray)
-    labels: array[float] = field(default_factory=lambda: array("f"))
-    margins: array[float] = field(default_factory=lambda: array("f"))
-    rows: list[Row] = field(default_factory=list)
-    dropped: Counter[str] = field(default_factory=Counter)
-    truncated: int = 0
-    indices: array[int] = field(default_factory=lambda: array("q"))
-    images: list[RowImages] = field(default_factory=list)
-
-    def read(self, encoded: Iterable[Encoded]) -> Iterator[list[int]]:
-        """Store each row, and yield the token ids of the kept ones."""
-        for index, row in enumerate(encoded):
-            if isinstance(row, DroppedRow):
-                self.dropped[row.reason] += 1
-                continue
-            self.indices.append(index)
-            self.counts.append(len(row.sequences))
-            self.lengths.extend(len(sequence.ids) for sequence in row.sequences)
-            for sequence in row.sequences:
-                self.trained += sequence.trained
-            self.labels.extend(row.labels)
-            self.margins.extend(row.margins)
-            self.truncated += row.truncated
-            if self.keep_rows:
-                self.rows.append(row.row)
-            if row.images is not None:
-                self.images.append(row.images)
-            yield [token for sequence in row.sequences for token in sequence.ids]
-
-
 def collect(encoded: Iterable[Encoded], *, keep_rows: bool = False) -> Collected:
     """Return encoded rows in packed arrays.
 
@@ -405,19 +368,47 @@ def collect(encoded: Iterable[Encoded], *, keep_rows: bool = False) -> Collected
         encoded: The rows, as `RowEncoder.encode` yields them.
         keep_rows: Whether to keep the rows themselves.
     """
-    collector = _Collector(keep_rows)
-    tokens = PackedTokens.pack(collector.read(encoded))
+    # arrays, since a list takes several times as much memory per number
+    indices, counts, lengths = array("q"), array("q"), array("q")
+    labels, margins, trained = array("f"), array("f"), bytearray()
+    rows: list[Row] = []
+    images: list[RowImages] = []
+    dropped = Counter[str]()
+    truncated = 0
+
+    def kept_ids() -> Iterator[list[int]]:
+        """Store each row, and yield the token ids of those that are not dropped."""
+        nonlocal truncated
+        for index, row in enumerate(encoded):
+            if isinstance(row, DroppedRow):
+                dropped[row.reason] += 1
+                continue
+            indices.append(index)
+            counts.append(len(row.sequences))
+            lengths.extend(len(sequence.ids) for sequence in row.sequences)
+            for sequence in row.sequences:
+                trained.extend(sequence.trained)
+            labels.extend(row.labels)
+            margins.extend(row.margins)
+            truncated += row.truncated
+            if keep_rows:
+                rows.append(row.row)
+            if row.images is not None:
+                images.append(row.images)
+            yield [token for sequence in row.sequences for token in sequence.ids]
+
+    tokens = PackedTokens.pack(kept_ids())
     return Collected(
         tokens,
-        Lengths(np.array(collector.counts, dtype=np.int64), np.array(collector.lengths, dtype=np.int64)),
-        np.frombuffer(bytes(collector.trained), dtype=np.bool_),
-        np.array(collector.labels, dtype=np.float32),
-        np.array(collector.margins, dtype=np.float32),
-        tuple(collector.rows),
-        dict(collector.dropped),
-        collector.truncated,
-        np.array(collector.indices, dtype=np.int64),
-        images=tuple(collector.images),
+        Lengths(np.array(counts, dtype=np.int64), np.array(lengths, dtype=np.int64)),
+        np.frombuffer(bytes(trained), dtype=np.bool_),
+        np.array(labels, dtype=np.float32),
+        np.array(margins, dtype=np.float32),
+        tuple(rows),
+        dict(dropped),
+        truncated,
+        np.array(indices, dtype=np.int64),
+        images=tuple(images),
     )
 
 

@@ -121,7 +121,7 @@ class RowFile(ABC):
 
 @dataclass(frozen=True)
 class LocalFile(RowFile):
-    """A file of this machine."""
+    """A file or folder of this machine."""
 
     path: Path
 
@@ -529,15 +529,8 @@ class ArrowFile(LocalFile):
 
 
 @dataclass(frozen=True)
-class SavedFolder(RowFile):
+class SavedFolder(LocalFile):
     """A folder written by `datasets`' `save_to_disk`. A position is the number of rows before it."""
-
-    path: Path
-
-    @property
-    @override
-    def name(self) -> str:
-        return str(self.path)
 
     @override
     def rows(self, cursor: Cursor) -> Iterator[PlacedRow]:

@@ -39,13 +39,7 @@ def batch_indices(n: int, batch_prompts: int, step: int, seed: int, shuffle: boo
     for name, value, least in (("n", n, 1), ("batch_prompts", batch_prompts, 1), ("step", step, 0)):
         if value < least:
             raise ValueError(f"{name}={value}: must be at least {least}.")
-    first = step * batch_prompts
-    last = first + batch_prompts
-    batch: list[tuple[int, int]] = []
-    for epoch in range(first // n, (last - 1) // n + 1):
-        order = epoch_order(n, seed, epoch) if shuffle else np.arange(n)
-        batch += [(epoch, row) for row in order[max(first - epoch * n, 0) : last - epoch * n].tolist()]
-    return batch
+    return EpochOrder(n, seed, shuffle).rows(range(step * batch_prompts, (step + 1) * batch_prompts))
 
 
 class RowOrder(ABC):
