@@ -3,7 +3,6 @@
 from realign.endpoint.capture import Capture, CapturedCall, CapturedSequence, Prompt
 from realign.endpoint.limits import EndpointLimits
 from realign.endpoint.renderer import Renderer
-from realign.endpoint.response_parsing import parse_response
 from realign.endpoint.scoring import Scorer
 from realign.endpoint.server import Endpoint
 from realign.endpoint.sessions import ServedPolicy, Session, Sessions
@@ -20,5 +19,4 @@ __all__ = [
     "ServedPolicy",
     "Session",
     "Sessions",
-    "parse_response",
 ]

@@ -18,8 +18,6 @@ from realign.endpoint.response_parsing import (
     can_parse,
     fits,
     loaded_template,
-    special_tokens,
-    text_of,
 )
 from realign.endpoint.response_parsing import response_template as found_response_template
 from realign.errors import ConfigError, DataError
@@ -52,7 +50,8 @@ class Renderer:
         self.options = dict(options or {})
         self.tokenizer.response_template = found_response_template(self.tokenizer, response_template)
         self._response_template = loaded_template(self.tokenizer)
-        self._special = special_tokens(self.tokenizer)
+        # the texts of the tokens that are not part of content
+        self._special = [str(t.content) for t in self.tokenizer.added_tokens_decoder.values() if t.special]
         self._lock = threading.Lock()  # tokenizers are not documented to be thread-safe
         self._warned = False
         if response_template:
@@ -163,7 +162,16 @@ class Renderer:
     def parse(
         self, ids: Sequence[int], *, before: str | Sequence[int], tools: Sequence[Mapping[str, Any]] | None
     ) -> ParsedResponse:
-        """See `parse_response`. The prompt `before` is text or token ids."""
+        """Parse a response with the tokenizer's response template.
+
+        Without a response template, or if the response matches no part of it, the content is the whole text. The text
+        of an invalid tool call, and all text after it, is content.
+
+        Args:
+            ids: token ids of the response.
+            before: text or token ids of the prompt.
+            tools: tools of the request, which determine the types of arguments.
+        """
         plain, reader = self.decode(ids, special=False), self.reader(before, tools)
         return ParsedResponse(plain) if reader is None else reader.whole(self.decode(ids), plain)
 
@@ -180,4 +188,5 @@ class Renderer:
             )
 
     def _decoded(self, ids: list[int], special: bool) -> str:
-        return text_of(self.tokenizer, ids, special=special)
+        decoded = self.tokenizer.decode(ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False)
+        return str(decoded)

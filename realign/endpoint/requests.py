@@ -40,6 +40,12 @@ def invalid(param: str, message: str) -> ApiError:
     return ApiError(400, f"Invalid value for '{param}': {message}.", param=param, code="invalid_value")
 
 
+def unsupported(param: str, why: str = "") -> ApiError:
+    """Return the error of a parameter that the endpoint does not serve: `why`, or not at all."""
+    why = why or f"'{param}' is not supported by this endpoint"
+    return ApiError(400, f"Unsupported parameter: {why}.", param=param, code="unsupported_parameter")
+
+
 MOST_CHOICES = 128
 """Maximum of `n`, as in the OpenAI API."""
 MOST_STOPS = 16
@@ -170,7 +176,7 @@ def read_parameters(body: Mapping[str, Any], supported: frozenset[str]) -> Param
     longest = given.get("max_completion_tokens", given.get("max_tokens")) if chat else given.get("max_tokens")
     options = _checked(given, "stream_options", {}, _is(dict), "expected an object")
     if unknown := sorted(set(options) - {"include_usage", "include_obfuscation"}):
-        raise _unsupported(f"stream_options.{unknown[0]}")
+        raise unsupported(f"stream_options.{unknown[0]}")
     named = "max_completion_tokens" if chat and "max_completion_tokens" in given else "max_tokens"
     echo = not chat and _checked(given, "echo", False, _is(bool), "expected true or false")
     least = 0 if echo else 1  # without new tokens, a response is its prompt
@@ -197,16 +203,7 @@ def _check_neutral(name: str, value: Any) -> None:
     if not any(
         neutral is _ANY or (neutral == value and type(neutral) is not bool) or neutral is value for neutral in allowed
     ):
-        raise _unsupported(name)
-
-
-def _unsupported(name: str) -> ApiError:
-    return ApiError(
-        400,
-        f"Unsupported parameter: '{name}' is not supported by this endpoint.",
-        param=name,
-        code="unsupported_parameter",
-    )
+        raise unsupported(name)
 
 
 def _checked(given: Mapping[str, Any], name: str, default: Any, check: Callable[[Any], bool], expected: str) -> Any:

@@ -1,4 +1,4 @@
-"""`parse_response` and `ResponseReader`: content, reasoning and tool calls of a sampled response.
+"""`ResponseReader`: content, reasoning and tool calls of a sampled response.
 
 The parser is `ResponseParser` of transformers, which interprets the response template of a tokenizer. It reports the
 regions of a text while the text grows: reasoning, content, and tool calls. Many tokenizers have no response template.
@@ -137,36 +137,8 @@ class ParsedResponse:
 
 
 def can_parse(tokenizer: Any) -> bool:
-    """Return whether `parse_response` can find tool calls and reasoning."""
+    """Return whether a `ResponseReader` can find tool calls and reasoning."""
     return getattr(tokenizer, "response_template", None) is not None
-
-
-def parse_response(
-    tokenizer: Any,
-    ids: Sequence[int],
-    *,
-    before: Sequence[int] = (),
-    tools: Sequence[Mapping[str, Any]] | None = None,
-) -> ParsedResponse:
-    """Parse a response with the tokenizer's response template.
-
-    Without a response template, or if the response matches no part of it, the content is the whole text. The text of
-    an invalid tool call, and all text after it, is content.
-
-    Args:
-        tokenizer: tokenizer of transformers.
-        ids: token ids of the response.
-        before: token ids of the prompt.
-        tools: tools of the request, which determine the types of arguments.
-
-    Raises:
-        ConfigError: the response template is invalid.
-    """
-    plain, template = text_of(tokenizer, ids, special=False), loaded_template(tokenizer)
-    if template is None:
-        return ParsedResponse(plain)
-    reader = ResponseReader(template, text_of(tokenizer, before), tools, special_tokens(tokenizer))
-    return reader.whole(text_of(tokenizer, ids), plain)
 
 
 def loaded_template(tokenizer: Any) -> ResponseTemplate | None:
@@ -192,22 +164,6 @@ def loaded_template(tokenizer: Any) -> ResponseTemplate | None:
         raise ConfigError(
             f"response_template: the response template of the tokenizer is invalid ({error}). Set another one."
         ) from error
-
-
-def text_of(tokenizer: Any, ids: Sequence[int], *, special: bool = True) -> str:
-    """Return the text of token ids.
-
-    Args:
-        tokenizer: tokenizer of transformers.
-        ids: the token ids.
-        special: whether to include special tokens.
-    """
-    return str(tokenizer.decode(list(ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False))
-
-
-def special_tokens(tokenizer: Any) -> list[str]:
-    """Return the texts of the tokens that are not part of content."""
-    return [str(token.content) for token in tokenizer.added_tokens_decoder.values() if token.special]
 
 
 @dataclass

@@ -20,7 +20,7 @@ from realign.api.sampler import Completion, FutureHandle, Handle, Request, Sampl
 from realign.api.seeds import derive_seed
 from realign.endpoint.capture import Capture, CapturedCall, Prompt
 from realign.endpoint.renderer import Renderer
-from realign.endpoint.requests import ApiError, Parameters
+from realign.endpoint.requests import ApiError, Parameters, unsupported
 from realign.endpoint.scoring import Scorer, TokenScores
 
 logger = logging.getLogger(__name__)
@@ -217,19 +217,9 @@ class Session:
             raise _too_long(len(prompt.ids), backend.max_sequence_tokens)
         if parameters.scores and backend.scorer is None:
             name = "echo" if parameters.echo else "top_logprobs"
-            raise ApiError(
-                400,
-                f"Unsupported parameter: log-probs with '{name}' are not supported during training.",
-                param=name,
-                code="unsupported_parameter",
-            )
+            raise unsupported(name, f"log-probs with '{name}' are not supported during training")
         if parameters.stop and not backend.sampler.capabilities().stop_strings:
-            raise ApiError(
-                400,
-                "Unsupported parameter: 'stop' is not supported by this sampler.",
-                param="stop",
-                code="unsupported_parameter",
-            )
+            raise unsupported("stop", "'stop' is not supported by this sampler")
         return parameters.config(backend.generation, max(1, room), fixed=backend.fixed_sampling)
 
 

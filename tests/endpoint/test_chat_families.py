@@ -11,7 +11,7 @@ import yaml
 
 from realign.api import Completion
 from realign.endpoint import Capture
-from realign.endpoint.response_parsing import ParsedResponse, ToolCall, parse_response
+from realign.endpoint.response_parsing import ParsedResponse, ToolCall
 from tests.endpoint.chat_families import (
     FAMILIES,
     FOLDER,
@@ -80,7 +80,7 @@ def test_a_response_in_another_format_is_never_lost(name, text):
     family = next(f for f in FAMILIES if f.parts == name)
     renderer = family_renderer(family)
     before = renderer.encode(rendered(family, histories(family)[0]))
-    found = parse_response(renderer.tokenizer, renderer.encode(text), before=before, tools=TOOLS)
+    found = renderer.parse(renderer.encode(text), before=before, tools=TOOLS)
     shown = found.content + (found.reasoning or "") + "".join(call.name for call in found.tool_calls)
     assert shown.strip() in text
     assert shown.strip() or text in ("</think>",)

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from realign.endpoint.renderer import Renderer
-from realign.endpoint.response_parsing import ParsedResponse, ToolCall, can_parse, parse_response, response_template
+from realign.endpoint.response_parsing import ParsedResponse, ToolCall, can_parse, response_template
 from realign.errors import ConfigError
 from tests.endpoint.chat_families import (
     FAMILIES,
@@ -52,6 +52,10 @@ def tokenizer(template: object = None):
 
 def ids(text: str) -> list[int]:
     return tiny_tokenizer()(text, add_special_tokens=False)["input_ids"]
+
+
+def parse_response(tokenizer, ids: list[int], *, before: list[int] = (), tools: list[dict] | None = None):
+    return Renderer(tokenizer).parse(ids, before=before, tools=tools)
 
 
 def test_without_a_response_template_the_content_is_the_whole_text():
