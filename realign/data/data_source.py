@@ -86,7 +86,7 @@ class FileSource(DataSpec):
             except (DataError, TransientError) as error:
                 raise type(error)(f"{key}: {error}") from error
             try:
-                columns = self.columns(first.rows[0])
+                columns = self.columns(first.placed[0].row)
             except DataError as error:
                 raise DataError(f"{where}: {first.where(0)}: {error}") from error
             for setting, column in columns.items():

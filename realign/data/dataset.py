@@ -11,7 +11,7 @@ from array import array
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -268,6 +268,11 @@ class SequenceDataset(PackedDataset):
     trained: npt.NDArray[np.bool_]
     train_on_prompt: bool = dataclasses.field(default=False, kw_only=True)
 
+    @classmethod
+    def of(cls, rows: Collected, report: LoadReport, **own: Any) -> Self:
+        """Return a dataset of encoded rows; `own` are the fields that a subclass adds, and `train_on_prompt`."""
+        return cls(rows.tokens, report, rows.lengths, rows.trained, mixture=rows.mixture, images=rows.images, **own)
+
     @property
     @override
     def longest_sequence(self) -> int:
@@ -420,7 +425,7 @@ def collect_tables(
     Raises:
         DataError: a row is invalid (names its file and line), or no row is left.
     """
-    placed = ((table.where(index), row) for table in tables for index, row in enumerate(table.rows))
+    placed = ((placed.where, placed.row) for table in tables for placed in table.placed)
     collected = collect(encoder.encode(placed), keep_rows=keep_rows)
     bounds = np.searchsorted(collected.indices, np.cumsum([0, *map(len, tables)]))
     report = load_report(tables, collected.tokens, collected.dropped, collected.truncated)

@@ -212,15 +212,7 @@ class PreferenceData(DataSource):
 
     @override
     def pack(self, collected: Collected, report: LoadReport) -> PreferenceDataset:
-        return PreferenceDataset(
-            collected.tokens,
-            report,
-            collected.lengths,
-            collected.trained,
-            collected.labels,
-            collected.margins,
-            mixture=collected.mixture,
-        )
+        return PreferenceDataset.of(collected, report, labels=collected.labels, margins=collected.margins)
 
 
 def _is_several(chosen: Any) -> bool:

@@ -104,8 +104,7 @@ class RowSource(Settings):
             ) from error
         if not placed:
             raise DataError(f"{self.path} contains no rows.")
-        rows, places = [item.row for item in placed], [item.number for item in placed]
-        return Table(self.path, rows, places, files=[item.file for item in placed])
+        return Table(self.path, placed)
 
     def _resolve(self, streaming: bool) -> list[RowFile]:
         if (local := _local(self.path, self.split, self.subset)) is not None:
@@ -246,36 +245,31 @@ def titles(sources: Sequence[RowSource]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """The rows of one or several files, with the position of each row in its file.
+    """The rows of one or several files in memory, each with its place.
 
     Attributes:
         path: Path of the file, or name of the source.
-        rows: The rows, one dictionary each.
-        places: Position of each row in its file, from 1.
-        unit: Unit of the positions if there is one file: "line" or "row".
-        files: File of each row; empty if `path` is the only file.
+        placed: The rows.
     """
 
     path: Path | str
-    rows: Sequence[Row]
-    places: Sequence[int]
-    unit: str = "row"
-    files: Sequence[RowFile] = ()
+    placed: Sequence[PlacedRow]
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.placed)
+
+    @property
+    def rows(self) -> list[Row]:
+        """The rows without their places."""
+        return [placed.row for placed in self.placed]
 
     def where(self, index: int) -> str:
         """Return file and line (or row) of the row at `index`, for messages."""
-        if self.files:
-            return self.files[index].where(self.places[index])
-        return f"{self.path}, {self.unit} {self.places[index]}"
+        return self.placed[index].where
 
     def take(self, chosen: Sequence[int]) -> Table:
         """Return the rows at these indices."""
-        files = [self.files[i] for i in chosen] if self.files else ()
-        rows, places = [self.rows[i] for i in chosen], [self.places[i] for i in chosen]
-        return Table(self.path, rows, places, self.unit, files)
+        return Table(self.path, [self.placed[i] for i in chosen])
 
     def column(self, name: str) -> list[Any]:
         """Return the values of a column.
@@ -287,11 +281,11 @@ class Table:
             DataError: a row lacks the column; names the row, its columns and the nearest one.
         """
         values = []
-        for index, row in enumerate(self.rows):
+        for placed in self.placed:
             try:
-                values.append(read_column(row, name))
+                values.append(read_column(placed.row, name))
             except DataError as error:
-                raise DataError(f"{self.where(index)}: {error}") from error
+                raise DataError(f"{placed.where}: {error}") from error
         return values
 
 

@@ -111,15 +111,7 @@ class SupervisedData(ImageSource):
 
     @override
     def pack(self, collected: Collected, report: LoadReport) -> SupervisedDataset:
-        return SupervisedDataset(
-            collected.tokens,
-            report,
-            collected.lengths,
-            collected.trained,
-            train_on_prompt=self.train_on_prompt,
-            mixture=collected.mixture,
-            images=collected.images,
-        )
+        return SupervisedDataset.of(collected, report, train_on_prompt=self.train_on_prompt)
 
 
 @dataclass(frozen=True, eq=False)

@@ -87,9 +87,7 @@ class UnpairedData(DataSource):
 
     @override
     def pack(self, collected: Collected, report: LoadReport) -> UnpairedDataset:
-        return UnpairedDataset(
-            collected.tokens, report, collected.lengths, collected.trained, collected.labels, mixture=collected.mixture
-        )
+        return UnpairedDataset.of(collected, report, labels=collected.labels)
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,9 +136,7 @@ class RewardedData(UnpairedData):
 
     @override
     def pack(self, collected: Collected, report: LoadReport) -> RewardedDataset:
-        return RewardedDataset(
-            collected.tokens, report, collected.lengths, collected.trained, collected.labels, mixture=collected.mixture
-        )
+        return RewardedDataset.of(collected, report, labels=collected.labels)
 
 
 @dataclass(frozen=True, eq=False)

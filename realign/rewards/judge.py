@@ -57,7 +57,7 @@ class ScoreReader(Settings, ABC):
         return {}
 
     @abstractmethod
-    def found(self, answer: str) -> str | float | None:
+    def score_in(self, answer: str) -> str | float | None:
         """Return the score in the answer; None if there is none."""
 
     def reward(self, answer: str) -> float:
@@ -68,7 +68,7 @@ class ScoreReader(Settings, ABC):
         """
         shown = shortened(answer, 300)
         try:
-            score = float(self.found(answer))  # type: ignore[arg-type]
+            score = float(self.score_in(answer))  # type: ignore[arg-type]
         except (TypeError, ValueError) as error:
             raise ValueError(f"the judge's answer contains no score: {shown!r}") from error
         if not self.low <= score <= self.high:
@@ -81,7 +81,7 @@ class Number(ScoreReader):
     """The last number in the answer."""
 
     @override
-    def found(self, answer: str) -> str | None:
+    def score_in(self, answer: str) -> str | None:
         numbers = re.findall(_NUMBER, answer)
         return numbers[-1] if numbers else None
 
@@ -103,7 +103,7 @@ class Pattern(ScoreReader):
             raise SettingsError(f"pattern={self.pattern!r}: has {groups} groups; it must have one group, the score")
 
     @override
-    def found(self, answer: str) -> str | None:
+    def score_in(self, answer: str) -> str | None:
         matches = re.findall(self.pattern, answer)
         return matches[-1] if matches else None
 
@@ -125,7 +125,7 @@ class Structured(ScoreReader):
         }
 
     @override
-    def found(self, answer: str) -> float | None:
+    def score_in(self, answer: str) -> float | None:
         score = json.loads(answer)["score"] if answer.strip().startswith("{") else None
         return None if isinstance(score, bool) else score
 

@@ -4,6 +4,7 @@ import json
 import struct
 import subprocess
 import sys
+from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
@@ -15,7 +16,7 @@ from realign.config.construct import build, fill
 from realign.config.errors import ConfigError
 from realign.config.experiment import as_node
 from realign.data import DataSpec, PreferenceData, PromptData, RowSource, Split, Table, UnpairedData, files, read_rows
-from realign.data.files import Cursor, recognize
+from realign.data.files import Cursor, JsonLinesFile, PlacedRow, recognize
 from realign.errors import DataError, SettingsError
 from tests.data.text_tokenizer import make_tokenizer
 
@@ -425,7 +426,8 @@ def test_a_source_is_built_from_plain_values_and_wrong_keys_are_named():
 
 
 def parts(n, weights, seed=0):
-    table = Table("all.jsonl", [{"n": i} for i in range(n)], range(1, n + 1), "line")
+    file = JsonLinesFile(Path("all.jsonl"))
+    table = Table("all.jsonl", [PlacedRow(file, i + 1, {"n": i}) for i in range(n)])
     return [Split(part, weights, seed).apply(table) for part in range(len(weights))]
 
 
