@@ -228,7 +228,7 @@ class _Crew:
     def cancel(self, reply: _Reply) -> None:
         """Drop a chunk; stop the worker that already answers it."""
         if not reply.cancel() and (worker := self._at_work.get(reply)) is not None:
-            worker.stop()
+            worker.process.terminate()  # its thread waits for the end
 
     def close(self) -> None:
         """Stop all processes. Every reply that is still open fails."""
@@ -255,8 +255,10 @@ class _Crew:
             if not reply.set_running_or_notify_cancel():
                 continue
             try:
-                if worker is None or not worker.process.is_alive():
-                    worker = self._ready_worker()
+                if worker is not None and not worker.process.is_alive():  # killed from outside
+                    self._end(worker)
+                    worker = None
+                worker = worker or self._ready_worker()
                 self._at_work[reply] = worker
                 answered = worker.exchange(chunk, deadline_s)
                 # a reward function can send anything
@@ -269,11 +271,14 @@ class _Crew:
             finally:
                 self._at_work.pop(reply, None)
             if worker is not None:
-                self._workers.discard(worker)
-                worker.end()
+                self._end(worker)
                 worker = None
         if worker is not None:
-            worker.end()
+            self._end(worker)
+
+    def _end(self, worker: _Worker) -> None:
+        self._workers.discard(worker)
+        worker.end()
 
     def _ready_worker(self) -> _Worker:
         """Start a process, and wait until it has loaded the function.
@@ -292,8 +297,7 @@ class _Crew:
         try:
             worker.exchange(None, _START_S)
         except Exception as error:
-            self._workers.discard(worker)
-            worker.end()
+            self._end(worker)
             raise BrokenProcessPool(str(error) or f"not ready within {_START_S:.0f} s") from error
         return worker
 
