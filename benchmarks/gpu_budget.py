@@ -30,6 +30,7 @@ DECODE: dict[str, dict[str, Any]] = {
     "decode step, bf16": {},
     "decode step, fp32": {"dtype": torch.float32},
     "decode step, bf16, modules of transformers": {"fused_rollout": False},
+    "decode step, bf16, modules, frozen model": {"fused_rollout": False, "frozen": True},
 }
 TRAIN: dict[str, dict[str, Any]] = {
     "bf16": {},

@@ -112,8 +112,11 @@ def prompts_of() -> SequenceSample:
 
 
 def decode(layers: int, **settings: Any) -> Cost:
-    """Return the cost of one decode step (one token of every row)."""
+    """Return the cost of one decode step (one token of every row), of a model that trains unless it is `frozen`."""
+    frozen = settings.pop("frozen", False)
     engine, prompts = tiny(layers, **settings), prompts_of()
+    if frozen:
+        engine.module.requires_grad_(False)
 
     def rollout(tokens: int) -> Callable[[], Any]:
         config = GenerationConfig(n=RESPONSES, max_new_tokens=tokens, fixed_length=True)

@@ -29,6 +29,11 @@ def test_a_decode_step_launches_few_kernels_and_waits_once_in_8_tokens(dtype, la
     assert cost.four.waits <= 1 / 8
 
 
+def test_the_weights_of_a_frozen_model_are_cast_once_per_rollout():
+    frozen, trains = (decode(2, fused_rollout=False, frozen=frozen) for frozen in (True, False))
+    assert frozen.launches == trains.launches
+
+
 def test_a_rollout_is_fused_in_the_memory_that_a_card_of_80_gb_leaves_for_7b():
     engine = engine_of(hidden_size=256, intermediate_size=1024, num_hidden_layers=8)
     layers = sum(p.numel() for p in engine.module.model.layers.parameters())

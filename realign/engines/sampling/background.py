@@ -33,7 +33,7 @@ from realign.engines.sampling.decode import PREFILL_TOKENS, Responses, Rollout, 
 from realign.engines.sampling.draw import response_keys
 from realign.engines.sampling.generate import check_logprobs, checked_prompts, packed
 from realign.engines.sampling.in_process import InProcessSampling
-from realign.engines.sampling.rollout_model import Cores, DecodableEngine, RolloutModel
+from realign.engines.sampling.rollout_model import Cores, DecodableEngine, RolloutModel, frozen_casts_kept
 from realign.errors import ConfigError
 from realign.functional.logprobs import LMHead
 
@@ -348,7 +348,8 @@ class DecodingLoop:
             with torch.no_grad():
                 while self._wait():
                     self._do_jobs()
-                    with self._engine.network.autocast():  # entered again, since autocast caches casts of the weights
+                    # entered again after new weights, since autocast keeps the casts of the old ones
+                    with self._engine.network.autocast(), frozen_casts_kept(self._engine.module):
                         while self._decodes and not self._jobs and self._error is None and self._advance():
                             pass
                     self._cores.give_back()

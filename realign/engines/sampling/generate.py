@@ -23,7 +23,7 @@ from realign.engines.network.images import CURE, NO_IMAGES, ImageInputs, ImagePr
 from realign.engines.sampling.decode import Responses, Rollout, Stopping
 from realign.engines.sampling.draw import response_keys
 from realign.engines.sampling.in_process import InProcessSampling
-from realign.engines.sampling.rollout_model import Cores, RolloutModel, positions_of
+from realign.engines.sampling.rollout_model import Cores, RolloutModel, frozen_casts_kept, positions_of
 from realign.errors import ConfigError, DataError, RunError
 from realign.functional.packed import cu_seqlens_of, position_ids, sequence_index
 
@@ -76,6 +76,7 @@ def generate(
     length = int(data.lengths[PROMPTS].flat.max(initial=0)) + config.max_new_tokens
     with ExitStack() as stack:
         stack.enter_context(_evaluating(model.module))
+        stack.enter_context(frozen_casts_kept(model.module))
         cores = Cores(model.module)
         stack.callback(cores.give_back)
         decoder, head = model.prepared(length, cores)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +20,7 @@ from realign.engines.network.network import Network
 from realign.engines.network.routers import Routers
 from realign.engines.network.unpacked import OwnCache
 from realign.engines.sampling.compiled.fused_layers import for_few_rows
-from realign.engines.sampling.compiled.fusion import Fusion
+from realign.engines.sampling.compiled.fusion import Fusion, copies_limit
 from realign.engines.sampling.in_process import InProcessSampling
 from realign.functional.logprobs import LMHead
 
@@ -143,6 +145,26 @@ class Cores:
         if threads != self._now:
             torch.set_num_threads(threads)
             self._now = threads
+
+
+@contextmanager
+def frozen_casts_kept(module: nn.Module) -> Iterator[None]:
+    """Let the surrounding autocast context cast each frozen weight once, if the casts fit in memory.
+
+    autocast keeps only the casts of weights that require gradients. Otherwise each decode step of a frozen model, or of
+    the full copy of a sharded one, would cast all weights again.
+    """
+    device = next(module.parameters()).device
+    frozen = [p for p in module.parameters() if not p.requires_grad and p.dtype == torch.float32]
+    if not torch.is_autocast_enabled(device.type) or 2 * sum(p.numel() for p in frozen) > copies_limit(device):
+        frozen = []
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
 
 
 def positions_of(model: Any) -> int | None:

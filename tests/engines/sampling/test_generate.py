@@ -392,3 +392,15 @@ def test_broken_weights_are_an_error():
     torch.nn.init.constant_(model.model.norm.weight, float("nan"))
     with pytest.raises(RunError, match="not finite"):
         rollout(model)
+
+
+def test_a_frozen_model_samples_the_same_in_low_precision_and_stays_frozen():
+    def sample(engine):
+        return engine.generate(prompts(), GenerationConfig(max_new_tokens=6), seed=0)
+
+    trained, frozen = (tiny_engine(dtype=torch.bfloat16, fused_rollout=False) for _ in range(2))
+    frozen.module.requires_grad_(False)
+    got, want = sample(frozen), sample(trained)
+    assert torch.equal(got["input_ids"], want["input_ids"])
+    assert torch.equal(got["logprobs"], want["logprobs"])
+    assert not any(p.requires_grad for p in frozen.module.parameters())

@@ -369,11 +369,15 @@ def _check_memory(layers: Iterable[nn.Module], dtype: torch.dtype) -> None:
     weights = [p for layer in layers for p in layer.parameters()]
     copied = sum(p.numel() for p in weights) * dtype.itemsize
     device = weights[0].device
-    limit, name = CPU_BYTES, f"the limit of {CPU_BYTES}"
-    if device.type == "cuda":  # without the number, which differs in each rollout
-        limit, name = free_bytes(device) // 2, "half of the free memory"
-    if copied > limit:
-        raise _Unknown(f"copies of the weights need {copied} bytes, more than {name}")
+    if copied > copies_limit(device):
+        # on a GPU without the number, which differs in each rollout
+        limit = "half of the free memory" if device.type == "cuda" else f"the limit of {CPU_BYTES}"
+        raise _Unknown(f"copies of the weights need {copied} bytes, more than {limit}")
+
+
+def copies_limit(device: torch.device) -> int:
+    """Return the memory that a rollout may use for copies of weights, in bytes; see `CPU_BYTES`."""
+    return free_bytes(device) // 2 if device.type == "cuda" else CPU_BYTES
 
 
 def _read_layer(layer: Any, args: AttentionArgs, order_D: Tensor, dtype: torch.dtype) -> FusedLayer:
