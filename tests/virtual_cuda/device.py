@@ -25,6 +25,7 @@ from torch import Tensor  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensor  # noqa: E402
 from torch.nn.attention import varlen  # noqa: E402
 from torch.utils import _device  # noqa: E402
+from torch.utils._python_dispatch import _disable_current_modes  # noqa: E402
 
 from tests.virtual_cuda.counts import COUNTS  # noqa: E402
 
@@ -160,13 +161,15 @@ def varlen_attention(
     key: Tensor,
     value: Tensor,
     cu_seq_q: Tensor,
-    cu_seq_k: Tensor,
+    cu_seq_k: Tensor | None,
     max_q: int,
     max_k: int,
     *,
     scale: float | None = None,
     window_size: Sequence[int] = (-1, -1),
     enable_gqa: bool = False,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
     """Stand for `torch.nn.attention.varlen.varlen_attn`, with the checks of its CUDA kernel.
@@ -178,6 +181,9 @@ def varlen_attention(
         return torch_varlen_attention(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **known)
     if not query.is_cuda or query.dtype not in HALF:
         raise RuntimeError(f"varlen_attn needs half precision on CUDA, found {query.dtype} on {query.device}")
+    if block_table is not None:
+        return paged(query, key, value, cu_seq_q, max_k, scale, window_size, seqused_k, block_table)
+    assert cu_seq_k is not None
     for bounds in (cu_seq_q, cu_seq_k):
         if not bounds.is_cuda or bounds.dtype != torch.int32:
             raise RuntimeError(f"cu_seqlens must be int32 on CUDA, found {bounds.dtype} on {bounds.device}")
@@ -211,12 +217,73 @@ def varlen_attention(
     return Attention.apply(compute, "varlen attention", (2, 4), query, key, value)
 
 
+def paged(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    longest: int,
+    scale: float | None,
+    window_size: Sequence[int],
+    used: Tensor | None,
+    table: Tensor,
+) -> Tensor:
+    """Attend from one query per sequence to keys and values in pages, with the checks of the CUDA kernel."""
+    tensors = (key, value, cu_seq_q, table, used)
+    if used is None or not all(x is not None and x.is_cuda for x in tensors):
+        raise RuntimeError("block_table needs seqused_k, and all tensors on CUDA")
+    if any(x.dtype != torch.int32 for x in (cu_seq_q, table, used)) or table.stride(-1) != 1:
+        raise RuntimeError("bounds, block_table and seqused_k must be int32, and rows of block_table contiguous")
+    if key.shape[1] % 256 or any(x.stride(-1) != 1 for x in (query, key, value)):
+        raise RuntimeError(f"Paged KV cache block size {key.shape[1]} must be divisible by 256")
+    with COUNTS.pause():
+        bounds, pages, lengths = (DEVICE.host(x).tolist() for x in (cu_seq_q, table, used))
+    if bounds != list(range(len(query) + 1)) or max(lengths) > longest or max(lengths) > key.shape[1] * table.shape[1]:
+        raise RuntimeError(f"lengths {lengths} do not fit a largest length of {longest} and {table.shape[1]} pages")
+
+    def compute(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        rows = []
+        for row, length in enumerate(lengths):
+            first = max(0, length - window_size[0] - 1) if window_size[0] >= 0 else 0
+            own = [x[pages[row]].flatten(0, 1)[first:length].transpose(0, 1)[None] for x in (k, v)]
+            rows.append(cpu_attention(q[row][None, :, None], *own, scale=scale, enable_gqa=True)[0, :, 0])
+        return torch.stack(rows)
+
+    return Attention.apply(compute, "varlen attention", (2, 4), query, key, value)
+
+
 def spans(cu_seqlens: Tensor, longest: int, tokens: int) -> list[slice]:
     """Return the tokens of each sequence; a wrong bound raises an error, since the kernel would read other memory."""
     bounds = DEVICE.host(cu_seqlens).tolist()
     if bounds[-1] != tokens or any(stop - start > longest for start, stop in pairwise(bounds)):
         raise RuntimeError(f"cu_seqlens {bounds} do not fit {tokens} tokens in sequences of at most {longest}")
     return [slice(start, stop) for start, stop in pairwise(bounds)]
+
+
+# Operators that only CUDA has.
+
+AT = torch.library.Library("aten", "IMPL")
+
+
+def fused_rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
+    """Stand for the kernel of `F.rms_norm`."""
+    with COUNTS.pause(), _disable_current_modes():
+        host, own = DEVICE.host(x), None if weight is None else DEVICE.host(weight)
+        scale = (host.double().pow(2).mean(-1, keepdim=True) + (eps or 0)).rsqrt()
+        out = (host * scale * (1 if own is None else own)).to(x.dtype)
+        return DEVICE.device(out), DEVICE.device(scale.float())
+
+
+def add_product(
+    x: Tensor, a: Tensor, b: Tensor, out_dtype: torch.dtype, *, beta: float = 1, alpha: float = 1, out: Tensor
+) -> Tensor:
+    """Stand for `torch.addmm(..., out_dtype=...)`, which sums products of half precision in fp32."""
+    if a.dtype != b.dtype or a.dtype not in HALF or not x.dtype == out.dtype == out_dtype == torch.float32:
+        raise RuntimeError(f"addmm: {a.dtype} and {b.dtype} cannot be added to {x.dtype} with out_dtype={out_dtype}")
+    with COUNTS.pause(), _disable_current_modes():
+        hosts = [DEVICE.host(y) for y in (x, a, b)]
+        out.copy_(DEVICE.device(torch.addmm(hosts[0], hosts[1].float(), hosts[2].float(), beta=beta, alpha=alpha)))
+    return out
 
 
 # The functions of `torch.cuda` that a CPU build lacks.
@@ -302,6 +369,8 @@ def install() -> None:
     F.scaled_dot_product_attention = attention
     varlen_attention.__signature__ = inspect.signature(varlen.varlen_attn)  # type: ignore[attr-defined]
     varlen.varlen_attn = varlen_attention
+    AT.impl("_fused_rms_norm", fused_rms_norm, "CUDA")
+    AT.impl("addmm.dtype_out", add_product, "CUDA")
     _install_storages()
     _install_tensor()
 

@@ -21,11 +21,11 @@ ALLOWED = {
 """Files that may wait in an optimizer step, once each."""
 
 
-@pytest.mark.parametrize(("dtype", "launches"), [(torch.bfloat16, 27), (torch.float32, 21)])
+@pytest.mark.parametrize(("dtype", "launches"), [(torch.bfloat16, 16), (torch.float32, 15)])
 def test_a_decode_step_launches_few_kernels_and_waits_once_in_8_tokens(dtype, launches):
     cost = of_layers(lambda layers: decode(layers, dtype=dtype))
     assert cost.per_layer <= launches
-    assert cost.rest <= 42
+    assert cost.rest <= 40
     assert cost.four.waits <= 1 / 8
 
 

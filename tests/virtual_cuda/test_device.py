@@ -10,6 +10,7 @@ from torch.nn.attention import varlen
 
 from realign.api import Mean, SequenceSample, Sum
 from realign.api.stats import on_host
+from realign.engines.network.kernels import PAGE, AttentionArgs, Pages, paged_attention
 from tests.virtual_cuda.counts import SynchronizationError, counting
 from tests.virtual_cuda.device import DEVICE, limit
 
@@ -196,6 +197,34 @@ def test_varlen_attention_refuses_what_its_kernel_refuses(change, message):
     longest = change.get("longest", 4)
     with pytest.raises(RuntimeError, match=message):
         varlen.varlen_attn(x, x, x, bounds, bounds, longest, longest)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_attention_to_pages_equals_the_reference_of_the_cpu(window):
+    torch.manual_seed(0)
+    q, pool = torch.randn(3, 4, 8, dtype=torch.bfloat16), torch.randn(5, PAGE, 4, 8, dtype=torch.bfloat16)
+    table = torch.tensor([[3, 1], [0, 2], [4, 4]], dtype=torch.int32)
+    lengths = torch.tensor([PAGE + 5, 2, PAGE], dtype=torch.int32)
+    args = AttentionArgs(0.3, 0.0, window, None, None)
+    pages = Pages(torch.arange(4, dtype=torch.int32), table, lengths, PAGE + 5)
+    there = Pages(*(x.cuda() if isinstance(x, torch.Tensor) else x for x in pages))
+    got = paged_attention(q.cuda(), pool.cuda(), args, there)
+    torch.testing.assert_close(got.cpu(), paged_attention(q, pool, args, pages))
+    with pytest.raises(RuntimeError, match="do not fit"):
+        paged_attention(q.cuda(), pool.cuda(), args, there._replace(longest=PAGE))
+
+
+def test_kernels_that_only_cuda_has_compute_what_their_parts_compute():
+    torch.manual_seed(0)
+    x, weight = torch.randn(3, 16), torch.rand(16)
+    a, b = torch.randn(3, 8).bfloat16(), torch.randn(8, 16).bfloat16()
+    with counting() as counts:
+        norm = F.rms_norm(x.cuda(), (16,), weight.cuda(), 1e-6)
+        out = x.cuda()
+        torch.addmm(out, a.cuda(), b.cuda(), out_dtype=torch.float32, out=out)
+    torch.testing.assert_close(norm.cpu(), F.rms_norm(x, (16,), weight, 1e-6))
+    torch.testing.assert_close(out.cpu(), x + a.float() @ b.float())
+    assert (counts.launches["_fused_rms_norm"], counts.launches["addmm"]) == (1, 1)
 
 
 def test_the_limit_does_not_outlive_its_block():

@@ -16,16 +16,28 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import override
 
+from realign.api.sample import on_device
 from realign.engines.network.attention import AttentionContext
 from realign.engines.network.heads import read_body
 from realign.engines.network.images import ImageInputs, ImagePrompt, PromptInput, ids_of
-from realign.engines.network.kernels import CONTEXT
-from realign.engines.network.kv_cache import DecodeContext, KeyValues, KVCache, PrefillContext, bytes_per_slot
+from realign.engines.network.kernels import CONTEXT, PAGE
+from realign.engines.network.kv_cache import (
+    DecodeContext,
+    KeyValues,
+    KVCache,
+    PagedDecodeContext,
+    PagedKVCache,
+    PrefillContext,
+    bytes_per_slot,
+)
 from realign.engines.network.recurrence import States
 from realign.engines.network.routers import Routed, Routers
 from realign.functional.packed import cu_seqlens_of, position_ids
 
 DTYPE = torch.int16
+
+EXPECTED = 4
+"""Limit of a response divided by its expected length, for the number of rows that share a cache in pages."""
 
 
 class Trunk(Protocol):
@@ -49,27 +61,39 @@ class ModuleTrunk:
         return hidden[0]
 
 
-class SlotCache(Protocol):
+class SlotCache(ABC):
     """Cached states of the texts in `slots` slots of up to `length` tokens."""
 
     slots: int
     length: int
 
+    @abstractmethod
     def reach(self, length: int, slots: int | None = None) -> int:
         """See `KVCache.reach`."""
-        ...
 
+    @abstractmethod
     def fill(self, first: int, last: int, prompt: Any) -> None:
         """Copy the state of a prompt to the slots `first` (inclusive) to `last` (exclusive)."""
-        ...
 
+    @abstractmethod
     def resize(self, slots: int, length: int) -> None:
         """Grow to more slots or longer slots, keeping their contents."""
-        ...
 
-    def move(self, source_M: Tensor, target_M: Tensor, length: int) -> None:
-        """Copy the states of up to `length` tokens in the slots `source_M` to the slots `target_M`."""
-        ...
+    @abstractmethod
+    def move(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
+        """Copy the states of up to `length` tokens in the slots `sources` to the slots `targets`."""
+
+    def room(self, tokens: int) -> int:
+        """Return how many more texts of so many tokens can start, if slots are free."""
+        return self.slots
+
+    def reserve(self, rows: int, tokens: int) -> bool:
+        """Make room for `tokens` more tokens of each of the first `rows` slots; return whether there is enough."""
+        return True
+
+    def drop(self, slot: int) -> None:
+        """Free the memory of a text that has ended, if it has memory of its own."""
+        return
 
 
 class Decoder(ABC):
@@ -91,8 +115,12 @@ class Decoder(ABC):
         """Return the memory of a slot of `length` tokens for states such as `like`, in bytes."""
 
     @abstractmethod
-    def new_cache(self, like: Any, slots: int, length: int) -> SlotCache:
-        """Allocate a cache for states such as `like`."""
+    def new_cache(self, like: Any, slots: int, length: int, limit: int | None = None) -> SlotCache:
+        """Allocate a cache for states such as `like`; `limit` are its bytes if not all slots may become full."""
+
+    def expected_tokens(self, prompt: int, response: int) -> int:
+        """Return the tokens that a slot needs on average, at most, for a prompt and a response of these lengths."""
+        return prompt + response
 
     @abstractmethod
     def step(self, cache: Any, tokens_B: Tensor, positions_B: Tensor, longest: int) -> Tensor:
@@ -117,8 +145,8 @@ class Text(NamedTuple):
     """Rotary position of the next token minus the number of tokens; not 0 after images."""
 
 
-class PackedCache:
-    """KV cache of attention layers, and the states of recurrent layers. Implements `SlotCache`.
+class PackedCache(SlotCache):
+    """KV cache of attention layers, and the states of recurrent layers.
 
     Attributes:
         kv: the KV cache.
@@ -126,21 +154,22 @@ class PackedCache:
         shifts: [slots] int64, `Text.shift`; None if no text has images.
     """
 
-    def __init__(self, like: Text, slots: int, length: int) -> None:
-        self.slots, self.length = slots, length
-        self.kv = KVCache(like.kv, slots, length)
+    def __init__(self, like: Text, kv: KVCache | PagedKVCache) -> None:
+        slots = kv.slots
+        self.slots, self.length = slots, kv.length
+        self.kv = kv
         self.states = {
             layer: {name: x.new_zeros(slots, *x.shape[1:]) for name, x in states.items()}
             for layer, states in like.states.items()
         }
         self.shifts: Tensor | None = None
 
+    @override
     def reach(self, length: int, slots: int | None = None) -> int:
-        """See `SlotCache.reach`."""
         return self.kv.reach(length, slots)
 
+    @override
     def fill(self, first: int, last: int, prompt: Text) -> None:
-        """See `SlotCache.fill`."""
         self.kv.fill(first, last, prompt.kv)
         for layer, states in prompt.states.items():
             for name, x in states.items():
@@ -150,8 +179,8 @@ class PackedCache:
         if self.shifts is not None:
             self.shifts[first:last] = prompt.shift
 
+    @override
     def resize(self, slots: int, length: int) -> None:
-        """See `SlotCache.resize`."""
         self.slots, self.length = slots, length
         self.kv.resize(slots, length)
         for states in self.states.values():
@@ -160,14 +189,26 @@ class PackedCache:
         if self.shifts is not None:
             self.shifts = F.pad(self.shifts, (0, slots - len(self.shifts)))
 
-    def move(self, source_M: Tensor, target_M: Tensor, length: int) -> None:
-        """See `SlotCache.move`."""
-        self.kv.move(source_M, target_M, length)
-        for states in self.states.values():
-            for x in states.values():
-                x[target_M] = x[source_M]
-        if self.shifts is not None:
-            self.shifts[target_M] = self.shifts[source_M]
+    @override
+    def move(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
+        self.kv.move(sources, targets, length)
+        shifts = [] if self.shifts is None else [self.shifts]
+        for x in (*(x for states in self.states.values() for x in states.values()), *shifts):
+            source_M, target_M = (on_device(torch.tensor(rows), x.device) for rows in (sources, targets))
+            x[target_M] = x[source_M]
+
+    @override
+    def room(self, tokens: int) -> int:
+        return self.kv.room(tokens) if isinstance(self.kv, PagedKVCache) else super().room(tokens)
+
+    @override
+    def reserve(self, rows: int, tokens: int) -> bool:
+        return not isinstance(self.kv, PagedKVCache) or self.kv.reserve(rows, tokens)
+
+    @override
+    def drop(self, slot: int) -> None:
+        if isinstance(self.kv, PagedKVCache):
+            self.kv.drop(slot)
 
 
 class PackedDecoder(Decoder):
@@ -176,11 +217,15 @@ class PackedDecoder(Decoder):
     Attributes:
         trunk: the layers.
         images: reads the images of prompts; None if the model does not support images.
+        paged: whether keys and values are in pages.
     """
 
-    def __init__(self, trunk: Trunk, routers: Routers | None = None, images: ImageInputs | None = None) -> None:
+    def __init__(
+        self, trunk: Trunk, routers: Routers | None = None, images: ImageInputs | None = None, *, paged: bool = False
+    ) -> None:
         """Run `trunk`, and record the choices of its `routers`, if any."""
         self.trunk = trunk
+        self.paged = paged
         self.images = images
         self._routers = routers
         self.record_width = 0 if routers is None else routers.width
@@ -224,11 +269,21 @@ class PackedDecoder(Decoder):
         return bytes_per_slot(like.kv, length) + states
 
     @override
-    def new_cache(self, like: Text, slots: int, length: int) -> PackedCache:
-        return PackedCache(like, slots, length)
+    def new_cache(self, like: Text, slots: int, length: int, limit: int | None = None) -> PackedCache:
+        if not self.paged:
+            return PackedCache(like, KVCache(like.kv, slots, length))
+        pages = None if limit is None else limit // bytes_per_slot(like.kv, PAGE)
+        return PackedCache(like, PagedKVCache(like.kv, slots, length, pages))
+
+    @override
+    def expected_tokens(self, prompt: int, response: int) -> int:
+        # most responses end long before their limit, and a row that needs a page while none is free waits for one
+        return prompt + (max(response // EXPECTED, min(response, PAGE)) if self.paged else response)
 
     @override
     def step(self, cache: PackedCache, tokens_B: Tensor, positions_B: Tensor, longest: int) -> Tensor:
+        if isinstance(cache.kv, PagedKVCache):
+            return self._run(tokens_B, positions_B, PagedDecodeContext(cache.kv, positions_B))
         context = DecodeContext(cache.kv, positions_B, longest, cache.states)
         rotary_B = positions_B if cache.shifts is None else positions_B + cache.shifts[: len(positions_B)]
         return self._run(tokens_B, rotary_B, context)

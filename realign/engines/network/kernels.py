@@ -321,6 +321,83 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, packi
     return out[None]
 
 
+PAGE = 256
+"""Tokens of a page of a KV cache. The kernel of torch accepts multiples of 256."""
+
+
+class Pages(NamedTuple):
+    """Where the keys and values of a decode step are."""
+
+    cu_queries: Tensor
+    """int32 [B + 1]: 0, 1, 2, ..., since each row has one query."""
+    table_BW: Tensor
+    """int32 [B, W] page of each `PAGE` tokens of a row."""
+    lengths_B: Tensor
+    """int32 [B] tokens of each row, with the new one."""
+    longest: int
+    """At least the largest of them."""
+
+
+def paged_attention(q: Tensor, pool: Tensor, args: AttentionArgs, pages: Pages) -> Tensor:
+    """Attend from the new token of each row, q [B, Hq, D], to keys and values in pages; return [B, Hq, D].
+
+    `pool` [pages, `PAGE`, 2 Hk, D] has the key heads of each token, then its value heads. Only a CUDA device has a
+    kernel. On a CPU, plain operators define the result.
+    """
+    keys, values = pool.chunk(2, 2)
+    window = args.sliding_window
+    if q.is_cuda:
+        from torch.nn.attention.varlen import varlen_attn
+
+        out = varlen_attn(
+            q,
+            keys,
+            values,
+            pages.cu_queries,
+            None,
+            1,
+            pages.longest,
+            scale=args.scaling,
+            window_size=(-1, -1) if window is None else (window - 1, 0),
+            enable_gqa=True,
+            seqused_k=pages.lengths_B,
+            block_table=pages.table_BW,
+        )
+        assert isinstance(out, Tensor)
+        return out
+    at = torch.arange(pages.table_BW.shape[1] * PAGE)
+    last = pages.lengths_B[:, None]
+    seen_BL = (at < last) if window is None else (at < last) & (at >= last - window)
+    k, v = (x[pages.table_BW.long()].flatten(1, 2).transpose(1, 2) for x in (keys, values))
+    mask = seen_BL[:, None, None]
+    return F.scaled_dot_product_attention(q[:, :, None], k, v, mask, scale=args.scaling, enable_gqa=True)[:, :, 0]
+
+
+@cache
+def paged_kernel_works(
+    device: torch.device, dtype: torch.dtype, heads: tuple[int, int, int], args: AttentionArgs
+) -> bool:
+    """Return whether a kernel computes `paged_attention` for layers with these numbers of query and key heads, and
+    this head size; log why not if it fails.
+    """
+    queries, keys, size = heads
+    if device.type != "cuda" or "block_table" not in (_varlen_parameters() or ()):
+        return False
+    q = torch.zeros(1, queries, size, device=device, dtype=dtype)
+    if _obstacle(Backend.varlen, q[None], q[None], args) is not None:
+        return False
+    table, bounds = (x.to(device) for x in (torch.zeros(1, 1, dtype=torch.int32), torch.arange(2, dtype=torch.int32)))
+    try:
+        paged_attention(q, q.new_zeros(1, PAGE, 2 * keys, size), args, Pages(bounds, table, bounds[1:], 1))
+        torch.cuda.synchronize(device)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever a build of torch without this kernel raises
+        logger.warning("decode steps attend to padding, since the paged kernel fails: %s", _line(error))
+        return False
+    return True
+
+
 def _varlen_parameters() -> frozenset[str] | None:
     """Return the keywords of `torch.nn.attention.varlen.varlen_attn`, or None if torch lacks this function."""
     try:

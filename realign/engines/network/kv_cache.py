@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
+from realign.api.sample import on_device
 from realign.engines.network.attention import ATTENTION, PackedContext
-from realign.engines.network.kernels import AttentionArgs
+from realign.engines.network.kernels import PAGE, AttentionArgs, Pages, paged_attention
 from realign.engines.network.recurrence import RowsForward, States, run_prompts, run_step
 
 KeyValues: TypeAlias = Mapping[int, tuple[Tensor, Tensor]]
@@ -88,11 +89,13 @@ class KVCache:
                 cache[: self._clean, :, : self._ready] = x[: self._clean, :, : self._ready]
         self._rows, self._part, self._views = {}, (0, 0), {}
 
-    def move(self, source_M: Tensor, target_M: Tensor, length: int) -> None:
-        """Copy the first `length` tokens of the slots `source_M` to the slots `target_M`."""
-        for kv in self._layers.values():
-            for cache in kv:
-                cache[target_M, :, :length] = cache[source_M, :, :length]
+    def move(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
+        """Copy the first `length` tokens of the slots `sources` to the slots `targets`."""
+        caches = [cache for kv in self._layers.values() for cache in kv]
+        device = caches[0].device if caches else "cpu"  # a model without attention has none
+        source_M, target_M = (on_device(torch.tensor(slots), device) for slots in (sources, targets))
+        for cache in caches:
+            cache[target_M, :, :length] = cache[source_M, :, :length]
 
     def read(self, layer: int, slots: int, length: int) -> tuple[Tensor, Tensor]:
         """Return the first `length` keys and values of the first `slots` slots; the next call reuses the views."""
@@ -107,6 +110,115 @@ class KVCache:
             device = next(iter(self._layers.values()))[0].device
             self._rows[heads] = torch.arange(self.slots * heads, device=device).view(-1, heads) * self.length
         return self._rows[heads]
+
+
+class PagedKVCache:
+    """KV cache in pages of `PAGE` tokens. A slot has the pages that its text has reached, and no more.
+
+    The host knows all lengths: each step appends one token to each row.
+    """
+
+    def __init__(self, like: KeyValues, slots: int, length: int, pages: int | None = None) -> None:
+        """Allocate at most `pages`; None allocates enough for all slots at their full length."""
+        self.slots = slots
+        self.length = length
+        self._limit = pages
+        pages = self._count(slots, length)
+        self._pools = {layer: k.new_zeros(pages, PAGE, 2 * k.shape[0], k.shape[2]) for layer, (k, _) in like.items()}
+        self._free = list(range(pages))
+        self._pages: list[list[int]] = [[] for _ in range(slots)]
+        self._tokens = [0] * slots
+        """Tokens of each slot. A row that has ended since the last synchronization may have fewer."""
+        self._table: Tensor | None = None
+
+    def _count(self, slots: int, length: int) -> int:
+        """Return the number of pages for so many slots: at most the limit, but at least enough for one full slot."""
+        full = slots * self.pages_of(length)
+        return full if self._limit is None else min(full, max(self._limit, self.pages_of(length)))
+
+    @staticmethod
+    def pages_of(tokens: int) -> int:
+        """Return the number of pages for so many tokens."""
+        return -(-tokens // PAGE)
+
+    def __getitem__(self, layer: int) -> Tensor:
+        """Keys and values [pages, PAGE, 2 Hk, D] of a layer."""
+        return self._pools[layer]
+
+    def reach(self, length: int, slots: int | None = None) -> int:
+        """See `SlotCache.reach`; pages are ready when they are assigned."""
+        return length
+
+    def room(self, tokens: int) -> int:
+        """See `SlotCache.room`. Each row keeps a spare page, so that not every step takes a row out."""
+        if self._limit is None or self._limit >= self.slots * self.pages_of(self.length):
+            return self.slots
+        used = sum(1 for pages in self._pages if pages)
+        return max(0, len(self._free) - used) // self.pages_of(tokens + 1) if used else len(self._free)
+
+    def reserve(self, rows: int, tokens: int) -> bool:
+        """See `SlotCache.reserve`."""
+        ends = [min(n + tokens, self.length) for n in self._tokens[:rows]]
+        missing = {
+            slot: more for slot, end in enumerate(ends) if (more := self.pages_of(end) - len(self._pages[slot])) > 0
+        }
+        if sum(missing.values()) > len(self._free):
+            return False
+        for slot, count in missing.items():
+            self._take(slot, count)
+        return True
+
+    def _take(self, slot: int, count: int) -> None:
+        """Assign `count` more pages to a slot."""
+        self._pages[slot] += [self._free.pop() for _ in range(count)]
+        self._table = None
+
+    def fill(self, first: int, last: int, prompt: KeyValues) -> None:
+        """See `SlotCache.fill`."""
+        tokens = next(iter(prompt.values()))[0].shape[1]
+        for slot in range(first, last):
+            self.drop(slot)
+            self._tokens[slot] = tokens
+            self._take(slot, self.pages_of(tokens))
+        pages = torch.tensor(self._pages[first:last])
+        at = torch.arange(tokens)
+        cells = pages[:, at // PAGE] * PAGE + at % PAGE
+        for layer, (k, v) in prompt.items():
+            pool = self._pools[layer]
+            pool.flatten(0, 1)[on_device(cells, pool.device)] = torch.cat([k, v]).transpose(0, 1)
+
+    def resize(self, slots: int, length: int) -> None:
+        """See `SlotCache.resize`."""
+        first = len(next(iter(self._pools.values())))
+        more = max(0, self._count(slots, length) - first)
+        self._pools = {i: torch.cat([x, x.new_zeros(more, *x.shape[1:])]) for i, x in self._pools.items()}
+        self._free += range(first, first + more)
+        self._pages += [[] for _ in range(slots - self.slots)]
+        self._tokens += [0] * (slots - self.slots)
+        self.slots, self.length, self._table = slots, length, None
+
+    def move(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
+        """See `SlotCache.move`; only the pages change their slots."""
+        for source, target in zip(sources, targets, strict=True):
+            self.drop(target)
+            self._pages[target], self._pages[source] = self._pages[source], []
+            self._tokens[target] = self._tokens[source]
+
+    def drop(self, slot: int) -> None:
+        """See `SlotCache.drop`."""
+        self._free += self._pages[slot]
+        self._pages[slot], self._table = [], None
+
+    def advance(self, rows: int) -> tuple[Tensor, int]:
+        """Return the pages [rows, W] of the first rows, and the largest number of tokens, with the new one of each."""
+        self.reserve(rows, 1)  # for callers that have not reserved
+        self._tokens[:rows] = [min(n + 1, self.length) for n in self._tokens[:rows]]
+        if self._table is None:
+            table = torch.zeros(self.slots, max(map(len, self._pages)), dtype=torch.int32)
+            for slot, pages in enumerate(self._pages):
+                table[slot, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+            self._table = on_device(table, next(iter(self._pools.values())).device)
+        return self._table[:rows], max(self._tokens[:rows])
 
 
 def bytes_per_slot(like: KeyValues, length: int) -> int:
@@ -208,6 +320,30 @@ class DecodeContext:
             hidden = at > last if key[0] is None else (at > last) | (at <= last - key[0])
             self._masks[key] = torch.where(hidden.expand(-1, heads, -1, -1), -torch.inf, 0.0).to(dtype)
         return self._masks[key]
+
+
+class PagedDecodeContext:
+    """Attention of one new token in each of B rows to that row's pages, for one decode step."""
+
+    def __init__(self, cache: PagedKVCache, positions_B: Tensor) -> None:
+        """Set the positions of the B new tokens."""
+        self._cache = cache
+        table_BW, longest = cache.advance(len(positions_B))
+        page_B = table_BW.gather(1, (positions_B // PAGE)[:, None])[:, 0]
+        self._cell_B = page_B * PAGE + positions_B % PAGE
+        bounds = torch.arange(len(positions_B) + 1, dtype=torch.int32, device=positions_B.device)
+        self._pages = Pages(bounds, table_BW, (positions_B + 1).int(), longest)
+
+    def attend(self, layer: int, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Tensor:
+        """See `AttentionContext.attend`."""
+        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+        return self.attend_joined(layer, q, torch.cat([k, v], 1), args)[None]
+
+    def attend_joined(self, layer: int, q: Tensor, kv: Tensor, args: AttentionArgs) -> Tensor:
+        """Attend with q [B, Hq, D] and the new keys and values kv [B, 2 Hk, D] of a layer; return [B, Hq, D]."""
+        pool = self._cache[layer]
+        pool.flatten(0, 1).index_copy_(0, self._cell_B, kv)
+        return paged_attention(q, pool, args, self._pages)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, args: AttentionArgs) -> Tensor:

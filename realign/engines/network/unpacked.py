@@ -29,7 +29,7 @@ from typing_extensions import override
 from realign.api.lengths import IntArray
 from realign.engines.device import full_fp32
 from realign.engines.network.attention import ATTENTION, use_attention
-from realign.engines.network.decoder import Decoder
+from realign.engines.network.decoder import Decoder, SlotCache
 from realign.engines.network.heads import read_body
 from realign.engines.network.images import PromptInput, ids_of
 from realign.engines.network.passes import SHORTEST, rewrites_rope, similar_lengths
@@ -179,32 +179,32 @@ class ResponseGroup:
         return ResponseGroup(self.ids_ML[index], _select(self.past, index, len(self.ids_ML)))
 
 
-class GroupedCache:
-    """Slots whose states are rows of groups. Implements `SlotCache`; groups grow on their own."""
+class GroupedCache(SlotCache):
+    """Slots whose states are rows of groups, which grow on their own."""
 
     def __init__(self, slots: int, length: int) -> None:
         self.slots = slots
         self.length = length
         self._at: list[tuple[ResponseGroup, int] | None] = [None] * slots
 
+    @override
     def reach(self, length: int, slots: int | None = None) -> int:
-        """See `SlotCache.reach`; there is nothing to prepare."""
         return length
 
+    @override
     def fill(self, first: int, last: int, prompt: ResponseGroup) -> None:
-        """See `SlotCache.fill`."""
         group = prompt.members([0] * (last - first))
         for member, slot in enumerate(range(first, last)):
             self._at[slot] = (group, member)
 
+    @override
     def resize(self, slots: int, length: int) -> None:
-        """See `SlotCache.resize`."""
         self._at += [None] * (slots - self.slots)
         self.slots, self.length = slots, length
 
-    def move(self, source_M: Tensor, target_M: Tensor, length: int) -> None:
-        """See `SlotCache.move`."""
-        for source, target in zip(source_M.tolist(), target_M.tolist(), strict=True):
+    @override
+    def move(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
+        for source, target in zip(sources, targets, strict=True):
             self._at[target] = self._at[source]
 
     def groups(self, rows: int) -> Iterator[tuple[ResponseGroup, list[int]]]:
@@ -269,7 +269,7 @@ class OwnCache(Decoder):
             slots = torch.arange(3, device=device)
             for at in range(PROMPT, PROMPT + STEPS):
                 if at == PROMPT + STEPS // 2:  # the first response ends
-                    cache.move(slots[2:], slots[:1], at)
+                    cache.move([2], [0], at)
                     slots = slots[[2, 1]]
                 hidden = self.step(cache, ids_ML[slots, at], torch.full_like(slots, at), at)
                 errors.append((hidden - want_MLH[slots, at]).flatten())
@@ -302,7 +302,7 @@ class OwnCache(Decoder):
         return 8 * length + sum(x.nbytes * (length if tokens in x.shape[1:] else tokens) // tokens for x in parts)
 
     @override
-    def new_cache(self, like: ResponseGroup, slots: int, length: int) -> GroupedCache:
+    def new_cache(self, like: ResponseGroup, slots: int, length: int, limit: int | None = None) -> GroupedCache:
         return GroupedCache(slots, length)
 
     @override

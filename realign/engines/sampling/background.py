@@ -11,7 +11,7 @@ Shapes: S sequences, B of them being decoded, N tokens of the longest response, 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
@@ -518,25 +518,20 @@ class Stream(Rollout):
         self.versions = torch.zeros(0, config.max_new_tokens, dtype=torch.int32, device=self.device)
         """[rows of `responses`, N] int32: policy version of each sampled token; other entries are undefined."""
         self._free: list[int] = []
-        self._texts: dict[int, PromptInput] = {}
         self._freed = (0, 0)  # slots and length of the freed cache
 
     @override
-    def add(self, prompts: Sequence[PromptInput], keys_S: Tensor) -> Tensor:
-        sequences_S = super().add(prompts, keys_S)
-        for i, sequence in enumerate(sequences_S.tolist()):
-            self._texts[sequence] = prompts[i * len(prompts) // len(keys_S)]
-        return sequences_S
-
-    def _new_rows(self, count: int) -> Tensor:
-        """Return free rows of `responses`, reusing released rows before adding new ones."""
+    def _new_rows(self, count: int) -> list[int]:
+        # reuse released rows before adding new ones
         again, self._free = self._free[:count], self._free[count:]
         new = super()._new_rows(count - len(again))
         self.versions = torch.cat([self.versions, self.versions.new_zeros(len(new), self.versions.shape[1])])
-        return torch.cat([torch.tensor(again, dtype=torch.int64, device=self.device), new])
+        return again + new
 
-    def _begun(self, sequences: Tensor) -> None:
-        self.versions[sequences] = self.version
+    @override
+    def _begun(self, sequences_B: Tensor, counts_B: Tensor) -> None:
+        later_BN = torch.arange(self.versions.shape[1], device=self.device) >= counts_B[:, None]
+        self.versions[sequences_B] = self.versions[sequences_B].masked_fill(later_BN, self.version)
 
     def take(self, sequences_S: Tensor) -> Taken:
         """Return finished sequences, and release their rows."""
@@ -559,7 +554,7 @@ class Stream(Rollout):
     def so_far(self, sequence: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return copies of the tokens, log-probs and versions [N] of an unfinished sequence."""
         row = self._row(sequence)
-        count = 0 if row is None else int(self.rows[RowEntry.COUNT, row])
+        count = self.waiting.sampled(sequence) if row is None else int(self.rows[RowEntry.COUNT, row])
         parts = (self.responses.tokens, self.responses.logprobs, self.versions)
         tokens_N, logprobs_N, versions_N = (x[sequence, :count].clone() for x in parts)
         return tokens_N, logprobs_N, versions_N
@@ -568,7 +563,7 @@ class Stream(Rollout):
         """Drop an unfinished sequence; release its slot and its row of `responses`."""
         row = self._row(sequence)
         if row is not None:
-            self._retire(torch.tensor([row], device=self.device))
+            self._retire([row])
         else:
             self.waiting.remove(sequence)
         self._forget([sequence])
@@ -604,9 +599,7 @@ class Stream(Rollout):
         self.waiting.forget_prefills()
         if not self.active:
             return
-        sequences_B, counts_B = self._entry(RowEntry.SEQUENCE), self._entry(RowEntry.COUNT)
-        later_BN = torch.arange(self.versions.shape[1], device=self.device) >= counts_B[:, None]
-        self.versions[sequences_B] = self.versions[sequences_B].masked_fill(later_BN, version)
+        self._begun(self._entry(RowEntry.SEQUENCE), self._entry(RowEntry.COUNT))
         if recompute and self.cache is not None:
             self._read_again()
 
@@ -629,7 +622,7 @@ class Stream(Rollout):
             _, states = self.decoder.prefill(texts[first:last])
             for row, state in enumerate(states, first):
                 if self.cache is None:
-                    self.cache = self.decoder.new_cache(state, *self._freed)
+                    self.cache = self.decoder.new_cache(state, *self._freed, self._cache_limit)
                 self.cache.fill(row, row + 1, state)
             first = last
 

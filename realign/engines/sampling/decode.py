@@ -21,9 +21,10 @@ from torch import Tensor
 
 from realign.api.generation import GenerationConfig
 from realign.api.router_experts import UNKNOWN
+from realign.api.sample import on_device
 from realign.engines.device import free_bytes
 from realign.engines.network.decoder import DTYPE, Decoder, SlotCache
-from realign.engines.network.images import PromptInput
+from realign.engines.network.images import PromptInput, followed_by
 from realign.engines.sampling.draw import sample, uniforms
 from realign.engines.sampling.in_process import InProcessSampling
 from realign.errors import ConfigError
@@ -118,6 +119,9 @@ class Rollout:
         self.rows = torch.zeros(RowEntry.NUMBERS + AT_ONCE, 0, dtype=torch.int64, device=self.device)
         """[entries, slots] int64: column b describes row b, see `RowEntry`."""
         self.numbers_used = AT_ONCE
+        self._texts: dict[int, PromptInput] = {}
+        """Prompt of each sequence."""
+        self._cache_limit: int | None = None
 
     def add(self, prompts: Sequence[PromptInput], keys_S: Tensor) -> Tensor:
         """Queue the same number of responses for each prompt.
@@ -130,23 +134,25 @@ class Rollout:
             [S] the rows of `responses` that will contain the responses.
         """
         n, keys_S = len(keys_S) // max(1, len(prompts)), keys_S.to(self.device)
-        sequences_S = self._new_rows(len(keys_S))
+        sequences = self._new_rows(len(keys_S))
+        sequences_S = on_device(torch.tensor(sequences, dtype=torch.int64), self.device)
         for i, text in enumerate(prompts):
             part = slice(i * n, (i + 1) * n)
             self.waiting.add(text, sequences_S[part], keys_S[part])
+            self._texts |= dict.fromkeys(sequences[part], text)
         self.longest_prompt = max(self.longest_prompt, *map(len, prompts), 0)
         unfinished = self.active + len(self.waiting)
         self.slots = max(self.slots, min(unfinished, self.most_slots or unfinished))
         return sequences_S
 
-    def _new_rows(self, count: int) -> Tensor:
+    def _new_rows(self, count: int) -> list[int]:
         """Append rows to `responses`, and return their indices."""
         first = len(self.responses.lengths)
         more = empty_responses(count, self.config.max_new_tokens, self.device)
         self.responses = Responses(*(torch.cat(pair) for pair in zip(self.responses, more, strict=True)))
         if self.experts is not None:
             self.experts.grow(count)
-        return torch.arange(first, first + count, device=self.device)
+        return list(range(first, first + count))
 
     def _entry(self, entry: RowEntry) -> Tensor:
         """Return an entry of the rows that are being decoded, a view [B] of `rows`."""
@@ -168,6 +174,9 @@ class Rollout:
         if self._should_admit():
             self._admit()
             return
+        assert self.cache is not None
+        while not self.cache.reserve(self.active, self.sync_every):
+            self._interrupt()
         for step in range(self.sync_every):
             self._step(some_ended=step > 0)
         self._retire_ended(0)
@@ -178,20 +187,26 @@ class Rollout:
         Several sequences start together, since one prefill costs about as much as one decode step of all rows.
         """
         waiting = len(self.waiting)
-        return self.slots - self.active >= min(waiting, max(1, self.slots // 8)) and waiting > 0
+        if not waiting or self.slots - self.active < min(waiting, max(1, self.slots // 8)):
+            return False
+        return self.cache is None or self.cache.room(self.waiting.next_length) > 0
 
     def _admit(self) -> None:
         """Assign free slots to waiting sequences, copy their prompts' KV cache, and sample their first tokens."""
         self.waiting.prefill(self.decoder, self.slots - self.active)
         cache = self._cache()
         start, hidden, sequences, keys = self.active, [], [], []
-        while self.active < self.slots and (begun := self.waiting.begin(self.slots - self.active)) is not None:
+        while self.waiting:
+            most = min(self.slots - self.active, cache.room(self.waiting.next_length))
+            if most == 0 or (begun := self.waiting.begin(most)) is None:
+                break
             count, read = len(begun.keys), begun.read
             cache.fill(self.active, self.active + count, read.state)
             if self.experts is not None and read.chosen_PW is not None:
                 self.experts.begin(begun.sequences.tolist(), read.chosen_PW)
             # of the last prompt token: `_record` samples the first token of the response, and advances the position
             self.rows[RowEntry.POSITION, self.active : self.active + count] = begun.length - 1
+            self.rows[RowEntry.COUNT, self.active : self.active + count] = begun.sampled
             self.longest = max(self.longest, begun.length)
             hidden.append(read.hidden_H.expand(count, -1))
             sequences.append(begun.sequences)
@@ -199,16 +214,25 @@ class Rollout:
             self.active += count
         rows = self.rows[:, start : self.active]
         rows[RowEntry.SEQUENCE] = torch.cat(sequences)
-        rows[RowEntry.COUNT] = 0
-        rows[RowEntry.CELL] = rows[RowEntry.SEQUENCE] * self.config.max_new_tokens
+        rows[RowEntry.CELL] = rows[RowEntry.SEQUENCE] * self.config.max_new_tokens + rows[RowEntry.COUNT]
         rows[RowEntry.KEY] = torch.cat(keys)
         self.numbers_used = AT_ONCE  # the numbers drawn ahead lack these rows
-        self._begun(rows[RowEntry.SEQUENCE])
+        self._begun(rows[RowEntry.SEQUENCE], rows[RowEntry.COUNT])
         self._record(torch.cat(hidden), start)
         self._retire_ended(start)  # the first token may be a stop token, and a decode step would write after it
 
-    def _begun(self, sequences: Tensor) -> None:
-        """Process the rows of sequences that just got slots; a hook for subclasses."""
+    def _begun(self, sequences_B: Tensor, counts_B: Tensor) -> None:
+        """Process sequences that just got slots, with their numbers of tokens; a hook for subclasses."""
+
+    def _interrupt(self) -> None:
+        """Return the last row to the queue, since the others need its pages. It continues when there is room."""
+        row = self.rows[:, self.active - 1]
+        sequence, sampled = row[[RowEntry.SEQUENCE, RowEntry.COUNT]].tolist()
+        text = followed_by(self._texts[sequence], self.responses.tokens[sequence, :sampled])
+        one = slice(self.active - 1, self.active)
+        keys = self.rows[RowEntry.KEY, one].clone()
+        self.waiting.put_back(text, self.rows[RowEntry.SEQUENCE, one].clone(), keys, sampled)
+        self._retire([self.active - 1])
 
     def _cache(self) -> SlotCache:
         """Return the KV cache; allocate it after the first prefill, and grow it when needed.
@@ -219,10 +243,11 @@ class Rollout:
         if self.cache is None:
             like = self.waiting.prefilled_state()  # only a prefill shows which layers keep what, and in which dtype
             if self.sampling.max_slots is None:
-                limit = cache_bytes(self.device, self.sampling.cache_fraction)
-                self.most_slots = max(1, limit // self.decoder.bytes_per_slot(like, length))
+                self._cache_limit = cache_bytes(self.device, self.sampling.cache_fraction)
+                expected = self.decoder.expected_tokens(self.longest_prompt, self.config.max_new_tokens)
+                self.most_slots = max(1, self._cache_limit // self.decoder.bytes_per_slot(like, expected))
                 self.slots = min(self.slots, self.most_slots)
-            self.cache = self.decoder.new_cache(like, self.slots, length)
+            self.cache = self.decoder.new_cache(like, self.slots, length, self._cache_limit)
         elif length > self.cache.length or self.slots > self.cache.slots:
             self.cache.resize(max(self.slots, self.cache.slots), max(length, self.cache.length))
         if self.slots > self.rows.shape[1]:
@@ -271,14 +296,16 @@ class Rollout:
         ended_B = self.stopping.is_stop_V[tokens_B]
         if self.stopping.strings:
             ended_B = ended_B | self.stopping.has_stop_string(self.responses.tokens[sequences_B], counts_B)
-        done = (ended_B | (counts_B >= self.config.max_new_tokens)).nonzero()[:, 0]
-        if len(done):
-            sequences = sequences_B[done]
-            self.responses.lengths[sequences] = counts_B[done]
+        # the only line at which the host waits for the device
+        over = (ended_B | (counts_B >= self.config.max_new_tokens)).tolist()
+        if done := [b for b, is_over in enumerate(over) if is_over]:
+            done_D = on_device(torch.tensor(done), self.device)
+            sequences = sequences_B[done_D]
+            self.responses.lengths[sequences] = counts_B[done_D]
             if not self.config.fixed_length:
-                self.responses.truncated[sequences] = ~ended_B[done]
+                self.responses.truncated[sequences] = ~ended_B[done_D]
             self.finished.append(sequences)
-            self._retire(done + first)
+            self._retire([first + b for b in done])
 
     def _draw(self, hidden_BH: Tensor, counts_B: Tensor) -> tuple[Tensor, Tensor]:
         """Sample tokens and log-probs [B] for the last B active rows, which have `counts_B` tokens so far."""
@@ -305,16 +332,19 @@ class Rollout:
         self.numbers_used += 1
         return numbers[self.numbers_used - 1].view(torch.float64)
 
-    def _retire(self, done: Tensor) -> None:
+    def _retire(self, done: Sequence[int]) -> None:
         """Free the rows `done`, and move the last active rows into the gaps."""
         left = self.active - len(done)
-        stays = torch.ones(self.active, dtype=torch.bool, device=self.device)
-        stays[done] = False
-        # only as many rows move as there are gaps below `left`, since a move copies a slot of the KV cache
-        gaps, movers = done[done < left], stays[left:].nonzero()[:, 0] + left
-        if len(gaps):
-            self.rows[:, gaps] = self.rows[:, movers]
-            if self.cache is not None:  # if None, `fill_cache` recomputes it from these rows
+        # only as many rows move as there are gaps below `left`, since a move may copy a slot of the KV cache
+        gaps = [row for row in done if row < left]
+        movers = sorted({*range(left, self.active)} - {*done})
+        if gaps:
+            sources, targets = (on_device(torch.tensor(rows), self.device) for rows in (movers, gaps))
+            self.rows[:, targets] = self.rows[:, sources]
+        if self.cache is not None:  # if None, `fill_cache` recomputes it from these rows
+            for row in done:
+                self.cache.drop(row)
+            if gaps:
                 self.cache.move(movers, gaps, self.longest)
         self.active = left
         self.longest = int(self._entry(RowEntry.POSITION).max()) if left else 0
@@ -354,18 +384,35 @@ class WaitingQueue:
         self._prompts.append(_Prompt(text, sequences, keys))
         self._responses += len(keys)
 
+    def put_back(self, text: PromptInput, sequences: Tensor, keys: Tensor, sampled: int) -> None:
+        """Queue a response before all others, with the `sampled` tokens that it has so far at the end of `text`."""
+        self._prompts.appendleft(_Prompt(text, sequences, keys, sampled=sampled))
+        self._responses += len(keys)
+
+    @property
+    def next_length(self) -> int:
+        """Number of tokens of the first text."""
+        return len(self._prompts[0].text)
+
+    def sampled(self, sequence: int) -> int:
+        """Return how many tokens of a waiting response have been sampled."""
+        return self._prompt_of(sequence).sampled
+
+    def _prompt_of(self, sequence: int) -> _Prompt:
+        return next(p for p in self._prompts if sequence in p.sequences.tolist())
+
     def begin(self, most: int) -> StartedResponses | None:
         """Remove and return up to `most` responses of the first prompt; None if that has not been prefilled."""
         if not self._prompts or (read := self._prompts[0].read) is None:
             return None
         prompt = self._prompts[0]
-        begun = StartedResponses(read, len(prompt.text), prompt.sequences[:most], prompt.keys[:most])
+        begun = StartedResponses(read, len(prompt.text), prompt.sequences[:most], prompt.keys[:most], prompt.sampled)
         self._keep(prompt, prompt.sequences[most:], prompt.keys[most:])
         return begun
 
     def remove(self, sequence: int) -> None:
         """Remove the response with this row of `Rollout.responses`."""
-        prompt = next(p for p in self._prompts if sequence in p.sequences.tolist())
+        prompt = self._prompt_of(sequence)
         stays = prompt.sequences != sequence
         self._keep(prompt, prompt.sequences[stays], prompt.keys[stays])
 
@@ -417,6 +464,7 @@ class _Prompt:
     sequences: Tensor
     keys: Tensor
     read: Prefilled | None = None
+    sampled: int = 0
 
 
 class StartedResponses(NamedTuple):
@@ -429,6 +477,8 @@ class StartedResponses(NamedTuple):
     """[n] rows of `Rollout.responses`."""
     keys: Tensor
     """[n] keys of their random numbers."""
+    sampled: int
+    """Number of tokens that were sampled before; not 0 for a response that was interrupted."""
 
 
 class Prefilled(NamedTuple):

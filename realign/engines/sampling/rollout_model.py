@@ -19,7 +19,7 @@ from realign.engines.network.images import ImageInputs
 from realign.engines.network.network import Network
 from realign.engines.network.routers import Routers
 from realign.engines.network.unpacked import OwnCache
-from realign.engines.sampling.compiled.fused_layers import for_few_rows
+from realign.engines.sampling.compiled.fused_layers import FusedTrunk, for_few_rows
 from realign.engines.sampling.compiled.fusion import Fusion, copies_limit
 from realign.engines.sampling.in_process import InProcessSampling
 from realign.functional.logprobs import LMHead
@@ -109,7 +109,8 @@ class RolloutModel:
             return PackedDecoder(cores.saved_by(ModuleTrunk(self.module)), self.routers, self.images), head
         trunk = self.fusion.trunk(length, dtype)
         head = replace(head, weight_VH=for_few_rows(head.weight_VH.detach()))
-        return PackedDecoder(cores.saved_by(trunk), self.routers, self.images), head
+        paged = self.routers is None and isinstance(trunk, FusedTrunk) and trunk.runs_paged
+        return PackedDecoder(cores.saved_by(trunk), self.routers, self.images, paged=paged), head
 
 
 class Cores:

@@ -396,7 +396,7 @@ def test_broken_weights_are_an_error():
 
 def test_a_frozen_model_samples_the_same_in_low_precision_and_stays_frozen():
     def sample(engine):
-        return engine.generate(prompts(), GenerationConfig(max_new_tokens=6), seed=0)
+        return engine.generate(sample_of(prompts()), GenerationConfig(max_new_tokens=6), seed=0)
 
     trained, frozen = (tiny_engine(dtype=torch.bfloat16, fused_rollout=False) for _ in range(2))
     frozen.module.requires_grad_(False)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -18,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from realign.engines.network.attention import AttentionContext
-from realign.engines.network.kernels import AttentionArgs
-from realign.engines.network.kv_cache import DecodeContext
+from realign.engines.network.kernels import AttentionArgs, paged_kernel_works
+from realign.engines.network.kv_cache import DecodeContext, PagedDecodeContext
 
 
 class Linear(NamedTuple):
@@ -37,29 +38,50 @@ class Linear(NamedTuple):
         """Add the linear layer applied to `h` to `x` in place."""
         if self.bias is None and x.dtype == self.weight.dtype:
             return x.addmm_(h, self.weight.t())
+        if self.bias is None and adds_in_fp32(x.device, self.weight.dtype):
+            return torch.addmm(x, h.to(self.weight.dtype), self.weight.t(), out_dtype=x.dtype, out=x)
         return x.add_(self(h))
+
+
+@cache
+def adds_in_fp32(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether one kernel adds a product in half precision to an fp32 matrix; such a sum is also more exact."""
+    if device.type != "cuda":
+        return False
+    x, ones = torch.ones(8, 8, device=device), torch.ones(8, 8, device=device, dtype=dtype)
+    try:
+        torch.addmm(x, ones, ones, out_dtype=torch.float32, out=x)
+    except (RuntimeError, TypeError):  # another version of torch, or a device without this kernel
+        return False
+    return bool((x == 9).all())
 
 
 class RMSNorm(NamedTuple):
     """x / sqrt(mean(x^2) + eps) * weight, over the last dimension, of size n."""
 
     weight: Tensor
-    """Weight of the module, times sqrt(n)."""
+    """Weight of the module; on a CPU, times sqrt(n)."""
     floor: Tensor
     """sqrt(n * eps), a scalar; `eps` expressed as a vector length."""
+    eps: float
 
     @classmethod
     def of(cls, weight: Tensor, eps: float) -> RMSNorm:
         """Build the norm from the weight [..., n] of the original module."""
-        n = weight.shape[-1]
-        return cls(weight.detach().float() * n**0.5, torch.tensor((n * eps) ** 0.5, device=weight.device))
+        n, weight = weight.shape[-1], weight.detach().float()
+        floor = torch.tensor((n * eps) ** 0.5, device="cpu" if weight.is_cuda else weight.device)
+        return cls(weight if weight.is_cuda else weight * n**0.5, floor, eps)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the normalized `x` [..., n] in new memory."""
+        if x.is_cuda:  # one kernel there; on a CPU torch has none, and the operators below are fewer
+            return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
         return x.div(self._length(x)).mul_(self.weight)
 
-    def in_place(self, x: Tensor) -> Tensor:
-        """Normalize `x` [..., n] in place."""
+    def of_heads(self, x: Tensor) -> Tensor:
+        """Return the normalized `x` [..., n] with a weight for each head; `x` may change."""
+        if x.is_cuda:
+            return F.rms_norm(x, x.shape[-1:], None, self.eps).mul_(self.weight)
         return x.div_(self._length(x)).mul_(self.weight)
 
     def _length(self, x: Tensor) -> Tensor:
@@ -101,6 +123,17 @@ class FusedTrunk:
     turns: Tensor
     """[length, 1, D / 2] complex: rotation of each rotary pair at each position."""
 
+    @property
+    def runs_paged(self) -> bool:
+        """Whether a kernel of the device attends to keys and values in pages, for all layers."""
+        dtype, device = self.layers[0].qkv.weight.dtype, self.embedding.device
+        sizes = {(*layer.heads, 2 * self.turns.shape[-1]) for layer in self.layers}
+        return all(
+            keys == values and paged_kernel_works(device, dtype, (queries, keys, size), args)
+            for queries, keys, values, size in sizes
+            for args in {layer.args for layer in self.layers}
+        )
+
     def __call__(self, ids_N: Tensor, positions_N: Tensor, context: AttentionContext) -> Tensor:
         """See `Trunk`."""
         x_NH = F.embedding(ids_N, self.embedding)
@@ -114,13 +147,17 @@ def _attention(i: int, layer: FusedLayer, h_NH: Tensor, turns: Tensor, context: 
     """Return the attention output of layer `i`, [N, Hq * D], before the output projection."""
     queries, keys, values = layer.heads
     qkv = layer.qkv(h_NH).view(len(h_NH), queries + keys + values, -1)
-    qk = qkv[:, : queries + keys].float()  # a view, except in low precision: rotation is in fp32
+    given = qkv[:, : queries + keys]
+    qk = given.float()  # a view, except in low precision: rotation is in fp32
     if layer.qk_norm is not None:
-        layer.qk_norm.in_place(qk)
+        qk = layer.qk_norm.of_heads(qk)
     torch.view_as_complex(qk.unflatten(-1, (-1, 2))).mul_(turns)
-    qk = qk.to(qkv.dtype)
-    q, k, v = qk[:, :queries], qk[:, queries:], qkv[:, queries + keys :]
-    if isinstance(context, DecodeContext):
+    if qk.data_ptr() != given.data_ptr():
+        given.copy_(qk)
+    q, k, v = qkv.split((queries, keys, values), 1)
+    if isinstance(context, PagedDecodeContext):
+        out = context.attend_joined(i, q, qkv[:, queries:], layer.args)
+    elif isinstance(context, DecodeContext):
         out = context.attend_rows(i, q, k, v, layer.args)
     else:
         # copies: a prefill stores keys and values, and views would also keep the memory of the queries alive

@@ -196,7 +196,7 @@ def test_norm_by_hand():
     want = torch.tensor([[1 / 5.5**0.5, 6 / 5.5**0.5], [0.0, 0.0]])
     assert torch.allclose(norm(x), want)
     assert x[0, 1] == 3
-    assert torch.allclose(norm.in_place(x), want)
+    assert torch.allclose(norm.of_heads(x), want)
     assert torch.allclose(x, want)
 
 
