@@ -129,6 +129,8 @@ class PagedKVCache:
         self._pages: list[list[int]] = [[] for _ in range(slots)]
         self._tokens = [0] * slots
         """Tokens of each slot. A row that has ended since the last synchronization may have fewer."""
+        self._ahead = 0
+        """Tokens that each row can get before more pages are reserved."""
         self._table: Tensor | None = None
 
     def _count(self, slots: int, length: int) -> int:
@@ -166,12 +168,13 @@ class PagedKVCache:
             return False
         for slot, count in missing.items():
             self._take(slot, count)
+        self._ahead = tokens
         return True
 
     def _take(self, slot: int, count: int) -> None:
         """Assign `count` more pages to a slot."""
         self._pages[slot] += [self._free.pop() for _ in range(count)]
-        self._table = None
+        self._table, self._ahead = None, 0
 
     def fill(self, first: int, last: int, prompt: KeyValues) -> None:
         """See `SlotCache.fill`."""
@@ -211,7 +214,9 @@ class PagedKVCache:
 
     def advance(self, rows: int) -> tuple[Tensor, int]:
         """Return the pages [rows, W] of the first rows, and the largest number of tokens, with the new one of each."""
-        self.reserve(rows, 1)  # for callers that have not reserved
+        if not self._ahead:  # a caller that has not reserved, such as a probe
+            self.reserve(rows, 1)
+        self._ahead -= 1
         self._tokens[:rows] = [min(n + 1, self.length) for n in self._tokens[:rows]]
         if self._table is None:
             table = torch.zeros(self.slots, max(map(len, self._pages)), dtype=torch.int32)

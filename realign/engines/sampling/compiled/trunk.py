@@ -57,14 +57,12 @@ class _Trunk(ctypes.Structure):
 class CompiledTrunk:
     """A `Trunk` with the weights of a `FusedTrunk`. Prefill runs the fused trunk, and decode steps run the library.
 
-    Raises:
-        ValueError: the library does not implement a part of the trunk; the message names it.
+    The fused trunk must have passed `check_supported`.
     """
 
     def __init__(self, fused: FusedTrunk, library: ctypes.CDLL) -> None:
         self.fused = fused
         self._library = library
-        check_supported(fused)
         self._hidden = fused.embedding.shape[1]
         matrices = [
             x.weight.numel() for layer in fused.layers for x in (layer.qkv, layer.output, layer.gate_up, layer.down)
