@@ -294,6 +294,7 @@ def test_no_text_is_evaluated_and_only_known_files_start_programs():
         "engines/sampling/compiled/library.py: subprocess.run",
         "engines/servers/guard.py: subprocess.Popen",
         "engines/servers/inference_server.py: subprocess.Popen",
+        "engines/servers/weights.py: subprocess.Popen",
         "environments/adapters/verifiers_agent.py: subprocess.Popen",
         "rewards/sandbox.py: subprocess.Popen",
         "runtime/run_report.py: subprocess.run",
