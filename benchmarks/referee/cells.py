@@ -299,19 +299,19 @@ SKY_GAE = {
 EPS_TRL = "TRL adds 1e-4 to the standard deviation, and the preset 1e-6"
 EPS_RLHF = "OpenRLHF adds 1e-9 to the standard deviation, and the preset 1e-6"
 EPS_AREAL = "AReaL adds 1e-5 to the standard deviation, and the preset 1e-6"
-WEIGHTED = "it multiplies the KL by the ratio unless use_bias_correction_kl=false"
+WEIGHTED = "It multiplies the KL by the ratio unless `use_bias_correction_kl=false`"
 DUAL_VERL = "verl's dual clip is always on: where the advantage is negative, it bounds the ratio by 3"
 TRL_LINE = "trl/trainer/grpo_trainer.py:2787"
 VERL_LINE = "verl/trainer/ppo/core_algos.py:1323"
 RLHF_LINE = "openrlhf/trainer/ppo_utils/experience_maker.py:274"
 AREAL_LINE = "areal/api/cli_args.py:70"
-NOT_TRL = Absent("TRL removed its PPO trainer in 1.13")
+NOT_TRL = Absent("which removed its PPO trainer")
 
 CELLS: dict[tuple[str, str], Cell | Absent] = {
     ("grpo", "trl"): Cell(
         {"loss_type": "grpo", "scale_rewards": "group", "beta": 0.04},
         actor("adv_norm.eps=1e-4", "kl.importance_weighted=true"),
-        f"{EPS_TRL}; {WEIGHTED}",
+        f"{EPS_TRL}. {WEIGHTED}",
         "trl/trainer/grpo_config.py:973",
     ),
     ("grpo", "verl"): Cell(
@@ -359,7 +359,7 @@ CELLS: dict[tuple[str, str], Cell | Absent] = {
             f"{VERL}loss_scale_factor": 512,
         },
         actor(DUAL),
-        f"{DUAL_VERL}. Without loss_scale_factor, verl divides by the longest response of the batch",
+        f"{DUAL_VERL}. Without `loss_scale_factor`, verl divides by the longest response of the batch",
         "verl/trainer/ppo/core_algos.py:1191",
         batch="ragged",
     ),
@@ -467,7 +467,7 @@ CELLS: dict[tuple[str, str], Cell | Absent] = {
     ("cispo", "trl"): Cell(
         {"loss_type": "cispo", "beta": 0.0, "epsilon_high": 5.0},
         actor("adv_norm.eps=1e-4"),
-        f"{EPS_TRL}. Its epsilon_high=5 is the bound itself, realign's high=4 the distance from 1",
+        f"{EPS_TRL}. Its `epsilon_high=5` is the bound itself, realign's `high=4` the distance from 1",
         "trl/trainer/grpo_trainer.py:3110",
     ),
     ("cispo", "verl"): Cell(
@@ -531,13 +531,13 @@ CELLS: dict[tuple[str, str], Cell | Absent] = {
     ("value", "skyrl"): Cell(
         {"value_clip": 0.2},
         ("interfaces.critic.aggregation=seq_mean_token_mean",),
-        "SkyRL takes the mean over sequences, whatever loss_reduction is",
+        "SkyRL takes the mean over sequences, whatever `loss_reduction` is",
         "skyrl/backends/skyrl_train/utils/ppo_utils.py:172",
     ),
     ("kl_k3", "trl"): Cell(
         {"loss_type": "dapo", "beta": 0.1},
         actor("adv_norm.eps=1e-4", "kl.importance_weighted=true"),
-        f"{EPS_TRL}; {WEIGHTED}",
+        f"{EPS_TRL}. {WEIGHTED}",
         "trl/trainer/grpo_config.py:973",
     ),
     ("kl_k3", "verl"): Cell(
@@ -546,7 +546,7 @@ CELLS: dict[tuple[str, str], Cell | Absent] = {
     ("kl_k3", "openrlhf"): Cell(
         {**RLHF_GRPO, **RLHF_KL, "algo.kl.estimator": "k3"}, actor("adv_norm.eps=1e-9"), EPS_RLHF, RLHF_LINE
     ),
-    ("kl_k3", "areal"): Absent("AReaL has the KL only in the reward"),
+    ("kl_k3", "areal"): Absent("which has the KL only in the reward"),
     ("kl_k3", "skyrl"): Cell(
         {**SKY_GRPO, "kl_loss_coef": 0.1, "kl_estimator_type": "k3"},
         differs="SkyRL averages the KL over sequences, also where the policy's term is a mean over tokens",
@@ -554,14 +554,14 @@ CELLS: dict[tuple[str, str], Cell | Absent] = {
         formula=kl_by_sequence,
         batch="ragged",
     ),
-    ("kl_k2", "trl"): Absent("TRL has only k3"),
+    ("kl_k2", "trl"): Absent("which has only k3"),
     ("kl_k2", "verl"): Cell(
         {**VERL_GRPO, **VERL_KL, f"{VERL}kl_loss_type": "mse"}, actor(DUAL), DUAL_VERL, VERL_LINE, batch="ragged"
     ),
     ("kl_k2", "openrlhf"): Cell(
         {**RLHF_GRPO, **RLHF_KL, "algo.kl.estimator": "k2"}, actor("adv_norm.eps=1e-9"), EPS_RLHF, RLHF_LINE
     ),
-    ("kl_k2", "areal"): Absent("AReaL has the KL only in the reward"),
+    ("kl_k2", "areal"): Absent("which has the KL only in the reward"),
     ("kl_k2", "skyrl"): Cell(
         {**SKY_GRPO, "kl_loss_coef": 0.1, "kl_estimator_type": "k2"},
         differs="SkyRL averages the KL over sequences, also where the policy's term is a mean over tokens",

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.referee.cells import CELLS, EDGE_CELLS, EDGES, PEERS, ROWS, Absent, Cell, Row, overrides_of
+from benchmarks.referee.cells import CELLS, EDGE_CELLS, EDGES, PEERS, ROWS, Absent, Cell, Row
 
 PAGE = Path(__file__).parents[2] / "docs" / "equivalence.md"
 VERL = "actor_rollout_ref.actor."
@@ -51,7 +51,7 @@ EDGE_INTRO = """\
 ## Corner cases
 
 The table above uses batches where nothing special happens. These are the special cases. Numbers are differences from
-realign, before and after the formula that explains them.
+realign, before and after applying the formula in the sentence.
 
 """
 METHOD = """\
@@ -118,23 +118,18 @@ def _anchor(title: str) -> str:
 
 
 def _section(name: str, row: Row, peers: Mapping[str, Any]) -> str:
-    preset = " ".join(row.preset)
-    lines = [f"## {row.title}\n", f"realign's preset: `{preset}`.{f' {row.note}' if row.note else ''}\n"]
-    lines += ["| | its settings | add to the preset | difference |", "|---|---|---|---|"]
+    lines = [f"## {row.title}\n", f"realign's preset: `{' '.join(row.preset)}`.{f' {row.note}' if row.note else ''}\n"]
     without = []
     for peer, found in peers.items():
         cell = CELLS[name, peer]
         if isinstance(cell, Absent):
             without += [f"{PEERS[peer]}{f' ({cell.why})' if cell.why else ''}"]
             continue
-        result = found["cells"][name]
-        change = " ".join(f"`{x}`" for x in cell.changes) or "nothing"
-        if cell.instead:
-            change = f"instead: {' '.join(f'`{x}`' for x in overrides_of(row, cell))}"
-        if cell.formula:
-            change = "no keys"
-        because = f". {cell.differs} (`{cell.where}`)." if cell.differs else ""
-        lines.append(f"| {PEERS[peer]} | {_settings(cell)} | {change}{because} | {_difference(cell, result)} |")
+        keys = " ".join(f"`{word}`" for word in (cell.instead or cell.changes))
+        change = f"{'instead: ' if cell.instead else 'add '}{keys}" if keys else "the preset"
+        because = f" {cell.differs} (`{cell.where}`)." if cell.differs else ""
+        lines.append(f"- **{PEERS[peer]}**: {'no keys' if cell.formula else change}.{because}")
+        lines.append(f"  *For* {_settings(cell)}. *Difference*: {_difference(cell, found['cells'][name])}.")
     lines += [f"\nNot in {', '.join(without)}."] if without else []
     return "\n".join(lines) + "\n\n"
 
@@ -143,7 +138,9 @@ def _difference(cell: Cell, result: Mapping[str, Any]) -> str:
     if "error" in result:
         return str(result["error"])
     after = f"{result['settings']:g}"
-    return after if result["verdict"] == "equal" else f"{result['preset']:g}, then {after}"
+    if result["verdict"] == "equal":
+        return after
+    return f"{result['preset']:g} before, {after} with {'the formula' if cell.formula else 'these keys'}"
 
 
 def _settings(cell: Cell) -> str:
