@@ -38,7 +38,7 @@ class HubServer(ThreadingHTTPServer):
 def hub(files: dict[str, bytes]) -> Iterator[HubServer]:
     """Serve a dataset `org/name` with these files."""
     server = HubServer(files)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
     thread.start()
     try:
         yield server

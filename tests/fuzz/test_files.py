@@ -237,7 +237,8 @@ def test_a_folder_of_datasets_with_a_damaged_file(data):
     )
 )
 def test_any_text_as_a_path(path):
-    with pytest.MonkeyPatch.context() as patch:
+    with tempfile.TemporaryDirectory() as work, pytest.MonkeyPatch.context() as patch:
+        patch.chdir(work)  # "." in a checkout is its whole virtual environment
         patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
         patch.setattr("datasets.config.HF_HUB_OFFLINE", True)
         refused(path)

@@ -174,7 +174,9 @@ class FakeServer:
             def log_message(self, *args):
                 pass
 
-            def retry(self):
+            def answer_once_paused(self):
+                with fake.changed:
+                    fake.changed.wait_for(lambda: fake.closed or fake.paused)
                 fake.answer(self, self.body)
 
             def do_GET(self):
@@ -194,7 +196,7 @@ class FakeServer:
 
         self.http = Server(("127.0.0.1", port), Handler)
         self.url = f"http://127.0.0.1:{self.http.server_port}"
-        for target in (self.http.serve_forever, self._decode):
+        for target in (lambda: self.http.serve_forever(poll_interval=0.01), self._decode):
             threading.Thread(target=target, daemon=True).start()
 
     def set_weights(self, logits_VV, label):
@@ -259,6 +261,7 @@ class FakeServer:
             for job in self.jobs:
                 job.end("abort")
             self.jobs.clear()
+            self.changed.notify_all()
 
     def resume(self):
         with self.changed:
@@ -494,9 +497,8 @@ def body(value):
 
 
 def late(handler):
-    """A fault: the request reaches the decoder some time later."""
-    time.sleep(0.5)
-    handler.retry()
+    """A fault: the request reaches the decoder after the server was paused."""
+    handler.answer_once_paused()
 
 
 def disconnect(handler):

@@ -54,7 +54,7 @@ def server():
 
 def experiment(tmp_path, server, patience_s=30.0, sleep_level=0, **changes):
     models = {"actor": Served(Vllm(urls=[server.url], patience_s=patience_s, sleep_level=sleep_level))}
-    return toy(tmp_path, **({"models": models, "steps": 4} | changes))
+    return toy(tmp_path, **({"models": models, "steps": 4, "batch_prompts": 4} | changes))
 
 
 @pytest.mark.parametrize("rollout", [Sync(), Async(max_staleness=1)], ids=["sync", "async"])
@@ -87,10 +87,10 @@ def test_a_run_without_any_server_stops_and_can_be_resumed(tmp_path, server):
 
     threading.Thread(target=end_soon, daemon=True).start()
     with pytest.raises(TransientError, match="no server worked for 1 seconds"):
-        run(experiment(tmp_path, server, patience_s=1.0, steps=12))
+        run(experiment(tmp_path, server, patience_s=1.0, steps=5))
     other = FakeServer("vllm", random_table(8, words=11))
     try:
-        result = run(experiment(tmp_path, other, steps=12, resume="auto"))
+        result = run(experiment(tmp_path, other, steps=5, resume="auto"))
     finally:
         other.close()
-    assert len(result.series("reward")) == 12
+    assert len(result.series("reward")) == 5

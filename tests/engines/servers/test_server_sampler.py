@@ -60,6 +60,13 @@ def kind(request):
     return request.param
 
 
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch):
+    """Make the pauses after failures, and the wait for requests of a stopped server, ten times shorter."""
+    monkeypatch.setattr(pool, "_FIRST_PAUSE_S", 0.02)
+    monkeypatch.setattr(pool, "_DRAIN_S", 0.3)
+
+
 @pytest.fixture
 def opened():
     """Close servers and samplers at the end of a test."""
@@ -307,7 +314,7 @@ def always(kind, status, answer):
 def test_servers_that_fail_each_request_end_the_run_when_patience_is_over(servers, connect, kind, fault):
     """They answer all other calls, so they get the weights and are used again, but less and less often."""
     pair = servers(2)
-    sampler = connect(pair, patience_s=2)
+    sampler = connect(pair, patience_s=0.2)
     wrong = {"log-prob nan": ([1], [math.nan]), "99 tokens, of at most 40": ([1] * 99, [-1.0] * 99)}
     for server in pair:
         if fault == "status 500":
@@ -315,13 +322,12 @@ def test_servers_that_fail_each_request_end_the_run_when_patience_is_over(server
         else:
             server.tamper = always(kind, 200, fake_server.sampled(kind, *wrong[fault], "stop"))
     handle = sampler.submit(request())
-    with pytest.raises(TransientError, match=rf"no server completed a request for .* \(patience_s=2; .*{fault}"):
+    with pytest.raises(TransientError, match=rf"no server completed a request for .* \(patience_s=0.2; .*{fault}"):
         handle.result(30)
     assert all(len(paths(server, LOAD[kind])) <= 6 for server in pair)
 
 
-def test_a_request_that_fails_alone_is_given_up_alone(servers, connect, kind, monkeypatch):
-    monkeypatch.setattr(pool, "_FIRST_PAUSE_S", 0.05)
+def test_a_request_that_fails_alone_is_given_up_alone(servers, connect, kind):
     (server,) = servers()
     sampler = connect([server])
 
