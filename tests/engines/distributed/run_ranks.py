@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import faulthandler
+import multiprocessing
 import os
 import signal
 import tempfile
@@ -17,10 +18,12 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 
+# Ranks are copies of one process that has imported what takes seconds.
+multiprocessing.set_forkserver_preload(["realign.engines", "realign.runtime", "tests.tiny"])
+
+
 def run_ranks(size: int, function: Callable[..., Any], *arguments: Any, seconds: int = 120) -> list[Any]:
     """Return the result of `function(*arguments)` on each of `size` ranks, each in a separate process.
-
-    Starting the processes takes seconds, so combine as much work as possible in one call.
 
     Args:
         size: number of ranks.
@@ -34,7 +37,8 @@ def run_ranks(size: int, function: Callable[..., Any], *arguments: Any, seconds:
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        started = mp.spawn(_rank, (size, folder, seconds, function, arguments), nprocs=size, join=False)
+        everything = (size, folder, seconds, dict(os.environ), function, arguments)
+        started = mp.start_processes(_rank, everything, nprocs=size, join=False, start_method="forkserver")
         try:
             while not started.join():
                 pass
@@ -54,7 +58,16 @@ def _report_of(folder: Path, error: mp.ProcessExitedException) -> str:
     return f"rank {error.error_index} ended with {ended}\n{written}"
 
 
-def _rank(rank: int, size: int, folder: Path, seconds: int, function: Any, arguments: tuple[Any, ...]) -> None:
+def _rank(
+    rank: int,
+    size: int,
+    folder: Path,
+    seconds: int,
+    environment: dict[str, str],
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> None:
+    os.environ |= environment  # the first process has that of an earlier test
     stacks = (folder / f"{rank}.stacks").open("w")
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGTERM, stacks, chain=True)  # of the other ranks, when one was killed

@@ -6,6 +6,7 @@ import ctypes
 import time
 
 import pytest
+import torch.distributed as dist
 
 from realign.engines.distributed.ranks import current
 from tests.engines.distributed.run_ranks import run_ranks
@@ -13,7 +14,8 @@ from tests.engines.distributed.run_ranks import run_ranks
 
 def reads_invalid_memory() -> None:
     if current().leader:
-        time.sleep(1000)
+        dist.barrier(), time.sleep(1000)  # one line, in which the other rank finds this one
+    dist.barrier()
     ctypes.string_at(0)
 
 
@@ -25,4 +27,4 @@ def test_a_rank_that_crashes_is_reported_with_its_signal_and_the_stacks_of_all_r
     first, second = said.split("--- 1.stacks")
     assert f"line {reads_invalid_memory.__code__.co_firstlineno + 2} in reads_invalid_memory" in first
     assert "Fatal Python error: Segmentation fault" in second
-    assert f"line {reads_invalid_memory.__code__.co_firstlineno + 3} in reads_invalid_memory" in second
+    assert f"line {reads_invalid_memory.__code__.co_firstlineno + 4} in reads_invalid_memory" in second
