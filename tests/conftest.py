@@ -51,6 +51,24 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         )
 
 
+@pytest.fixture(autouse=True, scope="session")
+def blank_curves() -> Iterator[None]:
+    """Let runs write a picture without curves. Drawing them would take most of the time of the runs in tests."""
+    from realign.runtime import training
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training, "draw_curves", lambda phases, path, **_: path.write_bytes(b"\x89PNG\r\n\x1a\n"))
+        yield
+
+
+@pytest.fixture
+def drawn_curves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let runs of this test draw their curves."""
+    from realign.runtime.metrics.curves import draw_curves
+
+    monkeypatch.setattr("realign.runtime.training.draw_curves", draw_curves)
+
+
 @pytest.fixture
 def reasoning_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Install a substitute of reasoning-gym."""

@@ -218,6 +218,12 @@ def test_a_target_of_another_kind_is_never_called(monkeypatch):
     assert called == []
 
 
+def test_an_empty_mapping_where_an_abstract_base_class_stands_is_refused():
+    node = {"_target_": "realign.interfaces.ppo.PPOActorInterface", "correction": {}}
+    with pytest.raises(ConfigError, match=r"interfaces\.actor\.correction: expected Correction, found \{\}"):
+        build(node, ModelInterface, WHERE)
+
+
 def test_a_component_inherits_from_the_base_class_that_its_place_asks_for():
     assert build({"_target_": f"{HERE}.Bigram", "lr": 1}, ModelSpec, "models.actor") == Bigram(1.0)
     with pytest.raises(ConfigError, match=r"data\._target_: Bigram is not a DataSpec \(Prompts of .* would fit\)"):

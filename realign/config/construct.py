@@ -517,7 +517,7 @@ def _component(raw: Mapping[Any, Any], annotation: Any, where: str, default: Any
     fits = annotation is Any or (is_plain_class(annotation) and isinstance(default, annotation))
     if dataclasses.is_dataclass(default) and not isinstance(default, type) and fits:
         return fill(type(default), raw, where, default)
-    if dataclasses.is_dataclass(annotation) and isinstance(annotation, type):
+    if dataclasses.is_dataclass(annotation) and isinstance(annotation, type) and not inspect.isabstract(annotation):
         return fill(annotation, raw, where)
     return None
 

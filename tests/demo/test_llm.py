@@ -71,7 +71,7 @@ def test_the_evaluation_cannot_be_removed(tmp_path):
         llm.experiment(demo, "model")
 
 
-def test_a_run_of_another_model_shows_answers_of_both_ends(reasoning_package, tmp_path, capsys):
+def test_a_run_of_another_model_shows_answers_of_both_ends(reasoning_package, drawn_curves, tmp_path, capsys):
     model = tmp_path / "model"
     tokenizer = make_tokenizer(chat_template="{% for m in messages %}{{ m.content }}{% endfor %}")
     tiny_model("llama").save_pretrained(model)

@@ -103,7 +103,7 @@ def test_trap_g9_with_a_critic_reward_rises_values_explain_returns_and_neither_d
     assert max(explained[-5:]) < 0.1
 
 
-def test_a_run_leaves_metrics_samples_curves_and_the_model(tmp_path):
+def test_a_run_leaves_metrics_samples_curves_and_the_model(drawn_curves, tmp_path):
     result = run(experiment(tmp_path, save_every_steps=2, sample_prompts=2))
     out = result.output_dir
     assert out == tmp_path / "run"
@@ -117,7 +117,7 @@ def test_a_run_leaves_metrics_samples_curves_and_the_model(tmp_path):
     held_out = [json.loads(line) for line in (out / "eval_samples.jsonl").read_text().splitlines()]
     assert {r["step"] for r in held_out} == {0, 2, 3}
     assert [r for r in held_out if r["step"] == 3] == [{"step": 3, **record} for record in result.samples]
-    assert (out / "curves.png").read_bytes()[:4] == b"\x89PNG"
+    assert (out / "curves.png").stat().st_size > 10_000
     assert sorted(p.relative_to(out).as_posix() for p in out.rglob("*.npz")) == [
         "final/actor/bigram.npz",
         "step_000002/actor/bigram.npz",

@@ -76,7 +76,7 @@ GRPO = [
     "data.streaming=true",
     "data.shuffle_buffer=4",
     "data.max_prompt_tokens=20",
-    "interfaces.reward.function=mine:score",
+    "interfaces.reward.function=letters:score",
     "interfaces.reward.workers=0",
     "interfaces.actor.generation.n=2",
     "interfaces.actor.generation.max_new_tokens=4",
@@ -90,7 +90,7 @@ GRPO = [
     ids=["sync", "dynamic", "async"],
 )
 def test_rollouts_of_streamed_prompts_resume_exactly(here, monkeypatch, more):
-    Path("mine.py").write_text("def score(prompt, response, row):\n    return float(len(set(response)))\n")
+    Path("letters.py").write_text("def score(prompt, response, row):\n    return float(len(set(response)))\n")
     monkeypatch.syspath_prepend(str(here))
     for folder, ends in (("whole", [5]), ("parts", [2, 5])):
         for steps in ends:
