@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -31,6 +31,22 @@ def pairwise(*axes: Sequence[Any]) -> list[Any]:
             *(axis[i] for axis, i in zip(axes, cell, strict=True)), marks=[] if cell in chosen else pytest.mark.slow
         )
         for cell in itertools.product(*sizes)
+    ]
+
+
+def each_once(cases: Iterable[tuple[Any, ...]], shared: Callable[..., str | None]) -> list[Any]:
+    """Return all cases, with numbered ids. Of those whose value of `shared` is equal, one is not marked slow: the
+    first, the second, and so on in turn. Cases whose value is None are never marked.
+    """
+    listed = list(cases)
+    groups: dict[str, list[int]] = {}
+    for i, case in enumerate(listed):
+        if (key := shared(*case)) is not None:
+            groups.setdefault(key, []).append(i)
+    slow = {i for turn, members in enumerate(groups.values()) for i in members if i != members[turn % len(members)]}
+    return [
+        pytest.param(*case, id=f"{case[0].__name__}-{i}", marks=pytest.mark.slow if i in slow else [])
+        for i, case in enumerate(listed)
     ]
 
 

@@ -16,7 +16,7 @@ from realign.interfaces.kto import KTOInterface
 from realign.interfaces.ppo import PPOActorInterface
 from realign.interfaces.reward_model import RewardLoss, RewardModelInterface
 from realign.testing import check_train_step, random_preferences
-from tests.grids import pairwise
+from tests.grids import each_once, pairwise
 from tests.interfaces.declared import (
     CENTERED,
     COMPONENTS,
@@ -55,7 +55,8 @@ def each_component():
 
 @pytest.mark.parametrize(
     ("cls", "kwargs", "inputs"),
-    [pytest.param(*case, id=f"{case[0].__name__}-{i}") for i, case in enumerate(cases())],
+    # Each setting with one of the classes that inherit it and one set of inputs; the defaults with all.
+    each_once(cases(), shared=lambda cls, kwargs, inputs: str(kwargs) if kwargs else None),
 )
 def test_trap_d13_every_interface_is_invariant(cls, kwargs, inputs):
     judged = "labels" in inputs
@@ -81,12 +82,6 @@ def test_no_training_setting_of_an_offline_method_escapes(cls):
     assert changed == names, f"no setting of {cls.__name__} in SETTINGS changes {sorted(names - changed)}"
 
 
-def named(found):
-    for i, (actor, chosen) in enumerate(found):
-        kinds = "-".join(type(x).__name__ for name, x in chosen.items() if name in BASES and x is not None)
-        yield pytest.param(actor, chosen, id=f"{actor.__name__}-{kinds}-{i}")
-
-
 @pytest.mark.parametrize(
     ("actor", "advantage", "objective", "correction"),
     pairwise((PPOActorInterface, GRPOActorInterface), ADVANTAGES, OBJECTIVES, CORRECTIONS),
@@ -98,7 +93,7 @@ def test_any_advantage_works_with_any_objective_and_correction(actor, advantage,
     check_train_step(interface, actor_inputs(interface)[0])
 
 
-@pytest.mark.parametrize(("actor", "chosen"), list(named(each_component())))
+@pytest.mark.parametrize(("actor", "chosen"), each_once(each_component(), shared=lambda actor, chosen: str(chosen)))
 def test_every_component_is_invariant(actor, chosen):
     interface = actor(**chosen)
     check_train_step(interface, actor_inputs(interface)[1])

@@ -54,11 +54,11 @@ def folders(tmp_path_factory):
     ("name", "settings"),
     [
         ("llama", {"optimizer": STEP}),
-        ("llama", {"optimizer": STEP, "trains": Lora(rank=4)}),
-        ("qwen3_moe", {"optimizer": STEP}),
         ("llama", {}),
+        pytest.param("llama", {"optimizer": STEP, "trains": Lora(rank=4)}, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", {"optimizer": STEP}, marks=pytest.mark.slow),
     ],
-    ids=["all", "lora", "moe", "frozen"],
+    ids=["all", "frozen", "lora", "moe"],
 )
 def test_the_transformers_engine_passes(folders, name, settings):
     def made(path=folders / name, settings=settings):
