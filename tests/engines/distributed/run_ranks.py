@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-
 # Ranks are copies of one process that has imported what takes seconds.
 multiprocessing.set_forkserver_preload(["realign.engines", "realign.runtime", "tests.tiny"])
 
