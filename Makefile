@@ -75,11 +75,13 @@ $(VENV)/.slow: $(VENV)/.installed
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,mcp,tools]'
 	@touch $@
 
-# Tests that take long, and the property tests with 100 instead of 30 examples. SLOW="slow and not ray" selects some.
+# Tests that take long, and the property tests with 100 instead of 30 examples. SLOW="slow and not ray" selects some;
+# PROFILE=fast makes 30 examples.
 SLOW ?= slow or hypothesis
+PROFILE ?= full
 test-slow: export OMP_NUM_THREADS = 1
 test-slow: $(VENV)/.slow
-	@$(BIN)/python -m pytest -n auto --dist worksteal -m '$(SLOW)' --hypothesis-profile=full
+	@$(BIN)/python -m pytest -n auto --dist worksteal -m '$(SLOW)' --hypothesis-profile=$(PROFILE)
 
 lint: $(VENV)/.installed
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
