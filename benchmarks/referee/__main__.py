@@ -142,6 +142,37 @@ def rounded(x: float) -> float:
     return float(f"{x:.1e}")
 
 
+def prove(request: Mapping[str, Any]) -> str:
+    """Return a line that compares a peer's loss, with all its settings, with that of a command line of realign."""
+    peer, settings = request["peer"], request["settings"]
+    release = json.loads(RESULTS.read_text())["peers"][peer]["version"]
+    folder = ENVIRONMENTS / f"{peer}-{release}"
+    if not (folder / "installed").exists():
+        return f"not computed. `python -m benchmarks.referee --peers {peer}` installs {PEERS[peer]} {release} for it."
+    single = {"interfaces.actor.n_minibatches=1", "interfaces.actor.epochs=1"}
+    fixed = [
+        word for word in request["overrides"] if word.partition("=")[0] not in {x.partition("=")[0] for x in single}
+    ]
+    overrides = (*fixed, *sorted(single))
+    estimator = settings.get("algorithm.adv_estimator", settings.get("algo.advantage.estimator"))
+    kinds = {"policy": "single", "value": "single"} if estimator == "gae" else {"policy": "groups"}
+    data = {f"{kind} {seed}": batches.batch(kind, seed) for kind in set(kinds.values()) for seed in SEEDS}
+    jobs = [
+        {"id": f"{job} {seed}", "batch": f"{kind} {seed}", "kind": job, "settings": settings}
+        for job, kind in kinds.items()
+        for seed in SEEDS
+    ]
+    losses, errors, tensors = run_theirs(peer, folder, jobs, data)
+    if errors:
+        return f"{PEERS[peer]} {release} refuses these settings: {next(iter(errors.values()))}"
+    largest = 0.0
+    for job in jobs:
+        mine = ours.run(job["kind"], data[job["batch"]], overrides)
+        largest = max(largest, distance(mine, losses[job["id"]], tensors[job["id"]]))
+    verb = "are the same" if largest <= GOAL else "differ"
+    return f"loss and gradient of {PEERS[peer]} {release} {verb}: {rounded(largest):g} on {len(SEEDS)} random batches."
+
+
 def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[str]:
     """Yield a line for each cell whose verdict changed."""
     for peer, found in after["peers"].items():
@@ -161,7 +192,11 @@ def main() -> int:
     parser.add_argument("--peers", nargs="+", default=list(PEERS), choices=list(PEERS))
     parser.add_argument("--latest", action="store_true", help="the newest releases instead of those of results.json")
     parser.add_argument("--check", action="store_true", help="write nothing, and fail if a cell changed")
+    parser.add_argument("--prove", choices=["-"], help=argparse.SUPPRESS)  # a request of `realign import` on stdin
     arguments = parser.parse_args()
+    if arguments.prove:
+        print(prove(json.load(sys.stdin)))
+        return 0
     before = json.loads(RESULTS.read_text())
     after: dict[str, Any] = {"torch": version("torch"), "transformers": version("transformers"), "peers": {}}
     for peer in arguments.peers:

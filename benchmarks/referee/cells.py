@@ -278,7 +278,7 @@ VERL_GAE = {
     "algorithm.kl_penalty": "kl",
     "algorithm.kl_ctrl.kl_coef": 0.05,
 }
-RLHF_GRPO = {"algo.advantage.estimator": "group_norm"}
+RLHF_GRPO = {"algo.advantage.estimator": "group_norm", "algo.kl.init_coef": 0.0}
 RLHF_KL = {"algo.kl.use_loss": True, "algo.kl.init_coef": 0.1}
 RLHF_GAE = {
     "algo.advantage.estimator": "gae",
@@ -364,7 +364,7 @@ CELLS: dict[tuple[str, str], Cell | Absent] = {
         batch="ragged",
     ),
     ("dr_grpo", "openrlhf"): Cell(
-        {"algo.advantage.estimator": "dr_grpo"},
+        {"algo.advantage.estimator": "dr_grpo", "algo.kl.init_coef": 0.0},
         differs="OpenRLHF only leaves out the standard deviation, and takes the mean over tokens",
         where=RLHF_LINE,
         instead=("experiment=grpo", *actor("kl.place=none", "adv_norm.std=none")),

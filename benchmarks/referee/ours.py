@@ -17,6 +17,7 @@ from realign.interfaces.kto import KTOReferenceInterface, mismatched
 TO_COMPOSE = {
     "grpo": ("interfaces.reward.function=reward.py:score",),
     "ppo": ("models.reward.path=REWARD_MODEL",),
+    "openrlhf_ppo": ("models.reward.path=REWARD_MODEL",),
 }
 """What an experiment needs besides a model and data."""
 
@@ -72,14 +73,19 @@ def interfaces(overrides: tuple[str, ...]) -> dict[str, ModelInterface]:
     """Compose a config and build its interfaces."""
     experiment = overrides[0].removeprefix("experiment=")
     needed = ("models.actor.path=MODEL", "data.path=prompts.jsonl", *TO_COMPOSE.get(experiment, ()))
-    return dict(build_experiment(compose([*overrides, *needed])).interfaces)
+    given = {word.partition("=")[0] for word in overrides}
+    words = [*overrides, *(word for word in needed if word.partition("=")[0] not in given)]
+    return dict(build_experiment(compose(words)).interfaces)
 
 
 def run(kind: str, batch: dict[str, Tensor], overrides: Sequence[str]) -> tuple[Tensor, Tensor]:
     """Return the loss, and its gradient [S, R]; for kind=advantages 0 and the advantages [S, R]."""
-    interface: Any = interfaces(tuple(overrides))["critic" if kind == "value" else "actor"]
+    built = interfaces(tuple(overrides))
+    interface: Any = built["critic" if kind == "value" else "actor"]
     engine = Engine(batch["new_values" if kind == "value" else "new"])
     model, data = Model("actor", engine), packed(batch)  # type: ignore[arg-type]
+    if "critic" not in built:
+        data = data.select(data.keys - {"values", "returns"})
     if kind == "advantages":
         scored = interface.score(model, data)
         advantages_T = interface.estimate_advantages(model, scored)["advantages"]

@@ -31,7 +31,7 @@ def run(kind: str, batch: dict[str, Tensor], new: Tensor, settings: dict[str, An
     advantages = advantages_of(batch, mask, settings)
     if kind == "advantages":
         return advantages * mask
-    low, high = settings.get("actor.eps_clip_low_high", (0.2, 0.2))
+    low, high = settings.get("actor.eps_clip_low_high") or [settings.get("actor.eps_clip", 0.2)] * 2
     policy = PolicyLoss(
         low,
         high,
@@ -78,9 +78,7 @@ def advantages_of(batch: dict[str, Tensor], mask: Tensor, settings: dict[str, An
         args,
         settings["algo.advantage.estimator"],
     )
-    maker.kl_ctl = SimpleNamespace(
-        value=0.0 if settings.get("algo.kl.use_loss") else settings.get("algo.kl.init_coef", 0.0)
-    )
+    maker.kl_ctl = SimpleNamespace(value=0.0 if settings.get("algo.kl.use_loss") else settings["algo.kl.init_coef"])
     kl = compute_approx_kl(batch["old"], batch["ref"], kl_estimator=settings.get("algo.kl.estimator", "k1"))
     experience = Experience(
         index=list(range(len(mask))),

@@ -54,6 +54,7 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
         "replay": Command("replay:replay", ("out", "break_in")),
         "fork": Command("replay:fork_words"),
         "bisect": Command("replay:bisect", ("run", "tolerance")),
+        "import": Command("import_config:import_config"),
         "help": Command("commands:describe_keys", ("config_dir",)),
     }
 )

@@ -70,6 +70,7 @@ Usage
   realign fork RUN STEP <overrides>   continue a run from a step with other settings, in a new folder
   realign bisect RUN RUN          find the first step, key, response and token at which two runs part: [--tolerance X]
                                   with one run, --run COMMAND finds the first step for which a command fails
+  realign import TOOL FILE        translate a config of trl, verl or openrlhf, and compare the losses
   realign help [<overrides>] [KEY]  describe config keys: type, default, valid values, meaning
   realign <overrides> resume=auto   resume a run that was stopped or killed
   realign -m <overrides>          sweep: one run for each combination of a=1,2 b=x,y
@@ -147,6 +148,10 @@ def _dispatch(argv: list[str], start: Start) -> int:
         from realign.cli.completion import completions
 
         return _say(*completions(argv[1] if argv[1:] else ""))
+    if argv[:1] == ["import"] and not {"--help", "-h"} & {*argv}:  # its words are settings of other tools
+        from realign.cli.import_config import import_config
+
+        return import_config(None, [word for word in argv[1:] if word != "--debug"])
     args = read_arguments(argv)
     if args.shell_completion:
         from realign.cli.completion import script

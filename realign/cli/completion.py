@@ -75,7 +75,7 @@ def completions(line: str) -> list[str]:
         return _starting(word, SCRIPTS)
     command = next((given for given in before if "=" not in given and not given.startswith("-")), "")
     settings = COMMANDS[command].settings if command in COMMANDS else ""
-    if command in ("chat", "serve", "export", "report", "compare"):
+    if command in ("chat", "serve", "export", "report", "compare", "import"):
         return []
     key, equals, value = word.partition("=")
     try:
