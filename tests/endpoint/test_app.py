@@ -345,7 +345,7 @@ def test_a_session_with_a_slow_prompt_does_not_delay_others():
             release.set()
             assert call.result(60).choices
             assert later.result(60).choices
-        assert [len(call.ids[: call.prompt_tokens]) for call in slow_session.capture.calls()] == [4, 5]
+        assert sorted(len(call.ids[: call.prompt_tokens]) for call in slow_session.capture.calls()) == [4, 5]
 
 
 def test_the_prompts_of_a_client_that_left_are_not_submitted():
