@@ -297,6 +297,7 @@ def _with_head(output: ModelOutput, mb: SequenceSample) -> SequenceSample:
     added = mb.with_data({"weight": head.weight_VH.detach().clone()}, lengths=words)
     if head.bias_V is not None:
         added = added.with_data({"bias": head.bias_V.detach().clone()}, lengths=words)
+    # A tensor has no None: 0 means no soft cap.
     numbers = torch.tensor([head.scale, head.softcap or 0.0], dtype=torch.float64)
     return added.with_data({"numbers": numbers.to(mb[TOKENS].device)}, lengths=Lengths.of([[2]]))
 

@@ -63,6 +63,7 @@ class GenerationConfig(Settings):
         """
         settings = [("advantage_scale", self.advantage_scale > 0)]
         settings += [("greedy", self.greedy), ("top_k", self.top_k > 0), ("top_p", self.top_p < 1)]
+        # With a fixed length, no stop token ends a response, so none is suppressed.
         settings.append(("min_new_tokens", self.min_new_tokens > 0 and not self.fixed_length))
         return [f"{name}={getattr(self, name)}" for name, on in settings if on]
 

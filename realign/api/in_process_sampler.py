@@ -147,6 +147,7 @@ class InProcessSampler:
         if not self._turn.acquire(timeout=-1 if timeout_s is None else timeout_s):
             raise TimeoutError(f"another call of the sampler did not finish within {timeout_s:g} s")
         try:
+            # The thread that had the turn may have sampled this request too.
             if handle.done:
                 return
             self._wait_for_turn(None if timeout_s is None else timeout_s - (time.monotonic() - started))
@@ -204,6 +205,7 @@ class InProcessSampler:
     def _gather(self) -> None:
         """Wait while further requests arrive, since all of them cost about as much as one."""
         known, end = -1, time.monotonic() + GATHER_MOST_S
+        # Without the guard: a count that is out of date only changes the wait.
         while len(self._waiting) != known and time.monotonic() < end:
             known = len(self._waiting)
             time.sleep(GATHER_S)
@@ -227,6 +229,7 @@ class InProcessSampler:
         except BaseException as error:
             for handle in batch.handles:
                 handle.future.set_exception(error)
+            # Ctrl-C must also end the thread that sampled, not only reach those that wait.
             if not isinstance(error, Exception):
                 raise
             return

@@ -37,6 +37,7 @@ class Lengths:
             array = as_integers(f"Lengths.{name}", getattr(self, name))
             if array.size and array.min() < 0:
                 raise ValueError(f"Lengths.{name} must not be negative, found {array.min()} at {array.argmin()}")
+            # A writable array belongs to the caller, who could change it later.
             object.__setattr__(self, name, _read_only(array.copy() if array.flags.writeable else array))
         if (n := _total(self.counts)) != len(self.flat):
             raise ValueError(f"Lengths: counts sum to {n} sequences, but flat has {len(self.flat)}")

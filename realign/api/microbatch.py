@@ -99,6 +99,7 @@ def plan_microbatches(
     if spec.whole_groups:
         _check_groups(lengths, once, limit, ids)
     unit_of_sequence, loads = _units(lengths, once, limit)
+    # Stable: the order of ties of numpy's default sort depends on the CPU, and the plan orders the sums of the loss.
     order = np.argsort(-loads, kind="stable")
     sizes = loads[order].tolist()
     n_bins = min(spec.n_microbatches, len(sizes))
@@ -170,6 +171,7 @@ def _units(lengths: Lengths, once: IntArray, limit: int | None) -> tuple[IntArra
         opens_unit |= (too_large & (once == 0))[lengths.prompt_of_sequence]
         for prompt in np.flatnonzero(too_large & (once > 0)).tolist():
             first, last = lengths.sequence_starts[prompt : prompt + 2].tolist()
+            # Each run contains the shared prefix once, so it is off both the sequences and the limit.
             opens_unit[first:last] = _opens_run(lengths.flat[first:last] - once[prompt], limit - once[prompt])
     unit_of_sequence = np.cumsum(opens_unit) - 1
     once_S = once[lengths.prompt_of_sequence]
@@ -179,6 +181,7 @@ def _units(lengths: Lengths, once: IntArray, limit: int | None) -> tuple[IntArra
 
 def _opens_run(sizes: IntArray, limit: int) -> list[bool]:
     """Return whether each sequence starts a new run, when runs are filled in order up to the limit."""
+    # A load above the limit, so that the first sequence starts a run.
     opens, load = [], limit + 1
     for size in sizes.tolist():
         opens.append(load + size > limit)
@@ -259,6 +262,7 @@ class MicroBatches(SampleParts[Sample]):
         names = list(dict.fromkeys(name for part in parts for name in part.data))
         for part, asked in zip(parts, self.parts, strict=True):
             self._check_part(part, asked, names)
+        # The empty array is for batches without micro-batches.
         order = np.concatenate([np.zeros(0, dtype=np.int64), *self.plan])
         back = np.empty_like(order)
         back[order] = np.arange(len(order))

@@ -128,6 +128,7 @@ class Model:
 
     def call_seed(self, purpose: str) -> int:
         """Derive a seed from the run's seed, the role, `purpose` and the version."""
+        # The version instead of a counter of calls: a resumed run draws the numbers that it would have drawn.
         return derive_seed(self.seed, self.name, purpose, self.version)
 
 

@@ -216,6 +216,7 @@ class SequenceSample:
     def group_index(self, key: str = TOKENS) -> Tensor:
         """Return the index of the prompt of each sequence of `key`: int64 [S]."""
         owners = self.lengths[self._known(key)].prompt_of_sequence
+        # A copy, since torch warns about numpy arrays that are read-only.
         return on_device(torch.from_numpy(owners.copy()), self.data[key].device)
 
     def sequences(self, key: str = TOKENS) -> tuple[Tensor, ...]:
@@ -484,6 +485,7 @@ def _plan(tokens: IntArray, n: int) -> tuple[IntArray, ...]:
     """Return, for each rank, the ascending positions of its prompts."""
     heap = [(0, 0, rank) for rank in range(n)]  # tokens, prompts (to balance prompts without tokens too), rank
     ranks = np.zeros(len(tokens), dtype=np.int64)
+    # Stable, since the order of ties of numpy's default sort depends on the CPU.
     for prompt in np.argsort(-tokens, kind="stable").tolist():
         load, prompts, ranks[prompt] = heap[0]
         heapq.heapreplace(heap, (load + int(tokens[prompt]), prompts + 1, int(ranks[prompt])))
@@ -520,6 +522,7 @@ class Shards(SampleParts[SequenceSample]):
                 raise ValueError(
                     f"restore got ids {some(result.ids)} for rank {rank}, whose part has {some(asked.ids)}"
                 )
+        # A rank without sequences may return no keys; it gets empty ones, since `gather` needs equal keys.
         known = next((part for part in parts if part.keys), parts[0])
         pairs = zip(parts, self.parts, strict=True)
         full = [_nothing_like(known, a.ids) if not (a.keys or len(b.lengths[self.key].flat)) else a for a, b in pairs]

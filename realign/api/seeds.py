@@ -11,7 +11,9 @@ def derive_seed(seed: int, *what: str | int) -> int:
 
     Hashing a JSON list makes ("a", "b") differ from ("a/b",), and 1 from "1".
     """
+    # int, since JSON rejects integers of numpy.
     text = json.dumps([part if isinstance(part, str) else int(part) for part in (seed, *what)])
+    # 63 bits fit every signed 64-bit integer on the way to a generator.
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 

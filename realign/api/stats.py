@@ -105,6 +105,7 @@ def masked_mean(x: Tensor, mask: Tensor) -> Mean:
 
 def masked_max(x: Tensor, mask: Tensor) -> Max:
     """Return the `Max` of `x` [N] where `mask` [N] bool is True; -inf (not reported) if it is never True."""
+    # `max` fails on an empty tensor.
     floor = torch.full((1,), -torch.inf, device=x.device)
     return Max(torch.cat([floor, torch.where(mask, x.detach().float(), -torch.inf)]).max())
 
@@ -186,6 +187,7 @@ def _value(stat: Stat, fields: list[float]) -> float | None:
         return total / weight if weight != 0 else None
     if isinstance(stat, Variance | Std):
         n, x, xx = fields
+        # Rounding can make the difference negative.
         variance = max(0.0, xx / n - (x / n) ** 2) if n else None
         return variance if variance is None or isinstance(stat, Variance) else math.sqrt(variance)
     if isinstance(stat, Correlation):
@@ -285,6 +287,7 @@ def keep_traces(stats: Mapping[str, Any], data: SequenceSample, mb_spec: MicroBa
     if not token_values or not place:
         return plain
     lengths = data.lengths[TOKENS]
+    # Copies, since torch warns about numpy arrays that are read-only.
     index_S = torch.tensor([place.get(i, -1) for i in data.ids])[torch.from_numpy(lengths.prompt_of_sequence.copy())]
     tokens_S = torch.from_numpy(lengths.flat.copy()).long()
     chosen_S = index_S >= 0

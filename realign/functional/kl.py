@@ -54,6 +54,7 @@ def log_ratio(logprobs_T: Tensor, old_logprobs_T: Tensor, mask_T: Tensor) -> tup
         The clamped log-ratio [T], fp32 (fp64 for fp64 input), and bool [T]: whether the clamp changed it.
     """
     check_shapes(mask_T, logprobs_T=logprobs_T, old_logprobs_T=old_logprobs_T, mask_T=mask_T)
+    # Mask the inputs, not the result: a NaN off the mask would reach the gradient as 0 * NaN through a later exp.
     new_T = torch.where(mask_T, at_least_fp32(logprobs_T), 0)
     old_T = torch.where(mask_T, at_least_fp32(old_logprobs_T.detach()), 0)
     ratio_T = new_T - old_T
@@ -79,6 +80,7 @@ def kl_estimate(logprobs_T: Tensor, ref_logprobs_T: Tensor, mask_T: Tensor, esti
         case KLEstimator.k2:
             return d_T.square() / 2
         case KLEstimator.k3:
+            # expm1, since exp(-d) - 1 + d cancels where d is near 0, as in the first steps of a run.
             return torch.expm1(-d_T) + d_T
         case KLEstimator.abs:
             return d_T.abs()

@@ -132,6 +132,8 @@ class HeadGradients:
 
     def __init__(self, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, needed: tuple[bool, ...]) -> None:
         wide = wide_dtype(hidden_NH, weight_VH)
+        # Each row of the hidden states belongs to one chunk, so it is written once. Weight and bias sum over chunks, in
+        # fp32: a bf16 sum would drop the small contributions of later chunks.
         self.hidden_NH = torch.empty_like(hidden_NH) if needed[0] else None
         self.weight_VH = torch.zeros_like(weight_VH, dtype=wide) if needed[1] else None
         self.bias_V = torch.zeros_like(bias_V, dtype=wide) if bias_V is not None and needed[2] else None
@@ -147,6 +149,7 @@ class HeadGradients:
         grad_CV = grad_CV.to(weight_VH.dtype)
         if self.hidden_NH is not None:
             self.hidden_NH[rows] = grad_CV @ weight_VH
+        # addmm_ adds in place, without a temporary [V, H], but needs equal dtypes.
         if self.weight_VH is not None and self.weight_VH.dtype == grad_CV.dtype:
             self.weight_VH.addmm_(grad_CV.t(), hidden_CH)
         elif self.weight_VH is not None:
@@ -162,6 +165,7 @@ class HeadGradients:
 def _matmul_dtype(hidden_NH: Tensor, weight_VH: Tensor) -> torch.dtype:
     wider = torch.promote_types(hidden_NH.dtype, weight_VH.dtype)
     device = hidden_NH.device.type
+    # Autocast leaves fp64 alone too.
     if wider != torch.float64 and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     return wider
@@ -242,6 +246,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 logits_CV = project.logits(hidden_NH[rows], matrix_VH, bias_V)
                 top_C = logits_CV.amax(-1)
                 logits_CV.sub_(top_C[:, None])
+                # Before the next line, whose exp_ overwrites the logits.
                 picked_C = logits_CV.gather(-1, targets_N[rows, None])[:, 0]
                 weights_CV = logits_CV.exp() if with_entropy else logits_CV.exp_()
                 total_C = weights_CV.sum(-1)
@@ -250,6 +255,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 if entropy_N is not None:
                     # skips 0 * -inf of impossible words; a NaN logit is in `total_C`
                     entropy_N[rows] = total_C.log() - weights_CV.mul_(logits_CV).nansum(-1) / total_C
+        # Nothing of size [N, V]: the backward pass recomputes the logits and normalizes them by the stored log-sum-exp.
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, normalizer_N, entropy_N)
         ctx.project, ctx.chunk = project, chunk
         ctx.set_materialize_grads(False)  # skips the backward pass of an entropy that is only a metric
@@ -259,6 +265,7 @@ class _TokenLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_N: Tensor | None, entropy_grad_N: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden_NH, weight_VH, bias_V, targets_N, normalizer_N, entropy_N = ctx.saved_tensors
+        # Only the entropy is in the loss; see `set_materialize_grads`.
         if grad_N is None:
             grad_N = torch.zeros_like(normalizer_N)
         grads = HeadGradients(hidden_NH, weight_VH, bias_V, ctx.needs_input_grad)
@@ -451,6 +458,7 @@ def _slope(logq_CV: Tensor, logp_CV: Tensor, beta: float) -> Tensor:
     if beta == 0:
         return q_CV.sub_(logp_CV.exp())
     surprise_CV = logq_CV - (logp_CV if beta == 1 else _log_mixture(logq_CV, logp_CV, beta))
+    # A word that the policy excludes has a surprise of -inf or NaN, which q = 0 would not remove.
     surprise_CV.masked_fill_(q_CV == 0, 0)
     centered_CV = surprise_CV.sub_((q_CV * surprise_CV).sum(-1, keepdim=True))
     return q_CV.mul_(centered_CV if beta == 1 else centered_CV.mul_(1 - beta))

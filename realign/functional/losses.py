@@ -111,6 +111,8 @@ def policy_loss(
     gain_T = torch.where(mask_T, -at_least_fp32(advantages_T.detach()), 0)
     free_T = gain_T * ratio_T
     held_T = gain_T * ratio_T.clamp(1 - clip_low, 1 + clip_high)
+    # Inside the range both branches are equal, and `maximum` gives each half of the gradient. The clamp passes its half
+    # on, so the sum is the whole gradient.
     loss_T = torch.maximum(free_T, held_T)
     dual_clipped_T = torch.zeros_like(mask_T)
     if dual_clip is not None:
@@ -161,6 +163,7 @@ def behavior_weights(
         log_weight_S = segment_sum(log_weight_T, cu_seqlens)
         if level is ImportanceLevel.geometric:
             log_weight_S = log_weight_S / segment_sum(mask_T.to(log_weight_S.dtype), cu_seqlens).clamp(min=1)
+        # A sum of clamped log-ratios can exceed the limit again.
         clamped_S = (log_weight_S.abs() > LOG_RATIO_LIMIT) | (segment_sum(clamped_T, cu_seqlens) > 0)
         clamped_T = mask_T & broadcast_to_tokens(clamped_S, cu_seqlens)
         log_weight_T = broadcast_to_tokens(log_weight_S.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT), cu_seqlens)

@@ -100,12 +100,14 @@ def normalize(
         Scope.batch: lambda: batch_moments(x_M, reduce),
         Scope.group: lambda: group_moments(x_M, group_N[mask_N]),
     }
+    # Once per scope, also if mean and std share it: batch statistics are a collective call.
     moments = {scope: units[scope]() for scope in Scope if scope in units and scope in (mean, std)}
     y_M = x_M
     if mean is not Scope.none:
         of = moments[mean]
         y_M = y_M - of.mean_U[of.unit_M]
         if leave_one_out:
+            # x minus the mean of the K - 1 others is (x - mean) * K / (K - 1).
             y_M = y_M * (of.count_U / (of.count_U - 1).clamp(min=1))[of.unit_M]
         y_M = y_M.masked_fill(of.constant_U[of.unit_M], 0)
     if std is not Scope.none:
@@ -286,6 +288,7 @@ class RunningMoments:
         count, mean, deviation = batch.count_U.item(), batch.mean_U.item(), batch.deviation_U.item()
         if not math.isfinite(deviation):
             raise ValueError("running moments need finite values. Exclude others with the mask")
+        # The count is over all ranks, so all of them return here or none does.
         if count == 0:
             return
         if self.kind is MomentsKind.cumulative:

@@ -28,7 +28,9 @@ def pass_at_k(n_G: Tensor, correct_G: Tensor, k: int) -> Tensor:
     if odd := [(n, c) for n, c in pairs if not 0 <= c <= n]:
         raise ValueError(f"{odd[0][1]} of {odd[0][0]} responses are correct: the number must be between 0 and n")
     return torch.tensor(
-        [1 - math.comb(n - c, k) / math.comb(n, k) if n >= k else math.nan for n, c in pairs], dtype=torch.float64
+        # Exact integers: the binomials of large n overflow floats, though their ratio does not.
+        [1 - math.comb(n - c, k) / math.comb(n, k) if n >= k else math.nan for n, c in pairs],
+        dtype=torch.float64,
     )
 
 

@@ -73,6 +73,7 @@ def discounted_returns(
     _check_unit_interval(gamma=gamma)
     chain = _chain(mask_T, cu_seqlens)
     rewards_M = at_least_fp32(rewards_T)[chain.slot_M]
+    # What follows the last token enters as part of its reward, so the scan needs no special case at the end.
     rewards_M[chain.last_M] += gamma * _bootstrap(chain, rewards_M, bootstrap_S, cu_seqlens)
     return _scatter(_reverse_scan(rewards_M, chain.remaining_M, gamma), chain, mask_T)
 
@@ -109,6 +110,7 @@ def gae(
     _check_unit_interval(gamma=gamma, lam=lam)
     chain = _chain(mask_T, cu_seqlens)
     values_M = at_least_fp32(values_T)[chain.slot_M]
+    # The roll brings the next sequence's first value to each last token; the next line overwrites it.
     next_values_M = values_M.roll(-1)
     next_values_M[chain.last_M] = _bootstrap(chain, values_M, bootstrap_S, cu_seqlens)
     deltas_M = at_least_fp32(rewards_T)[chain.slot_M] + gamma * next_values_M - values_M
@@ -151,6 +153,7 @@ def n_step(
     chain = _chain(mask_T, cu_seqlens)
     values_M, rewards_M = at_least_fp32(values_T)[chain.slot_M], at_least_fp32(rewards_T)[chain.slot_M]
     rewards_M[chain.last_M] += gamma * _bootstrap(chain, values_M, bootstrap_S, cu_seqlens)
+    # A window that reaches the end has taken the bootstrap value with the last reward, and `_later` is 0 there.
     returns_M = _window_sum(rewards_M, chain.remaining_M, gamma, n)
     returns_M += gamma**n * _later(values_M, chain.remaining_M, n)
     return _scatter(returns_M - values_M, chain, mask_T), _scatter(returns_M, chain, mask_T)
@@ -195,8 +198,10 @@ def _reverse_scan(x_M: Tensor, remaining_M: Tensor, decay: float) -> Tensor:
     y_M = x_M.clone()
     longest = int(remaining_M.max()) + 1 if len(remaining_M) else 0
     step, factor = 1, decay
+    # The factor is 0 with decay=0, or once it underflows: nothing further would be added.
     while step < longest and factor != 0:
         inside = remaining_M[:-step] >= step
+        # The slices overlap, but the right side is a new tensor before the addition.
         y_M[:-step] += torch.where(inside, y_M[step:] * factor, 0)
         step, factor = step * 2, factor * factor
     return y_M

@@ -203,9 +203,9 @@ class AgentInterface(ModelInterface):
                 endpoint.sessions.close(session)
         if (error := next((s.error for s in sessions if s.error is not None), None)) is not None:
             raise error
-        played = [self._played(*each) for each in zip(sessions, answers, strict=True)]
-        self._failures.check([one[0].failure for one in played if one[0].failure], len(played))
-        groups = [[one for episode in played[k : k + n] for one in episode] for k in range(0, len(played), n)]
+        played = [self._played(session, answer) for session, answer in zip(sessions, answers, strict=True)]
+        self._failures.check([roles[0].failure for roles in played if roles[0].failure], len(played))
+        groups = [[role for roles in played[k : k + n] for role in roles] for k in range(0, len(played), n)]
         return packed(data, groups, self.role_names)
 
     def _run(self, model: Model, starts: Sequence[tuple[Mapping[str, Any], int]]) -> list[Answer]:
@@ -223,11 +223,11 @@ class AgentInterface(ModelInterface):
         """Return the episode of a session, once for each role that made a call."""
         self._warn(session)
         captures, failure, step = session.captures or {"": session.capture}, answer.failure, answer.step
-        found = {role: sequences for role, capture in captures.items() if (sequences := capture.sequences())}
-        if step is not None and not found:
+        by_role = {role: sequences for role, capture in captures.items() if (sequences := capture.sequences())}
+        if step is not None and not by_role:
             failure = "the agent made no call of the endpoint. Pass base_url and api_key to its OpenAI client"
         played = []
-        for role, sequences in (found or {"": []}).items():
+        for role, sequences in (by_role or {"": []}).items():
             reward = float("nan") if step is None or failure else step.role_rewards.get(role, step.reward)
             played.append(Played(sequences, reward, step is not None and step.truncated, failure, role))
         return played

@@ -132,6 +132,7 @@ class PPOCriticInterface(ModelInterface):
 
     def train_step(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> Stats:
         """Take `epochs * n_minibatches` optimizer steps toward `returns`, in a new random order in each epoch."""
+        # Before `_inward`: metrics are in units of reward.
         stats: list[Stats] = [value_stats(data, model)]
         data = self._inward(model, trained(data))
         rng = np.random.default_rng(model.call_seed("minibatches"))
@@ -161,6 +162,8 @@ class PPOCriticInterface(ModelInterface):
         if self.moments is None:
             return data
         mask_T, returns_T = data["loss_mask"], data["returns"]
+        # The old values came from the network's outputs by the old moments. Only these give the outputs back, around
+        # which `objective.clip` limits the change.
         values_T = torch.where(mask_T, self.moments.normalize(data["values"]), 0)
         self.moments.update(returns_T, mask_T, model.engine.reduce)
         returns_T = torch.where(mask_T, self.moments.normalize(returns_T), 0)

@@ -119,6 +119,7 @@ def dpo_loss(
 def _log_odds(logprobs_P: Tensor) -> Tensor:
     """Compute log(p / (1 - p)) from log p; p is bounded below 1."""
     bounded_P = logprobs_P.clamp(max=LARGEST_LOGPROB)
+    # 1 - p as -expm1(log p), which keeps its digits where p is near 1.
     return bounded_P - torch.log(-torch.expm1(bounded_P))
 
 

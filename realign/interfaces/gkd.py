@@ -128,6 +128,7 @@ class GKDInterface(ModelInterface):
             given = data.take(other).select(list(GIVEN)).rename(GIVEN)
             never_S = torch.zeros(given.n_sequences, dtype=torch.bool)
             parts.append(given.with_sequences(truncated=never_S))
+        # Back to the order of the prompts.
         return SequenceSample.gather(parts).take(np.argsort(np.concatenate([own, other])))
 
     def _sampled(self, model: Model, data: SequenceSample) -> npt.NDArray[np.bool_]:

@@ -117,11 +117,13 @@ class ILQLInterface(ModelInterface):
         values_T, q = output.values(), output.q_values(where_T=mask_T)
         nll_T = nll_loss(output.logprobs(where_T=mask_T), mask_T)
         rewards_T = token_rewards(minibatch["rewards"], mask_T, cu_seqlens)
+        # With lam=0, the returns of GAE are r + gamma * V of the next state.
         _, goal_T = gae(rewards_T, values_T.detach(), mask_T, cu_seqlens, gamma=self.gamma, lam=0.0)
         q_loss_T = torch.where(mask_T, (q.online_KT - goal_T).square().sum(0), 0)
         v_loss_T = expectile_loss(values_T, q.target_T, mask_T, tau=self.tau)
         cql_T = torch.where(mask_T, -q.logprobs_KT.sum(0), 0)
         advantages_T = torch.where(mask_T, q.target_T - values_T.detach(), 0)
+        # The bound is applied to the exponent, since exp could overflow before a bound on the weight.
         weight_T = (self.awac_beta * advantages_T).clamp(max=math.log(self.awac_max_weight)).exp()
         loss_T = q_loss_T + v_loss_T + self.cql_coef * cql_T + self.awac_coef * weight_T * nll_T
         stats: Stats = {

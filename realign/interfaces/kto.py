@@ -180,11 +180,13 @@ class KTOInterface(ModelInterface):
 
     def train_step(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> Stats:
         """Take `n_minibatches` optimizer steps over the batch, in a new random order."""
+        # The same pairs that the reference scored, since `mismatched` depends on the batch alone.
         other = mismatched(data.select(RESPONSES)).rename(OTHER)
         data = data.with_data({key: other[key] for key in OTHER.values()}, lengths=other.lengths[OTHER["input_ids"]])
         rng = np.random.default_rng(model.call_seed("minibatches"))
         steps = [self._step(model, part, mb_spec) for part in data.minibatches(self.n_minibatches, rng)]
         stats = merge_stats(steps)
+        # From merged means: mini-batches contain the two labels in different numbers.
         return stats | margin(stats)
 
     def _step(self, model: Model, part: SequenceSample, mb_spec: MicroBatchSpec) -> Stats:
@@ -192,6 +194,7 @@ class KTOInterface(ModelInterface):
         other = part.select(OTHER.values()).rename({new: old for old, new in OTHER.items()})
         policy_S = response_logprobs(model, other, mb_spec, self.temperature)
         baseline = kto_baseline(policy_S, part["mismatched_ref_logprobs"], answered(other))
+        # As a key, so that each micro-batch compares with the baseline of the whole step.
         data = part.select(TRAINED).with_sequences(kl_baseline=baseline.expand(part.n_sequences).contiguous())
         stats = model.engine.train_batch(data, mb_spec, self.loss, self.loss_weight)
         return {**stats, "kl_baseline": Mean(baseline, torch.ones_like(baseline))}

@@ -112,6 +112,7 @@ def best_and_worst(rewards_S: Tensor, data: SequenceSample) -> tuple[Tensor, Ten
     group_S, valid_S = data.group_index(), rewards_S.isfinite() & answered(data)
     best_S, worst_S = (keep_best(sign * rewards_S, group_S, valid_S, 1) for sign in (1, -1))
     differ_G = torch.ones(len(data), dtype=torch.bool, device=group_S.device)
+    # Ties go to the first response on both sides, so one response is best and worst only if none differs from it.
     differ_G[group_S[best_S & worst_S]] = False
     return best_S & differ_G[group_S], worst_S & differ_G[group_S]
 

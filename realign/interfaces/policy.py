@@ -256,6 +256,7 @@ class PolicyInterface(ModelInterface):
         stats = self.batch_stats(model, data)
         steps, further = self._optimize(model, data, mb_spec)
         merged = merge_stats([stats, *steps, *further])
+        # After the optimizer steps: all of them used one coefficient, that of the metric.
         merged |= self.kl_control.update(merged, model.engine.reduce)
         if self.objective_control is None:
             return merged
@@ -284,6 +285,7 @@ class PolicyInterface(ModelInterface):
         scores_S = scores_S - self.reward.baselines(self.reward_moments, data)
         valid_S = valid_S & scores_S.isfinite() & self.truncation.kept(valid_S, truncated_S)
         if self.keep_best is not None:
+            # With dense rewards, but without the KL penalty, which the advantage subtracts later.
             total_S = Rewards.of(data.with_sequences(rewards=scores_S)).per_sequence
             valid_S = keep_best(total_S, data.group_index(), valid_S, self.keep_best)
         mask_T = data["loss_mask"] & broadcast_to_tokens(valid_S, cu_seqlens)
@@ -308,6 +310,7 @@ class PolicyInterface(ModelInterface):
         returns = {} if estimate.returns_T is None else {"returns": estimate.returns_T}
         if not self.train_end_token:
             stops = self.generation.stop_token_ids
+            # After the advantages, so that a reward at the end token still reaches the tokens before it.
             ends_T = end_tokens(model, data["input_ids"], stops, "train_end_token=false")
             data = data.with_tokens(loss_mask=data["loss_mask"] & ~ends_T)
         return data.with_tokens(advantages=advantages_T, **returns)
@@ -354,6 +357,7 @@ class PolicyInterface(ModelInterface):
             minibatch = minibatch.with_tokens(loss_mask=mask_T)
         loss_T, stats = self.token_loss(output, minibatch, weight_T)
         loss_T = torch.where(minibatch["loss_mask"], loss_T, 0)
+        # Not `loss_mask`: with `keep_in_divisor`, rejected tokens have no loss and still count.
         return self.aggregation.total(loss_T, divisor_T, minibatch.cu_seqlens()), stats
 
     def token_loss(
@@ -389,6 +393,7 @@ class PolicyInterface(ModelInterface):
         """Compute the metrics of the rollout batch."""
         mask_T, cu_seqlens = data["loss_mask"], data.cu_seqlens()
         trained_S = segment_sum(mask_T, cu_seqlens) > 0
+        # Minus the log-prob of a sample is an unbiased estimate of the entropy, at no cost.
         surprise_S = segment_sum(torch.where(mask_T, -data["logprobs"], 0), cu_seqlens)
         stats: list[Stats] = [
             {"trained_fraction": masked_mean(trained_S.float(), torch.ones_like(trained_S))},

@@ -59,6 +59,7 @@ class PPOActorInterface(PolicyInterface):
         if self.critic is not Critic.none and not self.advantage.gives_returns:
             why = f"{type(self.advantage).__name__} computes no returns to train a critic"
             raise SettingsError(f"critic={self.critic.value}: {why}. Set advantage=gae or critic=none")
+        # The critic learns the returns that `credit` computes once, for the whole batch.
         if self.credit_per_minibatch and self.critic is Critic.own:
             raise SettingsError("credit_per_minibatch=true: cannot be combined with critic=own. Set critic=shared")
 

@@ -114,6 +114,7 @@ class RAFTActorInterface(SFTInterface):
         rewards_S, group_S = data["rewards"], data.group_index()
         valid_S = trainable(data)
         if self.skip_equal_rewards:
+            # `degenerate_groups` has one entry per group with a valid response, in the order of `unique`.
             _, group_N = group_S[valid_S].unique(return_inverse=True)
             valid_S = valid_S.index_put((valid_S,), ~degenerate_groups(rewards_S, group_S, valid_S)[group_N])
         if self.keep_best is not None:

@@ -132,6 +132,7 @@ def divergence_loss(
         length_P1 = lengths_S[chosen_P, None]
         held_PL = torch.minimum(place_L, length_P1 - 1) + cu_seqlens.long()[chosen_P, None]
         slots_PL = torch.where(length_P1 > 0, held_PL, len(ids_T))
+        # No token has id -1, so a response that continues differs where the other has ended.
         return scores_T[slots_PL], tokens_T[slots_PL].masked_fill(place_L >= length_P1, -1)
 
     (chosen_PL, chosen_ids_PL), (rejected_PL, rejected_ids_PL) = aligned(pairs.chosen_P), aligned(pairs.rejected_P)

@@ -111,6 +111,7 @@ class RFTActorInterface(SFTInterface):
             threshold_S, chosen_S = above_percentile(pooled, percentile)
             if self.min_reward is not None:
                 chosen_S = chosen_S & (pooled["rewards"] >= self.min_reward)
+            # All responses to a prompt have its threshold; the metric counts it once, at the first of them.
             first_S = torch.cat([chosen_S.new_ones(1), pooled.group_index().diff() > 0])
             stats.append(
                 {
@@ -166,13 +167,13 @@ class Pool:
 
     def take(self, data: SequenceSample) -> SequenceSample:
         """Return `input_ids`, `loss_mask` and `rewards` of the pooled responses to `data`, each prompt once."""
-        found: dict[Tokens, Hashable] = {}
+        id_of: dict[Tokens, Hashable] = {}
         for i, prompt in zip(data.ids, prompts_of(data), strict=True):
             if prompt in self._prompts:
-                found.setdefault(prompt, i)
-        groups = [self._prompts[prompt] for prompt in found]
+                id_of.setdefault(prompt, i)
+        groups = [self._prompts[prompt] for prompt in id_of]
         sample = SequenceSample.from_sequences(
-            list(found.values()),
+            list(id_of.values()),
             {
                 "input_ids": [[torch.tensor(ids) for ids in group] for group in groups],
                 "loss_mask": [[torch.tensor(mask, dtype=torch.bool) for mask, _ in group.values()] for group in groups],

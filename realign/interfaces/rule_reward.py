@@ -177,26 +177,26 @@ class RuleRewardInterface(ModelInterface):
         cut = cut_responses(self.cut, data, model.tokenizer)
         if self.dense:
             return self._dense(model, data, cut)
-        found = self._scored(model, data, cut)
+        scored = self._scored(model, data, cut)
         order_S = self._order(model, data)
-        rewards_S = cut.rewards(self._total(found))[order_S]
-        named = {f"{NAMED}{name}": found[name].float()[order_S] for name in self.functions}
+        rewards_S = cut.rewards(self._total(scored))[order_S]
+        named = {f"{NAMED}{name}": scored[name].float()[order_S] for name in self.functions}
         return data.with_sequences(rewards=rewards_S, **named).select(["rewards", *named])
 
     def _scored(self, model: Model, data: SequenceSample, cut: Cut) -> dict[str, Tensor]:
         """Return the rewards [S] fp64 of each function by name, NaN where it gives none."""
-        asked = cut.judged_S.nonzero()[:, 0].tolist()  # responses with the penalty are not scored
+        judged = cut.judged_S.nonzero()[:, 0].tolist()  # responses with the penalty are not scored
         owners = data.group_index().tolist()
-        groups = [owners[i] for i in asked]
+        groups = [owners[i] for i in judged]
         rows = [data.metadata["row"][owner] for owner in groups]
         decoded = {}
         for special in {term.special_tokens for term in self._terms.values()}:
             prompts, responses = texts(model, cut.data, special)
-            decoded[special] = [prompts[i] for i in asked], [responses[i] for i in asked]
-        found = {name: torch.full((len(owners),), math.nan, dtype=torch.float64) for name in self._terms}
+            decoded[special] = [prompts[i] for i in judged], [responses[i] for i in judged]
+        rewards = {name: torch.full((len(owners),), math.nan, dtype=torch.float64) for name in self._terms}
         for name, values in self._term_rewards(decoded, rows, groups).items():
-            found[name][asked] = values
-        return found
+            rewards[name][judged] = values
+        return rewards
 
     def _term_rewards(
         self, decoded: Mapping[bool, tuple[list[str], list[str]]], rows: list[Any], groups: list[int]
@@ -248,18 +248,20 @@ class RuleRewardInterface(ModelInterface):
         return torch.tensor([math.fsum(values) for values in zip(*columns, strict=True)])
 
     def _dense(self, model: Model, data: SequenceSample, cut: Cut) -> SequenceSample:
-        asked = cut.judged_S.nonzero()[:, 0].tolist()
+        judged = cut.judged_S.nonzero()[:, 0].tolist()
         owners = data.group_index().tolist()
         (prompts, responses), tokens = texts(model, cut.data), token_texts(model, cut.data)
         lists = self._opened(_SINGLE).score_tokens(
-            [prompts[i] for i in asked],
-            [responses[i] for i in asked],
-            [data.metadata["row"][owners[i]] for i in asked],
-            [tokens[i] for i in asked],
+            [prompts[i] for i in judged],
+            [responses[i] for i in judged],
+            [data.metadata["row"][owners[i]] for i in judged],
+            [tokens[i] for i in judged],
         )
-        found = dict(zip(asked, lists.values, strict=True))
-        rewards_S = torch.tensor([math.nan if i in found and found[i] is None else 0.0 for i in range(len(owners))])
-        flat = [x for i, own in enumerate(tokens) for x in found.get(i) or [0.0] * len(own)]
+        by_response = dict(zip(judged, lists.values, strict=True))
+        rewards_S = torch.tensor(
+            [math.nan if i in by_response and by_response[i] is None else 0.0 for i in range(len(owners))]
+        )
+        flat = [x for i, own in enumerate(tokens) for x in by_response.get(i) or [0.0] * len(own)]
         dense_T = torch.zeros(len(cut.data["input_ids"])).masked_scatter(~cut.data["prompt_mask"], torch.tensor(flat))
         written = data.with_sequences(rewards=cut.rewards(rewards_S))
         return written.with_tokens(dense_rewards=cut.dense_rewards(dense_T, data)).select(["rewards", "dense_rewards"])
@@ -291,6 +293,7 @@ def texts(model: Model, data: SequenceSample, special_tokens: bool = False) -> t
     """
     prompts, responses = [], []
     for ids, given in zip(data.sequences("input_ids"), data.sequences("prompt_mask"), strict=True):
+        # Only the leading run: in an episode, `prompt_mask` also marks observations.
         n = int(given.int().cumprod(0).sum())
         prompts.append(ids[:n].tolist())
         responses.append(ids[n:].tolist())
@@ -304,6 +307,7 @@ def _tensor(values: Sequence[float | None]) -> Tensor:
 
 def token_texts(model: Model, data: SequenceSample) -> list[list[str]]:
     """Decode each response token of every sequence, including special tokens."""
+    # Each id once, since a batch repeats few of them.
     known = data["input_ids"].unique().tolist()
     decoded = model.tokenizer.batch_decode([[i] for i in known], skip_special_tokens=False)
     text = dict(zip(known, decoded, strict=True))

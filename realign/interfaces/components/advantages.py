@@ -117,6 +117,7 @@ class Estimate:
         if isinstance(found, Estimate):
             return found
         sequences, tokens = len(cu_seqlens) - 1, int(cu_seqlens[-1])
+        # If all lengths are 1, both readings mean the same.
         if sequences == tokens and found.shape == (tokens,) and bool((cu_seqlens.diff() != 1).any()):
             raise ValueError(
                 f"{estimator}.estimate returned shape {list(found.shape)} for as many responses as tokens. Return "
@@ -334,6 +335,7 @@ class GroupRelative(AdvantageEstimator):
     @override
     def estimate(self, rewards: Rewards, data: SequenceSample, reduce: Reduce) -> Estimate:
         if self.length_weighted:
+            # `adv_norm` then counts a response once per token.
             return Estimate(advantages_T=rewards.per_sequence[sequence_index(rewards.cu_seqlens)])
         return Estimate(advantages_S=rewards.per_sequence)
 

@@ -136,6 +136,7 @@ class ImportanceCorrection(Correction):
     def stats(self, data: SequenceSample) -> Stats:
         """Return differences to the behavior policy, weights, and fractions of tokens that are changed."""
         mask_T, keep_T = data["loss_mask"], self._kept(data)
+        # Without bounds, to see below which weights the range has changed.
         ratio_T, _, clamped_T = RatioRange(self.weight.level).apply(data, CapMode.truncate)
         weight_T = self.weight.apply(data, CapMode.truncate).weight_T
         kl_T = kl_estimate(data["logprobs"], data["prox_logprobs"], mask_T, KLEstimator.k3)
@@ -175,6 +176,7 @@ def staleness_stats(data: SequenceSample, version: int) -> Stats:
     lag_T = version - data["versions"].long()
     nothing_S = torch.full((len(data.cu_seqlens()) - 1,), -1, device=lag_T.device)
     oldest_S = nothing_S.scatter_reduce(0, index_T[sampled_T], lag_T[sampled_T], "amax")
+    # Unlike the maximum, the minimum must ignore the fill of -1; it remains for responses without a sampled token.
     newest_S = nothing_S.scatter_reduce(0, index_T[sampled_T], lag_T[sampled_T], "amin", include_self=False)
     return {
         "staleness_head": masked_mean(oldest_S.float(), oldest_S >= 0),

@@ -32,6 +32,7 @@ class EarlyStop(Settings):
         if not self.bounded:
             return True  # does not read metrics, which would synchronize with the device
         values = stat_values(stats)
+        # A mini-batch without trained tokens reports neither metric, and has moved nothing.
         return all(bound is None or values.get(name, 0.0) <= bound for name, bound in self._bounds.items())
 
     def describe(self) -> str:

@@ -130,6 +130,7 @@ class KLPenalty(Settings):
             logprobs_T: [T] log-probs of the sampled tokens under the policy, differentiable in the loss; at least fp32.
             ref_logprobs_T: [T] log-probs under the reference. Both are 0 off the mask.
         """
+        # `KLControl.estimate` masks before and after, so that an override does not have to.
         everywhere_T = torch.ones_like(logprobs_T, dtype=torch.bool)
         return kl_estimate(logprobs_T, ref_logprobs_T, everywhere_T, self.chosen_estimator)
 
@@ -293,6 +294,7 @@ class KLControl:
         """
         mask_T = data["loss_mask"]
         if self.penalty.full_vocabulary:
+            # beta=1 is KL(policy || reference), the direction that the estimators estimate.
             kl_T = output.divergence("ref", data["ref_hidden"], beta=1.0, temperature=temperature, where_T=mask_T)
         else:
             kl_T = self.estimate(logprobs_T, data)
@@ -323,6 +325,7 @@ class KLControl:
             per_sequence = stats["ref_kl_per_sequence"]
             assert isinstance(per_sequence, Mean)
             sums = torch.stack([per_sequence.total.double(), per_sequence.weight.double()])
+            # Over all ranks, so that the coefficient stays the same on each.
             kl, n_sequences = reduce(sums).tolist()
             if n_sequences:
                 self._adapt(kl / n_sequences, int(n_sequences))

@@ -222,9 +222,11 @@ def gspo_loss(
     """
     log_ratio_T, clamped_T = log_ratio(logprobs_T, old_logprobs_T, mask_T)
     mean_T = sequence_mean(log_ratio_T, mask_T, cu_seqlens)
+    # With an old log-prob of 0, the mean log-ratio is the ratio that the clip sees.
     clip = policy_loss(
         mean_T, torch.zeros_like(mean_T), advantages_T, mask_T, clip_low=low, clip_high=high, dual_clip=dual
     )
+    # Log-ratios were clamped per token, before the mean, which cannot exceed the limit.
     return clip._replace(clamped_T=clamped_T)
 
 
@@ -475,6 +477,7 @@ class ProximalKLControl:
         """
         mask_T, old_T = data["loss_mask"], old_logprobs(data)
         new_T = score_logprobs(model, data, mb_spec, temperature)["logprobs"]
+        # The old policy sampled the tokens, so it comes first: KL(old || new).
         kl_mean = masked_mean(kl_estimate(old_T, new_T, mask_T, KLEstimator.k3), mask_T)
         stats: Stats = {"proximal_kl": kl_mean, "proximal_kl_coef": Max(torch.tensor(self.coef))}
         self._adapt(kl_mean, model)
@@ -597,6 +600,7 @@ def policy_stats(policy: PolicyLoss, tokens: PolicyTokens, entropy_T: Tensor) ->
         "logprob_diff_var": masked_variance(logprobs_T - old_T, mask_T),
         "logprob_diff_min": Min(-masked_max(old_T - logprobs_T, mask_T).value),
         "logprob_diff_max": masked_max((logprobs_T - old_T).abs(), mask_T),
+        # KL(old || current): the old policy sampled the tokens.
         "approx_kl": masked_mean(kl_estimate(old_T, logprobs_T, mask_T, KLEstimator.k3), mask_T),
         "entropy": masked_mean(entropy_T, mask_T),
     }

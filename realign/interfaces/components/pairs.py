@@ -80,6 +80,7 @@ def train_on_groups(
     loss_weight: LossWeightFn,
 ) -> Stats:
     """Take `n_minibatches` optimizer steps over the batch, in a new random order; groups stay together."""
+    # A loss pairs neighbors of its micro-batch, so a cut inside a group would pair the wrong responses.
     mb_spec = replace(mb_spec, whole_groups=True)
     parts = data.minibatches(n_minibatches, np.random.default_rng(model.call_seed("minibatches")))
     return merge_stats(model.engine.train_batch(part, mb_spec, loss, loss_weight) for part in parts)

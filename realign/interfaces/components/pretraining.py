@@ -43,6 +43,7 @@ def mix_pretraining(
     text = part.select(["ptx_input_ids", "ptx_loss_mask"]).rename(
         {"ptx_input_ids": TOKENS, "ptx_loss_mask": "ptx_mask"}
     )
+    # The policy's sequences have the prompts' ids, and `gather` rejects an id that occurs twice.
     text = replace(text, ids=tuple(("ptx", prompt) for prompt in part.ids))
     mask_T = text["ptx_mask"]
     weight, tokens = reduce(torch.stack([loss_weight(policy).double(), mask_T.sum().double()])).tolist()

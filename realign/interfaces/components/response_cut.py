@@ -98,6 +98,7 @@ def cut_responses(cut: ResponseCut | None, data: SequenceSample, tokenizer: Any)
     response_T = ~data["prompt_mask"]
     place_T = _count_before(response_T, cu_seqlens)
     ends_T = response_T & (place_T >= cut.after) & torch.isin(ids_T, torch.tensor(cut.ids(tokenizer)).to(ids_T.device))
+    # Strictly before, so the end token itself remains.
     kept_T = _count_before(ends_T, cu_seqlens) == 0
     lengths = Lengths(data.lengths["input_ids"].counts, segment_sum(kept_T, cu_seqlens).long().cpu().numpy())
     keys = {name: data[name][kept_T] for name in ("input_ids", "prompt_mask")}

@@ -152,6 +152,7 @@ def value_stats(data: SequenceSample, model: Model) -> Stats:
     sums = torch.stack([returns_M.new_tensor(len(returns_M)), returns_M.sum(), values_M.sum()])
     count, total, value_total = reduce(sums).unbind()
     n = count.clamp(min=1)
+    # Around the means of all ranks, hence a second sum; a single pass over squares would cancel.
     deviations = returns_M - total / n, values_M - value_total / n, returns_M - values_M
     spread, value_spread, error = reduce(torch.stack([x.square().sum() for x in deviations])).tolist()
     stats: Stats = {
