@@ -71,10 +71,13 @@ class EngineState:
             ValueError: only one of state and engine has an optimizer, a value head or averaged weights; or a
                 different set of weights is trained.
         """
+        # Before the weights are loaded: the run decided about fused rollouts with its initial weights, and after a
+        # resume it must decide the same, since both ways round differently.
         if self._fusion is not None:
             if state["fused"]:
                 self._fusion.compare()
             self._fusion.path.resumed = state["decode"]
+        # All mismatches are found before the first part changes.
         parts = self._parts()
         if weights_only:
             parts = {"value_head": parts["value_head"]}
@@ -176,6 +179,7 @@ def copy_image_processor(tokenizer: Any, folder: Path) -> None:
     source = str(tokenizer.name_or_path)
     for name in IMAGE_PROCESSOR_FILES:
         file: Any = Path(source, name)
+        # `try_to_load_from_cache` raises for a path, so only owner/name is asked for.
         if not file.is_file() and not Path(source).is_dir() and source.count("/") == 1:
             file = try_to_load_from_cache(source, name)
         if not isinstance(file, str | Path) or not Path(file).is_file():

@@ -95,6 +95,7 @@ class LoadBalancer:
         """Change the routing biases after an optimizer step with this load."""
         if self.routers is None or not self.bias_rate:
             return
+        # Only the sign counts (arXiv:2408.15664): the size of a step doesn't depend on how uneven the load is.
         below_LE = load.total_LE.mean(-1, keepdim=True) - load.total_LE
         for bias_E, change_E in zip(self.routers.biases, self.bias_rate * below_LE.sign(), strict=True):
             bias_E += change_E.to(bias_E)
@@ -156,6 +157,7 @@ class StepLoad:
         if not self._coef or not probs_E.requires_grad:
             return routed
         all_E = counts_E if self._all_LE is None else self._all_LE[router]
+        # The mean over layers of one loss per layer. Counts pooled over layers would hide opposite imbalances (ADR 32).
         loss = self._coef / len(self.counts_LE) * self._loss(all_E, probs_E)
         scores_RK: Tensor = _WithLoss.apply(routed.scores_RK, loss)
         return replace(routed, scores_RK=scores_RK)
@@ -204,6 +206,8 @@ class _WithLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        # The gradient of the loss with respect to itself is 1, whatever arrives for `x`: so it is added to the total
+        # loss.
         return gradients[0], gradients[0].new_ones((), dtype=torch.float32)
 
 

@@ -119,6 +119,8 @@ class InferenceEngine(DecodableEngine):
 
     def reference(self, layers: int | None = None) -> Forward:
         """Return a `forward` that uses the current policy, regardless of later training; see `Network.reference`."""
+        # One pass after another: the hooks of a branch record the arguments of a layer, and don't know of which pass
+        # (ADR 12).
         return partial(self._forward, run=self.network.reference(layers))
 
     def _forward(
@@ -196,6 +198,7 @@ def _magnitude(count: int) -> str:
 
 def added(result: SequenceSample, micro_batch: SequenceSample) -> SequenceSample:
     """Return the keys of `result` that the micro-batch does not contain."""
+    # By identity, since a hook may also replace a key that the micro-batch has.
     new = [k for k, x in result.data.items() if x is not micro_batch.data.get(k)]
     if not new:
         raise ValueError(

@@ -70,6 +70,7 @@ def origin(
     Returns:
         A description with the ids, or a statement that every micro-batch is finite by itself.
     """
+    # The losses are known already. Gradients cost another pass for each micro-batch.
     culprits = [part for (part, _), loss in zip(micro_batches, losses, strict=True) if not bool(loss.isfinite())]
     what = "loss"
     if not culprits:
@@ -87,6 +88,7 @@ def origin(
 def _culprits(parts: Sequence[SequenceSample], is_finite: IsFinite) -> Iterator[Hashable]:
     """Yield the ids of each micro-batch that are non-finite by themselves, or all of its ids if none is."""
     for part in parts:
+        # A generator: each id costs a pass, and the caller stops after `NAMED` of them.
         alone = (i for k, i in enumerate(part.ids) if not is_finite(part.take([k]), None))
         first = next(alone, None) if len(part) > 1 else None
         if first is None:

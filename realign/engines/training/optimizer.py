@@ -152,6 +152,7 @@ def learning_rate(spec: OptimizerSpec, step: int) -> float:
     if schedule.kind is ScheduleKind.constant:
         return spec.lr
     assert schedule.total is not None
+    # `total` may be below `warmup` (the run then only warms up), and a run may go on after `total`.
     done = min(1.0, (step - schedule.warmup) / max(1, schedule.total - schedule.warmup))
     left = 1 - done if schedule.kind is ScheduleKind.linear else 0.5 * (1 + math.cos(math.pi * done))
     return spec.lr * (schedule.min_ratio + (1 - schedule.min_ratio) * left)
@@ -170,6 +171,7 @@ def build_adamw(spec: OptimizerSpec, parameters: Iterable[nn.Parameter]) -> torc
     """Build AdamW over `parameters`, with fused kernels where torch has them, else with foreach kernels."""
     trained = [p for p in parameters if p.requires_grad]
     fused = all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in trained)
+    # torch refuses `fused` together with `foreach=True`.
     return torch.optim.AdamW(
         parameter_groups(trained, spec.weight_decay),
         lr=spec.lr,

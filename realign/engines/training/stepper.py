@@ -159,6 +159,7 @@ class Stepper:
         self._check_moments(state["optimizer"]["state"])
         self.optimizer.load_state_dict(_with_own_counts(state["optimizer"]))
         self._check_dtypes(state["optimizer"]["state"])
+        # torch restores the settings of each group too. A resumed run uses those of its config, so they are put back.
         for group, own in zip(self.optimizer.param_groups, settings, strict=True):
             group.update(own)
         self.optimizer_steps = state["optimizer_steps"]

@@ -114,6 +114,7 @@ class TorchOptimizer(OptimizerSpec):
         for part in optimizer.first:
             for group in part.param_groups:
                 group["lr"] = lr
+        # The rest follows the same schedule from its own peak, and AdamW needs its epsilon set as well.
         peak = self.lr if self.other_lr is None else self.other_lr
         for part in optimizer.rest:
             super().set_step(part, lr=peak * (lr / self.lr if self.lr else 0.0), step=step)
@@ -125,6 +126,7 @@ class TorchOptimizer(OptimizerSpec):
             return
         shape = list(parameter.shape)
         for name, x in moments.items():
+            # A single number is a step count, or a statistic that the class keeps once per weight.
             if not isinstance(x, Tensor) or x.numel() == 1 or list(x.shape) == shape:
                 continue
             factored = not self.elementwise and x.ndim == len(shape)  # Adafactor keeps rows and columns
@@ -181,6 +183,7 @@ def _refusal(cls: type[torch.optim.Optimizer]) -> str | None:
         return REFUSED_OPTIMIZERS[cls.__name__]
     if "lr" not in _argument_names(cls):
         return "it has no argument lr, which the schedule sets"
+    # Schedule-free optimizers: the weights that they train differ from those to evaluate, and `eval` exchanges them.
     if hasattr(cls, "train") and hasattr(cls, "eval"):
         return "it must be told about training and evaluation, which the engine does not do"
     return None
@@ -228,6 +231,8 @@ class MixedOptimizer:
         state: dict[int, Any] = {}
         groups: list[dict[str, Any]] = []
         for part, start in zip(self.parts, self._starts(), strict=True):
+            # Each optimizer numbers its parameters from 0. Checkpoints and `Stepper` expect one numbering over all
+            # groups.
             own = part.state_dict()
             state |= {start + i: x for i, x in own["state"].items()}
             groups += [{**group, "params": [start + i for i in group["params"]]} for group in own["param_groups"]]

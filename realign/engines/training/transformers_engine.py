@@ -203,8 +203,12 @@ class TransformersEngine(InferenceEngine):
             loss, stats = loss_fn(output, moved)
             check_loss(loss)
             gradients: list[Tensor | None] = []
+            # The balancing loss enters inside of the layers, so the backward pass must run through all of them, even if
+            # `loss` reaches none.
             if load is not None:
                 differentiate_with_hidden(output.hidden_RH, loss / weight)
+            # Lanes are threads: `backward` would add to `parameter.grad` in the order in which they finish, and the sum
+            # would depend on their speed. A micro-batch without trainable tokens has a loss without gradient.
             elif loss.requires_grad and passes.lanes > 1:
                 gradients = stepper.differentiate(loss / weight)
             elif loss.requires_grad:
@@ -228,6 +232,7 @@ class TransformersEngine(InferenceEngine):
 
     @torch.no_grad()
     def _count_load(self, load: StepLoad, passes: Passes) -> None:
+        # Counts of an earlier pass, such as the rollout, would be those of other weights (ADR 32).
         for here, layout in passes:
             with counting(load, layout):
                 self.network.run(here, here.to(self.device), layout)
@@ -270,6 +275,7 @@ class TransformersEngine(InferenceEngine):
         steps = stepper.optimizer_steps
         culprits = partial(self._nonfinite_origin, done, weight)
         stats = stepper.step(self._total_loss(done.losses), weight, vetoed=vetoed, culprits=culprits)
+        # A skipped step changes nothing, so averages, target heads and routing biases stay too (ADR 7).
         if stepper.optimizer_steps > steps:
             if self._average is not None:
                 self._average.update()
@@ -285,6 +291,7 @@ class TransformersEngine(InferenceEngine):
 
     def _total_loss(self, losses: Sequence[Tensor]) -> Tensor:
         """Return the sum over the batch of the losses that `loss_fn` returned."""
+        # A rank without prompts has no loss, and `stack` needs at least one tensor.
         return torch.stack([torch.zeros((), device=self.device), *losses]).sum()
 
     def _nonfinite_origin(self, done: Accumulated, weight: Tensor) -> str:
@@ -379,9 +386,12 @@ class TrainingModes:
             dropout_seed: returns the seed of the dropout masks; called only if a dropout is active.
         """
         with ExitStack() as stack:
+            # Before any mode changes, so that an error in a pass can't leave the model in train mode.
             stack.callback(self._network.eval)
             adapter_dropouts = self._network.trains.dropouts(self._network)
             if self._dropout or adapter_dropouts:
+                # The masks depend on the seed alone, so a resumed run draws the same, and the run's own generator stays
+                # where it is.
                 stack.enter_context(torch.random.fork_rng())
                 torch.manual_seed(dropout_seed())
             if self._dropout:
@@ -389,6 +399,7 @@ class TrainingModes:
             for dropout in adapter_dropouts:
                 dropout.train()
             for layer in self._checkpointed:
+                # Only the flag of the layer: `train()` would enable the dropout of its parts as well.
                 layer.training = True
             yield
 

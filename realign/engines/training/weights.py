@@ -18,6 +18,7 @@ def named_weights(module: nn.Module, value_head: nn.Module | None) -> dict[str, 
     tensors = module.state_dict(keep_vars=True)
     if value_head is not None:
         tensors = {**tensors, **{f"{VALUE_HEAD}{name}": x for name, x in value_head.state_dict(keep_vars=True).items()}}
+    # Reversed, so that the first name of a tied weight overwrites the later ones.
     first = {id(x): name for name, x in reversed(tensors.items())}
     return {name: x.detach() for name, x in tensors.items() if first[id(x)] == name}
 
