@@ -46,6 +46,7 @@ def enable_tf32(device: torch.device) -> None:
 @contextmanager
 def full_fp32(device: torch.device) -> Iterator[None]:
     """Compute fp32 matrix products without TF32, for comparisons that expect fp32 rounding errors."""
+    # cuDNN has a switch of its own, which is on by default.
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     if device.type != "cuda" or before == (False, False):
         yield
@@ -62,6 +63,7 @@ def use_deterministic_algorithms() -> None:
 
     cuBLAS reads its setting when it starts, so this must precede the first matrix product on CUDA.
     """
+    # One of the two values that NVIDIA documents as deterministic; the other, :16:8, is slower.
     os.environ.setdefault(CUBLAS, ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
     # The engine reads no uninitialized memory.

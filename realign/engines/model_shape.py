@@ -107,6 +107,7 @@ def shape_of(
     with torch.random.fork_rng(devices=[]), torch.device("meta"), quiet_transformers():
         kind = head.auto_class(config)
         module = kind.from_config(config, trust_remote_code=trust_remote_code, dtype=torch.float32)
+        # Counted before `prepare`, which adds adapters.
         loaded = sum(p.numel() for p in module.parameters())
         layers = _layers(module)
         in_layers = sum(p.numel() for p in layers.parameters())
@@ -154,15 +155,18 @@ def _layers(module: Any) -> nn.ModuleList:
 
 
 def _largest_list(stack: Any) -> Iterable[nn.Module]:
+    # A layer may contain lists itself, such as experts. The list of layers has more weights than any list inside it.
     lists = [part for part in stack.modules() if isinstance(part, nn.ModuleList)]
     return max(lists, key=lambda part: sum(p.numel() for p in part.parameters()), default=[stack.base_model])
 
 
 def _mlp(config: Any) -> int:
     """Return the inner size of the feed-forward layer, for all experts that compute a token."""
+    # Experts first: configs of such families may also have an intermediate_size, that of their dense layers.
     for name in ("moe_intermediate_size", "intermediate_size", "ffn_dim", "n_inner", "d_ff"):
         if (size := getattr(config, name, None)) is not None:
             return int(size) * int(getattr(config, "num_experts_per_tok", None) or 1)
+    # GPT-2 leaves n_inner empty.
     return 4 * int(config.hidden_size)
 
 

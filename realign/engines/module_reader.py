@@ -77,6 +77,7 @@ class ModuleReader:
         what = f"models.{self.role}: model family {family!r} cannot be loaded from {path!r} with head={self.head}"
         with readable(what):
             module, info = self._loaded(path, config)
+        # The adapter brings weights that its base model lacks, such as a scalar head.
         supplied = frozenset() if self.adapter is None else self.adapter.head_names()
         missing = sorted(set(info["missing_keys"]) - supplied)
         self._check_complete(module.base_model_prefix, missing)
@@ -94,6 +95,7 @@ class ModuleReader:
 
         def load(attention: str | None, **more: Any) -> tuple[Any, dict[str, Any]]:
             settings = {"dtype": torch.float32, "attn_implementation": attention, "output_loading_info": True, **more}
+            # A head that the folder lacks depends on the seed of its role alone, not on what was drawn before.
             with torch.random.fork_rng(), quiet_transformers():
                 torch.manual_seed(self.seed)
                 if unread is not None:
@@ -115,6 +117,8 @@ class ModuleReader:
                 raise
             attention = None  # the family selects its attention class itself, so the model will run unpacked
             module, info = load(attention)
+        # The folder has the head under another name. Only the first attempt tells which names are missing and left
+        # over.
         if mapping := head_mapping(info["missing_keys"], info["unexpected_keys"]):
             module, info = load(attention, key_mapping=mapping)
         return module, info

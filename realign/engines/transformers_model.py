@@ -296,6 +296,7 @@ class TransformersModel(Settings, ModelSpec):
         if self.optimizer is None:
             return self
         copy = replace(self, optimizer=replace(self.optimizer, ema_decay=None))
+        # `replace` calls the constructor, and `inherited` is no argument of it.
         return copy if self.inherited is None else copy.with_tokenizer(self.inherited)
 
     @override
@@ -402,12 +403,14 @@ class TransformersModel(Settings, ModelSpec):
         if settings.vocabulary is not None and settings.vocabulary > words:
             raise ConfigError(f"models.{name}.head.vocabulary={settings.vocabulary}: must be at most {words}")
         keep_layout(module)
+        # bitsandbytes has quantized the weights on their device; see `settings_4bit`.
         module = (module if self.load_in_4bit else module.to(device)).eval()
         probed = value_head = None
         if has_unread(module):
             top = 0 if self._value_head is None else self._value_head.layers
             kind = self.head.auto_class(module.config)
             probed = small_model(module, kind, device, layers=top, trust_remote_code=self.trust_remote_code)
+        # Before `trains` adds adapters and freezes weights: a value head with layers of its own copies the plain ones.
         if self._value_head is not None:
             value_head = read_value_head(name, module, self._value_head, self.path, seed, settings.vocabulary, probed)
         with readable(f"models.{name}.trains", ConfigError):

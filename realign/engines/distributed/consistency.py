@@ -43,6 +43,7 @@ class Facts:
                 return f"different {key!r}"
         for key, (total, size) in self.sums.items():
             theirs, _ = other.sums.get(key, (float("nan"), 0.0))
+            # Written with `not`, so that NaN, for a key that the other rank lacks, counts as a difference.
             if not abs(total - theirs) <= ROUNDING * size:
                 return f"different {key!r}"
         return ""
@@ -112,8 +113,10 @@ def weight_facts(weights: Mapping[str, Tensor]) -> dict[str, tuple[tuple[int, ..
     """Return the shape, the sum and the sum of magnitudes of each weight."""
     sums = []
     for weight in weights.values():
+        # A norm with `dtype` sums floats in fp64 without an fp64 copy of the weight, but takes no integers.
         x = weight.detach() if weight.is_floating_point() else weight.double()
         sums.append(torch.stack((x.sum(dtype=torch.float64), torch.linalg.vector_norm(x, 1, dtype=torch.float64))))
+    # One transfer for all weights. NaN differs from itself, so a model with a NaN would never equal its copies.
     totals = torch.stack(sums).nan_to_num().tolist() if sums else []
     return {
         name: (tuple(x.shape), total, size) for (name, x), (total, size) in zip(weights.items(), totals, strict=True)
@@ -135,7 +138,9 @@ def facts_of(method: str, data: SequenceSample) -> Facts:
 
 def _sums(x: Tensor) -> tuple[float, float]:
     """Return the position-weighted sum and the sum of magnitudes; NaN counts as 0, infinities as +-1e30."""
+    # Infinities become numbers, since their sums would be NaN, which differs from itself.
     values = x.detach().double().nan_to_num(posinf=1e30, neginf=-1e30).flatten()
+    # Weights from 1 to 2 by position, so that two exchanged values also change the sum.
     places = torch.linspace(1, 2, len(values), dtype=torch.float64, device=values.device)
     total, size = torch.stack(((values * places).sum(), values.abs().sum())).tolist()
     return total, size

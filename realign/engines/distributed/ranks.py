@@ -77,6 +77,8 @@ class Ranks:
                 result = action()
             except Exception as raised:
                 error = raised
+        # The error travels in place of the result. If rank 0 raised before the broadcast, the others would wait in it
+        # forever.
         result, failure = self.broadcast((result, error and _sendable(error)))
         if error is not None:
             raise error  # the original error, with its traceback
@@ -120,6 +122,7 @@ def _marked(error: Exception) -> Exception:
 
 def _sendable(error: Exception) -> Exception:
     """Return the error, or a RuntimeError with its text if another process could not unpickle it."""
+    # A class of a user's file or of a package that only rank 0 has imported may be missing on another rank.
     if type(error).__module__.partition(".")[0] not in _EVERYWHERE:
         return RuntimeError(f"{type(error).__name__}: {error}")
     try:

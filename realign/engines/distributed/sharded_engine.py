@@ -90,6 +90,7 @@ class ShardedEngine(TransformersEngine):
         if sharding.offload and device.type == "cpu":
             raise ConfigError(f"models.{name}.sharding.offload=true: the model is already on the CPU. Remove this key.")
         given = named_weights(module, value_head)
+        # Unread weights are compared slice by slice when they are read, see `check_same_slices`.
         check_same_weights(name, self._ranks, {k: x for k, x in given.items() if not isinstance(x, Unread)})
         # every pass is a collective: passes cannot run concurrently
         settings = replace(settings or NetworkSettings(), parallel_passes=ParallelPasses.off)
@@ -110,6 +111,7 @@ class ShardedEngine(TransformersEngine):
 
     @override
     def capabilities(self) -> EngineCapabilities:
+        # A head of a sharded engine is a copy, which doesn't follow the optimizer.
         return replace(super().capabilities(), live_head=False)
 
     @property
@@ -169,6 +171,7 @@ class ShardedEngine(TransformersEngine):
                 self.network.idle()
         finally:
             self.network.rest()
+        # Only now: a rank without prompts has taken part in the passes of the others.
         if not len(part):
             return SequenceSample(())
         return self._restored_to(part[TOKENS].device, passes, results)
@@ -207,6 +210,7 @@ class ShardedEngine(TransformersEngine):
                 self.network.differentiate(output.hidden_RH, loss / weight)
                 losses.append(loss.detach().float())
                 metrics.append(keep_traces(stats, moved, mb_spec))
+            # Other ranks gather layers and reduce gradients in these rounds, and wait for this rank in each of them.
             for number in idle:
                 self._reduce_after(len(losses) + number + 1, rounds)
                 with counting(load, NO_ROWS):
@@ -290,6 +294,7 @@ class ShardedEngine(TransformersEngine):
         """
         try:
             if not len(part):
+                # Gathering the weights is a collective, so a rank without prompts takes part too.
                 self._rollout_module()
                 return SequenceSample(())
             return super().generate(part, config, seed=seed)
@@ -335,6 +340,7 @@ class ShardedEngine(TransformersEngine):
     def load_weights(self, weights: Mapping[str, Tensor], mix: float = 1.0) -> None:
         own = named_weights(self.module, self.value_head)
         check_weights(self.name, shapes_of(own), shapes_of(weights), mix)
+        # In place on the local slices: the optimizer holds the same memory.
         slices = {name: x.to_local() if is_part(x) else x for name, x in own.items()}
         mix_into(slices, {name: _slice(weights[name], x) for name, x in own.items()}, mix)
         self.network.gathered.outdate()

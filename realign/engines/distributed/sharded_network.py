@@ -135,9 +135,11 @@ class ShardedNetwork(Network):
             )
         layers = read_stack(module).layers
         self.grid = Grid.of(sharding, self.device, self.host)
+        # Before the modules are sharded: this is an ordinary copy of their classes, without memory.
         self.gathered = GatheredCopy(module, self.value_head)
         unread = self._set_aside()
         summed: set[str] = set()
+        # Before FSDP, which divides what tensor parallelism leaves to a rank; see `slices_of`.
         if sharding.tensor_parallel > 1:
             copied = _split_layers(name, module, layers, self.grid.mesh["tp"])
             above = next(path for path, part in self.named_modules() if part is layers)
@@ -146,12 +148,15 @@ class ShardedNetwork(Network):
         self._read(unread)
         self.sharded: dict[str, Any] = dict(self.named_parameters())
         """The slices by name, as `DTensor`s."""
+        # A loss may use any of the heads or none, so their gradients are tracked apart from those of the trunk.
         trunk = {id(p) for p in read_body(module).parameters()}
         self._heads = [name for name, p in self.sharded.items() if id(p) not in trunk and p.requires_grad]
         self._reached: set[str] = set()
         self._reduces, self._unreduced = True, False
         self._summed = summed
         """Weights that ranks of a tensor-parallel group apply to different heads; gradients are partial sums."""
+        # Plain tensors in the memory of the shards: an optimizer step on them is one on the network. A `DTensor`
+        # optimizer couldn't combine the weights of two meshes (ADR 15).
         self._owned = [nn.Parameter(p.detach().to_local(), p.requires_grad) for p in self.sharded.values()]
 
     def _shard(self, layers: nn.ModuleList, sharding: Sharding, dtype: torch.dtype) -> None:
@@ -182,6 +187,7 @@ class ShardedNetwork(Network):
             for name, p in module.named_parameters(recurse=False):
                 if isinstance(p, Unread):
                     plain = nn.Parameter(torch.empty(p.shape, device="meta"), p.requires_grad)
+                    # By id, so that tied weights stay one parameter.
                     setattr(module, name, empty.setdefault(id(p), plain))
         return unread
 
@@ -201,6 +207,7 @@ class ShardedNetwork(Network):
             part = nn.Parameter(from_slice(own.to(self.device), like), like.requires_grad)
             for module, attribute in places[id(like)]:  # several for tied weights
                 setattr(module, attribute, part)
+            # Reads a slice that this rank doesn't keep: its neighbor reads it too, and must find the same bytes.
             expected[name] = self.host.digest(weight.read(slices_of(like, self.grid.after(like))))
         if unread:
             self.load_state_dict({}, strict=False)  # FSDP looks at its parameters again after it
@@ -232,6 +239,7 @@ class ShardedNetwork(Network):
     def _hidden(self, moved: SequenceSample, layout: Layout) -> Tensor:
         if layout.pieces.any():
             return super()._hidden(moved, layout)
+        # All ranks must call the layers together. One without tokens computes a single token, and drops it.
         token = moved.with_data({TOKENS: moved[TOKENS].new_zeros(1)}, lengths=Lengths.of([[1]]))
         return super()._hidden(token, Layout.plain(token.lengths[TOKENS]))[:0]
 
@@ -260,6 +268,8 @@ class ShardedNetwork(Network):
         See `Sharding.reduce_once` for when the sum over the ranks is computed. If `loss` is None or does not reach the
         layers, this rank contributes a zero gradient.
         """
+        # The backward pass also starts from the hidden states, with a gradient of 0: every rank then passes through all
+        # layers and reduces the same tensors, whichever outputs its loss uses (ADR 15).
         hooks = [self._listen(name) for name in self._heads]
         try:
             if loss is None or not loss.requires_grad:
@@ -304,6 +314,8 @@ class ShardedNetwork(Network):
         squares = [torch.zeros((), device=self.device)]
         for p, own in zip(self.sharded.values(), self._owned, strict=True):
             if own.grad is not None:
+                # Each rank of a tensor-parallel group has such a weight in full, and the sum over the group counts it
+                # `tp` times.
                 copies = 1 if tp == 1 or _divided(p, "tp") else tp
                 squares.append(own.grad.norm().square().to(self.device) / copies)
         total = self.grid.sum(torch.stack(squares).sum())
@@ -342,6 +354,7 @@ class GatheredCopy:
             for p in part.parameters():
                 nothing = torch.empty(0, dtype=p.dtype, device=self._device)
                 memo.setdefault(id(p), nn.Parameter(nothing, requires_grad=False))
+        # `deepcopy` takes the empty parameters of `memo` instead of copying the weights, and keeps tied ones tied.
         parts = copy.deepcopy(parts, memo)
         self.module: Any = parts["module"]
         self.value_head: ValueNetwork | None = parts.get("value_head")
@@ -369,6 +382,8 @@ class GatheredCopy:
         """Gather the current weights on `device`, one by one; collective. With None, the rank only participates."""
         self.outdate()
         own = dict(self._all.named_parameters())
+        # All ranks gather in the same order. One by one: if `device` is the host, the accelerator never holds more than
+        # one full weight.
         for name, part in sharded.items():
             x = whole(part.detach())
             if device is not None:

@@ -51,6 +51,7 @@ class ShardedState:
         for name, part in (("module", self._network.module), ("value_head", self._network.value_head)):
             if part is not None and state[name] is not None:
                 now = part.state_dict()
+                # Names that the model lacks stay in the state, so that loading it reports them.
                 own[name] = {k: reader.part(x, now[k]) if k in now else x for k, x in state[name].items()}
         slices = list(self._network.sharded.values())
         if self._stepper is not None and state["optimizer"] is not None:
@@ -70,6 +71,7 @@ class ShardedState:
 
     def _places(self, stepper: Stepper) -> dict[int, int]:
         """Map parameter indices in the optimizer's state to indices in `ShardedNetwork.owned`."""
+        # The optimizer numbers its parameters by group (matrices, then vectors), not in the order of the network.
         at = {id(p): place for place, p in enumerate(self._network.owned())}
         return dict(enumerate(at[id(p)] for group in stepper.optimizer.param_groups for p in group["params"]))
 
@@ -135,4 +137,5 @@ class ShardedSaver(ModelSaver):
         try:
             self._ranks.lead(save)
         finally:
+            # The copy is now on the host, but a rollout needs one on the device.
             self._network.gathered.empty()

@@ -104,6 +104,7 @@ def from_slice(own: Tensor, like: DTensor) -> DTensor:
 
 def memory_of(x: DTensor) -> tuple[Hashable, ...]:
     """Return a key that is equal for two shards in the same memory, including shards without elements."""
+    # The storage and not `data_ptr`, which is 0 for every shard without elements.
     own = x.to_local()
     return (own.untyped_storage()._cdata, own.storage_offset(), x.shape, x.dtype)
 
@@ -134,6 +135,7 @@ def write_parts(folder: Path, tensors: Mapping[str, Tensor]) -> list[Path]:
             dcp.save(dict(tensors), storage_writer=dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True))
     except dcp.CheckpointException as error:  # not a subclass of Exception
         raise OSError(f"{folder.name}: {_cause(error)}") from error
+    # The name of a file contains the rank that wrote it, counted from 1.
     return sorted(folder.glob(f"shard-{current().rank + 1:05d}-*.safetensors"))
 
 

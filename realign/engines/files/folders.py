@@ -38,6 +38,7 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 """Error codes of a full disk."""
 
 _NEW, _OLD = "new", "old"
+# The names of `tempfile.TemporaryDirectory`: the prefix, a dot, and 8 characters.
 _SCRATCH = re.compile(r"\.(.+)\.\w{8}")
 _REMOVED = ".removed"
 
@@ -108,10 +109,12 @@ def save_folder(path: Path, write: Callable[[Path], None]) -> None:
     """
     refuse_link(path)
     make_folder(path.parent)
+    # Beside `path`, since a rename is atomic only within a disk.
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as scratch:
         new = Path(scratch, _NEW)
         try:
             write(new)
+            # Before the rename: after a power loss, a name on the disk could otherwise stand for files without content.
             sync_tree(new)
         except (OSError, SafetensorError) as error:  # a full disk can also raise SafetensorError
             kind = DiskFullError if _is_full(error) else OSError
@@ -121,10 +124,13 @@ def save_folder(path: Path, write: Callable[[Path], None]) -> None:
 
 def _replace(path: Path, new: Path, old: Path) -> None:
     """Rename `new` to `path`. An existing folder is renamed to `old`, and back if this fails."""
+    # A folder with files can't be replaced by a rename, so the old one goes aside first. `restore_interrupted_saves`
+    # brings it back if the process ends between the two renames.
     if path.exists():
         path.rename(old)
     try:
         new.rename(path)
+    # Also after Ctrl-C.
     except BaseException:
         if old.exists() and not path.exists():
             old.rename(path)
@@ -137,6 +143,7 @@ def remove_folder(path: Path) -> None:
     if not path.exists():
         return
     aside = path.with_name(f".{path.name}{_REMOVED}")
+    # An earlier removal may have been interrupted after its rename.
     shutil.rmtree(aside, ignore_errors=True)
     path.rename(aside)
     shutil.rmtree(aside)
@@ -161,6 +168,7 @@ def _restore(path: Path) -> None:
         shutil.rmtree(path)
         return
     match = _SCRATCH.fullmatch(path.name)
+    # A user's hidden folder may have such a name. Only ours contains nothing but these two.
     if match is None or not {entry.name for entry in path.iterdir()} <= {_NEW, _OLD}:
         return
     old, target = path / _OLD, path.with_name(match[1])

@@ -23,6 +23,7 @@ LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 HEADS = ("num_attention_heads", "num_key_value_heads", "n_head", "n_heads")
 SIZES = ("hidden_size", "vocab_size", "n_embd")
 EXPERTS = ("num_experts", "num_local_experts")
+# Far above any real model: a damaged config must fail before transformers allocates what it says.
 MOST_LAYERS = 10_000
 MOST_HEADS = 100_000
 MOST_EXPERTS = 100_000
@@ -31,6 +32,7 @@ LARGEST_SIZE = 10**8
 LARGEST_FILE = 64 << 20
 """Size limit of a JSON file in bytes; a vocabulary is in other files."""
 
+# The cache of the hub names a file by its git hash (40 digits), or by its sha256 if it is stored as a large file (64).
 _HASH = re.compile("[0-9a-f]{40,64}")
 
 
@@ -209,6 +211,7 @@ def _check_counts(file: Path, part: Mapping[str, Any], keys: Iterable[str], lowe
     for key in keys:
         value = part.get(key)
         for item in value if isinstance(value, list) else [value]:  # some families have one value per layer
+            # `isinstance` would accept true and false.
             if item is not None and not (type(item) is int and lowest <= item <= highest):
                 raise _invalid(file, key, value, f"an integer from {lowest} to {highest}")
 

@@ -191,11 +191,13 @@ def difference(tokenizer: Any, expected: Any) -> str | None:
 def _probes(tokenizer: Any) -> Sequence[str]:
     ids = sorted(tokenizer.get_vocab().values())
     own = tokenizer.decode(ids[:: max(1, len(ids) // 64)])
+    # Special tokens also between letters and blanks, since a token may strip the blanks beside it.
     special = tokenizer.all_special_tokens
     return (*PROBES, own, "".join(special), *(f"a{token} b\n{token}" for token in special))
 
 
 def _ids(tokenizer: Any, text: str, special: bool) -> list[int]:
+    # `verbose=False`: no warning about a text that is longer than the model.
     return list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
 
 
@@ -238,6 +240,7 @@ def reread_difference(tokenizer: Any, folder: Path) -> str | None:
         with quiet_transformers():
             back = AutoTokenizer.from_pretrained(folder, trust_remote_code=trusted)
             changed = difference(back, tokenizer)
+            # Realign reads it with `_as_in_file`, so both ways must agree with the tokenizer of the run.
             if changed is None:
                 return difference(_as_in_file(str(folder), back, str(folder)), tokenizer)
     except Exception as error:  # transformers raises many kinds

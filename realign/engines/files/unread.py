@@ -125,8 +125,11 @@ def _computed(x: Any, slices: list[slice], opened: Callable[[Path], Any]) -> Ten
         return _computed(args[0], slices, opened)
     if source.function is torch.stack and dim == 0 and rows:  # one tensor for each expert: read those of the slice
         return torch.stack([_computed(part, slices[1:], opened) for part in args[0][rows[0]]])
+    # Concatenated along another dimension, so a range of rows needs only the same rows of each part.
     if source.function is torch.cat and dim != 0 and len(slices) == 1:
         return torch.cat([_computed(part, rows, opened) for part in args[0]], dim)
+    # Any other operation may mix all elements, so its arguments are read in full. The clone frees the full result,
+    # which a view would keep.
     args, keywords = tree_map_only(Unread, lambda part: _computed(part, [], opened), (args, dict(keywords)))
     whole: Tensor = tree_leaves(source.function(*args, **keywords))[source.at]
     return whole[tuple(slices)].clone() if slices else whole
