@@ -42,12 +42,12 @@ def search(load: Workload, cluster: Cluster, *, servers: bool) -> Search:
         servers: whether to consider inference servers.
     """
     candidates = list(placements(load, cluster.options, servers))
-    fitting = [one for one in candidates if fits(memory_of(one, load, cluster.device), cluster.device)]
+    fitting = [p for p in candidates if fits(memory_of(p, load, cluster.device), cluster.device)]
     bounds = _Bounds(load, cluster)
     best = _simulated(_promising(fitting, bounds, SIMULATED), load, cluster)
-    others = _promising([one for one in candidates if one not in fitting], bounds, TOO_LARGE)
+    others = _promising([p for p in candidates if p not in fitting], bounds, TOO_LARGE)
     fastest = best[0].tokens_per_s if best else 0.0
-    faster = [one for one in _simulated(others, load, cluster) if one.tokens_per_s > fastest]
+    faster = [prediction for prediction in _simulated(others, load, cluster) if prediction.tokens_per_s > fastest]
     return Search(best[: cluster.options.show], faster, len(candidates), len(fitting))
 
 
@@ -64,7 +64,7 @@ def _simulated(allocations: Sequence[Sequence[PlannedPlacement]], load: Workload
     predictions = []
     for same in allocations:
         predicted = sorted(
-            (predict(prediction, load, cluster) for prediction in same), key=lambda p: p.placement.max_staleness or 0
+            (predict(placement, load, cluster) for placement in same), key=lambda p: p.placement.max_staleness or 0
         )
         most = max(prediction.tokens_per_s for prediction in predicted)
         predictions.append(next(prediction for prediction in predicted if prediction.tokens_per_s >= EQUAL * most))
@@ -83,11 +83,11 @@ class _Bounds:
         costs = costs_of(placement, self._load, self._cluster)
         plan = schedule(placement, self._load, self._cluster)
         train_s = costs.train_step_s + self._load.tokens * costs.train_token_s
-        whole_s, busy_s = self._sampling(placement, plan)
+        batch_s, busy_s = self._sampling(placement, plan)
         if not placement.max_staleness:
-            return whole_s + train_s + costs.sync_s
+            return batch_s + train_s + costs.sync_s
         together = train_s + busy_s if plan.shared else max(train_s, busy_s + costs.sync_s)
-        return max(together, whole_s / (placement.max_staleness + 1))
+        return max(together, batch_s / (placement.max_staleness + 1))
 
     def _sampling(self, placement: PlannedPlacement, plan: RuntimeSchedule) -> tuple[float, float]:
         """Return the seconds until a batch is scored, and the mean seconds in which an engine decodes."""

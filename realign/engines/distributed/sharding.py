@@ -84,8 +84,8 @@ def slices_of(like: DTensor, at: Sequence[int] | None = None) -> list[slice]:
         placement: Any = like.placements[dim]
         if not placement.is_replicate():  # FSDP uses a different placement class on top of tensor parallelism
             rows, rank = bounds[placement.dim], mesh.get_local_rank(dim) if at is None else at[dim]
-            each = -(-len(rows) // mesh.size(dim))  # as `torch.chunk` divides them
-            bounds[placement.dim] = rows[rank * each : (rank + 1) * each]
+            per_rank = -(-len(rows) // mesh.size(dim))  # as `torch.chunk` divides them
+            bounds[placement.dim] = rows[rank * per_rank : (rank + 1) * per_rank]
     return [slice(rows.start, rows.stop) for rows in bounds]
 
 

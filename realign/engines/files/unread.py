@@ -131,8 +131,8 @@ def _computed(x: Any, slices: list[slice], opened: Callable[[Path], Any]) -> Ten
     # Any other operation may mix all elements, so its arguments are read in full. The clone frees the full result,
     # which a view would keep.
     args, keywords = tree_map_only(Unread, lambda part: _computed(part, [], opened), (args, dict(keywords)))
-    whole: Tensor = tree_leaves(source.function(*args, **keywords))[source.at]
-    return whole[tuple(slices)].clone() if slices else whole
+    result: Tensor = tree_leaves(source.function(*args, **keywords))[source.at]
+    return result[tuple(slices)].clone() if slices else result
 
 
 def weights_in(path: str, place: torch.device) -> dict[str, Unread] | None:
@@ -143,8 +143,8 @@ def weights_in(path: str, place: torch.device) -> dict[str, Unread] | None:
     from realign.engines.files.model_folder import parse_object
 
     def local(name: str) -> Path | None:
-        found = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
-        return None if found is None else Path(found)
+        cached = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+        return None if cached is None else Path(cached)
 
     index = local(INDEX)
     names = [WEIGHTS] if index is None else sorted(set(parse_object(index)["weight_map"].values()))

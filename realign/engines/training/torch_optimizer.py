@@ -102,8 +102,8 @@ class TorchOptimizer(OptimizerSpec):
             return self._make(parameter_groups(trained, self.weight_decay))
         inner = [p for p in trained if p.ndim == 2 and id(p) not in outer]
         rest = [p for p in trained if p.ndim != 2 or id(p) in outer]
-        made = [self._make([{"params": inner, "weight_decay": self.weight_decay}])] if inner else []
-        return MixedOptimizer(made, [build_adamw(self, rest)] if rest else [])
+        first = [self._make([{"params": inner, "weight_decay": self.weight_decay}])] if inner else []
+        return MixedOptimizer(first, [build_adamw(self, rest)] if rest else [])
 
     @override
     def set_step(self, optimizer: Any, *, lr: float, step: int) -> None:
@@ -169,8 +169,8 @@ class TorchOptimizer(OptimizerSpec):
         if "weight_decay" not in _argument_names(cls):
             groups = [{"params": group["params"]} for group in groups]
         arguments = {name: tuple(x) if isinstance(x, list) else x for name, x in self.arguments.items()}
-        made: torch.optim.Optimizer = cls(groups, lr=self.lr, **arguments)
-        return made
+        optimizer: torch.optim.Optimizer = cls(groups, lr=self.lr, **arguments)
+        return optimizer
 
 
 def _argument_names(cls: type) -> list[str]:
