@@ -59,7 +59,9 @@ def call(
         if traces is not None:
             traces.extend(traced(result, mb_spec.trace_ids))
         return batch, stat_values(result)
+    # `rename` maps keys of inputs too, so only the pairs that concern an output count here and below
     declared = {*rpc.outputs, *(ours for ours, theirs in rpc.rename.items() if theirs in rpc.outputs)}
+    # undeclared `reports` are dropped, since a graph may omit them; any other undeclared key fails the check below
     result = result.select(result.keys - (interface.keys(rpc.method).reports - declared))
     result = result.rename({ours: theirs for ours, theirs in rpc.rename.items() if theirs in rpc.outputs})
     if result.keys != set(rpc.outputs):

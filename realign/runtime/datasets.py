@@ -48,6 +48,7 @@ def load_datasets(experiment: Experiment, models: Mapping[str, Model]) -> Datase
     training = experiment.data.load(models[experiment.lead_role].tokenizer)
     _check_training(training, experiment)
     check_predicted(training, "data", models)
+    # a `longest_response` that includes the prompt has been compared with the windows above
     if not experiment.response_counts_prompt:
         _check_positions(training, length, models, readers, "data", setting=setting)
     calibration, prompts = experiment.calibration, None
@@ -85,6 +86,8 @@ def _check_training(dataset: Dataset, experiment: Experiment) -> None:
             f"data: the graph reads the key {missing[0]!r}, but the dataset has {', '.join(sorted(dataset.keys))}. "
             "Choose a data class that has this key."
         )
+    # without dynamic sampling a batch may span epochs; with it, `draw_new` uses no row twice in a step, so the step
+    # could never be full
     if experiment.dynamic_sampling is not None and rows is not None and experiment.batch_prompts > rows:
         raise ConfigError(
             f"batch_prompts={experiment.batch_prompts}: the dataset has {rows} rows, and dynamic_sampling uses "
@@ -102,6 +105,7 @@ def _check_training(dataset: Dataset, experiment: Experiment) -> None:
             f"microbatch.max_tokens_per_microbatch={limit}: the longest text of data.pretraining has {text} tokens. "
             f"Set it to at least {text}, or limit the length of the texts."
         )
+    # here too the prompt is included, and `check_ready` has compared `longest_response` with the budget
     if not experiment.response_counts_prompt:
         _check_budget(dataset, experiment.longest_response, experiment)
 

@@ -113,6 +113,8 @@ class Experiment(RunSettings):
             try:
                 evaluation.check(self.graph, self.models)
             except ConfigError as error:
+                # changed in place, because a new error would lose the class that decides the exit code, and the
+                # traceback
                 error.args = (f"{where}.{error}",)
                 raise
         check_shared(self.models)

@@ -74,6 +74,7 @@ def _own_names(rpc: RPC) -> dict[str, str]:
 
 def _read(rpc: RPC, keys: Keys) -> set[str]:
     """Return the inputs that the method reads, by their names in the graph; all inputs if it declares none."""
+    # an interface of a user need not declare its keys, and must not be told that it reads nothing
     if not keys.needs and not keys.uses:
         return set(rpc.inputs)
     own = _own_names(rpc)
@@ -190,6 +191,7 @@ def check_syncs(graph: DataflowGraph, models: Mapping[str, ModelSpec], *, ahead:
                 f"sync.{role}: models.{role} shares the model of role {spec.of!r} and has no separate weights. Set "
                 f"models.{role}.path, or remove sync.{role}."
             )
+        # a reference branch keeps the start of `role` inside its network, which a sync would overwrite
         for other, view in models.items():
             if isinstance(view, SharedModel) and view.of == role and view.branch is Share.reference:
                 raise ConfigError(

@@ -63,6 +63,7 @@ class Counters:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counters as plain values."""
+        # a sorted list, because JSON has no sets and equal states must have equal bytes
         return vars(self) | {"ratio_checked": sorted(self.ratio_checked)}
 
     @classmethod
@@ -78,6 +79,8 @@ class SleepingSamplers:
         """Keep the samplers that free memory, all of which are awake."""
         self._samplers = [sampler for sampler in samplers if sampler.capabilities().frees_memory]
         self._asleep = False
+        # `RayRuntime` makes independent calls in threads; the lock is held until all samplers have woken, so that none
+        # of these calls finds one asleep
         self._lock = threading.Lock()
 
     def sleep(self) -> None:
@@ -136,6 +139,7 @@ class LocalRuntime:
         """Batches of prompts drawn before the first step, minus the steps before it. Nonzero only after resuming with
         another batch size or another data position."""
         try:
+            # first, because a reward function that cannot be opened should not cost the time that loading takes
             open_interfaces(experiment)
             with memory_limited("loading the models", SMALLER):
                 self.models = self._load_models()
@@ -159,6 +163,7 @@ class LocalRuntime:
                     dynamic_sampling=experiment.dynamic_sampling,
                 )
         except BaseException:
+            # also on Ctrl-C: servers and worker processes that have started would outlive this process
             self.close()
             raise
 
@@ -230,6 +235,7 @@ class LocalRuntime:
             batch = self._calls(calls, batch, values)
             if self.ahead is not None:
                 self.ahead.advance()
+            # after the calls, because dynamic sampling draws during them
             values |= self.prompts.order.metrics()
             with memory_limited("weight sync", SMALLER), self.spans.span("weight sync", "phase"):
                 values |= self.sync.after_step(step)
@@ -237,6 +243,7 @@ class LocalRuntime:
                 self.counters.rewards_seen += int(batch["rewards"].isfinite().sum())
             values |= stat_values(sequence_stats(batch))
             if math.isfinite(reward := values.get("reward", math.nan)):
+                # starts at the first reward; a start at 0 would look like learning
                 before = reward if self.counters.reward_ema is None else self.counters.reward_ema
                 self.counters.reward_ema = values["reward_ema"] = REWARD_MEMORY * before + (1 - REWARD_MEMORY) * reward
             values["step_s"] = time.perf_counter() - started
@@ -275,9 +282,9 @@ class LocalRuntime:
         without dynamic sampling.
         """
         for rpc in rpcs:
-            made = self._call(rpc, batch, draw)
-            self._note(rpc, made, values)
-            batch = made.batch
+            result = self._call(rpc, batch, draw)
+            self._note(rpc, result, values)
+            batch = result.batch
         return batch
 
     def _call(self, rpc: RPC, batch: SequenceSample, draw: int = 0) -> CallResult:
@@ -300,12 +307,15 @@ class LocalRuntime:
 
     def _note(self, rpc: RPC, made: CallResult, values: dict[str, float]) -> None:
         """Add the metrics of an RPC to those of its step."""
+        # dynamic sampling makes the same call several times in a step
         total = values[f"time/{rpc.name}_s"] = values.get(f"time/{rpc.name}_s", 0.0) + made.seconds
         prefix = "" if rpc.model == self.experiment.lead_role else f"{rpc.model}/"
         values |= {f"{prefix}{name}": value for name, value in made.stats.items()}
         if rpc.method == "train_step":
             self.traces[rpc.model] = made.traces
             self.counters.optimizer_steps += made.stats.get("optimizer_steps", 0.0)
+            # `call` has already advanced the version, so the step trained from `version - 1`; older samples have
+            # another policy, and their ratio need not be 1
             if "prox_logprobs" in rpc.inputs or not is_stale(made.batch, self.models[rpc.model].version - 1):
                 self._check_ratio(rpc, made.stats)
             values[f"{prefix}train_tokens_per_s"] = made.stats.get("tokens", 0.0) / made.seconds
@@ -399,6 +409,8 @@ class LocalRuntime:
         """Stop asynchronous rollout, and close the interfaces and external samplers."""
         with ExitStack() as stack:  # closes the rest even if one of them fails to close
             if self.ahead is not None:
+                # a stack runs the last callback first: stop the rollout, then close what its threads wait for, and only
+                # then wait for the threads
                 stack.callback(self.ahead.join)
             for interface in used_interfaces(self.experiment).values():
                 stack.callback(interface.close)

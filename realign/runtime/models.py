@@ -90,6 +90,7 @@ def adopt(role: str, interface: ModelInterface, saved: Mapping[str, Any]) -> Non
     except RealignError:
         raise
     except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
+        # where the method is defined, not the class: a user's subclass that inherits it gets our message
         if not type(interface).adopt.__module__.startswith("realign."):
             raise
         raise DataError(
@@ -127,6 +128,8 @@ def check_optimizers(experiment: Experiment) -> None:
     for rpc in experiment.graph.rpcs:
         spec = experiment.models.get(rpc.model)
         trainable = None if spec is None else spec.facts().trainable
+        # `is False`, because None means that the spec of a user's engine does not say; `_completed` asks the loaded
+        # engine
         if rpc.method == "train_step" and spec is not None and trainable is False:
             raise untrainable(rpc, spec)
         if rpc.model not in trained and trainable:
@@ -187,6 +190,7 @@ def check_vocabularies(models: Mapping[str, Model], lead: str) -> None:
     known = models[lead].tokenizer
     for role, model in models.items():
         own = model.tokenizer
+        # most roles share one tokenizer object, whose vocabulary need not be compared with itself
         if own is not known and isinstance(own, HasVocabulary) and isinstance(known, HasVocabulary):
             check_vocabulary(role, own, lead, known)
 
@@ -254,6 +258,7 @@ def save_models(folder: Path, models: Mapping[str, Model], interfaces: Mapping[s
     for role, model in models.items():
         if not model.has_engine or not model.engine.capabilities().trainable:
             continue
+        # gathering the shards is a collective of all ranks, but `folder` of another rank is a scratch folder
         ranks.together(partial(model.engine.save, folder / role))
         ranks.lead(partial(_write_states, folder, role, model, interfaces))
 

@@ -29,6 +29,7 @@ def check_output_folder(experiment: Experiment) -> None:
     if experiment.overwrite or not started:
         return
     problem = f"output_dir={str(out)!r}: the folder contains an earlier run"
+    # the leading `*` also finds `.step_000010.replaced`, the only checkpoint of a run that died while it replaced it
     resumable = any((out / CHECKPOINTS).glob("*step_*"))
     if resume is None:
         continue_it = "Continue that run with resume=auto, choose" if resumable else "Choose"
@@ -76,10 +77,12 @@ def alone_in(folder: Path) -> Iterator[None]:
     except ImportError:
         yield
         return
+    # the kernel releases a lock on an open folder when the process dies, so a killed run leaves no stale lock file
     number = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
+        # any other error means that the file system has no locks; the run then goes on without one
         if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
             os.close(number)
             raise TransientError(

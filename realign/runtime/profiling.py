@@ -118,6 +118,7 @@ def profile_steps(runtime: LocalRuntime, options: ProfileOptions, done: int, fol
     folder.mkdir(parents=True, exist_ok=True)
     recorded.export_chrome_trace(str(folder / TRACE))
     spans = [
+        # a kernel on the GPU is counted in the device time of the operator on the CPU that launched it
         Span(
             event.name,
             event.thread,
@@ -195,6 +196,7 @@ def self_times(spans: Iterable[Span]) -> Mapping[str, Mapping[str, float]]:
     for span in spans:
         if span.name.startswith(MARK):
             continue
+        # the middle, because the start or end of an operator can coincide with the border of a call
         middle = (span.start + span.end) / 2
         owner = threads[span.thread].at(middle) if span.thread in threads else everywhere.at(middle)
         if owner is not None:
@@ -206,6 +208,7 @@ class _Timeline:
     """The active call at each time; `OUTSIDE` if there is none, and None if there are several."""
 
     def __init__(self, calls: Sequence[Span]) -> None:
+        # at equal times -1 sorts before 1: a call that starts where another ends does not overlap it
         changes = sorted([(c.start, 1, c.name) for c in calls] + [(c.end, -1, c.name) for c in calls])
         active: Counter[str] = Counter()
         self._times: list[float] = []

@@ -113,6 +113,7 @@ def replay(experiment: Experiment, run: Path, step: int, break_in: str | None = 
     """
     if not 1 <= step <= experiment.steps:
         raise CheckpointError(f"step {step}: the run has steps 1 to {experiment.steps}.")
+    # not `dataclasses.replace`, which would check the settings of a training run again
     bare = copy.copy(experiment)
     bare.evaluation, bare.evaluations, bare.callbacks, bare.trackers = None, {}, {}, {}
     bare.resume = _start(experiment, run, step)
@@ -157,6 +158,7 @@ def _break(runtime: LocalRuntime, role: str) -> None:
 def gradient_norms(runtime: LocalRuntime) -> Iterator[dict[str, list[dict[str, float]]]]:
     """Collect the norm of each weight's gradient before every optimizer step in the context, by role."""
     norms: dict[str, list[dict[str, float]]] = {}
+    # `weights` returns views of the parameters, so an address tells to which weight a parameter of an optimizer belongs
     owners = {
         weight.data_ptr(): (role, name)
         for role, model in runtime.models.items()
@@ -165,13 +167,14 @@ def gradient_norms(runtime: LocalRuntime) -> Iterator[dict[str, list[dict[str, f
     }
 
     def collect(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        found: dict[str, dict[str, float]] = {}
+        norms_of: dict[str, dict[str, float]] = {}
         for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
             role, name = owners.get(parameter.data_ptr(), ("", ""))
-            found.setdefault(role, {})[name] = float(parameter.grad.norm())
-        for role, values in found.items():
+            norms_of.setdefault(role, {})[name] = float(parameter.grad.norm())
+        for role, values in norms_of.items():
             norms.setdefault(role, []).append(values)
 
+    # a hook of all optimizers, because an engine of a user need not expose its own
     handle = register_optimizer_step_pre_hook(collect)
     try:
         yield norms
@@ -187,6 +190,7 @@ def write(replayed: ReplayedStep, run: Path, out: Path) -> None:
     """
     out.mkdir(parents=True, exist_ok=True)
     batch = replayed.batch
+    # safetensors refuses tensors that share memory, such as two keys of one batch
     tensors: dict[str, Tensor] = {key: x.contiguous().clone() for key, x in batch.data.items()}
     for key, lengths in batch.lengths.items():
         tensors[f"{key}/lengths"], tensors[f"{key}/counts"] = (torch.tensor(x) for x in (lengths.flat, lengths.counts))
@@ -195,7 +199,7 @@ def write(replayed: ReplayedStep, run: Path, out: Path) -> None:
             parts = [trace.values[name] for trace in traces if name in trace.values]
             tensors[f"{role}/{name}"] = torch.cat(parts)
     save_file(tensors, out / "batch.safetensors")
-    told = {
+    summary = {
         "run": str(run),
         "step": replayed.step,
         "ids": list(batch.ids),
@@ -203,7 +207,8 @@ def write(replayed: ReplayedStep, run: Path, out: Path) -> None:
         "metrics": dict(replayed.metrics),
         "gradients": {role: list(steps) for role, steps in replayed.gradients.items()},
     }
-    (out / "step.json").write_text(_json(told, indent=1), encoding="utf-8")
+    (out / "step.json").write_text(_json(summary, indent=1), encoding="utf-8")
+    # 2**30 is more than any batch has: record everything
     every = RecordSpec(token_prompts=len(batch), token_responses=1 << 30, token_limit=1 << 30)
     lead = next(iter(replayed.traces), "")
     lines = {
@@ -253,7 +258,7 @@ def differences(first: ReplayedStep, second: ReplayedStep, tolerance: float = 0.
         second: the same step of another run.
         tolerance: largest absolute difference of numbers that counts as equal; 0: bit for bit.
     """
-    found = [
+    differing = [
         Difference(f"weights of {role} before the step", "", (a[:12], second.weights.get(role, "none")[:12]), "")
         for role, a in first.weights.items()
         if a != second.weights.get(role) and not tolerance
@@ -262,16 +267,16 @@ def differences(first: ReplayedStep, second: ReplayedStep, tolerance: float = 0.
         pairs = zip(first.batch.ids, second.batch.ids, strict=False)
         place = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first.batch), len(second.batch)))
         ids = tuple(str(x.batch.ids[place]) if place < len(x.batch) else "none" for x in (first, second))
-        found.append(Difference("prompts (order of the data)", f"place {place}", (ids[0], ids[1]), ""))
+        differing.append(Difference("prompts (order of the data)", f"place {place}", (ids[0], ids[1]), ""))
     tokens = first.batch.lengths.get("input_ids")
     for key in dict.fromkeys(key for key in first.order if key in first.batch.data and key in second.batch.data):
         lengths = first.batch.lengths[key], second.batch.lengths[key]
         pair = first.batch[key], second.batch[key]
-        found += _compared(first, f"{key} of the batch", pair, lengths, tolerance, of_tokens=lengths[0] == tokens)
+        differing += _compared(first, f"{key} of the batch", pair, lengths, tolerance, of_tokens=lengths[0] == tokens)
     for role in first.traces.keys() & second.traces.keys():
         last = [{(trace.prompt, trace.response): trace.values for trace in x.traces[role]} for x in (first, second)]
         for name in sorted({name for values in last[0].values() for name in values}, key=_causal):
-            found += _first_token(role, name, last[0], last[1], tolerance)
+            differing += _first_token(role, name, last[0], last[1], tolerance)
     for role, steps in first.gradients.items():
         for number, (a, b) in enumerate(zip(steps, second.gradients.get(role, ()), strict=False)):
             wrong = [name for name in a if abs(a[name] - b.get(name, math.nan)) > tolerance or name not in b]
@@ -279,9 +284,11 @@ def differences(first: ReplayedStep, second: ReplayedStep, tolerance: float = 0.
                 name = wrong[0]
                 values = _shown(a[name]), _shown(b.get(name, math.nan))
                 where = f"optimizer step {number + 1}, {name}"
-                found.append(Difference(f"gradient norm of {role}", where, values, f"{len(wrong)} of {len(a)} weights"))
+                differing.append(
+                    Difference(f"gradient norm of {role}", where, values, f"{len(wrong)} of {len(a)} weights")
+                )
                 break
-    return found
+    return differing
 
 
 Traced = Mapping[tuple[Hashable, int], Mapping[str, Tensor]]
@@ -338,6 +345,7 @@ def _compared(
 
 def _unequal(a: Tensor, b: Tensor, tolerance: float) -> Tensor:
     """Return the rows that differ; two missing values (NaN) are equal."""
+    # `a == b` lets equal infinities pass, whose difference is NaN
     wrong = ~(((a - b).abs() <= tolerance) | (a == b) | a.isnan() & b.isnan()) if a.is_floating_point() else a != b
     return wrong.reshape(len(a), -1).any(1).nonzero()[:, 0]
 

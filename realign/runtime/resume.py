@@ -69,6 +69,7 @@ def find_start(experiment: Experiment) -> Start | None:
         return None
     checkpoint, state = selected
     check(Config, state.get("config"), "config")  # before its keys are compared with those of this version
+    # before the schema, which the state of another version may not fit: the message should name that version
     check_version(str(checkpoint.path), state, config_of(experiment), installed_version())
     check_tree(str(checkpoint.path), checkpoint.step, state)
     new_run = CheckpointPart.counters in experiment.resume_skip
@@ -220,6 +221,7 @@ def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
         for key, value in node.items():
             yield from _leaves(value, f"{path}.{key}" if path else str(key))
     else:
+        # as JSON, so that a value just composed equals the same value read from a checkpoint: a tuple is a list there
         yield path, json.dumps(node, default=str, sort_keys=True)
 
 
@@ -251,6 +253,7 @@ class Attempts:
     def __init__(self, experiment: Experiment) -> None:
         self.experiment = experiment
         self._recoverable = experiment.runtime.starts_workers and experiment.checkpoint is not None
+        # taken now, because loading and training change the interfaces
         self._fresh = copy.deepcopy(experiment) if self._recoverable else experiment
         self._recoveries = 0
         self._earlier: set[object] | None = None
@@ -282,6 +285,7 @@ class Attempts:
         if self._earlier is not None and (own := [c for c in checkpoints if _identity(c) not in self._earlier]):
             # AUTO skips a damaged checkpoint, but would choose one of a later step that is about to be removed
             again.resume = AUTO if checkpoints[-1] is own[-1] else str(own[-1].path)
+            # they are about the checkpoint of another run; the run's own matches its config and misses nothing
             again.resume_allow, again.resume_skip = [], []
             where = f"continues after step {own[-1].step}"
         warnings.warn(f"{lost}. The run {where} (recovery {self._recoveries} of at most {most}).", stacklevel=3)

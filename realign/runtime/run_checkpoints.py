@@ -48,6 +48,7 @@ def run_state(runtime: LocalRuntime, frozen: Mapping[str, Any]) -> dict[str, Any
         "realign": installed_version(),
         "environment": environment(),
         "config": config_of(runtime.experiment),
+        # a sync changes the weights of a role that does not train, so they are in the checkpoint and not frozen
         "frozen": {role: origin for role, origin in frozen.items() if role not in runtime.sync.syncs},
         "models": {role: _model_state(model, role in runtime.sync.syncs) for role, model in runtime.models.items()},
         "interfaces": interface_states(runtime),
@@ -113,6 +114,8 @@ def _restore_models(runtime: LocalRuntime, states: Mapping[str, Any], skipped: s
         if CheckpointPart.counters not in skipped:
             model.version = state["version"]
         if model.has_engine:
+            # schedules, views and an external sampler follow the version; it is also due if `counters` is skipped,
+            # since the weights are new
             model.move_to(model.version)
 
 
@@ -255,6 +258,7 @@ class RunCheckpoints:
         """Write a checkpoint before the first step, so that a run can always be resumed."""
         if self._writer is not None:
             self._write(self._writer, 0)
+            # the run continues from this checkpoint if a worker dies in the first step, so it must be on disk before
             self._writer.close()
 
     def after_step(self, step: int, *, now: bool) -> None:
@@ -262,6 +266,7 @@ class RunCheckpoints:
         now = now or self._saves.best_step == step
         if self._spec is None or self._writer is None:
             return
+        # rank 0 decides: clocks differ between ranks, and a checkpoint is a collective
         if self._ranks.broadcast(now or self._spec.due(step, time.monotonic() - self._last)):
             self._write(self._writer, step)
 
@@ -300,6 +305,8 @@ class RunCheckpoints:
             if self._records is not None:  # on rank 0, which writes the state
                 state["records"] = self._records.state_dict()
             if self._interfaces is not None:
+                # the last checkpoint has the state before the calibration after training: a resume that saves `final`
+                # again repeats it
                 state["interfaces"] = self._interfaces
             writer.write(step, state, best=self._saves.best_step)
         except (OSError, TransientError, ValueError) as error:  # full disk; interface state that cannot be serialized

@@ -140,6 +140,7 @@ def _with_callbacks(experiment: Experiment, callbacks: Mapping[str, Callback]) -
             raise ConfigError(f"callbacks.{name}: the experiment has a callback of this name. Choose another name.")
     if not callbacks:
         return experiment
+    # not `dataclasses.replace`, which would fill in and check everything again
     extended = copy.copy(experiment)
     extended.callbacks = {**experiment.callbacks, **callbacks}
     return extended
@@ -175,10 +176,13 @@ def _opened(
         stack.enter_context(alone_in(experiment.output_dir))
         restore_interrupted_saves(experiment.output_dir)
 
+    # lock before a checkpoint is chosen; a new folder is made only after loading, so that a start that fails leaves
+    # none
     if is_there := ranks.lead(experiment.output_dir.is_dir):
         ranks.lead(hold)
     start = find_start(experiment)
     _check_start(start, ranks)
+    # after `begin` has opened and closed the interfaces, which may draw numbers: a run must not depend on it
     seed_random(experiment.seed)
     with _status(console if ranks.leader else None, "loading models and data"):
         runtime = open_runtime(experiment)

@@ -74,6 +74,7 @@ class RunInfo:
         self._attempt: dict[str, Any] = {
             "command": None if command is None else [*command_words(), *command],
             "started": _now(),
+            # both stay null if the process is killed
             "ended": None,
             "status": None,
             "reason": "",
@@ -174,6 +175,7 @@ def git_state(folder: Path) -> Mapping[str, Any] | None:
 def _git(folder: Path, *words: str) -> str | None:
     """Return the output of a git command that runs no program that the repository configures; None if it fails."""
     command = ["git", "-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null", *words]
+    # `git status` would otherwise lock the index to refresh it, which can make a git command of the user fail
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
     with suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(
@@ -386,6 +388,7 @@ class RunReport:
         words = {
             EndStatus.interrupted: ("continue", []),
             EndStatus.completed: ("train for more steps", [f"steps={2 * experiment.steps}"]),
+            # the reason starts with the key of the callback, see `Stop.describe`
             EndStatus.stopped: ("continue", [f"{event.reason.partition(':')[0]}=null"]),
         }.get(event.status)
         if words is not None and (learns or event.status is not EndStatus.completed):  # more steps would not help

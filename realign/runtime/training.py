@@ -101,6 +101,7 @@ class TrainingLoop:
         self.fresh = start is None or start.new_run
         e = self.experiment
         self.saves = Saves(self.out, runtime.save, e.save_every_steps, e.keep_saves, e.save_best, self.ranks)
+        # before `restore`, because the hash covers the initial weights of a policy that serves as its own reference
         frozen = frozen_weights(runtime) if e.checkpoint is not None or start is not None else {}
         if start is not None:
             check_frozen(start.state["frozen"], frozen)
@@ -117,6 +118,7 @@ class TrainingLoop:
             self.callbacks.load_state_dict(start.state["callbacks"], stopped=start.complete)
         if e.checkpoint is not None:  # fail at startup if the state is not serializable
             pack({"interfaces": interface_states(runtime), "callbacks": self.callbacks.state_dict()}, copy=False)
+        # after loading and restoring, so that a start that fails there leaves the earlier run as it was
         if start is None or not start.own:
             self.ranks.lead(partial(clear_output_folder, self.out))
         self.result = RunResult(self.out)
@@ -133,6 +135,7 @@ class TrainingLoop:
     def _open_files(self, start: Start | None, trackers: Iterable[Tracker], stack: ExitStack) -> list[dict[str, float]]:
         """Open the files and trackers, on rank 0 only, and return the metrics of earlier steps."""
         self.report.log.open(self.out, fresh=start is None or not start.own)
+        # registered before the files and trackers, so that they are closed before the slow plot
         stack.callback(  # also draw the curves of an interrupted run
             _draw, self.experiment, self.result, self.callbacks.metrics
         )
@@ -148,6 +151,7 @@ class TrainingLoop:
         if self.experiment.resolved:
             text = yaml.safe_dump(dict(self.experiment.resolved), sort_keys=False, allow_unicode=True)
             (self.out / "config.yaml").write_text(text, encoding="utf-8")
+        # metrics.jsonl first: a tracker of the caller that raises must not cost the line of the step
         self.receivers = [records.metrics, *trackers, *self._opened(stack)]
         return [] if self.fresh else records.history()
 
@@ -200,6 +204,8 @@ class TrainingLoop:
                         break
                     self._step(step)
                     if step < e.steps and self.callbacks.stop is None:
+                        # ranks get a signal at different times; they agree, or one would wait in a step that the others
+                        # do not make
                         received = self.ranks.first(signals.received)
                         self.checkpoints.after_step(step, now=received is not None)
                         if received is not None:
@@ -247,6 +253,7 @@ class TrainingLoop:
             self.result.stopped = self.callbacks.stop.describe()
         if self.done:
             self.runtime.check_progress()
+        # before the checkpoint, which stores the hashes of these files and thereby says that the run is complete
         self.runtime.save(self.out / FINAL)
         self.checkpoints.finish(self.done)
 
@@ -263,6 +270,7 @@ class TrainingLoop:
             added |= self.callbacks.after_step(step, steps, values, added)
             if self.fresh and step == 1:
                 self.ranks.lead(self.callbacks.check_reads)
+            # a stop makes this the last step, after which all evaluations are due
             last = step == steps or self.callbacks.stop is not None
             if last and (left := [where for where in self.experiment.all_evaluations if where not in due]):
                 values |= self._evaluate(step, added, left)
@@ -281,6 +289,7 @@ class TrainingLoop:
             show(self.console, step, self.runtime.readable(batch, SHOWN))
         self.saves.after_step(step, values, last=last)
         if self.details is not None:
+            # last, so that the spans of the evaluations and saves of this step are among its own
             self.details.after_step(step, batch, self.runtime.traces)
 
     def _log(self, step: int, values: dict[str, float]) -> None:

@@ -57,6 +57,7 @@ class WeightSync:
             source, target = self._models[sync.of], self._models[role]
             weights = source.engine.weights()
             target.engine.load_weights(weights, sync.weight)
+            # tokens that the target samples then carry the version of the policy whose weights it has
             target.move_to(source.version)
             if sync.weight == 1 and self._verified[role] < VERIFIED:
                 self._verified[role] += 1

@@ -79,6 +79,7 @@ class EarlyStopping(Callback):
         return CallbackResult(stop=f"{self.metric} did not improve in {self.waited} measurements ({best})")
 
     def _improved(self, value: float) -> bool:
+        # no later value is larger or smaller than NaN, so a first NaN would stay the best for ever
         if math.isnan(value):
             return False
         if self.best is None:

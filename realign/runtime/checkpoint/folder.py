@@ -95,6 +95,7 @@ class Checkpoint:
                 writer = f"by realign {manifest.get('realign')}"
                 raise ValueError(f"written in format {manifest['format']!r} {writer}; this version reads {FORMAT}")
             manifest.pop("sha256", None)
+            # all bytes, not just the values: any change of a file is reported, even if it means the same
             if data != rendered_manifest(manifest):
                 raise ValueError("sha256 mismatch")
             if manifest["step"] != self.step:
@@ -166,6 +167,7 @@ def list_checkpoints(folder: Path) -> list[Checkpoint]:
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:  # dot names sort first, so `step_` wins
         name = path.name.removeprefix(".").removesuffix(f".{REPLACED}")
         step = int(name[5:]) if re.fullmatch(r"step_[0-9]{6,}", name) else -1
+        # compared with the canonical name, because `step_0000010` also has the form of a name of step 10
         names = (folder_name(step), f".{folder_name(step)}.{REPLACED}")
         if path.name in names and path.is_dir() and not path.is_symlink():
             by_step[step] = Checkpoint(path, step)
@@ -260,6 +262,7 @@ def _fill(begun: UnfinishedCheckpoint, step: int, packed: Packed) -> None:
     with HashedFile(folder / STATE) as file:
         file.write(json.dumps(packed.state, allow_nan=False).encode() + b"\n")
     files[STATE] = file.facts
+    # the manifest comes last, so a folder that has one has everything else
     with HashedFile(folder / MANIFEST) as file:
         file.write(rendered_manifest({"format": FORMAT, "realign": installed_version(), "step": step, "files": files}))
     if begun.files:
@@ -277,10 +280,12 @@ def _publish(temporary: Path, folder: Path, step: int) -> Checkpoint:
     """Rename a complete folder to its final name. An older checkpoint of the step stays readable until then."""
     path = folder / folder_name(step)
     aside = folder / f".{path.name}.{REPLACED}"
+    # a kill between the two renames leaves only `aside`, which `list_checkpoints` reads and `remove_leftovers` spares
     if path.exists():
         path.rename(aside)
     temporary.rename(path)
     sync_folder(folder)
+    # this may be the first checkpoint, whose folder `checkpoints` is new itself
     sync_folder(folder.parent)
     shutil.rmtree(aside, ignore_errors=True)
     return Checkpoint(path, step)
@@ -290,6 +295,7 @@ class HashedFile:
     """A new file that is hashed while it is written, and synced to disk when it is closed."""
 
     def __init__(self, path: Path) -> None:
+        # `x` neither overwrites a file nor follows a link
         self._file = path.open("xb")
         self._hash = hashlib.sha256()
         self._bytes = 0
@@ -378,7 +384,9 @@ class CheckpointWriter:
             OSError: A rank could not write its shards.
         """
         start = time.perf_counter()
+        # `begin` removes temporary folders, and would also remove that of a write in progress
         self.close()
+        # only rank 0 writes the tensors that are not sharded, so only rank 0 needs a copy that training cannot change
         packed = self._ranks.together(partial(pack, tree, copy=self._ranks.leader))
         begun = self._write_parts(step, packed.parts) if packed.parts else None
         if self._ranks.leader:
@@ -408,6 +416,7 @@ class CheckpointWriter:
 
     def failed(self) -> list[str]:
         """Return and clear the error messages of failed writes, such as a full disk."""
+        # not `clear()`: the background thread may append between the two lines
         messages = self._failures[:]
         del self._failures[: len(messages)]
         return messages

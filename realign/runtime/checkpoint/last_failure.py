@@ -76,6 +76,7 @@ def record_end(output_dir: Path, exit_code: int, message: str = "", attempt: str
             (output_dir / NAME).unlink(missing_ok=True)
             return None
         before = last_failure(output_dir)
+        # several ranks of one attempt can fail for one reason, which is one failure
         if before is not None and attempt and before.attempt == attempt:
             return before
         failure = _next(output_dir, before, LastFailure(0, "", int(exit_code), message, 1, attempt))

@@ -16,6 +16,7 @@ from realign.errors import CheckpointError
 def seed_random(seed: int) -> None:
     """Seed the global random number generators, which only user code such as a reward function draws from."""
     random.seed(derive_seed(seed, "python"))
+    # numpy's legacy generator takes 32 bits only
     np.random.seed(derive_seed(seed, "numpy") % 2**32)
     torch.manual_seed(derive_seed(seed, "torch"))
 
@@ -59,5 +60,6 @@ def _restore_generators(state: Mapping[str, Any]) -> None:
     np.random.set_state(numpy)
     torch.set_rng_state(state["torch"])
     if torch.cuda.is_available():
+        # a resumed run may have fewer GPUs than the one that wrote the state
         for device, saved in enumerate(state["cuda"][: torch.cuda.device_count()]):
             torch.cuda.set_rng_state(saved, device)

@@ -103,9 +103,9 @@ class Saves:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the saved folders, the known metrics, and the best value with its metric."""
-        made = [path.name for path in self._made]
+        folders = [path.name for path in self._made]
         best = {"best": self.best, "record": self._record, "best_step": self.best_step}
-        return {"made": made, "known": sorted(self._known), **best}
+        return {"made": folders, "known": sorted(self._known), **best}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state that `state_dict` returned; the best value only if its metric is the same.
@@ -114,10 +114,10 @@ class Saves:
             CheckpointError: A saved folder has a name that no run uses.
             RealignError: A saved folder is a link.
         """
-        made = state["made"]
-        if not isinstance(made, list):
-            raise CheckpointError(f"saves.made={made!r} in the checkpoint: expected a list of folder names.")
-        self._made = [self._own_folder(name) for name in made]
+        folders = state["made"]
+        if not isinstance(folders, list):
+            raise CheckpointError(f"saves.made={folders!r} in the checkpoint: expected a list of folder names.")
+        self._made = [self._own_folder(name) for name in folders]
         self._known = set(state["known"])
         if state["best"] == self.best:
             self._record, self.best_step = state["record"], state["best_step"]
@@ -151,6 +151,8 @@ class Saves:
         def fill(folder: Path) -> None:
             nonlocal begun
             folder.mkdir()
+            # tells the other ranks to enter `write`, which is a collective; if the folder cannot be made, they get
+            # False below
             begun = self.ranks.broadcast(True)
             self.write(folder)
             if record is not None:
@@ -186,5 +188,6 @@ class Saves:
         height = -value if self.best.startswith("-") else value
         if step == 0 or not height > self._record:  # untrained models are not saved
             return
+        # a save that failed is no record: the next step that beats the earlier one tries again
         if self._written("best", {"step": step, "metric": metric, "value": value}):
             self._record, self.best_step = height, step

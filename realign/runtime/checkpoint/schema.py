@@ -63,6 +63,7 @@ Number: TypeAlias = Annotated[float, Field(allow_inf_nan=False)]
 NonNegative: TypeAlias = Annotated[Number, Field(ge=0)]
 Text: TypeAlias = InstanceOf[str]
 """Any text; pydantic's own type rejects lone surrogates, which file names can contain."""
+# `\Z` in these patterns, because `$` also matches before a newline at the end
 Hash: TypeAlias = Annotated[str, Field(pattern=r"^[0-9a-f]{64}\Z")]
 SavedName: TypeAlias = Annotated[str, Field(pattern=rf"^{SAVED.pattern}\Z")]
 FilePath: TypeAlias = Annotated[str, Field(pattern=r"^(?!/)(?!.*(^|/)\.\.?(/|$))[^\0]+\Z")]
@@ -252,6 +253,7 @@ class _Numpy(_Record):
     gauss: Number
 
 
+# Mersenne Twister: 624 words of state, and the index of the next one
 _Words: TypeAlias = Annotated[list[Word], Field(min_length=625, max_length=625)]
 
 

@@ -123,6 +123,7 @@ class _Packer:
             if isinstance(key, bool) or not isinstance(key, str | int):
                 raise ValueError(f"{_shown(path)}: keys must be str or int, found {key!r}")
         items = [(key, self.pack(inner, (*path, str(key)))) for key, inner in value.items()]
+        # a key with `$` would be read as one of the tags above
         if all(isinstance(key, str) and not key.startswith("$") and not _has_surrogates(key) for key in value):
             return dict(items)
         return {"$dict": [[self.pack(key, path), inner] for key, inner in items]}
@@ -136,6 +137,7 @@ class _Packer:
             raise ValueError(
                 f"{_shown(path)}: dtype {value.dtype} cannot be saved; valid: {', '.join(map(str, DTYPES))}"
             )
+        # empty tensors can all have the address 0, so only the same object counts as the same tensor
         memory = (
             (value.device, value.data_ptr(), value.shape, value.stride(), value.dtype) if value.numel() else id(value)
         )
@@ -151,6 +153,7 @@ class _Packer:
         """Return the name of the tensor in `memory`. On its first occurrence, choose a name and add it to `into`."""
         if memory not in self._names:
             name = "/".join(path).encode(errors="replace").decode()
+            # `__metadata__` is the one name that the header of a safetensors file reserves
             while name in self.tensors or name in self.parts or name == "__metadata__":
                 name += "'"
             into[name] = take()
@@ -159,6 +162,7 @@ class _Packer:
 
     def _taken(self, value: torch.Tensor) -> torch.Tensor:
         if self._copy:
+            # not `clone`, which keeps device and strides: this is one copy, to the CPU and contiguous
             return torch.empty(value.shape, dtype=value.dtype).copy_(value)
         return value.cpu().contiguous()
 
@@ -223,6 +227,7 @@ def write_tensors(write: Callable[[bytes | memoryview], object], tensors: Mappin
         tensor = tensors[name]
         header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
+    # safetensors aligns the data to 8 bytes
     text += b" " * (-len(text) % 8)
     write(len(text).to_bytes(8, "little") + text)
     for name in order:

@@ -112,6 +112,7 @@ def writable(output_dir: Path) -> Path:
             pass
     except OSError as error:
         why = f"output_dir={str(output_dir)!r}: cannot write to {str(folder)!r} ({error.strerror}). {choose}"
+        # `from error` decides the exit code: the new error has no errno, so `is_transient` looks at its cause
         raise type(error)(why) from error
     return folder
 
@@ -119,6 +120,7 @@ def writable(output_dir: Path) -> Path:
 def _check_budget(experiment: Experiment) -> None:
     limit, response = experiment.microbatch.max_tokens_per_microbatch, experiment.longest_response
     setting = experiment.length_setting
+    # `<=`: a prompt has at least one token
     if limit is not None and (limit < response if experiment.response_counts_prompt else limit <= response):
         raise ConfigError(
             f"microbatch.max_tokens_per_microbatch={limit}: this budget is too small for a prompt and its response of "
@@ -152,6 +154,7 @@ def _check_metric(experiment: Experiment, where: str, metric: str, instead: str)
     known: set[str] = set()
     for key, evaluation in experiment.all_evaluations.items():
         names = evaluation.metric_names(experiment.graph)
+        # an evaluation of a user may report anything
         if names is None:
             return
         known |= {*in_set(key.partition(".")[2], names).values()}
@@ -213,6 +216,7 @@ def _check_sharing(rpc: RPC, experiment: Experiment) -> None:
             )
         return
     path = None if spec is None else spec.facts().path
+    # the rest is about a second copy of the weights that stays as it was loaded
     if path is None or rpc.model in trained or rpc.model in experiment.graph.sync:
         return
     where = f"models.{rpc.model}.path={path!r}"
@@ -245,14 +249,14 @@ def check_responses(experiment: Experiment) -> None:
     for rpc in experiment.graph.rpcs:
         if rpc.method != "generate":
             continue
-        sampler, made = rpc.model, experiment.interfaces[rpc.model].plan()
+        sampler, plan = rpc.model, experiment.interfaces[rpc.model].plan()
         tokens = {key for key in rpc.outputs if key == rpc.rename.get(TOKENS, TOKENS)}
         for training in experiment.graph.rpcs:
             learner = training.model
             if training.method != "train_step" or learner == sampler or not tokens & set(training.inputs):
                 continue
             expected = experiment.interfaces[learner].plan()
-            n, want = made.responses_per_prompt, expected.responses_per_prompt
+            n, want = plan.responses_per_prompt, expected.responses_per_prompt
             if n is not None and want is not None and n != want:
                 raise ConfigError(
                     f"interfaces.{sampler}.generation.n={n}: it differs from interfaces.{learner}.generation.n={want}. "
@@ -260,12 +264,12 @@ def check_responses(experiment: Experiment) -> None:
                     f"${{interfaces.{learner}.generation}}."
                 )
             limit = expected.expected_response
-            if limit is not None and limit < made.longest_response:
+            if limit is not None and limit < plan.longest_response:
                 key = f"interfaces.{learner}.{expected.length_setting}"
                 raise ConfigError(
                     f"interfaces.{learner}: its settings are relative to responses of {limit} tokens ({key}), but "
-                    f"{sampler} generates up to {made.longest_response} (interfaces.{sampler}.{made.length_setting}). "
-                    f"Set {key}={made.longest_response}."
+                    f"{sampler} generates up to {plan.longest_response} (interfaces.{sampler}.{plan.length_setting}). "
+                    f"Set {key}={plan.longest_response}."
                 )
 
 
@@ -326,6 +330,7 @@ def check_rollout(experiment: Experiment) -> None:
     trained = experiment.sampled_roles
     for rpc in leading:
         spec = experiment.models.get(rpc.model)
+        # background samplers copy only what generates: another part of a trained network would be read while it trains
         frozen_start = isinstance(spec, SharedModel) and spec.branch is Share.reference
         owner = experiment.owner_of(rpc.model)
         if rpc.method == "train_step" or frozen_start or (owner in trained and owner not in samplers):

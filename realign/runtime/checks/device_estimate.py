@@ -84,6 +84,7 @@ class DeviceEstimate:
 
 
 def _largest_call(role: RoleMemory) -> tuple[str, str]:
+    # `passing` is the maximum of these, so equality finds the call that needs it
     if role.rollout == role.passing:
         return "rollouts", "Lower sampler.max_slots of this model."
     if role.training == role.passing and role.gradients > role.activations:
@@ -181,6 +182,7 @@ def _roles(
         if role == ROLLOUT:
             work = replace(work, trains=False, scores=False, samples=True, references=(), ranks=1)
         elif source in ahead:
+            # its copy samples instead, and is counted as `rollout`
             work = replace(work, samples=False)
         memory[role] = spec.memory(source, replace(work, free=free(device_of(spec))))
     return memory

@@ -63,6 +63,7 @@ def _idle(history: Sequence[Mapping[str, float]]) -> Iterator[tuple[str, str]]:
     for name in names:
         role = name.removesuffix(ZERO)
         recent = [record for record in history[-RECENT:] if name in record]
+        # a step of several mini-batches counts only if none of them changed the weights
         idle = sum(1 for record in recent if record[name] and not record.get(f"{role}optimizer_steps"))
         if len(recent) == RECENT and 2 * idle >= RECENT:
             yield (
@@ -80,6 +81,7 @@ def _constant(history: Sequence[Mapping[str, float]]) -> Iterator[tuple[str, str
     last = {name: record for record in history for name in record if name.endswith(f"/{MOST_COMMON}")}
     for name, record in last.items():
         prefix = name.removesuffix(MOST_COMMON)
+        # an untrained policy may well repeat itself
         if record["step"] == 0 or not is_collapsed(record, prefix):
             continue
         reward, constant = record.get(f"{prefix}reward"), record.get(f"{prefix}{CONSTANT}")

@@ -102,6 +102,7 @@ def check_known_answers(where: str, verifier: Verifier, model: Model, data: Sequ
 
     rewards_K2 = current().lead(scored).reshape(-1, 2)
     right, wrong = rewards_K2.nanmean(0).tolist()
+    # `~(a > b)` and `not a > b` instead of `<=`: a missing reward is NaN, and must count against the function
     suspects = (~(rewards_K2[:, 0] > rewards_K2[:, 1])).nonzero()[:, 0].tolist()
     example = _example(data, known[suspects[0]], rewards_K2[suspects[0]]) if suspects else ""
     if not right > wrong:

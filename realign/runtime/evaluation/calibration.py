@@ -106,6 +106,7 @@ class RewardCalibration(Settings):
         mean, std = interface.normalize(scores(0), mean=target[0], std=target[1], reduce=reward.engine.reduce)
         values = {"mean": mean, "std": std, "gain": interface.gain, "bias": interface.bias}
         if self.verify:
+            # other responses, because the mean on the first ones is the target by construction
             values["verified_mean"], values["verified_std"] = score_moments(scores(1), reward.engine.reduce)
         return {f"calibration/{name}": value for name, value in values.items()}
 

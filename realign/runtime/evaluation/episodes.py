@@ -50,5 +50,6 @@ class EpisodeEvaluation(SamplingEvaluator):
     def scored(self, runtime: LoadedRun, dataset: Any) -> Iterator[Scored]:
         model = runtime.models[self.role]
         for number, rows in enumerate(self.batches(dataset)):
+            # `generate` derives its seeds from the model's, so batches would otherwise repeat their random numbers
             player = model.replaced(seed=derive_seed(model.seed, "evaluation", number))
             yield Scored(self.episodes.generate(player, rows, MicroBatchSpec()))

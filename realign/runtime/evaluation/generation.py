@@ -136,6 +136,8 @@ class Evaluation(SamplingEvaluator):
         model = runtime.models[self.role]
         for ending, generation in self._variants.items():
             for number, prompts in enumerate(self.batches(dataset)):
+                # without `ending`: the variants of a sweep use the same random numbers, so they differ in the swept
+                # setting only
                 seed = model.call_seed(f"evaluation/{number}")
                 answered = model.sampler.generate(prompts.select(["prompt_ids"]), generation, seed=seed)
                 answered = answered.merge(prompts.select(["row"]))
@@ -162,6 +164,7 @@ class Evaluation(SamplingEvaluator):
     def _judge(self, runtime: LoadedRun, answered: SequenceSample) -> tuple[SequenceSample, Mapping[str, Tensor]]:
         """Return the responses with their rewards, and the rewards [S] of the additional metrics."""
         model = runtime.models[self.role]
+        # no engine: what scores here must not depend on the policy that it judges
         judge = Model("evaluation", None, model.tokenizer, model.seed, model.version)
 
         def verdicts() -> tuple[SequenceSample | None, Mapping[str, Tensor]]:
@@ -196,6 +199,7 @@ class Evaluation(SamplingEvaluator):
 
         n_G = per_prompt(present_S)
         correct_G = per_prompt(present_S & (decisive_S >= self.success))
+        # `where`, because a missing reward is NaN and NaN * 0 is NaN; a prompt without any reward is 0 / 0 = NaN again
         mean_G = per_prompt(torch.where(present_S, rewards_S, 0)) / n_G
         values = [mean_G, *(pass_at_k(n_G.long(), correct_G.long(), k) for k in self.pass_at)]
         return dict(zip(names, values, strict=True))

@@ -121,6 +121,7 @@ class ForwardOnly(SharedEngine):
             return {}
         self._measured.update(data.ids)
         weight = loss_weight_fn(data).detach()
+        # as in training, where such a batch is skipped: its loss would be 0 / 0
         if not weight > 0:
             return {}
         merged = dict(self.engine.measure(data, mb_spec, loss_fn))

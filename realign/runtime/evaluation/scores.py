@@ -72,6 +72,7 @@ def merged(
     }
     response = repeats[""].collapsed if "" in repeats else None
     if response is not None and (reward := values.get("eval/reward")) is not None:
+        # if all responses are equal, their mean reward is already that of the constant answer
         constant = reward if repeats[""].metrics()[MOST_COMMON] == 1 else constant_reward(response)
         values |= {} if constant is None else {f"eval/{CONSTANT}": constant}
     return values, first
@@ -90,6 +91,7 @@ class Repeats:
             return
         for ids, given in zip(batch.sequences("input_ids"), batch.sequences("prompt_mask"), strict=True):
             response = ids[~given].cpu()
+            # 16 bytes per response instead of its tokens: an evaluation may have very many
             key = blake2b(response.numpy().tobytes(), digest_size=16).digest()
             self._counts[key] += 1
             if self._counts[key] == 2:  # not the first time, so that distinct responses take no memory

@@ -105,6 +105,7 @@ def draw_curves(phases: Mapping[str, Sequence[Record]], path: Path, *, title: st
     Raises:
         ValueError: All panels are empty.
     """
+    # not pyplot, which keeps every figure in a global list and may pick a backend that needs a display
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 

@@ -64,6 +64,7 @@ class Spans:
     def take(self) -> list[dict[str, Any]]:
         """Return the spans that ended since the last call, in the order of their start."""
         spans = []
+        # not `list` and `clear`: a span that another thread ends in between would be lost
         while self._done:
             spans.append(self._done.popleft())
         return sorted(spans, key=lambda span: span["start"])
@@ -145,6 +146,7 @@ def _machine_memory() -> dict[str, float]:
 
 
 def _gpus() -> int:
+    # asking a GPU for its memory creates a CUDA context, which a run on the CPU, or Ray's driver, must not do
     return torch.cuda.device_count() if torch.cuda.is_initialized() else 0
 
 
@@ -230,6 +232,7 @@ def _columns(ids: Tensor, values: Mapping[str, Tensor], limit: int, decode: Call
     tokens = ids[window].tolist()
     record: dict[str, Any] = {"start": start, "length": len(ids), "tokens": tokens, "text": pieces(tokens, decode)}
     predicted = torch.ones(len(ids), dtype=torch.bool) if given is None else ~given.bool().cpu()
+    # no model predicts the first token
     predicted[0] = False
     for name, x in values.items():
         if name in ("mask", "given"):
@@ -252,8 +255,11 @@ def pieces(tokens: Sequence[int], decode: Callable[..., str]) -> list[str]:
     texts: list[str] = []
     start = 0
     while start < len(tokens):
+        # decode with the token before: some tokenizers drop a space at the start of a text
         before = list(tokens[start - 1 : start]) if start else []
         context = _text(before, decode)
+        # a character has at most 4 bytes in UTF-8, so at most 4 tokens of single bytes; an incomplete one decodes to
+        # U+FFFD
         for end in range(start + 1, min(start + 4, len(tokens)) + 1):
             text = _text([*before, *tokens[start:end]], decode)
             if not text.endswith("\ufffd"):

@@ -43,6 +43,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
     top = len(BLOCKS) - 1
 
     def block(mean: float) -> str:
+        # the range of huge values can overflow to infinity
         return BLOCKS[round((mean - low) / span * top) if 0 < span < math.inf else top // 2]
 
     return "".join(" " if mean is None else block(mean) for mean in means)

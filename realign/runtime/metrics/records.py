@@ -94,6 +94,7 @@ class JsonLinesWriter:
         try:
             self._find()
             while self._waiting:
+                # removed only after it is written, so that an error keeps the line for the next attempt
                 self._append(self._waiting[0])
                 self._waiting.popleft()
         except (OSError, ConfigError) as error:  # ConfigError: the path became a pipe or a link
@@ -133,9 +134,11 @@ class JsonLinesWriter:
         end, rest = self.size, memoryview(line)
         try:
             while rest:
+                # the file is unbuffered, so a write may accept only a part of the line
                 rest = rest[self._file.write(rest) :]
         except OSError:
             self._torn_at = end
+            # if this fails too, the next write takes the torn line back
             with suppress(OSError):
                 self._file.truncate(end)
             raise
@@ -143,6 +146,7 @@ class JsonLinesWriter:
 
 
 def _opened(path: Path) -> BinaryIO:
+    # append mode: after a truncation the next write goes to the new end by itself
     return open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, "ab")
 
 
@@ -175,6 +179,7 @@ class Records:
             JsonLinesWriter(folder / f"{name}.jsonl", state["sizes"].get(name, 0), seconds=state["seconds"])
             for name in RECORDS
         ]
+        # in the order of `RECORDS`
         self.metrics, self.samples, self.eval_samples, self.tokens, self.spans, self.warnings, self.system = opened
         self._files = dict(zip(RECORDS, opened, strict=True))
 
@@ -209,6 +214,7 @@ class Records:
         for name, size in state["sizes"].items():
             source = start.run / f"{name}.jsonl"
             if size or os.path.lexists(source):
+                # before the copy, since the copy is what the run continues
                 _compare(source, size, state["sha256"][name], start.step)
             if not start.own and os.path.lexists(source):
                 with (folder / source.name).open("wb") as copy:

@@ -133,6 +133,7 @@ def spoken(record: Mapping[str, Any]) -> str:
 
 def show(console: Console, step: int, records: Sequence[dict[str, Any]]) -> None:
     """Print the first response to each of the first `SHOWN` prompts. Warn if printing fails."""
+    # reversed twice: of equal ids the first response stays, and the prompts keep their order
     first = {record["id"]: record for record in reversed(records)}
     for record in list(reversed(first.values()))[:SHOWN]:
         numbers = [f"{name} {record[name]:.4g}" for name in ("reward", "kl") if record.get(name) is not None]

@@ -60,6 +60,7 @@ def limited(names: Sequence[str], most: int) -> list[str]:
     first: dict[str, str] = {}
     for name in names:
         first.setdefault(name.partition("/")[0] if "/" in name and not name.startswith(NAMED) else "", name)
+    # each role first, or a leading role with a long headline would hide the others
     selected = set(first.values())
     for name in names:
         if len(selected) < most:
@@ -206,6 +207,7 @@ def metric_summaries(
     evaluated = held_out(reported, shown)
     evaluated.sort(key=lambda name: (known[name] is None, name not in names))  # stable: otherwise as reported
     others = [name for name in names or first_metrics(reported) if not name.startswith(EVALUATION)]
+    # leaves room for two metrics of training, however many evaluation sets there are
     evaluated = evaluated[: MOST_SUMMARIZED - 2]
     order = [*evaluated, *limited(others, MOST_SUMMARIZED - len(evaluated))]
     points = {name: [(int(record["step"]), record[name]) for record in history if name in record] for name in order}

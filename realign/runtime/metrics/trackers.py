@@ -97,6 +97,7 @@ class TensorBoard:
     """Folder of the event files, in a subfolder with the name of the run. null: `tensorboard` in the run's folder."""
 
     def __post_init__(self) -> None:
+        # here too, so that a missing package is an error of the config and not one after loading
         _extra("torch.utils.tensorboard", "tensorboard")
 
     def open(self, name: str, output_dir: Path) -> Tracker:
@@ -166,6 +167,7 @@ class Trackio(ProjectTracker):
 
     @override
     def start_options(self, output_dir: Path) -> dict[str, Any]:
+        # allow: a resumed run continues the run of its name. embed would open a dashboard in a notebook
         return {"space_id": self.space, "resume": "allow", "embed": False}
 
 
@@ -220,6 +222,7 @@ class _EventFile:
         for metric, value in metrics.items():
             if math.isfinite(value):
                 self._writer.add_scalar(metric, value, step)
+        # its own interval is two minutes, which a killed run would lose
         self._writer.flush()
 
     def close(self) -> None:

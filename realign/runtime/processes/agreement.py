@@ -125,6 +125,7 @@ def _settings(path: str, value: Any, within: frozenset[int]) -> Iterator[tuple[s
             yield from _settings(f"{path}.{key}", inner, within)
     elif isinstance(value, list | tuple):
         items = [fact for i, inner in enumerate(value) for fact in _settings(f"{path}.{i}", inner, within)]
+        # a long list, such as rows in memory, is one hash: its items would be a message of megabytes to each rank
         yield from items if len(items) <= LONGEST else [(path, f"{len(value)} items with {_sha256(repr(items))}")]
     elif isinstance(value, str | int | float | Path | Enum | None):
         yield path, repr(value)

@@ -121,6 +121,7 @@ def _groups(
 ) -> tuple[RoleGroup, ...]:
     hosts = {node["with"] for node in nodes.values() if "with" in node}
     own = [r for r in owners if "with" not in nodes.get(r, {}) and (r in hosts or r in nodes or r in trained)]
+    # nothing trains, as in an evaluation: the first role hosts all others
     own = own or owners[:1]
     guests: dict[str, list[str]] = {role: [] for role in own}
     for role in owners:

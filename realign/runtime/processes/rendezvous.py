@@ -60,7 +60,9 @@ class Meeting:
         self._store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
         own = dist.PrefixStore(prefix, store.clone())  # type: ignore[attr-defined]
         self.watch = RankWatch(ranks, own, describe)
+        # differs between two processes that were started with the same rank, which `check_in` finds by it
         self._token = secrets.token_hex(8)
+        # whoever comes first sets the id of the attempt, and all others read it
         self.attempt = self._store.compare_set(ATTEMPT, "", self._token).decode()
 
     def check_in(self) -> None:
@@ -82,6 +84,7 @@ class Meeting:
             )
 
     def _wait_for_all(self) -> None:
+        # polls instead of `store.wait`, which neither a signal nor the end of another rank could interrupt
         absent, until = list(range(self.ranks.size)), time.monotonic() + START.total_seconds()
         while absent := [rank for rank in absent if not self._store.check([self._present(rank)])]:
             self.watch.leave_if_ended()
@@ -147,6 +150,7 @@ class Meeting:
             _backend(), store=store, rank=self.ranks.rank, world_size=self.ranks.size, timeout=timeout
         )
         try:
+            # the watchdog's thread already runs, and uses these limits from now on
             self.watch.report_s = self.watch.limit_s = 60 * minutes
             yield
             self.ranks.barrier()  # a failure at the very end still ends all ranks
@@ -177,6 +181,7 @@ def _connected(ranks: Ranks) -> Store:
     if not hosts:
         _wait_for_server(host, port, ranks)
     try:
+        # `wait_for_workers` would block inside of C++, without a message about the missing ranks
         options = {"is_master": hosts, "wait_for_workers": False, "multi_tenant": True}
         return dist.TCPStore(host, port, timeout=START, **options)  # type: ignore[attr-defined]
     except RuntimeError as error:

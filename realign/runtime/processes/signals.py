@@ -49,6 +49,7 @@ class StopSignals:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.received is not None:
+            # the third signal then kills the process, even if closing the run hangs
             for handled in SIGNALS:
                 signal.signal(handled, signal.SIG_DFL)
             raise Interrupted(number, "interrupted; the steps after the last checkpoint are lost")

@@ -42,6 +42,7 @@ class WorkerHangs(TransientError):
     """A worker process did not complete a call of the graph within the time limit."""
 
 
+# compared by identity: operations are keys, and their data need not be hashable
 @dataclass(frozen=True, eq=False)
 class Operation:
     """An operation in progress, such as a call of the graph."""
@@ -69,6 +70,7 @@ class Watch:
     """Tracks the current operations of this process. Subclasses also watch their duration."""
 
     def __init__(self) -> None:
+        # an ordered set; its single operations are atomic, so that other threads need no lock
         self._operations: dict[Operation, None] = {}
         self._failed_in: Operation | None = None
 
@@ -80,6 +82,7 @@ class Watch:
         try:
             yield
         except BaseException:
+            # the innermost operation sees the error first, and is the one to name
             self._failed_in = self._failed_in or operation
             raise
         finally:
@@ -182,6 +185,7 @@ class Watchdog(Watch):
     def report_slow(self) -> None:
         """Report each operation that takes longer than `report_s`, once."""
         current = self.operations()
+        # forgets operations that have ended, whose data would stay in memory
         self._reported &= set(current)
         for operation in current:
             if operation.seconds > self.report_s and operation not in self._reported:
@@ -207,11 +211,13 @@ class Watchdog(Watch):
         self._message = f"{operation.what} exceeded {limit}. Restart the run with resume=auto."
         report = f"error: {operation.describe()} exceeds {limit}. The run ends. Stacks of all threads:\n{stacks()}\n"
         os.write(2, report.encode(errors="replace"))  # not the log, since the thread that hangs may hold its lock
+        # to the main thread itself: a signal to the process might not interrupt its blocking system call
         if self._interrupts is not None and END is not None:
             signal.pthread_kill(self._interrupts, END)
         if self._over.wait(GRACE_S):
             return
         self._recorded(CallTimeout(self._message), ExitCode.transient)
+        # `sys.exit` would end this thread only, and a normal exit could wait for the thread that hangs
         os._exit(ExitCode.transient)
 
     def _recorded(self, error: BaseException, code: int) -> None:
@@ -287,6 +293,7 @@ class RankWatch(Watchdog):
         self._told = False
         self._ended = threading.Event()
         self._main = threading.get_ident()
+        # a store that no longer answers must not hold up the end of this rank for as long as `START`
         store.set_timeout(timedelta(seconds=GRACE_S))
         self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
 
@@ -313,6 +320,7 @@ class RankWatch(Watchdog):
         try:
             yield
         except BaseException as error:
+            # `met` and `run` both enter this context for one error
             if not self._told:
                 self._told = True
                 self._tell(error)
@@ -332,6 +340,7 @@ class RankWatch(Watchdog):
 
     def _tell(self, error: BaseException) -> None:
         if is_of_another_rank(error):
+            # the rank that failed is about to print the error itself
             self._ended.wait(GRACE_S)
         if self._ended.is_set():  # another rank failed first, which may be the reason for this error
             return
@@ -339,6 +348,7 @@ class RankWatch(Watchdog):
         text, self.code = self._describe(failure)
         with suppress(Exception):  # the store is gone
             if self.end(self.code) != self._ranks.rank:
+                # still answer the first rank, which may be waiting for all states to find a killed rank
                 self._report_state()
                 return
             if isinstance(error, KeyboardInterrupt) and (lost := self._missing()):

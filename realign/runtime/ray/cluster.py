@@ -56,6 +56,7 @@ def connected(address: str | None, processes: int) -> Iterator[None]:
 def _start(processes: int) -> None:
     ray.init(
         address="local",
+        # Ray only counts these CPUs, it binds no process to a core
         num_cpus=max(os.cpu_count() or 1, processes),
         include_dashboard=False,
         object_store_memory=_store_bytes(),
@@ -87,6 +88,7 @@ def _connected_by_a_thread(connect: Callable[[], None]) -> Iterator[None]:
     there, over = threading.Event(), threading.Event()
 
     def work() -> None:
+        # before `connect`, because processes inherit the mask when they start
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         try:
             connect()

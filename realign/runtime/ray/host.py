@@ -69,6 +69,7 @@ class Offload:
 
     def leave(self) -> None:
         """Move all tensors to the host."""
+        # each tensor once, even if tied weights are listed twice: a second move would take the host for its device
         for x in {id(x): x for x in self._resident()}.values():
             if x.device.type != "cpu":
                 self._away.append((x, x.device))
@@ -179,6 +180,7 @@ class Host:
 
     def use_heads(self, role: str, heads: Mapping[str, tuple[Tensor, Tensor | None, float, float | None]]) -> None:
         """See `PipelinableEngine.use_heads`; the values are the fields of `LMHead`."""
+        # tensors from the wire are read-only views of Ray's object store, which would have to keep them
         copies = mapped(heads, Tensor.clone)
         self._engine(role).use_heads({other: LMHead(*fields) for other, fields in copies.items()})
 
@@ -237,6 +239,7 @@ class Host:
 
         def gathered(x: Tensor) -> Tensor:
             full = whole(x)
+            # one tensor at a time on the device, and only rank 0 keeps it, since only its answer is read (`WHOLE`)
             return full.cpu() if self._rank == 0 else full.new_empty(0)
 
         return mapped(tree, gathered)

@@ -77,12 +77,14 @@ class RayEngine(PipelinableEngine):
         step_if: StepIf | None = None,
     ) -> Stats:
         """Send one RPC, or two with `step_if`, which runs in the driver."""
+        # computed here, since each rank sees only its part of the batch
         weight = step_weight(data, loss_weight_fn)
         if float(weight) == 0:
             return self._tell("skip", "zero_weight_steps")
         given = [(part, mb_spec, HOOK, weight) for part in self._shards(data, TOKENS)]
         if step_if is None:
             halves = self._ask("train", given, loss_fn)
+            # the second half already is about the whole batch, and the same on all ranks
             return {**merge_stats(own for own, _ in halves), **halves[0][1]}
         with self.group.busy:  # no other request between the two halves
             stats = merge_stats(self._ask("accumulate", given, loss_fn))
@@ -187,6 +189,7 @@ class RemoteSampler:
         with self._lock:
             waited = handle in self._waiting
             self._waiting.discard(handle)
+        # `close` may have ended the handle, or a caller cancelled it, while the worker was still sampling
         if not waited or not handle.future.set_running_or_notify_cancel():
             return
         if isinstance(outcome, Completion):
@@ -202,6 +205,7 @@ class RemoteSampler:
 
     def update(self, source: WeightSource, version: int) -> None:
         """See `Sampler.update`; returns after all workers have the new weights."""
+        # without the lock of a group: the workers go on sampling while they take new weights
         self._group.ask(self._role, "update", [(source.weights(), version)])
         self._version = version
 

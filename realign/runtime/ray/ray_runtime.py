@@ -63,6 +63,7 @@ class RayRuntime(LocalRuntime):
         groups: list[WorkerGroup] = []
         for group in plan_groups(self.experiment):
             if group.name != ROLLOUT:
+                # start all groups before waiting for any, so that their imports overlap
                 groups.append(self._started(group, {role: specs[role] for role in group.roles}, seed))
             elif copied:
                 self._rollout = self._started(group, copied, seed, callers=MOST_CALLS)
@@ -89,7 +90,9 @@ class RayRuntime(LocalRuntime):
         """Start the processes for the models of `specs`, and return without waiting for them."""
         gpu = _wants_gpu(list(specs.values()))
         room = reserve(group, self._spec, gpu=gpu)
+        # released after the workers are killed: a stack runs the last callback first
         self._workers.callback(remove_placement_group, room)
+        # a single process gets as many threads as the driver, so that its sums round as with runtime=local
         threads = torch.get_num_threads() if callers > 1 else max(1, torch.get_num_threads() // group.devices)
         setup = Setup(os.getcwd(), tuple(sys.path), threads, seed, callers)
         workers = WorkerGroup(group, self._spec, room, setup, gpu=gpu)
@@ -106,36 +109,37 @@ class RayRuntime(LocalRuntime):
         after another, because its interface may be stateful.
         """
         waits_for = _dependencies(rpcs, self.experiment.graph.edges)
-        made: dict[str, CallResult] = {}
+        results: dict[str, CallResult] = {}
         running: dict[Future[CallResult], RPC] = {}
 
         def known() -> SequenceSample:
             """Return the batch with all keys so far, in the order in which `LocalRuntime` adds them."""
             merged = batch
             for rpc in rpcs:
-                if rpc.name in made and rpc.outputs:
-                    merged = merged.merge(made[rpc.name].batch.select(rpc.outputs))
+                if rpc.name in results and rpc.outputs:
+                    merged = merged.merge(results[rpc.name].batch.select(rpc.outputs))
             return merged
 
-        while len(made) < len(rpcs):
-            started = {rpc.name for rpc in running.values()} | made.keys()
-            ready = [rpc for rpc in rpcs if rpc.name not in started and waits_for[rpc.name] <= made.keys()]
+        while len(results) < len(rpcs):
+            started = {rpc.name for rpc in running.values()} | results.keys()
+            ready = [rpc for rpc in rpcs if rpc.name not in started and waits_for[rpc.name] <= results.keys()]
             if len(ready) == 1 and not running:  # in this thread, so that breakpoints in interfaces work
-                made[ready[0].name] = self._call(ready[0], known(), draw)
+                results[ready[0].name] = self._call(ready[0], known(), draw)
                 continue
             running |= {self._threads.submit(self._call, rpc, known(), draw): rpc for rpc in ready}
             done = wait(running, return_when=FIRST_COMPLETED).done
             for future in sorted(done, key=lambda f: isinstance(f.exception(), WorkerLost)):  # raise the cause first
-                made[running.pop(future).name] = future.result()
+                results[running.pop(future).name] = future.result()
+        # in the order of the graph again, so that metrics have one order however the calls finished
         for rpc in rpcs:
-            self._note(rpc, made[rpc.name], values)
+            self._note(rpc, results[rpc.name], values)
         return known()
 
     def _call(self, rpc: RPC, batch: SequenceSample, draw: int = 0) -> CallResult:
         with counted_hops(rpc.name) as hops:
-            made = super()._call(rpc, batch, draw)
+            result = super()._call(rpc, batch, draw)
         self._waits[rpc.name] = hops.seconds
-        return made
+        return result
 
     @override
     def _make(self, rpc: RPC, model: Model, batch: SequenceSample) -> SequenceSample:
@@ -152,6 +156,7 @@ class RayRuntime(LocalRuntime):
     def close(self) -> None:
         """Kill the workers, and release the resources of the interfaces."""
         try:
+            # first: threads of the run that wait for a worker end with an error then, and nothing below waits for them
             self._workers.close()
         finally:
             self._threads.shutdown(wait=False, cancel_futures=True)

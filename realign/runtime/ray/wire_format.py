@@ -97,6 +97,7 @@ def _array(x: Tensor) -> Array:
     try:
         return Array(host.numpy(), name)
     except TypeError:  # a dtype that numpy lacks
+        # bfloat16 and the float8 types; a view keeps the bits
         bits = {1: torch.uint8, 2: torch.int16}[x.itemsize]
         return Array(host.view(bits).numpy(), name)
 

@@ -104,6 +104,7 @@ class RayWorker:
         self._size = size
         with suppress(OSError):  # the folder may not exist on another machine
             os.chdir(setup.folder)
+        # at the end: the packages of the worker's machine win over paths of the driver
         sys.path += [entry for entry in setup.path if entry not in sys.path]
         torch.set_num_threads(setup.threads)
         seed_random(setup.seed)
@@ -133,6 +134,8 @@ class RayWorker:
             import torch.distributed as dist
 
             if point[0].startswith("127."):
+                # all ranks are on this machine; gloo would otherwise take the address of the hostname, which need not
+                # resolve
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
@@ -184,6 +187,7 @@ def _answer(action: Callable[[], Any], *, hear: bool = True) -> Reply:
     """Run `action` and return its result or error. With `hear` (single-threaded workers), also collect warnings."""
     started = time.perf_counter()
     value, failure = None, None
+    # `catch_warnings` changes the whole process, so it must not be used from concurrent calls
     hearing: AbstractContextManager[list[Warned]] = _heard() if hear else nullcontext([])
     with hearing as warned:
         try:
@@ -209,9 +213,10 @@ def _failure(error: Exception) -> WorkerFailure:
     pickled = None
     if isinstance(error, RealignError | OSError):  # the driver handles these as if they were raised there
         with suppress(Exception):  # an error that cannot be unpickled is sent as text
-            made = pickle.dumps(error)
-            pickle.loads(made)
-            pickled = made
+            data = pickle.dumps(error)
+            # some exceptions can be pickled, but not read back, such as those whose constructor takes other arguments
+            pickle.loads(data)
+            pickled = data
     text = "".join(traceback.format_exception(error)).rstrip()
     return WorkerFailure(type(error).__name__, str(error), text, pickled, is_out_of_memory(error))
 
@@ -345,12 +350,14 @@ class WorkerGroup:
         asked = self._workers if only is None else [self._workers[only]]
         sent = [to_wire(part) for part in parts]
         if len(sent) == 1 and len(asked) > 1:
+            # Ray would otherwise serialize the same weights once for each worker
             sent = [ray.put(sent[0])] * len(asked)
         with self.busy if self._alone else nullcontext():
             refs = [worker.ask.remote(role, verb, x, pickled) for worker, x in zip(asked, sent, strict=True)]
             replies = self._replies(refs, f"{role}: {verb}", parts, first=only or 0)
         values = [from_wire(reply.value) for reply in replies]
         if (hops := current_hops()) is not None:
+            # the slowest rank determines how long the call had to take
             hops.seconds += time.perf_counter() - started - max(reply.seconds for reply in replies)
         return values
 
@@ -394,6 +401,7 @@ class WorkerGroup:
                         self._look_for_the_dead(pending, what, rank_of)
                         raise self._error(answer.failure, what, rank_of[ref])
         except BaseException as error:
+            # a single worker that has answered is not stuck, and serves further calls after an error
             if pending or len(self) > 1:
                 self._ended_by = error
                 self.kill()

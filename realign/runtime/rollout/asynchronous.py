@@ -199,6 +199,7 @@ class RolloutAhead:
         self._leading = graph.leading_to("rewards")
         self.staleness = Staleness(batch_prompts, rollout.max_staleness, steps)
         under_way = (rollout.max_staleness + 1) * batch_prompts
+        # max_staleness=0: one call for the batch, as in synchronous rollout, so that the results have the same bits
         self._together = batch_prompts == under_way
         self._prompts_per_call = under_way if self._together else -(-under_way // MOST_CALLS)
         self._refill: AsyncDynamicSampling | None = None
@@ -206,7 +207,9 @@ class RolloutAhead:
             self._refill = AsyncDynamicSampling(dynamic_sampling, prompts.batch_prompts, batch_prompts)
         parts = max(1, batch_prompts // self._prompts_per_call)
         self._tallies = {rpc.name: Tally(parts) for rpc in self._leading}
+        # by owner: roles that share a model share its engine
         self._locks = {owners[rpc.model]: threading.Lock() for rpc in self._leading}
+        # torch counts threads per thread of Python, and a new one would start with another number and round differently
         self._torch_threads = torch.get_num_threads()
         self._versions: dict[str, int] = {}  # by role; empty before the first `take`
         self._training: list[int] = []
@@ -226,6 +229,8 @@ class RolloutAhead:
         """
         started = time.perf_counter()
         if not self._versions:
+            # a run that resumes from synchronous rollout, or with resume_skip=[counters], has restored no version or
+            # another one
             self.staleness.version = step - 1
             self._give_weights()
         with self._changed:
@@ -244,6 +249,7 @@ class RolloutAhead:
             if self._refill is not None:
                 values |= self._refill.metrics(len(batch))
             values |= self._call_metrics()
+            # rounded up: prompts are taken one by one, and the checkpoint's position counts batches
             self._prompts.drawn = -(-self.staleness.next_place // self._prompts.batch_prompts)
         values["rollout/wait_s"] = time.perf_counter() - started
         values["rollout/version_lag"] = sum(self.staleness.version - prompt.version for prompt in judged) / len(judged)
@@ -251,10 +257,12 @@ class RolloutAhead:
 
     def advance(self) -> None:
         """Update the samplers after a training step on the batch of `take`, and start further prompts."""
+        # before `train` raises the version: prompts that start at the new version must be sampled with its weights
         self._give_weights()
         with self._changed:
             self.staleness.train(self._training)
             self._training = []
+            # with max_staleness=0 the next batch starts in `take`, when its step starts
             if not self._together:
                 self._begin()
 
@@ -309,6 +317,7 @@ class RolloutAhead:
                 self._refill.begun += 1
         for first in range(0, len(places), self._prompts_per_call):
             part = places[first : first + self._prompts_per_call]
+            # versions are fixed here: all calls for a prompt seed their random numbers with those of its start
             arguments = (part, self._prompts.at(part), self.staleness.version, dict(self._versions))
             thread = threading.Thread(target=self._walk, args=arguments, name=f"rollout {part[0]}", daemon=True)
             self._threads.add(thread)
@@ -326,6 +335,7 @@ class RolloutAhead:
                 if rpc.method == "generate" and "loss_mask" in rpc.outputs:
                     values["rollout_tokens"] = float(batch["loss_mask"].sum())
             with self._changed:
+                # before `_begin`, which starts nothing with max_staleness=0 while a thread is listed
                 self._threads.discard(threading.current_thread())
                 self._calls.append(values)
                 self._keep(places, batch, version)

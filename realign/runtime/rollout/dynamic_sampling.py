@@ -72,6 +72,7 @@ class DynamicSampling(Settings):
         if len(rewards_G) < self.min_group_size:
             return False
         if self.min_reward_std is not None:
+            # rewards that differ by rounding only have a tiny std above 0, which the test below would accept
             one_group = torch.zeros_like(rewards_G, dtype=torch.int64)
             if bool(degenerate_groups(rewards_G, one_group, one_group == 0).any()):
                 return False

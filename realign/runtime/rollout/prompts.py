@@ -100,6 +100,7 @@ class PromptStream:
                 f"({state['drawn']} batches of {state['batch_prompts']}), which is not a multiple of it. Set another "
                 "batch_prompts, or resume_skip=[data] to start at the first row."
             )
+        # rounded up, because with `cut` the place may lie within a batch
         self.drawn = -(-place // self.batch_prompts)
         if "order" in state:
             self.order.load_state_dict(state["order"])

@@ -89,6 +89,7 @@ class Staleness:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state between two steps. Of running prompts it stores only places; resuming restarts them."""
+        # places that have started, and places of an earlier attempt that have yet to restart
         untrained = sorted([*self.begun, *self.again])
         counts = {"version": self.version, "trained": self.trained, "next_place": self.next_place}
         return {**counts, "untrained": untrained}
@@ -96,6 +97,7 @@ class Staleness:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a `state_dict`, also with a different `batch_prompts` or `max_staleness`."""
         self.version, self.next_place = state["version"], state["next_place"]
+        # scored prompts are sampled again too: keeping them would prefer prompts that finish fast (ADR 17)
         self.again = deque(state["untrained"])
         self.begun.clear()
         self.ready.clear()
