@@ -85,6 +85,7 @@ def flows(graph: DataflowGraph) -> list[Flow]:
             if keys:
                 bundles.append(Flow(rpc.name, keys, (), kind))
     for role, sync in graph.sync.items():
+        # The weights are final after the last call that trains them.
         source = [rpc.name for rpc in graph.order if rpc.model == sync.of and rpc.method == "train_step"][-1]
         bundles.append(Flow(source, tuple(sync.describe().split(", ")), (), Kind.sync, role))
     place = {name: i for i, name in enumerate((DATASET, *(rpc.name for rpc in graph.order)))}
@@ -193,6 +194,7 @@ def _keys(flow: Flow) -> str:
 
 
 def _quote(text: str) -> str:
+    # `#quot;` is Mermaid's own entity: a quote would end the label.
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace('"', "#quot;")
 
 
@@ -365,6 +367,7 @@ def to_svg(graph: DataflowGraph, notes: Mapping[str, str] = NO_NOTES) -> str:
     style = colors(graph.order)
     role_of = {rpc.name: rpc.model for rpc in graph.rpcs}
     stroke = {name: style[role][1] for name, role in role_of.items()} | {DATASET: GREY[1]}
+    # Lines first: an SVG paints in order, so boxes and labels cover them.
     body = [_line(edge, stroke[edge.flow.source]) for edge in edges]
     fill = {role: color for role, (color, _) in style.items()}
     body += [
@@ -397,6 +400,7 @@ def _items(
     if from_dataset:
         before[DATASET] = []
     rank = ranks(before)
+    # Calls in even rows, so that the row below each has room for its labels.
     boxes = {name: Item(name, _box_width(name, details[name]), BOX_HEIGHT, 2 * r) for name, r in rank.items()}
     labels: list[tuple[Flow, Item]] = []
     edges: list[_Edge] = []
@@ -405,6 +409,7 @@ def _items(
         labels.append((flow, label))
         edges.append(_edge(flow, boxes[flow.source], label, arrow=flow.kind is Kind.sync))
         trunk = {label.row: label}
+        # From near to far: a line to a farther call continues the trunk of the nearer ones.
         for target in sorted(flow.targets, key=lambda name: boxes[name].row):
             for row in range(max(trunk) + 1, boxes[target].row):
                 trunk[row] = Item("", 4, 0, row)

@@ -39,6 +39,7 @@ def check_yaml(text: str) -> None:
     if "*" not in text:
         return
     try:
+        # Composing is safe: an alias is a reference to its node. Only making values of the nodes repeats them.
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         count = 0 if root is None else _count(root, {})
     except RecursionError as error:

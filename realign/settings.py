@@ -98,7 +98,7 @@ class Settings:
             given = getattr(self, field.name)
             value = checked(field.name, given, hints[field.name])
             if value is not given:
-                object.__setattr__(self, field.name, value)
+                object.__setattr__(self, field.name, value)  # also of a frozen dataclass
             if SETTING_OF in field.metadata and value != field.default:
                 only, given = ("null" if x is None else getattr(x, "name", x) for x in (field.default, value))
                 raise SettingsError(
@@ -194,10 +194,11 @@ def checked(name: str, value: Any, annotation: Any) -> Any:
     if not any(map(_is_checked, members)) or (value is None and type(None) in members):
         return value
     mistakes = []
+    # One member at a time, since pydantic would list an error for each member of a union (ADR 40).
     for member in members:
         try:
             valid = _validator(member)(value)
-        except ValueError as error:
+        except ValueError as error:  # pydantic's ValidationError, without importing pydantic
             mistakes += error.errors()  # type: ignore[attr-defined]
         else:
             return valid if isinstance(valid, Enum) else value  # an int stays one in a float field
@@ -207,6 +208,7 @@ def checked(name: str, value: Any, annotation: Any) -> Any:
     choices = [choice for kind in filter(_is_enum, members) for choice in choices_of(kind)]
     if choices and isinstance(value, str):
         raise SettingsError(f"{name}={value!r}: unknown choice (valid: {', '.join(choices)}{or_null})")
+    # Messages about the value, such as multiple_of, say more than those about a type: int_type, is_instance_of.
     of_values = (m["msg"] for m in mistakes if m["type"] != "is_instance_of" and not m["type"].endswith("_type"))
     raise SettingsError(f"{name}={value!r}: {next(of_values, f'must be {_valid(members)}')}{or_null}")
 

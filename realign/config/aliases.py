@@ -89,6 +89,7 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
 def tables() -> Mapping[str, Mapping[str, Any]]:
     """Return the tables of `names.yaml` by name, with `rows` as `Row`."""
     read = {}
+    # The parser in Python takes several times as long, and the shell waits for this table at the tab key.
     loader: Any = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
     for title, table in yaml.load(TABLE.read_text(encoding="utf-8"), loader).items():
         rows = [_row(row, tool=table["tool"], typed=title not in OBJECTS) for row in table["rows"]]
@@ -111,6 +112,7 @@ def index() -> Mapping[str, tuple[tuple[str | None, Row], ...]]:
                 name, equals, value = written.lower().partition("=")
                 entry = (value if equals else None, row)
                 for full in (name, *([f"{table['prefix']}.{name}"] if "prefix" in table else [])):
+                    # By identity: a row contains a mapping (`needs`), and therefore has no hash.
                     by_name.setdefault(full, {})[entry[0], id(row)] = entry
     return MappingProxyType({name: tuple(entries.values()) for name, entries in by_name.items()})
 
@@ -289,6 +291,7 @@ def _check_needs(name: str, value: str, target: str, rows: Sequence[Row], config
         root, _, rest = pattern.split(".", 2)
         for other, node in (config.get(root) or {}).items():
             given = get(node, tuple(rest.split(".")))
+            # What a linked value will be is not known yet, so it is accepted.
             linked = isinstance(given, str) and given.startswith("${")
             if (role is None or other == role) and not linked and given not in allowed:
                 needed = f"{root}.{other}.{rest}"

@@ -90,6 +90,7 @@ def as_layer(overrides: Sequence[Override], present: dict[str, Any]) -> tuple[di
     tree: dict[str, Any] = {}
     deleted: list[Path] = []
     ours = [override for override in overrides if _is_ours(override)]
+    # Keys before the keys below them, so that `a.b=1 a=word` means the same as `a=word a.b=1`.
     for override in sorted(ours, key=lambda override: override.key_or_group.count(".")):
         path = tuple(override.key_or_group.split("."))
         if override.is_delete():
@@ -117,6 +118,7 @@ def _is_ours(override: Override) -> bool:
     root, _, rest = override.key_or_group.partition(".")
     if root not in ROOTS or override.is_sweep_override() or override.package is not None:
         return False
+    # An item of a list (`mcp[0]`) is no component of its own.
     return "[" not in rest and (bool(rest) or isinstance(override.value(), dict))
 
 

@@ -88,6 +88,7 @@ def compose_layers(
     files = Files(chosen, config_dir, base)
     below = _FileLayers(files.read(), chosen, files.choices, config_dir, base)
     for file in below.files:
+        # `.hydra/config.yaml` of a run has the keys of REPORT, and can be used as an experiment file.
         values = {key: value for key, value in file.values.items() if key not in (*REPORT, "hydra")}
         _check_file(file, values)
         below.layers.add_file(values, file.label, file.source)
@@ -174,10 +175,10 @@ def _with_command_line(below: _FileLayers, words: Sequence[str], parsed: Sequenc
     typed = [word for word, override in zip(words, parsed, strict=True) if not override.is_hydra_override()]
     hydra["overrides"] = {"hydra": [word for word in words if word not in typed], "task": typed}
     hydra["job"]["override_dirname"] = ",".join(sorted(typed))
-    hydra["runtime"] = {"cwd": os.getcwd(), "choices": choices, "output_dir": "???"}
-    made = Composed(tree, hydra, launcher, tuple(words), below)
-    _check_folders(made.with_hydra(), tree)
-    return made
+    hydra["runtime"] = {"cwd": os.getcwd(), "choices": choices, "output_dir": "???"}  # a launcher sets it
+    composed = Composed(tree, hydra, launcher, tuple(words), below)
+    _check_folders(composed.with_hydra(), tree)
+    return composed
 
 
 def _hydra_settings(below: _FileLayers, parsed: Sequence[Override]) -> tuple[str, dict[str, Any]]:
@@ -209,6 +210,7 @@ def _hydra_settings(below: _FileLayers, parsed: Sequence[Override]) -> tuple[str
 
 def _applied(below: _FileLayers, overrides: Sequence[Override]) -> dict[str, Any]:
     """Return the values of the files with the overrides applied in their order."""
+    # A copy, since `again` applies other command lines to the layers of the same files.
     layers = copy.deepcopy(below.layers)
     upper, deleted = as_layer(overrides, layers.tree)
     targets = layers.add_command_line(upper, deleted)
@@ -230,6 +232,8 @@ def _applied(below: _FileLayers, overrides: Sequence[Override]) -> dict[str, Any
     assert isinstance(tree, dict)
     plain = {str(key): value for key, value in tree.items()}
     keys = (override.key_or_group for override in overrides)
+    # For these keys, and only these, `build_experiment` turns a setting without effect into an error. A mapping counts
+    # by its leaves.
     typed = {*(".".join(path) for path, _ in leaves(upper, ())), *(key for key in keys if _root(key) not in COMPONENTS)}
     return {**plain, "dropped": layers.dropped(plain), "owners": layers.owners, "typed": sorted(typed)}
 
@@ -252,6 +256,7 @@ def _apply(config: DictConfig, override: Override, key: str, value: Any) -> None
         check_values({key: value})
     elif config.get(root, NONE) in (None, NONE) and root in config:
         raise ConfigError(f"{override.input_line}: {key} is a field of {root}, which is null. Remove one of them.")
+    # As in Hydra: `+key={...}` merges into a mapping that exists.
     may_exist = not override.is_add() or isinstance(value, dict | list)
     if not may_exist and OmegaConf.select(config, key, throw_on_missing=False) is not None:
         raise ConfigError(
@@ -391,6 +396,7 @@ def _missing(keys: Sequence[str], config: Any, overrides: Sequence[str]) -> str:
     if has_experiment(config):
         return f"missing values: {', '.join(keys)}. Set a value, such as {keys[0]}=VALUE."
     if preset := next((owner for owner in config["owners"].values() if owner.startswith("algorithm=")), None):
+        # Presets of policies own the objective; the others are losses on preference pairs.
         kind = "grpo" if "interfaces.actor.objective" in config["owners"] else "dpo"
         return f"{preset} changes an experiment, so choose one too, such as experiment={kind} {preset}."
     return f"missing values: {', '.join(keys)}. Start from experiment=NAME; `realign --help` lists the experiments."
@@ -443,6 +449,7 @@ def check_values(tree: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: a key is unknown, or a value has the wrong type.
     """
+    # The base fills in what is open, so that only the values that are known can be wrong.
     config_of({key: _known(value) for key, value in tree.items() if not _is_open(value)}, ExperimentConfig())
 
 

@@ -71,6 +71,7 @@ def import_target(path: Any, where: str, known: Iterable[str] = ()) -> Any:
     done = ""
     for part in path.split("."):
         name = f"{done}.{part}" if done else part
+        # A submodule that nobody has imported yet is no attribute of its package.
         step = getattr(named, part, None) if named is not None else None
         if step is None and (named is None or isinstance(named, ModuleType)):
             step = _import(name, where)
@@ -87,12 +88,12 @@ def _import(name: str, where: str) -> ModuleType | None:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if error.name == name:
+        if error.name == name:  # else the module exists, and one that it imports does not
             return None
         raise ConfigError(f"{where}: importing {name} failed: {one_line(error)}") from error
     except SyntaxError as error:
         raise ConfigError(f"{where}: importing {name} failed: {one_line(error)}") from error
-    except SystemExit as error:
+    except SystemExit as error:  # a script without `if __name__ == "__main__"`; no Exception would catch it
         raise ConfigError(f"{where}: importing {name} failed: the module calls sys.exit({error})") from error
     except Exception as error:  # a bug in the module: its traceback is printed
         error.add_note(f"while importing {name} for {where}")
@@ -160,6 +161,8 @@ def misfit(cls: type, kind: Any) -> str | None:
         members = inspect.getmembers_static(cls)
         missing = [name for name, member in members if getattr(member, "__isabstractmethod__", False)]
         return f": it does not implement {', '.join(missing)}" if missing else None
+    # `issubclass` would compare only the names of a protocol's methods. One with other arguments would then fail in the
+    # middle of a run, so the calls are compared too; here the names stand for the values.
     for name, method in inspect.getmembers(kind, inspect.isfunction):
         if name.startswith("_") and name != "__call__":
             continue
@@ -180,6 +183,7 @@ BOOLS: Mapping[str, bool] = types.MappingProxyType(
     dict.fromkeys(("true", "yes", "y", "on", "1"), True) | dict.fromkeys(("false", "no", "n", "off", "0"), False)
 )
 """Texts of a bool."""
+# pydantic's lax mode would take 1.0 and `true` for the integer 1, and refuse 1 as a text (ADR 40).
 LEAVES: Mapping[Any, tuple[Callable[[Any], Any], tuple[type, ...]]] = types.MappingProxyType(
     {
         bool: (lambda raw: BOOLS[str(raw).lower()], (bool, int, str)),
@@ -219,6 +223,7 @@ def convert(raw: Any, annotation: Any, where: str, default: Any = None) -> Any:
     if raw == "???":
         raise ConfigError(f"{where} is missing: give it a value ({type_name(annotation)})")
     origin, arguments = get_origin(annotation), get_args(annotation)
+    # Words come before unions, since all members of a union share them: the class of a word decides which one is meant.
     if isinstance(raw, str) and annotation not in LEAVES and component_bases(accepted := members_of(annotation)):
         if raw == NONE and type(None) in arguments:
             return None
@@ -227,9 +232,9 @@ def convert(raw: Any, annotation: Any, where: str, default: Any = None) -> Any:
     if origin in (Union, types.UnionType):
         return _one_of(raw, arguments, where, default)
     if isinstance(raw, Mapping):
-        made = _component(raw, annotation, where, default)
-        if made is not None:
-            return made
+        component = _component(raw, annotation, where, default)
+        if component is not None:
+            return component
     if annotation is Any or annotation is object:
         return _plain(raw, where)
     if raw is None and annotation is not type(None):
@@ -259,6 +264,7 @@ def _one_of(raw: Any, members: tuple[Any, ...], where: str, default: Any) -> Any
     members = tuple(m for m in members if m is not type(None))
     if len(members) == 1:
         return convert(raw, members[0], where, default)
+    # Without this, `int | str` would make the integer 1 of the text "1": the first member that can convert it wins.
     if type(raw) in members:
         return raw
     if isinstance(raw, Mapping):  # fields of the first class, or `_target_` of a class that is the last one
@@ -477,6 +483,7 @@ def build_graph(node: Any, returns: type[T], where: str, interfaces: Mapping[str
     """
 
     def fits(function: Any) -> bool:
+        # get_type_hints also evaluates annotations that nobody needs here.
         with suppress(NameError):  # unresolvable annotation of a third-party function
             return inspect.isfunction(function) and get_type_hints(function).get("return") is returns
         return False
@@ -563,11 +570,12 @@ def _check_constructible(cls: type, where: str) -> None:
     A class without fields does not need the decorator.
     """
     fields = {name: hint for name, hint in inspect.get_annotations(cls).items() if "ClassVar" not in str(hint)}
+    # `is_dataclass` is also true of a class that only inherits from a dataclass, whose own fields would be ignored.
     decorated = "__dataclass_fields__" in vars(cls)
     if fields and not decorated:
         raise ConfigError(f"{where}: {cls.__qualname__} declares {', '.join(fields)}, but is not a @dataclass")
-    made = [(inspect.getattr_static(cls, name), getattr(object, name)) for name in ("__init__", "__new__")]
-    if not dataclasses.is_dataclass(cls) and any(own is not plain for own, plain in made):
+    constructors = [(inspect.getattr_static(cls, name), getattr(object, name)) for name in ("__init__", "__new__")]
+    if not dataclasses.is_dataclass(cls) and any(own is not plain for own, plain in constructors):
         raise ConfigError(f"{where}: {cls.__qualname__} is not a dataclass, so its fields cannot be checked")
 
 
@@ -609,6 +617,7 @@ def _construct(make: Callable[..., T], parameters: list[_Parameter], raw: Mappin
         else:
             values[p.name] = default
     try:
+        # The order of the handlers matters: each class of errors is a subclass of the next one.
         return _made(make, values, raw)
     except NoEffectError as error:
         raise NoEffectError(error.owner, f"{prefix}{error.key}", error.value, error.reason) from error

@@ -52,6 +52,7 @@ def nearest(word: str, names: Iterable[str]) -> str | None:
     known = sorted(names)
     if near := difflib.get_close_matches(word, known, n=1, cutoff=NEAR):
         return near[0]
+    # Shortened names are too different in length for difflib: `temp` and `temperature` have a similarity of 0.53.
     longer = [name for name in known if len(word) >= PREFIX and (name.startswith(word) or _abbreviates(word, name))]
     return min(longer, key=len, default=None)
 

@@ -182,6 +182,8 @@ def _build(config: ExperimentConfig) -> Experiment:
     _check_names(config)
     if unknown := unknown_keys(vars(config)):
         raise ConfigError(joined(unknown))
+    # In the order of dependence: the default correction follows from the samplers of the models, the graph from the
+    # interfaces, and evaluations from graph, interfaces and data.
     models = _roles(config, "models")
     config = dataclasses.replace(config, interfaces=with_default_correction(config.interfaces, models))
     interfaces = _roles(config, "interfaces")
@@ -295,6 +297,7 @@ def _roles(config: ExperimentConfig, root: str) -> dict[str, Any]:
     built = {}
     for role, node in getattr(config, root).items():
         where = f"{root}.{role}"
+        # Other root words are import paths by now (`spell_out`, `with_target`); callbacks have no module per word.
         if root == "callbacks" and not isinstance(node, Mapping):  # a bare word
             built[role] = convert(node, kind | None, where)
         elif node is not None:
@@ -447,6 +450,7 @@ def _data(raw: Any, where: str, training: Training, *, prompts: bool) -> Any:
     if not raw or ("path" in names and not raw.keys() & {"path", "split"}):
         key = f"{where}.path" if "path" in names else where
         raise ConfigError(f"{key} is missing: give it the held-out rows")
+    # `evaluation.data.split=test` alone means another split of the training dataset.
     keep = {"path", "subset", "revision"} if "path" not in raw else set()
     reset = {name: _default(base, name) for name in _ROWS if name in names and name not in raw and name not in keep}
     return fill(type(base), raw, where, dataclasses.replace(base, **reset))  # type: ignore[type-var]
@@ -458,6 +462,7 @@ def _generation(raw: Mapping[str, Any], where: str, base: GenerationConfig) -> G
     A node that asks for several responses, or sets a sampling parameter, samples as in training.
     """
     greedy = not any(raw.get(name) is not None for name in _RANDOM) and raw.get("n", 1) == 1
+    # Recorded experts (router replay) are for the pass of training, which an evaluation lacks.
     return fill(type(base), raw, where, dataclasses.replace(base, n=1, greedy=greedy, router_replay=False))
 
 

@@ -254,6 +254,7 @@ def _values(text: str, source: str) -> dict[str, Any]:
 
 def _at_package(values: dict[str, Any], text: str, group: str) -> dict[str, Any]:
     """Return the values below the key that the header `# @package KEY` names, or that the group implies."""
+    # The header is a comment, so only the text has it.
     header = _HEADER.match(text)
     package = header[1] if header else "_global_" if group in _AT_ROOT else group
     for name in reversed([] if package == "_global_" else package.split(".")):

@@ -107,9 +107,10 @@ def section(key: str, overrides: Sequence[str] = (), config_dir: Path | None = N
     first: ConfigError | None = None
     for name in dict.fromkeys([*FIRST, *list_experiments(config_dir)]):
         try:
+            # `file_values` needs no Hydra, so help does not wait for its import.
             return section_of(path, file_values([f"experiment={name}"], config_dir), name)
         except ConfigError as error:
-            first = first or error
+            first = first or error  # of the most common experiment
     assert first is not None
     raise first
 

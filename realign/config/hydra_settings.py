@@ -160,6 +160,7 @@ def all_settings(launcher: str) -> DictConfig:
     choices = [f"{LAUNCHER}={launcher}", f"hydra/job_logging={LOGS}"]
     with initialize(config_path=None, job_name="realign", version_base=HYDRA_VERSION):
         settings = compose(overrides=choices, return_hydra_config=True).hydra
+    # Callers merge realign's own values into the node and delete templates from it, which a struct refuses.
     OmegaConf.set_struct(settings, False)
     return settings
 

@@ -150,6 +150,7 @@ def read_module(name: str) -> Module | None:
     return _of_package(name) if top == PACKAGE else _in_folders(name, sys.path)
 
 
+# Cached for good, since the files of realign do not change while it runs. A user's files can, as in a notebook.
 @cache
 def _of_package(name: str) -> Module | None:
     return _in_folders(name, [str(ROOT.parent)])
@@ -162,6 +163,7 @@ def _in_folders(name: str, folders: Iterable[str]) -> Module | None:
         for path in (os.path.join(folder, f"{inner}.py"), os.path.join(folder, inner, "__init__.py")):
             with suppress(OSError):
                 status = os.stat(path)
+                # sys.path may have "" for the current folder, and the cache outlives the process.
                 return _read(name, os.path.abspath(path), status.st_mtime_ns, status.st_size)
     return None
 
@@ -384,7 +386,7 @@ def find(module: str, name: str) -> Definition | None:
 
 def _origin(module: str, name: str) -> tuple[str, str]:
     """Return the module that declares a name, and its name there, as far as imports can be followed."""
-    for _ in range(10):  # re-exports
+    for _ in range(10):  # re-exports, which can be circular
         source = read_module(module)
         first, dot, rest = name.partition(".")
         if source is None or first in source.definitions or first not in source.imported:
@@ -407,17 +409,18 @@ def _living(module: str, name: str) -> Definition | None:
         return find(thing.__module__, thing.__qualname__)
     fields: dict[str, Field] = {}
     own = [field for field in getattr(thing, "__dataclass_fields__", {}).values() if field.init]
-    for made in (field for field in own if field.name in inspect.get_annotations(thing)):
-        annotation = made.type if isinstance(made.type, str) else inspect.formatannotation(made.type)
-        default = made.default if made.default_factory is dataclasses.MISSING else made.default_factory()
+    # The fields of base classes follow from `bases`, as for a class that is read from source.
+    for declared in (field for field in own if field.name in inspect.get_annotations(thing)):
+        annotation = declared.type if isinstance(declared.type, str) else inspect.formatannotation(declared.type)
+        default = declared.default if declared.default_factory is dataclasses.MISSING else declared.default_factory()
         written = None if default is dataclasses.MISSING else repr(default)
-        fields[made.name] = Field(made.name, annotation, written, "", module)
+        fields[declared.name] = Field(declared.name, annotation, written, "", module)
     bases = tuple(f"{base.__module__}.{base.__qualname__}" for base in thing.__bases__)
     methods = {name: _parameters(value) for name, value in vars(thing).items() if inspect.isroutine(value)}
     abstract = tuple(name for name in methods if getattr(vars(thing)[name], "__isabstractmethod__", False))
     text = "" if thing.__doc__ is None else inspect.cleandoc(thing.__doc__)
-    made = dataclasses.is_dataclass(thing)
-    return Definition(module, thing.__name__, text, bases, fields, {}, methods, abstract, made)
+    decorated = dataclasses.is_dataclass(thing)
+    return Definition(module, thing.__name__, text, bases, fields, {}, methods, abstract, decorated)
 
 
 def _parameters(method: Any) -> str:
@@ -451,6 +454,7 @@ def fields_of(definition: Definition) -> dict[str, Field]:
     for lower in reversed(ancestry(definition)):
         for name, own in lower.fields.items():
             text = own.text or (fields[name].text if name in fields else "")
+            # An undecorated class adds no fields to those of Python's dataclass.
             if lower.dataclass:
                 fields[name] = dataclasses.replace(own, text=text)
     return fields
@@ -485,6 +489,7 @@ def is_abstract(definition: Definition) -> bool:
     """Return whether a class has abstract methods that none of its base classes implements."""
     decided: set[str] = set()
     for ancestor in ancestry(definition):
+        # A class attribute with a value implements an abstract property: `keys: ClassVar[...] = (...)`.
         given = {
             name for name, field in ancestor.fields.items() if field.default is not None
         } | ancestor.constants.keys()
@@ -586,6 +591,7 @@ def value_of(expression: str, module: str) -> Any:
 
 
 def _value(node: ast.expr, module: str) -> Any:
+    # Not `eval`: describing a default must neither run code of the module nor import what it names.
     match node:
         case ast.Constant(value=value):
             return value
@@ -616,6 +622,7 @@ def _called(node: ast.Call, module: str) -> Any:
         given |= dict(zip(fields, arguments, strict=False))
         differing = {n: given[n] for n in fields if n in given and given[n] != default_of(fields[n])}
         return Component(definition, differing)
+    # Harmless calls, which are made. All others stay `Unknown`.
     plain: Mapping[str, Callable[..., Any]] = {"dict": dict, "list": list, "tuple": tuple, "float": float}
     if name in plain:
         return plain[name](*arguments, **given)

@@ -49,7 +49,7 @@ def without_secrets(may_insert: bool = True, key: str = "") -> Iterator[None]:
     OmegaConf.register_new_resolver("oc.env", env, replace=True)
     try:
         yield
-    except OmegaConfBaseException as error:
+    except OmegaConfBaseException as error:  # OmegaConf wraps what a resolver raises
         if refused:
             raise SecretRefused(refused[0]) from error
         raise
@@ -73,6 +73,7 @@ def check_no_secrets(composed: DictConfig, values: Iterable[tuple[str, Any]]) ->
         value = written
         if isinstance(written, str) and "${" in written:
             is_url = written.startswith(("http://", "https://")) and _is_server(key)
+            # Each value by itself, before all are resolved together, so that the message names the key.
             with suppress(OmegaConfBaseException), without_secrets(is_url, key):
                 value = OmegaConf.select(composed, key)
         parent, _, name = key.rpartition(".")
