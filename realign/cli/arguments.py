@@ -72,6 +72,7 @@ class _Parser(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the options. Words without dashes are commands and overrides."""
+    # Without abbreviations, so that an unknown flag is an error, and not the option that begins like it.
     reader = _Parser(prog="realign", add_help=False, allow_abbrev=False)
     add = reader.add_argument
     add("words", nargs="*")
@@ -96,6 +97,7 @@ def read_arguments(argv: Sequence[str]) -> argparse.Namespace:
     Raises:
         ConfigError: an option is unknown or lacks its value.
     """
+    # Intermixed: overrides may stand between options, as people type them.
     args, unknown = parser().parse_known_intermixed_args(with_overrides_for_flags(argv))
     if unknown:
         raise ConfigError(unknown_option(unknown))

@@ -72,12 +72,13 @@ def counted_warnings() -> Iterator[Counter[str]]:
         show(message, category, *where, **more)
 
     def record(*args: Any, **kwargs: Any) -> logging.LogRecord:
-        made = factory(*args, **kwargs)
-        if made.levelno >= logging.WARNING and made.name.split(".")[0] == "realign":
-            shown[made.getMessage()] += 1
-        return made
+        entry = factory(*args, **kwargs)
+        if entry.levelno >= logging.WARNING and entry.name.split(".")[0] == "realign":
+            shown[entry.getMessage()] += 1
+        return entry
 
     warnings.showwarning = counted
+    # The factory sees the records of every logger, whatever handlers and levels of handlers the user has.
     logging.setLogRecordFactory(record)
     try:
         yield shown

@@ -133,7 +133,7 @@ def use_expandable_segments() -> None:
 def _of_all_ranks(args: list[str], debug: bool) -> int:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # so that `_target_` can name a class in a file of the current folder
-    if args[:1] == ["fork"]:
+    if args[:1] == ["fork"]:  # it becomes a command line of `train`, so that all below sees a usual run
         from realign.cli.replay import fork_words
 
         args = fork_words(args[1:])
@@ -144,6 +144,7 @@ def _of_all_ranks(args: list[str], debug: bool) -> int:
 
 
 def _dispatch(argv: list[str], start: Start) -> int:
+    # Before the arguments are parsed: an unfinished command line is usually no valid one.
     if argv[:1] == [COMPLETE]:
         from realign.cli.completion import completions
 

@@ -150,6 +150,7 @@ def _words(entry: Entry | None) -> list[str]:
 
 def _config(before: list[str], folder: Path | None) -> dict[str, Any]:
     """Return the values that the words before the cursor set."""
+    # The words before the cursor come last, and so replace the example.
     return file_values([f"experiment={EXAMPLE}", *before], folder)
 
 

@@ -147,6 +147,7 @@ def read_request(args: argparse.Namespace, words: Sequence[str]) -> EvalRequest:
 
 def _overrides(words: Sequence[str], model: str) -> Iterator[str]:
     """Yield the overrides: those that select an experiment first, then the others."""
+    # The `base` of `compose_layers` is for files only, so a command line without an experiment gets it here.
     named = any(is_file(word) or word.lstrip("+").startswith(f"{EXPERIMENT}=") for word in words)
     if not named:
         yield f"{EXPERIMENT}={BASE}"

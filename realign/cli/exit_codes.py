@@ -45,7 +45,7 @@ def guarded(action: Callable[[], int | None], debug: bool) -> int:
 @contextmanager
 def plain_warnings(debug: bool) -> Iterator[None]:
     """Print each `UserWarning` once, in one line. With `debug`, keep Python's format with the source line."""
-    before, told = warnings.formatwarning, set[str]()
+    before, printed = warnings.formatwarning, set[str]()
 
     def plain(
         message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
@@ -53,8 +53,8 @@ def plain_warnings(debug: bool) -> Iterator[None]:
         if category is not UserWarning:
             return before(message, category, filename, lineno, line)
         text = f"warning: {one_line(message)}\n"
-        again = text in told
-        told.add(text)
+        again = text in printed
+        printed.add(text)
         return "" if again else text
 
     if not debug:

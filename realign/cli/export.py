@@ -118,6 +118,7 @@ class Export:
             kind = adapter.config.get("task_type") or (None if adapter.head_names() else "CAUSAL_LM")
             config = {**adapter.config, "base_model_name_or_path": absolute(adapter.base), "task_type": kind}
             (new / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        # An adapter folder of another tool often has no tokenizer of its own.
         source = adapter.base if adapter is not None and not has_tokenizer(str(folder)) else str(folder)
         _write_tokenizer(new, source)
         name = self.push or (self.to.name if self.to is not None else "")
@@ -258,6 +259,7 @@ def push_folder(folder: Path, name: str) -> str:
     except (HfHubHTTPError, LocalTokenNotFoundError, OSError) as error:
         status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
         text = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        # The text of an error can contain the token. `from None` below keeps the cause out of tracebacks too.
         text = text.replace(token, "***") if (token := get_token()) else text
         if status in (401, 403) or isinstance(error, LocalTokenNotFoundError):
             raise ConfigError(

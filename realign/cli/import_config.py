@@ -78,7 +78,7 @@ def translated(tool: str, given: Mapping[str, Any]) -> Imported:
     named = {name for rule in applied for name in _names(rule)}
     base = [f"{key}={value}" for key, value in own.items()]
     base += [word for word in rules["missing"] if word.partition("=")[0] not in own]
-    found, by_hand, typed = dict[str, str](), list[str](), {*given, *_aliases(given, table)}
+    translations, by_hand, typed = dict[str, str](), list[str](), {*given, *_aliases(given, table)}
     for name, value in settings.items():
         if name in named or name not in typed or value is None:  # a default that matters has a rule
             continue
@@ -87,10 +87,10 @@ def translated(tool: str, given: Mapping[str, Any]) -> Imported:
             if not described(name):
                 raise ConfigError(f"{name}: not known to realign")
             words = translate(prepare([*base, word])).overrides
-            found |= dict(_pairs(words[len(base) :]))
+            translations |= dict(_pairs(words[len(base) :]))
         except ConfigError as error:
             by_hand.append(str(error))
-    merged = {**dict(_pairs(base)), **{key: value for key, value in found.items() if key not in own}}
+    merged = {**dict(_pairs(base)), **{key: value for key, value in translations.items() if key not in own}}
     overrides = [f"{key}={value}" for key, value in merged.items()]
     _check(overrides)
     loss = {name: settings[name] for name in rules["defaults"]}
@@ -116,26 +116,26 @@ def _of_file(path: str) -> dict[str, Any]:
         raise ConfigError(f"{path}: the file cannot be read: {error}") from error
     if not isinstance(loaded, Mapping):
         raise ConfigError(f"{path}: expected a mapping of settings to values, found {type(loaded).__name__}")
-    found = dict(_flat(loaded, path))
-    if len(found) > MOST_SETTINGS:
-        raise ConfigError(f"{path}: {len(found):,} settings; at most {MOST_SETTINGS:,} are expected in a config")
-    return found
+    settings = dict(_flat(loaded, path))
+    if len(settings) > MOST_SETTINGS:
+        raise ConfigError(f"{path}: {len(settings):,} settings; at most {MOST_SETTINGS:,} are expected in a config")
+    return settings
 
 
 def _of_words(words: Sequence[str]) -> dict[str, Any]:
     """Read `name=value`, `--name value ...`, `--name=value` and `--flag`."""
-    found, name = dict[str, list[str]](), ""
+    texts_by_key, name = dict[str, list[str]](), ""
     for word in words:
         key, equals, value = word.removeprefix("--").partition("=")
         if word.startswith("--") or (equals and not name):
-            found[key] = [value] if equals else []
+            texts_by_key[key] = [value] if equals else []
             name = "" if equals else key
         elif name:
-            found[name].append(word)
+            texts_by_key[name].append(word)
         else:
             raise ConfigError(f"{word!r}: expected name=value or --name value. {USAGE}")
     try:
-        values = {key: [load_yaml(text) for text in texts] for key, texts in found.items()}
+        values = {key: [load_yaml(text) for text in texts] for key, texts in texts_by_key.items()}
     except yaml.YAMLError as error:
         raise ConfigError(f"a value cannot be read: {error}") from error
     plain_values = {key: True if not x else x[0] if len(x) == 1 else x for key, x in values.items()}
@@ -164,12 +164,12 @@ def _number(value: Any) -> Any:
 
 def _aliases(given: Mapping[str, Any], table: Mapping[str, Any]) -> dict[str, str]:
     """Return the name with dots of each flat name of the same row."""
-    found = {}
+    by_full_name = {}
     for row in table["rows"]:
         bases = list(dict.fromkeys(name.partition("=")[0] for name in row.names))
         if len(bases) == 2 and "." not in bases[0] and bases[0] in given:
-            found[bases[1]] = bases[0]
-    return found
+            by_full_name[bases[1]] = bases[0]
+    return by_full_name
 
 
 def _canonical(given: Mapping[str, Any], table: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -209,20 +209,21 @@ def _filled(text: str, settings: Mapping[str, Any]) -> str:
         if name in settings:
             return settings[name]
         base, _, index = name.rpartition(".")
-        whole = settings.get(base)
-        return whole[int(index)] if isinstance(whole, list) and index.isdigit() and int(index) < len(whole) else None
+        items = settings.get(base)
+        return items[int(index)] if isinstance(items, list) and index.isdigit() and int(index) < len(items) else None
 
     def replace(match: re.Match[str]) -> str:
-        found = value(match[1])
-        if found is None and match[2]:
-            found = value(match[2])
+        setting = value(match[1])
+        if setting is None and match[2]:
+            setting = value(match[2])
         if not match[3]:
-            return _text(found)
+            return _text(setting)
         try:
-            return f"{float(found) - 1:g}"
+            return f"{float(setting) - 1:g}"
         except (TypeError, ValueError):
-            raise ConfigError(f"{match[1]}={_text(found)}: expected a number") from None
+            raise ConfigError(f"{match[1]}={_text(setting)}: expected a number") from None
 
+    # {{ and }} are braces of the text itself, and must not look like a placeholder meanwhile.
     return PLACEHOLDER.sub(replace, text.replace("{{", "\0").replace("}}", "\1")).replace("\0", "{").replace("\1", "}")
 
 

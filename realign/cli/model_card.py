@@ -45,6 +45,7 @@ def model_card(name: str, source: Path, exported: Path, adapter: AdapterFolder |
         "Data": ", ".join(map(_public, _data(config))),
         "Steps": _steps(config, run),
         "Role in the run": role if run is not None else None,
+        # from the first stage on, without this run
         "Earlier stages": ", ".join(str(_config_of(folder).get("name")) for folder, _ in stages[:0:-1]),
         "realign": installed_version(),
     }
@@ -70,6 +71,7 @@ def _cell(text: object) -> str:
 
 def _stages(folder: Path) -> Iterator[tuple[Path, str]]:
     """Yield run folder and role of the run that saved `folder`, then of the run that saved its start, and so on."""
+    # Bounded, since a run may start from a folder that a later run wrote: the stages can form a circle.
     for _ in range(MOST_STAGES):
         folder = folder.resolve()
         run = next((p for p in (folder.parent, folder.parent.parent) if (p / "config.yaml").is_file()), None)

@@ -175,6 +175,7 @@ def _bisect_by_command(args: argparse.Namespace, words: Sequence[str]) -> int:
         raise ConfigError(f"realign bisect --run expects one run, found {list(words) or 'none'}")
     run = _run_folder(Path(words[0]))
     steps = [line["step"] for line in json_lines(run / "metrics.jsonl") if isinstance(line.get("step"), int)]
+    # The start counts as good, and the step after the last one as bad, until a step tells otherwise.
     good, bad = 0, max(steps, default=0) + 1
     while bad - good > 1:
         step = (good + bad) // 2

@@ -68,7 +68,7 @@ def sweep(words: Sequence[str], config_dir: str | None, start: Start, debug: boo
         resolved.output_dir = HydraConfig.get().runtime.output_dir  # each run of a sweep has a separate folder
         folders.append(Path(resolved.output_dir))
         if code := guarded(lambda: start(resolved, build(resolved), lambda: None), debug):
-            raise SystemExit(code)
+            raise SystemExit(code)  # Hydra would note an Exception, and start the next run
 
     try:
         done = _launch(composed, jobs, job)
@@ -149,6 +149,7 @@ class _Jobs:
     def load_sweep_config(self, master_config: DictConfig, sweep_overrides: Sequence[str]) -> DictConfig:
         """Return the config of a run, with the time of the sweep in its folder."""
         config = copy.deepcopy(self.configs[tuple(sweep_overrides)])
+        # The cache has the time that `${now:...}` stands for, so all runs of a sweep are in one folder.
         OmegaConf.copy_cache(from_config=master_config, to_config=config)
         return config
 
@@ -262,6 +263,6 @@ def _end(group: Sequence[SweptRun]) -> list[str]:
 
 
 def _mean(group: Sequence[SweptRun], name: str, part: str) -> str:
-    courses = [one for run in group for one in (run.summary or {}).get("metrics", ()) if one["name"] == name]
-    values = [one[part] for one in courses if one.get(part) is not None]
+    courses = [metric for run in group for metric in (run.summary or {}).get("metrics", ()) if metric["name"] == name]
+    values = [course[part] for course in courses if course.get(part) is not None]
     return mean(values) + (f" (n={len(values)})" if 0 < len(values) < len(group) else "")

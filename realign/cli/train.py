@@ -195,13 +195,13 @@ def _led(meeting: Meeting, command: Callable[[Start], int], words: Sequence[str]
             with meeting.watch.telling():
                 meeting.plan(json.dumps(dataclasses.asdict(config)))
                 _take_part(meeting, experiment, checked, words)
-        except Exception:
+        except Exception:  # `telling` has reported it
             return meeting.watch.code
         return 0
 
     if code := command(start):
         meeting.watch.leave(code)
-    meeting.plan("")  # the command started no run
+    meeting.plan("")  # if the command started no run, ranks wait for this; after a run, nobody reads it
     return 0
 
 

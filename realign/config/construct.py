@@ -607,6 +607,7 @@ def _construct(make: Callable[..., T], parameters: list[_Parameter], raw: Mappin
             raise ConfigError(of_sibling(make, f"{prefix}{name}") or unknown_key(f"{prefix}{name}", known))
     values = {}
     for p in parameters:
+        # Also for a field that is set: a mapping without `_target_` changes fields of the default.
         default = p.default() if p.default is not None else None
         if p.name in raw:
             values[p.name] = convert(raw[p.name], p.annotation, prefix + p.name, default)

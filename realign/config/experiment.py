@@ -129,8 +129,8 @@ def _unknown_below(place: Place, node: Any) -> Iterator[str]:
         elif name != TARGET:
             key = f"{place.key}.{name}"
             chosen = place.chosen(target)
-            made = import_target(chosen.path, place.key) if chosen is not None else None
-            yield of_sibling(made, key) or unknown_key(key, place.settings(target) or known)
+            cls = import_target(chosen.path, place.key) if chosen is not None else None
+            yield of_sibling(cls, key) or unknown_key(key, place.settings(target) or known)
 
 
 def build_experiment(config: ExperimentConfig) -> Experiment:
@@ -261,12 +261,12 @@ def _check_names(config: ExperimentConfig) -> None:
 
 def resolved_config(config: ExperimentConfig, experiment: Experiment) -> dict[str, Any]:
     """Return the complete config of a run as plain values, including every default of every component."""
-    whole = {key: value for key, value in dataclasses.asdict(config).items() if key not in (*COMPONENTS, *REPORT)}
+    plain = {key: value for key, value in dataclasses.asdict(config).items() if key not in (*COMPONENTS, *REPORT)}
     graph = _graph_node(config, experiment.interfaces)
     parameters = inspect.signature(import_target(graph[TARGET], f"graph.{TARGET}")).parameters.values()
     defaults = [p for p in parameters if p.name != INTERFACES]
     graph = {**{p.name: as_node(p.default) for p in defaults}, **graph}
-    return whole | {key: graph if key == "graph" else as_node(getattr(experiment, key)) for key in COMPONENTS}
+    return plain | {key: graph if key == "graph" else as_node(getattr(experiment, key)) for key in COMPONENTS}
 
 
 def as_node(value: Any, declared: Any = None) -> Any:
@@ -415,10 +415,10 @@ def build_evaluation(node: Mapping[str, Any], where: str, training: Training, mo
         complete["reward"] = _reward(node["reward"], f"{where}.reward", training)
     if "episodes" in known and _is_partial(node.get("episodes", {})):
         complete["episodes"] = _episodes(node.get("episodes", {}), f"{where}.episodes", training)
-    made: Evaluator = build(complete, Evaluator, where)
-    if made.role not in models:
-        raise ConfigError(f"{where}.role: no model plays {made.role!r}{suggest(made.role, models)}")
-    return made
+    evaluator: Evaluator = build(complete, Evaluator, where)
+    if evaluator.role not in models:
+        raise ConfigError(f"{where}.role: no model plays {evaluator.role!r}{suggest(evaluator.role, models)}")
+    return evaluator
 
 
 def _default_class(node: Mapping[str, Any], training: Training) -> type[Evaluator]:

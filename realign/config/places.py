@@ -142,6 +142,7 @@ class Place:
             name: Name of the field.
             target: `_target_` of the component at this place; None selects the default.
         """
+        # Lazily: most places of a tree are only passed through, and reading the types reads modules.
         return Place(f"{self.key}.{name}", lambda: self._field(name, target), self._find)
 
     def _field(self, name: str, target: Any) -> tuple[tuple[Type, ...], Any]:

@@ -28,6 +28,7 @@ def read_column(row: Mapping[str, Any], name: str) -> Any:
         DataError: the row lacks the column; names its columns and the nearest one.
     """
     try:
+        # The whole name first, since the name of a column may contain a period.
         return row[name] if name in row else _part(row, name.split("."))
     except (KeyError, IndexError, TypeError, ValueError):
         near = difflib.get_close_matches(name, row, n=1)

@@ -247,6 +247,8 @@ class PromptsWithResponsesDataset(Dataset):
     def prompt_lengths(self) -> IntArray:
         """Number of tokens of each row before the first token of its response."""
         starts, trained = self.responses.tokens.starts, np.flatnonzero(self.responses.trained)
+        # The end of all tokens stands for "no trained token follows". The minimum below replaces it, and a
+        # trained token of a later row, by the end of the row itself.
         ends = np.append(trained, len(self.responses.trained))
         first: IntArray = ends[np.searchsorted(trained, starts[:-1])]
         return np.minimum(first, starts[1:]) - starts[:-1]

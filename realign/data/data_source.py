@@ -300,6 +300,7 @@ class ImageSource(DataSource):
             return
         for name, wrong, valid in (
             ("streaming", self.streaming, "false"),
+            # truncating could cut image tokens, whose patches would stay
             ("too_long", self.too_long is TooLong.truncate_left and "truncate_left", "drop"),
             ("template", self.template is Template.plain and "plain", "auto"),
         ):
@@ -361,6 +362,7 @@ def _with_image_tokens(row: Row, column: str, text: RowText, loader: ImageLoader
     images = read_column(row, column)
     sources = tuple(images) if isinstance(images, list | tuple) else () if images is None else (images,)
     counts = [loader.tokens(source) for source in sources]
+    # With train_on_turns=each, the sequences of earlier turns contain only the first images of the row.
     parts = [written.text.count(loader.token) for written in text.sequences]
     if max(parts, default=0) != len(sources):
         raise DataError(

@@ -286,6 +286,7 @@ class SequenceDataset(PackedDataset):
         lengths = Lengths(counts, self.lengths.flat[sequences])
         first_T = np.arange(lengths.total) == np.repeat(lengths.starts[:-1], lengths.flat)
         spans = zip(self.tokens.starts[rows], self.tokens.starts[rows + 1], strict=True)
+        # The empty slice is for a batch without rows: numpy cannot concatenate nothing.
         trained_T = np.concatenate([self.trained[:0], *(self.trained[a:b] for a, b in spans)])
         loss_T = (trained_T | self.train_on_prompt) & ~first_T  # nothing predicts the first token
         data = {
@@ -402,6 +403,7 @@ def collect(encoded: Iterable[Encoded], *, keep_rows: bool = False) -> Collected
                 images.append(row.images)
             yield [token for sequence in row.sequences for token in sequence.ids]
 
+    # `pack` pulls the rows through `kept_ids` one at a time, so the rows as Python objects never exist all at once.
     tokens = PackedTokens.pack(kept_ids())
     return Collected(
         tokens,
@@ -427,6 +429,7 @@ def collect_tables(
     """
     placed = ((placed.where, placed.row) for table in tables for placed in table.placed)
     collected = collect(encoder.encode(placed), keep_rows=keep_rows)
+    # `indices` counts dropped rows too, but lacks them: the bounds of the tables are searched among those left.
     bounds = np.searchsorted(collected.indices, np.cumsum([0, *map(len, tables)]))
     report = load_report(tables, collected.tokens, collected.dropped, collected.truncated)
     return collected, report, np.diff(bounds).tolist()

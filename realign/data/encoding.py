@@ -90,6 +90,7 @@ class TokenSequence:
         """Return the sequence without the first `n` prompt tokens after the start tokens."""
         if not n:
             return self
+        # All flags before the first trained token are 0, so it does not matter which n of them are dropped.
         ids = self.ids[: self.start] + self.ids[self.start + n :]
         return replace(self, ids=ids, trained=self.trained[n:], prompt=self.prompt - n)
 
@@ -174,11 +175,13 @@ class LengthLimit:
             return row
         if self.too_long is TooLong.error:
             raise DataError(self._over(longest))
+        # The longest response decides for all responses to a prompt: they must be compared after the same prompt.
         excess: dict[tuple[int, ...], int] = defaultdict(int)
         for sequence in row.sequences:
             prompt = tuple(sequence.ids[: sequence.prompt])
             excess[prompt] = max(excess[prompt], len(sequence.ids) - self.tokens)
         cuts = [excess[tuple(sequence.ids[: sequence.prompt])] for sequence in row.sequences]
+        # At least one prompt token must remain, or the response would follow nothing.
         too_short = any(s.prompt - s.start <= cut for s, cut in zip(row.sequences, cuts, strict=True) if cut)
         if self.too_long is TooLong.drop or too_short:
             return DroppedRow(self._reason)
@@ -252,6 +255,7 @@ class RowEncoder:
         sequences = [self._sequence(written, ids) for written, ids in zip(text.sequences, parts, strict=True)]
         selected = [True] * len(sequences)
         if text.pairs:
+            # Tokens are compared, since different texts can become the same tokens.
             selected = [a.ids != b.ids for a, b in zip(sequences[::2], sequences[1::2], strict=True) for _ in range(2)]
             if not any(selected):
                 return DroppedRow(_EQUAL_PAIR)
@@ -272,6 +276,7 @@ class RowEncoder:
             trained += bytes([segment.trained]) * len(part)
         if self.end is None and not ids:
             raise DataError("the prompt has no tokens.")
+        # Nothing predicts the first token, so it alone is nothing to train on.
         if self.end is not None and 1 not in trained[1:]:
             raise DataError("the response has no token to train on.")
         prompt = trained.find(1)
@@ -339,6 +344,7 @@ def start_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     Raises:
         DataError: the tokenizer encodes a text differently with and without special tokens.
     """
+    # Tried out with a text, since `bos_token_id` does not say whether the tokenizer adds this token.
     bare = tokenizer("x", add_special_tokens=False)["input_ids"]
     full = tokenizer("x")["input_ids"]
     for at in range(len(full) - len(bare) + 1):

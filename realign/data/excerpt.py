@@ -45,6 +45,7 @@ class Excerpt(Settings):
         if self.start is None and self.max_tokens is not None:  # nothing behind these tokens matters
             text = part_over(tokenizer, text, self.max_tokens) or text
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        # Cleaning up would turn the token " ." into ".", which then equals the marker ".".
         tokens = [tokenizer.decode([token], clean_up_tokenization_spaces=False) for token in encoded["input_ids"]]
         stretch = self._stretch(tokens)
         return DroppedRow(stretch) if isinstance(stretch, str) else _slice(text, encoded["offset_mapping"], stretch)

@@ -168,6 +168,7 @@ class FirstRows(RowFile):
             position = None
             for placed in self.files[index].rows(inner) if count < self.limit else ():
                 count += 1
+                # Before the yield: the caller may stop after any row, and resumes behind it. All readers here do so.
                 cursor.position = [index, inner.here(), count]
                 yield placed
                 if count == self.limit:
@@ -271,6 +272,7 @@ class DelimitedFile(LocalFile):
 
     @override
     def rows(self, cursor: Cursor) -> Iterator[PlacedRow]:
+        # This is a setting of the process; csv has none for one reader.
         csv.field_size_limit(LARGEST_ROW)  # the default would reject long texts
         with opened(self.path) as file:
             lines = _Lines(file, self.name)
@@ -281,6 +283,7 @@ class DelimitedFile(LocalFile):
             if len(set(header)) < len(header) or not all(header):
                 raise DataError(f"{self.name}: the header {header} has a duplicate or empty column name.")
             if cursor.position is not None:
+                # csv.reader keeps no line between two records, so its lines may continue elsewhere.
                 lines.seek(*cursor.position)
             number = lines.number + 1
             while (record := self._next(records, lines)) is not None:
@@ -300,6 +303,7 @@ class DelimitedFile(LocalFile):
             raise DataError(f"{self.where(number)} is not valid {DELIMITERS[self.delimiter]}: {error}.") from error
 
 
+# A text file of Python has no position while it is iterated, so lines are read as bytes and decoded one by one.
 class _Lines:
     """Lines of a text file, with the position behind the last one that was read."""
 
@@ -317,6 +321,7 @@ class _Lines:
         self.offset, self.number = self.offset + len(line), self.number + 1
         _check_size(line, f"{self._name}, line {self.number}")
         try:
+            # Excel writes a byte order mark, which would become a part of the first column's name.
             return line.decode("utf-8-sig" if self.number == 1 else "utf-8")
         except UnicodeDecodeError as error:
             raise DataError(f"{self._name}, line {self.number} is not UTF-8 text: {error}.") from error
@@ -335,6 +340,7 @@ class _Unzipped(gzip.GzipFile):
         self._path, self._most = path, _largest_content(path.stat().st_size)
 
     def read(self, size: int | None = -1) -> bytes:
+        # One byte beyond the limit is enough to notice it, so that no more is decompressed into memory.
         rest = self._most + 1 - self.tell()
         return self._checked(super().read(rest if size is None or size < 0 else min(size, rest)))
 
@@ -394,6 +400,7 @@ def _parsed(data: bytes, where: str) -> Any:
     """
     try:
         content = json.loads(data, object_pairs_hook=_object)
+        # Only an escape can make an unpaired surrogate, so most rows skip the second pass.
         if b"\\u" in data:
             json.dumps(content, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:  # invalid syntax, encoding or nesting depth
@@ -454,6 +461,7 @@ class _Converter:
         """
         if twice := sorted({name for name in batch.schema.names if batch.schema.names.count(name) > 1}):
             raise DataError(f"{self._name} has several columns with the name {twice[0]!r}. Rename them.")
+        # pyarrow trusts the offsets in a file. Those of a damaged one may point outside of it, which ends in SIGSEGV.
         batch.validate(full=True)
         for first in range(min(start, len(batch)), len(batch), _BATCH):
             for row in batch.slice(first, _BATCH).to_pylist():
@@ -490,6 +498,7 @@ class ParquetFile(LocalFile):
             with pyarrow.parquet.ParquetFile(self.path) as file:
                 sizes = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
                 first = 0
+                # Row groups before the position are skipped without reading them.
                 while first < len(sizes) and start >= sizes[first]:
                     start -= sizes[first]
                     first += 1
@@ -555,6 +564,7 @@ class SavedFolder(LocalFile):
 
 def rows_of(dataset: Any, cursor: Cursor, name: str) -> Iterator[tuple[int, Row]]:
     """Yield number and row of the rows of a `datasets.Dataset` after a position, the number of rows before it."""
+    # A dataset made in memory has no cache files.
     size = sum(Path(file["filename"]).stat().st_size for file in dataset.cache_files) or dataset.data.nbytes
     tables = dataset.with_format("arrow")
     batches = (tables[start : start + _BATCH] for start in range(cursor.position or 0, len(dataset), _BATCH))
@@ -577,8 +587,10 @@ def recognize(path: Path) -> RowFile:
         head = file.read(_HEAD)
     suffixes = [suffix.lower() for suffix in path.suffixes]
     suffix = suffixes[-2] if suffixes[-1:] == [".gz"] and len(suffixes) > 1 else (suffixes or [""])[-1]
+    # The content decides first, since suffixes are often wrong. JSON under a binary suffix is read as JSON.
     if head.startswith(b"PAR1") or (suffix == ".parquet" and head[:1] not in b"{["):
         return ParquetFile(path)
+    # ARROW1 begins the file format, and ff ff ff ff each message of the streaming format.
     if head.startswith((b"ARROW1", b"\xff\xff\xff\xff")) or (suffix == ".arrow" and head[:1] not in b"{["):
         return ArrowFile(path)
     text = head.removeprefix(b"\xef\xbb\xbf").lstrip()

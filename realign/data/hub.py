@@ -154,6 +154,7 @@ class _Shard(_Split):
             if cursor.position is not None:
                 state, number = cursor.position
                 dataset.load_state_dict(json.loads(state))
+            # On demand, so that a row costs no state of `datasets` unless somebody asks where the reader is.
             cursor.find = lambda: [json.dumps(dataset.state_dict()), number]
             for row in dataset:
                 number += 1
@@ -179,6 +180,7 @@ def _one_line(name: str, subset: str | None) -> Iterator[None]:
     except (DataError, TransientError):
         raise
     except Exception as error:  # `datasets` and its network libraries raise various exceptions
+        # `datasets` has no exception class for an unknown or missing subset, so only the message tells.
         if isinstance(error, ValueError) and "onfig" in str(error).splitlines()[0] and "Available" in str(error):
             raise DataError(f"subset={subset!r}: {name} has no such subset. {_first_line(error)}") from error
         if "Config name is missing" in str(error):
@@ -208,6 +210,8 @@ def _unreachable(error: BaseException | None) -> bool:
         status = getattr(getattr(error, "response", None), "status_code", 0) or 0
         if status >= 500 or status == 429:
             return True
+        # By name: whether httpx or requests raises it depends on the version of huggingface_hub. An error with a status
+        # is an answer of the hub, such as 404, which a restart does not change.
         if {kind.__name__ for kind in type(error).__mro__} & {*_UNREACHABLE, "OfflineModeIsEnabled"} and not status:
             return True
         error = error.__cause__ or error.__context__

@@ -100,6 +100,7 @@ def _message(raw: Any, images: bool) -> Message:
     """Return one message with `role` and `content`, without keys whose value is null."""
     if not isinstance(raw, Mapping):
         raise DataError(f"the chat message {short(raw)} lacks 'role' or 'content'.")
+    # Parquet and Arrow files add nulls for the keys of other rows, and a template may only ask whether a key exists.
     message = {key: value for key, value in raw.items() if value is not None}
     if "role" not in message and "from" in message:
         message = _from_sharegpt(message)

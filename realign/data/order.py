@@ -137,6 +137,7 @@ class SourceChoice:
     def of(self, place: int) -> tuple[int, int]:
         """Return the source of a place, and the number of earlier places with the same source."""
         number, inside = divmod(place, BLOCK)
+        # A resumed run draws all earlier blocks once, since the rank of a place counts the places before it.
         while len(self._before) <= number:
             sources = self._sources(len(self._before) - 1)
             self._before.append(self._before[-1] + np.bincount(sources, minlength=len(self.weights)))
@@ -152,6 +153,7 @@ class SourceChoice:
         bits = derive_seed(self.seed, "mixture", block)
         random = np.random.RandomState([bits & 0xFFFFFFFF, bits >> 32])
         points = (np.arange(BLOCK) + random.random_sample()) / BLOCK
+        # By rounding, the last bound can be just below 1, and a point above it.
         sources = np.minimum(np.searchsorted(self._bounds, points, side="right"), len(self.weights) - 1)
         return random.permutation(sources).astype(np.int64)
 
@@ -164,7 +166,9 @@ class MixtureOrder(RowOrder):
         self._choice = SourceChoice(weights, seed)
         self._starts = np.cumsum([0, *mixture.sizes])
         self._orders = [
-            EpochOrder(n, derive_seed(seed, "source", index), shuffle) for index, n in enumerate(mixture.sizes)
+            # a seed per source: two sources of the same size would otherwise have the same order
+            EpochOrder(n, derive_seed(seed, "source", index), shuffle)
+            for index, n in enumerate(mixture.sizes)
         ]
         self._drawn: Counter[int] = Counter()
 

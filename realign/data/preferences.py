@@ -188,6 +188,7 @@ class PreferenceData(DataSource):
 
     def _rated(self, row: Row, written: list[Written], ratings: list[float]) -> RowText | DroppedRow:
         """Return pairs of rated responses, with the difference of their ratings as the margin."""
+        # The sort is stable: of equally rated responses, the first in the row is the best, and the last the worst.
         order = sorted(range(len(ratings)), key=lambda i: -ratings[i])
         pairs = [(order[0], order[-1])] if self.rated_pairs is RatedPairs.best_worst else combinations(order, 2)
         ranked = [(best, worst) for best, worst in pairs if ratings[best] > ratings[worst]]

@@ -65,6 +65,7 @@ class ChatRenderer:
     options: Mapping[str, Any] = field(default_factory=dict)
     masks: AssistantMasks = AssistantMasks.auto
     _verified: set[Any] = field(default_factory=set, init=False, repr=False)
+    # a list, since the class is frozen: what the first tool call shows is valid for all rows
     _text_arguments: list[bool] = field(default_factory=list, init=False, repr=False)
     """Whether arguments of tool calls are passed as JSON text; empty until the first tool call."""
 
@@ -112,6 +113,7 @@ class ChatRenderer:
             )
         prompt = self._render(conversation.up_to(turn), add_generation_prompt=True)
         last = turn == len(conversation) - 1
+        # Two comparisons: the prompt must be what generation sees, and later messages must not change this turn.
         through = rendered if last else self._render(conversation.up_to(turn + 1), add_generation_prompt=False)
         if not through.startswith(prompt):
             at, alone, followed = _difference(prompt, through)
@@ -180,6 +182,7 @@ class ChatRenderer:
         source = self._source(conversation)
         if self.masks is AssistantMasks.prefixes or not _BLOCK.search(source):
             return None
+        # `apply_chat_template` would return the blocks in tokens of the whole text; segments are tokenized separately.
         from transformers.utils.chat_template_utils import render_jinja_template
 
         options = {**self.options, "chat_template": source, "tools": _tools(conversation)}
@@ -200,6 +203,7 @@ class ChatRenderer:
         """
         _check_roles(conversation, self._source(conversation))
         shape = _shape_of(conversation, spans)
+        # A probe renders the conversation again. Rows of a file have few shapes, so it costs a few renderings per file.
         if shape not in self._verified:
             self._verify_shape(conversation, spans)
             self._verified.add(shape)

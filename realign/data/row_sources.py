@@ -107,6 +107,7 @@ class RowSource(Settings):
         return Table(self.path, placed)
 
     def _resolve(self, streaming: bool) -> list[RowFile]:
+        # Local paths win over the hub, and the whole text over `path:split`, since a file name may contain a colon.
         if (local := _local(self.path, self.split, self.subset)) is not None:
             return local
         name, colon, split = self.path.partition(":")
@@ -317,6 +318,7 @@ class Split(Settings):
         Raises:
             DataError: the file has too few rows, so this part is empty.
         """
+        # The ends are rounded, not the sizes: each part begins where the one before it ends, so no row is left out.
         ends = np.rint(np.cumsum(self.weights) / sum(self.weights) * len(table)).astype(int)
         begin = ends[self.part - 1] if self.part else 0
         chosen = sorted(epoch_order(len(table), self.seed, 0)[begin : ends[self.part]].tolist())

@@ -126,6 +126,7 @@ class SourceStream:
         """
         taken: list[tuple[int, RowKey, EncodedRow]] = []
         while len(taken) < n:
+            # The position moves after the rows are encoded. So a row with an error is read again by the next call.
             rows = self._next_rows(n - len(taken))
             encoded = list(self._encoder.encode((placed.where, placed.row) for placed in rows))
             epoch, counts = self.position.epoch, Counter(self.position.dropped)
@@ -185,6 +186,7 @@ class SourceStream:
             DataError: a row is malformed.
             CheckpointError: the position is from a checkpoint and is none of the file.
         """
+        # Only a position from a checkpoint can be none of the file. Later, the same exception is a bug.
         restored, self._restored = self._restored, False
         try:
             return self._block_here()
@@ -206,6 +208,7 @@ class SourceStream:
                 rows.append(placed)
             if len(rows) == size:
                 self._after = (index, cursor.here())
+                # The reader stays open for the next block: opening a file at a position can mean reading up to it.
                 self._reader = (index, cursor, reader)
             else:
                 index, self._reader = index + 1, None
@@ -350,11 +353,14 @@ class StreamOrder(RowOrder):
             self._seek(self._anchors[bisect_right(self._anchors, first, key=lambda anchor: anchor.place) - 1])
         while self._place < last:
             if self._place >= self._anchors[-1].place + self._request:
+                # The first anchor stays, so that any place can be reached again. The recent ones are for rollouts that
+                # restart.
                 self._anchors = [self._anchors[0], *self._anchors[1:][-_ANCHORS + 1 :], self._here()]
             n = min(last - self._place, READ_AHEAD)
             for place, source, (epoch, key, row) in self._take(n):
                 if place >= first:
                     self._ids[place] = (epoch, key)
+                    # A place that was read again is as recent as a new one, and must not be forgotten first.
                     self._ids.move_to_end(place)
                     self._sources[place] = source
                     self._dataset.keep((epoch, key), row)
@@ -363,6 +369,7 @@ class StreamOrder(RowOrder):
         """Return place, source and row of the next `n` places."""
         places = range(self._place, self._place + n)
         chosen = [0] * n if self._choice is None else [self._choice.of(place)[0] for place in places]
+        # One call per source, so that its rows are tokenized together.
         taken = {source: iter(self._streams[source].take(count)) for source, count in sorted(Counter(chosen).items())}
         self._place += n
         return [(place, source, next(taken[source])) for place, source in zip(places, chosen, strict=True)]

@@ -172,6 +172,7 @@ class TextData(FileSource):
 
         def blocks() -> Iterator[list[int]]:
             nonlocal left_over
+            # Each table by itself: no block spans two sources, since a mixture needs the source of each row.
             for source, table in enumerate(tables):
                 texts = _texts(table, self.text_column)
                 for block in cut(map(end, encode(tokenizer, texts, start)), self.block_tokens, self.blocks):

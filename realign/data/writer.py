@@ -200,6 +200,7 @@ class Writer:
             if any(c.messages[:n] != given for c in both):
                 raise DataError("chosen and rejected must begin with the messages of the prompt, or with an answer.")
         else:
+            # Without the last messages: even equal conversations need one message each that is the answer.
             pairs = zip(chosen.messages[:-1], rejected.messages[:-1], strict=False)
             n = next((i for i, (a, b) in enumerate(pairs) if a != b), min(map(len, both)) - 1)
         if not n or any(len(c) == n or c.messages[n]["role"] != "assistant" for c in both):

@@ -118,6 +118,7 @@ def mean(values: Sequence[float]) -> str:
     """Return the mean of the values of several seeds and its standard error, or the only value."""
     if len(values) < 2:
         return number(values[0]) if values else ""
+    # Divided first, since the sum of very large values would be infinite; `hypot` is as careful with squares.
     center = sum(value / len(values) for value in values)
     if min(values) == max(values):
         return number(values[0])

@@ -98,16 +98,18 @@ def status(folder: Path, info: Mapping[str, Any], end: Mapping[str, Any]) -> dic
     if last["host"] == socket.gethostname():
         alive = _is_alive(last["pid"])
     else:
+        # A process on another machine cannot be asked, but a run records the load of its machine every 10 s by default.
         newest = max((path.lstat().st_mtime for path in folder.glob("*.jsonl")), default=0.0)
         alive = time.time() - newest < QUIET_S
     return {"state": "running" if alive else "killed", "reason": ""}
 
 
 def _is_alive(pid: float | None) -> bool:
+    # The number is from a file: 0 and negative ones would mean groups of processes.
     if not isinstance(pid, int) or not 0 < pid < 2**31:
         return False
     try:
-        os.kill(pid, 0)
+        os.kill(pid, 0)  # sends nothing; it only asks whether the process exists
     except ProcessLookupError:
         return False
     except OSError:  # a process of another user

@@ -112,12 +112,13 @@ def signature(folder: Path) -> str:
 def _bytes(path: Path) -> bytes:
     """Return the content of a regular file; empty if there is none."""
     try:
+        # A link can lead out of the folder, which may come from a stranger, and opening a pipe would wait.
         if not path.is_file() or path.is_symlink():
             return b""
         with path.open("rb") as file:
             if (size := path.stat().st_size) > LARGEST:
                 file.seek(size - LARGEST)
-                file.readline()
+                file.readline()  # the rest of a line that was cut
             return file.read(LARGEST)
     except OSError:
         return b""

@@ -56,6 +56,7 @@ def policy(*, live: bool) -> str:
     scripts = " ".join(f"'sha256-{digest}'" for digest in hashes)
     connect = "'self'" if live else "'none'"
     return (
+        # Inline styles are harmless: default-src 'none' keeps them from loading anything.
         f"default-src 'none'; script-src {scripts}; style-src 'unsafe-inline'; img-src data:; connect-src {connect}; "
         "base-uri 'none'; form-action 'none'"
     )
@@ -64,6 +65,8 @@ def policy(*, live: bool) -> str:
 def packed(value: Any) -> str:
     """Return a value as base64 of compressed JSON."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=str)
+    # mtime=0, so that the same records give the same file. Half of a surrogate pair, which UTF-8 lacks, becomes a
+    # question mark.
     return base64.b64encode(gzip.compress(text.encode(errors="replace"), 9, mtime=0)).decode()
 
 

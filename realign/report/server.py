@@ -52,6 +52,7 @@ def application(root: Path, options: ViewOptions) -> Any:
     routing = _extra("starlette.routing")
     responses = _extra("starlette.responses")
     middleware = []
+    # A web page could let its own name point to this machine, and then read the answers as its own (DNS rebinding).
     if options.is_loopback:
         trusted = _extra("starlette.middleware.trustedhost").TrustedHostMiddleware
         allowed = [*LOOPBACK, options.host]
@@ -109,9 +110,16 @@ def serve(root: Path, options: ViewOptions, say: Callable[[str], None]) -> None:
         raise ConfigError(f"{str(root)!r}: this folder does not exist. Name a folder with runs, such as runs/.")
     uvicorn, app = _extra("uvicorn"), application(root, options)
     config = uvicorn.Config(
-        app, host=options.host, port=options.port, log_level="error", access_log=False, timeout_graceful_shutdown=1
+        # browsers keep connections open, for which uvicorn would wait after Ctrl-C
+        app,
+        host=options.host,
+        port=options.port,
+        log_level="error",
+        access_log=False,
+        timeout_graceful_shutdown=1,
     )
     try:
+        # Bound before the server starts, so that the line below can name the port that 0 selects.
         listening = config.bind_socket()
     except SystemExit as error:  # uvicorn exits instead of raising
         where = f"view.host={options.host} view.port={options.port}"
