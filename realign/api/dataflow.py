@@ -107,8 +107,8 @@ class Sync(Settings):
 
     def describe(self) -> str:
         """Describe the new weights and the interval for the launch table."""
-        made = self.of if self.weight == 1 else f"{1 - self.weight:.12g} own + {self.weight:.12g} {self.of}"
-        return made if self.every_steps == 1 else f"{made}, every {self.every_steps} steps"
+        weights = self.of if self.weight == 1 else f"{1 - self.weight:.12g} own + {self.weight:.12g} {self.of}"
+        return weights if self.every_steps == 1 else f"{weights}, every {self.every_steps} steps"
 
 
 @dataclass(frozen=True)

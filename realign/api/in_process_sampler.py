@@ -196,6 +196,7 @@ class InProcessSampler:
         with self._guard:
             self._closed = True
             waiting, self._waiting = self._waiting, []
+        # Before the turn, which a running call may hold for long.
         for handle in waiting:
             if handle.future.set_running_or_notify_cancel():
                 handle.future.set_exception(_closed())

@@ -278,6 +278,7 @@ def settings_unused_by_override(interface: ModelInterface, name: str) -> list[st
     cls = type(interface)
     definitions = [inspect.unwrap(vars(base)[name]) for base in cls.__mro__ if name in vars(base)]
     definitions = [definition for definition in definitions if isinstance(definition, FunctionType)]
+    # Calls go up the classes as far as each definition calls `super()`; all further ones are replaced.
     ends = (i for i, definition in enumerate(definitions, 1) if "super" not in definition.__code__.co_names)
     first_replaced = next(ends, len(definitions))
     used = _names_read(cls, definitions[:first_replaced], name)

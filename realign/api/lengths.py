@@ -132,6 +132,7 @@ class Lengths:
             first = self.starts[sequences[np.concatenate([[0], breaks])]]
             last = self.starts[1:][sequences[np.concatenate([breaks - 1, [len(sequences) - 1]])]]
             return [slice(a, b) for a, b in zip(first.tolist(), last.tolist(), strict=True)]
+        # From a row's place in the result to its place in the tensor, the same for all rows of a sequence.
         shift = self.starts[:-1][sequences] - _cumulative(lengths)[:-1]
         return torch.from_numpy(np.arange(int(lengths.sum())) + np.repeat(shift, lengths))
 

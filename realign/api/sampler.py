@@ -151,6 +151,7 @@ class FutureHandle:
 
     def cancel(self) -> bool:
         """See `Handle.cancel`. Returns False if the sampler has started the request, unless a subclass can abort."""
+        # `Future.cancel` is also True for a future that was canceled before.
         return not self.future.done() and self.future.cancel()
 
 
@@ -321,6 +322,7 @@ def sample_of(data: SequenceSample, completions: Sequence[Completion], n: int) -
     device = data[PROMPTS].device
 
     def joined(parts: list[tuple[Tensor, Tensor]], dtype: torch.dtype) -> Tensor:
+        # `torch.cat` rejects an empty list, which a call without prompts has.
         empty = torch.zeros(0, dtype=dtype, device=device)
         return torch.cat([empty, *(x.to(device, dtype) for pair in parts for x in pair)])
 

@@ -59,6 +59,7 @@ def prepare(folder: Path, *, seed: int, held_out: int = 200) -> ReasoningTask:
         raise ConfigError("the task needs the package reasoning-gym: pip install 'realign-rl[tasks]'") from error
     entries = reasoning_gym.create_dataset(TASK, seed=seed, size=DRAWN, **SETTINGS)
     rows = [_row(entry) for entry in entries]
+    # By prompt, since questions repeat, and a held-out one must not be among those that train.
     asked = dict(list({row["prompt"]: row for row in rows}.items())[:held_out])
     task = ReasoningTask.of(folder)
     folder.mkdir(parents=True, exist_ok=True)

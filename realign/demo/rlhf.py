@@ -100,6 +100,7 @@ def agreement(samples: Sequence[Sample]) -> float | None:
 
 def _standard(samples: Sequence[Sample], first: Sequence[Sample], key: str) -> float:
     start = _values(first, key)
+    # If all rewards of the first step are equal, only differences to them can be shown.
     deviation = float(start.std()) or 1.0
     return (float(_values(samples, key).mean()) - float(start.mean())) / deviation
 
@@ -157,6 +158,7 @@ def train(demo: Demo, console: Console) -> RlhfResults:
             No file was changed.
     """
     planned = experiments(demo)
+    # Fails before a file is removed if vaderSentiment is not installed.
     load_function(GOLD)("", "", {})
     remove_earlier(demo.output_dir, {TASK, *RUNS, PPO, PICTURE})
     prepare(demo.output_dir / TASK, seed=demo.seed, shuffle=demo.shuffle)

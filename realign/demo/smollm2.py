@@ -34,10 +34,10 @@ def smollm2() -> Path:
         return folder
     source = gguf_file()
     folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # compiled decode steps need a private folder
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{NAME}-") as made:
-        convert(source, Path(made) / NAME)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{NAME}-") as scratch:
+        convert(source, Path(scratch) / NAME)
         with suppress(OSError):  # another process was faster, and the folder is not empty
-            os.rename(Path(made) / NAME, folder)
+            os.rename(Path(scratch) / NAME, folder)
     return folder
 
 

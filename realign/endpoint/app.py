@@ -121,6 +121,7 @@ class Calls:
         finished = asyncio.ensure_future(self._caller.finish(call))
         try:
             readers = [call.reader(index) for index in range(len(streams))] if call.partial else []
+            # A sampler without partial results has nothing to poll for.
             while not (await asyncio.wait({finished}, timeout=POLL_S if call.partial else None))[0]:
                 for index, stream in enumerate(streams):
                     so_far = await self._caller.so_far(call, index, readers[index])

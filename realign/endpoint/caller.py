@@ -173,6 +173,7 @@ class Caller:
         started = asyncio.get_running_loop().run_in_executor(self._threads, start)
         started.add_done_callback(lambda _: slot.release())  # not before: `start` continues if this is canceled
         try:
+            # A thread cannot be canceled; `_drop` ends what it has started.
             return await asyncio.shield(started)
         except asyncio.CancelledError:
             call.ended = True
@@ -234,6 +235,7 @@ class Caller:
         """End a request: cancel its unfinished responses, without waiting."""
         call.ended = True
         if not all(handle.done for _, handle in call.flat):
+            # In a thread, since a sampler may wait for a lock in `cancel`.
             self._threads.submit(_cancel, call)
 
 

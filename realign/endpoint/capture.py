@@ -98,6 +98,7 @@ class Capture:
             # some tokenizers add a space before a text that they encode separately
             if renderer.decode(new, before=parent.ids) == behind:
                 return Prompt((*parent.ids, *new), text, parent)
+        # A rendered prompt may contain the start tokens already; a second one would be off the model's distribution.
         ids = tuple(renderer.encode(text))
         first = tuple(start)
         return Prompt(ids if ids[: len(first)] == first else (*first, *ids), text)

@@ -59,6 +59,7 @@ class Guard:
         """Serve a request."""
         if scope["type"] != "http":
             return
+        # A busy endpoint is healthy, so /health has no limit.
         if len(self._active) >= self._limits.max_concurrent and scope["path"] != "/health":
             message = f"The endpoint serves at most {self._limits.max_concurrent} concurrent requests."
             await send_json(send, 429, ApiError(429, message, code="too_many_requests").body(), {"retry-after": "1"})
@@ -116,6 +117,7 @@ async def read_body(receive: Receive, limits: EndpointLimits) -> dict[str, Any]:
         raise ApiError(413, f"The request body exceeds {limits.max_body_mb:g} MB.", code="body_too_large")
     try:
         request = json.loads(bytes(body))
+    # RecursionError: deeply nested JSON.
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"The request body is not valid JSON: {error}.", code="invalid_json") from error
     if not isinstance(request, dict):

@@ -127,6 +127,7 @@ class Parameters:
             defaults,
             n=1,
             max_new_tokens=min(most, room),
+            # `GenerationConfig` rejects a minimum above the maximum, which this request may have lowered.
             min_new_tokens=min(defaults.min_new_tokens, most, room),
             stop_strings=[*defaults.stop_strings, *self.stop],
         )
@@ -200,6 +201,7 @@ def read_parameters(body: Mapping[str, Any], supported: frozenset[str]) -> Param
 
 def _check_neutral(name: str, value: Any) -> None:
     allowed = WITHOUT_EFFECT.get(name, ())
+    # In Python, 0 == False: a neutral False accepts False only.
     if not any(
         neutral is _ANY or (neutral == value and type(neutral) is not bool) or neutral is value for neutral in allowed
     ):

@@ -103,6 +103,7 @@ def _of_chat_template(text: str | None) -> dict[str, Any] | None:
     _check_installed()
     from trl.chat_template_utils import add_response_schema
 
+    # Stands in for a tokenizer: TRL reads the first attribute, and sets the second.
     class Tokenizer:
         chat_template = text
         response_template: dict[str, Any] | None = None
@@ -265,6 +266,7 @@ class ResponseReader:
             known: length of a beginning that can be parsed.
         """
         fails, parsed = len(self._text), self._regions_of(known) or []
+        # Bisection: `known` characters can be parsed, `fails` characters cannot.
         while fails - known > 1:
             middle = (known + fails) // 2
             regions = self._regions_of(middle)

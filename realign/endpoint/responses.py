@@ -199,6 +199,7 @@ class ResponseWriter:
         if self.chat:
             return {"content": [token.chat(self.renderer) for token in tokens], "refusal": None}
         texts = [self.renderer.decode([token.id]) for token in tokens]
+        # The text omits special tokens, so they take no space in the offsets.
         lengths = [len(self.renderer.decode([token.id], special=False)) for token in tokens]
         return {
             "tokens": texts,
@@ -239,6 +240,7 @@ class ScoredToken:
             return None
         logprobs: dict[str, float] = {}
         for id, logprob in (*self.top, (self.id, self.logprob)):
+            # Several ids can have one text: the most likely comes first and stays.
             logprobs.setdefault(renderer.decode([id]), logprob)
         return logprobs
 

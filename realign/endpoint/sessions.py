@@ -122,6 +122,7 @@ class Session:
             number, self.started = self.started, self.started + 1
             if self.backend.fixed_sampling and not self.ignored:
                 self.ignored = parameters.ignored(self.backend.generation)
+        # A seed of a request names its responses, so that equal requests get equal ones in every session.
         fixed = self.backend.fixed_sampling or parameters.seed is None
         name = f"{self.name}/turn{number}" if fixed else f"seed{parameters.seed}"
         seed = derive_seed(self.seed, "turn", number) if fixed else 0
@@ -265,8 +266,10 @@ class Sessions:
             ApiError: the key is wrong, or there is no such session.
         """
         with self._lock:
+            # By digests, so that the time of the look-up tells nothing about keys.
             known = self._by_key.get(_digest(key)) if id is None else self._by_id.get(id)
             own = known.key if known is not None else self._key
+        # Without a key, only calls of sessions are accepted: an empty key is never right.
         right = hmac.compare_digest(own.encode(), key.encode(errors="surrogatepass")) and bool(own)
         if not right or (known is None and id is not None):
             raise ApiError(401, "Incorrect API key, or unknown session.", code="invalid_api_key")

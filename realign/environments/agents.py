@@ -71,8 +71,8 @@ def load_agent(name: str, arguments: Mapping[str, Any], tools: ToolSources | Non
     function = partial(program, **arguments)
     if tools is not None and not is_async(program):
         raise ConfigError(f"agent {name!r}: tools and mcp require an `async def`, since calls of tools are awaited.")
-    made: Any = partial(_AsyncAgent, tools=tools) if is_async(program) else _PlainAgent
-    return partial(made, function, bool(seeded))
+    agent: Any = partial(_AsyncAgent, tools=tools) if is_async(program) else _PlainAgent
+    return partial(agent, function, bool(seeded))
 
 
 def load_command(command: Sequence[str], keep_environment: Sequence[str]) -> Callable[[], Environment]:
@@ -168,6 +168,7 @@ async def _run_command(
         ValueError: the command fails, or prints no reward.
     """
     environment = {**without_secrets(os.environ, keep_environment), BASE_URL: base_url, API_KEY: api_key}
+    # Files, since nobody reads the output before the end: a full pipe would block the command.
     with tempfile.TemporaryFile() as rows, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         rows.write(json.dumps(row, default=str).encode())
         rows.seek(0)

@@ -250,9 +250,11 @@ class Asker:
         async with limits.slots:
             task = asyncio.ensure_future(answer())
             try:
+                # Unlike `wait_for`, `wait` also returns if the call ignores its cancellation.
                 await asyncio.wait({task}, timeout=limits.timeout_s)
                 if task.done():
                     return task.result()
+                # Before the cancellation, which a call may still answer: that answer comes too late.
                 late = True
                 task.cancel()
                 await asyncio.wait({task}, timeout=limits.grace_s)

@@ -95,7 +95,7 @@ class EnvironmentPool:
         answers = {e: Answer(None, "its event loop was abandoned because a call blocked it") for e in self._lost}
         asked = {e: question for e, question in questions.items() if e not in self._lost}
 
-        async def one(episode: int, question: Question) -> None:
+        async def ask_one(episode: int, question: Question) -> None:
             keep = partial(answers.__setitem__, episode)
             answer = await question(keep)
             keep(answer)  # includes the failure of a call that timed out
@@ -103,7 +103,7 @@ class EnvironmentPool:
                 await self._close(episode)  # the answer is stored already, so a failing `close` cannot change it
 
         async def gathered() -> None:
-            await asyncio.gather(*(one(*item) for item in asked.items()))
+            await asyncio.gather(*(ask_one(*item) for item in asked.items()))
 
         if not asked or self._run(gathered):
             return [answers[episode] for episode in questions]
@@ -126,6 +126,7 @@ class EnvironmentPool:
         return True
 
     def _abandon(self, loop: LoopThread, stack: str) -> None:
+        # A copy, since the abandoned loop may still change the dict.
         self._lost.update(list(self._made))
         self._limits.slots.abandon(loop.loop)
         self._limits.blocked.add(self._name, self._limits.patience_s, loop, stack)

@@ -101,6 +101,7 @@ class Episode:
     def dense_rewards(self) -> Tensor:
         """Return [T] fp32: the reward of each turn at its last sampled token, 0 elsewhere."""
         dense_T = torch.zeros(len(self.ids))
+        # A turn in which the environment failed has no reward.
         judged = min(len(self.rewards), len(self.turn_ends))
         dense_T[self.turn_ends[:judged]] = torch.tensor(self.rewards[:judged])
         return dense_T

@@ -110,6 +110,7 @@ class LoopThread:
         try:
             while not future.done():
                 before = self._pulses
+                # A loop that a call blocks does not run this, so the count of pulses stays the same.
                 self._post(self._beat)
                 wait((future,), self._look_s)
                 waited_s += self._look_s
@@ -225,6 +226,7 @@ class DaemonThreads(ThreadPoolExecutor):
     """
 
     def __init__(self) -> None:
+        # asyncio accepts no other class as default executor. The threads of the base class never start.
         super().__init__()
         self._guard = threading.Lock()  # guards the attributes below
         self._idle: list[_Calls] = []

@@ -47,8 +47,8 @@ def load_environment(name: str, arguments: Mapping[str, Any], *, tools: bool = F
 
 def waits(make: Callable[[], Environment]) -> bool:
     """Return whether `reset` is a coroutine function. Such an environment is constructed on the event loop."""
-    made = make.func if isinstance(make, functools.partial) else make
-    return inspect.iscoroutinefunction(getattr(made, "reset", None))
+    factory = make.func if isinstance(make, functools.partial) else make
+    return inspect.iscoroutinefunction(getattr(factory, "reset", None))
 
 
 def takes_seed(reset: Callable[..., Any]) -> bool:

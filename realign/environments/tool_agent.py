@@ -52,6 +52,7 @@ async def chat(
     messages += [{"role": "user", "content": question}] if isinstance(question, str) else list(question)
     answer, ended = "", False
     headers = {"Authorization": f"Bearer {api_key}"}
+    # No timeout, since the episode has one. No certificates to load, since the endpoint is on this machine.
     async with httpx2.AsyncClient(base_url=base_url, headers=headers, timeout=None, verify=False) as client:
         for _ in range(max_turns):
             said = await _ask(client, messages, tools)

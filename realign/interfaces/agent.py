@@ -281,7 +281,7 @@ def packed(data: SequenceSample, episodes: Sequence[Sequence[Played]], roles: Se
     """
     groups = []
     for prompt, group in zip(data.sequences("prompt_ids"), episodes, strict=True):
-        groups.append([(s, one) for one in group for s in one.sequences or [_without_calls(prompt.cpu())]])
+        groups.append([(s, episode) for episode in group for s in episode.sequences or [_without_calls(prompt.cpu())]])
     flat = [pair for group in groups for pair in group]
     sampled_T = torch.cat([s.sampled for s, _ in flat])
     out = SequenceSample.from_sequences(data.ids, {"input_ids": [[s.ids for s, _ in group] for group in groups]})
@@ -291,11 +291,11 @@ def packed(data: SequenceSample, episodes: Sequence[Sequence[Played]], roles: Se
         logprobs=torch.cat([s.logprobs for s, _ in flat]),
         versions=torch.cat([s.versions for s, _ in flat]),
     ).with_sequences(
-        rewards=torch.tensor([one.reward for _, one in flat]),
-        truncated=torch.tensor([s.truncated or one.truncated for s, one in flat]),
+        rewards=torch.tensor([episode.reward for _, episode in flat]),
+        truncated=torch.tensor([s.truncated or episode.truncated for s, episode in flat]),
         turns=torch.tensor([s.calls for s, _ in flat]),
         **{
-            f"{NAMED}{role}": torch.tensor([one.reward if one.role == role else float("nan") for _, one in flat])
+            f"{NAMED}{role}": torch.tensor([e.reward if e.role == role else float("nan") for _, e in flat])
             for role in roles
         },
     )

@@ -182,6 +182,7 @@ class EnvironmentInterface(ModelInterface):
         writer = TurnWriter(model.tokenizer, self.chat, self.role, self.template_options)
         seed = model.call_seed("generate")
         with EnvironmentPool(self.environment, self._opened(), writer, self._limits) as pool:
+            # One rank calls the environments for all: observations must be identical on every rank.
             self._take(episodes, model.lead(partial(pool.reset, starts)))
             for turn in range(self.max_turns):
                 live = {place: episode for place, episode in enumerate(episodes) if not episode.over}
@@ -207,6 +208,7 @@ class EnvironmentInterface(ModelInterface):
         result = played.select(played.keys - {"row"})
         if self.reward is None:
             return result
+        # No engine: `__post_init__` accepts only rewards that need none.
         judge = Model(model.name, None, model.tokenizer, model.seed, model.version)
         scored = model.lead(partial(self.reward.inference, judge, played, MicroBatchSpec()))
         own_S = played["rewards"]
@@ -226,7 +228,9 @@ class EnvironmentInterface(ModelInterface):
     ) -> dict[int, Response]:
         """Sample one turn of each episode, in one call of the sampler."""
         contexts = SequenceSample.from_sequences(
-            [f"{e.name}/turn{turn}" for e in episodes.values()], {"prompt_ids": [[e.ids] for e in episodes.values()]}
+            # Random numbers follow from ids, so each turn of an episode needs its own.
+            [f"{e.name}/turn{turn}" for e in episodes.values()],
+            {"prompt_ids": [[e.ids] for e in episodes.values()]},
         )
         out = model.sampler.generate(contexts, replace(self.generation, n=1), seed=seed).to("cpu")
         columns = zip(*(out.sequences(key) for key in ("input_ids", "logprobs", "versions")), strict=True)
@@ -254,6 +258,7 @@ class EnvironmentInterface(ModelInterface):
 
     def _take(self, episodes: Iterable[Episode], answers: Sequence[Answer]) -> None:
         """Add the environments' answers to the episodes, and end episodes in which no turn can follow."""
+        # What may be used before a turn, so that a whole turn still fits.
         room = self.max_episode_tokens - self.generation.max_new_tokens
         for episode, answer in zip(episodes, answers, strict=True):
             step = answer.step
@@ -337,11 +342,11 @@ def with_environment(graph: DataflowGraph, *, dense: bool = False) -> DataflowGr
         )
     outputs = written(dense)
     agent = RPC("agent_gen", "agent", "generate", inputs=("prompt_ids", "row"), outputs=outputs)
-    kept = [rpc for rpc in graph.rpcs if rpc not in (sampling[0], rewarding[0])]
-    read = {key for rpc in kept for key in rpc.inputs}
+    remaining = [rpc for rpc in graph.rpcs if rpc not in (sampling[0], rewarding[0])]
+    read = {key for rpc in remaining for key in rpc.inputs}
     results = dict.fromkeys((*graph.results, *(key for key in outputs if key not in read)))
     dataset_keys = dict.fromkeys((*graph.dataset_keys, "prompt_ids", "row"))
-    return DataflowGraph((agent, *kept), dataset_keys=tuple(dataset_keys), results=tuple(results), sync=graph.sync)
+    return DataflowGraph((agent, *remaining), dataset_keys=tuple(dataset_keys), results=tuple(results), sync=graph.sync)
 
 
 __all__ = ["EnvironmentInterface", "with_environment"]

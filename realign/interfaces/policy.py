@@ -354,6 +354,7 @@ class PolicyInterface(ModelInterface):
         weight_T, divisor_T = None, minibatch["loss_mask"]
         if self.correction is not None:
             weight_T, mask_T, divisor_T = self.correction.correct(minibatch)
+            # A rejected token has no loss at all, KL and entropy terms included.
             minibatch = minibatch.with_tokens(loss_mask=mask_T)
         loss_T, stats = self.token_loss(output, minibatch, weight_T)
         loss_T = torch.where(minibatch["loss_mask"], loss_T, 0)
@@ -368,6 +369,7 @@ class PolicyInterface(ModelInterface):
         logprobs_T, entropy_T = output.logprobs_and_entropy(temperature=temperature, where_T=mask_T)
         control = self.objective_control
         tokens = PolicyTokens.of(logprobs_T, old_T, minibatch, None if control is None else control.coef)
+        # The weight applies to the objective only; the KL and entropy terms below are not weighted.
         policy = policy_loss_of(self.objective, tokens, weight_T)
         loss_T, stats = policy.loss_T, policy_stats(policy, tokens, entropy_T) | self.objective.stats(policy, mask_T)
         trace = {"ratio": policy.ratio_T, "entropy": entropy_T, "advantage": tokens.advantages_T, "mask": mask_T}

@@ -444,6 +444,7 @@ class RewardModelInterface(ModelInterface):
         group_N, counts_N = group_S, answered_S
         if self._on_pairs:
             group_N, counts_N = group_S[::2], answered_S[::2] & answered_S[1::2]
+        # A pair with equal labels is a rating for scalar_compare, but no preference.
         if self.kind is RewardLoss.pairwise:
             counts_N = pairs_of(data).counts_P
         if not self.per_prompt_weighting:

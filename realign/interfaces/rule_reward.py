@@ -234,6 +234,7 @@ class RuleRewardInterface(ModelInterface):
         if self.workers == 0 or len(calls) == 1:
             return {name: call() for name, call in calls.items()}
         with ThreadPoolExecutor(len(calls)) as threads:
+            # A thread starts with an empty context, but the pool finds the `Tally` of the batch in the caller's.
             running = {n: threads.submit(contextvars.copy_context().run, call) for n, call in calls.items()}
             try:
                 return {name: future.result() for name, future in running.items()}

@@ -127,6 +127,7 @@ class Structured(ScoreReader):
     @override
     def score_in(self, answer: str) -> float | None:
         score = json.loads(answer)["score"] if answer.strip().startswith("{") else None
+        # `true` would become a score of 1.
         return None if isinstance(score, bool) else score
 
 
@@ -293,10 +294,12 @@ class JudgeFunction(Prepared):
 
     async def _answer(self, request: dict[str, Any]) -> str:
         """Return the answer to a request. Equal requests, also concurrent ones, are sent once."""
+        # Text from JSON can contain half a surrogate pair, which UTF-8 alone does not encode.
         sent = json.dumps([self.judge.base_url, request], sort_keys=True, ensure_ascii=False, default=str)
         key = hashlib.sha256(sent.encode("utf-8", "surrogatepass")).hexdigest()
         if key in self._answers:
             self._answers.move_to_end(key)
+            # A caller that is canceled must not cancel the request for the others.
             return await asyncio.shield(self._answers[key])
         if (known := self._read(key)) is not None:
             return known
@@ -323,6 +326,7 @@ class JudgeFunction(Prepared):
                 base_url=self.judge.base_url,
                 timeout=self.judge.timeout_s,
                 max_retries=self.judge.retries,
+                # Compressed, an answer could be much larger than what `_limit` counts.
                 default_headers={"Accept-Encoding": "identity"},
                 http_client=openai.DefaultAsyncHttpxClient(follow_redirects=False, event_hooks={"response": [_limit]}),
             )

@@ -157,6 +157,7 @@ class Bubblewrap:
             options += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
         else:
             options += ["--unshare-user", "--uid", "65534", "--gid", "65534", "--cap-drop", "ALL"]
+        # A new session has no terminal, into which a program could type commands for the user (TIOCSTI).
         options += ["--hostname", "sandbox", "--die-with-parent", "--new-session"]
         options += ["--proc", "/proc", "--dev", "/dev", *_temporary("/dev/shm", _SHARED_MEMORY_MB)]
         options += ["--remount-ro", "/dev", *_temporary("/tmp", limits.disk_mb), *self._mounts()]
@@ -164,6 +165,7 @@ class Bubblewrap:
         numbers = (
             user if self.as_root else 0,
             limits.memory_mb * mib,
+            # Whole seconds, rounded up: the clock ends a program first.
             int(limits.timeout_s) + 1,
             limits.processes,
             limits.disk_mb * mib,
@@ -188,6 +190,7 @@ class Bubblewrap:
             for parent in map(str, Path(place).parents[:-1]):  # bwrap would create folders that other users cannot open
                 options.setdefault(parent, ["--perms", "0755", "--dir", parent])
         words = [word for place in sorted(options, key=lambda place: Path(place).parts) for word in options[place]]
+        # At the end, since a readable folder may be inside a hidden one and is mounted there first.
         return words + [word for place in hidden for word in ("--remount-ro", place)]
 
 
@@ -276,8 +279,10 @@ def runs_to_its_end(program: str, limits: ProgramLimits, sandbox: Bubblewrap | N
             return _succeeds(command, program, limits.timeout_s, folder, without_secrets(os.environ))
         read, write = os.pipe()
         try:
+            # The filter fits into the pipe, so this does not wait for a reader.
             os.write(write, seccomp_filter(platform.machine()))
             os.close(write)
+            # The kernel limits processes per user, so each program gets a user of its own.
             command = sandbox.command(limits, read, _FIRST_USER + secrets.randbelow(_USERS))
             return _succeeds(command, program, limits.timeout_s, folder, _ENVIRONMENT, (read,))
         finally:
@@ -303,6 +308,7 @@ def _succeeds(
                 env=environment,
                 stdin=subprocess.PIPE,
                 stdout=write,
+                # If bwrap fails, its message is all there is to read; `_RUN` redirects that of the program.
                 stderr=write,
                 pass_fds=descriptors,
             )

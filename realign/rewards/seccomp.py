@@ -60,6 +60,7 @@ def seccomp_filter(machine: str) -> bytes:
     clone, clone3 = forbidden.pop("clone"), forbidden.pop("clone3")
     sockets = [forbidden.pop("socket"), forbidden.pop("socketpair")]
     steps = [
+        # The same number is another call on another architecture, such as that of 32-bit programs.
         (_LOAD, 0, 0, _ARCHITECTURE),
         (_EQUAL, 1, 0, architecture),
         (_RETURN, 0, 0, _KILL),
@@ -72,6 +73,8 @@ def seccomp_filter(machine: str) -> bytes:
     ]
     for number in sorted(forbidden.values()):
         steps += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _FAIL | errno.EPERM)]
+    # The second and third field say how many steps to skip if a test holds and if not. A block that loads an argument
+    # always returns, since the argument has replaced the number of the call that further tests would need.
     for number in sockets:
         steps += [(_EQUAL, 0, len(_FAMILIES) + 3, number), (_LOAD, 0, 0, _FIRST_ARGUMENT)]
         steps += [(_EQUAL, len(_FAMILIES) - i, 0, family) for i, family in enumerate(_FAMILIES)]

@@ -43,6 +43,7 @@ def random_batch(
     lengths = Lengths(counts, rng.integers(2, max_tokens + 1, counts.sum()))
     given, trained = list[np.ndarray](), list[np.ndarray]()
     for s, n in enumerate(lengths.flat.tolist()):
+        # Sequence counts[0] is the first one of the second prompt: all prompt, no response.
         prompt = n if s == counts[0] else int(rng.integers(1, n))
         given.append(np.arange(n) < prompt)
         trained.append((np.arange(n) >= prompt) & (rng.random(n) < 0.85))
@@ -103,6 +104,7 @@ def random_preferences(
     lengths = Lengths(2 * n_pairs, rng.integers(2, max_tokens + 1, 2 * n_pairs.sum()))
     given = []
     for s, n in enumerate(lengths.flat.tolist()):
+        # The first response of the second prompt has no tokens.
         prompt = n if s == 2 * n_pairs[0] else int(rng.integers(1, n))
         given.append(np.arange(n) < prompt)
     prompt_T = torch.from_numpy(np.concatenate(given))

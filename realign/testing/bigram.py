@@ -112,8 +112,8 @@ class BigramOutput:
         q_KTV = torch.stack([self.logits_VV, self.logits_VV + self.values_V])[:, before_T.clamp(min=0)]
         chosen_KT1 = self.ids_T[None, :, None].expand(2, -1, 1)
         online_KT, logprobs_KT = (x.gather(-1, chosen_KT1)[..., 0] for x in (q_KTV, q_KTV.log_softmax(-1)))
-        found = QValues(online_KT, 0.9 * online_KT.detach().amin(0), logprobs_KT)
-        return QValues(*(torch.where(known_T, x, 0) for x in found))
+        q = QValues(online_KT, 0.9 * online_KT.detach().amin(0), logprobs_KT)
+        return QValues(*(torch.where(known_T, x, 0) for x in q))
 
 
 class BigramEngine(PipelinableEngine):
@@ -172,6 +172,7 @@ class BigramEngine(PipelinableEngine):
         if not 0 < mix <= 1:
             raise ValueError(f"mix={mix}: must be above 0 and at most 1")
         for name, x in own.items():
+            # With mix=1, lerp returns the end bitwise.
             x.lerp_(weights[name], mix)
 
     @override
@@ -224,8 +225,8 @@ class BigramEngine(PipelinableEngine):
         if config.router_replay:
             raise ValueError("generation.router_replay=true: a bigram table has no experts")
         logp_VV = (self.logits_VV / config.temperature).log_softmax(-1)
-        found = [self._respond(request, logp_VV) for request in requests_of(data, config, seed)]
-        out = sample_of(data, found, config.n)
+        completions = [self._respond(request, logp_VV) for request in requests_of(data, config, seed)]
+        out = sample_of(data, completions, config.n)
         return out.select(out.keys - {"versions"})
 
     def _respond(self, request: Request, logp_VV: Tensor) -> Completion:

@@ -298,6 +298,7 @@ def _check_skip(case: EngineCase) -> None:
         case.train()
         case.same_weights(case.weights(), after, f"the step after one with {what}", bitwise=True)
     _require(bool(seen) and all("check_mean" in stats for stats in seen), "step_if does not receive the metrics")
+    # Without the loss, which an engine may add after `step_if`.
     case.same_metrics({**seen[1], "loss": 0.0}, {**seen[0], "loss": 0.0}, "step_if with 2 micro-batches")
     case.engine = case.make()
     case.train(step_if=lambda stats: True)
@@ -441,11 +442,13 @@ def _check_seeds(case: EngineCase) -> None:
     back = _generated(case, case.prompts.take(range(len(case.prompts))[::-1]), config)
     pairs = [out.sequences() for out in reversed(back.unpack())]
     _require([x.tolist() for pair in pairs for x in pair] == all_ids, "a response depends on the order of prompts")
+    # `case.config` has two responses per prompt, so every other one is the first.
     first = _generated(case, case.prompts, replace(config, n=1)).sequences()
     _require([x.tolist() for x in first] == all_ids[::2], "the first response depends on the number of responses")
     other = [ids.tolist() for ids in _generated(case, case.prompts, config, seed=4).sequences()]
     _require(other != all_ids, "the seed has no effect")
     _require(any(a != b for a, b in zip(all_ids[::2], all_ids[1::2], strict=True)), "responses to a prompt are equal")
+    # Equal prompts, so that only the id can make responses differ.
     twins = SequenceSample.from_sequences(
         range(4), {"prompt_ids": [[case.prompts.sequences("prompt_ids")[0]] for _ in range(4)]}
     )

@@ -72,12 +72,14 @@ def check_train_step(
     limit = int((lengths.per_prompt if whole_groups else lengths.flat).max())
     for spec in (MicroBatchSpec(n_microbatches=2), MicroBatchSpec(limit)):
         _assert_same(reference, train_once(interface, data, spec, seed=seed), f"split by {spec}", tolerance=1e-10)
+    # With several mini-batches, another order also divides the prompts differently.
     if interface.plan().n_minibatches == 1:
         order = np.random.default_rng(seed).permutation(len(data))
         shuffled = train_once(interface, data.take(order), MicroBatchSpec(n_microbatches=2), seed=seed)
         _assert_same(reference, shuffled, "prompts in another order", tolerance=1e-10)
     for fill in (math.nan, math.inf) if "loss_mask" in data else ():
         dirty = train_once(interface, _fill_masked(data, fill), MicroBatchSpec(), seed=seed)
+        # Exactly equal: masked values must not even enter a sum.
         _assert_same(reference, dirty, f"{fill} at every masked token", tolerance=0.0)
 
 
@@ -104,6 +106,7 @@ def _assert_same(a: TrainStepResult, b: TrainStepResult, what: str, *, tolerance
         )
     for name, value in a.metrics.items():
         other = b.metrics[name]
+        # Metrics are sums in fp32, while the weights are float64.
         if not abs(value - other) <= max(tolerance, 1e-5 if tolerance else 0.0) * max(1.0, abs(value)):
             raise AssertionError(f"{what}: metric {name} changes from {value!r} to {other!r}")
 

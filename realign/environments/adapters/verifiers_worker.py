@@ -112,6 +112,7 @@ class VerifiersWorker:
         from verifiers.v1 import EvalClientConfig, ModelContext
 
         variable = f"REALIGN_EPISODE_{api_key}"
+        # verifiers takes a key by the name of a variable only. Episodes run concurrently, so each has a variable.
         os.environ[variable] = api_key
         try:
             env = self._load()

@@ -239,6 +239,7 @@ def _import_file(path: Path, what: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     if str(file.parent) not in sys.path:
         sys.path.append(str(file.parent))
+    # Before its code runs, as in a normal import: dataclasses and pickle look their module up here.
     sys.modules[name] = module
     try:
         with _noted(what):

@@ -128,6 +128,7 @@ class HttpReward:
         deadline, pause_s = time.monotonic() + self.within_s, _FIRST_PAUSE_S
         while True:
             try:
+                # A timeout of 0 would mean a socket that never waits.
                 with opener.open(request, timeout=max(0.01, deadline - time.monotonic())) as reply:
                     return self._read(reply, deadline)
             except HTTPError as error:
@@ -152,6 +153,7 @@ class HttpReward:
                 raise RuntimeError(f"{masked(self.url)}: the answer has more than {LARGEST_ANSWER:,} bytes")
             if time.monotonic() > deadline:  # the timeout of the connection starts again with every byte
                 raise TimeoutError("the answer was not complete")
+        # Unlike `read`, `read1` does not say that a connection ended too early.
         if reply.length:
             raise IncompleteRead(bytes(content), reply.length)
         return bytes(content)

@@ -57,6 +57,7 @@ def become_worker(parent: int) -> int | None:
     os.close(held)
     os.setpgid(0, 0)
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # The keeper may have ended before the line above took effect.
     if os.getppid() != keeper:
         os._exit(1)
     return ended
@@ -71,11 +72,13 @@ def _keep(worker: int, parent: int, held: int) -> NoReturn:
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
         stopped: list[int] = []
         signal.signal(signal.SIGTERM, lambda number, frame: stopped.append(number))
+        # The wake-up descriptor is written only for signals with a handler in Python.
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
             signal.signal(number, signal.SIG_IGN)
         _close_others({0, 1, 2, parent, held, read, write})
         while not stopped:
+            # Before the wait: the worker may have ended before there was a handler for SIGCHLD.
             ended = _reaped(worker)
             if ended is not None:
                 status = ended
@@ -110,6 +113,7 @@ def _kill_descendants(worker: int) -> None:
     with suppress(OSError):
         os.killpg(worker, signal.SIGKILL)
     while True:
+        # Again in every round, since a process can fork between the list and its end.
         for pid in _descendants():
             with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
@@ -148,6 +152,7 @@ def _end_like(status: int) -> NoReturn:
         with suppress(OSError, ValueError):
             import resource
 
+            # The worker crashed, not this process: no core file of it.
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             if number != signal.SIGKILL:
                 signal.signal(number, signal.SIG_DFL)
@@ -216,6 +221,7 @@ def _run_kept(work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     ends = [parent.sentinel]
+    # Before any thread starts: a fork copies one thread only, and locks that others hold would stay locked.
     if (keeper := become_worker(parent.sentinel)) is not None:
         ends.append(keeper)
     threading.Thread(target=_exit_after, args=(ends,), daemon=True).start()

@@ -57,6 +57,7 @@ def limit_process(limits: WorkerLimits) -> None:
     if limits.open_files is not None:
         _lower(resource.RLIMIT_NOFILE, limits.open_files)
     if limits.memory_mb is not None and limits_memory():
+        # Address space, not resident memory: Linux ignores limits on the latter (RLIMIT_RSS).
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         _lower(resource.RLIMIT_AS, pages * resource.getpagesize() + limits.memory_mb * 2**20)
 
@@ -107,6 +108,7 @@ class MemoryWatch:
         most = self._after_first + KEPT * (limit - self._after_first)
         if _address_space() <= most:
             return False
+        # Cycles that Python has not collected yet are no leak.
         gc.collect()
         return _address_space() > most
 

@@ -286,6 +286,7 @@ class RewardPool:
         tally = present_tally()
         batch, answered = tally.parts * n, 0
         least = 2 * self._processes.workers if self._processes else 1
+        # Closing it after an error cancels the calls that still run.
         asked = _patient(self._answers, items, name=self.name, patience_s=self.patience_s, least=least)
         with closing(asked) as answers:
             for index, result in answers:
@@ -474,6 +475,7 @@ def _patient(
         last = Problem(FailureKind.unreachable, "")
         with closing(ask([items[i] for i in waiting])) as answers:
             for place, result in answers:
+                # -1: answered. What remains after a break is asked again or fails below.
                 index, waiting[place] = waiting[place], -1
                 if not isinstance(result, Problem) or result.kind not in _SILENT:
                     heard, silent = time.monotonic(), 0

@@ -114,6 +114,7 @@ class WorkerProcesses:
         crew = self._started()
         try:
             while todo or running:
+                # For each worker the chunk that it answers and one more, so that it is not idle between the two.
                 while todo and len(running) < 2 * self.workers:
                     members = todo.next()
                     running[crew.send([pickled[i] for i in members], self._deadline_s(len(members)))] = members
@@ -134,6 +135,7 @@ class WorkerProcesses:
                         continue
                     failed_starts = 0
                     todo.answered(members, len(answers))
+                    # Not strict: a worker may answer only the first items, and `answered` has put back the rest.
                     yield from zip(members, answers, strict=False)
         finally:
             for reply in running:  # not empty after an error, Ctrl-C or an early close
@@ -143,6 +145,7 @@ class WorkerProcesses:
         with self._lock:
             if self._crew is None:
                 self._crew = _Crew(self.workers, (self.source, self.limits, self.concurrency))
+                # The crew has no reference to this object, or it would never be finalized.
                 self._stop = weakref.finalize(self, self._crew.close)
             return self._crew
 
@@ -236,6 +239,7 @@ class _Crew:
             self.closed = True
         atexit.unregister(self.close)
         workers = list(self._workers)
+        # Terminate all before waiting for one: their keepers then work at the same time.
         for worker in workers:
             worker.process.terminate()
         for worker in workers:
@@ -270,6 +274,7 @@ class _Crew:
                 reply.set_exception(error)
             finally:
                 self._at_work.pop(reply, None)
+            # After an error or a leak: the next chunk gets a new process.
             if worker is not None:
                 self._end(worker)
                 worker = None
@@ -318,6 +323,7 @@ class _Worker:
         with_main = isinstance(source, bytes) and b"__main__" in source
         self._pipe, theirs = multiprocessing.Pipe()
         self.process = start_kept(serve, (theirs, *arguments), with_main=with_main)
+        # Now only the worker holds this end, so reading ours fails as soon as it is gone.
         theirs.close()
         self._late = False
 
@@ -388,6 +394,7 @@ class _Todo:
     def next(self) -> list[int]:
         if self.alone:
             return [self.alone.popleft()]
+        # Toward the end, chunks shrink so that all workers have something to do.
         fair_share = math.ceil(len(self.queue) / self.workers)
         return [self.queue.popleft() for _ in range(min(self.chunk, fair_share))]
 
@@ -400,6 +407,7 @@ class _Todo:
     def answered(self, members: Sequence[int], n: int) -> None:
         """Put back the items after the first `n`, which have answers, and adapt the chunk size."""
         self.put_back(members[n:])
+        # The worker stopped after `SLICE_S`: this many items fit.
         if n < len(members):
             self.chunk = n
         elif len(members) > 1:

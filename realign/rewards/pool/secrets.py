@@ -124,6 +124,7 @@ def check_url(url: str, kind: str = "reward function") -> None:
             f"{what}: the URL contains credentials, which would be written to config.yaml. Remove them. A "
             f"{'tool' if 'MCP' in kind else 'reward function'} in Python can send a key from the environment."
         )
+    # Some servers also separate parameters by semicolons.
     for query in (parts.query.replace(";", "&"), parts.fragment):
         for name, value in parse_qsl(query, keep_blank_values=False):
             if _secret_parameter(name, value) and not _VARIABLE.fullmatch(value):

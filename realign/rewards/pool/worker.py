@@ -264,6 +264,7 @@ def serve(pipe: Connection, source: str | bytes, limits: WorkerLimits, concurren
         limits: limits of this process.
         concurrency: how to call an `async def` function; None for other functions.
     """
+    # Ctrl-C is for the run, which then stops its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     drop_secrets(limits.keep_environment)
     function: Callable[..., Any] | Problem
@@ -271,6 +272,7 @@ def serve(pipe: Connection, source: str | bytes, limits: WorkerLimits, concurren
         function = load_function(source, check=False) if isinstance(source, str) else pickle.loads(source)
     except Exception as error:
         function = Problem(FailureKind.exception, _describe(error))
+    # After the import: `memory_mb` is what the function may use beyond it.
     limit_process(limits)
     memory = MemoryWatch()
     # the event loop stays open between chunks, since clients keep their connections on it
