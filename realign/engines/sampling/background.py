@@ -80,6 +80,7 @@ class StreamingEngine:
     def submit(self, request: Request) -> StreamingHandle:
         """See `Sampler.submit`. Each request prefills its prompt; `generate` shares the prefill between responses."""
         prompt = SequenceSample.from_sequences([request.id], {PROMPTS: [[request.prompt_ids]]})
+        # the key that this response has in a `generate` of the whole group: both draw with the same numbers
         keys_S = response_keys(request.seed, [request.id], request.response_index + 1)[-1:]
         return StreamingHandle(request, self.loop, self._add(prompt, keys_S, request.config))
 
@@ -199,6 +200,7 @@ class DecodingLoop:
         self._name = name
         self._engine = engine
         self._recompute = recompute
+        # a new thread starts with the number that any thread set last, which may be the single core of another rollout
         self._threads = torch.get_num_threads()
         self._cores = Cores(engine.module)
         self._changed = threading.Condition()  # guards the attributes below, except the thread's `_running`
@@ -266,7 +268,7 @@ class DecodingLoop:
         """Cancel the single sequence of a call; return False if it has already ended."""
 
         def drop() -> bool:
-            if call.result.done():
+            if call.result.done():  # it has ended while this job waited
                 return False
             with self._changed:
                 if call in self._calls:
@@ -278,7 +280,7 @@ class DecodingLoop:
             call.result.set_exception(CancelledError())
             return True
 
-        if call.result.done():
+        if call.result.done():  # also after `close`, when no job runs any more
             return False
         try:
             return self.between_steps(drop)
@@ -316,6 +318,7 @@ class DecodingLoop:
                 with self._engine.network.autocast():
                     for stream in self.streams:
                         stream.fill_cache()
+            # only now: if the memory is not there, the loop stays asleep, and `wake` can be called again
             with self._changed:
                 self._asleep = False
 
@@ -352,6 +355,7 @@ class DecodingLoop:
                     with self._engine.network.autocast(), frozen_casts_kept(self._engine.module):
                         while self._decodes and not self._jobs and self._error is None and self._advance():
                             pass
+                    # the waiting loop must not leave the process with the one core of small decode steps
                     self._cores.give_back()
         except BaseException as error:
             self._error = error
@@ -523,18 +527,20 @@ class Stream(Rollout):
     @override
     def _new_rows(self, count: int) -> list[int]:
         # reuse released rows before adding new ones
-        again, self._free = self._free[:count], self._free[count:]
-        new = super()._new_rows(count - len(again))
+        reused, self._free = self._free[:count], self._free[count:]
+        new = super()._new_rows(count - len(reused))
         self.versions = torch.cat([self.versions, self.versions.new_zeros(len(new), self.versions.shape[1])])
-        return again + new
+        return reused + new
 
     @override
     def _begun(self, sequences_B: Tensor, counts_B: Tensor) -> None:
+        # tokens that are there already keep their version: the response was interrupted, or the weights changed
         later_BN = torch.arange(self.versions.shape[1], device=self.device) >= counts_B[:, None]
         self.versions[sequences_B] = self.versions[sequences_B].masked_fill(later_BN, self.version)
 
     def take(self, sequences_S: Tensor) -> Taken:
         """Return finished sequences, and release their rows."""
+        # indexing with a tensor copies, so the rows can be released below
         responses = Responses(*(x[sequences_S] for x in self.responses))
         experts: list[Tensor] = []
         if self.experts is not None:
@@ -599,6 +605,7 @@ class Stream(Rollout):
         self.waiting.forget_prefills()
         if not self.active:
             return
+        # the tokens from here on get the new version
         self._begun(self._entry(RowEntry.SEQUENCE), self._entry(RowEntry.COUNT))
         if recompute and self.cache is not None:
             self._read_again()

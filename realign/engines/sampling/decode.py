@@ -175,6 +175,7 @@ class Rollout:
             self._admit()
             return
         assert self.cache is not None
+        # ends with one row at the latest, since the cache has pages for one full slot
         while not self.cache.reserve(self.active, self.sync_every):
             self._interrupt()
         for step in range(self.sync_every):
@@ -229,9 +230,10 @@ class Rollout:
         row = self.rows[:, self.active - 1]
         sequence, sampled = row[[RowEntry.SEQUENCE, RowEntry.COUNT]].tolist()
         text = followed_by(self._texts[sequence], self.responses.tokens[sequence, :sampled])
-        one = slice(self.active - 1, self.active)
-        keys = self.rows[RowEntry.KEY, one].clone()
-        self.waiting.put_back(text, self.rows[RowEntry.SEQUENCE, one].clone(), keys, sampled)
+        last_row = slice(self.active - 1, self.active)
+        # copies, since another sequence will use this column of `rows`
+        keys = self.rows[RowEntry.KEY, last_row].clone()
+        self.waiting.put_back(text, self.rows[RowEntry.SEQUENCE, last_row].clone(), keys, sampled)
         self._retire([self.active - 1])
 
     def _cache(self) -> SlotCache:
@@ -298,14 +300,14 @@ class Rollout:
             ended_B = ended_B | self.stopping.has_stop_string(self.responses.tokens[sequences_B], counts_B)
         # the only line at which the host waits for the device
         over = (ended_B | (counts_B >= self.config.max_new_tokens)).tolist()
-        if done := [b for b, is_over in enumerate(over) if is_over]:
-            done_D = on_device(torch.tensor(done), self.device)
-            sequences = sequences_B[done_D]
-            self.responses.lengths[sequences] = counts_B[done_D]
+        if ended_rows := [b for b, is_over in enumerate(over) if is_over]:
+            rows_D = on_device(torch.tensor(ended_rows), self.device)
+            sequences = sequences_B[rows_D]
+            self.responses.lengths[sequences] = counts_B[rows_D]
             if not self.config.fixed_length:
-                self.responses.truncated[sequences] = ~ended_B[done_D]
+                self.responses.truncated[sequences] = ~ended_B[rows_D]
             self.finished.append(sequences)
-            self._retire([first + b for b in done])
+            self._retire([first + b for b in ended_rows])
 
     def _draw(self, hidden_BH: Tensor, counts_B: Tensor) -> tuple[Tensor, Tensor]:
         """Sample tokens and log-probs [B] for the last B active rows, which have `counts_B` tokens so far."""
@@ -325,6 +327,7 @@ class Rollout:
         """
         if len(counts_B) < self.active:  # sequences that have just started; the others are ahead
             return uniforms(self._entry(RowEntry.KEY)[self.active - len(counts_B) :], counts_B, 1)[0]
+        # in `rows`, so that numbers drawn ahead move with their row
         numbers = self.rows[RowEntry.NUMBERS :, : self.active]
         if self.numbers_used == AT_ONCE:
             numbers.copy_(uniforms(self._entry(RowEntry.KEY), counts_B, AT_ONCE).view(torch.int64))
@@ -337,7 +340,7 @@ class Rollout:
         left = self.active - len(done)
         # only as many rows move as there are gaps below `left`, since a move may copy a slot of the KV cache
         gaps = [row for row in done if row < left]
-        movers = sorted({*range(left, self.active)} - {*done})
+        movers = sorted({*range(left, self.active)} - {*done})  # as many as there are gaps
         if gaps:
             sources, targets = (on_device(torch.tensor(rows), self.device) for rows in (movers, gaps))
             self.rows[:, targets] = self.rows[:, sources]
@@ -550,7 +553,7 @@ class Stopping:
             raise ConfigError(f"generation.stop_strings={config.stop_strings}: no tokenizer. Use stop_token_ids.")
         self.is_stop_V = torch.zeros(words, dtype=torch.bool, device=device)
         self.is_stop_V[ids] = True
-        self._min_new = config.min_new_tokens if ids else 0
+        self._min_new = config.min_new_tokens if ids else 0  # without stop tokens, there is nothing to block
         self.strings = tuple(config.stop_strings)
         self._tokenizer = tokenizer
         self._tail = MARGIN + max((len(s.encode()) for s in self.strings), default=0)

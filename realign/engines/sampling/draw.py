@@ -28,6 +28,7 @@ from realign.functional.packed import at_least_fp32
 GAMMA = 0x9E3779B97F4A7C15
 """The odd number nearest to 2^64 divided by the golden ratio."""
 
+# shifts and multipliers of SplitMix64; the last shift, by 31, has none
 _FACTORS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 CPU_ELEMENTS = 2**17
 """Number of logits processed at a time on a CPU, so that intermediate results stay in the cache."""
@@ -77,8 +78,8 @@ def _sample(
     if config.greedy:
         tokens_N = allowed_NV.argmax(-1)
         return tokens_N, _pick(scaled_NV.log_softmax(-1), tokens_N)
-    kept_NK, ids_NK = most_likely(allowed_NV, config.top_k, config.top_p)
-    probs_NK = kept_NK.softmax(-1)
+    logits_NK, ids_NK = most_likely(allowed_NV, config.top_k, config.top_p)
+    probs_NK = logits_NK.softmax(-1)
     choice_N = draw(probs_NK, uniform_N)
     return choice_N if ids_NK is None else _pick(ids_NK, choice_N), _pick(probs_NK, choice_N).log()
 
@@ -94,6 +95,7 @@ def draw(probs_NV: Tensor, uniform_N: Tensor) -> Tensor:
     words = probs_NV.shape[-1]
     if words <= (FEW_WORDS if probs_NV.device.type == "cpu" else BLOCK):
         sums_NV = _running_sum(probs_NV)
+        # times the last sum, since probabilities add up to 1 only up to rounding
         return _passed(sums_NV, uniform_N1 * sums_NV[:, -1:])[:, 0]
     full = words // BLOCK
     blocks_NB = probs_NV[:, : full * BLOCK].unflatten(-1, (full, BLOCK)).sum(-1, dtype=torch.float64)
@@ -121,15 +123,15 @@ def most_likely(logits_NV: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Te
         return logits_NV, None
     words = logits_NV.shape[-1]
     if 0 < top_k < words:
-        kept_NK, ids_NK = logits_NV.topk(top_k, sorted=True)
+        logits_NK, ids_NK = logits_NV.topk(top_k, sorted=True)
     else:
-        kept_NK, ids_NK = logits_NV.sort(-1, descending=True)
+        logits_NK, ids_NK = logits_NV.sort(-1, descending=True)
     if top_p < 1:
-        probs_NK = kept_NK.softmax(-1)
+        probs_NK = logits_NK.softmax(-1)
         before_NK = probs_NK.cumsum(-1) - probs_NK
         before_NK[:, 0] = 0  # a difference that rounds to more than a tiny top_p must not cut the most likely token
-        kept_NK = kept_NK.masked_fill(before_NK >= top_p, -torch.inf)
-    return kept_NK, ids_NK
+        logits_NK = logits_NK.masked_fill(before_NK >= top_p, -torch.inf)
+    return logits_NK, ids_NK
 
 
 def _running_sum(x_NK: Tensor) -> Tensor:
@@ -151,6 +153,7 @@ def product_of_ones(x_NK: Tensor) -> Tensor:
 
 def _passed(sums_NK: Tensor, target_N1: Tensor) -> Tensor:
     """Return the first index [N, 1] at which the cumulative sum exceeds the target."""
+    # A token with probability 0 ends at the sum of the token before it. With `right=True` not even a 0 draws it.
     place_N1 = torch.searchsorted(sums_NK, target_N1, right=True)
     return place_N1.clamp_(max=sums_NK.shape[-1] - 1)  # past the end only if a row is not finite
 
@@ -175,6 +178,7 @@ def uniforms(keys_B: Tensor, first_B: Tensor, count: int) -> Tensor:
     """Return uniform numbers [K, B] float64 in [0, 1) for `count` (= K) tokens per sequence, from `first_B` on."""
     places_KB = first_B + torch.arange(1, count + 1, device=keys_B.device)[:, None]
     bits_KB = _mixed(places_KB.mul_(_signed(GAMMA)).add_(keys_B))
+    # the upper 53 bits, as many as the mantissa of fp64 has: nothing is rounded, so the result stays below 1
     return _shifted(bits_KB, 11).double().mul_(2.0**-53)
 
 

@@ -177,6 +177,7 @@ def packed(data: SequenceSample, responses: Responses, n: int) -> SequenceSample
     sampled_SN = torch.arange(tokens_SN.shape[1], device=device) < counts_S[:, None]
     repeated = [prompt for prompt in data.sequences(PROMPTS) for _ in range(n)]
     ids_T = torch.empty(lengths.total, dtype=torch.int64, device=device)
+    # `ids_T[:0]`, since a batch without prompts has nothing to join
     ids_T[prompt_mask_T] = torch.cat([ids_T[:0], *repeated])
     ids_T[~prompt_mask_T] = tokens_SN[sampled_SN]
     logprobs_T = torch.zeros(lengths.total, device=device)

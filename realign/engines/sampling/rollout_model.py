@@ -160,7 +160,7 @@ def frozen_casts_kept(module: nn.Module) -> Iterator[None]:
     if not torch.is_autocast_enabled(device.type) or 2 * sum(p.numel() for p in frozen) > copies_limit(device):
         frozen = []
     for parameter in frozen:
-        parameter.requires_grad_(True)
+        parameter.requires_grad_(True)  # no gradient is recorded, since rollouts run under `no_grad`
     try:
         yield
     finally:

@@ -53,6 +53,8 @@ inline Vec select(IVec where, Vec a, Vec b) { return (Vec)((where & (IVec)a) | (
 inline Vec exponential(Vec x) {
     x = select(x < -87.0f, spread(-87.0f), x);
     x = select(x > 88.0f, spread(88.0f), x);
+    // Reduction and polynomial of Cephes' expf. ln 2 has two parts: 355 / 512, whose product with n is exact, and the
+    // rest.
     const Vec shifted = x * 1.44269504f + 12582912.0f;  // adding 1.5 * 2^23 rounds to an integer
     const Vec n = shifted - 12582912.0f;
     Vec r = x - n * 0.693359375f;
@@ -193,6 +195,7 @@ void attend(const float* query, const float* keys, const float* values, int64_t 
         most = scores[t] > most ? scores[t] : most;
     }
     const int64_t padded = (count + LANES - 1) / LANES * LANES;
+    // The padding becomes exp(-87), which changes no digit of a sum whose largest term is 1.
     for (int64_t t = count; t < padded; t++) scores[t] = -INFINITY;
     Vec totals = {};
     for (int64_t t = 0; t < padded; t += LANES) {

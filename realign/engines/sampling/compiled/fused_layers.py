@@ -57,7 +57,10 @@ def adds_in_fp32(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 class RMSNorm(NamedTuple):
-    """x / sqrt(mean(x^2) + eps) * weight, over the last dimension, of size n."""
+    """x / sqrt(mean(x^2) + eps) * weight, over the last dimension, of size n.
+
+    On a CPU it is computed as x / hypot(|x|, sqrt(n * eps)) * sqrt(n) * weight, which takes four operators.
+    """
 
     weight: Tensor
     """Weight of the module; on a CPU, times sqrt(n)."""
@@ -80,7 +83,7 @@ class RMSNorm(NamedTuple):
 
     def of_heads(self, x: Tensor) -> Tensor:
         """Return the normalized `x` [..., n] with a weight for each head; `x` may change."""
-        if x.is_cuda:
+        if x.is_cuda:  # the kernel takes one weight for all heads, but queries and keys have different ones
             return F.rms_norm(x, x.shape[-1:], None, self.eps).mul_(self.weight)
         return x.div_(self._length(x)).mul_(self.weight)
 
@@ -136,7 +139,7 @@ class FusedTrunk:
 
     def __call__(self, ids_N: Tensor, positions_N: Tensor, context: AttentionContext) -> Tensor:
         """See `Trunk`."""
-        x_NH = F.embedding(ids_N, self.embedding)
+        x_NH = F.embedding(ids_N, self.embedding)  # a copy, to which the layers add in place
         turns = self.turns[positions_N]
         for i, layer in enumerate(self.layers):
             layer.add_to(x_NH, i, turns, context)

@@ -118,6 +118,7 @@ class Fusion:
         try:
             if self._args is None:
                 _check_parts(self._model)
+            # in each rollout, since free memory changes; a model that was refused for it is compared later
             _check_memory(self._model.base_model.layers, dtype)
             if self._args is None:
                 self._args = self._compared()
@@ -254,6 +255,7 @@ def _compared(model: Any) -> list[AttentionArgs]:
             raise _Unknown("its layers do not each call attention once, without sinks")
         got_TH = _prefilled_and_decoded(model, recorder.args, ids_T, positions_T)
     error = float((got_TH - want_TH).abs().max() / want_TH.abs().max())
+    # not `error > TOLERANCE`, which is False for NaN
     if not error <= TOLERANCE:
         raise _Different(f"hidden states differ by {error:.1e} (relative) from the modules")
     return recorder.args
@@ -340,13 +342,16 @@ def _read(model: Any, args: list[AttentionArgs], length: int, dtype: torch.dtype
 def _rotations(model: Any, length: int) -> tuple[Tensor, Tensor]:
     """Return the rotations of `FusedTrunk.turns`, and the order of a head's rows that makes rotary pairs adjacent."""
     base, device = model.base_model, next(model.parameters()).device
+    # the weight only tells dtype and device; the factor of yarn is in cosine and sine
     cos, sin = base.rotary_emb(base.embed_tokens.weight[:1], torch.arange(length, device=device)[None])
     attention = base.layers[0].self_attn
     half = cos.shape[-1] // 2
     pairs = attention.head_dim // 2
+    # 1 for the part of a head that a family does not rotate
     turns = torch.ones(length, 1, pairs, dtype=torch.complex64, device=device)
     turns[:, 0, :half] = torch.complex(cos[0, :, :half].float(), sin[0, :, :half].float())
     order = torch.arange(attention.head_dim, device=device)
+    # transformers pairs entry i with i + half, and complex numbers pair neighbors
     order[: 2 * half] = order[: 2 * half].view(2, half).t().flatten()
     return turns, order
 
@@ -393,6 +398,7 @@ def _read_layer(layer: Any, args: AttentionArgs, order_D: Tensor, dtype: torch.d
         weights = tuple(p.weight.unflatten(0, (-1, size)) for p in projections)
         biases = _biases(*projections)
         queries, keys = len(weights[0]), len(weights[1])
+    # values keep their order, since only scores are free to permute a head
     joined = torch.cat([weights[0][:, order_D], weights[1][:, order_D], weights[2]]).flatten(0, 1)
     if biases is not None:
         by_head = biases.view(-1, size)
@@ -415,6 +421,7 @@ def _read_layer(layer: Any, args: AttentionArgs, order_D: Tensor, dtype: torch.d
         output=_linear(attention.o_proj.weight, attention.o_proj.bias, dtype),
         mlp_norm=_norm(layer.post_attention_layernorm),
         gate_up=_linear(_cat([p.weight for p in inner]), _biases(*inner), dtype),
+        # one function for all classes of it, by which `check_supported` recognizes it
         activation=F.silu if isinstance(activation, nn.SiLU | SiLUActivation) else activation,
         down=_linear(mlp.down_proj.weight, mlp.down_proj.bias, dtype),
         module=attention,

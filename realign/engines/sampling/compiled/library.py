@@ -28,6 +28,7 @@ SOURCE = Path(__file__).with_name("decode_step.cpp")
 COMPILERS = ("c++", "g++", "clang++")
 """Commands that are tried in this order if the variable CXX is not set."""
 
+# Not -ffast-math: it changes what NaN does, and with some versions of GCC the rounding mode of the whole process.
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fno-math-errno", "-ffp-contract=fast", "-fPIC", "-shared")
 
 TIMEOUT_S = 300
@@ -108,13 +109,13 @@ def _build(compiler: str, path: Path) -> None:
         ) from error
     try:
         command = [compiler, *FLAGS, str(SOURCE), "-o", name]
-        done = subprocess.run(
+        process = subprocess.run(
             command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S, stdin=subprocess.DEVNULL
         )
-        if done.returncode != 0:
-            lines = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
+        if process.returncode != 0:
+            lines = [line for line in (process.stderr or process.stdout).splitlines() if line.strip()]
             first = next((line for line in lines if "error" in line), lines[0] if lines else "no message")
-            raise LibraryError(f"{compiler} failed with exit code {done.returncode} ({first.strip()[:200]})")
+            raise LibraryError(f"{compiler} failed with exit code {process.returncode} ({first.strip()[:200]})")
         os.chmod(name, 0o755)
         os.replace(name, path)
     except subprocess.TimeoutExpired as error:
@@ -137,8 +138,8 @@ def _version(compiler: str | None) -> str:
     if compiler is None:
         return ""
     file = Path(compiler).resolve()
-    facts = file.stat()
-    return f"{file} {facts.st_size} {facts.st_mtime_ns}"
+    status = file.stat()
+    return f"{file} {status.st_size} {status.st_mtime_ns}"
 
 
 def _cpu() -> str:
@@ -148,8 +149,8 @@ def _cpu() -> str:
     except OSError:
         lines = []
     names = ("flags", "Features", "model", "cpu family")
-    facts = {line for line in lines if line.partition("\t")[0].strip() in names}
-    return "\n".join([platform.machine(), platform.processor(), *sorted(facts)])
+    features = {line for line in lines if line.partition("\t")[0].strip() in names}
+    return "\n".join([platform.machine(), platform.processor(), *sorted(features)])
 
 
 def _declared(library: ctypes.CDLL) -> ctypes.CDLL:

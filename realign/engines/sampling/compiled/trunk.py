@@ -34,7 +34,7 @@ PROBE_LENGTH = 40
 
 
 class _Layer(ctypes.Structure):
-    """`Layer` of decode_step.cpp."""
+    """`Layer` of decode_step.cpp; ctypes checks neither order nor types of the fields."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("attention_norm", "qkv", "qkv_bias", "qk_norm", "output", "output_bias")),
@@ -115,6 +115,7 @@ class CompiledTrunk:
         ends = [len(ids_B) * i // threads for i in range(threads + 1)]
         per_row = self._library.realign_row_scratch(self._address)
         per_call = self._library.realign_call_scratch(self._address)
+        # each thread has a part of its own: the scratch memory of its rows, and of one call
         if len(self._scratch) < len(ids_B) * per_row + threads * per_call:
             self._scratch = torch.empty(len(ids_B) * per_row + threads * per_call)
 
@@ -132,7 +133,7 @@ class CompiledTrunk:
 
         if threads == 1:
             run(0)
-        else:
+        else:  # threads of Python suffice, since a call by ctypes releases the interpreter lock
             list(self._pool(threads).map(run, range(threads)))
         return x_BH
 
