@@ -66,6 +66,7 @@ def packed_inputs(input_ids_T: Tensor, cu_seqlens: Tensor, positions_T: Tensor |
     return {
         "input_ids": input_ids_T[None],
         "position_ids": on_device(positions_T, input_ids_T.device)[None],
+        # `realign_context` says which tokens attend to each other
         "attention_mask": None,
         "use_cache": False,
     }
@@ -80,8 +81,8 @@ def layout_inputs(input_ids_T: Tensor, layout: Layout, backend: Backend) -> dict
     ids_R = input_ids_T if layout.token_R is None else input_ids_T[on_device(layout.token_R, device)]
     cu_seqlens = layout.cu_seqlens
     after = None if layout.token_R is None else layout.after.tolist()
-    there = on_device(cu_seqlens, ids_R.device)
-    context = PackedContext(there, backend, layout.pieces.tolist(), after)
+    device_cu_seqlens = on_device(cu_seqlens, ids_R.device)
+    context = PackedContext(device_cu_seqlens, backend, layout.pieces.tolist(), after)
     return {**packed_inputs(ids_R, cu_seqlens, layout.position_R), CONTEXT: context}
 
 
@@ -160,6 +161,7 @@ class PackedContext:
         """
         if not self._continues:
             return x
+        # the backward pass of `index_select` adds in the dtype of its input, so the keys are widened before it
         wide = torch.promote_types(x.dtype, torch.float32)
         return x.to(wide).index_select(2, self._key_tokens).to(x.dtype)
 
@@ -183,6 +185,7 @@ class PackedContext:
     def _one(self, q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs) -> Tensor:
         """Attend within one sequence; the queries are its last tokens."""
         length = k.shape[2]
+        # a window that covers the whole sequence hides nothing, and a mask would keep sdpa from its flash kernel
         window = args.sliding_window if args.sliding_window is not None and args.sliding_window < length else None
         if args.softcap is not None or args.sinks_H is not None:
             return explicit_attention(q, k, v, args, self._mask(q, length, window))
@@ -204,6 +207,7 @@ class PackedContext:
 
         It is a view of one mask for all sequences and layers, so autograd saves no copies of it.
         """
+        # additive instead of bool, since `explicit_attention` adds it to the scores
         key = (window or 0, q.dtype)
         if key not in self._masks:
             ones = torch.ones(self._span, self._span, dtype=torch.bool, device=q.device).tril()
@@ -254,7 +258,7 @@ def _dispatch(
     if torch.is_autocast_enabled(query.device.type):  # query and key may be fp32 if a norm follows the projection
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling  # the default of transformers
     args = AttentionArgs(float(scale), float(dropout), sliding_window, softcap, s_aux)
     layer: Any = getattr(module, "layer_idx", None)
     if layer is None:

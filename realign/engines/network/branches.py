@@ -23,6 +23,7 @@ Heard: TypeAlias = list[tuple[tuple[Any, ...], dict[str, Any]]]
 """Positional and keyword arguments of the trunk's calls to its top layers, in layer order."""
 
 _LAYERS = ("layers", "h")
+# in the order in which models apply them: opt projects after its final norm
 _AFTER = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "project_out")
 
 
@@ -67,6 +68,8 @@ class Branch(nn.Module):
         super().__init__()
         stack = read_stack(module)
         self._sources = tuple(stack.layers[len(stack.layers) - layers :])  # tuple: not registered as submodules
+        # Layers look up their attention in the config at each call. `deepcopy` is told that the config needs no copy,
+        # so `use_attention` switches trunk and branch together.
         own_config = {id(module.config): module.config}
         self.layers = copy.deepcopy(nn.ModuleList(self._sources), own_config)
         self.after = copy.deepcopy(nn.ModuleList(stack.after), own_config)
@@ -91,9 +94,9 @@ class Branch(nn.Module):
         assert len(heard) == len(self.layers)
         hidden = heard[0][0][0] if heard[0][0] else heard[0][1]["hidden_states"]
         for layer, (args, keywords) in zip(self.layers, heard, strict=True):
-            called = {k: v for k, v in keywords.items() if k != "hidden_states"}
-            out = layer(hidden, *args[1:], **called)
-            hidden = out[0] if isinstance(out, tuple) else out
+            other_keywords = {k: v for k, v in keywords.items() if k != "hidden_states"}
+            out = layer(hidden, *args[1:], **other_keywords)
+            hidden = out[0] if isinstance(out, tuple) else out  # layers of some families return more than the states
         for module in self.after:
             hidden = module(hidden)
         return hidden[0]
@@ -134,6 +137,7 @@ def layers_that_train(module: Any) -> int | None:
     """
     stack = read_stack(module)
     above = {id(p) for part in stack.top(0) for p in part.parameters()} | {id(p) for p in _head_parameters(module)}
+    # a tied head is also the embeddings, and a branch over changed embeddings is not the old policy
     above -= {id(p) for p in module.get_input_embeddings().parameters()}
     trained = {id(p) for p in module.parameters() if p.requires_grad} - above
     for n in range(len(stack.layers) + 1):

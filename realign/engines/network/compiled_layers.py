@@ -39,6 +39,7 @@ class CompiledForward:
         layer = self._layer
         if type(keywords.get(CONTEXT)) is not PackedContext:  # the contexts of rollouts are subclasses, or others
             return type(layer).forward(layer, *args, **keywords)
+        # the same as transformers' wrapper does, which `_without_checkpointing` has removed from the compiled method
         if self._checkpoints and layer.gradient_checkpointing and layer.training:
             return layer._gradient_checkpointing_func(partial(self._compiled, layer, **keywords), *args)
         return self._compiled(layer, *args, **keywords)

@@ -35,6 +35,7 @@ from realign.engines.network.routers import Routed, Routers
 from realign.functional.packed import cu_seqlens_of, position_ids
 
 DTYPE = torch.int16
+"""Dtype of recorded experts: that of the key `router_experts`, which has an entry per token, router and choice."""
 
 EXPECTED = 4
 """Limit of a response divided by its expected length, for the number of rows that share a cache in pages."""
@@ -162,6 +163,7 @@ class PackedCache(SlotCache):
             layer: {name: x.new_zeros(slots, *x.shape[1:]) for name, x in states.items()}
             for layer, states in like.states.items()
         }
+        # created with the first image, so that rollouts of text add nothing to their positions
         self.shifts: Tensor | None = None
 
     @override
@@ -282,6 +284,7 @@ class PackedDecoder(Decoder):
 
     @override
     def step(self, cache: PackedCache, tokens_B: Tensor, positions_B: Tensor, longest: int) -> Tensor:
+        # only fused trunks have pages, and those have neither recurrent states nor images (`shifts`)
         if isinstance(cache.kv, PagedKVCache):
             return self._run(tokens_B, positions_B, PagedDecodeContext(cache.kv, positions_B))
         context = DecodeContext(cache.kv, positions_B, longest, cache.states)

@@ -34,7 +34,8 @@ LOSS_MASK = "loss_mask"
 """Key that separates the prompt from the response: the response starts at its first token in `loss_mask`."""
 
 PROMPTS, RESPONSES = (5, 9, 1), (4, 1, 6)
-"""Lengths of the texts with which a model is probed."""
+"""Lengths of the texts with which a model is probed. The first two share a batch, in which each of them is padded once,
+by the encoder or by the decoder. One token is the shortest prompt and response."""
 
 CACHE = "past_key_values"
 
@@ -65,6 +66,7 @@ class EncoderDecoder:
         self.start = int(start)
         with probing(module):
             error = self._difference()
+        # not `error > TOLERANCE`, which is False for NaN
         if not error <= TOLERANCE:
             raise ConfigError(
                 f"{family} is not supported: logits of padded batches differ by {error:.1e} (relative) from its own."
@@ -83,8 +85,8 @@ class EncoderDecoder:
         texts, states = (x.split(lengths.tolist()) for x in (ids_T, hidden_TH))
         errors = []
         for ids, hidden, prompt in zip(texts, states, PROMPTS, strict=True):
-            given, written = ids[None, :prompt], self._shifted([ids[prompt:]])
-            own = self.module(input_ids=given, decoder_input_ids=written, use_cache=False).logits[0]
+            prompt_ids, decoder_ids = ids[None, :prompt], self._shifted([ids[prompt:]])
+            own = self.module(input_ids=prompt_ids, decoder_input_ids=decoder_ids, use_cache=False).logits[0]
             errors.append(relative_error(head.logits(hidden[prompt - 1 :]), own))
         return max(errors)
 
@@ -110,11 +112,13 @@ class EncoderDecoder:
         starts, responses = np.cumsum(lengths) - lengths, lengths - prompts
         rows: list[IntArray] = []
         parts: list[Tensor] = []
+        # a sequence without a response has no loss: as an empty one, it is in no batch, and its hidden states stay 0
         for batch in similar_lengths(np.where(responses > 0, lengths, 0).tolist()):
             texts = [ids_T[starts[i] : starts[i] + lengths[i]] for i in batch]
             encoded = self.encode([text[: prompts[i]] for i, text in zip(batch, texts, strict=True)])
             written_BL = self._shifted([text[prompts[i] :] for i, text in zip(batch, texts, strict=True)])
             hidden_BLH = self.decoder(input_ids=written_BL, use_cache=False, **encoded).last_hidden_state
+            # the start token predicts the first token of the response: its state stands at the prompt's last token
             parts += [hidden_BLH[row, : responses[i] + 1] for row, i in enumerate(batch)]
             rows += [np.arange(prompts[i] - 1, lengths[i]) + starts[i] for i in batch]
         if not parts:

@@ -238,8 +238,10 @@ def read_head(module: Any, *, dropout: bool = False) -> LMHead | ScalarHead:
         return ScalarHead(scalar.weight, scalar.bias, rate)
     last: Any = module.get_output_embeddings()
     pair = is_encoder_decoder(module.config)
+    # an encoder-decoder model such as T5 is its own body: encoder and decoder are parts of the model itself
     if not isinstance(last, nn.Linear) or (read_body(module) is module and not pair):
         raise ConfigError(f"model family {config.model_type!r} is not supported: it has no linear last layer")
+    # Cohere multiplies logits by its constant, and Granite divides them by it
     scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
     scale *= float(getattr(config, "lm_head_multiplier", None) or 1.0)  # Falcon-H1
     caps = (getattr(config, name, None) for name in _SOFT_CAPS)
@@ -268,6 +270,7 @@ def head_mapping(missing: Collection[str], unexpected: Collection[str]) -> dict[
 
 def head_layers(hidden: ValueHidden, hidden_size: int, outputs: int, *, seed: int) -> nn.Sequential:
     """Return the layers of a head on hidden states, initialized as torch initializes linear layers."""
+    # layers are drawn on the CPU; without `devices=[]`, the generators of all GPUs would be saved as well
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         inner = [nn.Linear(hidden_size, 2 * hidden_size), nn.ReLU()] if hidden is ValueHidden.mlp else []
@@ -278,6 +281,7 @@ def head_layers(hidden: ValueHidden, hidden_size: int, outputs: int, *, seed: in
 def init_linear(weight_1H: torch.Tensor, bias_1: torch.Tensor | None, init: HeadInit, *, seed: int) -> None:
     """Initialize the last layer of a scalar head in place."""
     std = 0.0 if init is HeadInit.zero else (weight_1H.shape[1] + 1) ** -0.5
+    # drawn on the CPU, so that a seed gives the same head on every device
     drawn_1H = torch.randn(weight_1H.shape, generator=torch.Generator().manual_seed(seed))
     weight_1H.copy_(std * drawn_1H)
     if bias_1 is not None:

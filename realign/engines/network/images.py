@@ -99,24 +99,26 @@ def place(ids_L: IntArray, grids_I3: IntArray, token: int, merge: int) -> Placed
     """
     positions_3L = np.empty((3, len(ids_L)), dtype=np.int64)
     features_L = np.full(len(ids_L), -1, dtype=np.int64)
-    done = at = seen = 0
+    read = position = n_features = 0
     for t, h, w in (grids_I3 // [1, merge, merge]).tolist():
-        image_tokens = np.flatnonzero(ids_L[done:] == token)
+        image_tokens = np.flatnonzero(ids_L[read:] == token)
         if not len(image_tokens):
-            break
-        begin = done + int(image_tokens[0])
+            break  # an earlier turn of a conversation ends before the later images of its prompt
+        begin = read + int(image_tokens[0])
         end = begin + t * h * w
         if end > len(ids_L) or (ids_L[begin:end] != token).any():
             raise ValueError(f"an image of {t} x {h} x {w} merged patches needs {end - begin} consecutive image tokens")
-        positions_3L[:, done:begin] = at + np.arange(begin - done)
-        at += begin - done
-        positions_3L[:, begin:end] = at + np.indices((t, h, w)).reshape(3, -1)
-        features_L[begin:end] = seen + np.arange(end - begin)
-        at, seen, done = at + max(h, w), seen + end - begin, end
-    if seen and done < len(ids_L) and ids_L[done] == token:
-        raise ValueError(f"images of {seen} merged patches are followed by another image token")
-    positions_3L[:, done:] = at + np.arange(len(ids_L) - done)
-    return Placed(positions_3L, features_L, at + len(ids_L) - done)
+        positions_3L[:, read:begin] = position + np.arange(begin - read)
+        position += begin - read
+        positions_3L[:, begin:end] = position + np.indices((t, h, w)).reshape(3, -1)
+        features_L[begin:end] = n_features + np.arange(end - begin)
+        # an image advances the position by its longer side only, as in transformers; `t` is 1
+        position, n_features, read = position + max(h, w), n_features + end - begin, end
+    # otherwise an image with more tokens than patches would pass, with the surplus read as text
+    if n_features and read < len(ids_L) and ids_L[read] == token:
+        raise ValueError(f"images of {n_features} merged patches are followed by another image token")
+    positions_3L[:, read:] = position + np.arange(len(ids_L) - read)
+    return Placed(positions_3L, features_L, position + len(ids_L) - read)
 
 
 class ImageInputs:
@@ -129,6 +131,7 @@ class ImageInputs:
         vision = module.config.vision_config
         self._merge = int(vision.spatial_merge_size)
         self._values = int(vision.in_channels * vision.temporal_patch_size * vision.patch_size**2)
+        # vision layers attend within images, of which `realign_context` knows nothing
         use_attention(self._body.visual, "sdpa")
 
     def rows(self, data: SequenceSample, layout: Layout) -> dict[str, Tensor]:
@@ -217,8 +220,8 @@ class ImageInputs:
             if pixels_Pd.shape[1] != self._values:
                 raise DataError(f"patches have {pixels_Pd.shape[1]} values, but the model needs {self._values}. {CURE}")
             features_FH = torch.cat(self._body.get_image_features(pixels_Pd, grids_I3).pooler_output)
-            found_H = features_FH.index_select(0, features_R[image_R]).to(embeds_RH.dtype)
-            embeds_RH = embeds_RH.index_copy(0, image_R, found_H)
+            image_NH = features_FH.index_select(0, features_R[image_R]).to(embeds_RH.dtype)
+            embeds_RH = embeds_RH.index_copy(0, image_R, image_NH)
         return {"inputs_embeds": embeds_RH[None], "position_ids": positions_3T[:, rows][:, None]}
 
 

@@ -82,8 +82,8 @@ def preferred_kernel(backend: Backend, device: torch.device, dtype: torch.dtype)
     """Return the name of the kernel for layers without special features on a device, for the launch table."""
     if backend is Backend.auto:
         args = AttentionArgs(64**-0.5, 0.0, None, None, None)
-        able = (b for b in BY_SPEED if _device_obstacle(b, device, dtype) is None)
-        backend = next((b for b in able if _works(b, device, dtype, (1, 1, 64), args)), Backend.sdpa)
+        candidates = (b for b in BY_SPEED if _device_obstacle(b, device, dtype) is None)
+        backend = next((b for b in candidates if _works(b, device, dtype, (1, 1, 64), args)), Backend.sdpa)
     return _NAMES.get(backend, backend.value)
 
 
@@ -109,13 +109,13 @@ def choose_backend(backend: Backend, q: Tensor, v: Tensor, args: AttentionArgs) 
     Raises:
         ConfigError: the backend does not support the layer. The message names the backend and the reason.
     """
-    facts = q.device, q.dtype, (q.shape[1], v.shape[1], q.shape[-1])
+    layer = q.device, q.dtype, (q.shape[1], v.shape[1], q.shape[-1])
     if backend is Backend.auto:
-        able = (b for b in BY_SPEED if _obstacle(b, q, v, args) is None)
-        return next((b for b in able if _works(b, *facts, args)), Backend.sdpa)
+        candidates = (b for b in BY_SPEED if _obstacle(b, q, v, args) is None)
+        return next((b for b in candidates if _works(b, *layer, args)), Backend.sdpa)
     why = _obstacle(backend, q, v, args)
     if why is None and backend is not Backend.sdpa:
-        why = _failure(backend, *facts, args._replace(dropout=0.0))
+        why = _failure(backend, *layer, args._replace(dropout=0.0))
     if why is not None:
         raise ConfigError(f"attention={backend.value}: this backend {why}. Set attention=auto or sdpa.")
     return backend
@@ -149,7 +149,7 @@ def _failure(
         with torch.no_grad():
             packed_attention(backend, q, k, k, args, Packing(bounds, 8, bounds, 8))
             if q.is_cuda:
-                torch.cuda.synchronize(device)
+                torch.cuda.synchronize(device)  # kernels run after the call, which cannot report their errors
     except torch.OutOfMemoryError:
         return None
     except Exception as error:  # whatever a damaged package raises
@@ -173,6 +173,7 @@ def _obstacle(backend: Backend, q: Tensor, v: Tensor, args: AttentionArgs) -> st
         return None
     if (why := _device_obstacle(backend, q.device, q.dtype)) is not None:
         return why
+    # limits of flash-attn, whose kernels varlen of torch contains as well
     if q.shape[-1] != v.shape[-1] or q.shape[-1] > 256 or q.shape[-1] % 8:
         return f"does not support heads of size {q.shape[-1]} with values of size {v.shape[-1]}"
     if args.sinks_H is not None:
@@ -268,6 +269,7 @@ def flash_attention(backend: Backend, q: Tensor, k: Tensor, v: Tensor, args: Att
         max_seqlen_k=packing.longest_key,
         softmax_scale=args.scaling,
         causal=True,
+        # keys before and after that of the query, which `sliding_window` counts as well
         window_size=(-1, -1) if args.sliding_window is None else (args.sliding_window - 1, 0),
         softcap=args.softcap or 0.0,
         deterministic=torch.are_deterministic_algorithms_enabled(),
@@ -302,12 +304,14 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, args: AttentionArgs, packi
     accepted = _varlen_parameters() or frozenset()
     keywords: dict[str, Any] = {}
     if "window_size" in accepted:
+        # no keys after that of the query: causal, without a keyword of its own
         keywords["window_size"] = (-1 if args.sliding_window is None else args.sliding_window - 1, 0)
     else:
         keywords["is_causal"] = True
     if "scale" in accepted:
         keywords["scale"] = args.scaling
     else:
+        # the kernel itself then multiplies the scores by D ** -0.5
         q = q * (args.scaling * q.shape[-1] ** 0.5)
     if q.shape[1] != k.shape[1]:
         if "enable_gqa" in accepted:
@@ -344,7 +348,7 @@ def paged_attention(q: Tensor, pool: Tensor, args: AttentionArgs, pages: Pages) 
     `pool` [pages, `PAGE`, 2 Hk, D] has the key heads of each token, then its value heads. Only a CUDA device has a
     kernel. On a CPU, plain operators define the result.
     """
-    keys, values = pool.chunk(2, 2)
+    keys, values = pool.chunk(2, 2)  # in one tensor, so that one kernel writes both
     window = args.sliding_window
     if q.is_cuda:
         from torch.nn.attention.varlen import varlen_attn
@@ -358,6 +362,7 @@ def paged_attention(q: Tensor, pool: Tensor, args: AttentionArgs, pages: Pages) 
             1,
             pages.longest,
             scale=args.scaling,
+            # the only query of a row is its last token, so nothing has to be hidden from it but keys before its window
             window_size=(-1, -1) if window is None else (window - 1, 0),
             enable_gqa=True,
             seqused_k=pages.lengths_B,

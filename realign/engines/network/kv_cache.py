@@ -71,6 +71,7 @@ class KVCache:
 
     def fill(self, first: int, last: int, prompt: KeyValues) -> None:
         """Copy a prompt to the start of the slots `first` (inclusive) to `last` (exclusive)."""
+        # `reach` left these slots uninitialized, because its caller expected not to use them again
         if last > self._clean:
             self._clear(slice(self._clean, None), slice(0, self._ready))
             self._clean = self.slots
@@ -86,8 +87,9 @@ class KVCache:
         self._layers = {i: (self._empty(k[0]), self._empty(v[0])) for i, (k, v) in old.items()}
         for layer, kv in old.items():
             for cache, x in zip(self._layers[layer], kv, strict=True):
+                # the rest was never initialized, and copying it would commit its memory
                 cache[: self._clean, :, : self._ready] = x[: self._clean, :, : self._ready]
-        self._rows, self._part, self._views = {}, (0, 0), {}
+        self._rows, self._part, self._views = {}, (0, 0), {}  # all of them refer to the old memory or its shape
 
     def move(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
         """Copy the first `length` tokens of the slots `sources` to the slots `targets`."""
@@ -155,8 +157,9 @@ class PagedKVCache:
         """See `SlotCache.room`. Each row keeps a spare page, so that not every step takes a row out."""
         if self._limit is None or self._limit >= self.slots * self.pages_of(self.length):
             return self.slots
-        used = sum(1 for pages in self._pages if pages)
-        return max(0, len(self._free) - used) // self.pages_of(tokens + 1) if used else len(self._free)
+        occupied = sum(1 for pages in self._pages if pages)
+        # `tokens + 1`, since the first decode step appends a token before anything else can end
+        return max(0, len(self._free) - occupied) // self.pages_of(tokens + 1) if occupied else len(self._free)
 
     def reserve(self, rows: int, tokens: int) -> bool:
         """See `SlotCache.reserve`."""
@@ -174,7 +177,7 @@ class PagedKVCache:
     def _take(self, slot: int, count: int) -> None:
         """Assign `count` more pages to a slot."""
         self._pages[slot] += [self._free.pop() for _ in range(count)]
-        self._table, self._ahead = None, 0
+        self._table, self._ahead = None, 0  # a new row has no reserve, even if the others have one
 
     def fill(self, first: int, last: int, prompt: KeyValues) -> None:
         """See `SlotCache.fill`."""
@@ -217,8 +220,10 @@ class PagedKVCache:
         if not self._ahead:  # a caller that has not reserved, such as a probe
             self.reserve(rows, 1)
         self._ahead -= 1
+        # at most `length`: a row at its limit repeats its last step until the host sees that it has ended
         self._tokens[:rows] = [min(n + 1, self.length) for n in self._tokens[:rows]]
         if self._table is None:
+            # page 0 stands for pages that a row does not have; `Pages.lengths_B` keeps attention from reading them
             table = torch.zeros(self.slots, max(map(len, self._pages)), dtype=torch.int32)
             for slot, pages in enumerate(self._pages):
                 table[slot, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
@@ -302,6 +307,7 @@ class DecodeContext:
         """Attend with q [B, Hq, D] and the new k, v [B, Hk, D] of a layer; return [B, Hq, Dv]."""
         rows, heads = k.shape[:2]
         index = self._write_index(heads)
+        # one flat index for both, shared by all layers: two operators per layer
         for cache, x in zip(self.cache[layer], (k, v), strict=True):
             cache.view(-1, cache.shape[-1]).index_copy_(0, index, x.reshape(-1, x.shape[-1]))
         queries = q.reshape(rows, heads, -1, q.shape[-1])

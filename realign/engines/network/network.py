@@ -84,6 +84,7 @@ class Network(nn.Module):
         if probed is not None:
             segment_recurrent_layers(probed)
             pass_context_on(probed)
+        # set only during this method: as a submodule, it would add its weights to the state dict
         self._probed = probed = module if probed is None else probed
         self.replay: RouterReplay | None = None
         self.no_replay = ""
@@ -114,6 +115,8 @@ class Network(nn.Module):
             if pair:
                 family = f"model family {module.config.model_type!r}"
                 raise NotPackableError(f"{family} is an encoder-decoder model, which cannot run packed.")
+            # On a CPU only the family can be wrong, which is an error. On an accelerator it may be the kernel, which
+            # only means that prompts are not shared (`_can_share`).
             share = self._shares and self.device.type == "cpu"
             probe(probed, read_head(probed), attention=settings.attention, autocast=half, share=share)
         except NotPackableError as error:
@@ -261,6 +264,7 @@ class Network(nn.Module):
             hidden_RH = self._hidden(moved, layout)
         branch = None
         if value is not None:
+            # nothing is heard if the head has no branch, or if the micro-batch has no tokens
             read = partial(value.hidden, hidden_RH, heard) if heard else lambda: hidden_RH
             branch = ScalarBranch(read, value, None if value.q_heads is None else value.q_heads.at)
         head = read_head(self.module, dropout=training and self._dropout)
@@ -325,7 +329,7 @@ class Network(nn.Module):
     ) -> PackedOutput:
         with reference.branch.listening() as heard:
             hidden_RH = self._hidden(moved, layout)
-        if heard:
+        if heard:  # a micro-batch without tokens skips the model
             with self.autocast():
                 hidden_RH = reference.branch(heard)
         head = self.limited(reference.head)
@@ -396,7 +400,7 @@ class Network(nn.Module):
             return {}
         if self.images is None:
             raise ConfigError(f"models.{self.name}: {NO_IMAGES}")
-        return {"input_ids": None, **self.images.rows(moved, layout)}
+        return {"input_ids": None, **self.images.rows(moved, layout)}  # transformers takes ids or embeddings, not both
 
     def outer_ids(self) -> set[int]:
         """Return the ids of the weights outside of the layers: embeddings, heads and the value head."""
@@ -407,6 +411,7 @@ class Network(nn.Module):
 
     def fixed_names(self) -> set[str]:
         """Return the names, in the module's state dict, of the weights that do not train."""
+        # with duplicates, since a tied weight is in the state dict under each of its names
         return {name for name, p in self.module.named_parameters(remove_duplicate=False) if not p.requires_grad}
 
     def module_state(self, *, fixed: bool) -> dict[str, Tensor]:
@@ -425,6 +430,7 @@ class Network(nn.Module):
             ValueError: the state belongs to a module with other trained weights.
         """
         result = self.module.load_state_dict(state, strict=False)
+        # exactly the weights that do not train may be missing, since a state does not repeat them
         if wrong := [*result.unexpected_keys, *sorted(set(result.missing_keys) ^ self.fixed_names())]:
             raise ValueError(
                 f"models.{self.name}: the saved state has different trained weights: {wrong[0]!r}"

@@ -36,8 +36,8 @@ class ScalarHead:
         """Return one number per hidden state, [N] fp32."""
         bias_1 = None if self.bias_1 is None else self.bias_1.float()
         with torch.autocast(hidden_NH.device.type, enabled=False):
-            kept_NH = F.dropout(hidden_NH.float(), self.dropout)
-            return F.linear(kept_NH, self.weight_1H.float(), bias_1)[:, 0]
+            inputs_NH = F.dropout(hidden_NH.float(), self.dropout)  # `read_head` sets a rate for training passes only
+            return F.linear(inputs_NH, self.weight_1H.float(), bias_1)[:, 0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,6 +149,7 @@ class PackedOutput:
         if not len(read_RH):
             return read_RH.new_zeros(0, dtype=torch.float32)
         after_T = self._spread(head(read_RH))
+        # the state before token t is the one after token t - 1; first tokens, where sequences would mix, get 0
         return after_T.roll(1).masked_fill(self._here(~self._asked_T), 0.0)
 
     def scores(self) -> Tensor:
@@ -157,6 +158,7 @@ class PackedOutput:
         empty_S = self._here(self.cu_seqlens.diff() == 0)
         if not len(read_RH):
             return read_RH.new_zeros(len(empty_S), dtype=torch.float32)
+        # an empty sequence has no last token: it reads any row, and gets 0
         last_S = self._here((self.cu_seqlens[1:].long() - 1).clamp(min=0))
         return head(read_RH[self._rows(last_S)]).masked_fill(empty_S, 0.0)
 
@@ -216,6 +218,7 @@ class PackedOutput:
                     f"It must be bool of shape {list(asked_T.shape)}."
                 )
             # the number of selected tokens is the shape of the results, so the host has to count them
+            # by identity, since comparing the contents would wait for the device
             host_T = next((host_T for device_T, host_T in self.masks if device_T is where_T), where_T)
             asked_T = on_device(asked_T, host_T.device) & host_T
         return self._here(self.host.places(asked_T))

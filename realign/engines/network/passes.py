@@ -43,7 +43,7 @@ MIN_SAVED = 0.05
 0.06."""
 
 SHORTEST = 0.75
-"""Length of the shortest sequence of a batch, as a fraction of the longest."""
+"""Length of the shortest sequence of a batch, as a fraction of the longest. Padding then adds at most a third."""
 
 
 class SharedPrompts(StrEnum):
@@ -93,6 +93,7 @@ class Passes:
         saved = int((prefix_P * (lengths.counts - 1).clip(min=0)).sum())
         lanes, spec = in_lanes(lengths, lengths.total - saved, spec, threads)
         batches = data.split(spec, prefixes=prefix_P)
+        # a micro-batch may have some sequences of a prompt only, and keeps prompts in the order of the batch
         owners = [prefix_P[np.unique(lengths.prompt_of_sequence[chosen])] for chosen in batches.plan]
         layouts = (Layout.of(part.lengths[TOKENS], n) for part, n in zip(batches, owners, strict=True))
         return cls(batches, tuple(layouts), lanes)
@@ -233,11 +234,11 @@ def in_lanes(lengths: Lengths, rows: int, spec: MicroBatchSpec, threads: int) ->
     lanes = min(threads, rows // MIN_ROWS, threads if limit is None else limit // max(1, longest))
     if lanes < 2:
         return 1, spec
-    share = None if limit is None else limit // lanes
+    lane_limit = None if limit is None else limit // lanes
     # each lane has a part of the budget, so what would be one pass of the whole budget is one pass in every lane
     rounds = 1 if limit is None else -(-rows // limit)
     return lanes, replace(
-        spec, max_tokens_per_microbatch=share, n_microbatches=max(spec.n_microbatches, lanes * rounds)
+        spec, max_tokens_per_microbatch=lane_limit, n_microbatches=max(spec.n_microbatches, lanes * rounds)
     )
 
 
@@ -253,6 +254,7 @@ def side_by_side(work: Callable[[Item], Result], items: Iterable[Item], lanes: i
     threads = torch.get_num_threads()
 
     def alone(item: Item) -> Result:
+        # torch keeps this number per thread, and any thread of the pool may get the next item
         torch.set_num_threads(max(1, threads // lanes))
         return work(item)
 

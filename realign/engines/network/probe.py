@@ -32,6 +32,7 @@ from realign.errors import ConfigError
 from realign.functional.logprobs import LMHead
 
 GROUPS = ((9,), (1,), (14, 5))
+"""Lengths of the sequences of each prompt: different ones, a single token, and a group that can share a prefix."""
 LENGTHS = tuple(n for group in GROUPS for n in group)
 PREFIX = 3
 """Length of the common prefix of the last group's sequences, in tokens."""
@@ -72,8 +73,10 @@ def probe(
         ids_T = _random_ids(model)
         with _own_attention(model, family):
             alone_TH, own = _alone(model, ids_T)
+        # Compared in fp32, where rounding hides nothing. With autocast, the kernel may support half precision only.
         packed_TH = _packed(model, ids_T, Backend.sdpa if autocast else attention, family)
         error = _relative(packed_TH, alone_TH).max().item()
+        # not `error > tolerance`, which is False for NaN
         if not error <= _TOLERANCE_FP32:
             raise NotPackableError(
                 f"{family} cannot run packed: hidden states of packed sequences differ by {error:.1e} (relative) from "
@@ -123,6 +126,7 @@ def small_model(
     for key, x in lists.items():
         setattr(text, key, x[:n])
     text.vocab_size = min(text.vocab_size, _WORDS)
+    # the embedding rejects a padding index outside of its vocabulary
     if (pad := getattr(text, "pad_token_id", None)) is not None and pad >= text.vocab_size:
         text.pad_token_id = config.pad_token_id = 0
     with torch.random.fork_rng(), torch.device(device):
@@ -177,6 +181,7 @@ def probe_shared(model: Any, *, attention: Backend, autocast: Autocast | None) -
 
 def _probe_decoding(model: Any, ids_T: Tensor, alone_TH: Tensor, family: str) -> None:
     """Check that prefill and decode steps of a rollout give the same results as one pass over the text."""
+    # a sequence needs at least one token to prefill besides those that are decoded
     long = [s for s, n in enumerate(LENGTHS) if n > STEPS]
     texts, want = ([x.split(LENGTHS)[s] for s in long] for x in (ids_T, alone_TH))
     decoder = PackedDecoder(ModuleTrunk(model))
@@ -284,6 +289,7 @@ def _random_ids(model: Any) -> Tensor:
     device = next(model.parameters()).device
     ids_T = torch.randint(1, words, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0)).to(device)
     ids_T[ids_T == (getattr(model.config.get_text_config(), "pad_token_id", None) or 0)] = 1
+    # the sequences of the last group start alike
     ids_T[-LENGTHS[-1] :][:PREFIX] = ids_T[-sum(GROUPS[-1]) :][:PREFIX]
     return ids_T
 
@@ -317,6 +323,7 @@ def _apply(head: LMHead | ScalarHead, hidden_TH: Tensor, own: Tensor) -> Tensor:
 
 
 def _relative(got: Tensor, want: Tensor) -> Tensor:
+    # a new critic returns 0 everywhere, and 0 / 0 would be NaN
     return (got.float() - want.float()).abs() / want.float().abs().max().clamp(min=1e-30)
 
 

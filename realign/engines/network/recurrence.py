@@ -55,6 +55,7 @@ class _Segmented:
             return own.forward(hidden_states, *args, **others)
         layer: Any = self
         name = _cache_keyword(type(layer))
+        # set by `on_rows`: the context brings the cache, and padding after a sequence needs no mask
         keywords = {k: v for k, v in others.items() if k not in (*_CACHES, "attention_mask")}
 
         def on_rows(hidden_BLH: Tensor, cache: Any) -> Tensor:
@@ -101,6 +102,7 @@ def segment_recurrent_layers(module: nn.Module) -> None:
             _extend(part, _Segmented)
         elif any(id(child) in layers for child in part.children()):
             _extend(part, _Parent)
+    # the call of the whole model sets the context for parents that get no keywords from their family
     if layers:
         _extend(read_body(module), _Parent)
 
@@ -165,6 +167,7 @@ def run_prompts(layer: int, forward: RowsForward, prompts: Sequence[Tensor]) -> 
 def run_step(layer: int, forward: RowsForward, hidden_BH: Tensor, states: States) -> Tensor:
     """Run a recurrent layer on one token per sequence, and update its states in place; return [B, H]."""
     own = _new_layer()
+    # what a prefill would have left behind: with a previous state, the layer runs its decode path
     for name, x in states.items():
         kind, i = name.split(".")
         getattr(own, f"{kind}_states")[int(i)] = x
@@ -191,6 +194,7 @@ def _cache_with(layer: int, own: LinearAttentionLayer) -> Cache:
     """Return a cache of transformers with the states of a single layer."""
     from transformers.cache_utils import Cache, DummyLayer
 
+    # a layer looks up its states by its index in the model
     return Cache(layers=[*(DummyLayer() for _ in range(layer)), own])
 
 

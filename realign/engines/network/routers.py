@@ -142,7 +142,7 @@ class Routers:
 def _hook(listener: Listener, number: int, router: nn.Module, given: Any, output: Any) -> Any:
     logits_RE, scores_RK, chosen_RK = output
     used = listener(number, Routed(logits_RE, scores_RK, chosen_RK))
-    return logits_RE, used.scores_RK, used.chosen_RK
+    return logits_RE, used.scores_RK, used.chosen_RK  # the loss of load balancing sees the router's own logits
 
 
 def _find(module: nn.Module) -> list[nn.Module]:
@@ -168,6 +168,7 @@ def _check(router: nn.Module, family: str) -> tuple[int, int, bool, GateRule | N
         logits_RE, scores_RK, chosen_RK = router(rows)
         probs_RE = logits_RE.float().softmax(-1)
         got_RK = probs_RE.gather(-1, chosen_RK)
+        # sorted, since a router may return its choices in any order
         top = _same(got_RK.sort(-1, descending=True).values, probs_RE.topk(chosen_RK.shape[-1], -1).values)
         scales = {1.0, float(getattr(router, "routed_scaling_factor", 1.0))}
         rules = (GateRule(*rule) for rule in product((False, True), (False, True), sorted(scales)))
@@ -236,6 +237,8 @@ class RouterReplay:
             return
         self._changed = [] if counts else None
         with ExitStack() as stack:
+            # A training step is active around all its passes, so that the hooks are still there when the backward pass
+            # recomputes checkpointed layers. Other passes have hooks only while they run.
             if not self._active:
                 stack.enter_context(self.active())
             yield
@@ -261,8 +264,10 @@ class RouterReplay:
         if self._experts_RLK is None or self.routers.gates is None:
             return routed
         recorded_RK = self._experts_RLK[:, router]
+        # a row is known or unknown as a whole, so the first expert tells
         known_R1 = recorded_RK[:, :1] >= 0
         if self._changed is not None:
+            # the same experts in another order are no change
             differs_RK = recorded_RK.sort(-1).values != routed.chosen_RK.sort(-1).values
             self._changed.append(torch.where(known_R1[:, 0], differs_RK.any(-1).float(), torch.nan))
         chosen_RK = torch.where(known_R1, recorded_RK, routed.chosen_RK)

@@ -150,9 +150,9 @@ class Lora(Trained):
             r=self.rank,
             lora_alpha=self.alpha,
             target_modules=self.target_modules,
-            exclude_modules=_scalar_heads(module) or None,
+            exclude_modules=_scalar_heads(module) or None,  # all of their weights train
             lora_dropout=self.dropout,
-            fan_in_fan_out=any(isinstance(layer, Conv1D) for layer in module.modules()),
+            fan_in_fan_out=any(isinstance(layer, Conv1D) for layer in module.modules()),  # GPT-2: [inputs, outputs]
             base_model_name_or_path=absolute(path),
         )
         with torch.random.fork_rng():
@@ -225,6 +225,7 @@ def _without_adapters(module: Any) -> dict[str, Tensor]:
     """Return the weights of the base model, under the names that they have without adapters."""
     layers = _adapted(module).values()
     own = {id(p) for layer in layers for name in layer.adapter_layer_names for p in getattr(layer, name).parameters()}
+    # the parameters themselves, which are recognized by identity; a plain state dict has detached tensors
     state = module.state_dict(keep_vars=True)
     return {key.replace(".base_layer", ""): x for key, x in state.items() if id(x) not in own}
 
@@ -260,6 +261,7 @@ def load_adapters(module: Any, folder: Path) -> None:
     from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
     state, head = _read_adapter(folder, "")
+    # peft would load what fits, and say nothing of the rest
     _check_same(folder, state.keys(), get_peft_model_state_dict(module, adapter_name=ADAPTER).keys())
     set_peft_model_state_dict(module, state, adapter_name=ADAPTER)
     _load_head(module, folder, head)
@@ -285,7 +287,7 @@ def merge_adapter(module: Any, folder: Path) -> Any:
         adapted: Any = get_peft_model(module, config, adapter_name=ADAPTER, autocast_adapter_dtype=False)
     _check_same(folder, state.keys(), get_peft_model_state_dict(adapted, adapter_name=ADAPTER).keys())
     set_peft_model_state_dict(adapted, state, adapter_name=ADAPTER)
-    merged = adapted.merge_and_unload(safe_merge=True).requires_grad_(True)
+    merged = adapted.merge_and_unload(safe_merge=True).requires_grad_(True)  # peft has frozen the base model
     _load_head(merged, folder, head)
     return merged
 

@@ -79,6 +79,7 @@ class UnpackedModel:
             self._choose_attention()
             ids = self._text()  # in a causal model, tokens that follow change nothing
             error = relative_error(self._run(ids)[:, :9], self._run(ids[:, :9]))
+        # not `error > TOLERANCE`, which is False for NaN
         if not error <= TOLERANCE:
             raise ConfigError(
                 f"{family} is not supported: it is not causal. Hidden states differ by {error:.1e} (relative) if later "
@@ -116,6 +117,7 @@ class UnpackedModel:
             hidden_BLH = self._run(torch.nn.utils.rnn.pad_sequence(texts, batch_first=True))
             parts += [hidden_BLH[row, : lengths[i]] for row, i in enumerate(rows)]
             order += rows
+        # back to the order of the batch; empty sequences, which are in no part, add no tokens
         return torch.cat([parts[place] for place in np.argsort(order)])
 
     def _run(self, ids_BL: Tensor) -> Tensor:
@@ -193,6 +195,7 @@ class GroupedCache(SlotCache):
 
     @override
     def fill(self, first: int, last: int, prompt: ResponseGroup) -> None:
+        # a copy even for one response: the cache grows in place, and the prompt may start further responses later
         group = prompt.members([0] * (last - first))
         for member, slot in enumerate(range(first, last)):
             self._at[slot] = (group, member)
@@ -299,6 +302,7 @@ class OwnCache(Decoder):
         # tensors with an axis for the tokens grow with the length
         tokens = like.ids_ML.shape[1]
         parts = _tensors(like.past)
+        # the 8 bytes are the token id
         return 8 * length + sum(x.nbytes * (length if tokens in x.shape[1:] else tokens) // tokens for x in parts)
 
     @override
@@ -346,6 +350,7 @@ def _cache_of(out: Any) -> dict[str, Any]:
 def _select(x: Any, rows_M: Tensor, batch: int) -> Any:
     """Return a copy of a cache with the given rows of the batch; `batch` is the number of rows of `x`."""
     if isinstance(x, Tensor):
+        # a tensor without rows, such as a counter, belongs to all of them
         return x.index_select(0, rows_M) if x.ndim > 1 and x.shape[0] == batch else x.clone()
     if isinstance(x, Mapping):
         return type(x)({key: _select(part, rows_M, batch) for key, part in x.items()})  # type: ignore[call-arg]

@@ -55,6 +55,7 @@ class ValueNetwork(nn.Module):
         if spec.layers:
             check_layers(f"{what}.layers", spec.layers, read_stack(module))
         self.spec = spec
+        # it trains even if the layers that it copies are frozen
         self.branch = Branch(module, spec.layers).requires_grad_(True) if spec.layers else None
         self.head = head_layers(spec.hidden, hidden_size, 1, seed=seed)
         last: Any = self.head[-1]
