@@ -318,6 +318,7 @@ def with_default_roles(
 def _default_model(kind: RoleModel, owner: str, models: Mapping[str, ModelSpec]) -> ModelSpec | None:
     """Return the spec of a role's default model; None if the role or its owner has no model."""
     spec = models.get(owner)
+    # an owner that shares a model itself: share with the role that has the weights, since a view cannot be shared
     if isinstance(spec, SharedModel):
         owner, spec = spec.of, models.get(spec.of)
     if spec is None or kind is RoleModel.none:

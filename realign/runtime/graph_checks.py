@@ -121,6 +121,7 @@ def check_minibatches(graph: DataflowGraph, interfaces: Mapping[str, ModelInterf
         if rpc.method != "train_step" or parts < 2:
             continue
         what = f"interfaces.{rpc.model}.n_minibatches={parts}: batch_prompts={batch_prompts}"
+        # a case of its own, because the next lower multiple below would be 0 prompts
         if parts > batch_prompts:
             raise ConfigError(
                 f"{what} is less than the number of mini-batches. Set batch_prompts={parts} or more, or at most "

@@ -91,6 +91,7 @@ def _start(experiment: Experiment, run: Path, step: int) -> str | None:
         return None
     parent = experiment.resume_folder()
     assert parent is not None
+    # 1 << 62 is past every step; a checkpoint's name ends in its step
     if (taken := last_checkpoint(parent.parent.parent, 1 << 62)) and int(parent.name.rpartition("_")[2]) >= step:
         raise CheckpointError(
             f"step {step}: {run.name} is a fork, and this step is of its parent {taken.path.parent.parent}."

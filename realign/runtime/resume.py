@@ -127,6 +127,7 @@ def _find(experiment: Experiment) -> tuple[Checkpoint, dict[str, Any]] | None:
         return newest(experiment.output_dir / CHECKPOINTS, warn)
     path = experiment.resume_folder()
     assert path is not None
+    # `path` may be a checkpoint itself; the list of its folder leaves out links and other names
     for checkpoint in list_checkpoints(path.parent):
         if checkpoint.path == path:
             return checkpoint, checkpoint.read()

@@ -102,6 +102,7 @@ def run(
     check_ready(experiment)
     attempts = Attempts(experiment)
     training: TrainingLoop | None = None
+    # the commands in the summary add `resume=auto` themselves
     report = RunReport(None if command is None else [word for word in command if not word.startswith("resume=")])
     if begin is not None:
         try:  # an interface that cannot be opened is reported before the launch table

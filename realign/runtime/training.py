@@ -279,6 +279,7 @@ class TrainingLoop:
             values = self.ranks.broadcast(values | added)  # timings differ between ranks, and `save_best` may use one
         finally:  # log a completed step even if its evaluation fails
             self._log(step, values)
+        # after the log, so that a summary never counts a step that metrics.jsonl lacks
         self.done = step
         if self.ranks.leader:
             self._warn()

@@ -113,6 +113,7 @@ class RunCallbacks:
 
     def end_after_error(self, event: EndEvent) -> None:
         """Call `on_end` on rank 0 while an error ends the run. Not a collective; a second error is a warning."""
+        # the other ranks may be gone or blocked, so this must not wait for them
         if not self._ranks.leader:
             return
         for name, callback in self._callbacks.items():
@@ -188,6 +189,7 @@ class RunCallbacks:
                 added |= self._checked(where, name, result.metrics, known)
                 if result.stop is not None and stop is None:
                     stop = Stop(name, str(result.stop), self._settings[name])
+            # `lead` runs this on rank 0 only, so the other ranks get the names with the result
             return added, stop, self.metrics
 
         added, stop, names = self._ranks.lead(all_of_them)

@@ -186,6 +186,7 @@ class Saves:
             raise ConfigError(f"save_best={self.best}: no metric {metric!r} was measured {when}. {hint}")
         value = metrics.get(metric, math.nan)
         height = -value if self.best.startswith("-") else value
+        # `not >` instead of `<=`, so that NaN is never the best
         if step == 0 or not height > self._record:  # untrained models are not saved
             return
         # a save that failed is no record: the next step that beats the earlier one tries again

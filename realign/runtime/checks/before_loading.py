@@ -280,6 +280,7 @@ def _check_schedule(rpc: RPC, experiment: Experiment) -> None:
     if rpc.method != "train_step" or facts is None or facts.rate_ends is None:
         return
     plan = experiment.interfaces[rpc.model].plan()
+    # an actor that waits for its critic takes its first step later
     steps = experiment.steps - (plan.first_training_step - 1)
     if facts.rate_unit == ScheduleUnit.optimizer_step:
         steps *= plan.optimizer_steps

@@ -160,6 +160,7 @@ def _devices(
             name,
             {role: memory for role, memory in roles.items() if memory.device == name},
             offloaded & roles.keys(),
+            # all processes share the memory of the host, but on CUDA each has a GPU of its own
             processes if name == CPU else 1,
             free(torch.device(name)),
         )

@@ -127,4 +127,5 @@ class ForwardOnly(SharedEngine):
         merged = dict(self.engine.measure(data, mb_spec, loss_fn))
         total = merged.pop(LOSS_SUM)
         assert isinstance(total, Sum)
+        # sum and weight, so that merged batches have the loss of one batch with all rows
         return {**merged, "loss": Mean(total.value, weight.to(total.value))}

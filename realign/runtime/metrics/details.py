@@ -265,6 +265,7 @@ def pieces(tokens: Sequence[int], decode: Callable[..., str]) -> list[str]:
             if not text.endswith("\ufffd"):
                 break
         else:
+            # four tokens without a complete character are invalid UTF-8, and one of them is shown as it is
             end, text = start + 1, _text([*before, tokens[start]], decode)
         if text.startswith(context) and len(text) > len(context):
             text = text[len(context) :]
@@ -322,6 +323,7 @@ class RunDetails:
             traces: traced sequences by role.
         """
         self._step = step
+        # taken in every step, or the next recorded step would get those of all steps before it
         spans = self._spans.take()
         if self._spec.due(step):
             for span in spans:

@@ -171,6 +171,7 @@ def met(ranks: Ranks, describe: Describe) -> Iterator[Meeting]:
     meeting = Meeting(ranks, describe)
     with meeting.watch, meeting.watch.telling():
         yield meeting
+    # not after an error: then `RankWatch.__exit__` has waited for the other ranks
     meeting.part()
 
 

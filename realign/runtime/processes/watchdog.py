@@ -351,6 +351,7 @@ class RankWatch(Watchdog):
                 # still answer the first rank, which may be waiting for all states to find a killed rank
                 self._report_state()
                 return
+            # a launcher that finds a killed rank sends SIGTERM to the others: then the loss is the news, not the signal
             if isinstance(error, KeyboardInterrupt) and (lost := self._missing()):
                 text, self.code = self._describe(failure := self._loss_of(lost))
                 self._store.set(ENDED, self._claim(self.code))
@@ -397,6 +398,7 @@ class RankWatch(Watchdog):
 
     def end(self, code: int) -> int:
         """Claim to be the first rank that exits. Return the rank that was first, and adopt its exit code."""
+        # an expected value of "" writes only if the key does not exist; the answer is what is there now
         ended: dict[str, Any] = json.loads(self._store.compare_set(ENDED, "", self._claim(code)))
         self.code = ended["code"]
         return int(ended["rank"])

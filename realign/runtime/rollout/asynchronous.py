@@ -122,6 +122,7 @@ class AsyncDynamicSampling:
             return None
         if not staleness.ready:
             raise RunError(self._sampling.nothing(self._sampled, self._sampling.max_batches, self._mean_reward()))
+        # all that have started are ready here, so this is the order of their start, as in `Staleness.choose`
         return list(staleness.begun)[: self._batch_prompts]
 
     def metrics(self, batch: int) -> dict[str, float]:
