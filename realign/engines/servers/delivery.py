@@ -154,6 +154,7 @@ class Delivery:
             await self._call("allocating memory", server.call(self._protocol.wake_weights(server.http)))
             server.asleep = False
             server.has_base &= keeps_weights
+        # vLLM goes on sampling when it wakes, and a server that was restarted has never been stopped.
         await self.stop(server)
         if not keeps_weights or label != self.label:
             await self._load_current(server)
@@ -195,6 +196,7 @@ class Delivery:
             await server.call(self._protocol.load_received(server.http, await self._receive(server), self.label))
         else:
             await server.call(self._protocol.load(server.http, await self._published(), self.label))
+        # Asked again after the load: a server that restarted meanwhile has another label.
         self._compare(server, await server.call(self._protocol.label(server.http)))
 
     async def _facts(self, server: Server) -> ServerFacts:

@@ -25,6 +25,7 @@ def main(command: list[str]) -> int:
     signal.signal(signal.SIGTERM, lambda number, frame: None)  # meant for the group; this process waits for it
     threading.Thread(target=_end_with_input, args=(server,), daemon=True).start()
     status = server.wait()
+    # Ends processes of the server that outlive it. This process is in the group too, so it ends here as well.
     _signal_group(signal.SIGKILL)
     return status
 

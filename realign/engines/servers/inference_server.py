@@ -24,6 +24,7 @@ so a config from another user cannot send it to a server."""
 
 _CONNECT_S = 10.0
 T = TypeVar("T")
+# More than `guard.END_S`, so that the guard can end the whole group before it is killed itself.
 _END_S = 15.0
 _LAST_LINES = 12
 
@@ -114,11 +115,13 @@ class Server:
         if self._starts > self._settings.restarts:
             lines = "" if self._process is None else self._process.last_lines()
             raise TransientError(f"the server ended {self._starts} times. Its last output ({self._log}):\n{lines}")
+        # Another process can take the port before the server does. The server then ends, and is started again.
         port = free_port()
         command = self._settings.command_line("launch", model, port, rank)
         self.url = f"http://127.0.0.1:{port}"
         self._process = LaunchedServer(command, self._settings.server_variables(self._index), self._log)
         self._starts += 1
+        # The port is another one now, and nothing that the last process said or had is true of this one.
         self.http = None
         self.facts = self.adapter = None
         self.has_base = rank is not None
@@ -137,6 +140,7 @@ class Server:
             base_url=self.url,
             headers={"Authorization": f"Bearer {key}"} if key else {},
             timeout=Timeout(self._settings.request_timeout_s, connect=_CONNECT_S),
+            # `room` limits the requests. Health checks and updates must not wait for a free connection.
             limits=Limits(max_connections=None),
             follow_redirects=False,
             trust_env=host not in LOCAL,  # no proxy for this machine
@@ -150,6 +154,7 @@ class Server:
             Lost: it failed in another one.
             RequestInterrupted: the call was interrupted.
         """
+        # A task of its own, so that `fail` can cancel the call without canceling the request that waits for it.
         task = asyncio.ensure_future(coroutine)
         self._calls.add(task)
         try:
@@ -209,10 +214,13 @@ class LaunchedServer:
             with log.open("ab") as output:
                 self._process = subprocess.Popen(
                     [sys.executable, str(GUARD), *command],
+                    # The guard ends the server at the end of this input, which also comes if this process is killed.
                     stdin=subprocess.PIPE,
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     env={**os.environ, **environment},
+                    # A group of its own: the guard ends it as a whole, and Ctrl-C in the terminal of the run doesn't
+                    # reach it.
                     start_new_session=True,
                 )
         except OSError as error:

@@ -26,6 +26,7 @@ _HEALTH_S = 5.0
 """Seconds between two checks of a server."""
 _UNHEALTHY = 3
 """Number of failed checks after which a server is taken out of use."""
+# Between two attempts to bring a server into use; the pause doubles after each.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0
 _LONGEST_BACKOFF_S = 60.0
 """Longest pause of a request that failed, and of a server whose requests failed, before it gets the weights again."""
@@ -102,6 +103,7 @@ class ServerPool:
         self._tasks = [asyncio.ensure_future(self._keep(server)) for server in self._servers]
         self._tasks.append(asyncio.ensure_future(self._watch()))
         await self._any_up(lambda: all(s.up or s in self._lost or s.optional for s in self._servers))
+        # Until now `start_timeout_s` applied: a server that loads a large model for the first time isn't failing.
         self._patience_s = self._settings.patience_s
 
     async def close(self) -> None:
@@ -127,6 +129,7 @@ class ServerPool:
         while True:
             if attempts:  # others come first: this request may be what makes servers fail
                 await self._any_up()
+                # By chance a little shorter, so that requests that failed together don't come back together.
                 await asyncio.sleep(_backoff_s(attempts) * random.uniform(0.5, 1.0))
             await self._go.wait()
             group = await self._group(key)
@@ -135,6 +138,7 @@ class ServerPool:
             server.load += 1
             try:
                 async with server.room:
+                    # Waiting for room can take long: meanwhile sampling was stopped, or the server failed.
                     if not self._go.is_set() or not server.up:
                         continue
                     self._count(1)
@@ -144,6 +148,8 @@ class ServerPool:
                         self._count(-1)
                     self._completed += 1
                     self._failures = server.failures = 0
+                    # No `await` since the answer was checked, so `update` can't have replaced the weights: it waits for
+                    # `_idle`.
                     return part, self._delivery.version
             except (RequestInterrupted, Lost):
                 pass  # the request begins again
@@ -194,6 +200,7 @@ class ServerPool:
 
     async def halt(self, reason: str) -> None:
         """Stop sampling for a reason, and return when no token is being sampled."""
+        # Before the lock, so that no further request begins while this waits for it.
         self._halted.add(reason)
         self._go.clear()
         async with self._weights_lock:
@@ -353,12 +360,14 @@ class ServerPool:
         try:
             async with asyncio.timeout(_LONGEST_PAUSE_S):
                 await self._protocol.check_health(server.http)
+            # Under the lock up to `use`: an update between them would not reach this server, which isn't in use yet.
             async with self._weights_lock:
                 if server.asleep or server.without_cache:
                     await self._delivery.wake(server)
                 else:
                     await self._delivery.stop(server)
                     await self._delivery.send(server)
+                # The other servers sleep, since the trainer needs their memory.
                 if self._asleep:
                     await self._delivery.sleep(server)
                 if not self._halted:
@@ -413,4 +422,5 @@ class ServerPool:
 
 
 def _backoff_s(failures: int) -> float:
+    # The exponent has a limit too: 2.0**1024 raises an OverflowError.
     return min(_FIRST_PAUSE_S * 2.0 ** min(failures, 10), _LONGEST_BACKOFF_S)

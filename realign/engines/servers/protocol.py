@@ -282,6 +282,7 @@ async def _answer(
     except (HTTPError, InvalidURL, OSError) as error:  # OSError includes TimeoutError
         raise Unavailable(f"{method} {path}: {type(error).__name__}: {error}") from error
     what = f"{method} {path}: status {status}"
+    # These say that the same request may succeed later: time-out, too early, too many requests.
     if status >= 500 or status in (408, 425, 429):
         raise Unavailable(f"{what}: {_shown(content)}")
     if status >= 300:  # redirects are not followed
@@ -337,10 +338,12 @@ def checked_part(ids: Any, logprobs: Any, reason: Any, ask: Ask, label: str | No
     if len(ids) > ask.config.max_new_tokens or (not ids and end is not End.aborted):
         raise Unavailable(f"the answer has {len(ids)} tokens, of at most {ask.config.max_new_tokens}")
     for token, logprob in zip(ids, logprobs, strict=True):
+        # `isinstance` would accept true and false.
         if type(token) is not int or not 0 <= token < ask.words:
             raise Unavailable(f"the answer has the token id {_brief(token)}, but the last valid one is {ask.words - 1}")
         if not _is_logprob(logprob):
             raise Unavailable(f"the answer has the log-prob {_brief(logprob)}, which no sampled token has")
+    # A server that ignores its end tokens would otherwise train the policy on text after the end of its responses.
     stops = () if ask.config.fixed_length else ask.stop_ids
     if (ended := next((token for token in ids[:-1] if token in stops), None)) is not None:
         raise Unavailable(f"the answer continues after the end token {ended}")

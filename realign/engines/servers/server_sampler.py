@@ -224,6 +224,7 @@ class ServerSampler:
             except BaseException:
                 coroutine.close()
                 raise
+            # Under the lock, because after `close` nothing may be scheduled in the loop, where it would never run.
             future: Future[T] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         return future.result()
 
@@ -287,10 +288,12 @@ class ServerSampler:
                 max_new_tokens=config.max_new_tokens - done,
                 min_new_tokens=max(0, config.min_new_tokens - done),
             )
+            # With its first seed, a continuation would draw the random numbers of the first part again.
             seed = request.response_seed if not done else derive_seed(request.response_seed, "part", done)
             part, version = await self._pool.part(key, Ask([*prompt, *response.ids], rest, stop_ids, seed))
             response.add(part, version)
             end = part.end
+            # Stopped just after its last token: nothing is left to ask for.
             if end is End.aborted and len(response.ids) == config.max_new_tokens:
                 end = End.length
         device = request.prompt_ids.device
@@ -306,6 +309,7 @@ class ServerSampler:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        # After the requests: they use the connections that this closes.
         await self._pool.close()
 
 
@@ -492,6 +496,7 @@ class Servers(ServerSettings):
         ranks = current()
         folders = WeightFolders(self.weights_dir, ranks, untie=self.untie, deltas=self.updates is Updates.delta)
         words = 0 if tokenizer is None else len(tokenizer)  # type: ignore[arg-type]
+        # 7919 is prime, so all tokens differ in a vocabulary of at least 48 whose size isn't a multiple of it.
         ids = [(i * 7919 + 11) % words for i in range(_PROBE_TOKENS)] if words else []
         probe = Probe(ids, self.probe_tolerance)
         open_own = partial(ServerSampler, name, self, source, stop_ids, folders, probe, alone=ranks.size == 1)

@@ -193,6 +193,7 @@ class ServerSettings(SamplerSpec):
         words = self.command_line("launch", Path("model"), 0)
         values = [after for word, after in itertools.pairwise(words) if word == "--dtype"]
         values += [word.removeprefix("--dtype=") for word in words if word.startswith("--dtype=")]
+        # The last one counts, as in the parser of the server.
         return values[-1] if values and not self.urls else None
 
     def server_variables(self, index: int) -> dict[str, str]:

@@ -59,6 +59,7 @@ class SglangProtocol(ServerProtocol):
         body = generate_request(ask) | {"logprob_start_len": 0}
         answer = await post(http, "/generate", body, tokens=len(ids))
         rows = items(answer, "meta_info", "input_token_logprobs")
+        # The first token has no log-prob.
         return checked_scores([item(pair, 0) for pair in rows[1:]], ids)
 
     @override
@@ -84,6 +85,7 @@ class SglangProtocol(ServerProtocol):
 
     @override
     async def load_adapter(self, http: AsyncClient, folder: Path, label: str) -> None:
+        # If loading fails halfway, the server keeps this label, and isn't used before it has the adapter.
         await _set_label(http, LOADING)
         with suppress(Refused):  # it exists if an earlier attempt failed afterwards
             await self.unload_adapter(http, label)

@@ -69,6 +69,7 @@ class VllmProtocol(ServerProtocol):
         body = completion_request(ask) | {"logprobs": None, "prompt_logprobs": 0}
         answer = await post(http, "/v1/completions", body, tokens=len(ids))
         rows = zip(ids, items(answer, "choices", 0, "prompt_logprobs"), strict=False)
+        # The first token has no log-prob.
         return checked_scores([item(row, str(token), "logprob") for token, row in list(rows)[1:]], ids)
 
     @override
@@ -104,6 +105,7 @@ class VllmProtocol(ServerProtocol):
 
     async def _load(self, http: AsyncClient, label: str, method: str, arguments: Mapping[str, Any]) -> None:
         """Let all workers load weights by one of their methods."""
+        # If loading fails halfway, the server has this label, and is not used before it gets all weights again.
         await post(http, "/update_weight_version", {"new_version": LOADING})
         await post(http, "/collective_rpc", {"method": method, "kwargs": arguments})
         await self._finish_loading(http, label)
@@ -160,6 +162,7 @@ def completion_request(ask: Ask) -> dict[str, Any]:
             "top_k": ask.config.top_k,
             "seed": ask.seed,
             "include_stop_str_in_output": True,
+            # The log-prob of the sampled token, and of no alternatives.
             "logprobs": 0,
             "return_token_ids": True,
         }

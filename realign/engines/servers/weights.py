@@ -102,6 +102,7 @@ class Weights:
         if self.shared is None:
             return self.folder
         published = self.shared / self.folder.name
+        # A copy that is complete has its final name, so that an attempt that failed halfway is made again.
         if not published.exists():
             unfinished = self.shared / f"{self.folder.name}{_UNFINISHED}"
             with _full_disk(published):
@@ -183,6 +184,8 @@ class WeightFolders:
             saved = mapped_folder(folder)
             self._like = {name: x.to("meta") for name, x in saved.items()}
             if any(x.dtype != self._sent_as(x) for x in saved.values()):
+                # Under names outside of MODEL_FILES, so that only the new files count. Their mappings stay valid after
+                # the rename.
                 old = [path.rename(path.with_name(f"saved-{path.name}")) for path in folder.glob(MODEL_FILES)]
                 self._create(folder)
                 for name, x in mapped_folder(folder, writable=True).items():
@@ -274,6 +277,7 @@ class WeightFolders:
             old = mapped_folder(latest.folder)
             return all(old[name].dtype == x.dtype for name, x in mapped_folder(folder).items())
 
+        # The first weights have the dtype of the trainer, because no server has reported its own yet.
         if not self._ranks.lead(has_same_dtypes):
             return result
         self._ranks.lead(lambda: result.delta.mkdir(mode=0o700))
@@ -286,6 +290,7 @@ class WeightFolders:
             save_file(changed, result.delta / f"model-{self._ranks.rank:05d}.safetensors")
 
         self._ranks.together(compare)
+        # In fp32 an update changes nearly every value, and a delta also has to say where.
         smaller = self._ranks.lead(lambda: size_of(result.delta) < size_of(folder))
         return replace(result, base=latest.digest) if smaller else result
 
@@ -310,6 +315,7 @@ class WeightFolders:
             shutil.rmtree(folder, ignore_errors=True)
         self._ranks.together(lambda: save(folder))
         if self._ranks.leader:
+            # An engine with averaged weights saves these too. Servers don't need them.
             shutil.rmtree(folder.with_name(f"{folder.name}{AVERAGED}"), ignore_errors=True)
 
     def keep_only(self, folder: Path) -> None:
@@ -409,6 +415,7 @@ def untie(folder: Path) -> None:
     embeddings = _embeddings(names)
     file = names[embeddings]
     weights = load_file(file)
+    # `clone`, since safetensors refuses two names for the same memory.
     save_file(weights | {_HEAD: weights[embeddings].clone()}, file, metadata={"format": "pt"})
     index = folder / _INDEX
     if index.exists():

@@ -58,6 +58,7 @@ def mapped(path: str | Path, *, writable: bool = False) -> dict[str, Tensor]:
     size = os.path.getsize(path)
     with open(path, "rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
+        # A damaged length must not make `read` allocate that much.
         if length > min(size - 8, _LARGEST_HEADER):
             raise ValueError(f"{path}: the header is longer than the file")
         header = json.loads(file.read(length))
@@ -88,6 +89,7 @@ def digest(weights: Mapping[str, Tensor]) -> str:
 
     def line(name: str) -> str:
         x = weights[name]
+        # The bytes in place, without a copy: `hashlib` also releases the interpreter, so that threads help.
         content = hashlib.sha256(x.reshape(-1).view(torch.uint8).numpy().data)
         return f"{name} {x.dtype} {list(x.shape)} {content.hexdigest()}\n"
 
@@ -103,6 +105,7 @@ def changes(name: str, old: Tensor, new: Tensor, whole: Tensor) -> dict[str, Ten
         new: the part now, as a view of `whole`.
         whole: the weight, contiguous.
     """
+    # One row of positions instead of one for each dimension: `nonzero` returns one number per change.
     if new.is_contiguous():
         old, new = old.reshape(-1), new.reshape(-1)
     places = (bits(old) != bits(new)).nonzero()
