@@ -100,6 +100,7 @@ def _step(row: dict[str, float], load: Workload, path: Path) -> MeasuredStep:
             f"plan.runs: step {row['step']:g} of {path} has no metric {error}. Set a run of this experiment."
         ) from None
     sequences = tokens / mean if mean else 0.0
+    # `tokens` counts each epoch.
     packed = row.get("tokens", 0.0) / load.epochs
     prompt = packed / sequences - mean if sequences and packed else load.work.prompt_tokens
     return MeasuredStep(sequences, mean, max(0.0, prompt), sampled, rewards, max(0.0, step_s - sampled - rewards))
@@ -108,6 +109,7 @@ def _step(row: dict[str, float], load: Workload, path: Path) -> MeasuredStep:
 def with_measured_lengths(options: PlanOptions, steps: Sequence[MeasuredStep], load: Workload) -> PlanOptions:
     """Return the options with the lengths and reward seconds of the runs."""
     workers = load.work.reward_workers
+    # Without a limit of workers all responses are scored at once, and a batch takes as long as one of them.
     response_s = [step.reward_s * (workers or 1) / max(1.0, step.sequences if workers else 1.0) for step in steps]
     return replace(
         options,
@@ -125,9 +127,13 @@ def calibrated(cluster: Cluster, load: Workload, steps: Sequence[MeasuredStep]) 
     equations = []
     for step in steps:
         tail = Tail(step.response_tokens, work.lengths.sigma, work.lengths.most)
+        # A batch takes as many decoding steps as its longest response has tokens. The metrics have the mean, so this is
+        # drawn.
         longest = max(tail.draw(max(1, round(step.sequences)), "calibration"))
         tokens = step.sequences * step.response_tokens
+        # On average, a token of a response sees the prompt and half of the response.
         context = tokens * (step.prompt_tokens + step.response_tokens / 2)
+        # The prompt of a group is computed once.
         equations.append([longest, tokens, context, step.sequences / group * step.prompt_tokens])
     decode_step, row, context, prefill = _factors(
         equations,
@@ -153,6 +159,8 @@ def _factors(equations: Sequence[Sequence[float]], seconds: Sequence[float], ana
     free = list(range(len(analytic)))
     factors = np.zeros(len(analytic))
     while free:
+        # Times the root of the number of steps: their squared errors add up, and the prior must not fade with long
+        # runs.
         prior = np.diag(PRIOR * np.sqrt(len(measured)) * terms[:, free].mean(0))
         left = np.vstack([terms[:, free], prior]) * weight
         right = np.concatenate([measured, common * prior.sum(1)]) * weight

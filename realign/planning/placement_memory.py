@@ -119,4 +119,5 @@ def _activations(role: RoleLoad, placement: PlannedPlacement, group: PlannedGrou
 def fits(memory: Mapping[str, DeviceMemory], device: Device) -> bool:
     """Return whether all devices have enough memory."""
     limit = device.assumed.memory_used * device.accelerator.memory
+    # The cache of servers fills the limit exactly, up to rounding.
     return all(device_memory.total <= limit * (1 + 1e-9) for device_memory in memory.values())

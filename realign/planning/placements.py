@@ -99,6 +99,7 @@ def placements(load: Workload, options: PlanOptions, servers: bool) -> Iterator[
     for groups in groupings(load, n):
         for parallel in widths(groups[0].devices, options) if len(groups) == 1 else (1,):
             yield PlannedPlacement(groups, tensor_parallel=parallel)
+    # A copy shares the device of the trainer, or on a CPU computes on a second core.
     if n == 1 or (n == 2 and options.device is DeviceKind.cpu):
         for bound in bounds:
             yield PlannedPlacement(next(groupings(load, 1)), Sampling.copy, n - 1, max_staleness=bound)
@@ -110,6 +111,7 @@ def placements(load: Workload, options: PlanOptions, servers: bool) -> Iterator[
             if servers:
                 for width in widths(samplers, options):
                     even = (n - samplers) % _nodes(n - samplers, options) == 0  # as torchrun requires
+                    # With a bound of 0 nothing overlaps, so rollout=sync does the same, and runs under torchrun.
                     strict = None if bound == 0 and alone and even else bound
                     yield PlannedPlacement(groups, Sampling.servers, samplers, 1, width, strict)
 
@@ -136,6 +138,7 @@ def groupings(load: Workload, devices: int) -> Iterator[tuple[PlannedGroup, ...]
 
     Groups get devices in proportion to their operations, and at least one.
     """
+    # The sampled role first: `PlannedPlacement.groups` promises it.
     roles = [load.sampled, *(role for role in load.roles if role != load.sampled)]
     trained = [role for role in roles if load.roles[role].trained or role == load.sampled]
     frozen = [role for role in roles if role not in trained]

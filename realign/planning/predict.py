@@ -18,6 +18,7 @@ LEAST_STEPS = 4
 """Least number of simulated steps with a full pipeline."""
 GATHERS = {True: 3, False: 1}
 """Transfers of sharded weights per micro-batch: in training, also for the backward pass and for gradients."""
+# Four fp32 numbers are read and three written: 7 times 4 bytes.
 OPTIMIZER_BYTES = 28
 """Bytes that an optimizer step of AdamW reads and writes per weight: weight, gradient and both moments."""
 
@@ -78,6 +79,7 @@ class Prediction:
 def predict(placement: PlannedPlacement, load: Workload, cluster: Cluster) -> Prediction:
     """Simulate a placement."""
     bound = placement.max_staleness or 0
+    # One warm-up step, and `bound` steps each to fill and to empty the pipeline, which `full_steps` leaves out.
     steps = max(LEAST_STEPS, ROUNDS * (bound + 1)) + 1 + 2 * bound
     costs, plan = costs_of(placement, load, cluster), schedule(placement, load, cluster)
     report = simulate(costs, with_steps(load.work, steps), plan)
@@ -115,6 +117,7 @@ def slots(placement: PlannedPlacement, load: Workload, cluster: Cluster) -> int:
     if placement.sampling is not Sampling.servers:
         return in_process_slots(network, load, cluster.device)
     device, width = cluster.device, placement.server_parallel
+    # Servers hold the weights in the dtype of their products, and divide them over their devices.
     free = device.assumed.memory_used * device.accelerator.memory * width - network.number_bytes * network.weights
     return rows_that_fit(free, network, device.assumed, load.work)
 
@@ -146,6 +149,7 @@ def update_s(placement: PlannedPlacement, load: Workload, cluster: Cluster) -> f
     """Return the seconds of a weight update."""
     assumed, network = cluster.device.assumed, load.roles[load.sampled].network
     if placement.sampling is Sampling.trainer:
+        # The sampler uses the trained weights themselves.
         if placement.groups[0].devices == 1:
             return 0.0
         return WEIGHT_BYTES * network.weights / (_link(placement.groups[0], cluster) * assumed.link_used)

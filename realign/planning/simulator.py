@@ -60,6 +60,7 @@ class Tail:
         """Draw values that depend on `what` only."""
         if not self.sigma:
             return [min(self.mean, self.most)] * n
+        # The median that gives a log-normal distribution this mean, before `most` cuts it.
         gauss, middle = random.Random("/".join(map(str, what))).gauss, self.mean * math.exp(-(self.sigma**2) / 2)
         return [min(middle * math.exp(gauss(0.0, self.sigma)), self.most) for _ in range(n)]
 
@@ -112,6 +113,7 @@ class RuntimeSchedule:
 
 def full_steps(steps: int, bound: int | None) -> slice:
     """Return the slice of steps with a full pipeline: at least one step, and never the first."""
+    # The pipeline fills in the first `bound` steps, and empties in the last ones, which admit no prompt.
     first = min(1 + (bound or 0), steps - 1)
     return slice(first, max(first + 1, steps - (bound or 0)))
 
@@ -235,10 +237,12 @@ class _Engine:
 
     def advance(self, now: float) -> None:
         """Decode until `now`."""
+        # The engine stood still until `stands_until`, so only the rest of the time counts.
         seconds = now - max(self.now, min(self.stands_until, now))
         if self.rows and seconds > 0:
             first, growth = self._pace()
             root = math.sqrt(first * first + 2 * growth * seconds)
+            # The usual form of the root divides by the growth, which is 0 without a cost of context.
             steps = 2 * seconds / (first + root)  # solves first * steps + growth * steps**2 / 2 = seconds
             self.clock += steps
             self.context += steps * len(self.rows)
@@ -315,6 +319,7 @@ class Simulation:
         end = engine.next_end()
         if end is not None:
             number = self._at(end, lambda: self._ended(engine, number))
+            # Events can't be removed from the heap: earlier ones of this engine are ignored when they come.
             engine.booked = number
 
     def _ended(self, engine: _Engine, number: int) -> None:
@@ -322,6 +327,7 @@ class Simulation:
             return
         engine.advance(self.now)
         engine.clock = max(engine.clock, engine.rows[0][0])  # removes rounding errors
+        # Rows of equal length end together, up to rounding.
         while engine.rows and engine.rows[0][0] <= engine.clock + 1e-6:
             _, prompt, length = heapq.heappop(engine.rows)
             engine.context -= self.work.prompt_tokens + length
@@ -331,6 +337,7 @@ class Simulation:
             if not state.left:
                 state.tail = self._policy.version
                 self._judge(prompt)
+        # Removes the rounding errors of all additions before.
         if not engine.rows:
             engine.context = 0.0
         self._fill(engine)
@@ -393,8 +400,10 @@ class Simulation:
             self.report.trained.append(TrainedPrompt(prompt, self._policy.version, state.head, state.tail))
         for engine in self._engines:
             engine.advance(self.now)
+            # The cache of unfinished responses belongs to the old weights.
             again = engine.context * self.costs.prefill_token_s if self.plan.recompute else 0.0
             engine.block(self.costs.sync_s + again)
+        # In sequence, the next step waits for the update. With asynchronous rollout, only the engines do.
         self.report.ends.append(self.now + (self.costs.sync_s if self.plan.max_staleness is None else 0.0))
         self._admit()
         self._train()

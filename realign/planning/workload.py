@@ -113,12 +113,14 @@ def workload_of(experiment: Experiment, options: PlanOptions) -> Workload:
     correctable = any(field.name == "correction" for field in fields(interface))  # type: ignore[arg-type]
     training = [experiment.interfaces[rpc.model].plan() for rpc in graph.order if rpc.method == "train_step"]
     return Workload(
+        # Each further sampling call, such as the greedy baseline of ReMax, adds one response per prompt.
         work=_work(experiment, options, (plan.responses_per_prompt or 1) + len(sampling) - 1, lead),
         roles=roles,
         calls=tuple(_calls(experiment, roles, own_calls)),
         sampled=sampled,
         sampling_calls=tuple(rpc.name for rpc in sampling),
         reward_calls=tuple(rpc.name for rpc in graph.order if rpc.name not in own_calls),
+        # Assumed: the options have the mean only.
         longest_prompt=2 * options.prompt_tokens,
         budget=experiment.microbatch.max_tokens_per_microbatch or 2**62,
         max_slots=own.max_slots,
@@ -153,6 +155,7 @@ def _calls(experiment: Experiment, roles: Mapping[str, RoleLoad], own_calls: set
         role, plan = experiment.owner_of(rpc.model), experiment.interfaces[rpc.model].plan()
         operations, steps = FORWARD, 0
         if rpc.method == "train_step":
+            # Gradients of activations go through all layers; those of weights are needed for trained ones only.
             partly = BACKWARD / 2 * (1 + roles[role].trained)
             operations, steps = plan.epochs * (FORWARD + partly), plan.optimizer_steps
         loads.append(CallLoad(rpc.name, role, operations, steps, tuple(graph.edges[rpc.name])))
