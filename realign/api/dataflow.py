@@ -353,6 +353,7 @@ def rl_graph(interfaces: Mapping[str, ModelInterface]) -> DataflowGraph:
         keys += ["values", "bootstrap_values"]
     training, masked = keys, {}
     if "advantages" in needs:
+        # `credit` narrows the mask. It writes it under another name, since a key of the graph has one producer.
         masked = {"loss_mask": "train_mask"}
         credited = ("advantages", "returns", "train_mask")
         rpcs.append(RPC("actor_credit", "actor", "credit", tuple(keys), credited, rename=masked))

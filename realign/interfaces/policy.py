@@ -283,6 +283,7 @@ class PolicyInterface(ModelInterface):
         scores_S = self.reward.shape(self.reward_moments, rewards_S)
         scores_S = self.truncation.scores(scores_S, truncated_S, tokens_S, self.generation.max_new_tokens)
         scores_S = scores_S - self.reward.baselines(self.reward_moments, data)
+        # A greedy response without a reward makes the scores of its prompt NaN.
         valid_S = valid_S & scores_S.isfinite() & self.truncation.kept(valid_S, truncated_S)
         if self.keep_best is not None:
             # With dense rewards, but without the KL penalty, which the advantage subtracts later.

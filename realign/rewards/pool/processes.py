@@ -152,6 +152,7 @@ class WorkerProcesses:
     def _deadline_s(self, items: int) -> float:
         """Return the seconds after which the worker of a chunk is stopped."""
         if self.concurrency is None:
+            # A worker begins the last item of a chunk within `SLICE_S`.
             return self.timeout_s + (0.0 if items == 1 else SLICE_S)
         return _GRACE_S + self.timeout_s * (1 if items == 1 else 2)  # the last call may start after `timeout_s`
 

@@ -194,6 +194,7 @@ def answer(function: Callable[..., Any], item: RewardCall) -> Answer:
     """Call the function on one item. Every outcome except the end of the process becomes an `Answer`."""
     try:
         return as_answer(function(*item.arguments), item.expected)
+    # With workers=0 this is the process of the run, which Ctrl-C must end.
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # includes SystemExit: sys.exit fails only this item
