@@ -120,6 +120,7 @@ def preflight(experiment: Experiment, console: Console) -> None:
             what = "prompt" if experiment.longest_response else "row"
             for device in devices:
                 say(f"  the longest {what} has {longest:,} tokens; estimate with it: {summary(device)}")
+        # The others were reported before anything was loaded.
         warn_memory(device for device in devices if device.holds_weights)
         say("")
         show_row(console, runtime.first_row())

@@ -82,6 +82,7 @@ def fork_words(words: Sequence[str]) -> list[str]:
     checkpoint = last_checkpoint(run, step)
     if step and (checkpoint is None or checkpoint.step < step):
         checkpoint = _advance(run, out, step, checkpoint)
+    # `output_dir` may differ without being listed (`FREE`).
     allow = ",".join(quoted_text(key) for key in keys if key != "output_dir")
     resume = [] if checkpoint is None else [f"resume={quoted_text(str(checkpoint.path))}", f"resume_allow=[{allow}]"]
     return [config, *overrides, *resume]

@@ -71,6 +71,7 @@ def _record(composed: Composed, output_dir: str) -> None:
         }
         for name, part in parts.items():
             (folder / subdir / f"{name}.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(part)), encoding="utf-8")
+    # Without force, this does nothing if an imported library has added a handler.
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, stream=sys.stdout, force=True)
     verbose = composed.hydra.get("verbose") or []
     for name in verbose if isinstance(verbose, list) else [verbose]:

@@ -394,6 +394,7 @@ def _origin(module: str, name: str) -> tuple[str, str]:
         module, inner = source.imported[first]
         if dot and inner and read_module(f"{module}.{inner}") is not None:
             module, inner = f"{module}.{inner}", ""  # `from realign import settings`
+        # What was imported is a package: the name goes on through its submodules, as far as they have files.
         while dot and not inner and "." in rest and read_module(f"{module}.{rest.partition('.')[0]}") is not None:
             inner, _, rest = rest.partition(".")
             module, inner = f"{module}.{inner}", ""
@@ -454,7 +455,7 @@ def fields_of(definition: Definition) -> dict[str, Field]:
     for lower in reversed(ancestry(definition)):
         for name, own in lower.fields.items():
             text = own.text or (fields[name].text if name in fields else "")
-            # An undecorated class adds no fields to those of Python's dataclass.
+            # As in Python: a class without the decorator adds no fields.
             if lower.dataclass:
                 fields[name] = dataclasses.replace(own, text=text)
     return fields

@@ -429,7 +429,7 @@ def collect_tables(
     """
     placed = ((placed.where, placed.row) for table in tables for placed in table.placed)
     collected = collect(encoder.encode(placed), keep_rows=keep_rows)
-    # `indices` counts dropped rows too, but lacks them: the bounds of the tables are searched among those left.
+    # Rows were dropped, so the sizes of the tables are not those of what is left: their borders are searched for.
     bounds = np.searchsorted(collected.indices, np.cumsum([0, *map(len, tables)]))
     report = load_report(tables, collected.tokens, collected.dropped, collected.truncated)
     return collected, report, np.diff(bounds).tolist()

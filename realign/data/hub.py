@@ -65,6 +65,7 @@ def hub_files(
         if not streaming:
             return [_Downloaded(label, subset, builder, split or split_name)]
         shards = builder.as_streaming_dataset(split=split or split_name).num_shards
+        # One per file of the split, so that an epoch can permute the files, as for local ones.
         return [_Shard(label, subset, builder, split or split_name, index, shards) for index in range(shards)]
 
 

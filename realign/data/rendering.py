@@ -137,6 +137,7 @@ class ChatRenderer:
                 f"the chat template writes {more!r} after the EOS token of the last message. Set template_options so "
                 "that it does not, or use another chat template."
             )
+        # The last turn goes to the very end: `Ending` removes what the template writes after EOS.
         return len(prompt), len(rendered) if last else len(prompt) + end
 
     def _marked(
@@ -281,6 +282,7 @@ def _turn_end(message: Message, text: str) -> int:
 def _content_end(message: Message, text: str) -> int:
     """Return the end of the content of a message in the text of its turn; 0 if it does not contain the content."""
     content = "".join(texts_of(message))
+    # The last occurrence, since the reasoning before an answer may contain the same text.
     at = text.rfind(content) if content.strip() else -1
     return at + len(content) if at >= 0 else 0
 

@@ -203,6 +203,7 @@ class SourceStream:
         size, rows = self._block_size(), list[PlacedRow]()
         index, self._after = at.file, None
         while index < len(files) and len(rows) < size:
+            # A block may span files. Only the first of them is entered at a position.
             cursor, reader = self._open(files, index, at.start if index == at.file else None)
             while len(rows) < size and (placed := next(reader, None)) is not None:
                 rows.append(placed)

@@ -140,6 +140,7 @@ def differing(configs: Sequence[Config]) -> list[str]:
 
 
 def _distinct(configs: Sequence[Config], keys: Sequence[str]) -> int:
+    # As JSON, since a value can be a list, which has no hash.
     return len({json.dumps([config.get(key) for key in keys], default=str) for config in configs})
 
 
@@ -213,6 +214,7 @@ def _tables(heads: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]], wid
     least = [min(HEAD, _cell(head).cell_len) for head in heads]
     needed = [max(size, *(row[i].cell_len for row in shown)) for i, size in enumerate(least)]
     left = width - sum(size + GAP for size in needed)
+    # The first column gets what the others leave, but at least a third of the width.
     first = min(max(_cell(name).cell_len for name, _ in rows), max(width // 3, left))
     room = max(1, width - first - GAP)
     needed = [min(room, size) for size in needed]

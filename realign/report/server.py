@@ -71,6 +71,7 @@ def application(root: Path, options: ViewOptions) -> Any:
 
     def run(request: Any) -> Any:
         key = request.query_params.get("key", "")
+        # Looked up among the runs, and never joined to a path, so that no key leads out of the folder.
         folder = _runs(root).get(key)
         if folder is None:
             return responses.JSONResponse({"error": "unknown run"}, status_code=404, headers=HEADERS)
@@ -96,6 +97,7 @@ def _line(folder: Path, key: str) -> dict[str, Any]:
 
 def _tag(folder: Path) -> str:
     """Return the ETag of a run, which changes with its records and its status."""
+    # The status belongs to it: a run that is killed changes none of its files.
     state = status(folder, run_info(folder), summary(folder))
     return f'"{hashlib.sha256(f"{signature(folder)}|{state}".encode()).hexdigest()[:32]}"'
 
