@@ -40,7 +40,7 @@ SAVED = re.compile(r"step_[0-9]{6,}")
 """Names of the folders of models that a run writes every `every_steps` steps."""
 
 DEPTH = 50
-"""Levels of nested values in a checkpoint."""
+"""Maximum number of nested levels in a checkpoint, so that no recursive function meets the limit of Python."""
 
 
 def _plain(value: Any, *, tensors: bool, depth: int = 0) -> Any:

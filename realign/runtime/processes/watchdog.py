@@ -293,7 +293,7 @@ class RankWatch(Watchdog):
         self._told = False
         self._ended = threading.Event()
         self._main = threading.get_ident()
-        # a store that no longer answers must not hold up the end of this rank for as long as `START`
+        # a store that no longer answers must not hold up the end of this rank for `rendezvous.START`
         store.set_timeout(timedelta(seconds=GRACE_S))
         self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
 

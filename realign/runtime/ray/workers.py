@@ -350,7 +350,7 @@ class WorkerGroup:
         asked = self._workers if only is None else [self._workers[only]]
         sent = [to_wire(part) for part in parts]
         if len(sent) == 1 and len(asked) > 1:
-            # Ray would otherwise serialize the same weights once for each worker
+            # Ray would otherwise serialize the same arguments once for each worker
             sent = [ray.put(sent[0])] * len(asked)
         with self.busy if self._alone else nullcontext():
             refs = [worker.ask.remote(role, verb, x, pickled) for worker, x in zip(asked, sent, strict=True)]

@@ -210,7 +210,8 @@ class RolloutAhead:
         self._tallies = {rpc.name: Tally(parts) for rpc in self._leading}
         # by owner: roles that share a model share its engine
         self._locks = {owners[rpc.model]: threading.Lock() for rpc in self._leading}
-        # torch counts threads per thread of Python, and a new one would start with another number and round differently
+        # set again in the thread of each call: OpenMP starts it with its own default, and another number of threads
+        # rounds sums differently
         self._torch_threads = torch.get_num_threads()
         self._versions: dict[str, int] = {}  # by role; empty before the first `take`
         self._training: list[int] = []
