@@ -178,7 +178,7 @@ class PackedContext:
         out = [
             self._one(queries[i], _joined(keys, before, i), _joined(values, before, i), args).transpose(1, 2)
             for i, before in enumerate(self._after)
-            if n[i]
+            if n[i]  # a sequence that ends within the shared prefix has an empty piece of its own
         ]
         return torch.cat(out, 1) if out else q.new_empty(1, 0, q.shape[1], v.shape[-1])
 

@@ -66,6 +66,7 @@ def compile_layers(module: Any, backend: TorchCompile) -> None:
 def _without_checkpointing(kind: Any) -> Callable[..., Any]:
     """Return the `forward` method without the function with which transformers adds activation checkpointing."""
     method: Any = kind.forward
+    # in a loop, since transformers wraps the method of each subclass again
     while method.__code__.co_name == "forward_with_checkpointing":
         method = method.__wrapped__
     return method

@@ -79,6 +79,7 @@ class Network(nn.Module):
         self.heads: Mapping[str, LMHead] = {}
         """Language-model heads of other roles, for losses over the whole vocabulary."""
         self.device: torch.device = next(module.parameters()).device
+        # both before the probe, which would otherwise find that these families cannot run packed
         segment_recurrent_layers(module)
         hooked = pass_context_on(module)
         if probed is not None:
@@ -391,6 +392,7 @@ class Network(nn.Module):
                 return self.unpacked.hidden(moved, layout.pieces)
             if self.unpacked is not None:
                 return self.unpacked.hidden(moved[TOKENS], layout.pieces)
+            # a call, not `forward`: FSDP2 shards this module, and its hooks gather the weights
             hidden: Tensor = self(**layout_inputs(moved[TOKENS], layout, self._attention) | images)
         return hidden[0]
 

@@ -130,6 +130,7 @@ class PackedOutput:
             divergence_N = vocabulary_divergence(
                 self.hidden_RH[self._rows(tokens_N - 1)],
                 self._language_head("divergence"),
+                # the other role stores a state at the token that it predicts; ours is one token earlier
                 hidden_TH[tokens_N],
                 self.heads[role],
                 beta=beta,

@@ -33,6 +33,7 @@ States: TypeAlias = Mapping[str, Tensor]
 
 _KINDS = ("conv", "recurrent")
 _CACHES = ("cache_params", "past_key_values")
+# one per thread, since passes of a model can run side by side
 _CONTEXT: ContextVar[Any] = ContextVar("realign_context", default=None)
 
 

@@ -280,6 +280,7 @@ def merge_adapter(module: Any, folder: Path) -> Any:
     config = PeftConfig.from_pretrained(str(folder))
     config.task_type = None  # peft would wrap the head
     config.base_model_name_or_path = module.name_or_path
+    # `_load_head` loads the scalar head, which may have another name here
     config.modules_to_save = [name for name in config.modules_to_save or () if name not in SCALAR_HEADS] or None
     state, head = _read_adapter(folder, PREFIX)
     with torch.random.fork_rng(), warnings.catch_warnings():  # initial values, all of which are replaced

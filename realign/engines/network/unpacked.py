@@ -237,6 +237,7 @@ class OwnCache(Decoder):
         cached: whether the family's cache gives the results of a pass over the whole text.
     """
 
+    # only the host knows which rows share a group
     reads_rows = True
 
     def __init__(self, module: Any) -> None:

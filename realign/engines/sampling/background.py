@@ -358,7 +358,7 @@ class DecodingLoop:
                     # the waiting loop must not leave the process with the one core of small decode steps
                     self._cores.give_back()
         except BaseException as error:
-            self._error = error
+            self._error = error  # before the lock is taken: whoever queues after this gets the error instead
         with self._changed:
             ended = [result for _, result in self._jobs] + [call.result for call in self._calls]
             ended += {call.result for running in self._running for call in running.calls.values()}

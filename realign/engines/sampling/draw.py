@@ -93,6 +93,7 @@ def draw(probs_NV: Tensor, uniform_N: Tensor) -> Tensor:
     """
     uniform_N1 = uniform_N[:, None]
     words = probs_NV.shape[-1]
+    # on an accelerator, `_running_sum` multiplies by a square matrix of this size
     if words <= (FEW_WORDS if probs_NV.device.type == "cpu" else BLOCK):
         sums_NV = _running_sum(probs_NV)
         # times the last sum, since probabilities add up to 1 only up to rounding

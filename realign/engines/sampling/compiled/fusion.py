@@ -50,7 +50,10 @@ CPU_BYTES = 2**32
 takes a part of the other half, and the passes of a rollout need the rest."""
 
 PROBE_LENGTHS = (9, 4, 14, 5)
+"""Lengths of the compared sequences, each longer than the steps, since a prompt has at least one token."""
+
 PROBE_STEPS = 3
+"""Number of tokens that are decoded one by one."""
 
 
 class DecodePath(StrEnum):

@@ -101,6 +101,7 @@ def _build(compiler: str, path: Path) -> None:
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         _check_private(path.parent)
+        # in the same folder, since a rename is atomic only within a file system
         handle, name = tempfile.mkstemp(prefix=path.stem, suffix=".tmp", dir=path.parent)
         os.close(handle)
     except OSError as error:

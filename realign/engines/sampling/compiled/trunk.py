@@ -30,7 +30,10 @@ LARGE_PRODUCT = 2**27
 """Multiply-adds of a matrix product per thread from which torch is faster (measured on one core with MKL)."""
 
 PROBE_ROWS = 7
+"""Rows of the compared step: more than `HEIGHT` of decode_step.cpp, so that it also computes a smaller tile."""
+
 PROBE_LENGTH = 40
+"""Largest number of tokens of a compared row: several vectors of `LANES` scores, and usually an incomplete one."""
 
 
 class _Layer(ctypes.Structure):
