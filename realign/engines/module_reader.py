@@ -30,6 +30,7 @@ LANGUAGE_HEADS = ("lm_head.", "embed_out.")
 NOT_QUANTIZED = ("lm_head", "embed_out", "score", "classifier")
 """Layers that stay in fp32."""
 
+# Attribute of a linear layer of bitsandbytes, which may repack its weights for the CPU; see `keep_layout`.
 _REPACKS = "support_avx512bf16_for_cpu"
 
 

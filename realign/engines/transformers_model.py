@@ -156,6 +156,7 @@ class TransformersModel(Settings, ModelSpec):
             compute=self._compute,
         )
         schedule = None if self.optimizer is None else self.optimizer.schedule
+        # A rate that stays above 0 has no end.
         if schedule is None or schedule.kind is ScheduleKind.constant or schedule.min_ratio:
             return facts
         return replace(facts, rate_ends=schedule.total, rate_unit=schedule.unit.value)
@@ -177,6 +178,8 @@ class TransformersModel(Settings, ModelSpec):
             )
         value_head = self._value_head
         settings = self._settings(device).allowed(load_balancing=self.load_balancing is not None)
+        # As in the engine: passes run one after another on several ranks, and with a value head that has layers (ADR
+        # 12).
         together = settings.parallel_passes is ParallelPasses.auto and device.type == "cpu" and work.ranks == 1
         model = MemoryModel(
             shape,

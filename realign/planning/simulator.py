@@ -373,6 +373,8 @@ class Simulation:
         if self._training or len(self._policy.ready) < size:
             return
         if (batch := self._policy.choose()) is None:
+            # Another attempt makes sense only when a prompt before these is ready: a later one doesn't change the
+            # choice.
             self._waits_for_before = heapq.nsmallest(size, self._policy.ready)[-1]
             return
         self._training, self._waits_for_before = True, None

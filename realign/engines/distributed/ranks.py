@@ -98,6 +98,7 @@ class Ranks:
             result = action()
         except Exception as raised:
             error = raised
+        # Every rank takes part, also one that failed, so that none waits for it.
         failure = self.first(error and _sendable(error))
         if error is not None:
             raise error

@@ -256,6 +256,7 @@ class ShardedEngine(TransformersEngine):
         return range(self.host.most(own) - own)
 
     def _total_loss(self, losses: Sequence[Tensor]) -> Tensor:
+        # Over data-parallel ranks only: those that split layers have the same loss.
         return self.network.grid.sum(super()._total_loss(losses))
 
     def _nonfinite_origin(self, done: Accumulated, weight: Tensor) -> str:
@@ -279,6 +280,7 @@ class ShardedEngine(TransformersEngine):
     @override
     def dropout_seed(self) -> int:
         """Return a different seed on each data-parallel rank."""
+        # Ranks that split layers must draw the same masks for a batch, and they have the same `data_rank`.
         steps = self._trained().optimizer_steps
         return derive_seed(self._seed, self.name, "dropout", steps, self.data_rank)
 

@@ -62,6 +62,7 @@ class Grid:
         size, tp = dist.get_world_size(), sharding.tensor_parallel
         if size % tp:
             raise ConfigError(f"sharding.tensor_parallel={tp}: must divide the number of ranks ({size})")
+        # Tensor-parallel ranks are neighbors, usually in one node: they communicate within each layer.
         return cls(init_device_mesh(device.type, (size // tp, tp), mesh_dim_names=("dp", "tp")), device, host)
 
     @property
@@ -76,6 +77,7 @@ class Grid:
 
     def sum(self, x: Tensor, over: str = "dp") -> Tensor:
         """Return the sum over the ranks of dimension `over`."""
+        # `all_reduce` works in place, and the caller keeps its tensor.
         x = x.to(self.device, copy=True)
         dist.all_reduce(x, group=self.mesh[over].get_group())
         return x

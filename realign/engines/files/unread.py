@@ -82,6 +82,7 @@ class Unread(Tensor):
         if func == _DEVICE.__get__:
             return first.place
         out = super().__torch_function__(func, types, args, kwargs or {})
+        # An operation such as `requires_grad_` returns a tensor that exists already, and it keeps its source.
         for at, x in enumerate(tree_leaves(out)):
             if isinstance(x, Unread) and not hasattr(x, "source"):
                 x.source, x.place = Made(func, args, kwargs or {}, at), first.place

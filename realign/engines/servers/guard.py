@@ -20,7 +20,7 @@ END_S = 10.0
 
 
 def main(command: list[str]) -> int:
-    """Run a command until it ends or standard input ends, and return its exit status."""
+    """Run a command until it ends or standard input ends, then end the whole process group, this process included."""
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     signal.signal(signal.SIGTERM, lambda number, frame: None)  # meant for the group; this process waits for it
     threading.Thread(target=_end_with_input, args=(server,), daemon=True).start()

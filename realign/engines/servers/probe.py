@@ -88,6 +88,7 @@ class Probe:
         """
         gap = sum(abs(a - b) for a, b in zip(logprobs, self._expected, strict=True)) / len(self._expected)
         if first:
+            # Servers round differently. The largest difference sets the limit of all.
             self._first = max(self._first, gap)
             if not gap <= LARGEST_FIRST:  # also if it is NaN
                 raise ConfigError(

@@ -309,6 +309,7 @@ async def _read(
     content = bytearray()
     headers = {"Accept-Encoding": "identity"}
     async with http.stream(method, path, json=body, params=params, headers=headers) as answer:
+        # The limit counts bytes as they arrive, and compressed ones could become far more.
         if (coding := answer.headers.get("Content-Encoding", "identity").lower()) != "identity":
             raise Unavailable(f"{method} {path}: the answer is compressed ({coding!r:.50}), which was not asked for")
         async for part in answer.aiter_raw():

@@ -422,6 +422,7 @@ class RankedSampler:
 
     def generate(self, data: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
         """See `Sampler.generate`. Returns the whole batch on each rank."""
+        # On the host, since it is sent to ranks with other devices.
         sample = self._ranks.lead(lambda: self._leader().generate(data.to("cpu"), config, seed=seed))
         return sample.to(data[PROMPTS].device)
 

@@ -142,6 +142,7 @@ class ServerSettings(SamplerSpec):
                 f"{where}.devices={self.devices}: has {len(self.devices)} values, but {where}.servers={self.servers}. "
                 "Give one text for each server."
             )
+        # Only for its errors: they come before any model is loaded.
         self.command_line(f"{where}.launch", Path("model"), 0)
 
     @override

@@ -145,6 +145,7 @@ def generate_request(ask: Ask) -> dict[str, Any]:
         "input_ids": list(ask.ids),
         "sampling_params": sampling,
         "return_logprob": True,
+        # No log-probs of the prompt.
         "logprob_start_len": -1,
         "stream": False,
     }

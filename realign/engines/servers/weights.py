@@ -252,6 +252,7 @@ class WeightFolders:
             begin, end = end, end + x.numel() * dtype.itemsize
             header[name] = {"dtype": _NAMES[dtype], "shape": list(x.shape), "data_offsets": [begin, end]}
         text = json.dumps(header).encode()
+        # So that the weights begin aligned. The format allows blanks after the header.
         text += b" " * (-(8 + len(text)) % _ALIGNED)
         with os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
             file.write(struct.pack("<Q", len(text)) + text)

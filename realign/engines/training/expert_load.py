@@ -144,6 +144,7 @@ class StepLoad:
     def _hear(self, router: int, routed: Routed) -> Routed:
         if (weight_R := self._weight_R) is None:  # a pass of other ranks, without tokens of this rank
             return routed
+        # A row of a shared prompt counts once for each sequence that contains it (ADR 32).
         chosen = routed.chosen_RK.flatten()
         counts_E = torch.zeros_like(self.counts_LE[0])
         counts_E.index_add_(0, chosen, weight_R.repeat_interleave(self._routers.chosen))

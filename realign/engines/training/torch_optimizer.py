@@ -227,7 +227,7 @@ class MixedOptimizer:
             part.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of all optimizers, with parameters counted through."""
+        """Return one state for all optimizers, with their parameters numbered consecutively."""
         state: dict[int, Any] = {}
         groups: list[dict[str, Any]] = []
         for part, start in zip(self.parts, self._starts(), strict=True):

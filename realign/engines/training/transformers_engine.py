@@ -161,6 +161,7 @@ class TransformersEngine(InferenceEngine):
         """
         part = self._own_part("train_batch", data)
         weight = step_weight(data, loss_weight_fn)  # stays where the batch is: a kernel takes it as a number
+        # The weight of the whole batch, not of the part: all micro-batches and ranks divide by the same number (ADR 1).
         if float(weight) == 0:
             return self.skip("zero_weight_steps")
         stats = self._over_ranks(self.accumulate(part, mb_spec, loss_fn, weight))
