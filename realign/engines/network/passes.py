@@ -254,7 +254,7 @@ def side_by_side(work: Callable[[Item], Result], items: Iterable[Item], lanes: i
     threads = torch.get_num_threads()
 
     def alone(item: Item) -> Result:
-        # torch keeps this number per thread, and any thread of the pool may get the next item
+        # OpenMP keeps this number per thread, and any thread of the pool may get the next item
         torch.set_num_threads(max(1, threads // lanes))
         return work(item)
 

@@ -200,7 +200,8 @@ class DecodingLoop:
         self._name = name
         self._engine = engine
         self._recompute = recompute
-        # a new thread starts with the number that any thread set last, which may be the single core of another rollout
+        # set in the new thread: OpenMP starts it with its default, and some operators of torch then change that to the
+        # number that any thread set last, which may be the single core of another rollout
         self._threads = torch.get_num_threads()
         self._cores = Cores(engine.module)
         self._changed = threading.Condition()  # guards the attributes below, except the thread's `_running`
