@@ -139,7 +139,7 @@ class SimpleExperiment:
     def __init__(self, plain, graph, more):
         self.seed, self.graph, self.interfaces = plain.seed, graph, plain.interfaces
         self.models = plain.models | more
-        self.roles = (*plain.roles, *more)
+        self.roles, self.trained_roles = (*plain.roles, *more), plain.trained_roles
 
 
 def test_a_model_that_cannot_sample_in_the_background_is_refused_by_name(tmp_path):

@@ -49,13 +49,14 @@ Fits: TypeAlias = Callable[[Any], bool]
 """Predicate for the objects that a config key accepts."""
 
 
-def import_target(path: Any, where: str, known: Iterable[str] = ()) -> Any:
+def import_target(path: Any, where: str, known: Iterable[str] = (), fits: Fits = callable) -> Any:
     """Import the object at a dotted path. Errors suggest the nearest existing object.
 
     Args:
         path: Import path of the object.
         where: Config key, for messages.
         known: Import paths of shipped objects that would fit, for messages.
+        fits: Predicate for the objects of a module to suggest.
 
     Raises:
         ConfigError: the module or attribute does not exist, or the module lacks a package or has invalid syntax.
@@ -79,7 +80,7 @@ def import_target(path: Any, where: str, known: Iterable[str] = ()) -> Any:
             if name in EXTRAS:
                 raise ConfigError(f"{where}={path}: {name} is not installed. Run pip install {EXTRAS[name]!r}.")
             place = done or "the current directory and the installed packages"
-            raise ConfigError(f"{where}: there is no {part!r} in {place}{_hint(path, part, named, known)}")
+            raise ConfigError(f"{where}: there is no {part!r} in {place}{_hint(path, part, named, known, fits)}")
         named, done = step, name
     return named
 
@@ -100,7 +101,7 @@ def _import(name: str, where: str) -> ModuleType | None:
         raise
 
 
-def _defined(module: ModuleType, fits: Fits = callable) -> list[str]:
+def _defined(module: ModuleType, fits: Fits) -> list[str]:
     """Return the names of the accepted classes and functions that a module defines or lists in `__all__`."""
     offered = getattr(module, "__all__", ())
     return [
@@ -136,13 +137,13 @@ def such_as(kind: str, where: str = "") -> str:
     return f", such as {example}" if example and kind in EXAMPLE_TARGETS else ""
 
 
-def _hint(path: str, part: str, owner: Any, known: Iterable[str]) -> str:
+def _hint(path: str, part: str, owner: Any, known: Iterable[str], fits: Fits) -> str:
     """Return the end of a message about an import path whose name `part` does not exist in `owner`."""
     if owner is None:
         names = [module.name for module in pkgutil.iter_modules()]
     elif isinstance(owner, ModuleType):
         modules = (module.name for module in pkgutil.iter_modules(getattr(owner, "__path__", [])))
-        names = [*_defined(owner), *(name for name in modules if not name.startswith("_"))]
+        names = [*_defined(owner, fits), *(name for name in modules if not name.startswith("_"))]
     else:
         names = [name for name in vars(owner) if not name.startswith("_")]
     here = difflib.get_close_matches(part, names, n=1, cutoff=NEAR)
@@ -431,7 +432,7 @@ def build(node: Any, kind: Any, where: str) -> Any:
 
     name = type_name(kind)
     node = with_import_path(node, kind, where)
-    cls = _target(node, where, f"a class that is {name}{such_as(name)}", _shipped(kind))
+    cls = _target(node, where, f"a class that is {name}{such_as(name)}", _shipped(kind), fits)
     key = f"{where}.{TARGET}"
     if is_foreign(cls, kind):
         stand_in: type[StandIn] = import_target(kind.stand_in, key)
@@ -489,7 +490,7 @@ def build_graph(node: Any, returns: type[T], where: str, interfaces: Mapping[str
         return False
 
     name = type_name(returns)
-    function = _target(node, where, f"a function annotated -> {name}{such_as(name)}", ())
+    function = _target(node, where, f"a function annotated -> {name}{such_as(name)}", (), fits)
     if not fits(function):
         wrong = f"{node[TARGET]} is not a function annotated -> {name}; nothing was called"
         raise ConfigError(f"{where}.{TARGET}: {wrong}{beside(node[TARGET], fits, name)}")
@@ -553,7 +554,7 @@ def _choices(base: type) -> Iterator[type]:
         yield from _choices(cls)
 
 
-def _target(node: Any, where: str, expected: str, known: Iterable[str]) -> Any:
+def _target(node: Any, where: str, expected: str, known: Iterable[str], fits: Fits) -> Any:
     if not isinstance(node, Mapping):
         raise ConfigError(
             f"{where}: expected a component (a mapping with {TARGET}), found {node!r}; set its fields one by one, such "
@@ -561,7 +562,7 @@ def _target(node: Any, where: str, expected: str, known: Iterable[str]) -> Any:
         )
     if TARGET not in node:
         raise ConfigError(f"{where}.{TARGET} is missing: give the import path of {expected}")
-    return import_target(node[TARGET], f"{where}.{TARGET}", known)
+    return import_target(node[TARGET], f"{where}.{TARGET}", known, fits)
 
 
 def _check_constructible(cls: type, where: str) -> None:

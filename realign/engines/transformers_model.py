@@ -34,7 +34,6 @@ from realign.engines.module_reader import (
 from realign.engines.network.heads import Causal, Head, ValueHead, is_encoder_decoder
 from realign.engines.network.kernels import Backend, missing_package, preferred_kernel
 from realign.engines.network.passes import ParallelPasses, SharedPrompts
-from realign.engines.network.probe import small_model
 from realign.engines.network.settings import NetworkSettings, TorchCompile
 from realign.engines.network.trains import All, Lora, TopLayers, Trained, load_adapters, require_peft
 from realign.engines.sampling.compiled.library import CompiledDecode
@@ -410,6 +409,8 @@ class TransformersModel(Settings, ModelSpec):
         module = (module if self.load_in_4bit else module.to(device)).eval()
         probed = value_head = None
         if has_unread(module):
+            from realign.engines.network.probe import small_model
+
             top = 0 if self._value_head is None else self._value_head.layers
             kind = self.head.auto_class(module.config)
             probed = small_model(module, kind, device, layers=top, trust_remote_code=self.trust_remote_code)

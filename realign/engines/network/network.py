@@ -85,8 +85,7 @@ class Network(nn.Module):
         if probed is not None:
             segment_recurrent_layers(probed)
             pass_context_on(probed)
-        # set only during this method: as a submodule, it would add its weights to the state dict
-        self._probed = probed = module if probed is None else probed
+        probed = module if probed is None else probed
         self.replay: RouterReplay | None = None
         self.no_replay = ""
         """Why choices of experts cannot be replayed."""
@@ -121,20 +120,19 @@ class Network(nn.Module):
             share = self._shares and self.device.type == "cpu"
             probe(probed, read_head(probed), attention=settings.attention, autocast=half, share=share)
         except NotPackableError as error:
-            self._unpack(str(error))
+            self._unpack(probed, str(error))
         except ConfigError as error:
             raise ConfigError(f"models.{name}: {error}") from error
         if self._shares and self.device.type != "cpu":
-            self._shares = self._can_share(half)
+            self._shares = self._can_share(probed, half)
         # after the probe, which changes the attention of all layers
         reads_images = module.config.model_type in IMAGE_FAMILIES
         plain = self.unpacked is None and value_head is None and self.trains == All()
         self.images = ImageInputs(module) if reads_images and plain else None
         if settings.torch_compile.compiles:
-            self._compile(settings.torch_compile)
-        del self._probed
+            self._compile(probed, settings.torch_compile)
 
-    def _unpack(self, reason: str) -> None:
+    def _unpack(self, probed: Any, reason: str) -> None:
         """Run the model without packing, and log what that costs."""
         try:
             if self.value_head is not None and self.value_head.branch is not None:
@@ -143,7 +141,7 @@ class Network(nn.Module):
                 self.unpacked = EncoderDecoder(self.module, reason)
             else:
                 self.unpacked = UnpackedModel(self.module, reason)
-                probe_head(self._probed, read_head(self._probed))
+                probe_head(probed, read_head(probed))
         except ConfigError as error:
             raise ConfigError(f"models.{self.name}: {error}") from error
         if isinstance(self.unpacked, EncoderDecoder):
@@ -157,7 +155,7 @@ class Network(nn.Module):
         decoding = None if self.own_cache is None else self.own_cache.describe()
         logger.warning(cost(self.name, self.unpacked.reason, decoding))
 
-    def _compile(self, backend: TorchCompile) -> None:
+    def _compile(self, probed: Any, backend: TorchCompile) -> None:
         """Compile the decoder layers, see `compile_layers`."""
         what = f"models.{self.name}.torch_compile={backend.value}"
         if self.unpacked is not None:
@@ -166,16 +164,16 @@ class Network(nn.Module):
         if self.images is not None:
             raise ConfigError(f"{what}: not supported by models that read images. Set torch_compile=off.")
         try:
-            compile_probed(self._probed, backend)
-            if self._probed is not self.module:
+            compile_probed(probed, backend)
+            if probed is not self.module:
                 compile_layers(self.module, backend)
         except ConfigError as error:
             raise ConfigError(f"{what}: {error} Set torch_compile=off.") from error
 
-    def _can_share(self, autocast: Autocast | None) -> bool:
+    def _can_share(self, probed: Any, autocast: Autocast | None) -> bool:
         """Return whether the kernel of an accelerator computes shared prompts correctly; log the reason if not."""
         try:
-            probe_shared(self._probed, attention=self._attention, autocast=autocast)
+            probe_shared(probed, attention=self._attention, autocast=autocast)
         except (ConfigError, RuntimeError) as error:
             logger.warning("models.%s: prompts are not shared. %s", self.name, error)
             return False

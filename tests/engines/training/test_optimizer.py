@@ -376,7 +376,7 @@ def test_an_optimizer_that_cannot_be_used_is_refused_by_name(fields, message):
 
 def test_an_optimizer_of_whole_weights_is_refused_with_shards():
     with pytest.raises(ConfigError, match=r"models\.actor\.optimizer=torch\.optim\.Muon: it updates whole weights"):
-        ShardedStepper("actor", spec("Muon"), None)
+        ShardedStepper("actor", spec("Muon"), None, None)
 
 
 def test_an_8_bit_optimizer_without_bitsandbytes_names_the_extra(monkeypatch):

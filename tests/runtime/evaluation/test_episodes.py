@@ -19,6 +19,7 @@ from realign.interfaces.environment import EnvironmentInterface
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.interfaces.ppo import PPOActorInterface, dataflow
 from realign.runtime import Async, DynamicSampling, EpisodeEvaluation, Experiment, RolloutSpec, run
+from realign.runtime.checks.before_loading import check_ready
 from realign.runtime.local import LocalRuntime
 from realign.runtime.rollout.spec import Sync as SyncRollout
 from realign.testing import BigramEngine
@@ -157,7 +158,7 @@ def test_the_length_of_a_whole_episode_is_compared_with_budget_and_positions(tmp
         ConfigError,
         match=r"up to 20 tokens \(interfaces\.agent\.max_episode_tokens\)\. .*or lower interfaces\.agent\.max_epi",
     ):
-        LocalRuntime(experiment(tmp_path, microbatch=MicroBatchSpec(20)))
+        check_ready(experiment(tmp_path, microbatch=MicroBatchSpec(20)))
     measured = EpisodeEvaluation(Rows(5), episodes=episodes(max_episode_tokens=39))
     with pytest.raises(
         ConfigError,
@@ -198,8 +199,8 @@ def test_an_environment_that_is_not_there_is_refused_at_the_start(tmp_path):
 def test_a_copy_that_stays_as_it_is_may_not_sample(tmp_path):
     copied = {"actor": Small(), "agent": Small()}
     with pytest.raises(ConfigError, match=r"models\.agent\.path='somewhere': .*this copy is never updated"):
-        LocalRuntime(experiment(tmp_path, models=copied))
-    LocalRuntime(experiment(tmp_path, models=copied, sync={"agent": Sync("actor")}))
+        check_ready(experiment(tmp_path, models=copied))
+    check_ready(experiment(tmp_path, models=copied, sync={"agent": Sync("actor")}))
 
 
 def test_a_sampler_under_which_probability_ratios_would_be_wrong_is_refused(tmp_path):
@@ -213,13 +214,13 @@ def test_a_sampler_under_which_probability_ratios_would_be_wrong_is_refused(tmp_
 def test_what_the_learner_is_told_of_episodes_must_agree_with_them(tmp_path):
     other = {"actor": GRPOActorInterface(generation=replace(TURN, n=4)), "agent": episodes()}
     with pytest.raises(ConfigError, match=r"interfaces\.agent\.generation\.n=6: .*interfaces\.actor\.generation\.n=4"):
-        LocalRuntime(experiment(tmp_path, interfaces=other))
+        check_ready(experiment(tmp_path, interfaces=other))
     late = Truncation(overlong_buffer=2)
     per_turn = {"actor": GRPOActorInterface(generation=TURN, truncation=late), "agent": episodes()}
     with pytest.raises(ConfigError, match=r"responses of 3 tokens .*up to 20 \(interfaces\.agent\.max_ep"):
-        LocalRuntime(experiment(tmp_path, interfaces=per_turn))
+        check_ready(experiment(tmp_path, interfaces=per_turn))
     whole = GRPOActorInterface(generation=replace(TURN, max_new_tokens=20), truncation=late)
-    LocalRuntime(experiment(tmp_path, interfaces={"actor": whole, "agent": episodes()}))
+    check_ready(experiment(tmp_path, interfaces={"actor": whole, "agent": episodes()}))
 
 
 def test_evaluations_of_one_version_are_equal_and_batches_differ_in_their_random_numbers(tmp_path):
