@@ -184,7 +184,7 @@ def _of_training(raw: Mapping[str, Any]) -> Iterator[str]:
     reward = (raw.get("interfaces") or {}).get("reward") or {}
     if reward.get("function") != "???" or reward.get("functions"):
         return
-    if not all(node.get("reward") for node in nodes.values()):
+    if not all(isinstance(node, Mapping) and node.get("reward") for node in nodes.values()):
         raise ConfigError("interfaces.reward.function is missing: it scores the responses. Set it to FILE.py:FUNCTION.")
     yield f"interfaces.reward.function={UNUSED}"
 

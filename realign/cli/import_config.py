@@ -249,9 +249,12 @@ def _proof(tool: str, title: str, imported: Imported) -> str:
         return f"Proof: not computed. In a checkout of realign, this command compares the losses with {title}'s."
     request = json.dumps({"peer": tool, "settings": imported.loss, "overrides": prepare(imported.overrides)})
     command = [sys.executable, "-m", "benchmarks.referee", "--prove", "-"]
-    done = subprocess.run(
-        command, cwd=REFEREE.parents[1], input=request, capture_output=True, text=True, timeout=600, check=False
-    )
+    try:
+        done = subprocess.run(
+            command, cwd=REFEREE.parents[1], input=request, capture_output=True, text=True, timeout=600, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return "Proof: not computed, since it took more than 10 minutes."
     if done.returncode:
         raise ConfigError(joined([f"the proof failed: {line}" for line in done.stderr.strip().splitlines()[-1:]]))
     return f"Proof: {done.stdout.strip()}"

@@ -296,6 +296,8 @@ class StreamOrder(RowOrder):
             if missing := [place for place in places if place not in self._ids]:
                 self._read(min(missing), max(missing) + 1)
             self._drawn = Counter(self._sources[place] for place in places)
+            for place in places:  # as recent as those just read, so that none of this request is forgotten
+                self._ids.move_to_end(place)
             rows = [self._ids[place] for place in places]
             # The previous request stays too: a batch that is sampled again would otherwise be read from an anchor.
             self._forget(2 * self._request)

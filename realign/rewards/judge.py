@@ -126,7 +126,7 @@ class Structured(ScoreReader):
 
     @override
     def score_in(self, answer: str) -> float | None:
-        score = json.loads(answer)["score"] if answer.strip().startswith("{") else None
+        score = json.loads(answer).get("score") if answer.strip().startswith("{") else None
         # `true` would become a score of 1.
         return None if isinstance(score, bool) else score
 

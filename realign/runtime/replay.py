@@ -32,13 +32,14 @@ from realign.run_settings import RecordSpec
 from realign.runtime.checkpoint.folder import CHECKPOINTS, Checkpoint, list_checkpoints
 from realign.runtime.checkpoint.random_generators import seed_random
 from realign.runtime.checkpoint.serialize import hash_of
-from realign.runtime.experiment import AUTO, Experiment
+from realign.runtime.experiment import Experiment
 from realign.runtime.local import LocalRuntime
 from realign.runtime.metrics.details import token_records
 from realign.runtime.metrics.samples import readable
 from realign.runtime.resume import find_start
 from realign.runtime.run_checkpoints import restore
 from realign.runtime.run_experiment import cluster_for, open_runtime
+from realign.runtime.run_report import run_json
 
 
 @dataclass(frozen=True)
@@ -77,26 +78,25 @@ def last_checkpoint(run: Path, step: int) -> Checkpoint | None:
     return max((c for c in list_checkpoints(run / CHECKPOINTS) if c.step <= step), key=lambda c: c.step, default=None)
 
 
-def _start(experiment: Experiment, run: Path, step: int) -> str | None:
+def _start(run: Path, step: int) -> str | None:
     """Return the checkpoint from which step `step` can be recomputed; None for the start of the run.
 
-    A fork starts from a checkpoint of its parent, as its `resume` says.
+    A run that continues another one starts from the checkpoint that its run.json names.
 
     Raises:
-        CheckpointError: the parent took this step.
+        CheckpointError: the parent took this step, or its checkpoint is gone.
     """
     if (own := last_checkpoint(run, step - 1)) is not None:
         return str(own.path)
-    if experiment.resume in (None, AUTO):
+    if (parent := run_json(run).get("parent")) is None:
         return None
-    parent = experiment.resume_folder()
-    assert parent is not None
-    # 1 << 62 is past every step; a checkpoint's name ends in its step
-    if (taken := last_checkpoint(parent.parent.parent, 1 << 62)) and int(parent.name.rpartition("_")[2]) >= step:
-        raise CheckpointError(
-            f"step {step}: {run.name} is a fork, and this step is of its parent {taken.path.parent.parent}."
-        )
-    return str(parent)
+    if parent["step"] >= step:
+        raise CheckpointError(f"step {step}: {run.name} is a fork, and this step is of its parent {parent['run']}.")
+    # Not a later one: the parent may have trained on.
+    checkpoint = last_checkpoint(Path(parent["run"]), parent["step"])
+    if checkpoint is None or checkpoint.step != parent["step"]:
+        raise CheckpointError(f"step {step}: the checkpoint {parent['step']} of {parent['run']} is gone.")
+    return str(checkpoint.path)
 
 
 def replay(experiment: Experiment, run: Path, step: int, break_in: str | None = None) -> ReplayedStep:
@@ -117,7 +117,7 @@ def replay(experiment: Experiment, run: Path, step: int, break_in: str | None = 
     # not `dataclasses.replace`, which would check the settings of a training run again
     bare = copy.copy(experiment)
     bare.evaluation, bare.evaluations, bare.callbacks, bare.trackers = None, {}, {}, {}
-    bare.resume = _start(experiment, run, step)
+    bare.resume = _start(run, step)
     with ExitStack() as stack:
         start = find_start(bare)
         seed_random(bare.seed)
@@ -280,7 +280,7 @@ def differences(first: ReplayedStep, second: ReplayedStep, tolerance: float = 0.
             differing += _first_token(role, name, last[0], last[1], tolerance)
     for role, steps in first.gradients.items():
         for number, (a, b) in enumerate(zip(steps, second.gradients.get(role, ()), strict=False)):
-            wrong = [name for name in a if abs(a[name] - b.get(name, math.nan)) > tolerance or name not in b]
+            wrong = [name for name in a if not _close(a[name], b.get(name, math.nan), tolerance)]
             if wrong:
                 name = wrong[0]
                 values = _shown(a[name]), _shown(b.get(name, math.nan))
@@ -349,6 +349,11 @@ def _unequal(a: Tensor, b: Tensor, tolerance: float) -> Tensor:
     # `a == b` lets equal infinities pass, whose difference is NaN
     wrong = ~(((a - b).abs() <= tolerance) | (a == b) | a.isnan() & b.isnan()) if a.is_floating_point() else a != b
     return wrong.reshape(len(a), -1).any(1).nonzero()[:, 0]
+
+
+def _close(a: float, b: float, tolerance: float) -> bool:
+    """Return whether two numbers are equal up to a tolerance. Two NaN are."""
+    return abs(a - b) <= tolerance or a == b or (math.isnan(a) and math.isnan(b))
 
 
 def _shown(x: Tensor | float) -> str:

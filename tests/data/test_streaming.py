@@ -181,6 +181,14 @@ def test_only_the_rows_of_the_first_blocks_are_read_before_the_first_batch(tmp_p
     assert read["rows"] <= 1 + 200 + 16
 
 
+def test_a_request_that_is_partly_in_memory_keeps_all_of_its_rows(tmp_path):
+    file = write(tmp_path / "rows.jsonl", [row(i) for i in range(40)])
+    dataset = prompts(str(file)).load(TOKENIZER)
+    order = dataset.order(0, True)
+    batches = [taken(dataset, order, range(start, start + 4)) for start in (0, 4, 8)]
+    assert taken(dataset, order, range(2, 6)) == (batches[0] + batches[1])[2:6]
+
+
 def test_rows_of_earlier_batches_leave_the_memory(tmp_path):
     file = write(tmp_path / "rows.jsonl", [row(i) for i in range(300)])
     dataset = prompts(str(file), shuffle_buffer=16).load(TOKENIZER)

@@ -141,6 +141,16 @@ def test_a_tolerance_hides_rounding_but_not_a_change(trained):
     assert differences(first, second, tolerance=1e-5) == []
 
 
+def test_a_gradient_that_is_not_finite_in_one_run_differs(trained):
+    folder = trained()
+    first = replay(experiment_of(folder), folder, 2)
+    ((norms,),) = first.gradients.values()
+    name = list(norms)[3]
+    (found,) = differences(first, replace(first, gradients={"actor": [norms | {name: float("nan")}]}))
+    assert found.where == f"optimizer step 1, {name}"
+    assert found.size == f"1 of {len(norms)} weights"
+
+
 def test_a_step_that_the_run_has_not_taken_is_refused(trained):
     folder = trained()
     with pytest.raises(CheckpointError, match="step 6: the run has steps 1 to 5"):

@@ -310,7 +310,7 @@ def check_vocabulary(role: str, own: HasVocabulary, lead: str, known: HasVocabul
         i = min(unlike)
         raise ConfigError(
             f"{start}Id {i} is {words[i]!r} in models.{role} and {lead_words[i]!r} in models.{lead} ({len(unlike)} ids "
-            "differ). {cure}"
+            f"differ). {cure}"
         )
 
 

@@ -154,9 +154,11 @@ class Host:
         away = self._away.get(role)
         if away is not None:
             away.come_back()
-        yield
-        if away is not None and not stays:
-            away.leave()
+        try:
+            yield
+        finally:
+            if away is not None and not stays:
+                away.leave()
 
     def _engine(self, role: str) -> PipelinableEngine:
         return self._models[role].engine
