@@ -159,7 +159,8 @@ class PagedKVCache:
             return self.slots
         occupied = sum(1 for pages in self._pages if pages)
         # `tokens + 1`, since the first decode step appends a token before anything else can end
-        return max(0, len(self._free) - occupied) // self.pages_of(tokens + 1) if occupied else len(self._free)
+        rows = max(0, len(self._free) - occupied) // self.pages_of(tokens + 1)
+        return rows if occupied else max(1, len(self._free) // self.pages_of(tokens + 1))
 
     def reserve(self, rows: int, tokens: int) -> bool:
         """See `SlotCache.reserve`."""
