@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -87,7 +88,8 @@ class StreamingEngine:
     def _add(self, data: SequenceSample, keys_S: Tensor, config: GenerationConfig) -> SamplingCall:
         """Validate the prompts and queue a call for the loop."""
         checked = checked_prompts(self.engine.module, data, config, self.engine.network.images)
-        prompts = [p.to(self.engine.device) for p in checked]
+        with self.loop.on_stream():
+            prompts = [p.to(self.engine.device) for p in checked]
         call = SamplingCall(prompts, keys_S, replace(config, n=1))
         self.loop.add(call)
         return call
@@ -102,12 +104,13 @@ class StreamingEngine:
             return self.engine.generate(data, config, seed=seed).with_tokens(versions=torch.zeros(0).int())
         call = self._add(data, response_keys(seed, data.ids, config.n), config)
         responses, versions_SN, experts = call.result.result()
-        out = packed(data, responses, config.n)
-        sampled_SN = torch.arange(versions_SN.shape[1], device=versions_SN.device) < responses.lengths[:, None]
-        versions_T = torch.full_like(out["input_ids"], -1, dtype=torch.int32)
-        versions_T[out["loss_mask"]] = versions_SN[sampled_SN].to(versions_T.device)
-        out = out.with_tokens(versions=versions_T)
-        return with_experts(out, experts) if config.router_replay else out
+        with self.loop.on_stream():
+            out = packed(data, responses, config.n)
+            sampled_SN = torch.arange(versions_SN.shape[1], device=versions_SN.device) < responses.lengths[:, None]
+            versions_T = torch.full_like(out["input_ids"], -1, dtype=torch.int32)
+            versions_T[out["loss_mask"]] = versions_SN[sampled_SN].to(versions_T.device)
+            out = out.with_tokens(versions=versions_T)
+            return with_experts(out, experts) if config.router_replay else out
 
     def update(self, source: WeightSource, version: int) -> None:
         """See `Sampler.update`. The next decode step samples with these weights.
@@ -171,16 +174,18 @@ class StreamingHandle:
 
     def _tokens(self, parts: tuple[Tensor, Tensor, Tensor] | None) -> Tokens:
         device = self.request.prompt_ids.device
-        return Tokens.none(self.request.prompt_ids) if parts is None else Tokens(*(x.to(device) for x in parts))
+        with self._loop.on_stream():
+            return Tokens.none(self.request.prompt_ids) if parts is None else Tokens(*(x.to(device) for x in parts))
 
     def result(self, timeout_s: float | None = None) -> Completion:
         """See `Handle.result`."""
         responses, versions_SN, _ = self._call.result.result(timeout_s)
-        count, device = int(responses.lengths[0]), self.request.prompt_ids.device
-        check_logprobs(responses.logprobs)
-        parts = (responses.tokens, responses.logprobs, versions_SN)
-        ids, logprobs, versions = (x[0, :count].to(device) for x in parts)
-        return Completion(ids, logprobs, versions, bool(responses.truncated[0]))
+        with self._loop.on_stream():
+            count, device = int(responses.lengths[0]), self.request.prompt_ids.device
+            check_logprobs(responses.logprobs)
+            parts = (responses.tokens, responses.logprobs, versions_SN)
+            ids, logprobs, versions = (x[0, :count].to(device) for x in parts)
+            return Completion(ids, logprobs, versions, bool(responses.truncated[0]))
 
     def cancel(self) -> bool:
         """See `Handle.cancel`. The slot is free before the next decode step."""
@@ -189,6 +194,15 @@ class StreamingHandle:
 
 class DecodingLoop:
     """Decodes calls with one engine in a dedicated thread, until `close` or an error.
+
+    On CUDA it has its own stream, so that its kernels don't queue behind those of training in the same process. Callers
+    use this stream for tensors of the sampler (`on_stream`), and pass prompts and results through host memory. Only
+    published weights cross streams on the device: the loop waits for the stream that wrote them, and that stream waits
+    for the copy before it writes again.
+
+    Tests on a CPU show that the stream is entered and that both waits are queued. A GPU still has to confirm that
+    decoding and training overlap, that memory kept for this stream leaves room for training, and that the responses
+    are those of one stream.
 
     Attributes:
         version: policy version of the engine's weights.
@@ -204,6 +218,10 @@ class DecodingLoop:
         # number that any thread set last, which may be the single core of another rollout
         self._threads = torch.get_num_threads()
         self._cores = Cores(engine.module)
+        self._cuda_stream: torch.cuda.Stream | None = None
+        if engine.device.type == "cuda":
+            self._cuda_stream = torch.cuda.Stream(engine.device)
+            self._cuda_stream.wait_stream(torch.cuda.current_stream(engine.device))  # which has loaded the model
         self._changed = threading.Condition()  # guards the attributes below, except the thread's `_running`
         self._calls: list[SamplingCall] = []
         self._paused = False
@@ -239,18 +257,29 @@ class DecodingLoop:
             self._changed.notify_all()
         return result.result()
 
+    def on_stream(self) -> AbstractContextManager[Any]:
+        """Queue the device work of a thread on the loop's stream, if it has one."""
+        return nullcontext() if self._cuda_stream is None else torch.cuda.stream(self._cuda_stream)
+
     def load_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Continue all responses with new weights, from the next decode step on."""
+        publisher = None if self._cuda_stream is None else torch.cuda.current_stream(self._engine.device)
 
-        def load() -> None:
+        def load() -> torch.cuda.Event | None:
+            if self._cuda_stream is not None and publisher is not None:
+                self._cuda_stream.wait_stream(publisher)
             self._engine.load_weights(weights)
+            copied = None if self._cuda_stream is None else self._cuda_stream.record_event()
             self.version = version
             for stream in self.streams:
                 decoder, head = self._prepared(stream.config, stream.reach)
                 with self._engine.network.autocast():  # recompute under the same autocast as the first prefill
                     stream.update(decoder, head, version, recompute=self._recompute)
+            return copied
 
-        self.between_steps(load)
+        copied = self.between_steps(load)
+        if publisher is not None and copied is not None:
+            publisher.wait_event(copied)
 
     def so_far(self, call: SamplingCall) -> tuple[Tensor, Tensor, Tensor] | None:
         """Return the current tokens, log-probs and versions of a call's response; None if it has not started."""
@@ -349,7 +378,7 @@ class DecodingLoop:
         """Run the decoding loop; this is the target of the thread."""
         try:
             torch.set_num_threads(self._threads)
-            with torch.no_grad():
+            with torch.no_grad(), self.on_stream():
                 while self._wait():
                     self._do_jobs()
                     # entered again after new weights, since autocast keeps the casts of the old ones
