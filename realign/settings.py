@@ -20,7 +20,7 @@ import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
-from enum import Enum
+from enum import Enum, StrEnum
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol, Union, get_args, get_origin, get_type_hints
@@ -63,6 +63,12 @@ class Range:
         if x not in self:
             raise PydanticCustomError("range", "must be {limits}", {"limits": str(self)})
         return x
+
+
+class Auto(StrEnum):
+    """A value that the run chooses for its device."""
+
+    auto = "auto"
 
 
 _LEAVES = (bool, int, float, str, Path)
@@ -271,6 +277,7 @@ def _valid(members: tuple[Any, ...]) -> str:
 
 __all__ = [
     "SETTING_OF",
+    "Auto",
     "Count",
     "Finite",
     "Fraction",

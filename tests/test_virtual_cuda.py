@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.skipif(compiler() is None, reason=NO_COMPILER),
 ]
 RUNS = "tests/virtual_cuda/test_runs.py"
-QUICK = "trains_on_the_device[grpo] or lora or resumes or full_device or model_is_on"
+QUICK = "trains_on_the_device[grpo] or lora or resumes or full_device or model_is_on or auto or own_stream"
 
 
 def on_device(*arguments: str, fp32: bool = False) -> None:

@@ -50,13 +50,14 @@ class RoleMemory:
         references: frozen copies of top layers for reference branches.
         moments: optimizer state.
         average: moving average of the weights.
+        sampling_copy: full copy of a sharded model, from which it samples, if it stays between rollouts.
         gradients: accumulated gradients, and those of concurrent micro-batches.
         casts: copies of weights during a pass: bf16 casts, and weights that FSDP has gathered.
         activations: tensors that the backward pass of the concurrent micro-batches reads.
         head: a chunk of logits, and the gradient of the language-model head.
         scoring: tensors of a forward pass without gradient, including its chunk of logits.
         cache: KV cache of a rollout.
-        rollout_weights: copies of the weights from which a rollout samples.
+        rollout_weights: copies of the weights from which a rollout samples, and which it frees.
         rollout_work: prefill, logits and other tensors of a rollout.
         accumulates: whether an optimizer step has several micro-batches, so that gradients and activations coexist.
     """
@@ -66,6 +67,7 @@ class RoleMemory:
     references: int = 0
     moments: int = 0
     average: int = 0
+    sampling_copy: int = 0
     gradients: int = 0
     casts: int = 0
     activations: int = 0
@@ -79,7 +81,7 @@ class RoleMemory:
     @property
     def kept(self) -> int:
         """Memory between calls."""
-        return self.weights + self.references + self.moments + self.average
+        return self.weights + self.references + self.moments + self.average + self.sampling_copy
 
     @property
     def training(self) -> int:
@@ -93,10 +95,14 @@ class RoleMemory:
         return self.rollout_work + self.cache + self.rollout_weights
 
     @property
+    def computing(self) -> int:
+        """Memory of training and scoring, beyond `kept`."""
+        return max(self.training, self.scoring + self.casts if self.scoring else 0)
+
+    @property
     def passing(self) -> int:
         """Largest memory of one call, beyond `kept`."""
-        scoring = self.scoring + self.casts if self.scoring else 0
-        return max(self.training, scoring, self.rollout)
+        return max(self.computing, self.rollout)
 
 
 @runtime_checkable

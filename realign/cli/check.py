@@ -26,6 +26,7 @@ from realign.draw import to_text
 from realign.engines.shared_model import shared_roles
 from realign.runtime import Experiment, LocalRuntime
 from realign.runtime.calls import call
+from realign.runtime.checks.auto_memory import decided
 from realign.runtime.checks.before_loading import check_ready, writable
 from realign.runtime.checks.device_estimate import DeviceEstimate, estimate, free_memory, longest_prompt, show
 from realign.runtime.metrics.samples import show_row, spoken
@@ -102,7 +103,8 @@ def preflight(experiment: Experiment, console: Console) -> None:
     say("Disk\n  " + disk_line(experiment.output_dir))
     say("\nDevices\n  " + devices_line())
     free = cache(free_memory)  # also of the second estimate: the memory before the models are loaded
-    print_memory(console, estimate(experiment, free=free), longest_prompt(experiment))
+    settled = decided(experiment, free)
+    print_memory(console, estimate(settled, free=free), longest_prompt(experiment))
     start = find_start(experiment)
     if experiment.resume is not None:
         source = "no checkpoint: the run would start from step 0" if start is None else f"from {start.checkpoint.path}"
@@ -115,7 +117,7 @@ def preflight(experiment: Experiment, console: Console) -> None:
         others = f", {held_out:,} held out for evaluation" if held_out else ""
         say(f"\nData\n  {runtime.dataset.describe()}{others}")
         longest = longest_of_data(runtime)
-        devices = estimate(experiment, longest, free)
+        devices = estimate(settled, longest, free)
         if longest is not None:
             what = "prompt" if experiment.longest_response else "row"
             for device in devices:

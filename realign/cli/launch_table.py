@@ -12,6 +12,7 @@ from realign.api import ModelInterface, Plan, part_sizes
 from realign.api.sampler import ConfiguresSampler
 from realign.engines.shared_model import shared_roles
 from realign.runtime import Experiment
+from realign.runtime.checks.auto_memory import Decision, decide
 from realign.runtime.graph_checks import unread_inputs
 from realign.runtime.processes.placement import plan_groups
 
@@ -55,6 +56,7 @@ def derived_rows(experiment: Experiment) -> list[tuple[str, str]]:
     if e.calibration is not None:
         rows["reward calibration"] = e.calibration.describe()
     rows |= _compute_rows(e)
+    rows |= _memory_rows(e)
     if e.runtime.starts_workers:
         rows["worker processes"] = "; ".join(group.describe() for group in plan_groups(e))
     rows |= _external_rows(e)
@@ -110,6 +112,17 @@ def _compute_rows(experiment: Experiment) -> dict[str, str]:
     if len(set(types.values())) == 1:
         return {"models compute on": next(iter(types.values()))}
     return {"models compute on": "; ".join(f"{role}: {compute}" for role, compute in types.items())}
+
+
+def _memory_rows(experiment: Experiment) -> dict[str, str]:
+    """Return a row for each `auto` setting that the memory of a device decides; empty on a CPU."""
+    rows: dict[str, list[Decision]] = {}
+    for choice in decide(experiment):
+        rows.setdefault(choice.setting, []).append(choice)
+    return {
+        setting: "; ".join(f"{choice.role}: {choice}" if len(choices) > 1 else str(choice) for choice in choices)
+        for setting, choices in rows.items()
+    }
 
 
 def _external_rows(experiment: Experiment) -> dict[str, str]:

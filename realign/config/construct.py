@@ -280,7 +280,10 @@ def _one_of(raw: Any, members: tuple[Any, ...], where: str, default: Any) -> Any
             return convert(raw, member, where, default)
         except ConfigError:
             continue
-    raise ConfigError(f"{where}: expected {' or '.join(map(type_name, members))}, found {raw!r}")
+    expected = [
+        " or ".join(choices_of(m) if inspect.isclass(m) and issubclass(m, Enum) else [type_name(m)]) for m in members
+    ]
+    raise ConfigError(f"{where}: expected {' or '.join(expected)}, found {raw!r}")
 
 
 def _member(raw: Any, annotation: Any, where: str) -> Any:

@@ -45,6 +45,7 @@ class MemoryModel:
     sampling: InProcessSampling = field(default_factory=InProcessSampling)
     offload: bool = False
     reshard: bool = True
+    keep_rollout: bool = True
 
     def estimate(self, work: MemoryWork) -> RoleMemory:
         """Return the memory of a role that does this work."""
@@ -232,7 +233,10 @@ class MemoryModel:
     def _with_rollout(self, memory: RoleMemory, work: MemoryWork) -> RoleMemory:
         shape, length = self.shape, work.prompt + work.response
         row = self._bytes * shape.cache_token * length
-        copies = self._rollout_weights(work)
+        full_copy = FP32 * shape.parameters if work.ranks > 1 else 0
+        kept = full_copy if self.keep_rollout else 0
+        memory = replace(memory, sampling_copy=kept)
+        copies = full_copy - kept + self._rollout_weights
         free = None if work.free is None else max(0, work.free - memory.kept - copies)
         limit = cache_bytes(self.device, self.sampling.cache_fraction, free or 0)
         slots = max(1, min(work.sequences, self.sampling.max_slots or limit // max(1, row)))
@@ -250,18 +254,18 @@ class MemoryModel:
             rollout_work=max(passing, logits + scores),
         )
 
-    def _rollout_weights(self, work: MemoryWork) -> int:
-        """Return the memory of the weights from which a rollout samples."""
+    @property
+    def _rollout_weights(self) -> int:
+        """Return the memory of the copies of weights that every rollout makes in the dtype of products."""
         shape, size = self.shape, self._bytes
-        full_copy = FP32 * shape.parameters if work.ranks > 1 else 0
         head = size * shape.words * shape.hidden
         fused = self.fused_rollout and shape.family in FAMILIES and not shape.adapters and not self.load_in_4bit
         joined = size * shape.in_layers
         if self.device.type == "cpu" and joined > CPU_BYTES:
             fused = False
         if fused:
-            return full_copy + joined + (head if self._half or self.device.type == "cpu" else 0)
-        return full_copy + (self._casts + head if self._half else 0)
+            return joined + (head if self._half or self.device.type == "cpu" else 0)
+        return self._casts + head if self._half else 0
 
 
 def moment_bytes(optimizer: OptimizerSpec) -> float:

@@ -42,7 +42,7 @@ from realign.engines.shared_model import Share, SharedModel
 from realign.engines.training.load_balancing import LoadBalancing
 from realign.engines.training.optimizer import OptimizerSpec, ScheduleKind
 from realign.errors import ConfigError, SettingsError
-from realign.settings import Settings
+from realign.settings import Auto, Settings
 
 
 @dataclass
@@ -62,8 +62,9 @@ class TransformersModel(Settings, ModelSpec):
         deterministic: Use deterministic kernels, including those of flash-attn, so that a run on the same GPU repeats
             bit by bit. They are slower, and apply to all models in the process. On CPU, results are deterministic
             without this key.
-        gradient_checkpointing: Recompute each layer in the backward pass. This saves memory and takes about a third
-            more time.
+        gradient_checkpointing: true | false | auto. Recompute each layer in the backward pass. This saves memory and
+            takes about a third more time. auto recomputes on CUDA if training would not fit the device otherwise, and
+            never on a CPU. The launch table shows the choice and its reason.
         dropout: Apply the model's dropout during training. Off by default, since the importance ratios of PPO compare
             two passes over the same text.
         optimizer: Optimizer settings; null freezes the model.
@@ -97,7 +98,7 @@ class TransformersModel(Settings, ModelSpec):
     device: str = "auto"
     attention: Backend = Backend.auto
     deterministic: bool = False
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool | Auto = Auto.auto
     dropout: bool = False
     optimizer: OptimizerSpec | None = None
     trains: Trained = field(default_factory=All)
@@ -186,7 +187,8 @@ class TransformersModel(Settings, ModelSpec):
             settings.dtype,
             optimizer=self.optimizer,
             value_head=value_head,
-            gradient_checkpointing=self.gradient_checkpointing,
+            gradient_checkpointing=self.checkpoints,
+            keep_rollout=self.sharding.keeps_rollout,
             load_in_4bit=self.load_in_4bit,
             lanes=torch.get_num_threads() if together and not (value_head and value_head.layers) else 1,
             fused_rollout=self.fused_rollout,
@@ -195,6 +197,11 @@ class TransformersModel(Settings, ModelSpec):
             reshard=self.sharding.reshard,
         )
         return model.estimate(work)
+
+    @property
+    def checkpoints(self) -> bool:
+        """Whether training recomputes layers; false while `auto` is undecided."""
+        return self.gradient_checkpointing is True
 
     @property
     def _value_head(self) -> ValueHead | None:
@@ -289,7 +296,7 @@ class TransformersModel(Settings, ModelSpec):
             )
         head = replace(self.head, value_head=None) if isinstance(self.head, Causal) else self.head
         adapter = AdapterStart.auto if self.adapter is AdapterStart.continue_ else self.adapter
-        plain = replace(self, load_balancing=None, gradient_checkpointing=False)
+        plain = replace(self, load_balancing=None, gradient_checkpointing=Auto.auto)
         return replace(plain, optimizer=None, trains=All(), head=head, adapter=adapter)
 
     @override
@@ -305,7 +312,7 @@ class TransformersModel(Settings, ModelSpec):
     def for_evaluation(self) -> ModelSpec:
         """Return a frozen copy that merges adapters and does not quantize."""
         adapter = AdapterStart.auto if self.adapter is AdapterStart.continue_ else self.adapter
-        plain = replace(self, load_balancing=None, gradient_checkpointing=False, load_in_4bit=False)
+        plain = replace(self, load_balancing=None, gradient_checkpointing=Auto.auto, load_in_4bit=False)
         copy = replace(plain, optimizer=None, trains=All(), adapter=adapter)
         return copy if self.inherited is None else copy.with_tokenizer(self.inherited)
 
@@ -432,7 +439,7 @@ class TransformersModel(Settings, ModelSpec):
             sampling=self._sampling,
             value_head=value_head,
             optimizer=self.optimizer,
-            gradient_checkpointing=self.gradient_checkpointing,
+            gradient_checkpointing=self.checkpoints,
             load_balancing=self.load_balancing,
             probed=probed,
         )

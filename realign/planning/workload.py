@@ -178,9 +178,7 @@ def _role(experiment: Experiment, role: str) -> RoleLoad:
         elif not isinstance(trains, All | Lora):
             trained = 1.0
     fused = spec.fused_rollout and not isinstance(spec.trains, Lora)
-    return RoleLoad(
-        role, network, trained, spec.gradient_checkpointing, fused, configured=role not in experiment.filled_roles
-    )
+    return RoleLoad(role, network, trained, spec.checkpoints, fused, configured=role not in experiment.filled_roles)
 
 
 def _network(role: str, spec: TransformersModel) -> NetworkSizes:

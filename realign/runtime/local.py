@@ -30,6 +30,7 @@ from realign.data.dataset import content_hash
 from realign.data.encoding import DecodedSequence, decoded_row
 from realign.errors import RunError
 from realign.runtime.calls import call, is_stale
+from realign.runtime.checks.auto_memory import decided
 from realign.runtime.checks.before_loading import open_interfaces, used_interfaces
 from realign.runtime.checks.during_training import check_ratio, default_tolerance
 from realign.runtime.checks.known_answers import check_verifiers
@@ -186,7 +187,7 @@ class LocalRuntime:
 
     def _load_models(self) -> dict[str, Model]:
         """Load the model of every role; a runtime with remote models returns proxies."""
-        return load_models(self.experiment)
+        return load_models(decided(self.experiment))
 
     @property
     def graph(self) -> DataflowGraph:

@@ -175,8 +175,8 @@ def test_ranks_divide_weights_and_state_but_sample_from_a_whole_copy():
         )
         for ranks in (1, 2)
     )
-    assert two.kept == pytest.approx(one.kept / 2, rel=0.01)
-    assert two.rollout_weights == one.rollout_weights + one.weights
+    assert two.kept - two.sampling_copy == pytest.approx(one.kept / 2, rel=0.01)
+    assert (two.sampling_copy, two.rollout_weights) == (one.weights, one.rollout_weights)
 
 
 def test_a_reference_branch_copies_the_layers_that_train():

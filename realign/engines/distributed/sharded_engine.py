@@ -301,7 +301,7 @@ class ShardedEngine(TransformersEngine):
                 return SequenceSample(())
             return super().generate(part, config, seed=seed)
         finally:
-            if not self.sharding.keep_rollout:
+            if not self.sharding.keeps_rollout:
                 self.network.gathered.empty()
 
     def _rollout_module(self) -> Any:
@@ -330,7 +330,7 @@ class ShardedEngine(TransformersEngine):
             self.network.sampler()  # with the run's initial weights, see `Fusion.compare`
         super().load_state_dict(self._sharded_state.own(state), weights_only=weights_only)
         self.network.gathered.outdate()
-        if not self.sharding.keep_rollout:
+        if not self.sharding.keeps_rollout:
             self.network.gathered.empty()
 
     @override

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from realign.engines.distributed.ranks import current
-from realign.settings import Count, Settings
+from realign.settings import Auto, Count, Settings
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -37,15 +37,21 @@ class Sharding(Settings):
         reduce_once: sum gradients over the ranks once in each training step, after its last micro-batch, instead of
             after every micro-batch. Faster with many micro-batches and slow links, but each rank then keeps the
             gradients of all its weights in fp32: 4 bytes for each weight, in addition to its part of the gradients.
-        keep_rollout: keep the full copy of the weights, from which responses are sampled, in memory between rollouts.
-            false frees it after each rollout.
+        keep_rollout: true | false | auto. Keep the full copy of the weights, from which responses are sampled, in
+            memory between rollouts. false frees it after each rollout. auto frees it on CUDA if training or scoring
+            would not fit beside it, and keeps it otherwise.
     """
 
     tensor_parallel: Count = 1
     offload: bool = False
     reshard: bool = True
     reduce_once: bool = False
-    keep_rollout: bool = True
+    keep_rollout: bool | Auto = Auto.auto
+
+    @property
+    def keeps_rollout(self) -> bool:
+        """Whether the copy stays; true while `auto` is undecided."""
+        return self.keep_rollout is not False
 
 
 def is_part(x: Tensor) -> TypeGuard[DTensor]:

@@ -12,7 +12,7 @@ import torch
 from realign.api.memory import EstimatesMemory, LimitsPrompts, LimitsSequences, MemoryWork, RoleMemory
 from realign.api.model import ModelSpec
 from realign.api.sampler import samples_externally
-from realign.engines.device import pick_device
+from realign.engines.device import free_bytes, pick_device
 from realign.engines.distributed.ranks import current
 from realign.engines.shared_model import Share, SharedModel
 from realign.runtime.experiment import Experiment
@@ -52,14 +52,19 @@ class DeviceEstimate:
 
     @property
     def peak(self) -> int:
-        """Largest number of bytes at any time, in all processes. Asynchronous rollout runs during all other calls."""
-        calls = [
-            role.passing + (role.kept if name in self.offloaded else 0)
-            for name, role in self.roles.items()
-            if name != ROLLOUT
-        ]
-        rollout = self.roles[ROLLOUT].passing if ROLLOUT in self.roles else 0
-        return self.kept + self.processes * (max(calls, default=0) + rollout)
+        """Largest number of bytes at any time, in all processes."""
+        calls = [self.during(name, role.passing) for name, role in self.roles.items() if name != ROLLOUT]
+        return max(calls, default=self.kept + self.processes * self._ahead)
+
+    def during(self, role: str, passing: int) -> int:
+        """Return the bytes, in all processes, during a call of a role that needs `passing` bytes in each."""
+        own = self.roles[role].kept if role in self.offloaded else 0
+        return self.kept + self.processes * (passing + own + self._ahead)
+
+    @property
+    def _ahead(self) -> int:
+        """Bytes of asynchronous rollout, which runs during all other calls."""
+        return self.roles[ROLLOUT].passing if ROLLOUT in self.roles else 0
 
     @property
     def holds_weights(self) -> bool:
@@ -102,7 +107,7 @@ def show(count: int) -> str:
 def free_memory(device: torch.device) -> int | None:
     """Return the free memory of a device, or of the host for the CPU; None if unknown."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        return free_bytes(device)
     try:
         lines = MEMINFO.read_text(encoding="ascii").splitlines()
     except OSError:

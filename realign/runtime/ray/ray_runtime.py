@@ -17,6 +17,7 @@ from typing_extensions import override
 from realign.api import RPC, Model, ModelSpec, SequenceSample
 from realign.api.sampler import Sampler, samples_externally
 from realign.errors import ConfigError, TransientError
+from realign.runtime.checks.auto_memory import decided
 from realign.runtime.experiment import Experiment
 from realign.runtime.local import CallResult, LocalRuntime
 from realign.runtime.models import load_models
@@ -51,7 +52,7 @@ class RayRuntime(LocalRuntime):
         super().__init__(experiment)
 
     def _load_models(self) -> dict[str, Model]:
-        return load_models(self.experiment, self._load_own)
+        return load_models(decided(self.experiment), self._load_own)
 
     def _load_own(self, specs: Mapping[str, ModelSpec], seed: int) -> dict[str, Model]:
         """Start a worker group for each set of roles that share processes, and load their models concurrently."""

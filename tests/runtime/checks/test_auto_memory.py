@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from realign.cli.launch_table import derived_rows
+from realign.config import build_experiment, compose
+from realign.engines.distributed.ranks import Ranks
+from realign.errors import ConfigError
+from realign.runtime.checks import auto_memory, device_estimate
+from realign.runtime.checks.auto_memory import CHECKPOINTING, KEEPING, USABLE, decide, decided
+from realign.runtime.checks.device_estimate import estimate, show
+from realign.settings import Auto
+from tests.tiny import save_tiny
+
+WORDS = ("data.path=p.jsonl", "interfaces.reward.function=realign.rewards.arithmetic:exact_answer", "batch_prompts=4")
+AUTO = "models.actor.gradient_checkpointing=auto"
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save_tiny(tmp_path / "model")
+
+
+@pytest.fixture
+def cuda(here, monkeypatch):
+    """Let estimates assume a CUDA device; nothing is loaded there."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 * 2**30))
+
+
+def experiment(*words, auto=(AUTO,)):
+    return build_experiment(
+        compose(["experiment=grpo", "models.actor.path=model", "models.actor.dtype=float32", *WORDS, *auto, *words])
+    )
+
+
+def needed(made, role="actor"):
+    """Return the bytes on the device while a role trains or scores, with the defaults of a CPU."""
+    (device,) = estimate(made, free=lambda device: 10**15)
+    return device.during(role, device.roles[role].computing)
+
+
+def having(count):
+    return lambda device: count
+
+
+def test_on_a_cpu_nothing_is_decided_and_no_config_is_read(here):
+    made = experiment("models.actor.path=missing")
+    assert decide(made, having(1)) == []
+    assert decided(made) is made
+    spec = made.models["actor"]
+    assert (spec.gradient_checkpointing, spec.checkpoints, spec.sharding.keeps_rollout) == (Auto.auto, False, True)
+    assert not {CHECKPOINTING, KEEPING} & dict(derived_rows(experiment())).keys()
+
+
+def test_layers_are_recomputed_if_training_does_not_fit_otherwise(cuda):
+    made = experiment()
+    most = needed(made)
+    (fits,) = decide(made, having(round(most / USABLE) + 1))
+    assert (fits.role, fits.setting, fits.on) == ("actor", CHECKPOINTING, False)
+    tight = round(most / USABLE) - 1000
+    (full,) = decide(made, having(tight))
+    assert full.on
+    assert str(full) == f"on (auto: {show(most)} without it, {show(tight)} free on the device)"
+    spec = decided(made, having(tight)).models["actor"]
+    assert (spec.gradient_checkpointing, spec.inherited) == (True, made.models["actor"].inherited)
+    assert made.models["actor"].gradient_checkpointing is Auto.auto
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_a_given_value_wins(cuda, value):
+    made = experiment(auto=[f"models.actor.gradient_checkpointing={str(value).lower()}"])
+    assert decide(made, having(1)) == []
+    assert decided(made, having(1)).models["actor"].gradient_checkpointing is value
+
+
+def test_roles_on_one_device_decide_for_their_own_calls(cuda):
+    made = experiment("interfaces.actor.kl.coef=0.1", "interfaces.actor.kl.place=loss")
+    (choice,) = decide(made, having(1))  # the frozen reference trains nothing
+    assert choice.role == "actor"
+    assert choice.reason.startswith(show(needed(made)))
+
+
+def test_the_launch_table_shows_the_choice(cuda, monkeypatch):
+    made = experiment()
+    monkeypatch.setattr(device_estimate, "free_memory", having(2**20))
+    monkeypatch.setattr("realign.engines.device.supports_bfloat16", lambda device: True)
+    row = dict(derived_rows(made))[CHECKPOINTING]
+    assert row == f"on (auto: {show(needed(made))} without it, 1 MiB free on the device)"
+
+
+def test_the_copy_for_sampling_is_freed_first(cuda, monkeypatch):
+    monkeypatch.setattr(device_estimate, "current", lambda: Ranks(0, 8))
+    made = experiment()
+    (device,) = estimate(made, free=lambda device: 10**15)
+    most, copy = needed(made), device.roles["actor"].sampling_copy
+    assert copy == 8 * device.roles["actor"].weights
+    kept, off = decide(made, having(round(most / USABLE) + 1))
+    assert (kept.setting, kept.on, off.on) == (KEEPING, True, False)
+    freed, off = decide(made, having(round((most - copy) / USABLE) + 1))
+    assert (freed.on, off.on) == (False, False)
+    assert off.reason.startswith(show(most - copy))
+    spec = decided(made, having(round((most - copy) / USABLE) - 1000)).models["actor"]
+    assert (spec.checkpoints, spec.sharding.keep_rollout) == (True, False)
+
+
+def test_rank_0_decides_for_all(here, monkeypatch):
+    class Second(Ranks):
+        def lead(self, action):
+            return [auto_memory.Decision("actor", CHECKPOINTING, on=True, reason="")]
+
+    monkeypatch.setattr(auto_memory, "current", lambda: Second(1, 2))
+    assert decided(experiment()).models["actor"].checkpoints
+
+
+def test_another_word_is_an_error(here):
+    with pytest.raises(ConfigError, match=r"gradient_checkpointing: expected bool or auto, found 'ture'"):
+        experiment("models.actor.gradient_checkpointing=ture", auto=())
