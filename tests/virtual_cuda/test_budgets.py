@@ -5,11 +5,14 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 
-from realign.api import GenerationConfig
-from tests.virtual_cuda.budgets import decode, engine_of, of_layers, prompts_of, train, train_sharded
+from realign.api import GenerationConfig, MicroBatchSpec, Model
+from realign.interfaces.grpo import GRPOActorInterface
+from tests.virtual_cuda.budgets import batch, decode, engine_of, of_layers, prompts_of, train, train_sharded
 from tests.virtual_cuda.device import limit
 
 STEP = "realign/engines/host.py"
@@ -56,3 +59,30 @@ def test_an_optimizer_step_of_fsdp_waits_twice_at_any_number_of_ranks():
     assert not micro_batch.synchronizations
     assert {line.partition(":")[0] for _, line in rest.synchronizations} == set(ALLOWED)
     assert rest.waits == 2
+
+
+def test_rollouts_leave_only_weights_behind_and_steps_only_moments():
+    engine = engine_of(num_hidden_layers=2)
+    model = Model("actor", engine, engine.tokenizer)
+    actor = GRPOActorInterface(generation=GenerationConfig(n=2, max_new_tokens=14))
+    weights = 4 * sum(p.numel() for p in engine.module.parameters())
+    before = live() - weights
+
+    def rollout() -> int:
+        engine.generate(prompts_of(), actor.generation, seed=0)
+        return live() - before
+
+    def step() -> int:
+        actor.train_step(model, batch(), MicroBatchSpec())
+        return live() - before
+
+    assert [rollout(), rollout()] == [weights] * 2
+    first = step()
+    assert 3 * weights <= first <= 3 * weights + 1024  # two moments, and the counters of the optimizer
+    assert [step(), rollout(), step()] == [first] * 3
+
+
+def live() -> int:
+    """Return the bytes that tensors hold on the device."""
+    gc.collect()
+    return torch.cuda.memory_allocated()
