@@ -104,12 +104,14 @@ def run(
     training: TrainingLoop | None = None
     # the commands in the summary add `resume=auto` themselves
     report = RunReport(None if command is None else [word for word in command if not word.startswith("resume=")])
-    if begin is not None:
+    # Only rank 0 has `begin`, but all ranks open interfaces together.
+    if ranks.broadcast(begin is not None):
         try:  # an interface that cannot be opened is reported before the launch table
             open_interfaces(experiment)
         finally:
             for interface in used_interfaces(experiment).values():
                 interface.close()
+    if begin is not None:
         report.log.write(begin())
     with report.log.capturing() if ranks.leader else nullcontext():
         while True:

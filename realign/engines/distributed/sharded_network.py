@@ -213,7 +213,8 @@ class ShardedNetwork(Network):
             expected[name] = self.host.digest(weight.read(slices_of(like, self.grid.after(like))))
         if unread:
             self.load_state_dict({}, strict=False)  # FSDP looks at its parameters again after it
-            check_same_slices(self.name, self.host.gather((digests, expected)))
+            named = tuple({k.removeprefix("module."): x for k, x in read.items()} for read in (digests, expected))
+            check_same_slices(self.name, self.host.gather(named))
 
     @property
     @override

@@ -141,7 +141,6 @@ def test_a_rank_that_hangs_is_named_with_the_operations_of_all_ranks(here):
     assert failure.message.startswith("call 'actor_train' exceeds runtime.rpc_timeout_minutes=0.1. Restart the run")
 
 
-@pytest.mark.slow
 def test_a_rank_out_of_memory_ends_both_with_one_line_and_the_record_of_that_rank(here):
     codes, said = Ranks(here, *FAULTS, "interfaces.actor.fault=out of memory").ended()
     message = "RPC 'actor_train' on rank 1 of 2: out of memory (CUDA out of memory. Tried to allocate 20.00 GiB). "
