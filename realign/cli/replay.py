@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from realign.runtime.checkpoint.folder import Checkpoint
     from realign.runtime.replay import ReplayedStep
 
-MACHINE = ("time/", "memory", "load", "idle", "wait")
-"""Parts of the names of metrics that measure the machine."""
+MACHINE = ("time/", "rollout/")
+"""Beginnings of metrics that depend on the machine: durations, and how far an asynchronous rollout is ahead."""
 
 
 def replay(args: argparse.Namespace, words: Sequence[str]) -> int:
@@ -166,7 +166,7 @@ def _first_metric(first: Path, second: Path) -> tuple[int | None, str, tuple[obj
 
 
 def _of_machine(name: str) -> bool:
-    return name == "seconds" or name.endswith("_s") or any(part in name for part in MACHINE)
+    return name == "seconds" or name.endswith("_s") or name.startswith(MACHINE)
 
 
 def _bisect_by_command(args: argparse.Namespace, words: Sequence[str]) -> int:

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from realign.cli import main
+from realign.cli.replay import _of_machine
 from realign.demo.arithmetic import prepare
 
 REWARD = "def score(prompt, response, row):\n    return len(response) / 5 + (response[:1] in '13579')\n"
@@ -113,3 +114,10 @@ def test_mistakes_are_one_line(words, message, finished, monkeypatch, capsys):
     monkeypatch.chdir(finished)
     assert main(words) == 2
     assert message in capsys.readouterr().err
+
+
+def test_loads_of_experts_are_compared_and_durations_are_not():
+    of_training = ("expert_load_max", "idle_experts", "load_balancing_loss", "reward")
+    of_machine = ("step_s", "time/actor_gen_s", "rollout/ready_prompts", "train_tokens_per_s", "seconds")
+    assert not any(map(_of_machine, of_training))
+    assert all(map(_of_machine, of_machine))
