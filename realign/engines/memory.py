@@ -46,17 +46,19 @@ class MemoryModel:
     offload: bool = False
     reshard: bool = True
     keep_rollout: bool = True
+    replicate: int = 1
+    """Number of groups of ranks that each have all weights."""
 
     def estimate(self, work: MemoryWork) -> RoleMemory:
         """Return the memory of a role that does this work."""
-        shape, ranks = self.shape, work.ranks
-        trained = (shape.trained + self._value_weights if self.optimizer is not None else 0) // ranks
+        shape, ranks, shards = self.shape, work.ranks, work.ranks // self.replicate
+        trained = (shape.trained + self._value_weights if self.optimizer is not None else 0) // shards
         lanes = self._lanes(work)
         accumulates = work.optimizer_step_tokens > work.tokens or lanes > 1
         on_device = 0 if self.offload and ranks > 1 else 1
         memory = RoleMemory(
             device=str(self.device),
-            weights=on_device * self._weights // ranks,
+            weights=on_device * self._weights // shards,
             references=sum(self._reference(layers) for layers in work.references),
             casts=self._casts if ranks == 1 else self._gathered,
             accumulates=accumulates,

@@ -195,6 +195,7 @@ class TransformersModel(Settings, ModelSpec):
             sampling=self._sampling,
             offload=self.sharding.offload,
             reshard=self.sharding.reshard,
+            replicate=self.sharding.replicate if work.ranks > 1 else 1,
         )
         return model.estimate(work)
 

@@ -174,7 +174,7 @@ def overrides(placement: PlannedPlacement, load: Workload, options: PlanOptions,
     words = _runtime_words(placement, options)
     if placement.tensor_parallel > 1:
         roles = [role for group in placement.groups for role in group.roles if load.roles[role].configured]
-        words += [f"models.{role}.sharding.tensor_parallel={placement.tensor_parallel}" for role in roles]
+        words += [f"models.{role}.sharding.tensor={placement.tensor_parallel}" for role in roles]
     if placement.sampling is Sampling.servers:
         words += _server_words(placement, f"models.{load.sampled}.sampler", server)
     if placement.max_staleness is None:

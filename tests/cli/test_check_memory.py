@@ -10,6 +10,7 @@ from rich.console import Console
 from realign.api.memory import RoleMemory
 from realign.cli import commands as cli
 from realign.cli.check import KINDS, print_memory, summary
+from realign.engines.distributed.ranks import Ranks
 from realign.runtime.checks.device_estimate import DeviceEstimate
 from tests.tiny import save_tiny
 
@@ -66,6 +67,21 @@ def test_check_prints_the_estimate_before_it_loads_weights(tmp_path, monkeypatch
     out = capsys.readouterr().out
     assert out.index("Memory (estimate") < out.index("\nData\n")
     assert "between calls, peak" in out
+
+
+def test_check_shows_the_mesh_of_each_role_and_the_memory_of_a_rank(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    save_tiny(tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "1+1=", "response": "2"}) + "\n")
+    words = ["experiment=sft", "models.actor.path=model", "data.path=rows.jsonl", "batch_prompts=1"]
+    monkeypatch.setattr("realign.engines.distributed.ranks.launched", lambda: Ranks(0, 8))
+    assert cli.main(["check", *words, "models.actor.sharding.replicate=2"]) == 0
+    out = capsys.readouterr().out
+    assert "\n  actor: 8 ranks = replicate 2 x shard 4\n" in out
+    assert "cpu in 8 processes: " in out
+    assert cli.main(["check", *words, "models.actor.sharding.replicate=3"]) == 2
+    assert "models.actor.sharding.replicate=3: must divide the number of ranks (8)" in capsys.readouterr().err
 
 
 def test_check_estimates_the_memory_of_the_rows_that_it_read(tmp_path, monkeypatch, capsys):

@@ -40,7 +40,7 @@ def test_every_placement_uses_all_devices_and_its_overrides_build_an_experiment(
         assert made.runtime.starts_workers == (one.runtime == "ray")
         expected = None if one.max_staleness is None else one.max_staleness
         assert (made.rollout.max_staleness if isinstance(made.rollout, Async) else None) == expected
-        assert made.models["actor"].sharding.tensor_parallel == one.tensor_parallel
+        assert made.models["actor"].sharding.tensor == one.tensor_parallel
         if one.runtime == "ray":
             groups = {group.name: (set(group.roles), group.devices) for group in plan_groups(made)}
             wanted = {group.roles[0]: (set(group.roles), group.devices) for group in one.groups}
@@ -86,7 +86,7 @@ def test_tensor_parallelism_stays_in_a_node():
         (
             PlannedPlacement((PlannedGroup(("actor",), 8),), tensor_parallel=2),
             "torchrun --standalone --nproc-per-node=8 -m realign runtime=local "
-            "models.actor.sharding.tensor_parallel=2 rollout=sync",
+            "models.actor.sharding.tensor=2 rollout=sync",
         ),
         (
             PlannedPlacement((PlannedGroup(("actor",), 16),)),

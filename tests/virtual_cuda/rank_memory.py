@@ -83,7 +83,7 @@ class Imagined(Host):
     def most(self, n: int) -> int:
         return n
 
-    def sums(self, numbers: Sequence[float], group: Any) -> list[float]:
+    def sums(self, numbers: Sequence[float]) -> list[float]:
         return list(numbers)
 
     def gather(self, x: Any, group: Any = None) -> list[Any]:

@@ -147,6 +147,11 @@ def launched() -> Ranks:
     return Ranks(rank, size) if size > 1 else Ranks()
 
 
+def expected_size() -> int:
+    """Return the number of ranks of this run, whether or not they have joined."""
+    return max(current().size, launched().size)
+
+
 def command_words() -> list[str]:
     """Return the words that start realign as this process was started: `realign`, or torchrun with its processes."""
     if "TORCHELASTIC_RUN_ID" not in os.environ or current().size == 1:

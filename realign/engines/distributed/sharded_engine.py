@@ -117,13 +117,13 @@ class ShardedEngine(TransformersEngine):
     @property
     @override
     def data_ranks(self) -> int:
-        return self.network.grid.data_ranks
+        return self.network.mesh.data_ranks
 
     @property
     @override
     def data_rank(self) -> int:
         """Index of this rank's part. All ranks of a tensor-parallel group have the same index."""
-        return self.network.grid.data_rank
+        return self.network.mesh.data_rank
 
     @override
     def lm_head(self) -> LMHead:
@@ -182,7 +182,7 @@ class ShardedEngine(TransformersEngine):
 
     @override
     def _over_ranks(self, stats: Stats) -> Stats:
-        return merge_stats(self.network.grid.gather(on_host(stats)))
+        return merge_stats(self.network.mesh.gather(on_host(stats)))
 
     @override
     def measure(self, data: SequenceSample, mb_spec: MicroBatchSpec, loss_fn: LossFn) -> Stats:
@@ -234,7 +234,7 @@ class ShardedEngine(TransformersEngine):
         return self._balancer.start(self.data_ranks * (len(passes.batches) + len(idle)), count, self._sum_ranks)
 
     def _sum_ranks(self, x: Tensor) -> Tensor:
-        return self.network.grid.sum(x)
+        return self.network.mesh.sum(x, self.network.mesh.data)
 
     def _reduce_after(self, number: int, rounds: int) -> None:
         """Sum gradients over the ranks after pass `number` of `rounds`, or keep them until the last pass."""
@@ -257,7 +257,7 @@ class ShardedEngine(TransformersEngine):
 
     def _total_loss(self, losses: Sequence[Tensor]) -> Tensor:
         # Over data-parallel ranks only: those that split layers have the same loss.
-        return self.network.grid.sum(super()._total_loss(losses))
+        return self._sum_ranks(super()._total_loss(losses))
 
     def _nonfinite_origin(self, done: Accumulated, weight: Tensor) -> str:
         """Name the prompts in micro-batches with a non-finite loss.
@@ -268,7 +268,7 @@ class ShardedEngine(TransformersEngine):
             return f"the model: weight {name!r} is not finite"
         pairs = zip(done.passes, done.losses, strict=True)
         own = [i for (part, _), loss in pairs if not bool(loss.isfinite()) for i in part.ids]
-        culprits = dict.fromkeys(i for ids in self.network.grid.gather(own) for i in ids)
+        culprits = dict.fromkeys(i for ids in self.network.mesh.gather(own) for i in ids)
         if not culprits:
             return "the sum of the gradients, while all losses are finite"
         return f"the loss of micro-batches with ids {', '.join(map(repr, list(culprits)[:8]))}"
@@ -313,7 +313,7 @@ class ShardedEngine(TransformersEngine):
         return shard(data, self.data_ranks, key)
 
     def _restored(self, parts: Shards, own: SequenceSample) -> SequenceSample:
-        return parts.restore(self.network.grid.gather(own))
+        return parts.restore(self.network.mesh.gather(own))
 
     @override
     def state_dict(self) -> dict[str, Any]:

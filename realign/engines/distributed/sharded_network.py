@@ -1,4 +1,4 @@
-"""`ShardedNetwork`: FSDP2 for data parallelism, tensor parallelism within layers, and full copies for rollouts.
+"""`ShardedNetwork`: FSDP2 over the mesh of ranks, tensor parallelism within layers, and full copies for rollouts.
 
 A rank stores a slice of every weight and of its optimizer state. A layer is gathered only while it computes.
 """
@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
@@ -23,6 +21,7 @@ from typing_extensions import override
 from realign.api.lengths import Lengths
 from realign.api.sample import TOKENS, SequenceSample
 from realign.engines.distributed.consistency import check_same_slices
+from realign.engines.distributed.mesh import Mesh
 from realign.engines.distributed.sharding import Sharding, from_slice, slices_of, whole
 from realign.engines.files.unread import Unread
 from realign.engines.host import Host
@@ -42,60 +41,6 @@ STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
 
 COPIED = "replicated_with_grad_allreduce"
 """Name, in a transformers plan, of a part that every rank stores in full and applies to its own heads."""
-
-
-@dataclass(frozen=True, eq=False)
-class Grid:
-    """Device mesh of a run: dimension `dp` splits the batch, dimension `tp` splits each layer."""
-
-    mesh: DeviceMesh
-    device: torch.device
-    host: Host
-
-    @classmethod
-    def of(cls, sharding: Sharding, device: torch.device, host: Host) -> Grid:
-        """Build the mesh over all ranks of the default process group.
-
-        Raises:
-            ConfigError: the number of ranks is not a multiple of `tensor_parallel`.
-        """
-        size, tp = dist.get_world_size(), sharding.tensor_parallel
-        if size % tp:
-            raise ConfigError(f"sharding.tensor_parallel={tp}: must divide the number of ranks ({size})")
-        # Tensor-parallel ranks are neighbors, usually in one node: they communicate within each layer.
-        return cls(init_device_mesh(device.type, (size // tp, tp), mesh_dim_names=("dp", "tp")), device, host)
-
-    @property
-    def data_ranks(self) -> int:
-        """Number of data-parallel parts of a batch."""
-        return self.mesh["dp"].size()
-
-    @property
-    def data_rank(self) -> int:
-        """Index of this rank's part. All ranks of a tensor-parallel group have the same index."""
-        return self.mesh["dp"].get_local_rank()
-
-    def sum(self, x: Tensor, over: str = "dp") -> Tensor:
-        """Return the sum over the ranks of dimension `over`."""
-        # `all_reduce` works in place, and the caller keeps its tensor.
-        x = x.to(self.device, copy=True)
-        dist.all_reduce(x, group=self.mesh[over].get_group())
-        return x
-
-    def gather(self, x: Any) -> list[Any]:
-        """Return the values of the data-parallel ranks, in rank order."""
-        return self.host.gather(x, self.mesh["dp"].get_group())
-
-    def sum_on_host(self, numbers: Sequence[float]) -> list[float]:
-        """Return the sums over the data-parallel ranks."""
-        return self.host.sums(numbers, self.mesh["dp"].get_group())
-
-    def after(self, like: DTensor) -> list[int]:
-        """Return the place in the mesh of a weight of the rank after this one; the first comes after the last."""
-        tp = self.mesh["tp"].size()
-        rank = (dist.get_rank() + 1) % dist.get_world_size()
-        place = {"dp": rank // tp, "tp": rank % tp}
-        return [place[name] for name in like.device_mesh.mesh_dim_names or ()]
 
 
 class ShardedNetwork(Network):
@@ -136,14 +81,14 @@ class ShardedNetwork(Network):
                 "Use one process."
             )
         layers = read_stack(module).layers
-        self.grid = Grid.of(sharding, self.device, self.host)
+        self.mesh = Mesh.of(name, sharding, self.device, self.host)
         # Before the modules are sharded: this is an ordinary copy of their classes, without memory.
         self.gathered = GatheredCopy(module, self.value_head)
         unread = self._set_aside()
         summed: set[str] = set()
         # Before FSDP, which divides what tensor parallelism leaves to a rank; see `slices_of`.
-        if sharding.tensor_parallel > 1:
-            copied = _split_layers(name, module, layers, self.grid.mesh["tp"])
+        if sharding.tensor > 1:
+            copied = _split_layers(name, module, layers, self.mesh.tensor)
             above = next(path for path, part in self.named_modules() if part is layers)
             summed = {f"{above}.{path}" for path in copied}
         self._shard(layers, sharding, settings.dtype)
@@ -167,12 +112,15 @@ class ShardedNetwork(Network):
         low = dtype if dtype == torch.bfloat16 else None
         policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32, cast_forward_inputs=False)
         offload = CPUOffloadPolicy() if sharding.offload else OffloadPolicy()
-        mesh = self.grid.mesh["dp"]
         for layer in layers:
             fully_shard(
-                layer, mesh=mesh, reshard_after_forward=sharding.reshard, mp_policy=policy, offload_policy=offload
+                layer,
+                mesh=self.mesh.fsdp,
+                reshard_after_forward=sharding.reshard,
+                mp_policy=policy,
+                offload_policy=offload,
             )
-        fully_shard(self, mesh=mesh, reshard_after_forward=False, offload_policy=offload)
+        fully_shard(self, mesh=self.mesh.fsdp, reshard_after_forward=False, offload_policy=offload)
         root: Any = self
         for part in self.modules():
             if isinstance(part, FSDPModule):
@@ -210,7 +158,7 @@ class ShardedNetwork(Network):
             for module, attribute in places[id(like)]:  # several for tied weights
                 setattr(module, attribute, part)
             # Reads a slice that this rank doesn't keep: its neighbor reads it too, and must find the same bytes.
-            expected[name] = self.host.digest(weight.read(slices_of(like, self.grid.after(like))))
+            expected[name] = self.host.digest(weight.read(slices_of(like, self.mesh.after(like))))
         if unread:
             self.load_state_dict({}, strict=False)  # FSDP looks at its parameters again after it
             named = tuple({k.removeprefix("module."): x for k, x in read.items()} for read in (digests, expected))
@@ -304,25 +252,27 @@ class ShardedNetwork(Network):
     def take_gradients(self) -> None:
         """Move the accumulated gradients to `owned`. A head that no rank's loss reached gets no gradient."""
         reached = [float(name in self._reached) for name in self._heads]
-        counts = dict(zip(self._heads, self.grid.sum_on_host(reached), strict=True)) if self._heads else {}
+        counts = dict(zip(self._heads, self.host.sums(reached), strict=True)) if self._heads else {}
         for (name, p), own in zip(self.sharded.items(), self._owned, strict=True):
             if p.grad is not None and counts.get(name, 1):
                 gradient = p.grad.to_local()
-                own.grad = self.grid.sum(gradient, "tp").to(own.device) if name in self._summed else gradient
+                own.grad = (
+                    self.mesh.sum(gradient, self.mesh.tensor).to(own.device) if name in self._summed else gradient
+                )
             p.grad = None
 
     def gradient_norm(self) -> Tensor:
         """Return the norm of the whole gradient, the same on every rank."""
-        tp = self.grid.mesh["tp"].size()
+        tensor = self.mesh.tensor.size()
         squares = [torch.zeros((), device=self.device)]
         for p, own in zip(self.sharded.values(), self._owned, strict=True):
             if own.grad is not None:
                 # Each rank of a tensor-parallel group has such a weight in full, and the sum over the group counts it
-                # `tp` times.
-                copies = 1 if tp == 1 or _divided(p, "tp") else tp
+                # `tensor` times.
+                copies = 1 if tensor == 1 or _divided(p, "tensor") else tensor
                 squares.append(own.grad.norm().square().to(self.device) / copies)
-        total = self.grid.sum(torch.stack(squares).sum())
-        return (total if tp == 1 else self.grid.sum(total, "tp")).sqrt()
+        total = self.mesh.sum(torch.stack(squares).sum(), self.mesh.shard)
+        return (total if tensor == 1 else self.mesh.sum(total, self.mesh.tensor)).sqrt()
 
     def gather(self, device: torch.device | None) -> GatheredCopy:
         """Gather a full copy on `device`. With None, the rank only participates."""
@@ -412,7 +362,7 @@ def _split_layers(role: str, module: Any, layers: nn.ModuleList, mesh: DeviceMes
     Raises:
         ConfigError: the family has no plan, the plan has an unsupported style, or the heads do not divide evenly.
     """
-    key, family = f"models.{role}.sharding.tensor_parallel={mesh.size()}", repr(module.config.model_type)
+    key, family = f"models.{role}.sharding.tensor={mesh.size()}", repr(module.config.model_type)
     plan = getattr(module.config, "base_model_tp_plan", None)
     if not plan:
         raise ConfigError(

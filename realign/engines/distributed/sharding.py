@@ -6,6 +6,7 @@ Importing this file does not import torch.distributed.
 from __future__ import annotations
 
 import logging
+import math
 import warnings
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from realign.engines.distributed.ranks import current
+from realign.errors import ConfigError
 from realign.settings import Auto, Count, Settings
 
 if TYPE_CHECKING:
@@ -28,9 +30,10 @@ class Sharding(Settings):
     """Sharding of one model's weights over several processes; ignored in a single-process run.
 
     Attributes:
-        tensor_parallel: number of ranks that compute each layer together, each with some of its heads and neurons.
-            The batch is split over the resulting groups of ranks. Must divide the number of ranks, and the numbers of
-            heads and neurons.
+        replicate: number of groups of ranks that each have all weights. Weights are then gathered within a group, such
+            as one machine, and only gradients are summed over all groups (HSDP).
+        tensor: number of ranks that compute each layer together, each with some of its heads and neurons. Must divide
+            the numbers of heads and neurons.
         offload: keep weights, gradients and optimizer moments in host memory between uses (CUDA only).
         reshard: free the gathered weights of a layer after its forward pass, and gather them again for its backward
             pass. false keeps them between the passes, which is faster but needs memory for all layers.
@@ -40,13 +43,33 @@ class Sharding(Settings):
         keep_rollout: true | false | auto. Keep the full copy of the weights, from which responses are sampled, in
             memory between rollouts. false frees it after each rollout. auto frees it on CUDA if training or scoring
             would not fit beside it, and keeps it otherwise.
+        tensor_parallel: former name of `tensor`.
     """
 
-    tensor_parallel: Count = 1
+    replicate: Count = 1
+    tensor: Count = 1
     offload: bool = False
     reshard: bool = True
     reduce_once: bool = False
     keep_rollout: bool | Auto = Auto.auto
+    tensor_parallel: Count | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tensor_parallel is not None:
+            self.tensor, self.tensor_parallel = self.tensor_parallel, None
+
+    def sizes(self, role: str, ranks: int) -> dict[str, int]:
+        """Return the number of ranks along each dimension of the mesh, from the outermost to the innermost.
+
+        Raises:
+            ConfigError: the dimensions do not divide the number of ranks.
+        """
+        sizes = {"replicate": self.replicate, "shard": 1, "tensor": self.tensor}
+        if ranks % (product := math.prod(sizes.values())):
+            keys = " x ".join(f"{name}={n}" for name, n in sizes.items() if n > 1)
+            raise ConfigError(f"models.{role}.sharding.{keys}: must divide the number of ranks ({ranks})")
+        return {**sizes, "shard": ranks // product}
 
     @property
     def keeps_rollout(self) -> bool:
@@ -78,7 +101,7 @@ def whole(x: Tensor) -> Tensor:
 def slices_of(like: DTensor, at: Sequence[int] | None = None) -> list[slice]:
     """Return the slices of a full tensor that a rank stores, one for each dimension.
 
-    Tensor parallelism, the last dimension of a mesh, splits first. FSDP then splits the result.
+    Tensor parallelism, the last dimension of a mesh, splits first. FSDP then splits the result. See `Mesh`.
 
     Args:
         like: a tensor that is sharded in the same way.

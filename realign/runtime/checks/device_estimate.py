@@ -13,7 +13,7 @@ from realign.api.memory import EstimatesMemory, LimitsPrompts, LimitsSequences, 
 from realign.api.model import ModelSpec
 from realign.api.sampler import samples_externally
 from realign.engines.device import free_bytes, pick_device
-from realign.engines.distributed.ranks import current
+from realign.engines.distributed.ranks import expected_size
 from realign.engines.shared_model import Share, SharedModel
 from realign.runtime.experiment import Experiment
 from realign.runtime.processes.placement import ROLLOUT, plan_groups
@@ -140,7 +140,7 @@ def estimate(experiment: Experiment, longest: int | None = None, free: Free | No
                 )
             ]
         )
-    ranks = current().size
+    ranks = expected_size()
     held = (*experiment.roles, ROLLOUT) if experiment.rollout.ahead else experiment.roles
     return _devices(_roles(experiment, held, ranks, longest, free), ranks, free)
 

@@ -287,7 +287,7 @@ def divided(folder: Path) -> dict[str, Any]:
     sharding."""
     found: dict[str, Any] = {}
     for family in ("llama", "qwen2", "qwen3"):
-        model = load(folder, family, sharding=Sharding(tensor_parallel=2))
+        model = load(folder, family, sharding=Sharding(tensor=2))
         state = copy.deepcopy(whole_tree(model.engine.state_dict()))
         found[family] = steps(model)
         model.engine.load_state_dict(state)
@@ -329,7 +329,7 @@ def kept(
 def crossed(folder: Path, own: Path, others: dict[str, Path]) -> dict[str, Any]:
     """Combine tensor parallelism in pairs of ranks with data parallelism between pairs. A single process runs without
     either."""
-    sharding = Sharding(tensor_parallel=2)
+    sharding = Sharding(tensor=2)
     found = kept(folder, own, others, "qwen3", sharding)
     model = load(folder, "qwen3", sharding=sharding)
     machine = model.engine
@@ -376,9 +376,9 @@ def mistakes(folder: Path) -> dict[str, str]:
         "reference": lambda: machine.reference(),
         "shape": lambda: machine.load_state_dict(other),
         "step": lambda: machine.apply(torch.tensor(1.0)),
-        "tensor parallel": lambda: load(folder, sharding=Sharding(tensor_parallel=7)),
-        "plan": lambda: load(folder, "gpt2", sharding=Sharding(tensor_parallel=current().size)),
-        "adapters": lambda: load(folder, trains=Lora(rank=4), sharding=Sharding(tensor_parallel=current().size)),
+        "tensor parallel": lambda: load(folder, sharding=Sharding(tensor=7)),
+        "plan": lambda: load(folder, "gpt2", sharding=Sharding(tensor=current().size)),
+        "adapters": lambda: load(folder, trains=Lora(rank=4), sharding=Sharding(tensor=current().size)),
         "offload": lambda: load(folder, sharding=Sharding(offload=True)),
         "nan": lambda: load(folder, optimizer=once).engine.train_batch(whole, BUDGET, nan, weight),
     }

@@ -243,12 +243,12 @@ def test_what_cannot_be_done_together_is_refused_on_every_rank(ranks: list[dict[
     assert "branch=reference of a sharded model requires trains=lora" in messages["reference"]
     assert messages["shape"] == "a saved tensor has shape [97, 1], but the model needs [97, 64]"
     assert "apply has no gradient" in messages["step"]
-    assert f"tensor_parallel=7: must divide the number of ranks ({len(ranks)})" in messages["tensor parallel"]
+    assert (
+        f"models.actor.sharding.tensor=7: must divide the number of ranks ({len(ranks)})" in messages["tensor parallel"]
+    )
     assert "no tensor-parallel plan for model family 'gpt2'" in messages["plan"]
     refused = (
-        "for '0.self_attn.q_proj' (Linear)"
-        if len(ranks) == 2
-        else "sharding.tensor_parallel=3: must divide num_attention_heads"
+        "for '0.self_attn.q_proj' (Linear)" if len(ranks) == 2 else "sharding.tensor=3: must divide num_attention_heads"
     )
     assert refused in messages["adapters"]
     assert "sharding.offload=true: the model is already on the CPU" in messages["offload"]

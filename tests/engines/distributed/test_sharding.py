@@ -9,7 +9,7 @@ import torch
 
 from realign.engines import Sharding
 from realign.engines.distributed.sharding import read_parts, read_saved, whole, write_parts
-from realign.errors import SettingsError
+from realign.errors import ConfigError, SettingsError
 
 TENSORS = {"a/b": torch.arange(6.0).view(2, 3), "c": torch.tensor([True, False]), "d": torch.zeros(0, 4)}
 
@@ -45,5 +45,16 @@ def test_a_tensor_of_one_process_is_whole() -> None:
 
 
 def test_a_number_of_ranks_is_at_least_one() -> None:
-    with pytest.raises(SettingsError, match="tensor_parallel=0: must be at least 1"):
-        Sharding(tensor_parallel=0)
+    with pytest.raises(SettingsError, match="tensor=0: must be at least 1"):
+        Sharding(tensor=0)
+
+
+def test_the_former_name_of_a_dimension_sets_it() -> None:
+    assert Sharding(tensor_parallel=2) == Sharding(tensor=2)
+
+
+def test_the_ranks_that_no_other_dimension_needs_shard_the_weights() -> None:
+    assert Sharding().sizes("actor", 6) == {"replicate": 1, "shard": 6, "tensor": 1}
+    assert Sharding(replicate=2, tensor=3).sizes("actor", 24) == {"replicate": 2, "shard": 4, "tensor": 3}
+    with pytest.raises(ConfigError, match=r"^models.ref.sharding.replicate=2 x tensor=2: must divide .* ranks \(6\)$"):
+        Sharding(replicate=2, tensor=2).sizes("ref", 6)

@@ -1,0 +1,107 @@
+"""`Mesh`: the ranks of a run as a grid, and for each dimension what its ranks divide and what they sum.
+
+| dimension | what differs between its ranks | what they sum |
+|---|---|---|
+| `replicate` | prompts | gradients, losses, metrics |
+| `shard` | prompts, slices of weights | gradients, losses, metrics, squares of gradients |
+| `tensor` | heads and neurons of each layer, with their weights | within layers, squares of gradients |
+
+The product of all dimensions is the number of ranks; `shard` is what the others leave.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from realign.engines.distributed.sharding import Sharding
+from realign.engines.host import Host
+
+
+@dataclass(frozen=True, eq=False)
+class Mesh:
+    """The place of this rank among all ranks of the default process group.
+
+    Attributes:
+        slices: the ranks by the weights that they have: `replicate`, `shard` and `tensor`.
+        parts: the same ranks by the tokens that they compute: `data` and `tensor`. It is `slices` if nothing is
+            replicated, since each group of ranks takes memory on a GPU.
+        device: device of the ranks' tensors.
+        host: how ranks agree on numbers.
+    """
+
+    slices: DeviceMesh
+    parts: DeviceMesh
+    device: torch.device
+    host: Host
+
+    @classmethod
+    def of(cls, role: str, sharding: Sharding, device: torch.device, host: Host) -> Mesh:
+        """Build the mesh over all ranks.
+
+        Raises:
+            ConfigError: see `Sharding.sizes`.
+        """
+        sizes = sharding.sizes(role, dist.get_world_size())
+        # The last dimensions communicate most, so their ranks are neighbors, usually in one node.
+        slices = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        if sizes["replicate"] == 1:
+            return cls(slices, slices, device, host)
+        data = sizes["replicate"] * sizes["shard"]
+        parts = init_device_mesh(device.type, (data, sizes["tensor"]), mesh_dim_names=("data", "tensor"))
+        return cls(slices, parts, device, host)
+
+    @property
+    def fsdp(self) -> DeviceMesh:
+        """The ranks that FSDP gathers weights from and sums gradients over; two dimensions if it replicates."""
+        return self.slices["shard"] if self.slices.size(0) == 1 else self.slices["replicate", "shard"]
+
+    @property
+    def shard(self) -> DeviceMesh:
+        """The ranks among which FSDP divides weights."""
+        return self.slices["shard"]
+
+    @property
+    def tensor(self) -> DeviceMesh:
+        """The ranks that compute each layer together."""
+        return self.slices["tensor"]
+
+    @property
+    def data(self) -> DeviceMesh:
+        """The ranks with different prompts."""
+        return self.parts["shard" if self.parts is self.slices else "data"]
+
+    @property
+    def data_ranks(self) -> int:
+        """Number of parts of a batch."""
+        return self.data.size()
+
+    @property
+    def data_rank(self) -> int:
+        """Index of this rank's part of a batch. Ranks that compute layers together have the same part."""
+        return self.data.get_local_rank()
+
+    def sum(self, x: Tensor, over: DeviceMesh) -> Tensor:
+        """Return the sum over the ranks of a dimension, such as `data`."""
+        # `all_reduce` works in place, and the caller keeps its tensor.
+        x = x.to(self.device, copy=True)
+        dist.all_reduce(x, group=over.get_group())
+        return x
+
+    def gather(self, x: Any) -> list[Any]:
+        """Return the values of the ranks with different prompts, in the order of the parts of a batch."""
+        return self.host.gather(x, self.data.get_group())
+
+    def after(self, like: DTensor) -> list[int]:
+        """Return the place in the mesh of a weight of the rank after this one; the first comes after the last."""
+        rank = (dist.get_rank() + 1) % dist.get_world_size()
+        place = dict(
+            zip(self.slices.mesh_dim_names or (), (self.slices.mesh == rank).nonzero()[0].tolist(), strict=True)
+        )
+        return [place[name] for name in like.device_mesh.mesh_dim_names or ()]

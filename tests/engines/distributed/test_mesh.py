@@ -1,0 +1,48 @@
+"""Test which ranks a dimension of the mesh has, with a process group without processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from realign.engines.distributed.mesh import Mesh
+from realign.engines.distributed.sharding import Sharding
+from realign.engines.host import Host
+
+
+@contextmanager
+def mesh_of(sharding: Sharding, ranks: int, rank: int) -> Iterator[Mesh]:
+    """Return the mesh as a rank sees it."""
+    dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
+    try:
+        yield Mesh.of("actor", sharding, torch.device("cpu"), Host())
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("sharding", "ranks", "expected"),
+    [
+        (Sharding(), 4, {"data": [0, 1, 2, 3], "fsdp": [0, 1, 2, 3], "shard": [0, 1, 2, 3], "tensor": [3]}),
+        (Sharding(tensor=2), 4, {"data": [1, 3], "fsdp": [1, 3], "shard": [1, 3], "tensor": [2, 3]}),
+        (Sharding(replicate=2), 4, {"data": [0, 1, 2, 3], "fsdp": [0, 1, 2, 3], "shard": [2, 3], "tensor": [3]}),
+        (Sharding(replicate=2, tensor=2), 8, {"data": [1, 3, 5, 7], "fsdp": [1, 3, 5, 7], "shard": [1, 3]}),
+    ],
+)
+def test_each_dimension_has_the_ranks_that_it_should(
+    sharding: Sharding, ranks: int, expected: dict[str, list[int]]
+) -> None:
+    with mesh_of(sharding, ranks, 3) as mesh:
+        assert {name: getattr(mesh, name).mesh.flatten().tolist() for name in expected} == expected
+        assert mesh.data_ranks == len(expected["data"])
+        assert mesh.data_rank == expected["data"].index(3)
+
+
+def test_fsdp_replicates_over_the_first_of_its_two_dimensions() -> None:
+    with mesh_of(Sharding(replicate=2), 4, 3) as mesh:
+        assert mesh.fsdp.mesh.tolist() == [[0, 1], [2, 3]]
