@@ -82,7 +82,7 @@ def fork_words(words: Sequence[str]) -> list[str]:
     checkpoint = last_checkpoint(run, step)
     if step and (checkpoint is None or checkpoint.step < step):
         checkpoint = _advance(run, out, step, checkpoint)
-    # `output_dir` may differ without being listed (`FREE`).
+    # `output_dir` may differ without being listed (`is_free`).
     allow = ",".join(quoted_text(key) for key in keys if key != "output_dir")
     resume = [] if checkpoint is None else [f"resume={quoted_text(str(checkpoint.path))}", f"resume_allow=[{allow}]"]
     return [config, *overrides, *resume]
@@ -142,10 +142,10 @@ def bisect(args: argparse.Namespace, words: Sequence[str]) -> int:
 
 def _print_settings(first: Path, second: Path) -> None:
     """Print the settings that differ, except those that only name a run."""
-    from realign.runtime.resume import FREE
+    from realign.runtime.resume import is_free
 
     a, b = (flat_config(run / "config.yaml") for run in (first, second))
-    keys = [key for key in dict.fromkeys([*a, *b]) if a.get(key) != b.get(key) and key.split(".")[0] not in FREE]
+    keys = [key for key in dict.fromkeys([*a, *b]) if a.get(key) != b.get(key) and not is_free(key)]
     for key in keys:
         print(visible(f"setting {key}: {a.get(key, '(none)')} and {b.get(key, '(none)')}"))
     if not keys:

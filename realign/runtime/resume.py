@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
@@ -23,7 +24,6 @@ from realign.version import installed_version
 FREE = (
     "callbacks",
     "checkpoint",
-    "evaluation.every_steps",
     "keep_saves",
     "name",
     "output_dir",
@@ -43,9 +43,14 @@ FREE = (
     "threads",
     "trackers",
 )
-"""Config keys that do not affect training and may differ between a checkpoint and the resumed run."""
+"""Config keys that do not affect training, with all keys below them; see `is_free`."""
 
 ABSENT = "(none)"
+
+
+def is_free(key: str) -> bool:
+    """Return whether a config key does not affect training, and may differ between a checkpoint and the resumed run."""
+    return key.partition(".")[0] in FREE or re.fullmatch(r"evaluation(s\.[^.]+)?\.every_steps", key) is not None
 
 
 def find_start(experiment: Experiment) -> Start | None:
@@ -157,7 +162,7 @@ def check_version(path: str, state: Mapping[str, Any], present: Mapping[str, Any
     if not written or minor == ".".join(running.split(".")[:2]):
         return
     now = {key for key, _ in _leaves(present)}
-    gone = [key for key, _ in _leaves(state.get("config", {})) if key not in now and key.split(".")[0] not in FREE]
+    gone = [key for key, _ in _leaves(state.get("config", {})) if key not in now and not is_free(key)]
     if gone:
         names = ", ".join(gone[:3]) + (", ..." if len(gone) > 3 else "")
         raise CheckpointError(
@@ -186,11 +191,11 @@ def check_config(saved: Mapping[str, Any], present: Mapping[str, Any], allow: It
             hint = f" Did you mean {near[0]!r}?" if near else ""
             raise ConfigError(f"resume_allow={key}: the config has no such key.{hint}")
     stretched = _stretched_schedules(before, now)
-    meant = {*FREE, *allow, *stretched}
+    meant = {*allow, *stretched}
     differing = [
         f"{key} was {before.get(key, ABSENT)}, is {now.get(key, ABSENT)}"
         for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key) and not any(key[:end] in meant for end in _ends(key))
+        if before.get(key) != now.get(key) and not is_free(key) and not any(key[:end] in meant for end in _ends(key))
     ]
     if not differing and stretched:
         totals = "; ".join(f"{key} was {before[key]}, is {now[key]}" for key in stretched)

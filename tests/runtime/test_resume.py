@@ -217,6 +217,10 @@ def test_what_changes_nothing_of_the_training_may_differ():
     saved = {"steps": 3, "trackers": {}, "evaluation": {"every_steps": 2, "n": 1}, "checkpoint": {"keep": 1}, "lr": 0.1}
     check_config(saved, saved | {"steps": 9, "trackers": {"a": {"b": 1}}, "checkpoint": None}, [])
     check_config(saved, saved | {"evaluation": {"every_steps": 5, "n": 1}}, [])
+    named = {"evaluations": {"hard": {"every_steps": 2, "n": 1}}}
+    check_config(saved | named, saved | {"evaluations": {"hard": {"every_steps": 3, "n": 1}}}, [])
+    with pytest.raises(CheckpointError, match=r"evaluations\.hard\.n was 1, is 2"):
+        check_config(saved | named, saved | {"evaluations": {"hard": {"every_steps": 3, "n": 2}}}, [])
     with pytest.raises(CheckpointError, match=r"the checkpoint: evaluation\.n was 1, is 2\. To resume"):
         check_config(saved, saved | {"evaluation": {"every_steps": 5, "n": 2}}, [])
     check_config(saved, saved | {"evaluation": {}}, ["evaluation"])
