@@ -4,9 +4,11 @@
     python guard.py --remove FOLDER...   removes the weights for servers
 
 The run holds the other end of standard input. At the end of the input, the whole process group of the server ends: by
-SIGTERM, and after some seconds by SIGKILL. This file imports only the standard library, because it runs as a script.
+SIGTERM, and after some seconds by SIGKILL. The exit code is that of the server, 128 + N if signal N ended it, as in a
+shell. This file imports only the standard library, because it runs as a script.
 """
 
+import contextlib
 import os
 import shutil
 import signal
@@ -20,14 +22,13 @@ END_S = 10.0
 
 
 def main(command: list[str]) -> int:
-    """Run a command until it ends or standard input ends, then end the whole process group, this process included."""
-    server = subprocess.Popen(command, stdin=subprocess.DEVNULL)
-    signal.signal(signal.SIGTERM, lambda number, frame: None)  # meant for the group; this process waits for it
+    """Run a command until it ends or standard input ends, then end its whole process group."""
+    signal.signal(signal.SIGTERM, lambda number, frame: None)  # this process waits for the server
+    server = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0)
     threading.Thread(target=_end_with_input, args=(server,), daemon=True).start()
     status = server.wait()
-    # Ends processes of the server that outlive it. This process is in the group too, so it ends here as well.
-    _signal_group(signal.SIGKILL)
-    return status
+    _signal_group(server, signal.SIGKILL)  # ends processes of the server that outlive it
+    return status if status >= 0 else 128 - status
 
 
 def remove(folders: list[str]) -> int:
@@ -45,16 +46,17 @@ def _wait_for_end_of_input() -> None:
 
 def _end_with_input(server: "subprocess.Popen[bytes]") -> None:
     _wait_for_end_of_input()
-    _signal_group(signal.SIGTERM)
+    _signal_group(server, signal.SIGTERM)
     deadline = time.monotonic() + END_S
     while server.poll() is None and time.monotonic() < deadline:
         time.sleep(0.05)
-    _signal_group(signal.SIGKILL)
+    _signal_group(server, signal.SIGKILL)
 
 
-def _signal_group(number: int) -> None:
-    """Send a signal to the group, which the run created for this process."""
-    os.killpg(os.getpgid(0), number)
+def _signal_group(server: "subprocess.Popen[bytes]", number: int) -> None:
+    """Send a signal to the server's group, if a process of it is left."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(server.pid, number)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ so a config from another user cannot send it to a server."""
 
 _CONNECT_S = 10.0
 T = TypeVar("T")
-# More than `guard.END_S`, so that the guard can end the whole group before it is killed itself.
+# More than `guard.END_S`, so that the guard can end the server's group before it is killed itself.
 _END_S = 15.0
 _LAST_LINES = 12
 
@@ -113,8 +113,11 @@ class Server:
             return
         assert self._log is not None
         if self._starts > self._settings.restarts:
-            lines = "" if self._process is None else self._process.last_lines()
-            raise TransientError(f"the server ended {self._starts} times. Its last output ({self._log}):\n{lines}")
+            assert self._process is not None
+            raise TransientError(
+                f"the server ended {self._starts} times, the last time {self._process.exit}. Its last output "
+                f"({self._log}):\n{self._process.last_lines()}"
+            )
         # Another process can take the port before the server does. The server then ends, and is started again.
         port = free_port()
         command = self._settings.command_line("launch", model, port, rank)
@@ -122,7 +125,8 @@ class Server:
         self._process = LaunchedServer(command, self._settings.server_variables(self._index), self._log)
         self._starts += 1
         # The port is another one now, and nothing that the last process said or had is true of this one.
-        self.http = None
+        if self.http is not None:
+            self.http.base_url = self.url
         self.facts = self.adapter = None
         self.has_base = rank is not None
         self.asleep = self.without_cache = False
@@ -219,8 +223,7 @@ class LaunchedServer:
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     env={**os.environ, **environment},
-                    # A group of its own: the guard ends it as a whole, and Ctrl-C in the terminal of the run doesn't
-                    # reach it.
+                    # Ctrl-C in the terminal of the run must not reach it.
                     start_new_session=True,
                 )
         except OSError as error:
@@ -230,6 +233,12 @@ class LaunchedServer:
     def ended(self) -> bool:
         """Whether the server ended."""
         return self._process.poll() is not None
+
+    @property
+    def exit(self) -> str:
+        """How the server ended, for messages."""
+        code = self._process.returncode
+        return f"by signal {code - 128}" if code > 128 else f"with exit code {code}"
 
     def last_lines(self) -> str:
         """Return the last lines of its output."""

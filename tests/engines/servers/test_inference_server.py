@@ -1,5 +1,6 @@
 """Servers that the run starts: they end with it, however it ends, and are started again when they die."""
 
+import asyncio
 import os
 import re
 import signal
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from realign.api import GenerationConfig, Request
+from realign.engines.servers.inference_server import Server
 from realign.engines.servers.sglang import Sglang
 from realign.engines.servers.vllm import Vllm
 from realign.errors import ConfigError, TransientError
@@ -74,6 +76,27 @@ def test_a_server_that_was_killed_is_started_again_with_the_current_weights(tmp_
         assert started(log)[0] != server
     finally:
         sampler.close()
+
+
+def test_a_server_that_is_started_again_keeps_its_client(tmp_path):
+    spec = Vllm(launch="{python} -c 'raise SystemExit(3)'", restarts=1, weights_dir=str(tmp_path))
+
+    async def clients():
+        server, seen = Server(spec, 0, tmp_path / "log"), []
+        for _ in range(2):
+            server.start(tmp_path, None)
+            server.connect()
+            seen.append((server.http, str(server.http.base_url), server.url))
+            await asyncio.to_thread(until, lambda: server.ended)
+        with pytest.raises(TransientError, match="the server ended 2 times, the last time with exit code 3"):
+            server.start(tmp_path, None)
+        await server.close()
+        return seen
+
+    (first, *addresses), (second, *others) = asyncio.run(clients())
+    assert first is second
+    assert first.is_closed
+    assert addresses[0] == addresses[1] != others[0] == others[1]
 
 
 @pytest.mark.slow
