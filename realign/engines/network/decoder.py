@@ -67,6 +67,8 @@ class SlotCache(ABC):
 
     slots: int
     length: int
+    bounded: bool = False
+    """Whether its memory keeps to the limit of `Decoder.new_cache`, however many slots there are."""
 
     @abstractmethod
     def reach(self, length: int, slots: int | None = None) -> int:
@@ -78,7 +80,7 @@ class SlotCache(ABC):
 
     @abstractmethod
     def resize(self, slots: int, length: int) -> None:
-        """Grow to more slots or longer slots, keeping their contents."""
+        """Change the number of slots, or make them longer. Slots that stay keep their contents."""
 
     @abstractmethod
     def move(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
@@ -159,6 +161,7 @@ class PackedCache(SlotCache):
         slots = kv.slots
         self.slots, self.length = slots, kv.length
         self.kv = kv
+        self.bounded = isinstance(kv, PagedKVCache)
         self.states = {
             layer: {name: x.new_zeros(slots, *x.shape[1:]) for name, x in states.items()}
             for layer, states in like.states.items()
@@ -187,7 +190,7 @@ class PackedCache(SlotCache):
         self.kv.resize(slots, length)
         for states in self.states.values():
             for name, x in states.items():
-                states[name] = torch.cat([x, x.new_zeros(slots - len(x), *x.shape[1:])])
+                states[name] = torch.cat([x[:slots], x.new_zeros(max(0, slots - len(x)), *x.shape[1:])])
         if self.shifts is not None:
             self.shifts = F.pad(self.shifts, (0, slots - len(self.shifts)))
 

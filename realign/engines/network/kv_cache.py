@@ -81,9 +81,9 @@ class KVCache:
                 cache[first:last, :, : x.shape[1]] = x
 
     def resize(self, slots: int, length: int) -> None:
-        """Grow to more slots or longer slots, keeping their contents."""
+        """See `SlotCache.resize`."""
         old = self._layers
-        self.slots, self.length = slots, length
+        self.slots, self.length, self._clean = slots, length, min(self._clean, slots)
         self._layers = {i: (self._empty(k[0]), self._empty(v[0])) for i, (k, v) in old.items()}
         for layer, kv in old.items():
             for cache, x in zip(self._layers[layer], kv, strict=True):

@@ -202,7 +202,7 @@ class GroupedCache(SlotCache):
 
     @override
     def resize(self, slots: int, length: int) -> None:
-        self._at += [None] * (slots - self.slots)
+        self._at = self._at[:slots] + [None] * (slots - self.slots)
         self.slots, self.length = slots, length
 
     @override

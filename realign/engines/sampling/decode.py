@@ -213,6 +213,8 @@ class Rollout:
             sequences.append(begun.sequences)
             keys.append(begun.keys)
             self.active += count
+        if not sequences:  # longer prompts left fewer slots
+            return
         rows = self.rows[:, start : self.active]
         rows[RowEntry.SEQUENCE] = torch.cat(sequences)
         rows[RowEntry.CELL] = rows[RowEntry.SEQUENCE] * self.config.max_new_tokens + rows[RowEntry.COUNT]
@@ -226,7 +228,7 @@ class Rollout:
         """Process sequences that just got slots, with their numbers of tokens; a hook for subclasses."""
 
     def _interrupt(self) -> None:
-        """Return the last row to the queue, since the others need its pages. It continues when there is room."""
+        """Return the last row to the queue, since the others need its memory. It continues when there is room."""
         row = self.rows[:, self.active - 1]
         sequence, sampled = row[[RowEntry.SEQUENCE, RowEntry.COUNT]].tolist()
         text = followed_by(self._texts[sequence], self.responses.tokens[sequence, :sampled])
@@ -239,19 +241,24 @@ class Rollout:
     def _cache(self) -> SlotCache:
         """Return the KV cache; allocate it after the first prefill, and grow it when needed.
 
-        If `max_slots` is None, `cache_bytes` limits the number of slots.
+        If `max_slots` is None, `cache_bytes` limits the number of slots. Fewer fit when prompts become longer.
         """
         length = self.longest_prompt + self.config.max_new_tokens
-        if self.cache is None:
-            like = self.waiting.prefilled_state()  # only a prefill shows which layers keep what, and in which dtype
-            if self.sampling.max_slots is None:
+        like = self.waiting.prefilled_state()  # only a prefill shows which layers keep what, and in which dtype
+        if self.sampling.max_slots is None and (
+            self.cache is None or (length > self.cache.length and not self.cache.bounded)
+        ):
+            if self._cache_limit is None:  # later, the cache itself occupies what was free
                 self._cache_limit = cache_bytes(self.device, self.sampling.cache_fraction)
-                expected = self.decoder.expected_tokens(self.longest_prompt, self.config.max_new_tokens)
-                self.most_slots = max(1, self._cache_limit // self.decoder.bytes_per_slot(like, expected))
-                self.slots = min(self.slots, self.most_slots)
+            expected = self.decoder.expected_tokens(self.longest_prompt, self.config.max_new_tokens)
+            self.most_slots = max(1, self._cache_limit // self.decoder.bytes_per_slot(like, expected))
+            self.slots = min(self.slots, self.most_slots)
+            while self.active > self.slots:
+                self._interrupt()
+        if self.cache is None:
             self.cache = self.decoder.new_cache(like, self.slots, length, self._cache_limit)
         elif length > self.cache.length or self.slots > self.cache.slots:
-            self.cache.resize(max(self.slots, self.cache.slots), max(length, self.cache.length))
+            self.cache.resize(self.slots, max(length, self.cache.length))
         if self.slots > self.rows.shape[1]:
             self.rows = F.pad(self.rows, (0, self.slots - self.rows.shape[1]))
         return self.cache
