@@ -390,8 +390,8 @@ class DecodingLoop:
         except BaseException as error:
             self._error = error  # before the lock is taken: whoever queues after this gets the error instead
         with self._changed:
-            ended = [result for _, result in self._jobs] + [call.result for call in self._calls]
-            ended += {call.result for running in self._running for call in running.calls.values()}
+            ended = {result for _, result in self._jobs} | {call.result for call in self._calls}
+            ended |= {call.result for running in self._running for call in running.calls.values()}
         for result in ended:
             result.set_exception(self._ended())
 
@@ -404,27 +404,26 @@ class DecodingLoop:
             return self._error is None
 
     def _do_jobs(self) -> None:
-        with self._changed:
-            jobs, self._jobs = self._jobs, []
-        for work, result in jobs:
+        for work, result in tuple(self._jobs):
             try:
                 result.set_result(work())
             except Exception as error:
                 result.set_exception(error)
+            with self._changed:  # not before it is done, since an error that ends the loop fails all that are listed
+                self._jobs.remove((work, result))
 
     def _advance(self) -> bool:
         """Start new calls, advance each rollout (see `Rollout.advance`), and deliver finished responses.
 
         Returns False if no work is left.
         """
-        if self._calls:
+        for call in tuple(self._calls):
+            try:
+                self._begin(call)
+            except Exception as error:  # for example settings that do not fit the model
+                call.result.set_exception(error)
             with self._changed:
-                calls, self._calls = self._calls, []
-            for call in calls:
-                try:
-                    self._begin(call)
-                except Exception as error:  # for example settings that do not fit the model
-                    call.result.set_exception(error)
+                self._calls.remove(call)
         for running in self._running:
             running.stream.advance()
             running.deliver()

@@ -206,6 +206,24 @@ def test_an_error_in_the_loop_reaches_every_caller(open_engine, monkeypatch, whe
         engine.update(other_engine(), 1)
 
 
+def test_an_exit_in_the_loop_reaches_every_caller(open_engine):
+    engine, go_on = open_engine(), threading.Event()
+
+    def leave():
+        raise SystemExit(3)
+
+    with ThreadPoolExecutor(3) as pool:
+        first = pool.submit(engine.loop.between_steps, go_on.wait)
+        others = [pool.submit(engine.loop.between_steps, work) for work in (leave, int)]
+        while len(engine.loop._jobs) < 3:
+            threading.Event().wait(0.001)
+        go_on.set()
+        assert first.result()
+        for call in others:
+            with pytest.raises(RuntimeError, match=r"models\.actor: sampling stopped: 3"):
+                call.result()
+
+
 def test_closing_wakes_who_waits(open_engine):
     engine = open_engine()
     config = GenerationConfig(n=8, max_new_tokens=100, fixed_length=True)
@@ -482,6 +500,33 @@ def test_prompts_may_join_at_any_time_and_change_nothing_for_the_others(models):
         for (tokens, logprobs, _), (want_tokens, want_logprobs, _) in zip(got[i], want[i], strict=True):
             assert tokens == want_tokens
             assert torch.allclose(logprobs, want_logprobs, atol=1e-5)
+
+
+@torch.no_grad()
+def test_longer_prompts_leave_fewer_slots_within_the_limit_and_change_no_token(models, monkeypatch):
+    def bytes_of(cache):
+        return sum(x.nbytes for kv in cache.kv._layers.values() for x in kv)
+
+    def sampled():
+        stream = stream_of(models[0])
+        calls = [added(stream, range(3))]
+        for _ in range(3):
+            stream.advance()
+        short = bytes_of(stream.cache)
+        calls.append(added(stream, range(3, 6), 40))
+        stream.run()
+        return short, stream.cache, [part for sequences_S in calls for part in responses_of(stream, sequences_S)]
+
+    limit, unlimited, want = sampled()
+    assert len({len(tokens) for tokens, _, _ in want[:6]}) > 2  # so that long prompts start beside others
+    monkeypatch.setattr("realign.engines.sampling.decode.CACHE_BYTES", limit)
+    short, cache, got = sampled()
+    assert short == limit < bytes_of(unlimited)
+    assert bytes_of(cache) <= limit
+    assert cache.slots < 6
+    for (tokens, logprobs, versions), (want_tokens, want_logprobs, want_versions) in zip(got, want, strict=True):
+        assert (tokens, versions) == (want_tokens, want_versions)
+        assert torch.allclose(logprobs, want_logprobs, atol=1e-5)
 
 
 @torch.no_grad()
