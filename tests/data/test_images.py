@@ -273,6 +273,24 @@ def test_an_image_processor_that_is_a_link_is_not_saved_with_a_model(tmp_path):
     assert [file.name for file in (tmp_path / "saved").iterdir()] == ["processor_config.json"]
 
 
+@pytest.mark.parametrize("name", ["gpt2", "owner/model"])
+def test_the_image_processor_of_a_hub_repository_is_saved_with_a_model(tmp_path, monkeypatch, name):
+    snapshot = tmp_path / "hub" / f"models--{name.replace('/', '--')}" / "snapshots" / "a1"
+    snapshot.mkdir(parents=True)
+    (snapshot / "preprocessor_config.json").write_text("{}")
+    refs = snapshot.parent.parent / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("a1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    tokenizer = image_tokenizer()
+    for number, source in enumerate(("no/such/folder", "", name)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        tokenizer.name_or_path = source
+        copy_image_processor(tokenizer, folder)
+        assert (folder / "preprocessor_config.json").exists() == (source == name)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

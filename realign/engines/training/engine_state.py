@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -175,13 +176,14 @@ def write_network(
 def copy_image_processor(tokenizer: Any, folder: Path) -> None:
     """Copy the image processor in the folder, or the cached hub repository, of a tokenizer to `folder`, if any."""
     from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
 
     source = str(tokenizer.name_or_path)
     for name in IMAGE_PROCESSOR_FILES:
         file: Any = Path(source, name)
-        # `try_to_load_from_cache` raises for a path, so only owner/name is asked for.
-        if not file.is_file() and not Path(source).is_dir() and source.count("/") == 1:
-            file = try_to_load_from_cache(source, name)
+        if not file.is_file() and not Path(source).is_dir():
+            with suppress(HFValidationError):  # of a path, which is no repository
+                file = try_to_load_from_cache(source, name)
         if not isinstance(file, str | Path) or not Path(file).is_file():
             continue
         if is_other_file(Path(file)):
