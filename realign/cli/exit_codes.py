@@ -95,8 +95,8 @@ def user_message(error: Exception) -> str | None:
         return one_line(error)
     home = type(error).__module__.split(".")[0]
     if home == "submitit":  # a failed job of a sweep: the message ends with the last line of the job
-        lines = [line for line in str(error).splitlines() if line.strip()]
-        return f"{lines[0]}: {lines[-1]}"
+        lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        return ": ".join(dict.fromkeys([lines[0], lines[-1]]))
     if home in ("hydra", "omegaconf", "yaml"):
         return explain(error)
     return None

@@ -109,6 +109,7 @@ def test_the_message_of_a_failed_job_of_a_sweep_ends_with_its_last_line():
     assert (
         user_message(UncompletedJobError(said)) == "Job 7 (task: 0) has no output: error: steps=0: must be at least 1"
     )
+    assert user_message(UncompletedJobError("")) == "UncompletedJobError"
 
 
 def test_an_error_has_a_text_and_an_exit_code():
