@@ -43,7 +43,7 @@ from realign.engines.sampling.generate import PROMPTS
 from realign.engines.training.engine_state import ModelSaver
 from realign.engines.training.expert_load import StepLoad, counting, listening
 from realign.engines.training.inference_engine import added
-from realign.engines.training.nonfinite import Accumulated
+from realign.engines.training.nonfinite import NAMED, Accumulated
 from realign.engines.training.optimizer import OptimizerSpec
 from realign.engines.training.stepper import Stepper
 from realign.engines.training.transformers_engine import TransformersEngine, check_loss
@@ -271,7 +271,7 @@ class ShardedEngine(TransformersEngine):
         culprits = dict.fromkeys(i for ids in self.network.mesh.gather(own) for i in ids)
         if not culprits:
             return "the sum of the gradients, while all losses are finite"
-        return f"the loss of micro-batches with ids {', '.join(map(repr, list(culprits)[:8]))}"
+        return f"the loss of micro-batches with ids {', '.join(map(repr, list(culprits)[:NAMED]))}"
 
     def _nonfinite_weight(self) -> str | None:
         own = (name for name, p in self.network.sharded.items() if not bool(p.to_local().isfinite().all()))
