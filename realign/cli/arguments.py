@@ -61,6 +61,31 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
 ON_EXPERIMENT = (TRAIN, "check", "graph", "plan", "profile")
 """Commands that need overrides, which select an experiment."""
 SWEEPS = ("-m", "--multirun")
+SWITCH: Mapping[str, Any] = MappingProxyType({"action": "store_true"})
+OPTIONS: Mapping[tuple[str, ...], Mapping[str, Any]] = MappingProxyType(
+    {
+        ("--help", "-h"): SWITCH,
+        ("--version",): SWITCH,
+        ("--debug",): SWITCH,
+        ("--multirun", "-m"): SWITCH,
+        ("--resolve",): SWITCH,
+        ("--merge",): SWITCH,
+        ("--out",): {},
+        ("--to",): {},
+        ("--push",): {},
+        ("--run",): {},
+        ("--config-dir", "-cd"): {},
+        ("--package", "-p"): {},
+        ("--break",): {"dest": "break_in"},
+        ("--tolerance",): {"type": float, "default": 0.0},
+        ("--cfg", "-c"): {"choices": ("job", "hydra", "all")},
+        ("--info", "-i"): {"nargs": "?", "const": "all"},
+        ("--format",): {"choices": ("text", "mermaid", "svg")},
+        ("--shell-completion",): {"choices": ("bash", "zsh", "fish")},
+    }
+)
+"""Names of each option, and the arguments of `add_argument`."""
+OPTION_NAMES = tuple(name for names in OPTIONS for name in names)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -74,20 +99,9 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the options. Words without dashes are commands and overrides."""
     # Without abbreviations, so that an unknown flag is an error, and not the option that begins like it.
     reader = _Parser(prog="realign", add_help=False, allow_abbrev=False)
-    add = reader.add_argument
-    add("words", nargs="*")
-    for switch in (("--help", "-h"), ("--version",), ("--debug",), ("--multirun", "-m"), ("--resolve",), ("--merge",)):
-        add(*switch, action="store_true")
-    for option in ("--out", "--to", "--push", "--run"):
-        add(option)
-    add("--config-dir", "-cd")
-    add("--package", "-p")
-    add("--break", dest="break_in")
-    add("--tolerance", type=float, default=0.0)
-    add("--cfg", "-c", choices=("job", "hydra", "all"))
-    add("--info", "-i", nargs="?", const="all")
-    add("--format", choices=("text", "mermaid", "svg"))
-    add("--shell-completion", choices=("bash", "zsh", "fish"))
+    reader.add_argument("words", nargs="*")
+    for names, settings in OPTIONS.items():
+        reader.add_argument(*names, **settings)
     return reader
 
 
@@ -104,18 +118,12 @@ def read_arguments(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def options() -> list[str]:
-    """Return the options, such as `--help`."""
-    return [text for action in parser()._actions for text in action.option_strings]
-
-
 def with_overrides_for_flags(argv: Sequence[str]) -> list[str]:
     """Replace `--key value` and `--key=value` by `key=value`, if the key is one of realign or of another tool.
 
     `--key` alone is `key=true`. Dashes in the first name of a key count as underscores. Other words stay unchanged, so
     that the parser reports unknown options.
     """
-    known = options()
     words: list[str] = []
     waiting = list(argv)
     while waiting:
@@ -125,7 +133,7 @@ def with_overrides_for_flags(argv: Sequence[str]) -> list[str]:
             words += [word, waiting.pop(0)]
             continue
         key = _key(name)
-        if not word.startswith("--") or f"--{name}" in known or key is None:
+        if not word.startswith("--") or f"--{name}" in OPTION_NAMES or key is None:
             words.append(word)
         elif equals:
             words.append(f"{key}={value}")
@@ -244,7 +252,7 @@ def command_words(argv: Sequence[str]) -> list[str] | None:
 def unknown_option(words: Sequence[str]) -> str:
     """Return the message about options that neither the parser nor the config knows."""
     name = words[0].removeprefix("--").partition("=")[0]
-    keys = [option.removeprefix("--") for option in options() if option.startswith("--")]
+    keys = [option.removeprefix("--") for option in OPTION_NAMES if option.startswith("--")]
     return f"unrecognized arguments: {' '.join(words)}{suggest(name, [*keys, *_roots()])}; see realign --help"
 
 

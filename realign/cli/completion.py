@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from realign.cli.arguments import COMMANDS, options
+from realign.cli.arguments import COMMANDS, OPTION_NAMES
 from realign.config.aliases import names
 from realign.config.errors import ConfigError
 from realign.config.files import GROUPS, experiments_dir, file_values
@@ -85,7 +85,7 @@ def completions(line: str) -> list[str]:
             return [f"{key}={choice}" for choice in _starting(value, _values(key, before, folder))]
         offered = [] if command else list(COMMANDS)
         offered += [f"{command}."] if settings else []
-        offered += [] if command == "help" else options()
+        offered += [] if command == "help" else OPTION_NAMES
         offered += _keys(key, before, folder, takes_value=command != "help")
         return _starting(word, offered)
     except (ConfigError, OSError, yaml.YAMLError):  # completion must not print errors

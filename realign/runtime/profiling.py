@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch._C._autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import DeviceType, ProfilerActivity, profile
 
 from realign.api import RPC
 from realign.errors import ConfigError
@@ -107,7 +106,7 @@ def profile_steps(runtime: LocalRuntime, options: ProfileOptions, done: int, fol
     rows: list[Mapping[str, float]] = []
     tokens: dict[str, float] = defaultdict(float)
     # concurrent passes and asynchronous rollout use further threads
-    threads = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    threads = torch.profiler._ExperimentalConfig(profile_all_threads=True)  # type: ignore[attr-defined]
     with profile(activities=activities, experimental_config=threads) as recorded:
         for step in range(done + options.start, done + options.last + 1):
             values, batch = runtime.step(step)

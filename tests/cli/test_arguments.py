@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from realign.cli.arguments import options, split_options, unknown_option, with_overrides_for_flags
+from realign.cli.arguments import OPTION_NAMES, split_options, unknown_option, with_overrides_for_flags
 from realign.config.errors import ConfigError
 from realign.planning.options import DeviceKind, PlanOptions
 
@@ -33,8 +33,8 @@ def test_flags_of_known_keys_become_overrides(argv, expected):
 
 
 def test_no_option_is_hidden_by_a_key():
-    assert {"--help", "-m", "--config-dir", "--shell-completion"} <= set(options())
-    assert [with_overrides_for_flags([option]) for option in options()] == [[option] for option in options()]
+    assert {"--help", "-m", "--config-dir", "--shell-completion"} <= set(OPTION_NAMES)
+    assert [with_overrides_for_flags([option]) for option in OPTION_NAMES] == [[option] for option in OPTION_NAMES]
 
 
 def test_an_unknown_option_is_answered_with_the_nearest():

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO, Protocol, Self
 
 from realign.engines.files.folders import open_regular
 from realign.errors import ConfigError
@@ -150,7 +150,17 @@ def _opened(path: Path) -> BinaryIO:
     return open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, "ab")
 
 
-def prefix_hash(path: Path, size: int) -> hashlib._Hash:
+class Digest(Protocol):
+    """A hash of `hashlib`."""
+
+    def update(self, data: bytes, /) -> None:
+        """Continue the hash."""
+
+    def hexdigest(self) -> str:
+        """Return the hash of everything so far."""
+
+
+def prefix_hash(path: Path, size: int) -> Digest:
     """Return the sha256 of the first `size` bytes of a file, which may be continued."""
     digest = hashlib.sha256()
     for chunk in prefix(path, size):
