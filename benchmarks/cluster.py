@@ -27,6 +27,8 @@ from realign.planning.simulator import (
 
 DEVICES = (8, 16, 32, 64, 128, 256, 512, 1024)
 BOUNDS = (0, 1, 2, 4, 8)
+SWITCH_S = 3.0
+"""Assumed seconds between training and generation on the same devices, for resharding and allocating caches."""
 SPLITS = (0.25, 0.5, 0.75)
 """Fractions of the devices that generate."""
 ROUNDS = 2
@@ -92,9 +94,7 @@ def measure(case: Case) -> dict[str, Any]:
     steps = max(6, ROUNDS * (bound + 1)) + 1 + 2 * bound
     work = Work(**{**vars(WORK), "steps": steps})
     costs = roofline(case.bound, trainers, device, network, assumed)
-    plan = RuntimeSchedule(
-        case.bound, engines, slots(device, network, assumed, work), switch_s=assumed.switch_s * together
-    )
+    plan = RuntimeSchedule(case.bound, engines, slots(device, network, assumed, work), switch_s=SWITCH_S * together)
     report = simulate(costs, work, plan)
     seconds = report.ends[-1]
     return {

@@ -44,8 +44,6 @@ class Assumed:
     """Seconds of a weight update besides the transfer."""
     link_used: float = 0.5
     """Fraction of the link bandwidth used by weight transfers."""
-    switch_s: float = 3.0
-    """Seconds of a switch between training and generation on the same devices: resharding, allocating caches."""
     learning: float = 6.0
     """Floating-point operations per weight and token of a training step."""
     proximal: float = 2.0
@@ -82,7 +80,6 @@ CPU_CORE = Device(
         decode_call_s=0.001,
         train_call_s=0.02,
         sync_call_s=0.01,
-        switch_s=0.0,
         in_process_layer_s=0.0,
         tensor_parallel_layer_s=0.0005,
         collective_s=0.01,

@@ -11,7 +11,7 @@ from realign.planning.simulator import NetworkSizes, Tail, Work
 
 DEVICE = Accelerator(flops=100.0, bandwidth=10.0, memory=1000.0, link=4.0)
 NETWORK = NetworkSizes(weights=50.0, layers=1, kv_heads=1, head_size=1)
-ASSUMED = Assumed(0.5, 0.25, 1.0, 2.0, 3.0, 0.5, 4.0, 6.0, 2.0, slots=7)
+ASSUMED = Assumed(0.5, 0.25, 1.0, 2.0, 3.0, 0.5, 6.0, 2.0, slots=7)
 
 
 def test_a_roofline_by_hand():
