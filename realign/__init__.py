@@ -1,6 +1,36 @@
-"""realign: reinforcement learning for language models on packed sequences, with one file per algorithm."""
+"""realign: a library for post-training language models, with one file per algorithm.
+
+    run = realign.train("grpo", model="HuggingFaceTB/SmolLM2-135M-Instruct", data="prompts.jsonl", reward=score)
+    run.plot()
+
+Importing this package has no side effects: the names below import torch when they are first used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from realign.version import installed_version
 
+if TYPE_CHECKING:
+    from realign.python_api import chat, load_experiment, train
+    from realign.runtime import Experiment
+
 __version__ = installed_version()
-__all__ = ["__version__"]
+HOMES = {
+    "Experiment": "realign.runtime",
+    "chat": "realign.python_api",
+    "load_experiment": "realign.python_api",
+    "train": "realign.python_api",
+}
+"""Module of each public name."""
+__all__ = ["Experiment", "__version__", "chat", "load_experiment", "train"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in HOMES:
+        raise AttributeError(f"module 'realign' has no attribute {name!r}")
+    return getattr(import_module(HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *HOMES])

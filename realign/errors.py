@@ -13,7 +13,11 @@ from enum import IntEnum
 
 
 class RealignError(Exception):
-    """Base class of the errors that the command line reports in one line."""
+    """Base class of the errors that the command line and notebooks report in one line."""
+
+    def _render_traceback_(self) -> list[str]:
+        """Return the lines that IPython shows instead of a traceback."""
+        return [f"error: {self}"]
 
 
 class ConfigError(RealignError):

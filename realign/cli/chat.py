@@ -102,11 +102,12 @@ def chat(args: argparse.Namespace, words: Sequence[str]) -> int:
     """Run `realign chat`: answer each line until the end of the input."""
     conversation = chat_of(words)
     disable_progress_bar()
-    conversation.talk(_typed_lines() if sys.stdin.isatty() else map(str.rstrip, sys.stdin), print)
+    conversation.talk(typed_lines() if sys.stdin.isatty() else map(str.rstrip, sys.stdin), print)
     return 0
 
 
-def _typed_lines() -> Iterator[str]:
+def typed_lines() -> Iterator[str]:
+    """Yield the lines that the user types."""
     with suppress(EOFError):
         while True:
             yield input("> ")

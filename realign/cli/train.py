@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from realign.cli.arguments import composed_line
 from realign.cli.exit_codes import described, exit_code, guarded
@@ -27,6 +27,8 @@ from realign.config.errors import ConfigError
 from realign.errors import ExitCode, TransientError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from realign.config import ExperimentConfig
     from realign.config.composition import Composed
     from realign.runtime import Experiment
@@ -53,11 +55,21 @@ def train(args: argparse.Namespace, words: list[str], start: Start) -> int:
     config = composed.resolve()
     experiment = build(config)
     with terminated_by_exception():
-        return start(config, experiment, partial(_record, composed, config.output_dir))
+        return start(config, experiment, partial(_recorded, composed, config.output_dir))
 
 
-def _record(composed: Composed, output_dir: str) -> None:
-    """Write the config and the overrides to `.hydra` in the folder of the run, and configure the logs like Hydra."""
+def _recorded(composed: Composed, output_dir: str) -> None:
+    """Record the config, and configure the logs like Hydra."""
+    record(composed, output_dir)
+    # Without force, this does nothing if an imported library has added a handler.
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, stream=sys.stdout, force=True)
+    verbose = composed.hydra.get("verbose") or []
+    for name in verbose if isinstance(verbose, list) else [verbose]:
+        logging.getLogger(None if name is True else name).setLevel(logging.DEBUG)
+
+
+def record(composed: Composed, output_dir: str) -> None:
+    """Write the config and the overrides to `.hydra` in the folder of the run."""
     from omegaconf import OmegaConf
 
     folder = composed.run_dir(output_dir)
@@ -71,11 +83,6 @@ def _record(composed: Composed, output_dir: str) -> None:
         }
         for name, part in parts.items():
             (folder / subdir / f"{name}.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(part)), encoding="utf-8")
-    # Without force, this does nothing if an imported library has added a handler.
-    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, stream=sys.stdout, force=True)
-    verbose = composed.hydra.get("verbose") or []
-    for name in verbose if isinstance(verbose, list) else [verbose]:
-        logging.getLogger(None if name is True else name).setLevel(logging.DEBUG)
 
 
 def _show(composed: Composed, args: argparse.Namespace) -> None:
@@ -120,29 +127,33 @@ def alone(
         debug: Whether to print the traceback of every error.
         command: Words of the command line.
     """
+    return guarded(partial(run_alone, experiment, checked, command, console()), debug)
 
-    def make() -> None:
-        from realign.runtime import run
-        from realign.runtime.checkpoint.last_failure import record_end, recorder
-        from realign.runtime.processes.watchdog import watchdog_for
 
-        watch = watchdog_for(experiment.runtime)
-        watch.record = recorder(experiment.output_dir, secrets.token_hex(8))
-        console = _console()
-        try:
-            run(
-                experiment,
-                console=console,
-                watch=watch,
-                command=command,
-                begin=_beginning(experiment, checked, console),
-            )
-        except (Exception, KeyboardInterrupt) as error:
-            watch.record(error, exit_code(error))
-            raise
-        record_end(experiment.output_dir, ExitCode.success)
+def run_alone(
+    experiment: Experiment, checked: Callable[[], None], command: Sequence[str] | None, shown: Console
+) -> None:
+    """Execute a run in this process.
 
-    return guarded(make, debug)
+    Args:
+        experiment: The run.
+        checked: Called when the checks of the run have passed.
+        command: Words of the command line that repeats the run; None if there is none.
+        shown: Where the launch table and the progress are shown.
+    """
+    from realign.runtime import run
+    from realign.runtime.checkpoint.last_failure import record_end, recorder
+    from realign.runtime.processes.watchdog import watchdog_for
+
+    watch = watchdog_for(experiment.runtime)
+    watch.record = recorder(experiment.output_dir, secrets.token_hex(8))
+    begin = _beginning(experiment, checked, shown)
+    try:
+        run(experiment, console=shown, watch=watch, command=command, begin=begin)
+    except (Exception, KeyboardInterrupt) as error:
+        watch.record(error, exit_code(error))
+        raise
+    record_end(experiment.output_dir, ExitCode.success)
 
 
 def is_one_of_many() -> bool:
@@ -213,11 +224,11 @@ def _take_part(
     from realign.runtime import run
     from realign.runtime.checkpoint.last_failure import record_end, recorder
 
-    console = None if checked is None else _console()
-    begin = None if checked is None else _beginning(experiment, checked, console)
+    shown = None if checked is None else console()
+    begin = None if checked is None or shown is None else _beginning(experiment, checked, shown)
     meeting.watch.record = recorder(experiment.output_dir, meeting.attempt)
     with meeting.joined(experiment.runtime.call_minutes):
-        run(experiment, console=console, watch=meeting.watch, command=words, begin=begin)
+        run(experiment, console=shown, watch=meeting.watch, command=words, begin=begin)
     if checked is not None:
         record_end(experiment.output_dir, ExitCode.success)
 
@@ -248,7 +259,7 @@ def built(words: Sequence[str], config_dir: str | None) -> Experiment:
     return build(composed_line(words, config_dir).resolve())
 
 
-def print_derived(experiment: Experiment, console: Any) -> None:
+def print_derived(experiment: Experiment, shown: Console) -> None:
     """Print the run summary on a rich console."""
     from rich.markup import escape
     from rich.table import Table
@@ -258,20 +269,20 @@ def print_derived(experiment: Experiment, console: Any) -> None:
 
     table = Table(title=f"{escape(experiment.name)}: run summary", title_justify="left", box=None)
     table.add_column("", style="bold")
-    table.add_column("")
+    table.add_column("", overflow="fold")
     for name, value in derived_rows(experiment):
         table.add_row(name, Text(value))
-    console.print(table)
+    shown.print(table)
 
 
-def _beginning(experiment: Experiment, checked: Callable[[], None], console: Any) -> Callable[[], str]:
+def _beginning(experiment: Experiment, checked: Callable[[], None], shown: Console) -> Callable[[], str]:
     """Return what a run calls once its checks have passed: print the run summary, and return it for realign.log."""
 
     def begin() -> str:
         from realign.cli.launch_table import derived_rows
 
         checked()
-        print_derived(experiment, console)
+        print_derived(experiment, shown)
         rows = derived_rows(experiment)
         width = max(len(name) for name, _ in rows)
         return "\n".join([f"{experiment.name}: run summary", *(f"  {name:<{width}}  {value}" for name, value in rows)])
@@ -279,7 +290,7 @@ def _beginning(experiment: Experiment, checked: Callable[[], None], console: Any
     return begin
 
 
-def _console() -> Any:
+def console() -> Console:
     """Return the console for the progress of a run, without the progress bars of transformers in its live display."""
     from rich.console import Console
     from transformers.utils.logging import disable_progress_bar

@@ -190,7 +190,7 @@ LEAVES: Mapping[Any, tuple[Callable[[Any], Any], tuple[type, ...]]] = types.Mapp
         bool: (lambda raw: BOOLS[str(raw).lower()], (bool, int, str)),
         int: (int, (int, str)),
         float: (float, (float, int, str)),
-        str: (str, (str, bool, int, float, Path)),
+        str: (lambda raw: raw if isinstance(raw, str) else str(raw), (str, bool, int, float, Path)),
         Path: (Path, (str, Path)),
     }
 )

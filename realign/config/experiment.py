@@ -282,8 +282,8 @@ def as_node(value: Any, declared: Any = None) -> Any:
         return node | {f.name: as_node(getattr(value, f.name), hints[f.name]) for f in own_settings(cls)}
     if isinstance(value, Enum):
         return value.name.rstrip("_")  # the format of `choices_of`
-    if isinstance(value, Path):
-        return str(value)
+    if isinstance(value, Path | str):
+        return str(value)  # exactly a text, also of `SessionFunction`
     if isinstance(value, Mapping):
         return {key: as_node(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -32,7 +32,7 @@ from realign.api import Keys, MicroBatchSpec, Model, ModelInterface, Plan, Seque
 from realign.api.rewards import ANSWER, NAMED
 from realign.errors import SettingsError
 from realign.interfaces.components.response_cut import Cut, ResponseCut, cut_responses, reward_keys
-from realign.rewards.pool.functions import RewardScope
+from realign.rewards.pool.functions import RewardScope, SessionFunction
 from realign.rewards.pool.limits import OpenFiles, WorkerLimits
 from realign.rewards.pool.pool import RewardPool, RewardResults
 from realign.rewards.terms import FunctionTerm, RewardTerm
@@ -104,6 +104,14 @@ class RuleRewardInterface(ModelInterface):
         self._pools: dict[str, RewardPool] = {}
         self._notes: dict[str, str] = {}
 
+    @override
+    def ineffective(self) -> Mapping[str, str]:
+        functions = [self.function] if self.function is not None else list(self.functions.values())
+        session = [isinstance(f.function if isinstance(f, FunctionTerm) else f, SessionFunction) for f in functions]
+        of_workers = ("workers", "memory_mb", "cpu_s", "open_files", "keep_environment")
+        reason = "on a function of a Python session, which no worker process has. Move the function to a file"
+        return dict.fromkeys(of_workers, reason) if session and all(session) else {}
+
     def _checked_terms(self) -> dict[str, RewardTerm]:
         """Return the term of each function, by name."""
         if (self.function is None) == (not self.functions):
@@ -166,7 +174,14 @@ class RuleRewardInterface(ModelInterface):
         """Return the rows of the launch table. Whether programs run in a sandbox is known after `open`."""
         terms = " + ".join(f"{term.weight:g} x {name}" for name, term in sorted(self._terms.items()) if name)
         notes = sorted({note for note in self._notes.values() if note})
-        return {"reward": terms, "programs of responses": ", ".join(notes)}
+        functions = (term.function for term in self._terms.values() if isinstance(term, FunctionTerm))
+        session = [function.label for function in functions if isinstance(function, SessionFunction)]
+        in_thread = (
+            f"{', '.join(session)}: in a thread of the run, given up after {self.timeout_s:g} s, without limits of "
+            "memory and CPU time. In a file of its own, it has worker processes"
+        )
+        rows = {"reward": terms, "programs of responses": ", ".join(notes)}
+        return rows | ({"functions of this session": in_thread} if session else {})
 
     def inference(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
         """Compute `rewards` [S] fp32, NaN for responses without reward.

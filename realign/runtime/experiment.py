@@ -101,6 +101,8 @@ class Experiment(RunSettings):
         """Settings of files that have no effect, with the reason."""
         self.resolved: Mapping[str, Any] = {}
         """The whole config as plain values; empty without one. Resuming compares it with the checkpoint's config."""
+        self.sources: Mapping[str, str] = {}
+        """Source code of the functions of a Python session by config key, for run.json."""
         self._check_resume()
         self._check_saves()
         self._check_names()

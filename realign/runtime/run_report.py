@@ -131,6 +131,7 @@ def _described(runtime: LocalRuntime) -> dict[str, Any]:
         "versions": {"python": platform.python_version(), **_versions()},
         "device": _device(),
         "git": git_state(Path.cwd()),
+        "functions": dict(e.sources),
         "models": {role: engine.capabilities().size for role, engine in models},
         "graph": graph_record(e.graph),
         "headline": headline(e.graph, e.interfaces, lead, tuple(e.evaluations)),
@@ -377,7 +378,7 @@ class RunReport:
         )
 
     def _next_commands(self, experiment: Experiment, event: EndEvent, *, learns: bool) -> dict[str, str]:
-        commands: dict[str, str] = {}
+        commands = {"look at curves and samples": f"realign view {shlex.quote(str(experiment.output_dir))}"}
         lead = experiment.lead_role
         model = experiment.output_dir / FINAL / lead
         outputs = experiment.models[lead].facts().outputs if lead in experiment.models else None

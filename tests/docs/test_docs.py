@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib.util
 import re
 import shlex
+from functools import partial
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from realign.cli.arguments import read_arguments, split_options
 from realign.cli.chat import chat_of
@@ -22,9 +24,11 @@ from realign.runtime import run
 from realign.runtime.profiling import ProfileOptions
 from tests.docs import pages
 from tests.docs.pages import compositions
+from tests.tiny import save_tiny
 
 OPTIONS = {"plan": PlanOptions, "profile": ProfileOptions}
 """Options of commands, which are no overrides."""
+HUB_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 ROOT = Path(__file__).parents[2]
 PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
@@ -36,7 +40,7 @@ def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-LONG = ("docs/guides/library.md", "docs/guides/sizing.md")
+LONG = ("docs/guides/library.md", "docs/guides/sizing.md", "docs/quickstart-python.md")
 """Pages whose code trains for more than five seconds."""
 
 
@@ -45,6 +49,10 @@ LONG = ("docs/guides/library.md", "docs/guides/sizing.md")
 )
 def test_the_code_of_a_page_runs_and_prints_what_the_page_shows(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    silent = partial(Console, quiet=True)  # progress and responses, which differ between machines
+    monkeypatch.setattr("realign.python_api.console", silent)
+    monkeypatch.setattr("realign.python_api.Console", silent)
     code = "".join(b.code for b in pages.blocks(page.read_text(encoding="utf-8")) if b.language == "python")
     if "runs/arithmetic" in code:
         from realign.demo.arithmetic import prepare
@@ -53,6 +61,8 @@ def test_the_code_of_a_page_runs_and_prints_what_the_page_shows(page, tmp_path, 
     # 30 steps: a model that is sometimes right, so that the rewards differ and there is a gradient
     if "runs/sft_arithmetic" in code:
         run(build_experiment(compose(["experiment=sft_arithmetic", "steps=30", "evaluation=null"])))
+    if f'model="{HUB_MODEL}"' in code:  # a local folder takes precedence over the hub
+        save_tiny(tmp_path / HUB_MODEL)
     pages.run(page)
 
 

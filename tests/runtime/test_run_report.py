@@ -43,6 +43,7 @@ def test_a_completed_run_shows_its_results_and_how_to_train_on(tmp_path):
         "curves",
     }
     assert summary["next_commands"] == {
+        "look at curves and samples": f"realign view {tmp_path / 'run'}",
         "chat with the model": f"realign chat {tmp_path / 'run' / 'final' / 'actor'}",
         "train for more steps": "realign experiment=toy 'output_dir=a b' resume=auto steps=6",
         "check another setting": "realign check experiment=toy steps=3 KEY=VALUE",
@@ -86,6 +87,7 @@ def test_an_interrupted_run_shows_how_to_resume(tmp_path):
     text, summary = shown(tmp_path, fails=Interrupted, callbacks={"stop": Interrupts()})
     assert "toy: interrupted after 2 of 3 steps in " in text
     assert summary["next_commands"] == {
+        "look at curves and samples": f"realign view {tmp_path / 'run'}",
         "continue": "realign experiment=toy steps=3 'output_dir=a b' resume=auto",
         "check another setting": "realign check experiment=toy steps=3 KEY=VALUE",
     }
@@ -104,4 +106,7 @@ def test_a_failed_run_shows_nothing_and_keeps_its_status(tmp_path):
 
 def test_a_run_from_python_suggests_no_command_line(tmp_path):
     out = run(experiment(tmp_path)).output_dir
-    assert json.loads((out / "summary.json").read_text())["next_commands"].keys() == {"chat with the model"}
+    assert json.loads((out / "summary.json").read_text())["next_commands"].keys() == {
+        "look at curves and samples",
+        "chat with the model",
+    }

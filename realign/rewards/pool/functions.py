@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from types import MappingProxyType, ModuleType
+from types import CodeType, FunctionType, MappingProxyType, ModuleType
 from typing import Any, TypeAlias
 
 from realign.errors import ConfigError
@@ -95,6 +95,52 @@ class Prepared(ABC):
 RewardFunction: TypeAlias = Callable[..., Any]
 """A function with the arguments of one `RewardScope`; `def` or `async def`."""
 
+SESSION = "session:"
+"""Start of the name of a function that only one Python session has."""
+
+
+class SessionFunction(str):
+    """The name of a reward function of a Python session, such as a notebook, together with the function.
+
+    Worker processes cannot import such a function, so it runs in a thread of the run. The name ends in a hash of the
+    source. So everything that reads a config sees text, and resuming refuses a function that has changed.
+    """
+
+    function: RewardFunction
+
+    @classmethod
+    def of(cls, function: RewardFunction) -> SessionFunction:
+        """Return the name of a function, with the function."""
+        label = getattr(function, "__qualname__", type(function).__qualname__).rpartition("<locals>.")[2]
+        digest = hashlib.sha256((source_of(function) or _compiled(function)).encode()).hexdigest()[:8]
+        name = cls(f"{SESSION}{label}@{digest}")
+        name.function = function
+        return name
+
+    @property
+    def label(self) -> str:
+        """Name of the function itself."""
+        return self.removeprefix(SESSION).rpartition("@")[0]
+
+
+def source_of(function: RewardFunction) -> str:
+    """Return the source code of a function, or of the class of a callable object; empty if Python has none."""
+    try:
+        return inspect.getsource(function if inspect.isroutine(function) else type(function))
+    except (OSError, TypeError):  # typed into a shell or made by exec, or written in C
+        return ""
+
+
+def _compiled(function: RewardFunction) -> str:
+    """Return a text that differs if the compiled code of a function differs; empty for a callable object."""
+
+    def text(code: CodeType) -> str:
+        constants = [text(value) if isinstance(value, CodeType) else repr(value) for value in code.co_consts]
+        return f"{code.co_code.hex()} {code.co_names} {constants}"
+
+    return text(function.__code__) if isinstance(function, FunctionType) else ""
+
+
 DENSE_ARGUMENTS = (*ARGUMENTS[RewardScope.response], "tokens")
 
 _FORMS = "'package.module:function', 'path/to/file.py:function'"
@@ -120,6 +166,11 @@ def load_function(name: str, *, dense: bool = False, check: bool = True) -> Call
     """
     if "://" in name:
         return HttpReward(name)
+    if name.startswith(SESSION):
+        raise ConfigError(
+            f"reward function {name!r} was defined in a Python session, and no file has it. Continue the run there "
+            "with realign.train(..., resume='auto'), or move the function to a file."
+        )
     function: Callable[..., Any] = load_object(name, "reward function", f"{_FORMS} or 'http://host:port/path'")
     if check:
         check_function(function, name, dense=dense)

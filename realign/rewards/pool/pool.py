@@ -19,6 +19,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from types import TracebackType
 from typing import Any, Generic, TypeVar
@@ -28,6 +29,7 @@ from realign.rewards.pool.functions import (
     Prepared,
     RewardFunction,
     RewardScope,
+    SessionFunction,
     check_function,
     is_async,
     load_function,
@@ -39,6 +41,7 @@ from realign.rewards.pool.limits import WorkerLimits, limits_memory
 from realign.rewards.pool.processes import Answers, WorkerProcesses
 from realign.rewards.pool.secrets import masked, secret_variables
 from realign.rewards.pool.worker import (
+    Answer,
     Concurrency,
     Expected,
     FailureKind,
@@ -98,8 +101,12 @@ class RewardPool:
     With `workers=0` the function runs in this process, for one thread at a time. Breakpoints work and there is no IPC
     overhead. Exceptions still fail single items, but a hang, a crash or high memory use affects the run.
 
+    A `SessionFunction` runs in a thread of this process, whatever `workers` is. After `timeout_s`, its item fails, but
+    nothing can stop the thread.
+
     Args:
-        function: `package.module:function`, `path/to/file.py:function`, a URL, or a callable that can be pickled.
+        function: `package.module:function`, `path/to/file.py:function`, a URL, a `SessionFunction`, or a callable that
+            can be pickled.
         workers: number of processes; 0 runs the function in this process.
         timeout_s: time limit of one call in seconds, after which its worker is stopped. Accurate to about 0.2 s. The
             call of an `async def` function is cancelled, and its worker is stopped 5 s later if it still runs.
@@ -147,6 +154,9 @@ class RewardPool:
                 "the file of the reward function starts a reward pool when a worker imports it. Put that part under "
                 "`if __name__ == '__main__':`."
             )
+        self._thread_s: float | None = None
+        if isinstance(function, SessionFunction):
+            function, workers, self._thread_s = function.function, 0, timeout_s
         source: str | bytes = b""
         self._function: RewardFunction = load_function(function, dense=dense) if isinstance(function, str) else function
         if isinstance(self._function, HttpReward):
@@ -206,7 +216,8 @@ class RewardPool:
         if self._alone.acquire(blocking=False):  # else a call in this process still uses the event loop
             try:
                 if self._runner is not None:
-                    self._runner.close()
+                    close = self._runner.close
+                    _in_thread(close) if self._thread_s is not None else close()
                     self._runner = None
             finally:
                 self._alone.release()
@@ -353,14 +364,34 @@ class RewardPool:
             while start < len(items):
                 with self._alone:
                     self._runner = self._runner or asyncio.Runner()
-                    results = self._runner.run(answer_concurrently(self._function, items[start:], self._concurrency))
+                    asked = answer_concurrently(self._function, items[start:], self._concurrency)
+                    call = partial(self._runner.run, asked)
+                    # in a thread, since the main thread of a notebook has an event loop, which runs already
+                    results = call() if self._thread_s is None else _in_thread(call)[0]
                 yield from enumerate(results, start)
                 start += len(results)
             return
         for index, item in enumerate(items):
             with self._alone:
-                result = answer(self._function, item)
+                result = self._answer(item)
             yield index, result
+
+    def _answer(self, item: RewardCall) -> Answer:
+        if self._thread_s is None:
+            return answer(self._function, item)
+        for result in _in_thread(lambda: answer(self._function, item), self._thread_s):
+            return result
+        return Problem(FailureKind.timeout, f"no answer within timeout_s={self._thread_s:g} s; its thread goes on")
+
+
+def _in_thread(call: Callable[[], Value], seconds: float | None = None) -> list[Value]:
+    """Return the result of a call in another thread; nothing if it takes longer, while the thread goes on."""
+    results: list[Value] = []
+    # a daemon, which does not keep the process alive: nothing can end a function that hangs
+    thread = threading.Thread(target=lambda: results.append(call()), name="reward", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return results[:]
 
 
 def _pickled_function(function: Callable[..., Any], name: str) -> bytes:

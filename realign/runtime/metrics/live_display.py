@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -60,7 +60,9 @@ MOST_WARNINGS = 3
 
 
 class LiveDisplay:
-    """Progress, the course of the metrics, and the latest warnings. Without a terminal: a line every few steps.
+    """Progress, the course of the metrics, and the latest warnings, in a terminal or below the cell of a notebook.
+
+    Elsewhere, such as in a file: a line every few steps.
 
     Args:
         console: where to show it.
@@ -104,11 +106,16 @@ class LiveDisplay:
         self._task = self._progress.add_task(escape(title), total=steps)
         self._points: dict[str, list[tuple[int, float]]] = {}
         self._live: Live | None = None
+        self._cell: Any = None  # output of a notebook
 
     def __enter__(self) -> Self:
         if self._console.is_terminal:
             self._live = Live(get_renderable=self._render, console=self._console, refresh_per_second=4)
             self._live.start()
+        elif self._console.is_jupyter and not self._console.quiet:
+            from IPython.display import display  # not rich's `Live`, which needs ipywidgets there
+
+            self._cell = display(self._render(), display_id=True)
         else:
             with suppress(OSError):  # `log` meets the same error, and `BestEffortTracker` warns about it
                 for line in self._header:
@@ -125,6 +132,8 @@ class LiveDisplay:
         self._progress.update(self._task, completed=step)
         if self._live is not None:
             self._live.refresh()
+        elif self._cell is not None:
+            self._cell.update(self._render())
         elif (
             step == self._steps or step % max(1, self._steps // 10) == 0 or any(n.startswith("eval/") for n in metrics)
         ):
@@ -132,8 +141,9 @@ class LiveDisplay:
             extra = {name for name in names if name.startswith(EVALUATION) or name in self._added}
             first = limited([name for name in names if name not in extra], MOST)
             shown = [f"{name} {number(metrics[name])}" for name in names if name in extra or name in first]
-            line = f"{self._title} step {step}/{self._steps}  " + "  ".join(shown)
-            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+            if shown:  # before the first step, there may be nothing
+                line = f"{self._title} step {step}/{self._steps}  " + "  ".join(shown)
+                self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         """Stop the live update; the last state stays on the screen."""

@@ -17,7 +17,6 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
-import realign
 from realign.data.dataset import content_hash
 from realign.engines.distributed.ranks import Ranks
 from realign.errors import ConfigError, DataError, RealignError
@@ -137,7 +136,7 @@ def _settings(path: str, value: Any, within: frozenset[int]) -> Iterator[tuple[s
 
 def _code(path: str, code: type | FunctionType) -> tuple[str, str]:
     """Return the key and the qualified name of a class or function, with the hash of its file if it is of the user."""
-    of_user = code.__module__.partition(".")[0] != realign.__name__
+    of_user = code.__module__.partition(".")[0] != __name__.partition(".")[0]
     name = f"{code.__module__}.{code.__qualname__}{_file_of(code) if of_user else ''}"
     return f"{path}._target_".lstrip("."), name
 
@@ -160,7 +159,7 @@ def _sha256(content: bytes | str) -> str:
 @cache
 def _source_of_realign() -> str:
     """Return the hash of all source files of this package, since a checkout may have the version of another one."""
-    digest, folder = hashlib.sha256(), Path(realign.__file__).parent
+    digest, folder = hashlib.sha256(), Path(__file__).parents[2]
     for path in sorted(folder.rglob("*.py")):
         digest.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes() + b"\0")
     return f"sha256 {digest.hexdigest()[:12]}"

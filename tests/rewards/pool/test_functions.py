@@ -1,5 +1,6 @@
 """Reward functions that score a group or a batch in one call, and `async def` functions."""
 
+import copy
 import sys
 import traceback
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from realign.errors import ConfigError, RealignError, RewardError
 from realign.rewards import FailureKind, RewardPool, exact_answer, load_function
 from realign.rewards.pool import processes
-from realign.rewards.pool.functions import Prepared, RewardScope
+from realign.rewards.pool.functions import Prepared, RewardScope, SessionFunction, source_of
 
 CASES = Path(__file__).parent / "reward_cases.py"
 
@@ -278,3 +279,26 @@ def test_a_pool_prepares_a_function_once_before_the_workers_start(function, work
 def test_a_function_that_cannot_be_prepared_ends_the_run_before_any_call():
     with pytest.raises(ConfigError, match="the machine lacks something"):
         RewardPool(Shift(-1), workers=1, **SETTINGS)
+
+
+def test_the_name_of_a_session_function_changes_with_its_code_and_not_with_its_place():
+    def made(body, before=""):
+        namespace = {}
+        exec(f"{before}def score(prompt, response, row):\n    return {body}\n", namespace)  # no source, as if typed in
+        return SessionFunction.of(namespace["score"])
+
+    names = [made("1.0"), made("2.0"), made("len(prompt)"), made("len(response)"), made("[x for x in row]")]
+    assert len({*names}) == 5
+    assert made("1.0", before="\n\n") == names[0]
+    assert names[0].label == "score"
+    assert copy.deepcopy(names[0]).function is names[0].function
+
+    class Counter:
+        def __call__(self, prompt, response, row):
+            return 1.0
+
+    assert SessionFunction.of(Counter()).label == "Counter"
+    assert source_of(Counter()).lstrip().startswith("class Counter")
+    assert source_of(len) == ""
+    with pytest.raises(ConfigError, match="was defined in a Python session"):
+        load_function(str(names[0]))

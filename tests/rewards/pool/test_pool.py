@@ -1,3 +1,4 @@
+import asyncio
 import logging
 import math
 import os
@@ -6,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
@@ -18,6 +20,7 @@ import torch
 from realign.errors import ConfigError, SettingsError
 from realign.rewards import FailureKind, RewardError, RewardPool
 from realign.rewards.pool import processes
+from realign.rewards.pool.functions import SessionFunction
 from realign.rewards.pool.pool import Tally
 from realign.rewards.pool.processes import _Todo
 from realign.rewards.pool.worker import Problem, RewardCall, answer
@@ -536,3 +539,35 @@ def test_items_that_hang_among_others_do_not_end_the_patience():
         result = score(pool, rows)
     assert [f.index for f in result.failures] == [0, 5, 10]
     assert result.values == [None if i % 5 == 0 else i for i in range(15)]
+
+
+def test_a_function_of_a_session_runs_in_a_thread_and_is_given_up_after_its_time():
+    """A lock that nobody releases stands for a function that hangs; later items still get their rewards."""
+    hanging, threads = threading.Event(), []
+
+    def reward(prompt, response, row):
+        threads.append(threading.current_thread())
+        if row["value"] == 1:
+            hanging.wait()
+        return row["value"]
+
+    with make(SessionFunction.of(reward), workers=2, timeout_s=0.2) as pool:
+        result = score(pool, [{"value": value} for value in (0, 1, 2)])
+        assert result.values == [0, None, 2]
+        assert [(failure.kind, failure.index) for failure in result.failures] == [(FailureKind.timeout, 1)]
+        assert "no answer within timeout_s=0.2 s; its thread goes on" in result.failures[0].message
+    assert threading.current_thread() not in threads
+    assert all(thread.daemon for thread in threads)
+    hanging.set()
+
+
+def test_an_async_function_of_a_session_may_be_called_inside_an_event_loop():
+    async def reward(prompt, response, row):
+        await asyncio.sleep(0)
+        return row["value"]
+
+    async def cell_of_a_notebook():
+        with make(SessionFunction.of(reward)) as pool:
+            return score(pool, values(5)).values
+
+    assert asyncio.run(cell_of_a_notebook()) == [0, 0.5, 1, 1.5, 2]

@@ -1,0 +1,450 @@
+"""Train from Python: `realign.train`, `realign.load_experiment`, `realign.chat`, and the `Run` that training returns.
+
+A thin layer over the command line. Arguments become overrides, so experiments, presets, checks, messages and files are
+those of `realign experiment=NAME key=value ...`. Two things are no text: a function of the session, which runs in a
+thread of the run, and rows in memory, which are written to a file named by their content.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import inspect
+import json
+import os
+import re
+import shlex
+import sys
+import tempfile
+import webbrowser
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+from rich.console import Console
+
+from realign.cache_folder import cache_folder
+from realign.cli.chat import Chat, typed_lines
+from realign.cli.commands import use_expandable_segments
+from realign.cli.exit_codes import plain_warnings
+from realign.cli.export import Export, model_or_run
+from realign.cli.train import build, console, is_one_of_many, record, run_alone, terminated_by_exception
+from realign.config.aliases import translate
+from realign.config.command_line import prepare, quoted_text
+from realign.config.composition import Composed, compose_layers
+from realign.config.construct import fill, import_path
+from realign.config.experiment import as_node
+from realign.config.trees import get, merge
+from realign.config.words import TARGET
+from realign.errors import ConfigError, DataError, RunComplete
+from realign.report.files import METRICS, check_run, json_lines
+from realign.report.page import write_report
+from realign.rewards.pool.functions import SessionFunction, source_of
+from realign.runtime import Experiment
+from realign.runtime.metrics.samples import spoken
+
+StrPath: TypeAlias = str | os.PathLike[str]
+PLAIN = re.compile(r"[A-Za-z_./][\w./:@-]*", re.ASCII)
+"""Text that Hydra reads as text, without quotes."""
+KEYWORDS = ("null", "true", "false", "nan", "inf")
+"""Words that Hydra reads as another value than text."""
+
+
+@runtime_checkable
+class Table(Protocol):
+    """Rows in memory: a `datasets.Dataset`, or a DataFrame of pandas."""
+
+    def to_parquet(self, path: Any, /) -> Any:
+        """Write the rows to a file."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run: its folder, and what to look at and do next. `Run("runs/grpo")` opens an earlier one."""
+
+    folder: Path
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "folder", Path(self.folder))
+        check_run(self.folder)
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """One record per step: `step` and its metrics. Step 0 is before training."""
+        return json_lines(self.folder / METRICS)
+
+    def series(self, metric: str) -> list[float]:
+        """Return the values of one metric, over the steps that have it."""
+        return [step[metric] for step in self.history if metric in step]
+
+    def plot(self) -> Path:
+        """Show the curves in a notebook. Return their picture.
+
+        Raises:
+            ConfigError: the run has no curves, which takes two steps.
+        """
+        picture = self.folder / "curves.png"
+        if not picture.is_file():
+            raise ConfigError(
+                f"{self.folder}: the run has no curves yet. They are drawn at its end, from two steps on."
+            )
+        if Console().is_jupyter:
+            from IPython.display import Image, display
+
+            display(Image(filename=str(picture)))
+        return picture
+
+    def samples(self, best: int | None = None, worst: int | None = None) -> Samples:
+        """Print responses with their rewards, and return their records.
+
+        Args:
+            best: Number of responses with the highest rewards of the run; of equal ones the latest.
+            worst: Number of responses with the lowest rewards, in addition. With neither, the responses of the last
+                recorded step.
+
+        Raises:
+            ConfigError: the run has no responses.
+        """
+        records = json_lines(self.folder / "samples.jsonl")
+        if not records:
+            raise ConfigError(f"{self.folder}: the run recorded no responses. Only runs that sample have some.")
+        if best is None and worst is None:
+            shown = [sample for sample in records if sample["step"] == records[-1]["step"]]
+        else:
+            latest = {
+                (record["prompt"], record["response"]): record for record in records
+            }  # a repeated one counts once
+            scored = [record for record in reversed(latest.values()) if record["reward"] is not None]
+            scored.sort(key=lambda record: -record["reward"])
+            shown = [*scored[: best or 0], *scored[max(best or 0, len(scored) - (worst or 0)) :]]
+        output = Console()
+        for sample in shown:
+            reward = "none" if sample["reward"] is None else f"{sample['reward']:.4g}"
+            line = f"step {sample['step']}: reward {reward}  {spoken(sample)}"
+            output.print(line, markup=False, highlight=False, soft_wrap=True)
+        return Samples(shown)
+
+    def save(self, folder: StrPath) -> Path:
+        """Write the trained model to a new folder with a model card, which transformers and vLLM load.
+
+        Raises:
+            ConfigError: the folder exists and is not empty, or the run has several models.
+        """
+        say = partial(Console().print, markup=False, highlight=False, soft_wrap=True)
+        Export(str(self.folder), Path(folder)).run(say)
+        return Path(folder)
+
+    def report(self) -> Path:
+        """Write the report of the run, one HTML file, and open it in the browser."""
+        page = self.folder / "report.html"
+        write_report([self.folder], page)
+        webbrowser.open(page.resolve().as_uri())
+        return page
+
+    def chat(self, *messages: str, **settings: Any) -> list[str]:
+        """Chat with the trained model; see `realign.chat`."""
+        return chat(self.folder, *messages, **settings)
+
+
+class Samples(list[dict[str, Any]]):
+    """Records of responses. They have been printed, so a shell that echoes this list shows their number only."""
+
+    def __repr__(self) -> str:
+        return f"{len(self)} samples"
+
+
+def train(
+    experiment: StrPath | Experiment,
+    *,
+    model: Any = None,
+    data: Any = None,
+    reward: Any = None,
+    config_dir: StrPath | None = None,
+    quiet: bool = False,
+    **overrides: Any,
+) -> Run:
+    """Train, as `realign experiment=NAME key=value ...` does, and return the run.
+
+    Args:
+        experiment: Name of an experiment such as `grpo`, path of a YAML file, or an `Experiment`, which takes no
+            settings.
+        model: Hub name or folder of the trained model, or a `TransformersModel`.
+        data: File, folder or hub name, a list of rows (dicts), a `datasets.Dataset`, a DataFrame, or a data node such
+            as `PromptData`.
+        reward: A function `(prompt, response, row) -> float`, its name such as `reward.py:score`, or a dict with the
+            functions of several rewards by name.
+        config_dir: Your folder with `experiment/NAME.yaml` and `algorithm/NAME.yaml`.
+        quiet: Whether to show no progress.
+        overrides: Any other key of the config: `steps=60`, `algorithm="dapo"`. Keys with dots are unpacked,
+            `**{"models.actor.optimizer.lr": 1e-5}`, and a dict sets the keys below. Values can be components.
+
+    Returns:
+        The run. If `resume="auto"` finds that no step is left, it is the complete run.
+
+    Raises:
+        RealignError: a setting, the data, the model or the reward is wrong, in the words of the command line.
+        Interrupted: a signal stopped the run, as in a notebook the button; the message contains the last step.
+    """
+    use_expandable_segments()
+    with plain_warnings(debug=False), terminated_by_exception():
+        if isinstance(experiment, Experiment):
+            if given := [
+                *overrides,
+                *(n for n, v in (("model", model), ("data", data), ("reward", reward)) if v is not None),
+            ]:
+                raise ConfigError(f"{given[0]}: an Experiment has all its settings. Change its attribute, or name one.")
+            call, built, command = None, experiment, None
+        else:
+            call = _Call.of(experiment, model, data, reward, overrides, config_dir)
+            built, command = call.build(), call.command
+        if is_one_of_many():
+            words = shlex.join(command or ["experiment=...", "interfaces.reward.function=FILE:NAME"])
+            raise ConfigError(f"realign.train runs in one process. With torchrun, use its command: -m realign {words}")
+        shown = console()
+        shown.quiet |= quiet
+        try:
+            checked = (lambda: None) if call is None else partial(record, call.composed, str(built.output_dir))
+            run_alone(built, checked, command, shown)
+        except RunComplete as complete:
+            shown.print(str(complete), markup=False, highlight=False, soft_wrap=True)
+    return Run(built.output_dir)
+
+
+def load_experiment(
+    experiment: StrPath,
+    *,
+    model: Any = None,
+    data: Any = None,
+    reward: Any = None,
+    config_dir: StrPath | None = None,
+    **overrides: Any,
+) -> Experiment:
+    """Return the experiment that `realign.train` would run with the same arguments, without loading model or data.
+
+    Raises:
+        ConfigError: a setting is wrong; names the key.
+    """
+    with plain_warnings(debug=False):
+        return _Call.of(experiment, model, data, reward, overrides, config_dir).build()
+
+
+def chat(model: StrPath | Run, *messages: str, **settings: Any) -> list[str]:
+    """Return the answers of a model to the messages of one conversation. Without messages, read them from the keyboard.
+
+    Args:
+        model: Folder of a model or a run, hub name, or a `Run`.
+        messages: What you say, turn by turn.
+        settings: Settings of `realign chat`, such as `seed=1` or `**{"generation.temperature": 0.7}`.
+
+    Raises:
+        RealignError: the model cannot be loaded, or a setting is wrong.
+    """
+    path = str(model.folder if isinstance(model, Run) else model)
+    values: dict[str, Any] = {"model": {"path": model_or_run("chat", path)}}
+    for key, value in settings.items():
+        for name in reversed(key.split(".")):
+            value = {name: value}
+        merge(values, value)
+    console()  # without the progress bars of transformers
+    answers: list[str] = []
+    say: Callable[[str], None] = answers.append
+    if not messages:
+        say = partial(Console().print, markup=False, highlight=False, soft_wrap=True)
+    fill(Chat, values, "").talk(messages or typed_lines(), say)
+    return answers
+
+
+# --- arguments as a command line ---
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """Arguments of `train` as a composed command line."""
+
+    words: Sequence[str]
+    functions: Mapping[str, SessionFunction]
+    sources: Mapping[str, str]
+    """Source code of the functions, by key."""
+    composed: Composed
+
+    @classmethod
+    def of(
+        cls,
+        experiment: StrPath,
+        model: Any,
+        data: Any,
+        reward: Any,
+        overrides: Mapping[str, Any],
+        config_dir: StrPath | None,
+    ) -> _Call:
+        if os.getcwd() not in sys.path:
+            sys.path.append(os.getcwd())  # as on the command line, for `_target_` in a file of the current folder
+        writer = _Writer()
+        words = [f"experiment={os.fspath(experiment)}"]
+        for key, value in overrides.items():
+            words += writer.overrides(key, value)
+        if data is not None:
+            words += writer.overrides("data", data)
+        words += writer.reward(reward)
+        folder = None if config_dir is None else os.fspath(config_dir)
+        if isinstance(model, str | os.PathLike):
+            words += writer.overrides("model", model)
+        elif model is not None:
+            roles = compose_layers(words, folder).tree["models"]
+            words += writer.overrides("models." + ("actor" if "actor" in roles else next(iter(roles), "actor")), model)
+        translated, notes, _ = translate(prepare(words), folder)
+        for note in notes:
+            if not note.startswith("model="):  # an argument of `train` itself
+                sys.stderr.write(f"note: {note}\n")
+        return cls(translated, writer.functions, writer.sources, compose_layers(translated, folder))
+
+    @property
+    def command(self) -> Sequence[str] | None:
+        """Words of the command line that repeats the run; None if it has functions of this session."""
+        return None if self.functions else self.words
+
+    def build(self) -> Experiment:
+        """Build the experiment.
+
+        Raises:
+            ConfigError: a setting is invalid; names the key.
+        """
+        config = self.composed.resolve()
+        for key, function in self.functions.items():
+            *path, name = key.split(".")
+            get(vars(config), tuple(path))[name] = function
+        experiment = build(config)
+        experiment.sources = self.sources
+        return experiment
+
+
+class _Writer:
+    """Writes values of Python as overrides."""
+
+    def __init__(self) -> None:
+        self.functions: dict[str, SessionFunction] = {}
+        self.sources: dict[str, str] = {}
+
+    def reward(self, reward: Any) -> Iterator[str]:
+        """Yield the overrides of the argument `reward`."""
+        if isinstance(reward, Mapping):
+            yield "interfaces.reward.function=null"
+            yield from self.overrides("interfaces.reward.functions", reward)
+        elif dataclasses.is_dataclass(reward):
+            yield from self.overrides("interfaces.reward", reward)
+        elif reward is not None:
+            yield from self.overrides("interfaces.reward.function", reward)
+
+    def overrides(self, key: str, value: Any) -> Iterator[str]:
+        """Yield the overrides that set a key to a value.
+
+        Raises:
+            ConfigError: the value is no setting.
+            DataError: a row is no JSON.
+        """
+        if inspect.isclass(value):
+            value = {TARGET: import_path(value)}
+        elif dataclasses.is_dataclass(value):
+            value = as_node(value)
+        if isinstance(value, Mapping) and value:
+            for name, item in value.items():
+                yield from self.overrides(f"{key}.{name}", item)
+        elif key.rpartition(".")[2] == "data" and not isinstance(value, Mapping | None):
+            yield from self.overrides(f"{key}.path", _file_of(key, value))
+        elif callable(value):
+            yield f"{key}={_text(key, self._function(key, value))}"
+        else:
+            yield f"{key}={_text(key, value)}"
+
+    def _function(self, key: str, function: Any) -> str:
+        """Return the name of a function for a config."""
+        if key == "graph":
+            return f"{function.__module__}.{function.__qualname__}"
+        if (name := _importable(function)) is not None:
+            return name
+        self.functions[key] = named = SessionFunction.of(function)
+        self.sources[key] = source_of(function)
+        return str(named)
+
+
+def _importable(function: Any) -> str | None:
+    """Return the name by which a worker process can import a function; None if it cannot."""
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
+    if not isinstance(module, str) or module == "__main__" or not name.replace(".", "").isidentifier():
+        return None  # a script is `__main__`, too: a worker that imported it would start the run again
+    value: Any = sys.modules.get(module)
+    for part in name.split("."):
+        value = getattr(value, part, None)
+    with suppress(ImportError, ValueError):  # a module that was made, not imported
+        if value is function and find_spec(module) is not None:
+            return f"{module}:{name}"
+    return None
+
+
+def _file_of(key: str, rows: Any) -> Any:
+    """Return the path of data: as given, or of a file with the rows."""
+    if isinstance(rows, str | os.PathLike):
+        return os.fspath(rows)
+    if isinstance(rows, Table):
+        return _stored(rows.to_parquet, "parquet")
+    rows = list(rows) if isinstance(rows, Iterable) else rows
+    if isinstance(rows, list) and rows and all(isinstance(row, Mapping) for row in rows):
+        return _stored(partial(_write_lines, key, rows), "jsonl")
+    return rows
+
+
+def _write_lines(key: str, rows: Iterable[Mapping[str, Any]], path: Path) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        for number, row in enumerate(rows, 1):
+            try:
+                file.write(json.dumps(dict(row), ensure_ascii=False) + "\n")
+            except TypeError as error:
+                raise DataError(
+                    f"{key}: row {number} is no JSON ({error}). Use text, numbers, lists and dicts."
+                ) from error
+
+
+def _stored(write: Callable[[Path], Any], ending: str) -> str:
+    """Return the path of a file in the user's cache with these rows. Equal rows have the same, as resuming needs."""
+    folder = cache_folder() / "rows"
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        file = Path(scratch, f"rows.{ending}")
+        write(file)
+        with file.open("rb") as content:
+            digest = hashlib.file_digest(content, "sha256").hexdigest()[:16]
+        return str(file.replace(folder / f"{digest}.{ending}"))
+
+
+def _text(key: str, value: Any) -> str:
+    """Return a value in the grammar of overrides.
+
+    Raises:
+        ConfigError: the value is no setting.
+    """
+    value = as_node(value)
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    if isinstance(value, int):
+        return str(int(value))
+    if isinstance(value, float):
+        return repr(float(value))
+    if isinstance(value, str):
+        return value if PLAIN.fullmatch(value) and value.lower() not in KEYWORDS else quoted_text(value)
+    if isinstance(value, list):
+        return f"[{','.join(_text(key, item) for item in value)}]"
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{name}: {_text(key, item)}' for name, item in value.items())}}}"
+    if isinstance(value, os.PathLike):
+        return _text(key, os.fspath(value))
+    kind = type(value).__name__
+    raise ConfigError(
+        f"{key}: an object of {kind} is no setting. Give a name, a number, a list, a dict or a component. A model of "
+        "transformers becomes a folder by its save_pretrained."
+    )
+
+
+__all__ = ["Run", "Samples", "chat", "load_experiment", "train"]

@@ -1,0 +1,305 @@
+"""`realign.train` and its siblings: the same runs as on the command line, with objects of Python."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import datasets
+import pandas
+import pytest
+from rich.console import Console
+
+import realign
+from realign.config import ConfigError, build_experiment, compose
+from realign.data import PromptData
+from realign.engines import OptimizerSpec, TransformersModel
+from realign.errors import CheckpointError, DataError
+from realign.interfaces.components.objectives import Clip
+from realign.python_api import Run
+from realign.rewards.pool.functions import SessionFunction
+from realign.runtime import Experiment, run
+from tests.tiny import save_tiny
+
+SMALL = {"steps": 2, "batch_prompts": 4, "interfaces.actor.generation": {"n": 4, "max_new_tokens": 6}}
+WORDS = [
+    *("experiment=grpo", "steps=2", "batch_prompts=4", "interfaces.actor.generation.n=4"),
+    *("interfaces.actor.generation.max_new_tokens=6", "models.actor.path=model", "data.path=rows.jsonl"),
+]
+ROWS = [{"prompt": f"say {i}", "answer": str(i)} for i in range(8)]
+
+
+def score(prompt, response, row):
+    return float(response.count(row["answer"]))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with a model and rows."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    save_tiny(tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
+    (tmp_path / "reward.py").write_text("def score(prompt, response, row):\n    return 0.5\n", encoding="utf-8")
+    return tmp_path
+
+
+def in_session():
+    """Return a function that no other process can import."""
+    return lambda prompt, response, row: float(len(response))
+
+
+def python(code: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run code in a fresh process, from stdin without arguments."""
+    done = subprocess.run(
+        [sys.executable, *(arguments or ["-"])], input=code, cwd=folder, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_importing_the_package_imports_nothing_else(tmp_path):
+    heavy = "{'torch', 'hydra', 'rich', 'realign.config'}"
+    code = f"import sys, realign\nprint(sorted({heavy} & {{*sys.modules}}), dir(realign))"
+    out = python(code, tmp_path).stdout
+    assert out.startswith("[] ")
+    assert all(f"'{name}'" in out for name in realign.__all__)
+
+
+def test_all_public_names_exist_and_others_are_an_attribute_error():
+    assert realign.Experiment is Experiment
+    assert all(getattr(realign, name) is not None for name in realign.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        _ = realign.trian
+
+
+def test_the_experiment_is_that_of_the_command_line(folder):
+    ours = realign.load_experiment("grpo", model="model", data="rows.jsonl", reward="reward.py:score", **SMALL)
+    theirs = build_experiment(compose([*WORDS, "interfaces.reward.function=reward.py:score"]))
+    assert ours.resolved == theirs.resolved
+
+
+@pytest.mark.parametrize(
+    ("given", "word"),
+    [
+        ({"algorithm": "dr_grpo"}, "algorithm=dr_grpo"),
+        ({"lr": 1e-3}, "lr=1e-3"),
+        ({"save_every_steps": None}, "save_every_steps=null"),
+        ({"shuffle": False}, "shuffle=false"),
+        ({"output_dir": Path("runs/a b")}, "output_dir='runs/a b'"),
+        ({"name": "null"}, "name='null'"),
+        ({"interfaces.actor.objective": "gspo"}, "interfaces.actor.objective=gspo"),
+        ({"interfaces.actor.objective": Clip(high=0.3)}, "interfaces.actor.objective={_target_: clip, high: 0.3}"),
+        ({"interfaces": {"actor": {"objective": {"high": 0.3}}}}, "interfaces.actor.objective.high=0.3"),
+        ({"interfaces.reward.keep_environment": ["A", "B"]}, "interfaces.reward.keep_environment=[A,B]"),
+        ({"callbacks.stop": "early_stopping", "evaluation.data": "rows.jsonl"}, None),
+    ],
+    ids=str,
+)
+def test_values_of_python_mean_what_they_mean_on_the_command_line(folder, given, word, capsys):
+    ours = realign.load_experiment("grpo", model="model", data="rows.jsonl", reward="reward.py:score", **SMALL, **given)
+    words = [word] if word else ["callbacks.stop=early_stopping", "evaluation.data.path=rows.jsonl"]
+    words = ["models.actor.optimizer.lr=1e-3" if word == "lr=1e-3" else word for word in words]
+    theirs = build_experiment(compose([*WORDS, "interfaces.reward.function=reward.py:score", *words]))
+    assert ours.resolved == theirs.resolved
+    assert capsys.readouterr().err == ("note: lr=0.001 was read as models.actor.optimizer.lr=0.001\n" * ("lr" in given))
+
+
+def test_a_file_and_a_folder_of_your_own_work_as_experiments(folder):
+    text = "defaults: [/experiment/grpo]\nname: mine\n"
+    (folder / "mine.yaml").write_text(text, encoding="utf-8")
+    (folder / "own" / "experiment").mkdir(parents=True)
+    (folder / "own" / "experiment" / "other.yaml").write_text(text.replace("mine", "other"), encoding="utf-8")
+    given = {"model": Path("model"), "data": ["rows.jsonl", "rows.jsonl"], "reward": "reward.py:score"}
+    mine = realign.load_experiment(Path("mine.yaml"), **given)
+    assert (mine.name, mine.data.path) == ("mine", ["rows.jsonl", "rows.jsonl"])
+    assert realign.load_experiment("other", config_dir="own", **given).name == "other"
+
+
+def test_components_are_passed_as_objects(folder):
+    model = TransformersModel("model", optimizer=OptimizerSpec(lr=0.25))
+    data = PromptData("rows.jsonl", limit=3)
+    experiment = realign.load_experiment("grpo", model=model, data=data, reward="reward.py:score", **SMALL)
+    assert (experiment.models["actor"].optimizer.lr, experiment.data.limit) == (0.25, 3)
+    pairs = [{"prompt": "a", "chosen": "b", "rejected": "c"}]
+    head = {"_target_": "realign.engines.network.heads.Score"}
+    reward = realign.load_experiment("reward_model", model="model", data=pairs, steps=1)
+    assert reward.models["reward"].path == "model"
+    assert head["_target_"].endswith(type(reward.models["reward"].head).__name__)
+
+
+@pytest.mark.parametrize("kind", [list, datasets.Dataset.from_list, pandas.DataFrame, iter], ids=lambda k: k.__name__)
+def test_rows_in_memory_are_stored_under_a_name_of_their_content(folder, kind):
+    paths = [realign.load_experiment("sft", model="model", data=kind(ROWS), steps=1).data.path for _ in range(2)]
+    assert paths[0] == paths[1]
+    assert Path(paths[0]).parent == folder / "cache" / "realign" / "rows"
+    other = realign.load_experiment("sft", model="model", data=kind(ROWS[1:]), steps=1).data.path
+    assert other != paths[0]
+    assert [
+        row["prompt"]
+        for row in datasets.load_dataset(
+            Path(other).suffix[1:].replace("jsonl", "json"),
+            data_files=other,
+            split="train",
+            cache_dir=str(folder / "hf"),
+        )
+    ] == [row["prompt"] for row in ROWS[1:]]
+
+
+def test_errors_are_those_of_the_command_line(folder):
+    cases = {
+        "unknown key 'stepps'; did you mean 'steps'": {"stepps": 1},
+        "unknown key 'interfaces.actor.klo'": {"interfaces.actor.klo": 1},
+        "data: row 1 is no JSON": {"data": [{"prompt": {1, 2}}]},
+        "models.actor: an object of set is no setting": {"model": {1}},
+        "no 'scor'; found score": {"reward": "reward.py:scor"},
+    }
+    for message, given in cases.items():
+        arguments = {"model": "model", "data": "rows.jsonl", "reward": "reward.py:score", **SMALL, **given}
+        with pytest.raises((ConfigError, DataError), match=message) as caught:
+            realign.train("grpo", quiet=True, **arguments)
+        assert caught.value._render_traceback_() == [f"error: {caught.value}"]
+
+
+def test_an_experiment_object_takes_no_settings(folder):
+    experiment = realign.load_experiment("grpo", model="model", data=ROWS, reward=score, **SMALL)
+    with pytest.raises(ConfigError, match="steps: an Experiment has all its settings"):
+        realign.train(experiment, steps=3)
+    assert realign.train(experiment, quiet=True).folder == Path("runs/grpo")
+
+
+def test_several_processes_use_the_command_line(folder, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="With torchrun, use its command: -m realign experiment=grpo steps=2"):
+        realign.train("grpo", model="model", data="rows.jsonl", reward="reward.py:score", **SMALL)
+
+
+def test_a_run_shows_what_it_learned(folder, capsys, drawn_curves, monkeypatch):
+    opened = []
+    monkeypatch.setattr("realign.python_api.webbrowser.open", opened.append)
+    reward = {"count": in_session(), "half": {"function": "reward.py:score", "weight": 0.5}}
+    trained = realign.train("grpo", model="model", data=ROWS, reward=reward, quiet=True, **SMALL)
+    assert capsys.readouterr().out == ""
+    assert (trained.folder / ".hydra" / "overrides.yaml").is_file()
+    assert len(trained.series("rewards/count/mean")) == len(trained.series("reward")) == 2
+    assert trained.plot() == trained.folder / "curves.png"
+    best = trained.samples(best=2, worst=1)
+    assert [record["reward"] for record in best] == sorted((r["reward"] for r in best), reverse=True)
+    assert repr(best) == "3 samples"
+    assert [line.split(":")[0][:4] for line in capsys.readouterr().out.splitlines()] == ["step"] * 3
+    assert {record["step"] for record in trained.samples()} == {2}
+    assert len(trained.samples(best=10_000)) == len(trained.samples(worst=10_000)) == len(trained.samples(10_000, 5))
+    assert trained.report().is_file()
+    assert opened == [(folder / "runs/grpo/report.html").as_uri()]
+    assert (trained.save("my-model") / "README.md").is_file()
+    assert len(trained.chat("a", "b", **{"generation.max_new_tokens": 3})) == 2
+    assert realign.chat("my-model", "a", seed=3, generation={"max_new_tokens": 3}) == realign.chat(
+        trained, "a", seed=3, generation={"max_new_tokens": 3}
+    )
+    assert Run("runs/grpo") == trained
+
+
+def test_a_folder_without_a_run_or_its_files_is_an_error(folder):
+    with pytest.raises(ConfigError, match="contains no run"):
+        Run("model")
+    (folder / "empty").mkdir()
+    (folder / "empty" / "run.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(ConfigError, match="no curves yet"):
+        Run("empty").plot()
+    with pytest.raises(ConfigError, match="recorded no responses"):
+        Run("empty").samples()
+
+
+FIVE_LINES = """
+import realign
+
+def score(prompt, response, row):
+    return float(response.count(row["answer"]))
+
+rows = [{"prompt": f"say {i}", "answer": str(i)} for i in range(8)]
+settings = {"batch_prompts": 4, "interfaces.actor.generation": {"n": 4, "max_new_tokens": 6}}
+run = realign.train("grpo", model="model", data=rows, reward=score, steps=STEPS, RESUME **settings)
+run.plot(); run.samples(best=3); run.save("my-model-STEPS")
+"""
+
+
+@pytest.mark.parametrize("script", [False, True], ids=["typed in", "script without a guard"])
+def test_five_lines_train_a_model_in_a_fresh_process(folder, script):
+    """No worker may import `__main__`. The source of the function is in run.json, and a changed one is refused."""
+
+    def start(code: str) -> str:
+        (folder / "five.py").write_text(code, encoding="utf-8")
+        return python(code, folder, *(["five.py"] if script else [])).stdout
+
+    first = FIVE_LINES.replace("STEPS", "2").replace("RESUME", "")
+    out = start(first)
+    assert "functions of this session" in out
+    assert "score: in a thread of the run" in out.replace("\n", " ")
+    assert out.count("reward ") >= 3
+    assert (folder / "my-model-2" / "model.safetensors").is_file()
+    recorded = json.loads((folder / "runs/grpo/run.json").read_text(encoding="utf-8"))
+    source = recorded["functions"]["interfaces.reward.function"]
+    assert source == (
+        'def score(prompt, response, row):\n    return float(response.count(row["answer"]))\n' if script else ""
+    )
+    more = FIVE_LINES.replace("STEPS", "3").replace("RESUME", "resume='auto',")
+    changed = more.replace("float(", "2.0 * float(")
+    catching = "try:\n    {}\nexcept realign.python_api.CheckpointError as error:\n    print('refused:', error)\n"
+    lines = changed.strip().splitlines()
+    refused = "\n".join([*lines[:-2], catching.format(lines[-2])]).replace(
+        "realign.python_api.CheckpointError", "__import__('realign.errors').errors.CheckpointError"
+    )
+    assert "refused: The config differs from that of the checkpoint: interfaces.reward.function was" in start(refused)
+    assert "Resumed from" in start(more)
+
+
+def test_a_run_of_a_session_function_cannot_resume_elsewhere(folder):
+    function = in_session()
+    realign.train("grpo", model="model", data="rows.jsonl", reward=function, quiet=True, **SMALL)
+    name = SessionFunction.of(function)
+    words = [*WORDS, "steps=3", "resume=auto", f"interfaces.reward.function={name}"]
+    with pytest.raises(ConfigError, match=r"was defined in a Python session, and no file has it"):
+        run(build_experiment(compose(words)))
+    again = {**SMALL, "steps": 3}
+    with pytest.raises(CheckpointError, match=f'interfaces.reward.function was "{name}", is "reward.py:score"'):
+        realign.train(
+            "grpo", model="model", data="rows.jsonl", reward="reward.py:score", resume="auto", quiet=True, **again
+        )
+    done = realign.train("grpo", model="model", data="rows.jsonl", reward=function, resume="auto", quiet=True, **again)
+    assert [record["step"] for record in done.history] == [0, 1, 2, 3]
+    same = realign.train("grpo", model="model", data="rows.jsonl", reward=function, resume="auto", quiet=True, **again)
+    assert same.history == done.history
+
+
+def test_settings_of_workers_have_no_effect_on_a_session_function(folder):
+    given = {"model": "model", "data": "rows.jsonl", "reward": in_session(), **SMALL}
+    with pytest.raises(ConfigError, match=r"interfaces.reward.workers=4: has no effect on a function of a Python"):
+        realign.load_experiment("grpo", **given, **{"interfaces.reward.workers": 4})
+
+
+def test_a_notebook_shows_progress_below_its_cell(monkeypatch):
+    from realign.runtime.metrics.live_display import LiveDisplay
+
+    shown = []
+
+    class Handle:
+        def update(self, table):
+            shown.append(table)
+
+    class IPython:
+        @staticmethod
+        def display(table, display_id):
+            shown.append(table)
+            return Handle()
+
+    monkeypatch.setitem(sys.modules, "IPython", IPython)
+    monkeypatch.setitem(sys.modules, "IPython.display", IPython)
+    console = Console(force_jupyter=True)
+    with LiveDisplay(console, "toy", 2, ["reward"]) as display:
+        display.log(1, {"reward": 0.5})
+    assert len(shown) == 2
+    html = shown[-1]._repr_mimebundle_([], [])["text/html"]
+    assert "reward" in html
+    assert "0.5" in html
