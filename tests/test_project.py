@@ -61,3 +61,34 @@ def test_files_for_tools_are_valid():
 
 def test_the_package_declares_its_types():
     assert (ROOT / "realign" / "py.typed").read_text(encoding="utf-8") == ""
+
+
+def test_the_actions_of_workflows_are_pinned_to_commits():
+    uses = [line for path in WORKFLOWS for line in re.findall(r"uses: (.+)$", path.read_text("utf-8"), re.MULTILINE)]
+    foreign = [line for line in uses if not line.startswith("./")]
+    assert len(foreign) > 10
+    assert [line for line in foreign if not re.fullmatch(r"[\w./-]+@[0-9a-f]{40} # v[\d.]+", line)] == []
+
+
+def test_the_extra_all_has_every_extra_that_needs_no_gpu():
+    extras = PROJECT["project"]["optional-dependencies"]
+    (everything,) = extras["all"]
+    assert everything == f"realign-rl[{','.join(sorted(set(extras) - {'all', 'flash-attn', 'quantization'}))}]"
+
+
+def test_the_source_distribution_can_run_its_checks():
+    """What `make lint`, `make docs` and the tests read besides the package."""
+    read = {
+        "scripts",
+        "docs",
+        "tests",
+        "docker",
+        "mkdocs.yml",
+        ".ci",
+        ".github",
+        ".devcontainer",
+        ".pre-commit-config.yaml",
+    }
+    included = set(PROJECT["tool"]["hatch"]["build"]["targets"]["sdist"]["include"])
+    assert read <= included
+    assert [name for name in included if not (ROOT / name).exists()] == []
