@@ -85,13 +85,15 @@ class Model:
         seed: int | None = None,
         version: int | None = None,
         external_sampler: Sampler | None = None,
+        lead: Callable[[Callable[[], Any]], Any] | None = None,
     ) -> Model:
-        """Return a copy for some calls, with another engine, seed, version or sampler."""
+        """Return a copy for some calls, with another engine, seed, version, sampler or `lead`."""
         model = copy.copy(self)
         model._engine = self._engine if engine is None else engine
         model.seed = self.seed if seed is None else seed
         model.version = self.version if version is None else version
         model.external_sampler = self.external_sampler if external_sampler is None else external_sampler
+        model.lead = self.lead if lead is None else lead
         model._in_process = None  # it samples with the other engine and version
         return model
 

@@ -410,6 +410,15 @@ class SamplerSpec(Settings):
 
 
 @runtime_checkable
+class SharedByRanks(Protocol):
+    """An external sampler under torchrun, whose methods all ranks call together."""
+
+    def of_rank_0(self) -> Sampler:
+        """Return a sampler that rank 0 may call alone and from any thread, as in rollout=async."""
+        ...
+
+
+@runtime_checkable
 class ConfiguresSampler(Protocol):
     """A model spec with a node `sampler`."""
 
@@ -452,6 +461,7 @@ __all__ = [
     "Sampler",
     "SamplerSpec",
     "SamplesInBackground",
+    "SharedByRanks",
     "Tokens",
     "WeightSource",
     "generate_by_requests",

@@ -210,15 +210,10 @@ class TransformersModel(Settings, ModelSpec):
         return self.head.value_head if isinstance(self.head, Causal) else None
 
     @property
-    def _saves_adapters_alone(self) -> bool:
-        """Whether a saved folder contains only adapters."""
-        return isinstance(self.trains, Lora) and not self.trains.merge_on_save
-
-    @property
     def _continues(self) -> bool:
         """Whether the adapter in `path` is trained further, so that the start of the run is not the base model."""
         if self.adapter is AdapterStart.auto:
-            return self._saves_adapters_alone and is_adapter(self.path)
+            return self.trains.saves_adapters and is_adapter(self.path)
         return self.adapter is AdapterStart.continue_
 
     def _find_adapter(self, name: str) -> AdapterFolder | None:
@@ -249,7 +244,7 @@ class TransformersModel(Settings, ModelSpec):
                 check_continues(adapter, rank=self.trains.rank, alpha=self.trains.alpha)
             except ConfigError as error:
                 raise ConfigError(f"{what}: {error}") from error
-        elif self._saves_adapters_alone:
+        elif self.trains.saves_adapters:
             raise ConfigError(
                 f"models.{name}.adapter=merge: with trains.merge_on_save=false, the saved adapter would need the "
                 f"merged model, which is not saved. Set models.{name}.adapter=continue, or merge_on_save=true."
@@ -401,8 +396,7 @@ class TransformersModel(Settings, ModelSpec):
             self.trust_remote_code,
             derive_seed(seed, name, "init"),
             settings_4bit(device, settings.dtype) if self.load_in_4bit else {},
-            # merging an adapter needs the values of whole weights
-            unread_on=device if sharded and (adapter is None or self._continues) else None,
+            unread_on=device if sharded else None,
         )
         module = reader.read(merge=not self._continues)
         if is_encoder_decoder(module.config):

@@ -12,7 +12,6 @@ from realign.api import RPC, DataflowGraph, MicroBatchSpec, Model, ModelInterfac
 from realign.api.interface import method_of
 from realign.api.sample import MissingKeyError
 from realign.api.stats import TracedSequence, traced
-from realign.engines.distributed.ranks import current
 from realign.runtime.out_of_memory import memory_limited
 
 MARK = "RPC "
@@ -53,7 +52,7 @@ def call(
     make = partial(method_of(interface, rpc.method), model, inputs_of(rpc, batch), mb_spec)
     limited = memory_limited(f"RPC {rpc.name!r}", _less_memory(rpc, mb_spec))
     with record_function(f"{MARK}{rpc.name}"), limited, _missing_keys_explained(rpc, graph):
-        result = make() if interface.needs_engine else current().lead(make)
+        result = make() if interface.needs_engine else model.lead(make)
     if rpc.method == "train_step":
         model.advance()
         if traces is not None:

@@ -23,12 +23,13 @@ from realign.api import (
     derive_seed,
     stat_values,
 )
-from realign.api.sampler import Sampler
+from realign.api.sampler import Sampler, SharedByRanks
 from realign.api.stats import TracedSequence
 from realign.data import Dataset
 from realign.data.dataset import content_hash
 from realign.data.encoding import DecodedSequence, decoded_row
-from realign.errors import RunError
+from realign.engines.distributed.ranks import current
+from realign.errors import ConfigError, RunError
 from realign.runtime.calls import call, is_stale
 from realign.runtime.checks.auto_memory import decided
 from realign.runtime.checks.before_loading import open_interfaces, used_interfaces
@@ -171,7 +172,14 @@ class LocalRuntime:
     def _background_sampler(self, rollout: Async, role: str) -> Sampler:
         """Return the sampler for asynchronous rollout: the external sampler, or one with a copy of the model."""
         if (external := self.models[role].external_sampler) is not None:
-            return external
+            if current().size == 1:
+                return external
+            if isinstance(external, SharedByRanks):
+                return external.of_rank_0()
+            raise ConfigError(
+                f"models.{role}.sampler: {type(external).__name__} has no method of_rank_0, which rollout=async needs "
+                "under torchrun. Set rollout=sync."
+            )
         e = self.experiment
         return load_background_sampler(role, e.models[role], e.seed, recompute=rollout.recompute)
 

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from rich.console import Console
 
 from realign.api import Callback
+from realign.api.sampler import samples_externally
 from realign.engines.distributed.ranks import Ranks, current
 from realign.engines.files.folders import check_name, restore_interrupted_saves
 from realign.errors import CheckpointError, ConfigError
@@ -211,8 +212,17 @@ def _check_ranks(experiment: Experiment, ranks: Ranks) -> None:
         return
     if experiment.runtime.starts_workers:
         raise ConfigError("runtime=ray: it starts its own processes. Start the run without torchrun.")
-    if experiment.rollout.ahead:
-        raise ConfigError("rollout=async: it does not work under torchrun. Set rollout=sync, or runtime=ray.")
+    for rpc in experiment.graph.leading_to("rewards") if experiment.rollout.ahead else ():
+        owner = experiment.owner_of(rpc.model)
+        sampled = owner in experiment.sampled_roles
+        if experiment.interfaces[rpc.model].needs_engine and not (
+            sampled and samples_externally(experiment.models[owner])
+        ):
+            cure = f"Set models.{owner}.sampler=vllm or sglang" if sampled else "Set rollout=sync"
+            raise ConfigError(
+                f"rollout=async: under torchrun, RPC {rpc.name!r} would need all ranks for models.{owner} while they "
+                f"train. {cure}, or runtime=ray."
+            )
     for where, interface in used_interfaces(experiment).items():
         if interface.plan().single_requests:
             raise ConfigError(

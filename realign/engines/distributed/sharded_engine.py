@@ -264,7 +264,7 @@ class ShardedEngine(TransformersEngine):
 
         A non-finite gradient is not traced to prompts, since that would need extra passes on all ranks.
         """
-        if (name := self._nonfinite_weight()) is not None:
+        if (name := self.network.nonfinite_weight()) is not None:
             return f"the model: weight {name!r} is not finite"
         pairs = zip(done.passes, done.losses, strict=True)
         own = [i for (part, _), loss in pairs if not bool(loss.isfinite()) for i in part.ids]
@@ -272,10 +272,6 @@ class ShardedEngine(TransformersEngine):
         if not culprits:
             return "the sum of the gradients, while all losses are finite"
         return f"the loss of micro-batches with ids {', '.join(map(repr, list(culprits)[:NAMED]))}"
-
-    def _nonfinite_weight(self) -> str | None:
-        own = (name for name, p in self.network.sharded.items() if not bool(p.to_local().isfinite().all()))
-        return self._ranks.first(next(own, None))
 
     @override
     def dropout_seed(self) -> int:

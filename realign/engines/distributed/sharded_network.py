@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -274,9 +274,16 @@ class ShardedNetwork(Network):
         total = self.mesh.sum(torch.stack(squares).sum(), self.mesh.shard)
         return (total if tensor == 1 else self.mesh.sum(total, self.mesh.tensor)).sqrt()
 
-    def gather(self, device: torch.device | None) -> GatheredCopy:
-        """Gather a full copy on `device`. With None, the rank only participates."""
-        self.gathered.fill(self.sharded, dict(self.named_buffers()), device)
+    @override
+    def nonfinite_weight(self) -> str | None:
+        own = next((name for name, p in self.sharded.items() if not bool(p.to_local().isfinite().all())), None)
+        name = next((name for name in self.host.gather(own) if name is not None), None)
+        return None if name is None else name.removeprefix("module.")
+
+    def gather(self, device: torch.device | None, names: Collection[str] | None = None) -> GatheredCopy:
+        """Gather the weights with these names, or all, on `device`. With None, the rank only participates."""
+        wanted = {name: p for name, p in self.sharded.items() if names is None or name in names}
+        self.gathered.fill(wanted, dict(self.named_buffers()), device)
         return self.gathered
 
     def sampler(self) -> Any:

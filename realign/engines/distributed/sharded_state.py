@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
+from typing_extensions import override
 
 from realign.engines.distributed.ranks import Ranks
+from realign.engines.distributed.saved_files import SavedFiles, plan_files
 from realign.engines.distributed.sharded_network import ShardedNetwork
-from realign.engines.distributed.sharding import Saved, from_slice, is_part, part_of, read_parts
-from realign.engines.training.engine_state import ModelSaver, check_finite
+from realign.engines.distributed.sharding import Saved, from_slice, is_part, part_of, read_parts, writes
+from realign.engines.files.folders import NewFolder, saving
+from realign.engines.files.model_folder import quiet_transformers
+from realign.engines.files.unread import WEIGHTS
+from realign.engines.network.trains import SCALAR_HEADS
+from realign.engines.training.engine_state import Content, ModelSaver
 from realign.engines.training.stepper import Stepper
-from realign.engines.training.weights import WeightAverage
+from realign.engines.training.weights import VALUE_HEAD, WeightAverage
 
 
 class ShardedState:
@@ -56,10 +64,11 @@ class ShardedState:
         slices = list(self._network.sharded.values())
         if self._stepper is not None and state["optimizer"] is not None:
             torch_state, places = state["optimizer"]["optimizer"], self._places(self._stepper)
+            if unknown := torch_state["state"].keys() - places.keys():
+                raise ValueError(f"the saved optimizer has moments of parameter {min(unknown)}, which the model lacks")
             moments = {
                 i: {k: reader.plain(x, slices[places[i]]) for k, x in moment.items()}
                 for i, moment in torch_state["state"].items()
-                if i in places
             }
             own["optimizer"] = {**state["optimizer"], "optimizer": {**torch_state, "state": moments}}
         if self._average is not None and state["ema"] is not None:
@@ -114,7 +123,7 @@ class _Reader:
 
 
 class ShardedSaver(ModelSaver):
-    """A `ModelSaver` whose methods all ranks call. Rank 0 gathers the weights on the host and writes them."""
+    """A `ModelSaver` whose methods all ranks call. Each rank writes its slices into the folder that rank 0 names."""
 
     _network: ShardedNetwork
 
@@ -124,18 +133,91 @@ class ShardedSaver(ModelSaver):
         super().__init__(name, network, tokenizer, average)
         self._ranks = ranks
 
-    def _check(self) -> None:
-        """Leave the check to `_write`, which gathers the weights."""
+    @override
+    def _write(self, path: Path, content: Content, *, with_value_head: bool) -> None:
+        with ExitStack() as stack:
+            folder: NewFolder | None = None
 
-    def _write(self, path: Path, write: Callable[[Any, Path], None], *, with_value_head: bool) -> None:
-        gathered = self._network.gather(torch.device("cpu") if self._ranks.leader else None)
+            def begin() -> tuple[Path, Path]:
+                nonlocal folder
+                folder = NewFolder(path)
+                stack.callback(folder.remove)
+                return folder.path, path
 
-        def save() -> None:
-            check_finite(self._name, gathered.module, gathered.value_head)
-            self._write_folder(path, gathered.module, gathered.value_head if with_value_head else None, write)
+            new, target = self._ranks.lead(begin)
+            files = None
+            if content is not Content.adapters and all(self._ranks.gather(new.parent.is_dir())):
+                files = self._ranks.lead(lambda: self._begun(new, target, with_value_head))
+            if files is None:
+                self._write_gathered(new, target, content, with_value_head)
+            else:
+                self._write_slices(new, target, files, updated=content is Content.full)
+            self._ranks.lead(lambda: None if folder is None else folder.publish())
+
+    def _begun(self, new: Path, target: Path, with_value_head: bool) -> SavedFiles | None:
+        """Write all files but the weights, and create those; None if ranks cannot write slices into them."""
+        network, module = self._network, self._network.gathered.module
+        weights = network.trains.base_weights(network.module)
+        # One value in place of each weight: transformers then writes the other files, and drops the names that it does
+        # not save. Tied weights have the same.
+        stand_ins = {id(x): torch.zeros(1, dtype=x.dtype) for x in weights.values()}
+        with saving(target):
+            with quiet_transformers():
+                state = {name: stand_ins[id(x)] for name, x in weights.items()}
+                module.save_pretrained(new, state_dict=state, save_original_format=False)
+            saved = load_file(new / WEIGHTS).keys()
+            (new / WEIGHTS).unlink()
+            names = [name for name in weights if name in saved]
+            files = plan_files(network.module, weights, names, network.value_head if with_value_head else None)
+            if files is not None:
+                self._add_tokenizer(new, target)
+                files.create(new)
+        return files
+
+    def _write_slices(self, new: Path, target: Path, files: SavedFiles, *, updated: bool) -> None:
+        network = self._network
+        weights = network.trains.base_weights(network.module)
+        updates = {}
+        if updated and network.trains.only_adds:
+            added = [name for name in self._added(weights) if name.startswith("module.")]
+            updates = network.trains.updates(network.gather(network.device, added).module)
+        if network.value_head is not None:
+            head = network.value_head.state_dict(keep_vars=True)
+            weights |= {f"{VALUE_HEAD}{name}": x for name, x in head.items()}
+        own = {name: x for name, x in weights.items() if name in files.places and writes(x, self._ranks)}
+
+        @torch.no_grad()
+        def write() -> None:
+            with saving(target):
+                files.write(new, own, updates)
 
         try:
-            self._ranks.lead(save)
+            self._ranks.together(write)
+        finally:
+            if updates:
+                network.gathered.empty()
+
+    def _write_gathered(self, new: Path, target: Path, content: Content, with_value_head: bool) -> None:
+        """Let rank 0 write a folder: adapters, which are few, or a model that ranks cannot write in slices."""
+        network = self._network
+        weights = network.trains.base_weights(network.module)
+        heads = tuple(f"{name}." for name in SCALAR_HEADS)
+        base = {name: x for name, x in weights.items() if not name.startswith(heads)}
+        names = self._added(base) if content is Content.adapters else None
+        gathered = network.gather(torch.device("cpu") if self._ranks.leader else None, names)
+
+        def write() -> None:
+            with saving(target):
+                head = gathered.value_head if with_value_head else None
+                self._fill(new, target, content, gathered.module, head)
+
+        try:
+            self._ranks.lead(write)
         finally:
             # The copy is now on the host, but a rollout needs one on the device.
-            self._network.gathered.empty()
+            gathered.empty()
+
+    def _added(self, base: Mapping[str, Tensor]) -> list[str]:
+        """Return the names, in the network, of the weights that are not in `base`."""
+        known = set(map(id, base.values()))
+        return [name for name, p in self._network.sharded.items() if id(p) not in known]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 from torch import Tensor
 
-from realign.engines.distributed.ranks import current
+from realign.engines.distributed.ranks import Ranks, current
 from realign.errors import ConfigError
 from realign.settings import Auto, Count, Settings
 
@@ -129,6 +129,14 @@ def from_slice(own: Tensor, like: DTensor) -> DTensor:
 
     mesh, placements = like.device_mesh, like.placements
     return DTensor.from_local(own, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
+
+
+def writes(x: Tensor, ranks: Ranks) -> bool:
+    """Return whether this rank writes its shard of a tensor, of which other ranks may have copies."""
+    if not is_part(x):
+        return ranks.leader
+    mesh = x.device_mesh
+    return all(not at.is_replicate() or not mesh.get_local_rank(dim) for dim, at in enumerate(x.placements))
 
 
 def memory_of(x: DTensor) -> tuple[Hashable, ...]:

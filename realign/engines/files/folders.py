@@ -13,7 +13,8 @@ import shutil
 import stat
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -96,30 +97,65 @@ def refuse_link(path: Path) -> None:
         )
 
 
+class NewFolder:
+    """A folder of a model that is being written, beside the folder that it becomes when it is complete.
+
+    If the process is killed, a temporary folder can remain, which `restore_interrupted_saves` removes.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Create a temporary folder on the disk of `path`.
+
+        Raises:
+            ConfigError: `path` is a link.
+        """
+        refuse_link(path)
+        make_folder(path.parent)
+        self._target = path
+        # Beside `path`, since a rename is atomic only within a disk.
+        self._scratch = tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent)
+        self.path = Path(self._scratch.name, _NEW)
+        """Where the files go; the caller creates this folder."""
+
+    def publish(self) -> None:
+        """Rename the folder, so that it replaces an earlier one; afterward, its files and its name are on the disk."""
+        # Before the rename: after a power loss, a name on the disk could otherwise stand for files without content.
+        with saving(self._target):
+            sync_tree(self.path)
+        _replace(self._target, self.path, Path(self._scratch.name, _OLD))
+
+    def remove(self) -> None:
+        """Remove what is left of the temporary folder."""
+        self._scratch.cleanup()
+
+
 def save_folder(path: Path, write: Callable[[Path], None]) -> None:
     """Call `write` with a temporary folder and rename it to `path`, so that `path` never contains a partial model.
 
-    The folder is on the disk when this function returns, as long as the disk keeps what is synced. If the process is
-    killed, a temporary folder can remain, which `restore_interrupted_saves` removes.
+    The folder is on the disk when this function returns, as long as the disk keeps what is synced.
 
     Raises:
         ConfigError: `path` is a link.
         DiskFullError: the disk is full; `path` is unchanged.
         OSError: the disk is not writable; `path` is unchanged.
     """
-    refuse_link(path)
-    make_folder(path.parent)
-    # Beside `path`, since a rename is atomic only within a disk.
-    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as scratch:
-        new = Path(scratch, _NEW)
-        try:
-            write(new)
-            # Before the rename: after a power loss, a name on the disk could otherwise stand for files without content.
-            sync_tree(new)
-        except (OSError, SafetensorError) as error:  # a full disk can also raise SafetensorError
-            kind = DiskFullError if _is_full(error) else OSError
-            raise kind(f"{path} was not saved: {error.__cause__ or error}") from error
-        _replace(path, new, Path(scratch, _OLD))
+    folder = NewFolder(path)
+    try:
+        with saving(path):
+            write(folder.path)
+        folder.publish()
+    finally:
+        folder.remove()
+
+
+@contextmanager
+def saving(path: Path) -> Iterator[None]:
+    """Say in errors of the disk that the folder `path` was not saved."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:  # a full disk can also raise SafetensorError
+        kind = DiskFullError if _is_full(error) else OSError
+        raise kind(f"{path} was not saved: {error.__cause__ or error}") from error
 
 
 def _replace(path: Path, new: Path, old: Path) -> None:

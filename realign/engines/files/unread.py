@@ -29,7 +29,7 @@ INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 
 
 class Stored(Protocol):
-    """A tensor in a file."""
+    """A tensor in a file, or one that takes little memory until it is needed."""
 
     def part(self, slices: Slices, opened: Callable[[Path], Any]) -> Tensor:
         """Return a slice of the tensor in fp32; `opened` opens a safetensors file, or returns it if it is open."""
@@ -46,6 +46,17 @@ class InFile:
     def part(self, slices: Slices, opened: Callable[[Path], Any]) -> Tensor:
         """See `Stored.part`."""
         return torch.as_tensor(opened(self.file).get_slice(self.name)[tuple(slices) or ...]).float()
+
+
+@dataclass(frozen=True, eq=False)
+class Computed:
+    """A tensor that a function computes from small ones, such as the product of an adapter's matrices."""
+
+    function: Callable[[], Tensor]
+
+    def part(self, slices: Slices, opened: Callable[[Path], Any]) -> Tensor:
+        """See `Stored.part`."""
+        return self.function().detach().cpu().float()[tuple(slices) or ...]
 
 
 @dataclass(frozen=True)
@@ -124,6 +135,8 @@ def _computed(x: Any, slices: list[slice], opened: Callable[[Path], Any]) -> Ten
     dim = keywords.get("dim", args[1] if len(args) > 1 else 0)
     if source.function is torch.Tensor.detach:
         return _computed(args[0], slices, opened)
+    if source.function is torch.Tensor.add:
+        return _computed(args[0], slices, opened) + _computed(args[1], slices, opened)
     if source.function is torch.stack and dim == 0 and rows:  # one tensor for each expert: read those of the slice
         return torch.stack([_computed(part, slices[1:], opened) for part in args[0][rows[0]]])
     # Concatenated along another dimension, so a range of rows needs only the same rows of each part.

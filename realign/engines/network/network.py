@@ -438,14 +438,9 @@ class Network(nn.Module):
             )
 
     def nonfinite_weight(self) -> str | None:
-        """Return the name of a non-finite weight, or None."""
-        return nonfinite_weight(self.module, self.value_head)
-
-
-def nonfinite_weight(module: nn.Module, value_head: nn.Module | None) -> str | None:
-    """Return the name of a non-finite weight of a model or its value head, or None."""
-    for network in (module, *([] if value_head is None else [value_head])):
-        for name, x in network.state_dict().items():
-            if x.is_floating_point() and not bool(x.isfinite().all()):
-                return str(name)
-    return None
+        """Return the name of a non-finite weight of the model or its value head, or None."""
+        for network in (self.module, *([] if self.value_head is None else [self.value_head])):
+            for name, x in network.state_dict().items():
+                if x.is_floating_point() and not bool(x.isfinite().all()):
+                    return str(name)
+        return None

@@ -10,9 +10,10 @@ import copy
 import re
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -23,6 +24,7 @@ from typing_extensions import override
 
 from realign.engines.files.adapters import PREFIX, WEIGHTS, absolute
 from realign.engines.files.model_folder import quiet_transformers
+from realign.engines.files.unread import Computed, Unread, has_unread, read_now
 from realign.engines.network.branches import check_layers, read_stack, train_top
 from realign.engines.network.heads import is_encoder_decoder, read_head
 from realign.engines.network.output import ScalarHead
@@ -67,6 +69,11 @@ class Trained(Settings, ABC):
         """Rank of the LoRA adapters that train; None if there are none."""
         return None
 
+    @property
+    def saves_adapters(self) -> bool:
+        """Whether a saved folder contains only adapters."""
+        return False
+
     def without(self, module: Any) -> AbstractContextManager[None]:
         """Return a context in which `module` runs without the weights that `prepare` added."""
         return nullcontext()
@@ -75,10 +82,25 @@ class Trained(Settings, ABC):
         """Return the dropout layers that `prepare` added; they are active only in training."""
         return []
 
-    def save(self, module: Any, folder: Path) -> None:
-        """Write the model as a Hugging Face folder."""
+    def base_weights(self, module: Any) -> dict[str, Tensor]:
+        """Return the weights that the model has without those that `prepare` added, by name."""
+        state: dict[str, Tensor] = module.state_dict(keep_vars=True)
+        return state
+
+    def updates(self, module: Any) -> dict[str, Callable[[], Tensor]]:
+        """Return, by name, functions that compute what a saved weight has in addition to the weight of the base."""
+        return {}
+
+    @torch.no_grad()
+    def save(self, module: Any, folder: Path, *, base: bool = False) -> None:
+        """Write the full model, or its base without what `prepare` added, as a Hugging Face folder."""
+        updates = {} if base else self.updates(module)
+        state = {
+            name: x.detach() + updates[name]() if name in updates else x.detach()
+            for name, x in self.base_weights(module).items()
+        }
         with quiet_transformers():
-            module.save_pretrained(folder)
+            module.save_pretrained(folder, state_dict=state)
 
 
 @dataclass
@@ -193,47 +215,32 @@ class Lora(Trained):
         layers = _adapted(module).values() if self.dropout else ()
         return [dropout for layer in layers for dropout in layer.lora_dropout.values()]
 
+    @property
     @override
-    def save(self, module: Any, folder: Path) -> None:
-        if self.merge_on_save:
-            with quiet_transformers():
-                module.save_pretrained(folder, state_dict=merged_state(module))
-        else:
-            save_adapters(module, folder)
+    def saves_adapters(self) -> bool:
+        return not self.merge_on_save
+
+    @override
+    def base_weights(self, module: Any) -> dict[str, Tensor]:
+        parts = (getattr(layer, name) for layer in _adapted(module).values() for name in layer.adapter_layer_names)
+        added = {id(p) for part in parts for p in part.parameters()}
+        # the parameters themselves, which are recognized by identity; a plain state dict has detached tensors
+        state = module.state_dict(keep_vars=True)
+        return {key.replace(".base_layer", ""): x for key, x in state.items() if id(x) not in added}
+
+    @override
+    def updates(self, module: Any) -> dict[str, Callable[[], Tensor]]:
+        names = {id(x): name for name, x in self.base_weights(module).items()}
+        computed = {}
+        for layer, base in _adapted_weights(module):
+            computed[names[id(base)]] = partial(layer.get_delta_weight, ADAPTER)
+        return computed
 
 
 def require_peft(subject: str) -> None:
     """Raise ConfigError that starts with `subject`, if peft is not installed."""
     if find_spec("peft") is None:
         raise ConfigError(f"{subject} peft is not installed. Run pip install 'realign-rl[peft]'.")
-
-
-@torch.no_grad()
-def merged_state(module: Any) -> dict[str, Tensor]:
-    """Return the state dict of an equivalent model with merged adapters; the module is not changed."""
-    deltas: dict[int, Tensor] = {}
-    for layer in _adapted(module).values():
-        base = getattr(layer.get_base_layer(), getattr(layer, "parameter_name", "weight"))  # experts have other names
-        deltas[id(base)] = layer.get_delta_weight(ADAPTER)
-    return {
-        key: x.detach() + deltas[id(x)] if id(x) in deltas else x.detach()
-        for key, x in _without_adapters(module).items()
-    }
-
-
-def _without_adapters(module: Any) -> dict[str, Tensor]:
-    """Return the weights of the base model, under the names that they have without adapters."""
-    layers = _adapted(module).values()
-    own = {id(p) for layer in layers for name in layer.adapter_layer_names for p in getattr(layer, name).parameters()}
-    # the parameters themselves, which are recognized by identity; a plain state dict has detached tensors
-    state = module.state_dict(keep_vars=True)
-    return {key.replace(".base_layer", ""): x for key, x in state.items() if id(x) not in own}
-
-
-def save_base(module: Any, folder: Path) -> None:
-    """Write the model without its adapters to a folder."""
-    with quiet_transformers():
-        module.save_pretrained(folder, state_dict={key: x.detach() for key, x in _without_adapters(module).items()})
 
 
 def save_adapters(module: Any, folder: Path) -> None:
@@ -277,20 +284,48 @@ def merge_adapter(module: Any, folder: Path) -> Any:
     require_peft(f"{str(folder)!r} is an adapter folder, but")
     from peft import PeftConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 
-    config = PeftConfig.from_pretrained(str(folder))
+    config: Any = PeftConfig.from_pretrained(str(folder))
     config.task_type = None  # peft would wrap the head
     config.base_model_name_or_path = module.name_or_path
     # `_load_head` loads the scalar head, which may have another name here
     config.modules_to_save = [name for name in config.modules_to_save or () if name not in SCALAR_HEADS] or None
+    if not _only_adds_product(config):
+        read_now(module)
     state, head = _read_adapter(folder, PREFIX)
     with torch.random.fork_rng(), warnings.catch_warnings():  # initial values, all of which are replaced
         warnings.simplefilter("ignore")  # deprecations inside transformers, and modules that this model lacks
         adapted: Any = get_peft_model(module, config, adapter_name=ADAPTER, autocast_adapter_dtype=False)
     _check_same(folder, state.keys(), get_peft_model_state_dict(adapted, adapter_name=ADAPTER).keys())
     set_peft_model_state_dict(adapted, state, adapter_name=ADAPTER)
-    merged = adapted.merge_and_unload(safe_merge=True).requires_grad_(True)  # peft has frozen the base model
+    if has_unread(module):
+        _add_unread(folder, module, state)
+        merged = adapted.unload()
+    else:
+        merged = adapted.merge_and_unload(safe_merge=True)
+    merged.requires_grad_(True)  # peft has frozen the base model
     _load_head(merged, folder, head)
     return merged
+
+
+def _only_adds_product(config: Any) -> bool:
+    """Return whether merging adds the product of two matrices to weights, whatever these are."""
+    needs_weights = ("use_dora", "lora_bias", "modules_to_save", "trainable_token_indices")
+    plain = not any(getattr(config, name, None) for name in needs_weights)
+    return plain and config.peft_type == "LORA" and config.init_lora_weights in (True, False, "gaussian")
+
+
+def _add_unread(folder: Path, module: Any, state: Mapping[str, Tensor]) -> None:
+    """Add adapters to weights that are still in their files; the sums are computed when their slices are read."""
+    if broken := sorted(name for name, x in state.items() if not x.isfinite().all()):
+        raise DataError(f"the adapter in {str(folder)!r} has a weight {broken[0]!r} that is not finite")
+    sums = {}
+    for layer, x in _adapted_weights(module):
+        delta = Unread.of(Computed(partial(layer.get_delta_weight, ADAPTER)), x.shape, x.place)
+        sums[id(x)] = nn.Parameter(x.detach().add(delta))
+    for part in module.modules():
+        for name, x in part.named_parameters(recurse=False):  # several for tied weights
+            if id(x) in sums:
+                setattr(part, name, sums[id(x)])
 
 
 def _read_adapter(folder: Path, prefix: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -325,6 +360,12 @@ def _check_same(folder: Path, names: Collection[str], expected: Collection[str])
 
 def _scalar_heads(module: Any) -> list[str]:
     return [name for name in SCALAR_HEADS if hasattr(module, name)]
+
+
+def _adapted_weights(module: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield the layers with an adapter, and the weights of the base model that they adapt."""
+    for layer in _adapted(module).values():
+        yield layer, getattr(layer.get_base_layer(), getattr(layer, "parameter_name", "weight"))  # experts: other names
 
 
 def _adapted(module: Any) -> dict[str, Any]:

@@ -85,8 +85,13 @@ class ValueNetwork(nn.Module):
     def save(self, folder: Path) -> None:
         """Write `value_head.safetensors`."""
         state = {name: x.contiguous() for name, x in self.state_dict().items()}
+        save_file(state, folder / FILE, metadata=self.metadata)
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """Metadata of `value_head.safetensors`."""
         # one key, because safetensors writes several in random order, and equal models must be equal files
-        save_file(state, folder / FILE, metadata={METADATA: json.dumps(self._shape)})
+        return {METADATA: json.dumps(self._shape)}
 
     def load(self, path: str, what: str) -> None:
         """Load the weights from a local folder, if it contains a value head.

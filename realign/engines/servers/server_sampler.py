@@ -466,6 +466,10 @@ class RankedSampler:
         if self._own is not None:
             self._own.close()
 
+    def of_rank_0(self) -> Sampler:
+        """See `SharedByRanks`. Its `update` stays a call of all ranks."""
+        return self if self._own is None else self._own
+
     def _leader(self) -> ServerSampler:
         assert self._own is not None
         return self._own

@@ -6,9 +6,7 @@ All ranks write the files together, each its own shards, while the servers still
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import struct
 import subprocess
 import sys
 import tempfile
@@ -16,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -24,10 +22,10 @@ from torch import Tensor
 
 from realign.api.sampler import WeightSource
 from realign.engines.distributed.ranks import Ranks
-from realign.engines.distributed.sharding import is_part, part_of
+from realign.engines.distributed.sharding import is_part, part_of, writes
 from realign.engines.files.folders import AVERAGED
+from realign.engines.files.weight_files import Header
 from realign.engines.servers.worker.realign_worker import (
-    DTYPES,
     MODEL_FILES,
     bits,
     changes,
@@ -37,16 +35,12 @@ from realign.engines.servers.worker.realign_worker import (
 )
 from realign.errors import ConfigError, RunError, TransientError
 
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
-
 GUARD = Path(__file__).with_name("guard.py")
 BUCKET = 2**30
 """Bytes of the weights in one file, unless a single weight has more."""
 BASE = "base"
 _SHARED_MEMORY = Path("/dev/shm")
 _EMBEDDINGS, _HEAD = "embed_tokens.weight", "lm_head.weight"
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _INDEX = "model.safetensors.index.json"
 _DELTA, _UNFINISHED = "_delta", "_unfinished"
 _ALIGNED = 64
@@ -212,7 +206,7 @@ class WeightFolders:
             for name, x in mapped_folder(folder, writable=True).items():
                 untied = name == _HEAD and name not in shards
                 shard = shards[_embeddings(shards) if untied else name]
-                if not (_owns(shard) if is_part(shard) else self._ranks.leader):
+                if not writes(shard, self._ranks):
                     continue
                 local = (shard.to_local() if is_part(shard) else shard).detach().to(x.dtype).cpu()
                 if not local.sum(dtype=torch.float32).isfinite() and not local.isfinite().all():  # a sum is faster
@@ -238,27 +232,13 @@ class WeightFolders:
         for i, bucket in enumerate(buckets, 1):
             file = f"model-{i:05d}-of-{len(buckets):05d}.safetensors" if buckets[1:] else "model.safetensors"
             files |= dict.fromkeys(bucket, file)
-            self._create_file(folder / file, bucket)
+            facts = {name: (self._sent_as(x), x.shape) for name, x in bucket.items()}
+            # Aligned, since ranks write through a mapping, where missing space would end the process.
+            Header.of(facts, {"format": "pt"}, aligned=_ALIGNED).create(folder / file, 0o600)
         if buckets[1:]:
             (folder / _INDEX).write_text(json.dumps({"metadata": {}, "weight_map": files}), encoding="utf-8")
         else:
             (folder / _INDEX).unlink(missing_ok=True)
-
-    def _create_file(self, path: Path, bucket: Mapping[str, Tensor]) -> None:
-        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-        end = 0
-        for name, x in sorted(bucket.items(), key=lambda item: -self._sent_as(item[1]).itemsize):  # aligns each weight
-            dtype = self._sent_as(x)
-            begin, end = end, end + x.numel() * dtype.itemsize
-            header[name] = {"dtype": _NAMES[dtype], "shape": list(x.shape), "data_offsets": [begin, end]}
-        text = json.dumps(header).encode()
-        # So that the weights begin aligned. The format allows blanks after the header.
-        text += b" " * (-(8 + len(text)) % _ALIGNED)
-        with os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
-            file.write(struct.pack("<Q", len(text)) + text)
-            file.flush()
-            # Ranks write through a mapping, where missing space would end the process.
-            os.posix_fallocate(file.fileno(), 0, 8 + len(text) + end)
 
     def _sent_as(self, x: Tensor) -> torch.dtype:
         """Return the dtype in which servers get a weight of the trainer."""
@@ -378,12 +358,6 @@ def _equal(shard: Tensor, saved: Tensor) -> bool:
 def _part(x: Tensor, shard: Tensor) -> Tensor:
     """Return the part of a weight that a shard is."""
     return part_of(x, shard) if is_part(shard) else x
-
-
-def _owns(shard: DTensor) -> bool:
-    """Return whether this rank writes the part, of which other ranks may have copies."""
-    placements = enumerate(shard.placements)
-    return all(not at.is_replicate() or not shard.device_mesh.get_local_rank(dim) for dim, at in placements)
 
 
 def size_of(folder: Path) -> int:

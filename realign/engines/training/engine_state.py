@@ -6,16 +6,18 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from realign.engines.files.folders import AVERAGED, save_folder
 from realign.engines.files.model_folder import is_other_file
 from realign.engines.files.tokenizers import save_tokenizer
-from realign.engines.network.network import Network, nonfinite_weight
-from realign.engines.network.trains import save_adapters, save_base
+from realign.engines.network.network import Network
+from realign.engines.network.trains import save_adapters
 from realign.engines.network.value_head import ValueNetwork
 from realign.engines.sampling.compiled.fusion import Fusion
 from realign.engines.training.stepper import Stepper
@@ -106,6 +108,14 @@ class EngineState:
         return {"value_head": self._network.value_head, "optimizer": self._stepper, "ema": self._average}
 
 
+class Content(Enum):
+    """What a saved folder contains."""
+
+    full = "the model, with adapters merged into its weights"
+    base = "the model without its adapters"
+    adapters = "the adapters and the scalar head"
+
+
 class ModelSaver:
     """Writes the model, its averaged weights, its adapters and its base model as folders."""
 
@@ -128,40 +138,38 @@ class ModelSaver:
     def save_adapter(self, path: Path) -> None:
         """See `TransformersEngine.save_adapter`."""
         self._check()
-        self._write(path, save_adapters, with_value_head=False)
+        self._write(path, Content.adapters, with_value_head=False)
 
     def save_base(self, path: Path) -> None:
         """See `TransformersEngine.save_base`."""
-        self._write(path, save_base, with_value_head=False)
+        self._write(path, Content.base, with_value_head=False)
 
     def _save(self, path: Path) -> None:
-        self._write(path, self._network.trains.save, with_value_head=True)
+        content = Content.adapters if self._network.trains.saves_adapters else Content.full
+        self._write(path, content, with_value_head=True)
 
     def _check(self) -> None:
         """Check the trained weights, once for all folders of a call."""
-        check_finite(self._name, self._network.module, self._network.value_head)
+        if (name := self._network.nonfinite_weight()) is not None:
+            raise RunError(f"models.{self._name} was not saved: weight {name!r} is not finite")
 
-    def _write(self, path: Path, write: Callable[[Any, Path], None], *, with_value_head: bool) -> None:
-        """Write a folder atomically; `write` writes the module, see `Trained.save`."""
+    def _write(self, path: Path, content: Content, *, with_value_head: bool) -> None:
+        """Write a folder atomically."""
         value_head = self._network.value_head if with_value_head else None
-        self._write_folder(path, self._network.module, value_head, write)
+        save_folder(path, lambda new: self._fill(new, path, content, self._network.module, value_head))
 
-    def _write_folder(
-        self, path: Path, module: Any, value_head: ValueNetwork | None, write: Callable[[Any, Path], None]
-    ) -> None:
-        def fill(folder: Path) -> None:
-            write_network(folder, module, value_head, write)
-            save_tokenizer(self._tokenizer, folder, path)
-            if self._network.images is not None:
-                copy_image_processor(self._tokenizer, folder)
+    def _fill(self, new: Path, path: Path, content: Content, module: Any, value_head: ValueNetwork | None) -> None:
+        """Write the files of a folder that becomes `path`."""
+        write = save_adapters
+        if content is not Content.adapters:
+            write = partial(self._network.trains.save, base=content is Content.base)
+        write_network(new, module, value_head, write)
+        self._add_tokenizer(new, path)
 
-        save_folder(path, fill)
-
-
-def check_finite(role: str, module: nn.Module, value_head: nn.Module | None) -> None:
-    """Raise RunError with the name of a non-finite weight, if the model of `role` has one."""
-    if (name := nonfinite_weight(module, value_head)) is not None:
-        raise RunError(f"models.{role} was not saved: weight {name!r} is not finite")
+    def _add_tokenizer(self, new: Path, path: Path) -> None:
+        save_tokenizer(self._tokenizer, new, path)
+        if self._network.images is not None:
+            copy_image_processor(self._tokenizer, new)
 
 
 def write_network(

@@ -8,7 +8,6 @@ cannot encode (a lone surrogate) is stored as `{"$text": hex}`.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from pathlib import Path
@@ -18,29 +17,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from realign.engines.distributed.sharding import is_part, memory_of, whole
+from realign.engines.files.weight_files import DTYPES, Header
 
 Tree: TypeAlias = Mapping[str, Any]
 """Dicts (keys: str or int), lists and tuples of None, bool, int, float, str and tensors."""
-
-DTYPES = {
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.uint16: "U16",
-    torch.int16: "I16",
-    torch.uint32: "U32",
-    torch.int32: "I32",
-    torch.uint64: "U64",
-    torch.int64: "I64",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float32: "F32",
-    torch.float64: "F64",
-    torch.complex64: "C64",
-}
-"""Supported dtypes and their names in safetensors files."""
 
 CHUNK = 1 << 22
 """Bytes per write call."""
@@ -219,18 +199,9 @@ def write_tensors(write: Callable[[bytes | memoryview], object], tensors: Mappin
 
     The writer of the safetensors library does not expose its bytes for hashing, and hides the OSError of a full disk.
     """
-    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # wide dtypes first: alignment
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name in order:
-        start, end = end, end + tensors[name].nbytes
-        tensor = tensors[name]
-        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    # safetensors aligns the data to 8 bytes
-    text += b" " * (-len(text) % 8)
-    write(len(text).to_bytes(8, "little") + text)
-    for name in order:
+    header = Header.of({name: (x.dtype, x.shape) for name, x in tensors.items()}, {"format": "pt"})
+    write(header.content)
+    for name in header.offsets:
         if tensors[name].numel():
             data = tensors[name].reshape(-1).view(torch.uint8).numpy().data
             for start in range(0, len(data), CHUNK):

@@ -6,10 +6,14 @@ nor the training step. `Staleness` decides which prompts start and which are tra
 
 With `max_staleness=0` a batch starts when its step starts, in one call. The result is bitwise identical to
 synchronous rollout.
+
+Under torchrun only rank 0 has threads, since threads of several ranks would not call collectives in the same order. It
+samples from servers, and sends each batch to the other ranks.
 """
 
 from __future__ import annotations
 
+import operator
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -36,6 +40,7 @@ from realign.api import (
 from realign.api.engine import PostHook, Scores
 from realign.api.rewards import total_rewards
 from realign.api.sampler import Sampler, SamplesInBackground
+from realign.engines.distributed.ranks import current
 from realign.engines.shared_model import SharedEngine
 from realign.errors import ConfigError, RunError
 from realign.rewards.pool.pool import Tally
@@ -181,7 +186,7 @@ class RolloutAhead:
         steps: int,
         dynamic_sampling: DynamicSampling | None,
     ) -> None:
-        """Prepare asynchronous rollout; no prompt is started before the first `take`.
+        """Prepare asynchronous rollout; no prompt is started before the first `take`. All ranks call each method.
 
         Args:
             rollout: settings of asynchronous rollout, such as the maximum staleness.
@@ -196,6 +201,7 @@ class RolloutAhead:
             dynamic_sampling: filter of the prompts; None trains on all of them.
         """
         self._models, self._prompts, self._make = models, prompts, make
+        self._ranks = current()
         self._samplers, self._owners = samplers, owners
         self._leading = graph.leading_to("rewards")
         self.staleness = Staleness(batch_prompts, rollout.max_staleness, steps)
@@ -229,7 +235,14 @@ class RolloutAhead:
         Raises:
             BaseException: the first exception that a thread raised.
         """
+        batch, metrics = self._ranks.lead(lambda: self._taken(step))
+        values |= metrics
+        return batch
+
+    def _taken(self, step: int) -> tuple[SequenceSample, dict[str, float]]:
+        """Wait for the batch of a step, and return it with its metrics; on rank 0."""
         started = time.perf_counter()
+        values: dict[str, float] = {}
         if not self._versions:
             # a run that resumes from synchronous rollout, or with resume_skip=[counters], has restored no version or
             # another one
@@ -255,12 +268,14 @@ class RolloutAhead:
             self._prompts.drawn = -(-self.staleness.next_place // self._prompts.batch_prompts)
         values["rollout/wait_s"] = time.perf_counter() - started
         values["rollout/version_lag"] = sum(self.staleness.version - prompt.version for prompt in judged) / len(judged)
-        return SequenceSample.gather([prompt.sample for prompt in judged])
+        return SequenceSample.gather([prompt.sample for prompt in judged]), values
 
     def advance(self) -> None:
         """Update the samplers after a training step on the batch of `take`, and start further prompts."""
         # before `train` raises the version: prompts that start at the new version must be sampled with its weights
         self._give_weights()
+        if not self._ranks.leader:
+            return
         with self._changed:
             self.staleness.train(self._training)
             self._training = []
@@ -297,7 +312,7 @@ class RolloutAhead:
     def _give_weights(self) -> None:
         versions = {role: model.version for role, model in self._models.items()}
         for role, sampler in self._samplers.items():
-            if sampler is not self._models[role].external_sampler:  # the model updates its external sampler
+            if self._models[role].external_sampler is None:  # the model updates its external sampler
                 sampler.update(self._models[role].engine, versions[role])
         with self._changed:
             self._versions = versions
@@ -361,7 +376,8 @@ class RolloutAhead:
 
     def _called(self, rpc: RPC, batch: SequenceSample, version: int) -> SequenceSample:
         """Execute one RPC, with the background sampler if the RPC uses the policy."""
-        model = self._models[rpc.model].replaced(version=version)
+        # a collective in this thread would mix with those of training
+        model = self._models[rpc.model].replaced(version=version, lead=operator.call)
         owner = self._owners[rpc.model]
         if owner not in self._samplers:
             # an engine serves one caller at a time; interfaces without an engine may run concurrently

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import copy
+import errno
+import os
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -25,8 +29,11 @@ from realign.engines import (
     Value,
     ValueHead,
 )
+from realign.engines.distributed import sharded_state
 from realign.engines.distributed.ranks import current
+from realign.engines.distributed.sharded_state import ShardedSaver
 from realign.engines.distributed.sharding import whole
+from realign.engines.network import trains
 from realign.errors import RealignError
 from realign.interfaces.components import JSD, EarlyStop
 from realign.interfaces.critic import PPOCriticInterface
@@ -165,6 +172,11 @@ def joint_loss(output: Any, data: SequenceSample) -> tuple[Tensor, dict[str, Any
     mask_T = data["loss_mask"]
     values_T = output.values() * mask_T
     return -output.logprobs(where_T=mask_T).sum() + values_T.square().sum(), {"value": (values_T.sum(), mask_T.sum())}
+
+
+def value_loss(output: Any, data: SequenceSample) -> tuple[Tensor, dict[str, Any]]:
+    values_T = output.values() * data["loss_mask"]
+    return (values_T - 1).square().sum(), {}
 
 
 def plain_loss(output: Any, data: SequenceSample) -> tuple[Tensor, dict[str, Any]]:
@@ -326,6 +338,83 @@ def kept(
     return found
 
 
+SAVED: dict[str, tuple[dict[str, Any], Any]] = {
+    "lora on experts": ({"name": "qwen3_moe", "trains": Lora(rank=4)}, plain_loss),
+    "adapters": (
+        {"trains": Lora(rank=4, merge_on_save=False), "head": Causal(ValueHead(init="normal"))},
+        joint_loss,
+    ),
+    "tied, with a value head": ({"name": "gpt2", **KEPT}, joint_loss),
+    "value branch": ({"head": Causal(ValueHead(layers=1, init="normal"))}, joint_loss),
+    "critic": ({"name": "critic", "head": Value()}, value_loss),
+    "experts": ({"name": "qwen3_moe"}, plain_loss),
+}
+"""Settings and loss of models to save, by kind."""
+DIVIDED = {"tensor parallel": ({"name": "qwen3", "sharding": Sharding(tensor_parallel=2)}, plain_loss)}
+
+
+def saved(folder: Path, own: Path, kinds: dict[str, tuple[dict[str, Any], Any]]) -> None:
+    """Train models, and save them in slices, and as rank 0 saves what it has gathered."""
+    no_gathering = patch.object(ShardedSaver, "_write_gathered", _refused)
+    for kind, (given, loss) in kinds.items():
+        model = load(folder, **given)
+        steps(model, loss, 1)
+        slices = nullcontext() if model.engine.network.trains.saves_adapters else no_gathering
+        for name, way in {"slices": slices, "gathered": patch.object(sharded_state, "plan_files", _none)}.items():
+            with way:
+                model.engine.save(own / kind / name)
+                if model.engine.adapter_rank is not None:
+                    model.engine.save_base(own / kind / f"{name}_base")
+        steps(model, loss, 1)  # a save must not leave behind anything that breaks a pass
+
+
+def _refused(*_: Any) -> None:
+    raise AssertionError("rank 0 gathers a model that ranks could write in slices")
+
+
+def _none(*_: Any) -> None:
+    """Plan no files."""
+
+
+def unsaved(folder: Path, own: Path) -> dict[str, Any]:
+    """Return the errors of saves that fail on one rank, and save where ranks share no folder."""
+    machine, rank = load(folder).engine, current().rank
+    machine.save(own / "saved")
+
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    errors = {}
+    for name, broken in {"full": 1, "full at first": 0}.items():
+        target = "pwrite" if broken else "posix_fallocate"
+        with patch.object(os, target, full) if rank == broken else nullcontext():
+            errors[name] = _message(lambda: machine.save(own / "saved"))
+    with patch.object(Path, "is_dir", lambda _: False) if rank else nullcontext():
+        machine.save(own / "apart")
+    with torch.no_grad():
+        if rank == 1:
+            machine.network.owned()[0].fill_(torch.nan)
+    return errors | {"nan": _message(lambda: machine.save(own / "saved"))}
+
+
+ADAPTED = ("llama", "gpt2", "qwen3_moe")
+
+
+def write_adapters(folder: Path) -> None:
+    """Write trained adapters of several families, in one process."""
+    for name in ADAPTED:
+        model = load(folder, name, trains=Lora(rank=4, merge_on_save=False))
+        steps(model, plain_loss, 1)
+        model.engine.save(folder / f"adapter of {name}")
+
+
+def merged_starts(folder: Path) -> dict[str, Any]:
+    """Return the weights of models that start from merged adapters, and how many were merged in slices."""
+    with patch.object(trains, "_add_unread", wraps=trains._add_unread) as merge:
+        found: dict[str, Any] = {name: weights_now(load(folder, f"adapter of {name}")) for name in ADAPTED}
+    return found | {"in slices": merge.call_count}
+
+
 def crossed(folder: Path, own: Path, others: dict[str, Path]) -> dict[str, Any]:
     """Combine tensor parallelism in pairs of ranks with data parallelism between pairs. A single process runs without
     either."""
@@ -345,6 +434,21 @@ def restored(folder: Path, path: Path, family: str = "gpt2", **settings: Any) ->
     model = load(folder, family, **KEPT, **settings)
     model.engine.load_state_dict(tree["engine"])
     return model
+
+
+def resumed(folder: Path, path: Path) -> dict[str, Any]:
+    """Go on from the checkpoint of `kept` in a folder."""
+    return going_on(restored(folder, path))
+
+
+def unknown_moments(folder: Path) -> str:
+    """Return the error of a state with moments of a parameter that the model lacks."""
+    machine = load(folder).engine
+    machine.train_batch(random_sample(LENGTHS), BUDGET, plain_loss, weight)
+    state = whole_tree(machine.state_dict())
+    moments = state["optimizer"]["optimizer"]["state"]
+    moments[10_000] = moments[0]
+    return _message(lambda: machine.load_state_dict(state))
 
 
 def going_on(model: Model) -> dict[str, Any]:
@@ -407,7 +511,7 @@ def _message(attempt: Any) -> str:
     try:
         attempt()
     except (ValueError, RealignError) as error:
-        return str(error)
+        return f"{type(error).__name__}: {error}" if isinstance(error, OSError) else str(error)
     return ""
 
 

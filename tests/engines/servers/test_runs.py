@@ -3,17 +3,21 @@
 import threading
 import time
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 
 from realign.api import Model, ModelSpec
+from realign.engines.distributed.ranks import Ranks, current
 from realign.engines.servers.probe import SAMPLED
 from realign.engines.servers.server_sampler import Servers
 from realign.engines.servers.vllm import Vllm
-from realign.errors import TransientError
-from realign.runtime import Async, run
+from realign.errors import ConfigError, TransientError
+from realign.runtime import Async, CheckpointSpec, run
 from realign.runtime.rollout.spec import Sync
+from realign.runtime.run_experiment import _check_ranks
 from realign.testing import BigramEngine
+from tests.engines.distributed.run_ranks import run_ranks
 from tests.engines.servers.fake_server import FakeServer, random_table
 from tests.toys import Digits
 from tests.toys import experiment as toy
@@ -94,3 +98,64 @@ def test_a_run_without_any_server_stops_and_can_be_resumed(tmp_path, server):
     finally:
         other.close()
     assert len(result.series("reward")) == 5
+
+
+class OfRankZero(TrainsOnly):
+    """Engine that rank 0 saves, as sharded engines do."""
+
+    def save(self, path):
+        if current().leader:
+            super().save(path)
+
+
+@dataclass
+class Shared(Served):
+    def load(self, name: str, *, seed: int) -> Model:
+        return Model(name, OfRankZero(seed=seed), Words(), seed)
+
+
+def on_ranks(folder, url, rollout, **changes):
+    """Run on every rank, and return the metrics that do not depend on the clock."""
+    sampler = Vllm(urls=[url], weights_dir=str(folder / "weights"))
+    models = {"actor": Shared(sampler)}
+    result = run(toy(folder, models=models, **({"steps": 4, "batch_prompts": 4, "rollout": rollout} | changes)))
+    return {name: result.series(name) for name in ("reward", "loss", "rollout/version_lag")}
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_rank_0_samples_ahead_for_all_ranks(tmp_path, server, staleness):
+    (first, other) = run_ranks(2, on_ranks, tmp_path / "ranks", server.url, Async(max_staleness=staleness))
+    assert first == other
+    assert len(first["loss"]) == 4
+    assert max(first["rollout/version_lag"]) <= staleness
+    if not staleness:
+        alone = run(experiment(tmp_path / "alone", server))
+        assert [first["reward"], first["loss"]] == [alone.series("reward"), alone.series("loss")]
+
+
+@pytest.mark.slow
+def test_ranks_resume_what_rank_0_sampled_ahead(tmp_path, server):
+    settings = (tmp_path, server.url, Async(max_staleness=2))
+    run_ranks(2, partial(on_ranks, steps=2, checkpoint=CheckpointSpec(every_steps=1)), *settings)
+    first, other = run_ranks(2, partial(on_ranks, steps=5, checkpoint=CheckpointSpec(), resume="auto"), *settings)
+    assert first == other
+    assert len(first["loss"]) == 5
+    assert max(first["rollout/version_lag"]) <= 2
+
+
+@pytest.mark.slow
+def test_a_rollout_that_fails_in_a_thread_of_rank_0_ends_all_ranks(tmp_path, server):
+    server.close()
+    with pytest.raises(AssertionError, match="no server works|no server worked"):
+        run_ranks(2, on_ranks, tmp_path, server.url, Async())
+
+
+def test_what_needs_all_ranks_cannot_run_ahead(tmp_path, server):
+    own = toy(tmp_path, rollout=Async())
+    with pytest.raises(ConfigError, match=r"RPC 'actor_gen' would need all ranks .* Set models.actor.sampler=vllm or"):
+        _check_ranks(own, Ranks(0, 2))
+    _check_ranks(experiment(tmp_path, server, rollout=Async()), Ranks(0, 2))
+    scored = experiment(tmp_path, server, rollout=Async())
+    scored.interfaces["reward"].needs_engine = True
+    with pytest.raises(ConfigError, match=r"would need all ranks for models.reward .* Set rollout=sync, or runtime=ray"):
+        _check_ranks(scored, Ranks(0, 2))
