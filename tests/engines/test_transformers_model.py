@@ -436,7 +436,7 @@ def test_weights_that_the_disk_does_not_take_are_an_error_of_the_disk(tmp_path, 
     engine = tiny_engine("llama")
     engine.save(tmp_path / "model")
 
-    def fail(path):
+    def fail(path, **given):
         raise SafetensorError("I/O error: No space left on device (os error 28)")
 
     monkeypatch.setattr(engine.module, "save_pretrained", fail)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,9 @@ from typing_extensions import override
 
 from realign.engines.distributed.ranks import Ranks
 from realign.engines.distributed.saved_files import SavedFiles, plan_files
+from realign.engines.distributed.shard_files import Saved, read_shards
 from realign.engines.distributed.sharded_network import ShardedNetwork
-from realign.engines.distributed.sharding import Saved, from_slice, is_part, part_of, read_parts, writes
+from realign.engines.distributed.sharding import from_slice, is_part, part_of, writes
 from realign.engines.files.folders import NewFolder, saving
 from realign.engines.files.model_folder import quiet_transformers
 from realign.engines.files.unread import WEIGHTS
@@ -60,7 +61,7 @@ class ShardedState:
             if part is not None and state[name] is not None:
                 now = part.state_dict()
                 # Names that the model lacks stay in the state, so that loading it reports them.
-                own[name] = {k: reader.part(x, now[k]) if k in now else x for k, x in state[name].items()}
+                own[name] = {k: reader.weight(x, now[k]) if k in now else x for k, x in state[name].items()}
         slices = list(self._network.sharded.values())
         if self._stepper is not None and state["optimizer"] is not None:
             torch_state, places = state["optimizer"]["optimizer"], self._places(self._stepper)
@@ -90,36 +91,35 @@ class ShardedState:
 
 
 class _Reader:
-    """Collects the tensors to read from the files of several ranks, so that each file is opened once."""
+    """Collects the tensors to read from the files of several ranks, so that nothing changes before all are known."""
 
     def __init__(self) -> None:
-        self._wanted: dict[Path, dict[str, Any]] = {}
+        self._wanted: dict[int, tuple[Saved, Tensor]] = {}
 
-    def part(self, x: Tensor | Saved, like: Tensor) -> Tensor:
-        """Return the tensor sharded like `like`; `read` fills a tensor that comes from files."""
-        if not isinstance(x, Saved):
-            if x.shape != like.shape:
-                raise ValueError(f"a saved tensor has shape {list(x.shape)}, but the model needs {list(like.shape)}")
-            return from_slice(part_of(x, like), like) if is_part(like) else x
-        wanted = self._wanted.setdefault(x.folder, {})
-        if x.name not in wanted:
-            wanted[x.name] = torch.empty_like(like)
-        tensor: Tensor = wanted[x.name]
-        return tensor
+    def weight(self, x: Tensor | Saved, like: Tensor) -> Tensor:
+        """Return a weight sharded like `like`; one that is in files will be read into the memory of `like`."""
+        return self._part(x, like, lambda: like)
 
     def plain(self, x: Any, like: Any) -> Any:
         """Return this rank's shard of the tensor as a plain tensor, sharded like `like`; see `_as_shard`."""
         if not isinstance(x, Saved) and not (isinstance(x, Tensor) and x.ndim):
             return x
-        part: Any = self.part(x, like)
+        part: Any = self._part(x, like, lambda: torch.empty_like(like))
         slice_: Tensor = part.to_local()
         # shard of a full tensor: copy it, since fused optimizers need dense moments, and to free the full tensor
         return slice_ if isinstance(x, Saved) else slice_.clone(memory_format=torch.contiguous_format)
 
+    def _part(self, x: Tensor | Saved, like: Tensor, into: Callable[[], Tensor]) -> Tensor:
+        if x.shape != like.shape:
+            raise ValueError(f"a saved tensor has shape {list(x.shape)}, but the model needs {list(like.shape)}")
+        if not isinstance(x, Saved):
+            return from_slice(part_of(x, like), like) if is_part(like) else x
+        # By identity: tied weights are saved once.
+        return self._wanted.setdefault(id(x), (x, into()))[1]
+
     def read(self) -> None:
         """Fill the collected tensors from their files."""
-        for folder, wanted in self._wanted.items():
-            read_parts(folder, wanted)
+        read_shards(self._wanted.values())
 
 
 class ShardedSaver(ModelSaver):

@@ -1,23 +1,18 @@
-"""Sharded tensors: the settings, a rank's shard of a full tensor, and files that contain the shards of all ranks.
+"""Sharded tensors: the settings, and a rank's shard of a full tensor.
 
 Importing this file does not import torch.distributed.
 """
 
 from __future__ import annotations
 
-import logging
 import math
-import warnings
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-import torch
 from torch import Tensor
 
-from realign.engines.distributed.ranks import Ranks, current
+from realign.engines.distributed.ranks import Ranks
 from realign.errors import ConfigError
 from realign.settings import Auto, Count, Settings
 
@@ -144,89 +139,3 @@ def memory_of(x: DTensor) -> tuple[Hashable, ...]:
     # The storage and not `data_ptr`, which is 0 for every shard without elements.
     own = x.to_local()
     return (own.untyped_storage()._cdata, own.storage_offset(), x.shape, x.dtype)
-
-
-@dataclass(frozen=True)
-class Saved:
-    """Reference to a tensor in a folder of files that several ranks wrote."""
-
-    folder: Path
-    name: str
-
-
-def write_parts(folder: Path, tensors: Mapping[str, Tensor]) -> list[Path]:
-    """Write this rank's shards of some tensors to safetensors files in a folder; collective.
-
-    The format is that of torch.distributed.checkpoint for Hugging Face files. Each file's header contains the offsets
-    of its shards in the full tensors. Nothing is pickled.
-
-    Returns:
-        The files that this rank wrote.
-
-    Raises:
-        OSError: a rank could not write.
-    """
-    dcp = _library()
-    try:
-        with _quiet():
-            dcp.save(dict(tensors), storage_writer=dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True))
-    except dcp.CheckpointException as error:  # not a subclass of Exception
-        raise OSError(f"{folder.name}: {_cause(error)}") from error
-    # The name of a file contains the rank that wrote it, counted from 1.
-    return sorted(folder.glob(f"shard-{current().rank + 1:05d}-*.safetensors"))
-
-
-def read_parts(folder: Path, into: Mapping[str, Tensor]) -> None:
-    """Fill tensors, or this rank's shards of them, from files that any number of ranks wrote; not a collective.
-
-    Raises:
-        ValueError: a tensor is not in the files, or has a different shape there.
-    """
-    dcp = _library()
-    try:
-        with _quiet():
-            dcp.load(dict(into), storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)
-    except dcp.CheckpointException as error:  # not a subclass of Exception
-        raise ValueError(f"{folder}: {_cause(error)}") from error
-
-
-def read_saved(folder: Path) -> dict[str, Tensor | Saved]:
-    """Return all tensors of such a folder by name.
-
-    A single process loads full tensors. With several ranks, the result contains `Saved` references.
-    """
-    dcp = _library()
-    metadata = dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-    if current().size > 1:
-        return {name: Saved(folder, name) for name in metadata}
-    tensors = {name: torch.empty(facts.size, dtype=facts.properties.dtype) for name, facts in metadata.items()}
-    read_parts(folder, tensors)
-    return dict(tensors)
-
-
-def _cause(error: Any) -> object:
-    """Return the error of the first failed rank in an exception of torch.distributed.checkpoint."""
-    return next(iter(error.failures.values()))[0]
-
-
-def _library() -> Any:
-    """Import torch.distributed.checkpoint, only when such files exist. The module has no type annotations."""
-    from torch.distributed import checkpoint
-
-    return checkpoint
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppress the messages that torch.distributed.checkpoint logs on every call."""
-    loggers = [logging.getLogger(f"torch.distributed.checkpoint.{name}") for name in ("hf_storage", "filesystem")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # not a collective
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)

@@ -297,11 +297,7 @@ def merge_adapter(module: Any, folder: Path) -> Any:
         adapted: Any = get_peft_model(module, config, adapter_name=ADAPTER, autocast_adapter_dtype=False)
     _check_same(folder, state.keys(), get_peft_model_state_dict(adapted, adapter_name=ADAPTER).keys())
     set_peft_model_state_dict(adapted, state, adapter_name=ADAPTER)
-    if has_unread(module):
-        _add_unread(folder, module, state)
-        merged = adapted.unload()
-    else:
-        merged = adapted.merge_and_unload(safe_merge=True)
+    merged = _merged_unread(folder, adapted, state) if has_unread(module) else adapted.merge_and_unload(safe_merge=True)
     merged.requires_grad_(True)  # peft has frozen the base model
     _load_head(merged, folder, head)
     return merged
@@ -314,18 +310,26 @@ def _only_adds_product(config: Any) -> bool:
     return plain and config.peft_type == "LORA" and config.init_lora_weights in (True, False, "gaussian")
 
 
-def _add_unread(folder: Path, module: Any, state: Mapping[str, Tensor]) -> None:
-    """Add adapters to weights that are still in their files; the sums are computed when their slices are read."""
+def _merged_unread(folder: Path, adapted: Any, state: Mapping[str, Tensor]) -> Any:
+    """Merge adapters into weights that are still in their files; the sums are computed when their slices are read."""
     if broken := sorted(name for name, x in state.items() if not x.isfinite().all()):
         raise DataError(f"the adapter in {str(folder)!r} has a weight {broken[0]!r} that is not finite")
+    layers = list(_adapted_weights(adapted))
     sums = {}
-    for layer, x in _adapted_weights(module):
+    for layer, x in layers:
         delta = Unread.of(Computed(partial(layer.get_delta_weight, ADAPTER)), x.shape, x.place)
         sums[id(x)] = nn.Parameter(x.detach().add(delta))
-    for part in module.modules():
+    merged = adapted.unload()
+    for part in merged.modules():
         for name, x in part.named_parameters(recurse=False):  # several for tied weights
             if id(x) in sums:
                 setattr(part, name, sums[id(x)])
+    for layer, x in layers:
+        # Of the weight that it adapts, an adapter now only asks for device and dtype.
+        layer.base_layer = nn.Module()
+        nothing = nn.Parameter(torch.empty(0, device=x.place), requires_grad=False)
+        layer.base_layer.register_parameter(getattr(layer, "parameter_name", "weight"), nothing)
+    return merged
 
 
 def _read_adapter(folder: Path, prefix: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

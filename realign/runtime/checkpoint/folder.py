@@ -4,7 +4,7 @@ The folder `checkpoints/step_000010` contains
 
 - `state.json` and `tensors.safetensors`: the tree (`realign.runtime.checkpoint.serialize`),
 - `parts/*.safetensors`: each rank's shards of the tensors that are sharded across ranks
-  (`realign.engines.distributed.sharding`),
+  (`realign.engines.distributed.shard_files`),
 - `manifest.json`: format, version of realign, step, size (bytes) and sha256 of each file, and sha256 of the manifest.
 
 `write_checkpoint` fills `checkpoints/.step_000010.<random>`, syncs every file and the folder to disk, and renames
@@ -34,7 +34,7 @@ from typing import Any
 from torch import Tensor
 
 from realign.engines.distributed.ranks import Ranks
-from realign.engines.distributed.sharding import read_saved, write_parts
+from realign.engines.distributed.shard_files import file_of, read_saved, shards_to_write
 from realign.engines.files.folders import make_folder, sync_folder
 from realign.errors import CheckpointError
 from realign.runtime.checkpoint.serialize import Packed, Tree, pack, read_tensors, unpack, write_tensors
@@ -257,7 +257,7 @@ def write_packed(folder: Path, step: int, packed: Packed, begun: UnfinishedCheck
 def _fill(begun: UnfinishedCheckpoint, step: int, packed: Packed) -> None:
     folder, files = begun.folder, dict(begun.files)
     with HashedFile(folder / TENSORS) as file:
-        write_tensors(file.write, packed.tensors)
+        write_tensors(file.write, packed.tensors, {"format": "pt"})
     files[TENSORS] = file.facts
     with HashedFile(folder / STATE) as file:
         file.write(json.dumps(packed.state, allow_nan=False).encode() + b"\n")
@@ -399,20 +399,29 @@ class CheckpointWriter:
 
     def _write_parts(self, step: int, parts: Mapping[str, Tensor]) -> UnfinishedCheckpoint:
         """Write the shards of all ranks into a temporary folder (collective)."""
-        folder = self._ranks.lead(partial(begin, self._folder, step))
+
+        def create() -> Path:
+            folder = begin(self._folder, step)
+            (folder / PARTS).mkdir()
+            return folder
+
+        folder = self._ranks.lead(create)
 
         def write() -> dict[str, Any]:
-            return {f"{PARTS}/{path.name}": facts_of(path) for path in write_parts(folder / PARTS, parts)}
+            path = folder / PARTS / file_of(self._ranks.rank)
+            if not path.parent.is_dir():
+                raise OSError(f"{path.parent} of rank 0 is missing. Use an output_dir that all ranks share")
+            with HashedFile(path) as file:
+                write_tensors(file.write, *shards_to_write(parts, self._ranks))
+            return {f"{PARTS}/{path.name}": file.facts}
 
         try:
             written = self._ranks.gather(self._ranks.together(write))
-            files = {name: facts for of_rank in written for name, facts in of_rank.items()}
-            self._ranks.lead(partial(_check_shared, folder, files))
         except BaseException:
             if self._ranks.leader:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
-        return UnfinishedCheckpoint(folder, files)
+        return UnfinishedCheckpoint(folder, {name: facts for of_rank in written for name, facts in of_rank.items()})
 
     def failed(self) -> list[str]:
         """Return and clear the error messages of failed writes, such as a full disk."""
@@ -447,12 +456,6 @@ class CheckpointWriter:
         for checkpoint in checkpoints:
             if checkpoint not in needed:
                 remove(checkpoint)
-
-
-def _check_shared(folder: Path, files: Mapping[str, Any]) -> None:
-    for name in files:
-        if not (folder / name).is_file():
-            raise OSError(f"{name} of another rank is missing. Use an output_dir that all ranks share")
 
 
 def failed_write(step: int, why: Exception) -> str:

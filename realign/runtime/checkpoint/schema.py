@@ -28,7 +28,7 @@ from pydantic import (
 )
 from torch import Tensor
 
-from realign.engines.distributed.sharding import Saved
+from realign.engines.distributed.shard_files import Saved
 from realign.errors import CheckpointError
 from realign.text import shortened, visible
 

@@ -194,16 +194,18 @@ def _shown(path: tuple[str, ...]) -> str:
     return "/".join(path) or "the tree"
 
 
-def write_tensors(write: Callable[[bytes | memoryview], object], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Pass the content of a safetensors file to `write`, chunk by chunk.
+def write_tensors(
+    write: Callable[[bytes | memoryview], object], tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
+) -> None:
+    """Pass the content of a safetensors file to `write`, chunk by chunk; only one tensor at a time is on the host.
 
     The writer of the safetensors library does not expose its bytes for hashing, and hides the OSError of a full disk.
     """
-    header = Header.of({name: (x.dtype, x.shape) for name, x in tensors.items()}, {"format": "pt"})
+    header = Header.of({name: (x.dtype, x.shape) for name, x in tensors.items()}, metadata)
     write(header.content)
     for name in header.offsets:
         if tensors[name].numel():
-            data = tensors[name].reshape(-1).view(torch.uint8).numpy().data
+            data = tensors[name].detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
             for start in range(0, len(data), CHUNK):
                 write(data[start : start + CHUNK])
 

@@ -410,7 +410,7 @@ def write_adapters(folder: Path) -> None:
 
 def merged_starts(folder: Path) -> dict[str, Any]:
     """Return the weights of models that start from merged adapters, and how many were merged in slices."""
-    with patch.object(trains, "_add_unread", wraps=trains._add_unread) as merge:
+    with patch.object(trains, "_merged_unread", wraps=trains._merged_unread) as merge:
         found: dict[str, Any] = {name: weights_now(load(folder, f"adapter of {name}")) for name in ADAPTED}
     return found | {"in slices": merge.call_count}
 

@@ -1,6 +1,7 @@
 """Model folders and deltas for servers."""
 
 import json
+import os
 import stat
 import subprocess
 import sys
@@ -79,7 +80,7 @@ def test_missing_space_is_found_before_weights_are_written(tmp_path, monkeypatch
     def full(*given):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(weights.os, "posix_fallocate", full)
+    monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(TransientError, match=r"update_1: .*No space left on device"):
         folders.write(engine, 1)
 

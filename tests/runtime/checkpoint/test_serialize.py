@@ -32,7 +32,7 @@ def returned(tree, tmp_path):
     """Return the tree after writing it to a file and text, and reading it again."""
     packed = pack(tree, copy=True)
     with (tmp_path / "tensors").open("wb") as file:
-        write_tensors(file.write, packed.tensors)
+        write_tensors(file.write, packed.tensors, {"format": "pt"})
     return unpack(json.loads(json.dumps(packed.state, allow_nan=False)), read_tensors(tmp_path / "tensors"))
 
 
@@ -58,7 +58,7 @@ def test_what_is_no_number_keeps_its_bits(tmp_path, dtype):
 def test_the_file_is_one_that_the_library_reads():
     parts = []
     tensors = {"b": random_tensor(torch.bool, (3,)), "w": random_tensor(torch.float64, (2, 2)), "s": torch.tensor(7)}
-    write_tensors(lambda part: parts.append(bytes(part)), tensors)
+    write_tensors(lambda part: parts.append(bytes(part)), tensors, {"format": "pt"})
     assert bits(dict(sorted(load(b"".join(parts)).items()))) == bits(dict(sorted(tensors.items())))
 
 
