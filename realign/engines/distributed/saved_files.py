@@ -133,7 +133,7 @@ class SavedFiles:
             for name, x in weights.items():
                 own, box = x.detach(), [slice(0, n) for n in x.shape]
                 if is_part(x):
-                    own, box = x.detach().to_local(), slices_of(x)
+                    own, box = x.to_local().detach(), slices_of(x)
                 if name in updates:
                     own = own + updates[name]()[tuple(box)]
                 own = own.cpu()
@@ -235,7 +235,7 @@ def _memory(x: Tensor) -> int:
 def _part_of(shape: Sequence[int], x: Tensor) -> tuple[tuple[int, ...], tuple[int | None, ...]] | None:
     """Return `start` and `dims` (see `SavedTensor`) of a view of a weight; None if it merges or splits dimensions."""
     steps = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    start, rest = [], x.storage_offset()
+    start, rest = [], int(x.storage_offset())
     for step in steps:
         at, rest = divmod(rest, max(1, step))
         start.append(at)

@@ -231,7 +231,7 @@ class Lora(Trained):
     @override
     def updates(self, module: Any) -> dict[str, Callable[[], Tensor]]:
         names = {id(x): name for name, x in self.base_weights(module).items()}
-        computed = {}
+        computed: dict[str, Callable[[], Tensor]] = {}
         for layer, base in _adapted_weights(module):
             computed[names[id(base)]] = partial(layer.get_delta_weight, ADAPTER)
         return computed
