@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from typing_extensions import override
@@ -43,6 +41,9 @@ from realign.engines.training.load_balancing import LoadBalancing
 from realign.engines.training.optimizer import OptimizerSpec, ScheduleKind
 from realign.errors import ConfigError, SettingsError
 from realign.settings import Auto, Settings
+
+if TYPE_CHECKING:
+    from realign.engines.training.transformers_engine import TransformersEngine
 
 
 @dataclass
@@ -373,14 +374,6 @@ class TransformersModel(Settings, ModelSpec):
             ConfigError: the settings do not fit the model. The message names the role.
             DataError: the folder or tokenizer cannot be used. The message names the role and the path.
         """
-        from realign.engines.training.transformers_engine import TransformersEngine
-
-        build: Callable[..., TransformersEngine] = TransformersEngine
-        sharded = current().size > 1
-        if sharded:
-            from realign.engines.distributed.sharded_engine import ShardedEngine
-
-            build = partial(ShardedEngine, sharding=self.sharding)
         self.check(name)
         adapter, device = self._find_adapter(name), pick_device(self.device)
         settings = self._settings(device)
@@ -396,7 +389,7 @@ class TransformersModel(Settings, ModelSpec):
             self.trust_remote_code,
             derive_seed(seed, name, "init"),
             settings_4bit(device, settings.dtype) if self.load_in_4bit else {},
-            unread_on=device if sharded else None,
+            unread_on=device if self._reads_slices else None,
         )
         module = reader.read(merge=not self._continues)
         if is_encoder_decoder(module.config):
@@ -425,7 +418,7 @@ class TransformersModel(Settings, ModelSpec):
         if adapter is not None and self._continues:
             with readable(f"models.{name}.path={self.path!r}"):
                 load_adapters(module, adapter.path)
-        engine = build(
+        engine = self.make_engine(
             name,
             module,
             tokenizer,
@@ -440,6 +433,21 @@ class TransformersModel(Settings, ModelSpec):
         )
         saved, saved_views = read_states(self.path)
         return Model(name, engine, tokenizer, seed, saved=saved, saved_views=saved_views)
+
+    @property
+    def _reads_slices(self) -> bool:
+        """Whether the engine itself reads the weights, only those of its rank."""
+        return current().size > 1
+
+    def make_engine(self, *arguments: Any, **further: Any) -> TransformersEngine:
+        """Build the engine over a loaded module; see `TransformersEngine` for the arguments."""
+        if current().size > 1:
+            from realign.engines.distributed.sharded_engine import ShardedEngine
+
+            return ShardedEngine(*arguments, sharding=self.sharding, **further)
+        from realign.engines.training.transformers_engine import TransformersEngine
+
+        return TransformersEngine(*arguments, **further)
 
     def _check_encoder_decoder(self, name: str) -> None:
         """Raise ConfigError if a setting is not supported by encoder-decoder models; the message names its cure."""

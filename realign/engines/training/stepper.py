@@ -101,13 +101,17 @@ class Stepper:
         skipped = "vetoed_steps" if vetoed else None if norm_value else "zero_gradient_steps"
         stats |= self.report(skipped=skipped)
         if skipped is None:
-            if self.spec.grad_clip is not None:
-                torch.nn.utils.clip_grads_with_norm_(self.parameters, self.spec.grad_clip, norm)
-            self.spec.set_step(self.optimizer, lr=self.lr, step=self.optimizer_steps + 1)
-            self.optimizer.step()
+            self.update(norm)
             self.optimizer_steps += 1
         self.zero_grad()
         return stats
+
+    def update(self, norm: Tensor) -> None:
+        """Change the weights by the accumulated gradient, whose norm is `norm`, after clipping it."""
+        if self.spec.grad_clip is not None:
+            torch.nn.utils.clip_grads_with_norm_(self.parameters, self.spec.grad_clip, norm)
+        self.spec.set_step(self.optimizer, lr=self.lr, step=self.optimizer_steps + 1)
+        self.optimizer.step()
 
     def report(self, *, skipped: str | None) -> Stats:
         """Return `lr`, `optimizer_steps` (taken), `skipped_steps`, and the number skipped for each reason."""
