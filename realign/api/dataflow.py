@@ -17,6 +17,7 @@ from realign.api.engine import HIDDEN
 from realign.api.interface import METHODS, ModelInterface, implements
 from realign.api.rewards import NAMED
 from realign.api.router_experts import ROUTER_EXPERTS
+from realign.api.sampling_mask import SAMPLING_MASK
 from realign.errors import GraphError
 from realign.settings import Count, Range, Settings
 
@@ -294,6 +295,9 @@ def _repeated(names: Iterable[str]) -> str | None:
 SAMPLED = ("input_ids", "prompt_mask", "loss_mask", "logprobs", "versions", "truncated")
 """Keys that sampling writes."""
 
+REPLAYED = (ROUTER_EXPERTS, SAMPLING_MASK)
+"""Keys that sampling writes if the settings ask for it, and training replays."""
+
 
 def rl_graph(interfaces: Mapping[str, ModelInterface]) -> DataflowGraph:
     """Build the graph of an actor that samples responses and trains on their rewards, from the interfaces.
@@ -308,6 +312,7 @@ def rl_graph(interfaces: Mapping[str, ModelInterface]) -> DataflowGraph:
     | `prox_logprobs` | the actor recomputes log-probs of its responses before training |
     | `values` | the role `critic` estimates values |
     | `router_experts` | sampling also writes the chosen experts, which the actor and views of its model replay |
+    | `sampling_mask` | sampling also writes the tokens that it drew from, over which all log-probs are normalized |
     | `advantages` | `credit` of the actor is a separate call, and the critic trains on its returns |
     | `baseline_rewards` | the role `baseline` samples a greedy response, and the role `reward` scores it |
     | `ptx_...` | the dataset provides pretraining text |
@@ -328,7 +333,9 @@ def rl_graph(interfaces: Mapping[str, ModelInterface]) -> DataflowGraph:
     if "advantages" in needs:  # then `credit` is a separate call with its own needs
         needs = {**interfaces["actor"].keys("credit").needs, **needs}
     rpcs, rewards = _sampling_calls(interfaces, scored="rewards" in needs or "reward" in interfaces)
-    replayed = [ROUTER_EXPERTS] if ROUTER_EXPERTS in needs and ROUTER_EXPERTS in rpcs[0].outputs else []
+    replayed = [key for key in REPLAYED if key in needs and key in rpcs[0].outputs]
+    masks = [key for key in replayed if key == SAMPLING_MASK]
+    experts = [key for key in replayed if key == ROUTER_EXPERTS]
     named = [key for rpc in rpcs for key in rpc.outputs if key.startswith(NAMED)]
     scored = ("input_ids", "loss_mask")
     keys = [*scored, "logprobs", "truncated", *rewards]
@@ -344,11 +351,11 @@ def rl_graph(interfaces: Mapping[str, ModelInterface]) -> DataflowGraph:
     scorers = {"actor" if role == "prox" else role: key for role, key in scorers.items()}
     for role, key in sorted(scorers.items(), key=lambda item: item[0] == "actor"):
         names = {"logprobs": key} | ({"hidden": hidden} if (hidden := f"{role}{HIDDEN}") in needs else {})
-        inputs = (*scored, *replayed) if role == "actor" else scored
+        inputs = (*scored, *replayed) if role == "actor" else (*scored, *masks)
         rpcs.append(RPC(f"{role}_inf", role, "inference", inputs, tuple(names.values()), rename=names))
         keys += names.values()
     if "values" in needs:
-        inputs = scored if "advantages" in needs else (*scored, *replayed)  # a view of the actor's model replays too
+        inputs = scored if "advantages" in needs else (*scored, *experts)  # a view of the actor's model replays too
         rpcs.append(RPC("critic_inf", "critic", "inference", inputs, outputs=("values", "bootstrap_values")))
         keys += ["values", "bootstrap_values"]
     training, masked = keys, {}
@@ -381,7 +388,8 @@ def _sampling_calls(interfaces: Mapping[str, ModelInterface], *, scored: bool) -
     dense = "reward" in interfaces and "dense_rewards" in (interfaces["reward"].keys("inference").writes or ())
     scores = ["rewards", "dense_rewards"] if dense else ["rewards"]
     named = reported(interfaces["reward"], "inference") if "reward" in interfaces else ()
-    recorded = {ROUTER_EXPERTS} & (interfaces["actor"].keys("generate").writes or frozenset())
+    writes = interfaces["actor"].keys("generate").writes or frozenset()
+    recorded = [key for key in REPLAYED if key in writes]
     sample = RPC("actor_gen", "actor", "generate", inputs=("prompt_ids",), outputs=(*SAMPLED, *recorded))
     if not scored:
         return [sample], []

@@ -34,7 +34,11 @@ class QValues(NamedTuple):
 
 
 class ModelOutput(Protocol):
-    """Outputs of one packed forward pass. Only `logits` allocates a tensor of shape [T, V]."""
+    """Outputs of one packed forward pass. Only `logits` allocates a tensor of shape [T, V].
+
+    If the batch has the key `sampling_mask`, the distributions of log-probs, entropies and divergences are normalized
+    over the recorded tokens. `logits` are unchanged.
+    """
 
     def logprobs(self, *, temperature: float = 1.0, where_T: Tensor | None = None) -> Tensor:
         """Return log p(token t | tokens before t) at `temperature`: [T] fp32.
@@ -141,6 +145,9 @@ class EngineCapabilities:
     `router_experts`, see `GenerationConfig.router_replay`."""
     router_replay_obstacle: str = "the engine does not support it."
     """Why not, for the error message."""
+    sampling_replay: bool = False
+    """Whether `generate` can record sampling masks, and forward passes normalize over them. The masks are the key
+    `sampling_mask`, see `GenerationConfig.sampling_replay`."""
     size: str = ""
     """Size and device of the model for the display, such as `135M parameters on cuda:0`; empty if unknown."""
 
@@ -196,7 +203,8 @@ class PipelinableEngine(ABC):
 
         Returns:
             A sample of the same ids: `input_ids`, `prompt_mask`, `loss_mask`, `logprobs` [T] and `truncated` [S]
-            bool; with `config.router_replay` also `router_experts`.
+            bool; with `config.router_replay` also `router_experts`, with `config.sampling_replay` also
+            `sampling_mask`.
 
         Raises:
             ValueError: the network is no language model.

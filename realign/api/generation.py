@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 from realign.errors import SettingsError
@@ -22,12 +22,16 @@ class GenerationConfig(Settings):
         top_k: sample from the k most likely tokens; 0 means all (changes the distribution).
         top_p: sample from the smallest set of tokens with this probability mass; 1 means all (changes the
             distribution).
+        min_p: sample only from tokens that have at least this fraction of the probability of the most likely one; 0
+            means all (changes the distribution).
         greedy: choose the most likely token. Log-probs are those of the softmax at `temperature`.
         fixed_length: sample exactly `max_new_tokens` tokens, and treat stop tokens as ordinary tokens.
         stop_token_ids: ids of tokens that end a response and are included in it; None means the model's end tokens.
         stop_strings: texts that end a response as soon as its decoded text contains one.
         router_replay: record the experts that the routers of a mixture-of-experts model choose for each token, and
             use them again in training and in recomputed log-probs.
+        sampling_replay: record the tokens that top_k, top_p and min_p kept, and normalize over them in training and in
+            recomputed log-probs. Policies that train on probability ratios set it with any of these three.
         advantage_scale: add this multiple of the advantage, min target Q - V, to the log-probs before `temperature`
             (beta of ILQL; changes the distribution). Requires a model with `head.value_head.q_heads`.
     """
@@ -38,11 +42,13 @@ class GenerationConfig(Settings):
     temperature: Annotated[float, Range(ge=0.01, lt=math.inf)] = 1.0
     top_k: NonNegativeInt = 0
     top_p: Annotated[float, Range(gt=0, le=1)] = 1.0
+    min_p: Annotated[float, Range(ge=0, le=1)] = 0.0
     greedy: bool = False
     fixed_length: bool = False
     stop_token_ids: list[int] | None = None
     stop_strings: list[str] = field(default_factory=list)
     router_replay: bool = False
+    sampling_replay: bool = False
     advantage_scale: NonNegative = 0.0
 
     def __post_init__(self) -> None:
@@ -55,6 +61,17 @@ class GenerationConfig(Settings):
             raise SettingsError(f"stop_token_ids={self.stop_token_ids}: token ids must be at least 0")
         if "" in self.stop_strings:
             raise SettingsError("stop_strings: contains an empty string, which would end every response at once")
+        if self.sampling_replay and not self._truncates:
+            raise SettingsError("sampling_replay=true: has no effect without top_k, top_p or min_p, or with greedy")
+
+    @property
+    def _truncates(self) -> bool:
+        """Whether tokens are drawn from a part of the vocabulary. Greedy sampling ignores these settings."""
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+    def with_replay(self) -> GenerationConfig:
+        """Return these settings, with `sampling_replay` if they draw tokens from a part of the vocabulary."""
+        return replace(self, sampling_replay=True) if self._truncates else self
 
     def distorted(self) -> list[str]:
         """Return the settings under which the sampling distribution is not the model's softmax at `temperature`.
@@ -63,9 +80,16 @@ class GenerationConfig(Settings):
         """
         settings = [("advantage_scale", self.advantage_scale > 0)]
         settings += [("greedy", self.greedy), ("top_k", self.top_k > 0), ("top_p", self.top_p < 1)]
+        settings.append(("min_p", self.min_p > 0))
         # With a fixed length, no stop token ends a response, so none is suppressed.
         settings.append(("min_new_tokens", self.min_new_tokens > 0 and not self.fixed_length))
         return [f"{name}={getattr(self, name)}" for name, on in settings if on]
+
+    @property
+    def exact(self) -> bool:
+        """Whether log-probs in training belong to the distribution that tokens are drawn from."""
+        # The recorded tokens also lack the stop tokens that `min_new_tokens` suppressed.
+        return not self.distorted() or (self.sampling_replay and self.advantage_scale == 0)
 
     def check_ratios(self) -> None:
         """Reject settings that make the importance ratios of a training loss wrong.
@@ -73,15 +97,16 @@ class GenerationConfig(Settings):
         Raises:
             SettingsError: a setting changes the sampling distribution. The message names it.
         """
-        if distorted := self.distorted():
+        if not self.exact:
             raise SettingsError(
-                f"generation.{distorted[0]}: changes the sampled distribution, so ratios in the loss would be wrong. "
-                "Use neutral settings for training (evaluation may use any)"
+                f"generation.{self.distorted()[0]}: changes the sampled distribution, so ratios in the loss would be "
+                "wrong. Use neutral settings for training (evaluation may use any)"
             )
 
     def describe(self) -> str:
         """Describe the settings that change the distribution, and the temperature."""
-        return f"{', '.join(self.distorted()) or 'neutral'}, temperature {self.temperature:g}"
+        replayed = " (replayed in training)" if self.sampling_replay else ""
+        return f"{', '.join(self.distorted()) or 'neutral'}{replayed}, temperature {self.temperature:g}"
 
 
 __all__ = ["GenerationConfig"]

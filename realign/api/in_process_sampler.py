@@ -17,9 +17,16 @@ from torch import Tensor
 from realign.api.generation import GenerationConfig
 from realign.api.sample import SequenceSample
 from realign.api.sampler import PROMPTS, Capabilities, Completion, FutureHandle, Request, WeightSource
+from realign.api.sampling_mask import SAMPLING_MASK, masks_of
 
 IN_PROCESS = Capabilities(
-    bitwise=True, logprobs_at_temperature=True, stop_strings=True, lora=True, abort=False, router_experts=True
+    bitwise=True,
+    logprobs_at_temperature=True,
+    stop_strings=True,
+    lora=True,
+    abort=False,
+    router_experts=True,
+    sampling_replay=True,
 )
 """Guarantees of an engine that samples in process."""
 
@@ -236,10 +243,12 @@ class InProcessSampler:
             return
         place = {i: number * n for number, i in enumerate(batch.prompts)}
         ids, logprobs, truncated = out.sequences("input_ids"), out.sequences("logprobs"), out["truncated"].tolist()
+        masks = masks_of(out) if SAMPLING_MASK in out else [None] * len(ids)
         for handle in batch.handles:
             s, first = place[handle.request.id] + handle.request.response_index, len(handle.request.prompt_ids)
             versions_N = torch.full_like(ids[s][first:], self._version, dtype=torch.int32)
-            handle.future.set_result(Completion(ids[s][first:], logprobs[s][first:], versions_N, truncated[s]))
+            mask = None if (whole := masks[s]) is None else whole.last(len(ids[s]) - first)
+            handle.future.set_result(Completion(ids[s][first:], logprobs[s][first:], versions_N, truncated[s], mask))
 
 
 def _batches(handles: list[_Deferred]) -> list[_Batch]:

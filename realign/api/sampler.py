@@ -20,6 +20,7 @@ from torch import Tensor
 from realign.api.generation import GenerationConfig
 from realign.api.lengths import Lengths
 from realign.api.sample import PIXELS, SequenceSample
+from realign.api.sampling_mask import SamplingMask, with_masks
 from realign.api.seeds import derive_seed
 from realign.settings import Settings
 
@@ -73,6 +74,8 @@ class Completion(Tokens):
 
     truncated: bool
     """Whether the length limit ended the response. False for stop tokens, stop strings and `fixed_length`."""
+    mask: SamplingMask | None = None
+    """On the host: the tokens that each token was drawn from, with `GenerationConfig.sampling_replay`."""
 
 
 class Handle(Protocol):
@@ -177,6 +180,8 @@ class Capabilities:
     while it is being decoded."""
     router_experts: bool = False
     """`generate` supports `GenerationConfig.router_replay`."""
+    sampling_replay: bool = False
+    """`GenerationConfig.sampling_replay` is supported."""
     frees_memory: bool = False
     """`sleep` frees memory that training can use. With synchronous rollout, the sampler then sleeps in each training
     call."""
@@ -236,7 +241,7 @@ class Sampler(Protocol):
         Returns:
             A sample of the same ids: `input_ids`, `prompt_mask`, `loss_mask`, `logprobs` (0 for prompt tokens) and
             `versions` int32 (-1 for prompt tokens) [T], and `truncated` [S] bool; with `config.router_replay` also
-            `router_experts`.
+            `router_experts`, with `config.sampling_replay` also `sampling_mask`.
 
         Raises:
             RuntimeError: the sampler was closed or failed.
@@ -308,13 +313,16 @@ def requests_of(data: SequenceSample, config: GenerationConfig, seed: int) -> li
     return [Request(i, j, prompt, config, seed) for i, prompt in pairs for j in range(config.n)]
 
 
-def sample_of(data: SequenceSample, completions: Sequence[Completion], n: int) -> SequenceSample:
+def sample_of(
+    data: SequenceSample, completions: Sequence[Completion], n: int, *, masks: bool = False
+) -> SequenceSample:
     """Combine responses into the sample that `Sampler.generate` returns.
 
     Args:
         data: the prompts.
         completions: the responses, in the order of `requests_of`.
         n: responses per prompt.
+        masks: whether to add `sampling_mask`.
     """
     prompts = [prompt for prompt in data.sequences(PROMPTS) for _ in range(n)]
     totals = [len(p) + len(c.ids) for p, c in zip(prompts, completions, strict=True)]
@@ -336,7 +344,8 @@ def sample_of(data: SequenceSample, completions: Sequence[Completion], n: int) -
         "versions": joined([(torch.full_like(p, -1), c.versions) for p, c in pairs], torch.int32),
     }
     truncated_S = torch.tensor([c.truncated for c in completions], dtype=torch.bool, device=device)
-    return SequenceSample(data.ids).with_data(keys, lengths=lengths).with_sequences(truncated=truncated_S)
+    out = SequenceSample(data.ids).with_data(keys, lengths=lengths).with_sequences(truncated=truncated_S)
+    return with_masks(out, [c.mask for c in completions]) if masks else out
 
 
 def generate_by_requests(
@@ -364,7 +373,7 @@ def generate_by_requests(
         for handle in handles:
             handle.cancel()
         raise
-    return sample_of(data, completions, config.n)
+    return sample_of(data, completions, config.n, masks=config.sampling_replay)
 
 
 @dataclass

@@ -152,7 +152,8 @@ def _sampling_rows(experiment: Experiment, role: str) -> dict[str, str]:
             "group size (responses per prompt)": str(n),
             "sequences per step": f"{n * experiment.batch_prompts:,}",
         }
-    distorted = plan.sampler is not None and not plan.exact_sampling  # otherwise the row of the temperature says it all
+    # otherwise the row of the temperature says it all
+    distorted = plan.generation.distorted() if plan.generation is not None else not plan.exact_sampling
     return rows | ({"sampler": plan.sampler} if plan.sampler is not None and distorted else {})
 
 

@@ -356,7 +356,7 @@ def _owners_named(owners: Mapping[str, str]) -> Iterator[None]:
 
 _ROWS = ("path", "limit", "split", "subset", "revision", "streaming")
 """Fields of a data node that select rows. An evaluation does not take them over, since they select training rows."""
-_RANDOM = ("temperature", "top_k", "top_p")
+_RANDOM = ("temperature", "top_k", "top_p", "min_p")
 """Sampling settings that greedy sampling ignores."""
 
 
@@ -462,8 +462,9 @@ def _generation(raw: Mapping[str, Any], where: str, base: GenerationConfig) -> G
     A node that asks for several responses, or sets a sampling parameter, samples as in training.
     """
     greedy = not any(raw.get(name) is not None for name in _RANDOM) and raw.get("n", 1) == 1
-    # Recorded experts (router replay) are for the pass of training, which an evaluation lacks.
-    return fill(type(base), raw, where, dataclasses.replace(base, n=1, greedy=greedy, router_replay=False))
+    # Recorded experts and sampling masks are for the pass of training, which an evaluation lacks.
+    alone = dataclasses.replace(base, n=1, greedy=greedy, router_replay=False, sampling_replay=False)
+    return fill(type(base), raw, where, alone)
 
 
 def _reward(raw: Mapping[str, Any], where: str, training: Training) -> Any:

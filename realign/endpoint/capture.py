@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from realign.api.sampler import Completion
+from realign.api.sampling_mask import SamplingMask
 from realign.endpoint.renderer import Renderer
 
 
@@ -61,6 +62,8 @@ class CapturedSequence:
     """[T] fp32; 0 where `sampled` is False."""
     versions: Tensor
     """[T] int32; -1 where `sampled` is False."""
+    mask: SamplingMask
+    """The tokens that each token was drawn from, if recorded."""
     calls: int
     """Number of calls whose responses train in this sequence."""
     truncated: bool
@@ -121,7 +124,11 @@ class Capture:
         sampled = tuple(completion.ids.tolist())
         text = None if prompt.text is None else prompt.text + renderer.decode(sampled, before=prompt.ids)
         on_cpu = Completion(
-            completion.ids.cpu(), completion.logprobs.cpu(), completion.versions.cpu(), completion.truncated
+            completion.ids.cpu(),
+            completion.logprobs.cpu(),
+            completion.versions.cpu(),
+            completion.truncated,
+            completion.mask,
         )
         call = CapturedCall(prompt.parent, prompt.ids + sampled, len(prompt.ids), on_cpu, text)
         with self._lock:
@@ -146,18 +153,22 @@ def _sequence(last: CapturedCall, trained: set[int]) -> CapturedSequence:
     total = len(last.ids)
     sampled_T = torch.zeros(total, dtype=torch.bool)
     logprobs_T, versions_T = torch.zeros(total), torch.full((total,), -1, dtype=torch.int32)
+    mask = SamplingMask.none(0)
     calls, call = 0, last
     while True:
+        response, drawn = slice(call.prompt_tokens, len(call.ids)), None
         if id(call) not in trained:
             trained.add(id(call))
             calls += 1
-            response = slice(call.prompt_tokens, len(call.ids))
             sampled_T[response] = True
             logprobs_T[response] = call.completion.logprobs
             versions_T[response] = call.completion.versions
+            drawn = call.completion.mask
+        before = 0 if call.parent is None else len(call.parent.ids)
+        mask = (drawn or SamplingMask.none(len(call.completion.ids))).then(mask)
+        mask = SamplingMask.none(call.prompt_tokens - before).then(mask)
         if call.parent is None:
             break
         call = call.parent
-    return CapturedSequence(
-        torch.tensor(last.ids, dtype=torch.int64), sampled_T, logprobs_T, versions_T, calls, last.completion.truncated
-    )
+    ids_T = torch.tensor(last.ids, dtype=torch.int64)
+    return CapturedSequence(ids_T, sampled_T, logprobs_T, versions_T, mask, calls, last.completion.truncated)

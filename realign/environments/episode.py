@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from realign.api.router_experts import UNKNOWN
+from realign.api.sampling_mask import SamplingMask
 
 
 @dataclass
@@ -29,6 +30,8 @@ class Episode:
     experts: Tensor | None = None
     """[recorded tokens, L * K] int16: the experts that the policy's routers chose for the first tokens; None before the
     first turn, or if nothing is recorded."""
+    mask: SamplingMask = field(init=False)
+    """The tokens that each token was drawn from, if recorded."""
     turn_ends: list[int] = field(default_factory=list)
     """Index of the last sampled token of each turn."""
     rewards: list[float] = field(default_factory=list)
@@ -44,6 +47,7 @@ class Episode:
         self.sampled = torch.zeros(given, dtype=torch.bool)
         self.logprobs = torch.zeros(given)
         self.versions = torch.full((given,), -1, dtype=torch.int32)
+        self.mask = SamplingMask.none(given)
 
     @property
     def response_tokens(self) -> int:
@@ -58,11 +62,13 @@ class Episode:
             torch.zeros(n, dtype=torch.bool),
             torch.zeros(n),
             torch.full((n,), -1, dtype=torch.int32),
+            SamplingMask.none(n),
         )
 
-    def say(self, ids: Tensor, logprobs: Tensor, versions: Tensor) -> None:
+    def say(self, ids: Tensor, logprobs: Tensor, versions: Tensor, mask: SamplingMask | None = None) -> None:
         """Append the sampled tokens of a turn."""
-        self._append(ids, torch.ones(len(ids), dtype=torch.bool), logprobs, versions)
+        mask = SamplingMask.none(len(ids)) if mask is None else mask
+        self._append(ids, torch.ones(len(ids), dtype=torch.bool), logprobs, versions, mask)
         self.turn_ends.append(len(self.ids) - 1)
 
     def record(self, experts: Tensor) -> None:
@@ -87,11 +93,12 @@ class Episode:
         """Mark the episode as over."""
         self.over, self.truncated, self.failure = True, truncated, failure
 
-    def _append(self, ids: Tensor, sampled: Tensor, logprobs: Tensor, versions: Tensor) -> None:
+    def _append(self, ids: Tensor, sampled: Tensor, logprobs: Tensor, versions: Tensor, mask: SamplingMask) -> None:
         self.ids = torch.cat([self.ids, ids])
         self.sampled = torch.cat([self.sampled, sampled])
         self.logprobs = torch.cat([self.logprobs, logprobs])
         self.versions = torch.cat([self.versions, versions.int()])
+        self.mask = self.mask.then(mask)
 
     @property
     def reward(self) -> float:

@@ -30,6 +30,7 @@ from .kl import (
 )
 from .logprobs import (
     LMHead,
+    Support,
     token_logprobs,
     vocabulary_divergence,
 )
@@ -85,6 +86,7 @@ __all__ = [
     "Reduce",
     "RunningMoments",
     "Scope",
+    "Support",
     "behavior_weights",
     "broadcast_to_tokens",
     "cu_seqlens_of",

@@ -23,6 +23,7 @@ __all__ = [
     "HeadGradients",
     "LMHead",
     "Projection",
+    "Support",
     "check_head",
     "chosen_chunk",
     "chunk_tokens",
@@ -127,6 +128,39 @@ class Projection(NamedTuple):
         return (logits_CV * (self.temperature / self.softcap)).square_().neg_().add_(1)
 
 
+@dataclass(frozen=True, eq=False)
+class Support:
+    """The tokens that top-k, top-p or min-p kept for N distributions, which are then softmaxes over these tokens only.
+
+    An empty set stands for the whole vocabulary.
+    """
+
+    counts_N: Tensor
+    """[N] int64, on the host: size of each set."""
+    ids_K: Tensor
+    """[K] int64, on the device of the logits: the token ids of all sets, one set after the other."""
+
+    def take(self, rows_M: Tensor) -> Support:
+        """Return the sets of some rows; `rows_M` is on the host."""
+        counts_M = self.counts_N[rows_M]
+        starts_M = (self.counts_N.cumsum(0) - self.counts_N)[rows_M]
+        places_K = torch.arange(int(counts_M.sum())) + (starts_M - counts_M.cumsum(0) + counts_M).repeat_interleave(
+            counts_M
+        )
+        return Support(counts_M, self.ids_K[places_K.to(self.ids_K.device, non_blocking=True)])
+
+    def restrict(self, logits_CV: Tensor, rows: slice) -> Tensor:
+        """Set the logits of all other tokens in a chunk to -inf, in place, and return the chunk."""
+        counts_C = self.counts_N[rows]
+        start = int(self.counts_N[: rows.start].sum())
+        ids_K = self.ids_K[start : start + int(counts_C.sum())]
+        owners_K = torch.arange(len(counts_C)).repeat_interleave(counts_C).to(ids_K.device, non_blocking=True)
+        limited_C1 = (counts_C > 0)[:, None].to(ids_K.device, non_blocking=True)
+        excluded_CV = limited_C1.repeat(1, logits_CV.shape[-1])
+        excluded_CV[owners_K, ids_K] = False
+        return logits_CV.masked_fill_(excluded_CV, -torch.inf)
+
+
 class HeadGradients:
     """Accumulates the required gradients of hidden states, weight and bias over chunks."""
 
@@ -189,6 +223,7 @@ def token_logprobs(
     temperature: float = 1.0,
     chunk_size: int | None = None,
     with_entropy: bool = False,
+    support: Support | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the log-prob of one token per hidden state under softmax(logits / temperature), and the entropy.
 
@@ -202,6 +237,7 @@ def token_logprobs(
         temperature: temperature of the sampler.
         chunk_size: tokens per chunk; None chooses automatically. Affects memory and speed, not values.
         with_entropy: also return the entropy, differentiable.
+        support: the tokens over which each distribution is normalized; None: the whole vocabulary.
 
     Returns:
         Log-probs [N] in nats, and entropies [N] in nats or None; fp32 (fp64 for fp64 input).
@@ -221,6 +257,7 @@ def token_logprobs(
         Projection.of(hidden_NH, head, temperature),
         chosen_chunk(chunk_size, head.weight_VH),
         with_entropy,
+        support,
     )
     return logprobs_N, entropy_N
 
@@ -236,6 +273,7 @@ class _TokenLogprobs(torch.autograd.Function):
         project: Projection,
         chunk: int,
         with_entropy: bool,
+        support: Support | None,
     ) -> tuple[Tensor, Tensor | None]:
         logprobs_N = hidden_NH.new_empty(len(hidden_NH), dtype=wide_dtype(hidden_NH, weight_VH))
         normalizer_N = torch.empty_like(logprobs_N)
@@ -244,6 +282,8 @@ class _TokenLogprobs(torch.autograd.Function):
             matrix_VH = weight_VH.to(project.dtype)
             for rows in chunks(len(hidden_NH), chunk):
                 logits_CV = project.logits(hidden_NH[rows], matrix_VH, bias_V)
+                if support is not None:
+                    support.restrict(logits_CV, rows)
                 top_C = logits_CV.amax(-1)
                 logits_CV.sub_(top_C[:, None])
                 # Before the next line, whose exp_ overwrites the logits.
@@ -257,7 +297,7 @@ class _TokenLogprobs(torch.autograd.Function):
                     entropy_N[rows] = total_C.log() - weights_CV.mul_(logits_CV).nansum(-1) / total_C
         # Nothing of size [N, V]: the backward pass recomputes the logits and normalizes them by the stored log-sum-exp.
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, normalizer_N, entropy_N)
-        ctx.project, ctx.chunk = project, chunk
+        ctx.project, ctx.chunk, ctx.support = project, chunk, support
         ctx.set_materialize_grads(False)  # skips the backward pass of an entropy that is only a metric
         return logprobs_N, entropy_N
 
@@ -275,6 +315,8 @@ class _TokenLogprobs(torch.autograd.Function):
                 hidden_CH = hidden_NH[rows].to(ctx.project.dtype)
                 logits_CV = ctx.project.logits(hidden_CH, matrix_VH, bias_V)
                 cap_slope_CV = ctx.project.cap_slope(logits_CV)
+                if ctx.support is not None:
+                    ctx.support.restrict(logits_CV, rows)
                 logp_CV = logits_CV.sub_(normalizer_N[rows, None])
                 picked_C1 = grad_N[rows, None] * ctx.project.gain
                 if entropy_grad_N is None:
@@ -286,7 +328,7 @@ class _TokenLogprobs(torch.autograd.Function):
                     grad_CV = logp_CV.exp_().mul_(surplus_CV.add_(picked_C1).neg_())
                 grad_CV.scatter_add_(-1, targets_N[rows, None], picked_C1)
                 grads.add(rows, grad_CV, cap_slope_CV, hidden_CH, matrix_VH)
-        return *grads.cast(weight_VH, bias_V), None, None, None, None
+        return *grads.cast(weight_VH, bias_V), None, None, None, None, None
 
 
 def check_head(hidden_NH: Tensor, head: LMHead, temperature: float) -> None:
@@ -341,6 +383,7 @@ def vocabulary_divergence(
     beta: float = 1.0,
     temperature: float = 1.0,
     chunk_size: int | None = None,
+    support: Support | None = None,
 ) -> Tensor:
     """Compute the generalized Jensen-Shannon divergence of the trained policy q and a fixed target p at every token.
 
@@ -356,6 +399,7 @@ def vocabulary_divergence(
         beta: weight of the target in the mixture, in [0, 1].
         temperature: temperature of both distributions.
         chunk_size: tokens per chunk; None chooses automatically. Affects memory and speed, not values.
+        support: the tokens over which both distributions are normalized; None: the whole vocabulary.
 
     Returns:
         [N] in nats; fp32 (fp64 for fp64 input).
@@ -384,6 +428,7 @@ def vocabulary_divergence(
         Projection.of(target_hidden_NH, target_head, temperature),
         beta,
         chosen_chunk(chunk_size, head.weight_VH),
+        support,
     )
 
 
@@ -401,16 +446,20 @@ class _VocabularyDivergence(torch.autograd.Function):
         target_project: Projection,
         beta: float,
         chunk: int,
+        support: Support | None,
     ) -> Tensor:
         divergence_N = hidden_NH.new_empty(len(hidden_NH), dtype=wide_dtype(hidden_NH, weight_VH))
         with no_autocast(hidden_NH):
             matrix_VH, target_matrix_VH = weight_VH.to(project.dtype), target_weight_VH.to(target_project.dtype)
             for rows in chunks(len(hidden_NH), chunk):
-                logq_CV = project.logits(hidden_NH[rows], matrix_VH, bias_V).log_softmax(-1)
-                logits_CV = target_project.logits(target_hidden_NH[rows], target_matrix_VH, target_bias_V)
-                divergence_N[rows] = _divergence(logq_CV, logits_CV.log_softmax(-1), beta)
+                logits_CV = project.logits(hidden_NH[rows], matrix_VH, bias_V)
+                target_CV = target_project.logits(target_hidden_NH[rows], target_matrix_VH, target_bias_V)
+                if support is not None:
+                    support.restrict(logits_CV, rows)
+                    support.restrict(target_CV, rows)
+                divergence_N[rows] = _divergence(logits_CV.log_softmax(-1), target_CV.log_softmax(-1), beta)
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, target_hidden_NH, target_weight_VH, target_bias_V)
-        ctx.projects, ctx.beta, ctx.chunk = (project, target_project), beta, chunk
+        ctx.projects, ctx.beta, ctx.chunk, ctx.support = (project, target_project), beta, chunk, support
         return divergence_N
 
     @staticmethod
@@ -426,10 +475,13 @@ class _VocabularyDivergence(torch.autograd.Function):
                 logits_CV = project.logits(hidden_CH, matrix_VH, bias_V)
                 cap_slope_CV = project.cap_slope(logits_CV)
                 target_CV = target_project.logits(target_hidden_NH[rows], target_matrix_VH, target_bias_V)
+                if ctx.support is not None:
+                    ctx.support.restrict(logits_CV, rows)
+                    ctx.support.restrict(target_CV, rows)
                 slope_CV = _slope(logits_CV.log_softmax(-1), target_CV.log_softmax(-1), ctx.beta)
                 grad_CV = slope_CV.mul_(grad_N[rows, None] * project.gain)
                 grads.add(rows, grad_CV, cap_slope_CV, hidden_CH, matrix_VH)
-        return *grads.cast(weight_VH, bias_V), None, None, None, None, None, None, None
+        return *grads.cast(weight_VH, bias_V), None, None, None, None, None, None, None, None
 
 
 def _divergence(logq_CV: Tensor, logp_CV: Tensor, beta: float) -> Tensor:

@@ -36,6 +36,7 @@ from realign.api import (
 )
 from realign.api.environment import Environment
 from realign.api.rewards import NAMED
+from realign.api.sampling_mask import SAMPLING_MASK, SamplingMask, with_masks
 from realign.endpoint.capture import CapturedSequence
 from realign.endpoint.limits import EndpointLimits
 from realign.endpoint.renderer import Renderer
@@ -158,7 +159,8 @@ class AgentInterface(ModelInterface):
         if method != "generate":
             return Keys()
         reports = frozenset(f"{NAMED}{role}" for role in self.role_names)
-        return Keys(needs={"prompt_ids": "", "row": ""}, writes=frozenset(written(dense=False)), reports=reports)
+        writes = {*written(dense=False), *([SAMPLING_MASK] if self.generation.sampling_replay else [])}
+        return Keys(needs={"prompt_ids": "", "row": ""}, writes=frozenset(writes), reports=reports)
 
     @override
     def plan(self) -> Plan:
@@ -170,7 +172,7 @@ class AgentInterface(ModelInterface):
             temperature=self.generation.temperature,
             generation=self.generation,
             sampler=self.generation.describe(),
-            exact_sampling=not self.generation.distorted(),
+            exact_sampling=self.generation.exact,
             weights=Weights.live,
             single_requests=True,
         )
@@ -206,7 +208,7 @@ class AgentInterface(ModelInterface):
         played = [self._played(session, answer) for session, answer in zip(sessions, answers, strict=True)]
         self._failures.check([roles[0].failure for roles in played if roles[0].failure], len(played))
         groups = [[role for roles in played[k : k + n] for role in roles] for k in range(0, len(played), n)]
-        return packed(data, groups, self.role_names)
+        return packed(data, groups, self.role_names, masks=self.generation.sampling_replay)
 
     def _run(self, model: Model, starts: Sequence[tuple[Mapping[str, Any], int]]) -> list[Answer]:
         """Run the agents of all episodes, and return their rewards or failures."""
@@ -271,13 +273,16 @@ class Played:
     role: str = ""
 
 
-def packed(data: SequenceSample, episodes: Sequence[Sequence[Played]], roles: Sequence[str] = ()) -> SequenceSample:
+def packed(
+    data: SequenceSample, episodes: Sequence[Sequence[Played]], roles: Sequence[str] = (), *, masks: bool = False
+) -> SequenceSample:
     """Pack episodes as sequences of their prompts. An episode without a call becomes its prompt, without a response.
 
     Args:
         data: the prompts; the result is on the same device.
         episodes: the episodes of each prompt.
         roles: roles whose rewards are also written as named rewards, NaN in the sequences of other roles.
+        masks: whether to write `sampling_mask`.
     """
     groups = []
     for prompt, group in zip(data.sequences("prompt_ids"), episodes, strict=True):
@@ -299,6 +304,7 @@ def packed(data: SequenceSample, episodes: Sequence[Sequence[Played]], roles: Se
             for role in roles
         },
     )
+    out = with_masks(out, [s.mask for s, _ in flat]) if masks else out
     return out.to(data["prompt_ids"].device)
 
 
@@ -306,7 +312,13 @@ def _without_calls(prompt_ids: torch.Tensor) -> CapturedSequence:
     total = len(prompt_ids)
     none_T = torch.zeros(total, dtype=torch.bool)
     return CapturedSequence(
-        prompt_ids, none_T, torch.zeros(total), torch.full((total,), -1, dtype=torch.int32), calls=0, truncated=False
+        prompt_ids,
+        none_T,
+        torch.zeros(total),
+        torch.full((total,), -1, dtype=torch.int32),
+        SamplingMask.none(total),
+        calls=0,
+        truncated=False,
     )
 
 

@@ -38,6 +38,7 @@ from realign.api import (
 from realign.api.environment import Environment, Response
 from realign.api.rewards import NAMED, Verifier, total_rewards
 from realign.api.router_experts import ROUTER_EXPERTS, with_experts
+from realign.api.sampling_mask import SAMPLING_MASK, masks_of, with_masks
 from realign.endpoint.renderer import Renderer
 from realign.endpoint.response_parsing import ParsedResponse, can_parse
 from realign.environments import Answer, EnvironmentPool, Episode, Failures, Limits, Slots, TurnWriter, load_environment
@@ -153,6 +154,7 @@ class EnvironmentInterface(ModelInterface):
             return Keys()
         reports = frozenset() if self.reward is None else self.reward.keys("inference").reports | {OF_ENVIRONMENT}
         writes = {*written(self.dense), *([ROUTER_EXPERTS] if self.generation.router_replay else [])}
+        writes |= {SAMPLING_MASK} if self.generation.sampling_replay else set()
         return Keys(needs={"prompt_ids": "", "row": ""}, writes=frozenset(writes), reports=reports)
 
     @override
@@ -164,7 +166,7 @@ class EnvironmentInterface(ModelInterface):
             temperature=self.generation.temperature,
             generation=self.generation,
             sampler=self.generation.describe(),
-            exact_sampling=not self.generation.distorted(),
+            exact_sampling=self.generation.exact,
             weights=Weights.live,
             whole_batch=self.reward is not None and self.reward.plan().whole_batch,
         )
@@ -199,6 +201,8 @@ class EnvironmentInterface(ModelInterface):
                 stacklevel=2,
             )
         played = packed(data, episodes, dense=self.dense)
+        if self.generation.sampling_replay:
+            played = with_masks(played, [episode.mask for episode in episodes])
         if self.generation.router_replay:
             played = with_experts(played, [episode.all_experts() for episode in episodes])
         return self._scored(model, played.with_metadata(row=rows))
@@ -237,10 +241,13 @@ class EnvironmentInterface(ModelInterface):
         if self.generation.router_replay:
             for episode, experts in zip(episodes.values(), out.sequences(ROUTER_EXPERTS), strict=True):
                 episode.record(experts)
+        masks = masks_of(out) if self.generation.sampling_replay else [None] * len(episodes)
         said = {}
-        for (place, episode), column, cut in zip(episodes.items(), columns, out["truncated"].tolist(), strict=True):
+        for (place, episode), column, cut, mask in zip(
+            episodes.items(), columns, out["truncated"].tolist(), masks, strict=True
+        ):
             before, (ids, logprobs, versions) = episode.ids.tolist(), (x[len(episode.ids) :] for x in column)
-            episode.say(ids, logprobs, versions)
+            episode.say(ids, logprobs, versions, None if mask is None else mask.last(len(ids)))
             text = model.tokenizer.decode(ids, skip_special_tokens=True)
             parts = self._parts(model, text, ids.tolist(), before, rows[place].get("tools"))
             said[place] = Response(

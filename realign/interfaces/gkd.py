@@ -104,7 +104,7 @@ class GKDInterface(ModelInterface):
             temperature=self.generation.temperature,
             generation=self.generation,
             sampler=self.generation.describe(),
-            exact_sampling=not self.generation.distorted(),
+            exact_sampling=self.generation.exact,
         )
 
     @override

@@ -47,7 +47,7 @@ class GreedyInterface(ModelInterface):
 
     def generate(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
         """Sample one greedy response per prompt: `input_ids`, `prompt_mask`."""
-        # Nothing trains on the response, so nobody would replay its experts.
-        generation = replace(self.generation, n=1, greedy=True, router_replay=False)
+        # Nothing trains on the response, so nobody would replay its experts or sampling masks.
+        generation = replace(self.generation, n=1, greedy=True, router_replay=False, sampling_replay=False)
         out = model.sampler.generate(data.select(["prompt_ids"]), generation, seed=model.call_seed("greedy"))
         return out.select(["input_ids", "prompt_mask"])

@@ -79,7 +79,7 @@ class OnlineDPOInterface(DPOInterface):
             temperature_setting="temperature",
             generation=self.generation,
             sampler=self.generation.describe(),
-            exact_sampling=not self.generation.distorted(),
+            exact_sampling=self.generation.exact,
         )
 
     def generate(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:

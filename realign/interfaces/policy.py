@@ -44,6 +44,7 @@ from realign.api import (
     settings_unused_by_override,
 )
 from realign.api.router_experts import ROUTER_EXPERTS
+from realign.api.sampling_mask import SAMPLING_MASK
 from realign.errors import SettingsError
 from realign.functional import broadcast_to_tokens, keep_best, segment_sum
 from realign.interfaces.components import (
@@ -101,7 +102,8 @@ class PolicyInterface(ModelInterface):
     reads_images: ClassVar[bool] = True
 
     generation: GenerationConfig = field(default_factory=GenerationConfig)
-    """Sampling settings; `generation.temperature` applies to all log-probs of the policy."""
+    """Sampling settings; `generation.temperature` applies to all log-probs of the policy. With `top_k`, `top_p` or
+    `min_p`, log-probs are normalized over the tokens that these kept in the rollout."""
     epochs: Count = 1
     """Passes over the rollout batch."""
     n_minibatches: Count = 1
@@ -151,6 +153,7 @@ class PolicyInterface(ModelInterface):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.generation = self.generation.with_replay()
         self.generation.check_ratios()
         for name, limit in (("min_response_tokens", "max_new_tokens"), ("keep_best", "n")):
             given, most = getattr(self, name), getattr(self.generation, limit)
@@ -166,6 +169,8 @@ class PolicyInterface(ModelInterface):
     def keys(self, method: str) -> Keys:
         """Return the keys that the components read, each with the setting that needs it."""
         replayed = {ROUTER_EXPERTS: "generation.router_replay=true"} if self.generation.router_replay else {}
+        if self.generation.sampling_replay:
+            replayed[SAMPLING_MASK] = f"generation.{self.generation.distorted()[0]}"
         if method == "generate":
             return Keys({"prompt_ids": ""}, writes=frozenset({*SAMPLED, *replayed}))
         if method == "inference":

@@ -204,7 +204,7 @@ def selection_plan(generation: GenerationConfig, epochs: int, n_minibatches: int
         longest_response=generation.max_new_tokens,
         generation=generation,
         sampler=generation.describe(),
-        exact_sampling=not generation.distorted(),
+        exact_sampling=generation.exact,
     )
 
 

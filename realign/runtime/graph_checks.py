@@ -149,7 +149,8 @@ def check_exact_sampling(graph: DataflowGraph, interfaces: Mapping[str, ModelInt
             raise ConfigError(
                 f"interfaces.{rpc.model} samples with {plan.sampler}, which changes the token distribution. The "
                 f"probability ratios of RPC {reader.name!r} would be wrong. Use neutral sampling settings for "
-                "training. Evaluation may use any."
+                "training. Evaluation may use any. With top_k, top_p or min_p, set sampling_replay=true beside them "
+                f"instead, in interfaces.{rpc.model}.generation or the settings that it refers to."
             )
 
 

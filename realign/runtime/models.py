@@ -13,6 +13,7 @@ from realign.api import RPC, DataflowGraph, Model, ModelInterface, ModelSpec
 from realign.api.engine import role_of_hidden
 from realign.api.router_experts import ROUTER_EXPERTS
 from realign.api.sampler import ConfiguresSampler, Sampler
+from realign.api.sampling_mask import SAMPLING_MASK
 from realign.engines import SharedModel
 from realign.engines.distributed.ranks import current
 from realign.engines.files.folders import AVERAGED, refuse_link, write_state
@@ -196,17 +197,23 @@ def check_vocabularies(models: Mapping[str, Model], lead: str) -> None:
 
 
 def check_models_replay(graph: DataflowGraph, models: Mapping[str, Model]) -> None:
-    """Check that the loaded models can record or replay the choices that the graph passes on.
+    """Check that the loaded models can record or replay the choices and sampling masks that the graph passes on.
 
     Raises:
-        ConfigError: a model is dense, or its family is not supported.
+        ConfigError: a model is dense, its family is not supported, or an engine has no sampling masks.
     """
     for rpc in graph.rpcs:
         own = {theirs: ours for ours, theirs in rpc.rename.items()}
-        if rpc.model not in models or ROUTER_EXPERTS not in {own.get(key, key) for key in (*rpc.inputs, *rpc.outputs)}:
+        keys = {own.get(key, key) for key in (*rpc.inputs, *rpc.outputs)}
+        if rpc.model not in models or not keys & {ROUTER_EXPERTS, SAMPLING_MASK}:
             continue
         capabilities = models[rpc.model].engine.capabilities()
-        if not capabilities.router_replay:
+        if SAMPLING_MASK in keys and not capabilities.sampling_replay:
+            raise ConfigError(
+                f"models.{rpc.model}: its engine cannot normalize over the tokens that top_k, top_p or min_p keep. "
+                "Remove these settings from generation."
+            )
+        if ROUTER_EXPERTS in keys and not capabilities.router_replay:
             raise ConfigError(
                 f"models.{rpc.model}: choices of experts cannot be replayed: {capabilities.router_replay_obstacle} Set "
                 "generation.router_replay=false."

@@ -220,10 +220,12 @@ class BigramEngine(PipelinableEngine):
         """Sample up to `max_new_tokens` tokens for each response. Token 0 ends a response unless `fixed_length`.
 
         Raises:
-            ValueError: the config asks for choices of experts, which the table does not have.
+            ValueError: the config asks for choices of experts or sampling masks, which the table does not have.
         """
         if config.router_replay:
             raise ValueError("generation.router_replay=true: a bigram table has no experts")
+        if config.sampling_replay:
+            raise ValueError("generation.sampling_replay=true: a bigram table samples from all of its tokens")
         logp_VV = (self.logits_VV / config.temperature).log_softmax(-1)
         completions = [self._respond(request, logp_VV) for request in requests_of(data, config, seed)]
         out = sample_of(data, completions, config.n)

@@ -486,6 +486,28 @@ def _check_router_replay(case: EngineCase) -> None:
     case.scored(out.select(["input_ids", "prompt_mask", "loss_mask", "router_experts"]))
 
 
+def _check_sampling_replay(case: EngineCase) -> None:
+    """Check that sampling masks are recorded, and that log-probs are normalized over them, or that both are refused."""
+    if not case.language:
+        return
+    config = replace(case.config, top_k=4, sampling_replay=True)
+    if not case.has.sampling_replay:
+        _refused(
+            lambda: _generated(case, case.prompts, config), "generate with sampling_replay, which is no capability,"
+        )
+        return
+    out = _generated(case, case.prompts, config)
+    _require("sampling_mask" in out, "generate with sampling_replay returns no sampling_mask")
+
+    def hook(output: ModelOutput, mb: SequenceSample) -> SequenceSample:
+        return mb.with_tokens(check=output.logprobs(temperature=TEMPERATURE))
+
+    given = out.select(["input_ids", "prompt_mask", "loss_mask", "sampling_mask"])
+    scored = case.engine.forward(given, SPEC, hook)["check"]
+    mask = out["loss_mask"]
+    case.close(out["logprobs"][mask], scored[mask], "log-probs of generate and of forward over the recorded tokens")
+
+
 def _check_heads(case: EngineCase) -> None:
     """Check that `lm_head` is live or a copy as declared, and that `use_heads` works or raises an error."""
     if not case.language:
@@ -575,6 +597,7 @@ ENGINE_CHECKS: Mapping[str, Callable[[EngineCase], None]] = MappingProxyType(
         "seeds": _check_seeds,
         "temperature": _check_temperature,
         "router_replay": _check_router_replay,
+        "sampling_replay": _check_sampling_replay,
         "heads": _check_heads,
         "reference": _check_reference,
         "measure": _check_measure,

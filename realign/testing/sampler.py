@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import CancelledError, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 
@@ -21,6 +21,7 @@ from realign.api import (
     WeightSource,
 )
 from realign.api.sampler import requests_of
+from realign.api.sampling_mask import masks_of
 
 RESULT_S = 300.0
 """Seconds to wait for an expected response before the check fails."""
@@ -130,6 +131,23 @@ def _check_submit(case: SamplerCase) -> None:
         _require(tokens.ids.tolist() == result.ids.tolist(), "tokens and result of a finished response differ")
 
 
+def _check_sampling_replay(case: SamplerCase) -> None:
+    """Check that each token is in its sampling mask, if the sampler records them."""
+    if not case.sampler.capabilities().sampling_replay:
+        return
+    case.config = replace(case.config, top_k=4, sampling_replay=True)
+    generated, requests = case.generate(), case.requests()
+    completions = [case.result(case.sampler.submit(r)) for r in requests]
+    pairs = list(zip([c.ids for c in completions], [c.mask for c in completions], strict=True))
+    pairs += list(zip(generated.sequences(), masks_of(generated), strict=True))
+    for ids, mask in pairs:
+        _require(mask is not None and len(mask.counts_N) == len(ids), "a response has no sampling mask")
+        assert mask is not None
+        for token, count, kept in zip(ids, mask.counts_N, mask.ids_K.split(mask.counts_N.tolist()), strict=True):
+            _require(int(count) <= 4, "a sampling mask has more than top_k tokens")
+            _require(not len(kept) or int(token) in kept.tolist(), "a sampled token is not in its sampling mask")
+
+
 def _check_update(case: SamplerCase) -> None:
     """Check that new weights change log-probs and versions, and that earlier tokens keep their versions."""
     before = case.generate()
@@ -227,6 +245,7 @@ SAMPLER_CHECKS: Mapping[str, Callable[[SamplerCase], None]] = MappingProxyType(
     {
         "generate": _check_generate,
         "submit": _check_submit,
+        "sampling_replay": _check_sampling_replay,
         "update": _check_update,
         "cancel": _check_cancel,
         "pause": _check_pause,

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realign.functional.logprobs import LMHead, vocabulary_divergence
+from realign.functional.logprobs import LMHead, Support, vocabulary_divergence
 
 N, H, TARGET_H, V = 9, 5, 3, 11
 BETAS = [0.0, 0.1, 0.5, 0.9, 1.0]
@@ -243,6 +244,27 @@ def test_a_word_with_a_logit_of_minus_infinity_in_both_models_counts_as_absent(b
     found = vocabulary_divergence(leaves[0], head, other, other_head, beta=beta)
     short, short_target = heads
     wanted = vocabulary_divergence(leaves[0], short, other, short_target, beta=beta)
+    torch.testing.assert_close(found, wanted)
+    for a, b in zip(*(torch.autograd.grad(weighted(x), leaves) for x in (found, wanted)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_a_divergence_over_a_part_of_the_vocabulary_is_that_of_both_models_on_it(beta):
+    leaves, head = make("all")
+    other, other_head = target()
+    sets = [sorted({n % V, (3 * n + 1) % V, (5 * n + 2) % V}) for n in range(N)]
+    support = Support(torch.tensor([len(x) for x in sets]), torch.tensor([i for x in sets for i in x]))
+    found = vocabulary_divergence(leaves[0], head, other, other_head, beta=beta, chunk_size=4, support=support)
+    wanted = []
+    for n, ids in enumerate(sets):  # a head with these tokens only
+        heads = (
+            replace(x, weight_VH=x.weight_VH[ids], bias_V=None if x.bias_V is None else x.bias_V[ids])
+            for x in (head, other_head)
+        )
+        own, its = heads
+        wanted.append(vocabulary_divergence(leaves[0][n : n + 1], own, other[n : n + 1], its, beta=beta))
+    wanted = torch.cat(wanted)
     torch.testing.assert_close(found, wanted)
     for a, b in zip(*(torch.autograd.grad(weighted(x), leaves) for x in (found, wanted)), strict=True):
         torch.testing.assert_close(a, b)

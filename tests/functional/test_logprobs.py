@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from realign.functional.logprobs import HeadGradients, LMHead, chunk_tokens, token_logprobs
+from realign.functional.logprobs import HeadGradients, LMHead, Support, chunk_tokens, token_logprobs
 
 N, H, V = 9, 5, 11
 CHUNKS = [1, 7, None]
@@ -65,6 +65,49 @@ def test_trap_b8_any_chunk_gives_the_values_and_gradients_of_plain_autograd(kind
         expected_grads = torch.autograd.grad(weighted(*expected), leaves)
         grads = torch.autograd.grad(weighted(*got[: 1 + with_entropy]), leaves)
         torch.testing.assert_close(grads, expected_grads, rtol=1e-10, atol=1e-12)
+
+
+def support_and_targets(targets):
+    """Return sets of 1 to 5 tokens that contain the targets, none for two rows, as a list and as `Support`."""
+    generator = torch.Generator().manual_seed(3)
+    sets = [{*torch.randperm(V, generator=generator)[: n % 5].tolist(), int(t)} for n, t in enumerate(targets)]
+    sets[2] = sets[5] = set()
+    ids = [torch.tensor(sorted(x, reverse=True), dtype=torch.int64) for x in sets]
+    return [sorted(x or range(V)) for x in sets], Support(torch.tensor([len(x) for x in ids]), torch.cat(ids))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_distributions_over_a_part_of_the_vocabulary_are_softmaxes_of_these_logits(kind, chunk):
+    leaves, head, targets = make(kind)
+    sets, support = support_and_targets(targets)
+    logp_NV = reference(leaves[0], head, targets, 0.6)[2]
+    rows = [logp_NV[n, ids].log_softmax(-1) for n, ids in enumerate(sets)]
+    logprobs = [row[ids.index(int(t))] for row, ids, t in zip(rows, sets, targets, strict=True)]
+    expected = torch.stack(logprobs), torch.stack([-(row.exp() * row).sum() for row in rows])
+    for with_entropy in (False, True):
+        got = token_logprobs(
+            leaves[0],
+            head,
+            targets,
+            temperature=0.6,
+            chunk_size=chunk,
+            with_entropy=with_entropy,
+            support=support,
+        )
+        wanted, got = expected[: 1 + with_entropy], got[: 1 + with_entropy]
+        torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-12)
+        gradients = (torch.autograd.grad(weighted(*x), leaves, retain_graph=True) for x in (got, wanted))
+        for a, b in zip(*gradients, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+def test_rows_of_a_support_are_taken_in_any_order():
+    _, support = support_and_targets(torch.arange(N))
+    for rows in ([7, 2, 2, 0, 8], [], list(range(N))):
+        taken = support.take(torch.tensor(rows, dtype=torch.int64))
+        whole, part = (x.ids_K.split(x.counts_N.tolist()) for x in (support, taken))
+        assert [x.tolist() for x in part] == [whole[n].tolist() for n in rows]
 
 
 @pytest.mark.parametrize("kind", KINDS)

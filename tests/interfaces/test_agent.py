@@ -11,6 +11,7 @@ import torch
 
 from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample
 from realign.api.engine import ModelOutput
+from realign.api.sampling_mask import masks_of
 from realign.data import PromptData
 from realign.engines import SharedModel, TransformersModel
 from realign.engines.training.optimizer import OptimizerSpec
@@ -33,7 +34,7 @@ def rescored(engine, out: SequenceSample) -> torch.Tensor:
     def hook(output: ModelOutput, mb: SequenceSample) -> SequenceSample:
         return mb.with_tokens(again=output.logprobs())
 
-    return engine.forward(out.select({"input_ids"}), MicroBatchSpec(), hook)["again"]
+    return engine.forward(out.select({"input_ids", "sampling_mask"} & out.keys), MicroBatchSpec(), hook)["again"]
 
 
 # --- capture in a run ---
@@ -64,6 +65,21 @@ def test_an_agent_over_http_samples_the_tokens_of_the_same_environment_in_proces
         assert out[key].tolist() == expected[key].tolist(), key
     # calls arrive in batches of any size, on which the rounding of log-probs depends
     assert out["logprobs"].tolist() == pytest.approx(expected["logprobs"].tolist(), abs=1e-5)
+
+
+def test_captured_tokens_are_trained_over_the_tokens_that_they_were_drawn_from():
+    """Also a rewritten history, whose earlier responses train in another sequence."""
+    engine, config = tiny_engine(), GenerationConfig(n=2, max_new_tokens=6, top_k=7, sampling_replay=True)
+    rows = [{"prompt": "ab", "script": ["7", "no", "x"]}, {"prompt": "cd", "script": ["+"]}]
+    for agent in ("scripted", "rewriting"):
+        interface = settings(agent, generation=config)
+        out = play(interface, batch(rows), engine)
+        assert out.keys == {*interface.keys("generate").writes}
+        sampled_T = out["loss_mask"]
+        counts_T = torch.cat([mask.counts_N for mask in masks_of(out)])
+        assert counts_T.tolist() == [7 if x else 0 for x in sampled_T.tolist()]
+        difference_T = (rescored(engine, out) - out["logprobs"])[sampled_T]
+        assert difference_T.abs().max() < 1e-4
 
 
 def test_log_probs_of_captured_tokens_equal_those_of_the_whole_sequence():

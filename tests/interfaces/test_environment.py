@@ -12,6 +12,7 @@ import torch
 
 from realign.api import GenerationConfig, Keys, MicroBatchSpec, Model, SequenceSample, Sync, total_rewards
 from realign.api.environment import Response, ToolCall
+from realign.api.sampling_mask import masks_of
 from realign.engines import OptimizerSpec
 from realign.environments import EnvironmentFailure
 from realign.environments import event_loops as loops
@@ -654,6 +655,19 @@ def test_a_model_cannot_score_episodes_here():
 def test_only_generate_reads_and_writes_keys():
     for method in ("inference", "credit", "train_step"):
         assert settings().keys(method) == Keys()
+
+
+def test_a_conversation_is_trained_over_the_tokens_that_its_turns_were_drawn_from():
+    engine = tiny_engine(optimizer=OptimizerSpec(lr=1e-2))
+    generation = GenerationConfig(n=2, max_new_tokens=8, top_k=5, sampling_replay=True)
+    script = [("7 and 8", 0.0, False, False, {}), ("no", 0.0, False, False, {}), WON]
+    out = hold(settings(generation=generation), engine, batch({"q": {"script": script}}))
+    assert out.keys == {*settings(generation=generation).keys("generate").writes}
+    sampled_T = out["loss_mask"]
+    counts_T = torch.cat([mask.counts_N for mask in masks_of(out)])
+    assert counts_T.tolist() == [5 if x else 0 for x in sampled_T.tolist()]
+    scored = engine.forward(out, MicroBatchSpec(), lambda output, mb: mb.with_tokens(found=output.logprobs()))
+    torch.testing.assert_close(scored["found"][sampled_T], out["logprobs"][sampled_T], atol=1e-5, rtol=1e-4)
 
 
 def test_a_conversation_with_a_mixture_of_experts_is_trained_with_its_choices():

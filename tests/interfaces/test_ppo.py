@@ -324,9 +324,22 @@ def test_trap_b2_temperature_reaches_policy_reference_and_entropy():
 
 
 def test_trap_b4_settings_that_distort_the_sampler_are_refused():
-    for setting, text in (({"top_p": 0.9}, "top_p=0.9"), ({"top_k": 5}, "top_k=5"), ({"greedy": True}, "greedy=True")):
+    for setting, text in (({"min_new_tokens": 3}, "min_new_tokens=3"), ({"greedy": True}, "greedy=True")):
         with pytest.raises(ValueError, match=text):
             PPOActorInterface(generation=GenerationConfig(**setting))
+    with pytest.raises(ValueError, match="advantage_scale=2"):
+        PPOActorInterface(generation=GenerationConfig(top_p=0.9, advantage_scale=2.0))
+
+
+@pytest.mark.parametrize("setting", [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}, {"top_k": 9, "min_new_tokens": 2}])
+def test_trap_b4_sampling_from_a_part_of_the_vocabulary_is_recorded_and_replayed(setting):
+    actor = PPOActorInterface(generation=GenerationConfig(**setting))
+    assert actor.generation == GenerationConfig(**setting, sampling_replay=True)
+    assert "sampling_mask" in actor.keys("generate").writes
+    assert actor.keys("train_step").needs["sampling_mask"].startswith(f"generation.{next(iter(setting))}=")
+    assert actor.plan().exact_sampling
+    (greedy,) = (role for name, role in actor.roles().items() if name == "baseline")
+    assert greedy.interface.generation.sampling_replay  # which `GreedyInterface` turns off
 
 
 def test_trap_c6_a_step_on_the_kl_alone_lowers_the_exact_kl():

@@ -247,6 +247,11 @@ class IgnoresReplay(BigramEngine):
         return super().generate(data, replace(config, router_replay=False), seed=seed)
 
 
+class IgnoresMasks(BigramEngine):
+    def generate(self, data, config, *, seed):
+        return super().generate(data, replace(config, sampling_replay=False), seed=seed)
+
+
 class SaysLiveHead(BigramEngine):
     def capabilities(self):
         return replace(super().capabilities(), live_head=True)
@@ -293,6 +298,7 @@ BROKEN = [
     ("seeds", IgnoresSeed, "the seed has no effect"),
     ("temperature", LogprobsAtOne, "log-probs of generate and of forward"),
     ("router_replay", IgnoresReplay, "router_replay, which is no capability, must raise"),
+    ("sampling_replay", IgnoresMasks, "sampling_replay, which is no capability, must raise"),
     ("heads", SaysLiveHead, "live_head, but it does not follow"),
     ("heads", ForgetsHeads, "use_heads|'check'"),
     ("reference", LiveReference, "the reference after a training step"),

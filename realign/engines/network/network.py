@@ -15,6 +15,7 @@ from realign.api.generation import GenerationConfig
 from realign.api.microbatch import MicroBatchSpec
 from realign.api.router_experts import ROUTER_EXPERTS
 from realign.api.sample import PIXELS, TOKENS, SequenceSample
+from realign.api.sampling_mask import support_of
 from realign.engines.host import Host
 from realign.engines.network.attention import NotPackableError, layout_inputs
 from realign.engines.network.branches import Heard, ReferenceBranch, check_layers, layers_that_train, read_stack
@@ -285,6 +286,7 @@ class Network(nn.Module):
             predicted_T,
             masks,
             self.host,
+            support_of(part, self.device),
         )
 
     def reference(self, layers: int | None = None) -> Run:
@@ -333,7 +335,9 @@ class Network(nn.Module):
                 hidden_RH = reference.branch(heard)
         head = self.limited(reference.head)
         row_T = layout.rows_on(self.device)
-        return PackedOutput(hidden_RH, head, moved[TOKENS], part.cu_seqlens(), self.autocast, row_T=row_T)
+        support = support_of(part, self.device)
+        cu_seqlens = part.cu_seqlens()
+        return PackedOutput(hidden_RH, head, moved[TOKENS], cu_seqlens, self.autocast, row_T=row_T, support=support)
 
     @property
     def words(self) -> int:

@@ -19,7 +19,7 @@ from torch import Tensor
 from realign.api.engine import QValues
 from realign.api.sample import on_device
 from realign.engines.host import Host
-from realign.functional.logprobs import LMHead, token_logprobs, vocabulary_divergence
+from realign.functional.logprobs import LMHead, Support, token_logprobs, vocabulary_divergence
 from realign.functional.packed import position_ids
 
 
@@ -70,6 +70,8 @@ class PackedOutput:
         masks: pairs of a mask of the micro-batch on its device, and the same mask on the host. Selecting the tokens of
             such a mask needs no device sync.
         host: counts the selected tokens.
+        support: the tokens of the vocabulary that the sampler kept when it drew each token; see
+            `realign.api.sampling_mask`.
     """
 
     hidden_RH: Tensor
@@ -83,6 +85,7 @@ class PackedOutput:
     predicted_T: Tensor | None = None
     masks: Sequence[tuple[Tensor, Tensor]] = ()
     host: Host = field(default_factory=Host)
+    support: Support | None = None
 
     @property
     def hidden_TH(self) -> Tensor:
@@ -109,7 +112,7 @@ class PackedOutput:
 
     def hidden_states(self, *, where_T: Tensor | None = None) -> Tensor:
         """See `ModelOutput.hidden_states`."""
-        tokens_N = self._tokens(where_T)
+        tokens_N = self._here(self._tokens(where_T))
         states_NH = self.hidden_RH[self._rows(tokens_N - 1)]
         return states_NH.new_zeros(len(self.input_ids_T), states_NH.shape[1]).index_put((tokens_N,), states_NH)
 
@@ -125,7 +128,7 @@ class PackedOutput:
         """See `ModelOutput.divergence`. The heads are computed only for the tokens in `where_T`."""
         if role not in self.heads:
             raise ValueError(f"no head of role {role!r}: the engine has those of {sorted(self.heads)} (`use_heads`)")
-        tokens_N = self._tokens(where_T)
+        support, tokens_N = self._support_and_tokens(where_T)
         with self.autocast():
             divergence_N = vocabulary_divergence(
                 self.hidden_RH[self._rows(tokens_N - 1)],
@@ -135,6 +138,7 @@ class PackedOutput:
                 self.heads[role],
                 beta=beta,
                 temperature=temperature,
+                support=support,
             )
         return divergence_N.new_zeros(len(self.input_ids_T)).index_put((tokens_N,), divergence_N)
 
@@ -167,7 +171,7 @@ class PackedOutput:
         """See `ModelOutput.q_values`. The heads are computed only for the tokens in `where_T`."""
         if self.branch is None or self.branch.q_values is None:
             raise ValueError("q_values requires Q heads (head.value_head.q_heads), but this model has none")
-        tokens_N = self._tokens(where_T)
+        tokens_N = self._here(self._tokens(where_T))
         values = self.branch.q_values(self._branch_RH[self._rows(tokens_N - 1)], self.input_ids_T[tokens_N])
         zeros_T = torch.zeros(len(self.input_ids_T), device=tokens_N.device)
         return QValues(*(zeros_T.expand(*x.shape[:-1], -1).index_copy(-1, tokens_N, x) for x in values))
@@ -194,7 +198,7 @@ class PackedOutput:
     ) -> tuple[Tensor, Tensor | None]:
         """Return log-probs [T] and entropies [T]; the head is applied one position before each requested token."""
         head = self._language_head("logprobs")
-        tokens_N = self._tokens(where_T)
+        support, tokens_N = self._support_and_tokens(where_T)
         with self.autocast():
             logprobs_N, entropy_N = token_logprobs(
                 self.hidden_RH[self._rows(tokens_N - 1)],
@@ -202,6 +206,7 @@ class PackedOutput:
                 self.input_ids_T[tokens_N],
                 temperature=temperature,
                 with_entropy=with_entropy,
+                support=support,
             )
         zeros_T = logprobs_N.new_zeros(len(self.input_ids_T))
         spread = (None if x is None else zeros_T.index_put((tokens_N,), x) for x in (logprobs_N, entropy_N))
@@ -209,8 +214,13 @@ class PackedOutput:
         assert logprobs_T is not None
         return logprobs_T, entropy_T
 
+    def _support_and_tokens(self, where_T: Tensor | None) -> tuple[Support | None, Tensor]:
+        """Return the sets that the distributions of the tokens in `where_T` are normalized over, and the tokens."""
+        tokens_N = self._tokens(where_T)
+        return None if self.support is None else self.support.take(tokens_N.cpu()), self._here(tokens_N)
+
     def _tokens(self, where_T: Tensor | None) -> Tensor:
-        """Return the indices of the tokens in `where_T` that have a prediction."""
+        """Return the indices of the tokens in `where_T` that have a prediction; on the host, if `where_T` is."""
         asked_T = self._asked_T
         if where_T is not None:
             if where_T.shape != asked_T.shape or where_T.dtype != torch.bool:
@@ -222,7 +232,7 @@ class PackedOutput:
             # by identity, since comparing the contents would wait for the device
             host_T = next((host_T for device_T, host_T in self.masks if device_T is where_T), where_T)
             asked_T = on_device(asked_T, host_T.device) & host_T
-        return self._here(self.host.places(asked_T))
+        return self.host.places(asked_T)
 
     def _language_head(self, asked: str) -> LMHead:
         if not isinstance(self.head, LMHead):

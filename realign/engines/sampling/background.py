@@ -28,6 +28,7 @@ from realign.api.microbatch import MicroBatchSpec
 from realign.api.router_experts import with_experts
 from realign.api.sample import SequenceSample
 from realign.api.sampler import PROMPTS, Capabilities, Completion, Request, Tokens, WeightSource
+from realign.api.sampling_mask import SamplingMask, with_masks
 from realign.engines.network.decoder import Decoder
 from realign.engines.network.images import PromptInput, followed_by
 from realign.engines.sampling.decode import PREFILL_TOKENS, Responses, Rollout, RowEntry, Stopping
@@ -103,13 +104,14 @@ class StreamingEngine:
         if not len(data):
             return self.engine.generate(data, config, seed=seed).with_tokens(versions=torch.zeros(0).int())
         call = self._add(data, response_keys(seed, data.ids, config.n), config)
-        responses, versions_SN, experts = call.result.result()
+        responses, versions_SN, experts, masks = call.result.result()
         with self.loop.on_stream():
             out = packed(data, responses, config.n)
             sampled_SN = torch.arange(versions_SN.shape[1], device=versions_SN.device) < responses.lengths[:, None]
             versions_T = torch.full_like(out["input_ids"], -1, dtype=torch.int32)
             versions_T[out["loss_mask"]] = versions_SN[sampled_SN].to(versions_T.device)
             out = out.with_tokens(versions=versions_T)
+            out = with_masks(out, masks) if config.sampling_replay else out
             return with_experts(out, experts) if config.router_replay else out
 
     def update(self, source: WeightSource, version: int) -> None:
@@ -179,13 +181,14 @@ class StreamingHandle:
 
     def result(self, timeout_s: float | None = None) -> Completion:
         """See `Handle.result`."""
-        responses, versions_SN, _ = self._call.result.result(timeout_s)
+        responses, versions_SN, _, masks = self._call.result.result(timeout_s)
         with self._loop.on_stream():
             count, device = int(responses.lengths[0]), self.request.prompt_ids.device
             check_logprobs(responses.logprobs)
             parts = (responses.tokens, responses.logprobs, versions_SN)
             ids, logprobs, versions = (x[0, :count].to(device) for x in parts)
-            return Completion(ids, logprobs, versions, bool(responses.truncated[0]))
+            mask = masks[0] if masks else None
+            return Completion(ids, logprobs, versions, bool(responses.truncated[0]), mask)
 
     def cancel(self) -> bool:
         """See `Handle.cancel`. The slot is free before the next decode step."""
@@ -286,7 +289,7 @@ class DecodingLoop:
 
         def read() -> tuple[Tensor, Tensor, Tensor] | None:
             if call.result.done() and call.result.exception() is None:
-                responses, versions_SN, _ = call.result.result()
+                responses, versions_SN, _, _ = call.result.result()
                 count = int(responses.lengths[0])
                 return responses.tokens[0, :count], responses.logprobs[0, :count], versions_SN[0, :count]
             running = self._running_of(call)
@@ -574,7 +577,8 @@ class Stream(Rollout):
         experts: list[Tensor] = []
         if self.experts is not None:
             experts = self.experts.of(sequences_S.tolist(), responses.lengths.tolist())
-        taken = Taken(responses, self.versions[sequences_S], experts)
+        masks = [] if self.masks is None else self.masks.of(sequences_S.tolist())
+        taken = Taken(responses, self.versions[sequences_S], experts, masks)
         self._forget(sequences_S.tolist())
         return taken
 
@@ -583,6 +587,8 @@ class Stream(Rollout):
         self._free += sequences
         if self.experts is not None:
             self.experts.forget(sequences)
+        if self.masks is not None:
+            self.masks.forget(sequences)
         for sequence in sequences:
             del self._texts[sequence]
 
@@ -671,3 +677,5 @@ class Taken(NamedTuple):
     """Policy version of each sampled token."""
     experts: list[Tensor]
     """See `ExpertRecord.of`; empty if the rollout does not record experts."""
+    masks: list[SamplingMask]
+    """See `MaskRecord.of`; empty if the rollout does not record them."""

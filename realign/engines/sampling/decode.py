@@ -22,10 +22,11 @@ from torch import Tensor
 from realign.api.generation import GenerationConfig
 from realign.api.router_experts import UNKNOWN
 from realign.api.sample import on_device
+from realign.api.sampling_mask import SamplingMask
 from realign.engines.device import free_bytes
 from realign.engines.network.decoder import DTYPE, Decoder, SlotCache
 from realign.engines.network.images import PromptInput, followed_by
-from realign.engines.sampling.draw import sample, uniforms
+from realign.engines.sampling.draw import joined, sample, uniforms
 from realign.engines.sampling.in_process import InProcessSampling
 from realign.errors import ConfigError
 from realign.functional.logprobs import LMHead
@@ -93,8 +94,8 @@ class Rollout:
             head: last layer of the model.
             config: sampling settings.
             stopping: stop conditions.
-            sampling: settings of the sampler. `sync_every` is 1 with stop strings, with recorded experts, and for
-                decoders that read rows on the host.
+            sampling: settings of the sampler. `sync_every` is 1 with stop strings, with recorded experts or sampling
+                masks, and for decoders that read rows on the host.
         """
         self.decoder = decoder
         self.head = head
@@ -104,12 +105,14 @@ class Rollout:
         self.responses = empty_responses(0, config.max_new_tokens, self.device)
         width = decoder.record_width
         self.experts = ExpertRecord(width, config.max_new_tokens, self.device) if width else None
+        self.masks = MaskRecord() if config.sampling_replay else None
         self.waiting = WaitingQueue()
         self.active = 0
         self.slots = 0
         self.sampling = sampling
         default = 1 if self.device.type == "cpu" else SYNC_EVERY
-        self.sync_every = 1 if stopping.strings or decoder.reads_rows or width else sampling.sync_every or default
+        steps = stopping.strings or decoder.reads_rows or width or config.sampling_replay
+        self.sync_every = 1 if steps else sampling.sync_every or default
         self.most_slots = sampling.max_slots
         self.longest_prompt = 0
         self.finished: list[Tensor] = []
@@ -285,7 +288,9 @@ class Rollout:
         rows = self.rows[:, first : self.active]
         tokens_B, counts_B, cells_B = rows[RowEntry.TOKEN], rows[RowEntry.COUNT], rows[RowEntry.CELL]
         tokens, logprobs = self.responses.tokens.view(-1), self.responses.logprobs.view(-1)
-        drawn_B, logprobs_B = self._draw(hidden_BH, counts_B)
+        drawn_B, logprobs_B, kept = self._draw(hidden_BH, counts_B)
+        if self.masks is not None:
+            self.masks.add(rows[RowEntry.SEQUENCE].tolist(), kept)
         more: int | Tensor = 1
         if some_ended:  # write the last token of such a row again, since the host does not know yet which have ended
             ended_B = self.stopping.is_stop_V[tokens_B] | (counts_B >= self.config.max_new_tokens)
@@ -316,8 +321,8 @@ class Rollout:
             self.finished.append(sequences)
             self._retire([first + b for b in ended_rows])
 
-    def _draw(self, hidden_BH: Tensor, counts_B: Tensor) -> tuple[Tensor, Tensor]:
-        """Sample tokens and log-probs [B] for the last B active rows, which have `counts_B` tokens so far."""
+    def _draw(self, hidden_BH: Tensor, counts_B: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """Sample a token for each of the last B active rows, which have `counts_B` tokens so far; see `sample`."""
         rows = max(1, LOGIT_ELEMENTS // len(self.head.weight_VH))
         parts = [
             sample(self.head.logits(h), self.config, u, blocked_NV=self.stopping.blocked(c))
@@ -325,7 +330,7 @@ class Rollout:
                 hidden_BH.split(rows), counts_B.split(rows), self._uniforms(counts_B).split(rows), strict=True
             )
         ]
-        return parts[0] if len(parts) == 1 else (torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts]))
+        return joined(parts)
 
     def _uniforms(self, counts_B: Tensor) -> Tensor:
         """Return a uniform number for the next token of each of the last B active rows, [B] fp64.
@@ -592,6 +597,27 @@ class Stopping:
     def _contains(self, tokens: list[int]) -> bool:
         text = self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return any(s in text for s in self.strings)
+
+
+class MaskRecord:
+    """The tokens that top-k, top-p and min-p kept for each sampled token of a rollout."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, list[Tensor]] = {}
+
+    def add(self, sequences: Sequence[int], kept: Sequence[Tensor]) -> None:
+        """Append the set of the next token of each of these sequences."""
+        for sequence, ids in zip(sequences, kept, strict=True):
+            self._kept.setdefault(sequence, []).append(ids)
+
+    def of(self, sequences: Sequence[int]) -> list[SamplingMask]:
+        """Return the sets of ended sequences, one for each token of the response."""
+        return [SamplingMask.of(self._kept[sequence]) for sequence in sequences]
+
+    def forget(self, sequences: Iterable[int]) -> None:
+        """Free the sets of sequences whose rows are released."""
+        for sequence in sequences:
+            self._kept.pop(sequence, None)
 
 
 class ExpertRecord:

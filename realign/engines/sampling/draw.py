@@ -1,4 +1,4 @@
-"""Draw the next token: temperature, top-k, top-p, then one draw with the token's own random number (pure functions).
+"""Draw the next token: temperature, top-k, top-p, min-p, and a draw by the token's own random number (pure functions).
 
 The log-prob of a token is its log-prob under the distribution from which it was drawn.
 
@@ -15,7 +15,9 @@ Shapes: B sequences, K positions or candidate tokens, N rows, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+import math
+from collections.abc import Hashable, Iterable, Sequence
+from itertools import chain
 
 import torch
 import torch.nn.functional as F
@@ -42,12 +44,12 @@ FEW_WORDS = 2**12
 
 def sample(
     logits_NV: Tensor, config: GenerationConfig, uniform_N: Tensor, *, blocked_NV: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Draw one token per row.
 
-    The order is temperature, masking of blocked tokens, top-k, then top-p over the tokens that top-k kept. Greedy
-    takes the most likely token that is not blocked, and ignores top-k and top-p. Its log-prob is taken from the
-    softmax over the whole vocabulary.
+    The order is temperature, masking of blocked tokens, top-k, top-p over the tokens that top-k kept, then min-p.
+    Greedy takes the most likely token that is not blocked, and ignores these. Its log-prob is taken from the softmax
+    over the whole vocabulary.
 
     Args:
         logits_NV: [N, V], not modified.
@@ -56,7 +58,8 @@ def sample(
         blocked_NV: [N, V] bool, tokens that cannot be drawn; None blocks none.
 
     Returns:
-        Tokens [N] int64, and their log-probs [N] fp32 (fp64 for fp64 logits) in nats.
+        Tokens [N] int64, and their log-probs [N] fp32 (fp64 for fp64 logits) in nats. With `config.sampling_replay`
+        also the tokens that each row was drawn from, int32 on the host; else an empty list.
     """
     rows = max(1, CPU_ELEMENTS // logits_NV.shape[-1]) if logits_NV.device.type == "cpu" else len(logits_NV)
     if rows >= len(logits_NV):
@@ -65,23 +68,36 @@ def sample(
     blocked = [None if blocked_NV is None else blocked_NV[i : i + rows] for i in starts]
     uniforms = uniform_N.split(rows)
     parts = [_sample(logits_NV[i : i + rows], config, u, b) for i, u, b in zip(starts, uniforms, blocked, strict=True)]
-    return torch.cat([tokens for tokens, _ in parts]), torch.cat([logprobs for _, logprobs in parts])
+    return joined(parts)
+
+
+def joined(parts: Sequence[tuple[Tensor, Tensor, list[Tensor]]]) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Join results of `sample`."""
+    if len(parts) == 1:
+        return parts[0]
+    tokens, logprobs, kept = zip(*parts, strict=True)
+    return torch.cat(tokens), torch.cat(logprobs), list(chain.from_iterable(kept))
 
 
 def _sample(
     logits_NV: Tensor, config: GenerationConfig, uniform_N: Tensor, blocked_NV: Tensor | None
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, list[Tensor]]:
     scaled_NV = at_least_fp32(logits_NV)
     if config.temperature != 1:
         scaled_NV = scaled_NV / config.temperature
     allowed_NV = scaled_NV if blocked_NV is None else scaled_NV.masked_fill(blocked_NV, -torch.inf)
     if config.greedy:
         tokens_N = allowed_NV.argmax(-1)
-        return tokens_N, _pick(scaled_NV.log_softmax(-1), tokens_N)
-    logits_NK, ids_NK = most_likely(allowed_NV, config.top_k, config.top_p)
+        return tokens_N, _pick(scaled_NV.log_softmax(-1), tokens_N), []
+    logits_NK, ids_NK = most_likely(allowed_NV, config.top_k, config.top_p, config.min_p)
     probs_NK = logits_NK.softmax(-1)
     choice_N = draw(probs_NK, uniform_N)
-    return choice_N if ids_NK is None else _pick(ids_NK, choice_N), _pick(probs_NK, choice_N).log()
+    kept = []
+    if config.sampling_replay:
+        kept_NK = probs_NK > 0
+        ids = kept_NK.nonzero()[:, 1] if ids_NK is None else ids_NK[kept_NK]
+        kept = list(ids.int().cpu().split(kept_NK.sum(-1).tolist()))
+    return choice_N if ids_NK is None else _pick(ids_NK, choice_N), _pick(probs_NK, choice_N).log(), kept
 
 
 def draw(probs_NV: Tensor, uniform_N: Tensor) -> Tensor:
@@ -113,15 +129,17 @@ def draw(probs_NV: Tensor, uniform_N: Tensor) -> Tensor:
     return tokens_NK.gather(-1, inner_N1)[:, 0]
 
 
-def most_likely(logits_NV: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Tensor | None]:
+def most_likely(logits_NV: Tensor, top_k: int, top_p: float, min_p: float) -> tuple[Tensor, Tensor | None]:
     """Return the `top_k` largest logits, cut to the smallest set whose probability mass reaches `top_p`.
 
+    Of these, it keeps tokens with at least `min_p` times the probability of the most likely one.
+
     Returns:
-        Logits [N, K], in descending order, -inf where `top_p` cuts, and their token ids [N, K]. If both filters are
-        off, the input and None.
+        Logits [N, K], in descending order, -inf where `top_p` or `min_p` cuts, and their token ids [N, K]. If `top_k`
+        and `top_p` are off, logits in the order of the vocabulary, and None.
     """
     if top_k == 0 and top_p == 1:
-        return logits_NV, None
+        return _above(logits_NV, min_p), None
     words = logits_NV.shape[-1]
     if 0 < top_k < words:
         logits_NK, ids_NK = logits_NV.topk(top_k, sorted=True)
@@ -132,7 +150,13 @@ def most_likely(logits_NV: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Te
         before_NK = probs_NK.cumsum(-1) - probs_NK
         before_NK[:, 0] = 0  # a difference that rounds to more than a tiny top_p must not cut the most likely token
         logits_NK = logits_NK.masked_fill(before_NK >= top_p, -torch.inf)
-    return logits_NK, ids_NK
+    return _above(logits_NK, min_p), ids_NK
+
+
+def _above(logits_NK: Tensor, min_p: float) -> Tensor:
+    if min_p == 0:
+        return logits_NK
+    return logits_NK.masked_fill(logits_NK < logits_NK.amax(-1, keepdim=True) + math.log(min_p), -torch.inf)
 
 
 def _running_sum(x_NK: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from realign.api.generation import GenerationConfig
 from realign.api.lengths import Lengths
 from realign.api.router_experts import with_experts
 from realign.api.sample import PIXELS, SequenceSample
+from realign.api.sampling_mask import with_masks
 from realign.engines.network.images import CURE, NO_IMAGES, ImageInputs, ImagePrompt, PromptInput, prompts_with_images
 from realign.engines.sampling.decode import Responses, Rollout, Stopping
 from realign.engines.sampling.draw import response_keys
@@ -63,7 +64,8 @@ def generate(
         - `prompt_mask` and `loss_mask` (the response);
         - `logprobs`: fp32, 0 on the prompt;
         - `truncated`: [S] bool, True if the length limit ended the response (always False with `fixed_length`);
-        - `router_experts`: the experts that `model.routers` chose, if given; see `realign.api.router_experts`.
+        - `router_experts`: the experts that `model.routers` chose, if given; see `realign.api.router_experts`;
+        - `sampling_mask`: with `config.sampling_replay`; see `realign.api.sampling_mask`.
 
     Raises:
         ValueError: an id does not have exactly one prompt.
@@ -86,6 +88,8 @@ def generate(
         sequences_S = rollout.add([p.to(device) for p in prompts], response_keys(seed, data.ids, config.n))
         responses = rollout.run()
     out = packed(data, responses, config.n)
+    if rollout.masks is not None:
+        out = with_masks(out, rollout.masks.of(sequences_S.tolist()))
     if rollout.experts is None:
         return out
     return with_experts(out, rollout.experts.of(sequences_S.tolist(), responses.lengths.tolist()))

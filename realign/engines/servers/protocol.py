@@ -7,7 +7,7 @@ import json
 import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from pathlib import Path
 from types import MappingProxyType
@@ -61,6 +61,8 @@ class ResponsePart:
     end: End
     label: str | None = None
     """Label of the weights, if the server reports it with the tokens."""
+    kept: list[list[int]] = field(default_factory=list)
+    """Ids of the tokens that each token was drawn from, with `GenerationConfig.sampling_replay`."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +84,12 @@ class Ask:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of the prompt and of the longest answer."""
-        return len(self.ids) + self.config.max_new_tokens
+        """Number of tokens of the prompt and of the longest answer, which limits the size of the answer.
+
+        The ids of a sampling mask take a hundredth each.
+        """
+        masks = self.config.max_new_tokens * self.config.top_k if self.config.sampling_replay else 0
+        return len(self.ids) + self.config.max_new_tokens + masks // 100
 
 
 @dataclass(frozen=True)
@@ -115,10 +121,11 @@ def sampling_settings(config: GenerationConfig, stop_ids: Sequence[int]) -> dict
 
     They are complete, because servers take missing ones from the `generation_config.json` of the model.
     """
-    neutral = {"min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "n": 1}
+    neutral = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "n": 1}
     return neutral | {
         "temperature": 0.0 if config.greedy else config.temperature,
         "top_p": config.top_p,
+        "min_p": config.min_p,
         "ignore_eos": True,  # `stop_token_ids` contains the end tokens
         "stop_token_ids": [] if config.fixed_length else list(stop_ids),
         "stop": list(config.stop_strings),
@@ -324,12 +331,15 @@ def _shown(content: bytes) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
-def checked_part(ids: Any, logprobs: Any, reason: Any, ask: Ask, label: str | None = None) -> ResponsePart:
+def checked_part(
+    ids: Any, logprobs: Any, reason: Any, ask: Ask, label: str | None = None, kept: Any = ()
+) -> ResponsePart:
     """Return the tokens of an answer.
 
     Raises:
         Unavailable: the answer is malformed. The lengths differ, there are too many tokens or some after an end token,
-            values are no valid token ids or log-probs, or the reason of the end is unknown.
+            or values are no valid token ids or log-probs. A sampling mask lacks its token, or the reason of the end is
+            unknown.
     """
     end = ENDS.get(reason) if isinstance(reason, str) else None
     if end is None:
@@ -348,7 +358,19 @@ def checked_part(ids: Any, logprobs: Any, reason: Any, ask: Ask, label: str | No
     stops = () if ask.config.fixed_length else ask.stop_ids
     if (ended := next((token for token in ids[:-1] if token in stops), None)) is not None:
         raise Unavailable(f"the answer continues after the end token {ended}")
-    return ResponsePart(ids, [min(float(x), 0.0) for x in logprobs], end, label)
+    kept = _checked_masks(kept, ids, ask) if ask.config.sampling_replay else []
+    return ResponsePart(ids, [min(float(x), 0.0) for x in logprobs], end, label, kept)
+
+
+def _checked_masks(kept: Any, ids: Sequence[int], ask: Ask) -> list[list[int]]:
+    if not isinstance(kept, list) or len(kept) != len(ids):
+        raise Unavailable(f"the answer has no sampling mask for each of its {len(ids)} tokens: {_brief(kept)}")
+    for mask, token in zip(kept, ids, strict=True):
+        if not isinstance(mask, list) or not all(type(x) is int and 0 <= x < ask.words for x in mask):
+            raise Unavailable(f"the answer has a sampling mask that is no list of token ids: {_brief(mask)}")
+        if token not in mask:
+            raise Unavailable(f"the answer has the token {token}, but not in its sampling mask: {_brief(mask)}")
+    return kept
 
 
 def checked_scores(logprobs: Any, ids: Sequence[int]) -> list[float]:

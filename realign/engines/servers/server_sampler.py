@@ -27,6 +27,7 @@ from realign.api.sampler import (
     WeightSource,
     generate_by_requests,
 )
+from realign.api.sampling_mask import SamplingMask
 from realign.api.seeds import derive_seed
 from realign.engines.distributed.ranks import Ranks, current
 from realign.engines.servers.delivery import BaseModel, Delivery
@@ -59,12 +60,14 @@ class _Response:
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    kept: list[list[int]] = field(default_factory=list)
 
     def add(self, part: ResponsePart, version: int) -> None:
         """Append tokens."""
         self.ids += part.ids
         self.logprobs += part.logprobs
         self.versions += [version] * len(part.ids)
+        self.kept += part.kept
 
 
 class ServerSampler:
@@ -302,6 +305,7 @@ class ServerSampler:
             torch.tensor(response.logprobs, dtype=torch.float32, device=device),
             torch.tensor(response.versions, dtype=torch.int32, device=device),
             truncated=end is End.length and not config.fixed_length,
+            mask=SamplingMask.of(response.kept) if config.sampling_replay else None,
         )
 
     async def _close(self) -> None:
@@ -358,6 +362,11 @@ def check_config(config: GenerationConfig) -> None:
         raise ConfigError(
             f"generation.advantage_scale={config.advantage_scale:g}: servers have no Q heads. Sample with the role's "
             "own engine, or set advantage_scale=0."
+        )
+    if config.sampling_replay and not config.top_k:
+        raise ConfigError(
+            f"generation.{config.distorted()[0]}: training normalizes over the tokens that it keeps, and servers "
+            "return them only if top_k limits their number. Set generation.top_k, such as 512."
         )
     if config.stop_strings and config.fixed_length:
         raise ConfigError(

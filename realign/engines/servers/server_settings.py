@@ -98,6 +98,8 @@ class ServerSettings(SamplerSpec):
     variables: ClassVar[dict[str, str]]
     sleep_arguments: ClassVar[str]
     delta_arguments: ClassVar[str] = ""
+    returns_masks: ClassVar[bool] = False
+    """Whether the server returns sampling masks."""
 
     def lora_arguments(self, rank: int) -> str:
         """Return the arguments of the usual command for adapters of a rank.
@@ -154,6 +156,7 @@ class ServerSettings(SamplerSpec):
             stop_strings=True,
             lora=True,
             abort=False,
+            sampling_replay=self.returns_masks,
             frees_memory=self.sleep_level > 0,
         )
 

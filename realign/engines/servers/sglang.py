@@ -51,7 +51,11 @@ class SglangProtocol(ServerProtocol):
         label = answer["meta_info"].get("weight_version")
         logprobs = [item(pair, 0) for pair in pairs]
         ids = [item(pair, 1) for pair in pairs]
-        return checked_part(ids, logprobs, reason, ask, None if label is None else str(label))
+        kept: list[Any] = []
+        if ask.config.sampling_replay:  # `output_token_logprobs` are those of the whole vocabulary
+            kept = items(answer, "meta_info", "output_token_sampling_mask")
+            logprobs = items(answer, "meta_info", "output_token_sampling_logprobs")
+        return checked_part(ids, logprobs, reason, ask, None if label is None else str(label), kept)
 
     @override
     async def score(self, http: AsyncClient, ids: Sequence[int], adapter: str | None = None) -> list[float]:
@@ -141,14 +145,19 @@ def generate_request(ask: Ask) -> dict[str, Any]:
         "no_stop_trim": True,
     }
     adapter = {} if ask.adapter is None else {"lora_path": ask.adapter}
-    return adapter | {
-        "input_ids": list(ask.ids),
-        "sampling_params": sampling,
-        "return_logprob": True,
-        # No log-probs of the prompt.
-        "logprob_start_len": -1,
-        "stream": False,
-    }
+    masks = {"return_sampling_mask": True} if ask.config.sampling_replay else {}
+    return (
+        adapter
+        | masks
+        | {
+            "input_ids": list(ask.ids),
+            "sampling_params": sampling,
+            "return_logprob": True,
+            # No log-probs of the prompt.
+            "logprob_start_len": -1,
+            "stream": False,
+        }
+    )
 
 
 @dataclass
@@ -163,6 +172,7 @@ class Sglang(Servers):
     )
     variables: ClassVar[dict[str, str]] = {}
     sleep_arguments: ClassVar[str] = "--enable-memory-saver"
+    returns_masks: ClassVar[bool] = True
 
     @override
     def lora_arguments(self, rank: int) -> str:

@@ -61,6 +61,7 @@ class InferenceEngine(DecodableEngine):
             encoder_decoder=isinstance(network.unpacked, EncoderDecoder),
             router_replay=network.replay is not None,
             router_replay_obstacle=network.no_replay,
+            sampling_replay=True,
             size=size + (", unpacked" if network.unpacked is not None else ""),
         )
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from realign.api import ModelOutput, SequenceSample, Stats, masked_mean
 from realign.api.router_experts import ROUTER_EXPERTS, without_experts
 from realign.api.sample import TOKENS
+from realign.api.sampling_mask import SAMPLING_MASK, with_masks
 from realign.functional import nll_loss
 
 
@@ -35,10 +36,11 @@ def mix_pretraining(
 
     Returns:
         The keys of `part` that have one value per token, and `ptx_weight` [T], 0 for the policy's tokens. For the text,
-        `loss_mask` is False and the other keys are 0. It has no `router_experts`.
+        `loss_mask` is False and the other keys are 0. It has no `router_experts` and no `sampling_mask`.
     """
     lengths = part.lengths[TOKENS]
-    aligned = {key for key, own in part.lengths.items() if own is lengths or own == lengths} - {ROUTER_EXPERTS}
+    aligned = {key for key, own in part.lengths.items() if own is lengths or own == lengths}
+    aligned -= {ROUTER_EXPERTS, SAMPLING_MASK}
     policy = part.select(aligned)
     text = part.select(["ptx_input_ids", "ptx_loss_mask"]).rename(
         {"ptx_input_ids": TOKENS, "ptx_loss_mask": "ptx_mask"}
@@ -53,6 +55,8 @@ def mix_pretraining(
     text = text.select([TOKENS]).with_tokens(**fill, ptx_weight=per_token)
     if ROUTER_EXPERTS in part:
         policy, text = policy.merge(part.select([ROUTER_EXPERTS])), without_experts(text)
+    if SAMPLING_MASK in part:
+        policy, text = policy.merge(part.select([SAMPLING_MASK])), with_masks(text, [None] * text.n_sequences)
     return SequenceSample.gather([policy, text])
 
 

@@ -7,14 +7,15 @@ from torch import Tensor
 
 from realign.api import Keys, LossStats, MicroBatchSpec, Model, ModelOutput, SequenceSample, masked_max
 from realign.api.router_experts import ROUTER_EXPERTS
+from realign.api.sampling_mask import SAMPLING_MASK
 
 
 def forward_inputs(data: SequenceSample) -> SequenceSample:
-    """Return the keys of a forward pass over sampled tokens: `input_ids`, `loss_mask`, and `router_experts` if present.
+    """Return the keys of a forward pass over sampled tokens: `input_ids`, `loss_mask`, and what it replays if present.
 
-    A model replays the recorded experts wherever the key reaches it, as it does in the loss.
+    A model replays the recorded experts and sampling masks wherever the keys reach it, as it does in the loss.
     """
-    replayed = [ROUTER_EXPERTS] if ROUTER_EXPERTS in data else []
+    replayed = [key for key in (ROUTER_EXPERTS, SAMPLING_MASK) if key in data]
     return data.select(["input_ids", "loss_mask", *replayed])
 
 
@@ -43,7 +44,7 @@ def score_distributions(
 def scoring_keys(*, hidden: bool = False) -> Keys:
     """Return the keys of a method that calls `score_logprobs`, or `score_distributions` with `hidden`."""
     writes = {"logprobs", "hidden"} if hidden else {"logprobs"}
-    return Keys(needs={"input_ids": "", "loss_mask": ""}, writes=frozenset(writes))
+    return Keys({"input_ids": "", "loss_mask": ""}, frozenset({SAMPLING_MASK}), frozenset(writes))
 
 
 def old_logprobs(data: SequenceSample) -> Tensor:

@@ -18,6 +18,7 @@ from realign.api.interface import implements
 from realign.api.router_experts import ROUTER_EXPERTS
 from realign.api.sample import TOKENS
 from realign.api.sampler import ConfiguresSampler, samples_externally
+from realign.api.sampling_mask import SAMPLING_MASK
 from realign.engines.distributed.ranks import current, expected_size
 from realign.engines.shared_model import Share, SharedModel
 from realign.engines.training.optimizer import ScheduleUnit
@@ -420,22 +421,39 @@ def check_replay(experiment: Experiment) -> None:
     """Check interfaces and samplers, before models are loaded.
 
     Raises:
-        ConfigError: an interface does not record the choices, or an external sampler does not return them.
+        ConfigError: an interface does not record the choices or sampling masks, or an external sampler does not
+            return them.
     """
     for role in dict.fromkeys(rpc.model for rpc in experiment.graph.rpcs):
         interface = experiment.interfaces[role]
         generation = interface.plan().generation
-        if generation is None or not generation.router_replay:
+        if generation is None or not (generation.router_replay or generation.sampling_replay):
             continue
-        key = f"interfaces.{role}.generation.router_replay"
-        writes = interface.keys("generate").writes if implements(type(interface), "generate") else None
-        if ROUTER_EXPERTS not in (writes or ()):
-            kind = type(interface).__name__
-            raise ConfigError(f"{key}=true: {kind} does not record choices of experts. Set {key}=false.")
+        where, kind = f"interfaces.{role}.generation", type(interface).__name__
+        writes = (interface.keys("generate").writes if implements(type(interface), "generate") else None) or ()
+        if generation.router_replay and ROUTER_EXPERTS not in writes:
+            raise ConfigError(
+                f"{where}.router_replay=true: {kind} does not record choices of experts. Set "
+                f"{where}.router_replay=false."
+            )
+        if generation.sampling_replay and SAMPLING_MASK not in writes:
+            raise ConfigError(
+                f"{where}.sampling_replay=true: {kind} does not record sampling masks. Set "
+                f"{where}.sampling_replay=false."
+            )
         owner = experiment.owner_of(role)
         spec = experiment.models.get(owner)
-        if isinstance(spec, ConfiguresSampler) and not spec.sampler.capabilities().router_experts:
+        if not isinstance(spec, ConfiguresSampler):
+            continue
+        sampler, returns = type(spec.sampler).__name__, spec.sampler.capabilities()
+        if generation.router_replay and not returns.router_experts:
             raise ConfigError(
-                f"{key}=true: models.{owner}.sampler={type(spec.sampler).__name__} does not return the choices of "
-                f"experts. Remove models.{owner}.sampler, or set {key}=false."
+                f"{where}.router_replay=true: models.{owner}.sampler={sampler} does not return the choices of experts. "
+                f"Remove models.{owner}.sampler, or set {where}.router_replay=false."
+            )
+        if generation.sampling_replay and not returns.sampling_replay:
+            setting = generation.distorted()[0]
+            raise ConfigError(
+                f"{where}.{setting}: training normalizes over the tokens that it keeps, but models.{owner}.sampler="
+                f"{sampler} does not return them. Remove models.{owner}.sampler, or {setting}."
             )

@@ -65,7 +65,7 @@ class Evaluation(SamplingEvaluator):
     def ineffective(self) -> dict[str, str]:
         unused = "with pass_at=[]. Set pass_at"
         reasons = {} if self.pass_at else {"success": unused, "success_of": unused}
-        if self.generation.greedy and self.sweep.keys() <= {"temperature", "top_k", "top_p"}:
+        if self.generation.greedy and self.sweep.keys() <= {"temperature", "top_k", "top_p", "min_p"}:
             reasons["sweep"] = "with generation.greedy=true. Set generation.greedy=false"
         return reasons
 

@@ -15,6 +15,7 @@ from realign.api import GenerationConfig, MicroBatchSpec, Model, SequenceSample,
 from realign.api.engine import EngineCapabilities, Forward, LossFn, PipelinableEngine, PostHook, measured
 from realign.api.model import ModelSpec
 from realign.api.sampler import Request, Sampler
+from realign.api.sampling_mask import SamplingMask
 from realign.engines.distributed.sharding import whole
 from realign.engines.training.transformers_engine import TransformersEngine
 from realign.errors import ConfigError
@@ -130,10 +131,10 @@ class Host:
 
     def complete(
         self, role: str, id: Hashable, response_index: int, prompt_ids: Tensor, config: GenerationConfig, seed: int
-    ) -> tuple[Tensor, Tensor, Tensor, bool]:
-        """See `Sampler.submit`; returns ids, log-probs and versions of the response, and whether it was truncated."""
+    ) -> tuple[Tensor, Tensor, Tensor, bool, SamplingMask | None]:
+        """See `Sampler.submit`; returns the fields of `Completion`."""
         done = self._samplers[role].submit(Request(id, response_index, prompt_ids, config, seed)).result()
-        return done.ids, done.logprobs, done.versions, done.truncated
+        return done.ids, done.logprobs, done.versions, done.truncated, done.mask
 
     def update(self, role: str, weights: Mapping[str, Tensor], version: int) -> None:
         """See `Sampler.update`."""

@@ -449,7 +449,7 @@ def added(stream, ids, length=3):
 
 
 def responses_of(stream, sequences_S):
-    responses, versions_SN, _ = stream.take(sequences_S)
+    responses, versions_SN, _, _ = stream.take(sequences_S)
     rows = zip(responses.tokens, responses.logprobs, versions_SN, responses.lengths.tolist(), strict=True)
     return [(t[:n].tolist(), p[:n], v[:n].tolist()) for t, p, v, n in rows]
 

@@ -115,6 +115,7 @@ def probabilities(logits, config):
             break
         kept.append(i)
         mass += exps[i] / total
+    kept = [i for i in kept if exps[i] >= config.min_p * exps[kept[0]]]
     total = sum(exps[i] for i in kept)
     return [exps[i] / total if i in kept else 0.0 for i in range(len(logits))]
 
@@ -130,13 +131,15 @@ CONFIGS = [
     GenerationConfig(top_p=0.8),
     GenerationConfig(top_p=1e-6),
     GenerationConfig(top_k=4, top_p=0.7, temperature=1.3),
+    GenerationConfig(min_p=0.2),
+    GenerationConfig(top_k=5, top_p=0.95, min_p=0.1, temperature=1.3),
 ]
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"T{c.temperature}-k{c.top_k}-p{c.top_p}")
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"T{c.temperature}-k{c.top_k}-p{c.top_p}-m{c.min_p}")
 def test_frequencies_and_logprobs_are_those_of_the_distribution(config):
     n = 40_000
-    tokens_N, logprobs_N = sample(torch.tensor([LOGITS]).expand(n, -1), config, numbers(n))
+    tokens_N, logprobs_N, _ = sample(torch.tensor([LOGITS]).expand(n, -1), config, numbers(n))
     want_V = torch.tensor(probabilities(LOGITS, config), dtype=torch.float64)
     assert torch.allclose(logprobs_N.double().exp(), want_V[tokens_N], atol=1e-6)
     found_V = torch.bincount(tokens_N, minlength=len(LOGITS)).double()
@@ -174,7 +177,7 @@ def test_rows_handled_in_parts_keep_their_own_distribution(monkeypatch):
     blocked_NV = torch.zeros(10, 40, dtype=torch.bool)
     blocked_NV[7, 7] = True
     for config in (GenerationConfig(), GenerationConfig(greedy=True), GenerationConfig(top_k=5)):
-        tokens_N, logprobs_N = sample(logits_NV, config, numbers(len(logits_NV)), blocked_NV=blocked_NV)
+        tokens_N, logprobs_N, _ = sample(logits_NV, config, numbers(len(logits_NV)), blocked_NV=blocked_NV)
         assert tokens_N[:7].tolist() == list(range(7))
         assert tokens_N[7] != 7
         assert tokens_N[8:].tolist() == [8, 9]
@@ -182,7 +185,7 @@ def test_rows_handled_in_parts_keep_their_own_distribution(monkeypatch):
 
 
 def test_rows_that_are_not_finite_give_a_logprob_that_is_not_finite():
-    _, logprobs_N = sample(torch.full((2, 5), torch.nan), GenerationConfig(), numbers(2))
+    _, logprobs_N, _ = sample(torch.full((2, 5), torch.nan), GenerationConfig(), numbers(2))
     assert logprobs_N.isnan().all()
 
 
@@ -191,25 +194,40 @@ def test_rows_that_are_not_finite_give_a_logprob_that_is_not_finite():
     st.lists(st.integers(-40, 40), min_size=1, max_size=12, unique=True),
     st.integers(0, 14),
     st.floats(0.05, 1.0),
+    st.sampled_from([0.0, 0.013, 0.31, 1.0]),
 )
-def test_kept_tokens_match_the_definition(tenths, top_k, top_p):
+def test_kept_tokens_match_the_definition(tenths, top_k, top_p, min_p):
     logits = [x / 10 for x in tenths]
-    want_V = torch.tensor(probabilities(logits, GenerationConfig(top_k=top_k, top_p=top_p)))
-    kept_NK, ids_NK = most_likely(torch.tensor([logits], dtype=torch.float64), top_k, top_p)
+    want_V = torch.tensor(probabilities(logits, GenerationConfig(top_k=top_k, top_p=top_p, min_p=min_p)))
+    kept_NK, ids_NK = most_likely(torch.tensor([logits], dtype=torch.float64), top_k, top_p, min_p)
     if ids_NK is None:
         ids_NK = torch.arange(len(logits))[None]
     got_V = torch.zeros(len(logits), dtype=torch.float64).scatter(0, ids_NK[0], kept_NK[0].softmax(-1))
     assert torch.allclose(got_V, want_V.double(), atol=1e-6)
 
 
+@pytest.mark.parametrize("config", [c for c in CONFIGS if c.distorted()], ids=lambda c: c.describe())
+def test_each_draw_tells_the_tokens_that_it_was_made_from(config, monkeypatch):
+    monkeypatch.setattr(sampling, "CPU_ELEMENTS", 3 * len(LOGITS))
+    logits_NV = torch.tensor([LOGITS, LOGITS[::-1]]).repeat(4, 1)
+    blocked_NV = torch.zeros_like(logits_NV, dtype=torch.bool)
+    blocked_NV[6, 2] = True  # the most likely one
+    _, _, kept = sample(logits_NV, config.with_replay(), numbers(8), blocked_NV=blocked_NV)
+    for logits_V, blocked_V, ids in zip(logits_NV, blocked_NV, kept, strict=True):
+        allowed = [-99.0 if b else x for x, b in zip(logits_V.tolist(), blocked_V.tolist(), strict=True)]
+        want = {i for i, p in enumerate(probabilities(allowed, config)) if p > 0}
+        assert set(ids.tolist()) == want - {i for i, b in enumerate(blocked_V.tolist()) if b}
+    assert sample(logits_NV, config, numbers(8))[2] == []
+
+
 def test_top_k_keeps_k_tokens_of_equal_logits():
-    kept_NK, ids_NK = most_likely(torch.zeros(2, 5), 3, 1.0)
+    kept_NK, ids_NK = most_likely(torch.zeros(2, 5), 3, 1.0, 0)
     assert kept_NK.isfinite().sum(-1).tolist() == [3, 3]
     assert [len(set(row)) for row in ids_NK.tolist()] == [3, 3]
 
 
 def test_top_p_keeps_the_most_likely_token_at_least():
-    kept_NK, ids_NK = most_likely(torch.tensor([[1.0, 3.0, 2.0]]), 0, 1e-9)
+    kept_NK, ids_NK = most_likely(torch.tensor([[1.0, 3.0, 2.0]]), 0, 1e-9, 0)
     assert kept_NK.isfinite().tolist() == [[True, False, False]]
     assert ids_NK[0, 0] == 1
 
@@ -218,7 +236,7 @@ def test_top_p_keeps_the_most_likely_token_at_least():
 def test_trap_b2_temperature_is_in_the_logprob(temperature, want):
     for greedy in (True, False):
         config = GenerationConfig(temperature=temperature, greedy=greedy)
-        tokens_N, logprobs_N = sample(torch.tensor([[2.0, 0.0]]).expand(50, -1), config, numbers(50))
+        tokens_N, logprobs_N, _ = sample(torch.tensor([[2.0, 0.0]]).expand(50, -1), config, numbers(50))
         assert (tokens_N == 0).any()
         assert logprobs_N[tokens_N == 0].tolist() == pytest.approx([want] * int((tokens_N == 0).sum()), abs=1e-6)
 
@@ -235,20 +253,20 @@ def test_trap_b3_logits_are_left_as_they_are():
 
 def test_trap_b4_top_p_shifts_the_logprob_by_the_log_of_the_kept_mass():
     logits_V = torch.tensor([0.6, 0.3, 0.1]).log()
-    tokens_N, kept_N = sample(logits_V.expand(20, -1), GenerationConfig(top_p=0.9), numbers(20))
+    tokens_N, kept_N, _ = sample(logits_V.expand(20, -1), GenerationConfig(top_p=0.9), numbers(20))
     assert (kept_N - logits_V[tokens_N]).tolist() == pytest.approx([0.105361] * 20, abs=1e-5)
 
 
 def test_trap_b9_half_precision_logits_give_fp32_logprobs():
     logits_NV = torch.randn(3, 50, generator=generator()).bfloat16()
-    _, logprobs_N = sample(logits_NV, GenerationConfig(), numbers(len(logits_NV)))
+    _, logprobs_N, _ = sample(logits_NV, GenerationConfig(), numbers(len(logits_NV)))
     assert logprobs_N.dtype == torch.float32
 
 
 def test_greedy_takes_the_largest_and_reports_the_plain_softmax():
     logits_NV = torch.randn(6, 20, generator=generator())
     config = GenerationConfig(greedy=True, top_k=2, top_p=0.5, temperature=0.7)
-    tokens_N, logprobs_N = sample(logits_NV, config, numbers(len(logits_NV)))
+    tokens_N, logprobs_N, _ = sample(logits_NV, config, numbers(len(logits_NV)))
     assert torch.equal(tokens_N, logits_NV.argmax(-1))
     assert torch.allclose(logprobs_N, (logits_NV / 0.7).log_softmax(-1).amax(-1), atol=1e-6)
 
@@ -260,7 +278,7 @@ def test_blocked_tokens_are_never_drawn(config):
     logits_NV = torch.tensor([[5.0, 1.0, 0.0, -1.0]]).expand(500, -1)
     blocked_NV = torch.zeros(500, 4, dtype=torch.bool)
     blocked_NV[::2, 0] = True
-    tokens_N, logprobs_N = sample(logits_NV, config, numbers(len(logits_NV)), blocked_NV=blocked_NV)
+    tokens_N, logprobs_N, _ = sample(logits_NV, config, numbers(len(logits_NV)), blocked_NV=blocked_NV)
     assert (tokens_N[::2] != 0).all()
     assert (tokens_N[1::2] == 0).any()
     if not config.greedy:
@@ -270,9 +288,9 @@ def test_blocked_tokens_are_never_drawn(config):
 
 def test_the_given_numbers_decide_whatever_stands_in_the_other_rows():
     logits_NV, uniform_N = torch.randn(64, 50, generator=generator()), numbers(64)
-    tokens_N, _ = sample(logits_NV, GenerationConfig(), uniform_N)
+    tokens_N, _, _ = sample(logits_NV, GenerationConfig(), uniform_N)
     order = torch.randperm(64, generator=generator())
-    shuffled_N, _ = sample(logits_NV[order], GenerationConfig(), uniform_N[order])
+    shuffled_N, _, _ = sample(logits_NV[order], GenerationConfig(), uniform_N[order])
     assert torch.equal(shuffled_N, tokens_N[order])
     assert not torch.equal(sample(logits_NV, GenerationConfig(), numbers(64, seed=1))[0], tokens_N)
 

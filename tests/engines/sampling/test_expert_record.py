@@ -49,7 +49,7 @@ def test_tokens_keep_the_choices_of_the_weights_that_read_them_first(recompute, 
         stream.advance()
     stream.update(decoder_of(new), read_head(new.module), 1, recompute=recompute)
     stream.run()
-    responses, versions_SN, experts = stream.take(sequences_S)
+    responses, versions_SN, experts, _ = stream.take(sequences_S)
     begun = 0
     for s, found in enumerate(experts):
         text = torch.cat([given[s // 2], responses.tokens[s]])

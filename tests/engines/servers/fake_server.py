@@ -101,8 +101,8 @@ def random_table(seed, words=12):
 class _Job:
     """A request that is being decoded."""
 
-    def __init__(self, ids, most, least, stop_ids, temperature, seed, adapter=None):
-        self.adapter = adapter
+    def __init__(self, ids, most, least, stop_ids, temperature, seed, adapter=None, top_k=None):
+        self.adapter, self.top_k, self.kept, self.raw = adapter, top_k, [], []
         self.prompt, self.ids, self.logprobs, self.reason = ids, [], [], None
         self.most, self.least, self.stop_ids, self.temperature = most, least, stop_ids, temperature
         self.generator = torch.Generator().manual_seed(seed or 0)
@@ -113,7 +113,11 @@ class _Job:
         row_V = (logits_VV[last] / (self.temperature or 1.0)).clone()
         if len(self.ids) < self.least:
             row_V[[0, *self.stop_ids]] = -torch.inf  # also the end token, as vLLM does
-        row_V = row_V.log_softmax(-1)
+        row_V = raw_V = row_V.log_softmax(-1)
+        if self.top_k is not None:
+            kept = row_V.topk(self.top_k)
+            row_V = torch.full_like(row_V, -torch.inf).scatter(0, kept.indices, kept.values).log_softmax(-1)
+            self.kept.append(kept.indices.tolist())
         token = (
             int(torch.multinomial(row_V.exp(), 1, generator=self.generator))
             if self.temperature
@@ -121,6 +125,7 @@ class _Job:
         )
         self.ids.append(token)
         self.logprobs.append(float(row_V[token]))
+        self.raw.append(float(raw_V[token]))
         if token in self.stop_ids:
             self.end("stop")
         elif len(self.ids) == self.most:
@@ -450,12 +455,17 @@ class FakeServer:
             sampling["temperature"],
             sampling["sampling_seed"],
             adapter,
+            sampling["top_k"] if body.get("return_sampling_mask") else None,
         )
+        if body.get("return_sampling_mask") and sampling["top_k"] < 1:
+            return 400, {"error": {"message": "return_sampling_mask requires a finite top_k"}}
         label = self.label
         if not self.run(job):
             return None
-        pairs = [[logprob, token, None] for logprob, token in zip(job.logprobs, job.ids, strict=True)]
-        facts = {"finish_reason": {"type": job.reason}, "output_token_logprobs": pairs, "weight_version": label}
+        pairs = [[logprob, token, None] for logprob, token in zip(job.raw, job.ids, strict=True)]
+        masks = {"output_token_sampling_mask": job.kept, "output_token_sampling_logprobs": job.logprobs}
+        facts = masks if body.get("return_sampling_mask") else {}
+        facts |= {"finish_reason": {"type": job.reason}, "output_token_logprobs": pairs, "weight_version": label}
         return 200, {"text": "", "output_ids": job.ids, "meta_info": facts}
 
 

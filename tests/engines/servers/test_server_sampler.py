@@ -8,7 +8,7 @@ import math
 import threading
 import time
 from collections import Counter
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from realign.api import GenerationConfig, MicroBatchSpec, Request, SequenceSample
+from realign.api.sampling_mask import masks_of
 from realign.engines import Lora, OptimizerSpec, TransformersModel
 from realign.engines.distributed.ranks import current
 from realign.engines.servers import pool
@@ -265,6 +266,44 @@ def test_requests_are_retried_after_faults(servers, connect, kind, fault):
     done = sampler.submit(request()).result(30)
     torch.testing.assert_close(done.logprobs, expected_logprobs(START, done.ids.tolist(), 2))
     assert server.faults[SAMPLE[kind]] == []
+
+
+@pytest.mark.parametrize("kind", ["sglang"])
+def test_sampling_masks_of_responses_that_an_update_interrupts_are_joined(servers, connect):
+    (server,) = servers(token_s=0.01)
+    sampler = connect([server])
+    config = GenerationConfig(n=2, max_new_tokens=30, fixed_length=True, top_k=4, temperature=0.7, sampling_replay=True)
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(sampler.generate, prompts(), config, seed=1)
+        until(lambda: server.jobs and all(len(job.ids) > 5 for job in server.jobs))
+        sampler.update(NEW, 1)
+        found = call.result()
+    assert set(found["versions"].tolist()) == {-1, 0, 1}
+    columns = (found.sequences(key) for key in ("input_ids", "loss_mask", "logprobs", "versions"))
+    for ids, mask, logprobs, versions, sets in zip(*columns, masks_of(found), strict=True):
+        assert sets.counts_N.tolist() == [4 if sampled else 0 for sampled in mask.tolist()]
+        kept = sets.ids_K.view(-1, 4)
+        for n, t in enumerate(mask.nonzero()[:, 0].tolist()):
+            table = (START, NEW)[int(versions[t])]
+            row_K = (table.logits_VV[int(ids[t - 1])] / 0.7)[kept[n].long()].log_softmax(-1)
+            assert float(logprobs[t]) == pytest.approx(float(row_K[kept[n].tolist().index(int(ids[t]))]), abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["sglang"])
+def test_servers_return_sampling_masks_only_with_top_k(servers, connect):
+    with pytest.raises(ConfigError, match=r"generation\.top_p=0\.9: .* Set generation\.top_k"):
+        connect(servers()).submit(request(top_p=0.9, sampling_replay=True))
+
+
+@pytest.mark.parametrize(
+    ("kept", "message"),
+    [([[1, 2]], "no sampling mask for each of its 2"), ([[1], 2], "no list"), ([[1], [3]], "the token 2, but not in")],
+)
+def test_impossible_sampling_masks_are_refused(kept, message):
+    ask = replace(ASK, config=replace(ASK.config, top_k=2, sampling_replay=True))
+    with pytest.raises(Unavailable, match=message):
+        checked_part([1, 2], [-1.0, -1.0], "stop", ask, kept=kept)
+    assert checked_part([1, 2], [-1.0, -1.0], "stop", ask, kept=[[1, 5], [2, 4]]).kept == [[1, 5], [2, 4]]
 
 
 ASK = Ask([1, 2], GenerationConfig(max_new_tokens=4), stop_ids=(0, 9), seed=1, words=12)

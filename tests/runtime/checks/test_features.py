@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,12 +13,14 @@ import torch
 
 from realign.api import EngineCapabilities, GenerationConfig, Model, ModelInterface
 from realign.api.router_experts import ROUTER_EXPERTS
+from realign.api.sampling_mask import SAMPLING_MASK
 from realign.config import build_experiment, compose
 from realign.data import SupervisedData, TextData, WithPretraining
 from realign.engines import OptimizerSpec, SharedModel, TransformersModel, Vllm
 from realign.errors import ConfigError, GraphError
 from realign.interfaces import ppo, raft
 from realign.interfaces.agent import AgentInterface
+from realign.interfaces.components import KLPenalty, KLPlace
 from realign.interfaces.critic import PPOCriticInterface
 from realign.interfaces.decoupled_ppo import DecoupledPPOActorInterface
 from realign.interfaces.environment import EnvironmentInterface
@@ -27,7 +30,7 @@ from realign.runtime import Async, run
 from realign.runtime.checks import before_loading
 from realign.runtime.checks.before_loading import check_images, check_replay
 from realign.runtime.datasets import check_encoder_decoders, check_image_models, check_predicted
-from realign.runtime.graph_checks import check_keys
+from realign.runtime.graph_checks import check_exact_sampling, check_keys
 from realign.runtime.models import load_models
 from realign.runtime.ray.host import Loaded
 from realign.runtime.ray.proxies import RayEngine
@@ -185,6 +188,62 @@ def test_a_run_replays_the_choices_of_its_rollouts(tmp_path, policy, kind, rollo
     assert len(changed) == 2
     assert all(0 <= x <= 1 for x in changed)
     assert max(result.series("router_changed_tokens")) >= max(changed)
+
+
+TRUNCATED = GenerationConfig(n=4, max_new_tokens=6, top_p=0.9)
+
+
+@pytest.mark.parametrize("kind", [GRPOActorInterface, DecoupledPPOActorInterface])
+@pytest.mark.parametrize("rollout", [None, Async(max_staleness=1)], ids=["sync", "async"])
+def test_a_run_with_top_p_replays_the_sampling_masks_of_its_rollouts(tmp_path, kind, rollout):
+    """All log-probs are normalized over the recorded tokens, so the ratio is 1 and the KL 0 before the first update."""
+    policy = save_tiny(tmp_path / "policy")
+    actor = kind(generation=TRUNCATED, n_minibatches=2, kl=KLPenalty(KLPlace.loss, 0.1))
+    changes = {"rollout": rollout} if rollout is not None else {}
+    made = experiment(tmp_path, policy, actor, **changes)
+    check_replay(made)
+    calls = {rpc.name: rpc for rpc in made.graph.rpcs}
+    assert SAMPLING_MASK in calls["actor_gen"].outputs
+    readers = {"actor_train", "ref_inf"} | ({"actor_inf"} if kind is DecoupledPPOActorInterface else set())
+    assert readers == {name for name, rpc in calls.items() if SAMPLING_MASK in rpc.inputs}
+    assert made.graph.unread() == []
+    result = run(made)
+    assert result.series("first_logprob_diff_max")[0] < 1e-4
+    assert abs(result.series("ref_kl_per_sequence")[0]) < 0.2
+
+
+@pytest.mark.parametrize("top_k", [0, 8])
+def test_a_server_without_sampling_masks_is_rejected(tmp_path, top_k):
+    actor = GRPOActorInterface(generation=dataclasses.replace(TRUNCATED, top_k=top_k))
+    models = {"actor": TransformersModel("m", optimizer=OptimizerSpec(), sampler=Vllm(urls=["http://127.0.0.1:1"]))}
+    made = experiment(tmp_path, "m", actor, models=models)
+    with pytest.raises(ConfigError, match=r"top_.*: training normalizes .*sampler=Vllm does not return"):
+        check_replay(made)
+
+
+def test_an_algorithm_without_ratios_records_no_sampling_masks(tmp_path):
+    for replay in (False, True):
+        actor = RAFTActorInterface(generation=dataclasses.replace(TRUNCATED, sampling_replay=replay))
+        interfaces = {"actor": actor, "reward": MeanToken()}
+        made = experiment(tmp_path, "m", interfaces=interfaces, graph=raft.dataflow(interfaces))
+        if replay:
+            with pytest.raises(ConfigError, match=r"generation\.sampling_replay=true: RAFT"):
+                check_replay(made)
+        else:
+            check_replay(made)
+
+
+@pytest.mark.parametrize("role", [partial(EnvironmentInterface, "m:E"), partial(AgentInterface, "m:run")])
+def test_a_conversation_with_top_p_is_replayed_if_the_setting_says_so(role):
+    actor = GRPOActorInterface(generation=TRUNCATED)
+    interfaces = {"actor": actor, "agent": role(generation=dataclasses.replace(TRUNCATED, sampling_replay=True))}
+    graph = ppo.dataflow(interfaces)
+    check_keys(graph, interfaces)
+    check_exact_sampling(graph, interfaces)
+    assert SAMPLING_MASK in graph.rpcs[0].outputs
+    interfaces["agent"] = role(generation=TRUNCATED)
+    with pytest.raises(ConfigError, match="set sampling_replay=true beside them"):
+        check_exact_sampling(ppo.dataflow(interfaces), interfaces)
 
 
 @pytest.mark.parametrize(("critic", "replays"), [("shared", True), ("own", False)])
