@@ -169,16 +169,17 @@ def _with_command_line(below: _FileLayers, words: Sequence[str], parsed: Sequenc
     known = [override for override in values if _root(override.key_or_group) in ROOT_KEYS]
     if len(known) < len(values):
         raise ConfigError(_unknown(below, values, known))
-    tree = _applied(below, known)
+    config, tree = _applied(below, known)
     check_values(tree)
     choices = {group: ",".join(below.choices[group]) or None for group in GROUPS}
     typed = [word for word, override in zip(words, parsed, strict=True) if not override.is_hydra_override()]
     hydra["overrides"] = {"hydra": [word for word in words if word not in typed], "task": typed}
     hydra["job"]["override_dirname"] = ",".join(sorted(typed))
     hydra["runtime"] = {"cwd": os.getcwd(), "choices": choices, "output_dir": "???"}  # a launcher sets it
-    composed = Composed(tree, hydra, launcher, tuple(words), below)
-    _check_folders(composed.with_hydra(), tree)
-    return composed
+    _register_resolvers()
+    config["hydra"] = hydra
+    _check_folders(config, tree)
+    return Composed(tree, hydra, launcher, tuple(words), below)
 
 
 def _hydra_settings(below: _FileLayers, parsed: Sequence[Override]) -> tuple[str, dict[str, Any]]:
@@ -208,8 +209,8 @@ def _hydra_settings(below: _FileLayers, parsed: Sequence[Override]) -> tuple[str
     return launcher, settings
 
 
-def _applied(below: _FileLayers, overrides: Sequence[Override]) -> dict[str, Any]:
-    """Return the values of the files with the overrides applied in their order."""
+def _applied(below: _FileLayers, overrides: Sequence[Override]) -> tuple[DictConfig, dict[str, Any]]:
+    """Return the values of the files with the overrides applied in their order, which can be resolved and plain."""
     # A copy, since `again` applies other command lines to the layers of the same files.
     layers = copy.deepcopy(below.layers)
     upper, deleted = as_layer(overrides, layers.tree)
@@ -235,7 +236,8 @@ def _applied(below: _FileLayers, overrides: Sequence[Override]) -> dict[str, Any
     # For these keys, and only these, `build_experiment` turns a setting without effect into an error. A mapping counts
     # by its leaves.
     typed = {*(".".join(path) for path, _ in leaves(upper, ())), *(key for key in keys if _root(key) not in COMPONENTS)}
-    return {**plain, "dropped": layers.dropped(plain), "owners": layers.owners, "typed": sorted(typed)}
+    report = {"dropped": layers.dropped(plain), "owners": layers.owners, "typed": sorted(typed)}
+    return config, {**plain, **report}
 
 
 def _apply(config: DictConfig, override: Override, key: str, value: Any) -> None:
@@ -340,7 +342,7 @@ def _unknown(below: _FileLayers, overrides: Sequence[Override], known: Sequence[
     """Return the message about unknown root keys: the nearest ones, or nested keys of the same name."""
     tree: dict[str, Any] = {}
     with suppress(ConfigError):  # which is reported when the names of these keys are right
-        tree = _applied(below, known)
+        _, tree = _applied(below, known)
     typed = {_root(override.key_or_group) for override in known if "." in override.key_or_group}
     nested = unknown_keys(tree, [root for root in ROOTS if root in typed])
     unknown = dict.fromkeys(_root(override.key_or_group) for override in overrides if override not in known)

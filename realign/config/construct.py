@@ -18,7 +18,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from enum import Enum
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -154,13 +154,19 @@ def _hint(path: str, part: str, owner: Any, known: Iterable[str], fits: Fits) ->
     return suggest(part, names) if names else ""
 
 
+@cache
+def _unimplemented(cls: Any) -> tuple[str, ...]:
+    """Return the names of the abstract members of a class."""
+    members = inspect.getmembers_static(cls)
+    return tuple(name for name, member in members if getattr(member, "__isabstractmethod__", False))
+
+
 def misfit(cls: type, kind: Any) -> str | None:
     """Return why a class is not of the required kind, as the end of a message; None if it is."""
     if not getattr(kind, "_is_protocol", False):
+        missing = _unimplemented(cls)
         if not (inspect.isclass(kind) and issubclass(cls, kind)):
             return ""
-        members = inspect.getmembers_static(cls)
-        missing = [name for name, member in members if getattr(member, "__isabstractmethod__", False)]
         return f": it does not implement {', '.join(missing)}" if missing else None
     # `issubclass` would compare only the names of a protocol's methods. One with other arguments would then fail in the
     # middle of a run, so the calls are compared too; here the names stand for the values.
@@ -487,9 +493,9 @@ def build_graph(node: Any, returns: type[T], where: str, interfaces: Mapping[str
     """
 
     def fits(function: Any) -> bool:
-        # get_type_hints also evaluates annotations that nobody needs here.
+        # All annotations are evaluated, also those that nobody needs here.
         with suppress(NameError):  # unresolvable annotation of a third-party function
-            return inspect.isfunction(function) and get_type_hints(function).get("return") is returns
+            return inspect.isfunction(function) and annotations_of(function).get("return") is returns
         return False
 
     name = type_name(returns)
@@ -583,9 +589,15 @@ def _check_constructible(cls: type, where: str) -> None:
         raise ConfigError(f"{where}: {cls.__qualname__} is not a dataclass, so its fields cannot be checked")
 
 
-def _hints(thing: Any, where: str) -> dict[str, Any]:
+@cache
+def annotations_of(thing: Any) -> Mapping[str, Any]:
+    """Return the evaluated annotations of a class or function. Evaluating them takes longer than building from them."""
+    return get_type_hints(thing)
+
+
+def _hints(thing: Any, where: str) -> Mapping[str, Any]:
     try:
-        return get_type_hints(thing)
+        return annotations_of(thing)
     except NameError as error:
         raise ConfigError(
             f"{where}: cannot read the annotations of {thing.__qualname__}: {error}. Import the name outside "

@@ -17,10 +17,11 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, get_args
 
 from realign.config.construct import (
     INTERFACES,
+    annotations_of,
     build,
     build_graph,
     convert,
@@ -276,7 +277,7 @@ def as_node(value: Any, declared: Any = None) -> Any:
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         cls = type(value)
-        hints = get_type_hints(cls)
+        hints = annotations_of(cls)
         said = declared is cls or cls in get_args(declared)
         node = {} if said else {TARGET: f"{cls.__module__}.{cls.__qualname__}"}
         return node | {f.name: as_node(getattr(value, f.name), hints[f.name]) for f in own_settings(cls)}

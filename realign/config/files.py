@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -239,17 +241,24 @@ def _read(path: Path, where: str) -> str:
 
 def _values(text: str, source: str) -> dict[str, Any]:
     """Return the values of a YAML text. Numbers and interpolations are read by OmegaConf's rules."""
-    from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
     try:
-        values = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+        values = copy.deepcopy(_parsed(text))
     except (YAMLError, OmegaConfBaseException, ValueError, OverflowError, RecursionError) as error:
         raise ConfigError(f"{source}: the file cannot be read: {one_line(error)}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{source}: expected keys with values, found a list")
     return {str(key): value for key, value in values.items()}
+
+
+@lru_cache(maxsize=64)
+def _parsed(text: str) -> Any:
+    """Return the values of a YAML text. Experiments share the files below them, and a sweep reads the same files."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_container(OmegaConf.create(text), resolve=False)
 
 
 def _at_package(values: dict[str, Any], text: str, group: str) -> dict[str, Any]:
