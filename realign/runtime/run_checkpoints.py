@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from importlib.metadata import version
 from types import TracebackType
 from typing import Any, Self
 
@@ -34,7 +33,7 @@ from realign.runtime.experiment import CheckpointPart, Experiment
 from realign.runtime.local import Counters, LocalRuntime
 from realign.runtime.metrics.records import Records
 from realign.runtime.out_of_memory import SMALLER, memory_limited
-from realign.version import installed_version
+from realign.version import installed_version, version_of
 
 
 def run_state(runtime: LocalRuntime, frozen: Mapping[str, Any]) -> dict[str, Any]:
@@ -175,7 +174,7 @@ def config_of(experiment: Experiment) -> dict[str, Any]:
 
 def environment() -> dict[str, Any]:
     """Return the versions and hardware facts that can change floating-point rounding."""
-    packages = {name: version(name) for name in ("torch", "transformers")}
+    packages = {name: version_of(name) for name in ("torch", "transformers")}
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
     return {**packages, "python": platform.python_version(), "device": where, "threads": torch.get_num_threads()}
 

@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +38,11 @@ from realign.runtime.local import LocalRuntime
 from realign.runtime.metrics.run_log import NAME as LOG
 from realign.runtime.metrics.run_log import RunLog
 from realign.runtime.metrics.shown_metrics import MetricSummary, headline, metric_summaries, number, panels
+from realign.version import installed_version, version_of
 
 RUN_JSON, SUMMARY_JSON = "run.json", "summary.json"
-PACKAGES = ("realign", "torch", "transformers", "numpy", "datasets", "ray", "peft", "flash-attn")
-"""Packages whose versions are recorded."""
+PACKAGES = ("torch", "transformers", "numpy", "datasets", "ray", "peft", "flash-attn")
+"""Other packages whose versions are recorded."""
 GIT_SECONDS = 2.0
 """Time limit of each git command."""
 
@@ -128,7 +128,11 @@ def _described(runtime: LocalRuntime) -> dict[str, Any]:
         "batch_prompts": e.batch_prompts,
         "seed": e.seed,
         "folder": str(Path.cwd()),
-        "versions": {"python": platform.python_version(), **_versions()},
+        "versions": {
+            "python": platform.python_version(),
+            "realign": installed_version(),
+            **{name: v for name in PACKAGES if (v := version_of(name))},
+        },
         "device": _device(),
         "git": git_state(Path.cwd()),
         "functions": dict(e.sources),
@@ -162,13 +166,14 @@ def graph_record(graph: DataflowGraph) -> dict[str, Any]:
 
 def git_state(folder: Path) -> Mapping[str, Any] | None:
     """Return commit, branch and changed files of the git repository of a folder; None without one."""
-    commit = _git(folder, "rev-parse", "HEAD")
-    if commit is None:
+    head = _git(folder, "rev-parse", "HEAD", "--abbrev-ref", "HEAD")
+    if head is None:
         return None
+    commit, _, branch = head.partition("\n")
     changed = _git(folder, "status", "--porcelain", "--untracked-files=no") or ""
     return {
         "commit": commit,
-        "branch": _git(folder, "rev-parse", "--abbrev-ref", "HEAD"),
+        "branch": branch,
         "changed": [line[3:] for line in changed.splitlines()],
     }
 
@@ -184,14 +189,6 @@ def _git(folder: Path, *words: str) -> str | None:
         )
         return done.stdout.rstrip("\n")
     return None
-
-
-def _versions() -> dict[str, str]:
-    versions = {}
-    for name in PACKAGES:
-        with suppress(PackageNotFoundError):
-            versions[name] = version(name)
-    return versions
 
 
 def _device() -> dict[str, Any]:

@@ -12,7 +12,6 @@ import platform
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -21,7 +20,7 @@ from realign.data.dataset import content_hash
 from realign.engines.distributed.ranks import Ranks
 from realign.errors import ConfigError, DataError, RealignError
 from realign.runtime.experiment import Experiment
-from realign.version import installed_version
+from realign.version import UNKNOWN, installed_version, version_of
 
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
 """Packages whose version can change results or collectives."""
@@ -32,7 +31,7 @@ CURE = "All processes need the same packages, code, settings and data."
 
 def software() -> dict[str, str]:
     """Return the versions of this process that all ranks must share, by name."""
-    packages = {name: version(name) for name in PACKAGES}
+    packages = {name: version_of(name) or UNKNOWN for name in PACKAGES}
     python = ".".join(platform.python_version_tuple()[:2])
     return {
         "python": python,
