@@ -227,21 +227,22 @@ class BigramEngine(PipelinableEngine):
         if config.sampling_replay:
             raise ValueError("generation.sampling_replay=true: a bigram table samples from all of its tokens")
         logp_VV = (self.logits_VV / config.temperature).log_softmax(-1)
-        completions = [self._respond(request, logp_VV) for request in requests_of(data, config, seed)]
+        probs_VV, best = logp_VV.exp(), logp_VV.argmax(-1).tolist()
+        completions = [self._respond(request, logp_VV, probs_VV, best) for request in requests_of(data, config, seed)]
         out = sample_of(data, completions, config.n)
         return out.select(out.keys - {"versions"})
 
-    def _respond(self, request: Request, logp_VV: Tensor) -> Completion:
+    def _respond(self, request: Request, logp_VV: Tensor, probs_VV: Tensor, best: list[int]) -> Completion:
         config, generator = request.config, torch.Generator().manual_seed(request.response_seed)
-        tokens, logps, token, ended = list[int](), list[float](), int(request.prompt_ids[-1]), False
-        while len(tokens) < config.max_new_tokens and not ended:
-            row_V = logp_VV[token]
-            token = int(row_V.argmax() if config.greedy else torch.multinomial(row_V.exp(), 1, generator=generator))
+        tokens, ended = [int(request.prompt_ids[-1])], False
+        while len(tokens) <= config.max_new_tokens and not ended:
+            last = tokens[-1]
+            token = best[last] if config.greedy else int(torch.multinomial(probs_VV[last], 1, generator=generator))
             tokens.append(token)
-            logps.append(float(row_V[token]))
             ended = token == 0 and not config.fixed_length
         ids, truncated = torch.tensor(tokens), not ended and not config.fixed_length
-        return Completion(ids, torch.tensor(logps), torch.zeros_like(ids, dtype=torch.int32), truncated)
+        logps = logp_VV[ids[:-1], ids[1:]].float()
+        return Completion(ids[1:], logps, torch.zeros_like(ids[1:], dtype=torch.int32), truncated)
 
     @override
     def save(self, path: Path) -> None:
