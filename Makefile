@@ -7,6 +7,8 @@ EXTRAS := images,judge,math,peft,ray,sentiment,serve,slurm
 BIN := $(VENV)/bin
 # By default GNU OpenMP spins at barriers. On shared machines the times of runs would then vary tenfold.
 export OMP_WAIT_POLICY = PASSIVE
+# Images of containers often set it. Then every process of the tests would compile them and the package again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: bench curves referee docs demo rlhf llm servers torture scale fuzz mutation test test-slow lint types contracts check clean
 
