@@ -8,23 +8,21 @@ from pathlib import Path
 
 from realign.api import ModelInterface
 from tests.interfaces.declared import trainers
+from tests.syntax_trees import trees_of
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def modules() -> dict[str, Path]:
-    found = {}
-    for path in sorted((ROOT / "realign").rglob("*.py")):
-        name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        found[name.removesuffix(".__init__")] = path
-    return found
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-def imports(name: str, path: Path, known: dict[str, Path]) -> set[str]:
-    """Return the modules of the package that a file imports, including imports in functions and for types only."""
+def imports(path: Path, tree: ast.Module, known: set[str]) -> set[str]:
+    """Return the modules of `known` that a file imports, including imports in functions and for types only."""
+    name = module_of(path)
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -39,8 +37,9 @@ def imports(name: str, path: Path, known: dict[str, Path]) -> set[str]:
 
 
 def test_no_file_imports_itself_by_way_of_others():
-    known = modules()
-    sorter = graphlib.TopologicalSorter({name: imports(name, path, known) for name, path in known.items()})
+    known = {module_of(path) for path in (ROOT / "realign").rglob("*.py")}
+    files = trees_of(ROOT / "realign", r"\bimport\b")
+    sorter = graphlib.TopologicalSorter({module_of(path): imports(path, tree, known) for path, tree in files})
     sorter.prepare()  # raises CycleError with the names of the files
 
 
@@ -54,11 +53,11 @@ def test_every_folder_of_tests_is_a_package_of_the_project():
 
 def test_no_test_module_is_imported_by_another():
     """What several test modules need is a fixture, or a module without tests."""
-    tests = {str(path.relative_to(ROOT).with_suffix("")).replace("/", ".") for path in (ROOT / "tests").rglob("*.py")}
+    known = {module_of(path) for path in (ROOT / "tests").rglob("*.py")}
     found = {
         f"{path.relative_to(ROOT)} imports {other}"
-        for path in sorted((ROOT / "tests").rglob("*.py"))
-        for other in imports(f"tests.{path.stem}", path, dict.fromkeys(tests))
+        for path, tree in trees_of(ROOT / "tests", r"^\s*(from|import)\b.*\btest_|^\s+test_\w+,$")
+        for other in imports(path, tree, known)
         if other.rpartition(".")[2].startswith("test_")
     }
     assert found == set()
@@ -68,8 +67,8 @@ def test_no_assert_computes_something_that_the_code_needs():
     """`python -O` removes asserts, so the only check of a setting must not be the side effect of one."""
     found = [
         f"{path}:{node.lineno}"
-        for path in sorted((ROOT / "realign").rglob("*.py"))
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for path, tree in trees_of(ROOT / "realign", r"^ *assert (.*:=|.*[(\[{]$|await\b|[\w.]+ *($|[,#]))")
+        for node in ast.walk(tree)
         if isinstance(node, ast.Assert)
         and (
             isinstance(node.test, ast.Attribute | ast.Name | ast.Await)
@@ -85,8 +84,8 @@ def test_runtime_and_config_never_ask_for_the_class_of_an_interface():
     asked = [
         f"{path.relative_to(ROOT)}:{node.lineno}: {part.id}"
         for package in ("runtime", "config")
-        for path in sorted((ROOT / "realign" / package).rglob("*.py"))
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for path, tree in trees_of(ROOT / "realign" / package, rf"\b({'|'.join(known)})\b")
+        for node in ast.walk(tree)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
         if node.func.id in ("isinstance", "issubclass")
         for part in ast.walk(node.args[1])

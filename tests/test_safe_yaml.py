@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ import yaml
 import realign
 from realign.safe_yaml import LONGEST, MOST_NODES, check_yaml, load_yaml
 from tests.config_parts import bomb
+from tests.syntax_trees import calls_of
 
 
 @pytest.mark.parametrize("levels", [6, 9, 300])
@@ -53,9 +53,7 @@ def test_every_text_that_cannot_be_read_is_a_yaml_error(text):
 
 def test_nothing_else_reads_yaml():
     package, found = Path(realign.__file__).parent, []
-    for file in sorted(package.rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
-            if name in ("yaml.load", "yaml.safe_load", "yaml.full_load", "yaml.load_all", "OmegaConf.load"):
-                found.append(str(file.relative_to(package)))
+    for file, name, _ in calls_of(package, r"yaml\.\w*load|OmegaConf\.load"):
+        if name in ("yaml.load", "yaml.safe_load", "yaml.full_load", "yaml.load_all", "OmegaConf.load"):
+            found.append(str(file.relative_to(package)))
     assert found == ["config/aliases.py", "safe_yaml.py"]  # the first reads a file of the package, names.yaml

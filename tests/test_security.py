@@ -36,6 +36,7 @@ from realign.text import visible
 from tests import security_traps
 from tests.config_parts import EXPERIMENT, write_experiment
 from tests.grids import rotating
+from tests.syntax_trees import calls_of
 from tests.tiny import save_tiny
 from tests.torchrun_ranks import Ranks
 
@@ -260,13 +261,6 @@ def test_a_reward_function_is_none_of_pythons_own(name):
             load_function(f"realign.rewards.sandbox:{home}.{function}")
 
 
-def calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
-    """Yield calls with the dotted name of the called function."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call):
-            yield ast.unparse(node.func), node
-
-
 UNPICKLES = ("pickle.load", "pickle.loads", "Unpickler", "torch.load", "joblib.load", "dill.load", "marshal.loads")
 PIPES = {"rewards/pool/worker.py", "runtime/ray/workers.py"}
 """Files with the ends of pipes between a run and its workers. They only unpickle data of the same run."""
@@ -274,22 +268,20 @@ PIPES = {"rewards/pool/worker.py", "runtime/ray/workers.py"}
 
 def test_nothing_is_unpickled_but_what_the_processes_of_one_run_tell_each_other():
     found = []
-    for file in sorted(PACKAGE.rglob("*.py")):
-        for name, node in calls(ast.parse(file.read_text(encoding="utf-8"))):
-            safe = any(word.arg == "weights_only" and ast.unparse(word.value) == "True" for word in node.keywords)
-            numpy = name.endswith("np.load") and any(word.arg == "allow_pickle" for word in node.keywords)
-            if (name.endswith(UNPICKLES) and not safe) or numpy or name in ("pd.read_pickle", "shelve.open"):
-                found.append(str(file.relative_to(PACKAGE)))
+    for file, name, node in calls_of(PACKAGE, r"pickle|Unpickler|shelve|(torch|np|joblib|dill|marshal)\.load"):
+        safe = any(word.arg == "weights_only" and ast.unparse(word.value) == "True" for word in node.keywords)
+        numpy = name.endswith("np.load") and any(word.arg == "allow_pickle" for word in node.keywords)
+        if (name.endswith(UNPICKLES) and not safe) or numpy or name in ("pd.read_pickle", "shelve.open"):
+            found.append(str(file.relative_to(PACKAGE)))
     assert set(found) == PIPES
 
 
 def test_no_text_is_evaluated_and_only_known_files_start_programs():
     found = []
-    for file in sorted(PACKAGE.rglob("*.py")):
-        for name, node in calls(ast.parse(file.read_text(encoding="utf-8"))):
-            shell = any(word.arg == "shell" for word in node.keywords)
-            if name in ("eval", "exec", "os.system", "os.popen") or name.startswith("subprocess.") or shell:
-                found.append(f"{file.relative_to(PACKAGE)}: {name}")
+    for file, name, node in calls_of(PACKAGE, r"\beval\(|\bexec\(|os\.(system|popen)|subprocess\.|\bshell\s*="):
+        shell = any(word.arg == "shell" for word in node.keywords)
+        if name in ("eval", "exec", "os.system", "os.popen") or name.startswith("subprocess.") or shell:
+            found.append(f"{file.relative_to(PACKAGE)}: {name}")
     assert found == [
         "cli/import_config.py: subprocess.run",  # the loss of the framework whose config is imported
         "cli/replay.py: subprocess.run",  # the command of `realign bisect --run`, which the user typed
@@ -332,8 +324,8 @@ def test_code_beside_the_weights_is_not_run_unless_it_is_named(tmp_path):
 def test_every_loader_of_transformers_is_told_whether_to_run_code():
     """Without the argument, transformers asks on the terminal, and a `y` in stdin runs the code."""
     found = []
-    for file in [*sorted(PACKAGE.rglob("*.py")), *sorted((PACKAGE.parent / "examples").glob("*.py"))]:
-        for name, node in calls(ast.parse(file.read_text(encoding="utf-8"))):
+    for folder in (PACKAGE, PACKAGE.parent / "examples"):
+        for _, name, node in calls_of(folder, "from_pretrained|from_config"):
             loads = name.rpartition(".")[2] in ("from_pretrained", "from_config")
             if loads and not any(word.arg == "trust_remote_code" for word in node.keywords):
                 found.append(name)
