@@ -26,6 +26,13 @@ def pytest_configure() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(optionalhook=True)  # without xdist
+def pytest_xdist_auto_num_workers() -> int:
+    """Return the workers of `-n auto`. Tests wait for processes a third of the time, so more workers than cores run."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, 3 * cores // 2)
+
+
 def package_of(report: pytest.TestReport) -> str | None:
     """Return the Debian package without which the test was skipped; None if it has another reason or was not."""
     return next(
