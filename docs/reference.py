@@ -13,7 +13,7 @@ from realign.config.reference import reference, set_by
 HERE = Path(__file__).parent
 FOLDER = HERE / "reference"
 MOST = 3
-"""Number of experiments that a cell names; of more, it has the number."""
+"""Number of experiments that an entry names; of more, it has the number."""
 
 PAGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "run": (
@@ -91,15 +91,15 @@ def _config(sections: Sequence[Section]) -> str:
     for section in sections:
         title = f"## {section.key}" if section.key else "## Root keys"
         text = "" if not section.key else f"{_plain(section.text)}\n\n"
-        parts.append(f"{title}\n\n{text}{_table(section.entries)}")
+        parts.append(f"{title}\n\n{text}{_entries(section.entries, 'config')}")
     return _page("Root keys of a config", parts)
 
 
 def _component(section: Section, used: Mapping[tuple[str, str], Sequence[str]]) -> str:
     """Return the section of a class."""
     text = _plain(section.text)
-    table = _table(section.entries, {entry.key: used.get((section.key, entry.key), ()) for entry in section.entries})
-    fields = table if section.entries else "No fields."
+    by = {entry.key: used.get((section.key, entry.key), ()) for entry in section.entries}
+    fields = _entries(section.entries, section.name, by) if section.entries else "No fields."
     return f"## {section.name}\n\n`_target_: {section.key}`\n\n{text}\n\n{fields}"
 
 
@@ -124,30 +124,37 @@ def _page(title: str, parts: Iterable[str]) -> str:
     return f"# {title}\n\n{note}\n\n" + "\n\n".join(parts) + "\n"
 
 
-def _table(entries: Sequence[Entry], used: Mapping[str, Sequence[str]] | None = None) -> str:
-    header = ["key", "type", "default", "valid", "description", *(["set by"] if used is not None else [])]
-    lines = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
+def _entries(entries: Sequence[Entry], anchor: str, used: Mapping[str, Sequence[str]] | None = None) -> str:
+    """Return an entry for each key, which a link reaches: its type, default and valid values, then its meaning."""
+    lines = []
     for entry in entries:
-        default = "required" if entry.default is None else f"`{_cell(entry.default)}`" if entry.default else ""
         words = ", ".join(f"`{word}`" for word in entry.choices)
-        cells = [f"`{entry.key}`", _cell(entry.type), default, _cell(entry.valid) or words, _cell(entry.text)]
-        if used is not None:
-            cells.append(_names(used[entry.key]))
-        lines.append(f"| {' | '.join(cells)} |")
+        default = "required" if entry.default is None else f"default `{_line(entry.default)}`" if entry.default else ""
+        by = _names(used[entry.key]) if used is not None else ""
+        facts = (_line(entry.type), default, _line(entry.valid) or (f"one of {words}" if words else ""))
+        target = f"{anchor}.{entry.key}"
+        lines += [
+            f'- <a id="{target}"></a>[`{entry.key}`](#{target}) {", ".join(fact for fact in facts if fact)}<br>',
+            f"  {_line(entry.text)}{f' Set by {by}.' if by else ''}",
+        ]
     return "\n".join(lines)
 
 
 def _names(experiments: Sequence[str]) -> str:
-    """Return the names of experiments for a cell."""
+    """Return the names of experiments for an entry."""
     return ", ".join(experiments) if len(experiments) <= MOST else f"{len(experiments)} experiments"
 
 
+def _line(text: str) -> str:
+    return re.sub(r"\s+", " ", text).strip()
+
+
 def _cell(text: str) -> str:
-    return re.sub(r"\s+", " ", text).strip().replace("|", "\\|")
+    return _line(text).replace("|", "\\|")
 
 
 def _plain(text: str) -> str:
-    """Return a docstring as Markdown, without the descriptions of its fields, which the table has."""
+    """Return a docstring as Markdown, without the descriptions of its fields, which its entries have."""
     text = re.split(r"\n\s*(?:Args|Attributes|Raises|Returns):\n", text)[0].strip()
     return text
 

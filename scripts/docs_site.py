@@ -1,4 +1,11 @@
-"""Hook of MkDocs: links that leave `docs` point to the repository, and fences keep only their language."""
+"""Hook of MkDocs. The pages are plain Markdown, so that they read well on GitHub too; this makes the site's version.
+
+- Links that leave `docs` point to the repository.
+- Fences keep only their language.
+- `> [!NOTE]` becomes an admonition.
+- Code blocks under the labels **Command line**, **YAML** and **Python** become tabs.
+- Project records don't show up in search, and the landing page has no side columns.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +16,26 @@ from typing import Any
 # Words after the language say how the tests read a block. superfences would take such a fence for the end of another.
 FENCE = re.compile(r"^( *```\w+) [^\n{]*$", re.MULTILINE)
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!https?://|#|mailto:)([^)\s]+)\)")
+NOTE = re.compile(r"^> \[!(NOTE|TIP|WARNING)\]\n((?:>.*\n?)+)", re.MULTILINE)
+LABELS = ("Command line", "YAML", "Python")
+TAB = rf"\*\*(?:{'|'.join(LABELS)})\*\*\n\n```.*?\n```\n"
+TABS = re.compile(rf"^{TAB}(?:\n{TAB})+", re.MULTILINE | re.DOTALL)
+ONE_TAB = re.compile(r"\*\*([\w ]+)\*\*\n\n(```.*?\n```\n)", re.DOTALL)
+UNSEARCHED = ("adr/", "studies/", "coverage.md", "robustness.md", "compatibility.md")
+"""Records about the project itself. A search for "batch size" is no search for a decision record."""
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Rewrite the links of a page; MkDocs calls this function by its name."""
+    """Rewrite a page; MkDocs calls this function by its name."""
+    if page.file.src_uri.startswith(UNSEARCHED):
+        page.meta["search"] = {"exclude": True}
+    if page.is_homepage:
+        page.meta["hide"] = ["navigation", "toc"]
     return rewritten(markdown, page.file.src_uri, config["repo_url"])
 
 
 def rewritten(markdown: str, page: str, repository: str) -> str:
-    """Return a page for the site: plain fences, and links to the repository for files outside `docs` and for code.
+    """Return a page for the site.
 
     Args:
         markdown: Text of the page.
@@ -34,4 +52,16 @@ def rewritten(markdown: str, page: str, repository: str) -> str:
         kind = "tree" if "." not in posixpath.basename(full) else "blob"
         return f"{picture}[{text}]({repository}/{kind}/main/{full}{mark}{anchor})"
 
-    return LINK.sub(link, FENCE.sub(r"\1", markdown))
+    return LINK.sub(link, NOTE.sub(_admonition, TABS.sub(_tabs, FENCE.sub(r"\1", markdown))))
+
+
+def _admonition(match: re.Match[str]) -> str:
+    lines = [line[1:].strip() for line in match[2].splitlines()]
+    return f"!!! {match[1].lower()}\n\n" + "\n".join(f"    {line}".rstrip() for line in lines) + "\n"
+
+
+def _tabs(match: re.Match[str]) -> str:
+    return "\n".join(
+        f'=== "{label}"\n\n' + "".join(f"    {line}".rstrip() + "\n" for line in block.splitlines())
+        for label, block in ONE_TAB.findall(match[0])
+    )

@@ -6,6 +6,7 @@ import hashlib
 import importlib.util
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -42,6 +43,29 @@ def test_fences_keep_only_their_language():
     fence = "```jsonl PreferenceData margin_column=margin\n{}\n```\n"
     assert site.rewritten(fence, "page.md", REPOSITORY) == "```jsonl\n{}\n```\n"
     assert site.rewritten("```{ .python }\n1\n```", "page.md", REPOSITORY) == "```{ .python }\n1\n```"
+
+
+def test_notes_become_admonitions():
+    note = "> [!NOTE]\n> Read [a](../examples).\n> Twice.\n\nText\n"
+    expected = f"!!! note\n\n    Read [a]({REPOSITORY}/tree/main/examples).\n    Twice.\n\nText\n"
+    assert site.rewritten(note, "page.md", REPOSITORY) == expected
+
+
+def test_labeled_code_becomes_tabs():
+    blocks = "**Python**\n\n```python run\na\n\nb\n```\n\n**Command line**\n\n```bash\nc\n```\n"
+    expected = (
+        '=== "Python"\n\n    ```python\n    a\n\n    b\n    ```\n\n=== "Command line"\n\n    ```bash\n    c\n    ```\n'
+    )
+    assert site.rewritten(blocks, "page.md", REPOSITORY) == expected
+    alone = "**Python**\n\n```python\na\n```\n"
+    assert site.rewritten(alone, "page.md", REPOSITORY) == alone
+
+
+@pytest.mark.parametrize(("path", "expected"), [("adr/0001-x.md", True), ("guides/data.md", None)])
+def test_records_of_the_project_are_not_searched(path, expected):
+    page = SimpleNamespace(file=SimpleNamespace(src_uri=path), meta={}, is_homepage=False)
+    site.on_page_markdown("text", page, {"repo_url": REPOSITORY}, None)
+    assert page.meta.get("search", {}).get("exclude") is expected
 
 
 def test_links_of_pages_in_folders_are_relative_to_them():
