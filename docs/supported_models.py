@@ -23,7 +23,8 @@ is `model_type` in its `config.json`. To check a model, run `realign check`, whi
 warning:
 
 ```bash
-realign check experiment=grpo models.actor.path=MODEL data.path=prompts.jsonl interfaces.reward.function=reward.py:score
+realign check experiment=grpo models.actor.path=MODEL data.path=prompts.jsonl \\
+    interfaces.reward.function=reward.py:score
 ```
 
 {counts}
