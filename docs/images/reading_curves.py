@@ -71,7 +71,8 @@ def draw(folder: Path) -> None:
             panel = axes[row][column]
             for metric, color in zip(metrics, (TRAINING, HELD_OUT), strict=False):
                 points = [(step["step"], step[metric]) for step in steps if metric in step]
-                panel.plot(*zip(*points, strict=True), color=color, label="held out" if "eval/" in metric else "training")
+                label = "held out" if metric.startswith("eval/") else "training"
+                panel.plot(*zip(*points, strict=True), color=color, label=label)
             if row == 0:
                 panel.set_title(title)
         axes[row][0].set_ylabel(name.replace(": ", ":\n").replace("rate too", "rate\ntoo").replace("with a", "with\na"))

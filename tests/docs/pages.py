@@ -17,6 +17,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 FENCE = re.compile(r"^(?P<fence>```+)(?P<language>[^\n`]*)\n(?P<code>.*?)^(?P=fence)[ \t]*$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(\s*<?([^)\s>]+)|(?:src|href)=\"([^\"]+)\"")
+ANCHOR = re.compile(r'<a id="([^"]+)">')
 HEADING = re.compile(r"^#+[ \t]+(.+?)[ \t#]*$", re.MULTILINE)
 
 
@@ -113,9 +114,9 @@ def links(text: str) -> list[str]:
 
 
 def anchors(text: str) -> set[str]:
-    """Return the URL fragments of the headings of a page, by the rules of GitHub."""
+    """Return the URL fragments of a page: its anchors, and its headings by the rules of GitHub."""
     titles = HEADING.findall(FENCE.sub("", text))
-    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+    return {*ANCHOR.findall(text), *(re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles)}
 
 
 def broken_links(page: Path) -> list[str]:

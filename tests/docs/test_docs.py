@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from realign import python_api
 from realign.cli.arguments import read_arguments, split_options
 from realign.cli.chat import chat_of
 from realign.cli.commands import main
@@ -29,6 +30,7 @@ from tests.tiny import save_tiny
 OPTIONS = {"plan": PlanOptions, "profile": ProfileOptions}
 """Options of commands, which are no overrides."""
 HUB_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+TRAIN = python_api.train
 ROOT = Path(__file__).parents[2]
 PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
@@ -63,6 +65,12 @@ def test_the_code_of_a_page_runs_and_prints_what_the_page_shows(page, tmp_path, 
         run(build_experiment(compose(["experiment=sft_arithmetic", "steps=30", "evaluation=null"])))
     if f'model="{HUB_MODEL}"' in code:  # a local folder takes precedence over the hub
         save_tiny(tmp_path / HUB_MODEL)
+    if 'data="prompts.jsonl"' in code:  # the five lines on the front pages: as they are, but two short steps
+        Path("prompts.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n', encoding="utf-8")
+        generation = {"interfaces.actor.generation": {"n": 2, "max_new_tokens": 4}}
+        monkeypatch.setattr(
+            python_api, "train", lambda *args, steps, **given: TRAIN(*args, steps=2, **generation, **given)
+        )
     pages.run(page)
 
 
