@@ -33,6 +33,9 @@ COLUMNS: Mapping[str, Sequence[str]] = {
     "groups with equal rewards": ("zero_std_fraction",),
 }
 
+FRACTIONS = ("reward", "groups with equal rewards")
+"""Columns from 0 to 1."""
+
 
 def train(folder: Path) -> None:
     """Run what `folder` lacks."""
@@ -64,7 +67,7 @@ def draw(folder: Path) -> None:
     import matplotlib.pyplot as plt
 
     plt.rcParams.update(SETTINGS)
-    figure, axes = plt.subplots(len(RUNS), len(COLUMNS), figsize=(11, 9.5), sharex=True, sharey="col")
+    figure, axes = plt.subplots(len(RUNS), len(COLUMNS), figsize=(11, 9.5), sharex=True)
     for row, name in enumerate(RUNS):
         steps = history(folder / "runs" / name.replace(" ", "_").replace(":", ""))
         for column, (title, metrics) in enumerate(COLUMNS.items()):
@@ -73,6 +76,8 @@ def draw(folder: Path) -> None:
                 points = [(step["step"], step[metric]) for step in steps if metric in step]
                 label = "held out" if metric.startswith("eval/") else "training"
                 panel.plot(*zip(*points, strict=True), color=color, label=label)
+            if title in FRACTIONS:
+                panel.set_ylim(-0.05, 1.05)
             if row == 0:
                 panel.set_title(title)
         axes[row][0].set_ylabel(name.replace(": ", ":\n").replace("rate too", "rate\ntoo").replace("with a", "with\na"))
