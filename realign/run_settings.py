@@ -66,6 +66,9 @@ class RecordSpec(Settings):
     """Maximum number of recorded tokens of a response, with the last 128 tokens of its prompt."""
     system_seconds: Positive | None = 10.0
     """Interval in seconds at which CPU, memory and GPU use are recorded; null records none."""
+    calls: bool = True
+    """Record what `realign replay` cannot compute again: rewards, episodes of environments and agents, the batches of
+    asynchronous rollout, and samples of GPUs, servers and several processes. About 22 bytes per token."""
 
     def due(self, step: int) -> bool:
         """Return whether tokens and spans of this step are recorded."""

@@ -67,9 +67,12 @@ Usage
   realign view [RUNS]             serve the reports of the runs in a folder: [view.port=8765 view.host=127.0.0.1]
   realign compare RUN RUN...      compare metrics and settings of runs
   realign replay RUN STEP         recompute a step, bit for bit: [--out DIR] [--break interfaces.actor] opens a debugger
+                                  with recorded rewards and episodes; [--rescore] computes them again
   realign fork RUN STEP <overrides>   continue a run from a step with other settings, in a new folder
   realign bisect RUN RUN          find the first step, key, response and token at which two runs part: [--tolerance X]
                                   with one run, --run COMMAND finds the first step for which a command fails
+  realign pack RUN STEP -o FILE   write a step to a zip file that `realign replay FILE` recomputes anywhere: [--weights]
+  realign verify RUN              check that nothing of a run was changed, and recompute random steps: [--steps 5]
   realign import TOOL FILE        translate a config of trl, verl or openrlhf, and compare the losses
   realign help [<overrides>] [KEY]  describe config keys: type, default, valid values, meaning
   realign <overrides> resume=auto   resume a run that was stopped or killed

@@ -1,12 +1,16 @@
-"""`realign replay`, `realign fork` and `realign bisect`: go back to a step of a run."""
+"""`realign replay`, `fork`, `bisect` and `verify`: go back to a step of a run."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
+import random
+import statistics
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,12 +18,13 @@ from realign.cli.arguments import composed_line
 from realign.cli.train import build, is_one_of_many
 from realign.config.command_line import quoted_text
 from realign.config.errors import ConfigError
-from realign.errors import CheckpointError
+from realign.errors import CheckpointError, ExitCode
 from realign.report.files import check_run, flat_config, json_lines, json_object
 from realign.text import visible
 
 if TYPE_CHECKING:
     from realign.runtime import Experiment
+    from realign.runtime.chain import StartLink, StepLink
     from realign.runtime.checkpoint.folder import Checkpoint
     from realign.runtime.replay import ReplayedStep
 
@@ -31,25 +36,36 @@ def replay(args: argparse.Namespace, words: Sequence[str]) -> int:
     """Run `realign replay RUN STEP`: recompute a step, and write all that it computed."""
     from realign.runtime.replay import write
 
-    run, step = _run_and_step("replay", words)
+    if len(words) == 1 and Path(words[0]).is_file():
+        from realign.cli.pack import replay_pack
+
+        return replay_pack(Path(words[0]), args.tolerance)
+    run, step = run_and_step("replay", words)
     out = Path(args.out) if args.out else run / "replay" / f"step_{step:06d}"
-    replayed = _replayed(run, step, args.break_in)
+    replayed = _replayed(run, step, args.break_in, rescore=args.rescore)
     write(replayed, run, out)
     recorded = next((line for line in json_lines(run / "metrics.jsonl") if line.get("step") == step), None)
-    print(f"Step {step} of {visible(str(run))}: {_verdict(replayed, recorded)}")
+    print(f"Step {step} of {visible(str(run))}: {_verdict(replayed, recorded, args.tolerance)}")
     print(f"batch, rewards, values of tokens, gradients: {visible(str(out))}/batch.safetensors and step.json")
     print(f"look at it: realign view {visible(str(out))}")
     return 0
 
 
-def _verdict(replayed: ReplayedStep, recorded: dict[str, object] | None) -> str:
-    """Return whether the metrics are those that the run recorded."""
+def _verdict(replayed: ReplayedStep, recorded: dict[str, object] | None, tolerance: float) -> str:
+    """Return whether the metrics are those that the run recorded, up to a relative tolerance."""
     if recorded is None:
         return "recomputed; the run has no record of it"
     shared = [name for name in replayed.metrics if name in recorded and not _of_machine(name)]
-    wrong = [name for name in shared if replayed.metrics[name] != recorded[name]]
+
+    def equal(now: float, then: object) -> bool:
+        if isinstance(then, int | float):
+            return now == then or abs(now - then) <= tolerance * abs(then)
+        return not math.isfinite(now)  # null in the record
+
+    wrong = [name for name in shared if not equal(replayed.metrics[name], recorded[name])]
     if not wrong:
-        return f"recomputed, {len(shared)} metrics equal to the recorded ones"
+        within = f" up to {tolerance:g}" if tolerance else ""
+        return f"recomputed, {len(shared)} metrics equal to the recorded ones{within}"
     name = wrong[0]
     return (
         f"recomputed, but {len(wrong)} of {len(shared)} metrics differ from the recorded ones: {name} is "
@@ -71,7 +87,7 @@ def fork_words(words: Sequence[str]) -> list[str]:
             "resume_allow=[...] with the changed keys."
         )
     overrides = [word for word in words if "=" in word or word.startswith("~")]
-    run, step = _run_and_step("fork", [word for word in words if word not in overrides])
+    run, step = run_and_step("fork", [word for word in words if word not in overrides])
     keys = [word.lstrip("+~").partition("=")[0] for word in overrides]
     if "output_dir" not in keys:
         label = "-".join(word.rpartition(".")[2].replace("=", "-") for word in overrides)[:60] or "again"
@@ -96,7 +112,7 @@ def _advance(run: Path, out: Path, step: int, checkpoint: Checkpoint | None) -> 
     since = [] if checkpoint is None else [f"resume={quoted_text(str(checkpoint.path))}"]
     missing = step - (0 if checkpoint is None else checkpoint.step)
     print(f"{visible(str(run))} has no checkpoint at step {step}: taking {missing} steps again")
-    experiment = _experiment(run, f"output_dir={quoted_text(str(out))}", *since)
+    experiment = experiment_of(run, f"output_dir={quoted_text(str(out))}", *since)
     train_run(experiment, callbacks={"fork": StopAfter(step)})
     reached = last_checkpoint(out, step)
     if reached is None or reached.step < step:
@@ -189,7 +205,96 @@ def _bisect_by_command(args: argparse.Namespace, words: Sequence[str]) -> int:
     return 0
 
 
-def _replayed(run: Path, step: int, break_in: str | None = None) -> ReplayedStep:
+VERIFIED = 5
+"""Steps that `realign verify` recomputes by default."""
+
+
+def verify(args: argparse.Namespace, words: Sequence[str]) -> int:
+    """Run `realign verify RUN`: check the chain of a run, its files, and some random steps by recomputing them."""
+    from realign.runtime.chain import StartLink, StepLink, broken_files, read_chain
+
+    numbers = [word.removeprefix("steps=") for word in words if word.startswith("steps=")]
+    folders = [word for word in words if not word.startswith("steps=")]
+    if len(folders) != 1 or not all(number.isdecimal() for number in numbers):
+        raise ConfigError(f"realign verify expects a run, such as runs/NAME --steps 5, found {list(words) or 'none'}")
+    run = _run_folder(Path(folders[0]))
+    links = read_chain(run)
+    steps = {link.step: link for link in links if isinstance(link, StepLink)}  # the last one of a step taken again
+    starts = [link for link in links if isinstance(link, StartLink)]
+    print(f"{visible(str(run))}: {len(steps)} steps, last link {links[-1].link}")
+    forked = (json_object(run / "run.json").get("parent") or {}).get("step", 0)
+    problems = [*_changed_settings(run, starts[-1]), *broken_files(run, links, forked)]
+    for problem in problems:
+        print(visible(f"  changed: {problem}"))
+    if problems:
+        return ExitCode.error
+    print("chain, settings, records and checkpoints agree")
+    # the config before that is in no file, if `resume_allow` changed it
+    first = [*takewhile(lambda start: start.settings == starts[-1].settings, reversed(starts))][-1].step
+    known = [step for step in steps if step > max(first, forked)]
+    chosen = sorted(random.SystemRandom().sample(known, min(int(numbers[-1]) if numbers else VERIFIED, len(known))))
+    wrong = _recomputed(run, chosen, steps, starts[-1], forked, args)
+    return ExitCode.error if wrong else ExitCode.success
+
+
+def _changed_settings(run: Path, start: StartLink) -> list[str]:
+    """Return a sentence if config.yaml has other settings of training than the run."""
+    from realign.runtime.chain import settings_hash
+    from realign.runtime.checkpoint.folder import CHECKPOINTS, list_checkpoints
+    from realign.runtime.resume import training_settings
+    from realign.runtime.run_checkpoints import config_of
+
+    settings = training_settings(config_of(experiment_of(run)))
+    if settings_hash(settings) == start.settings:
+        return []
+    # the checkpoints say which one
+    for checkpoint in reversed(list_checkpoints(run / CHECKPOINTS)):
+        before = training_settings(checkpoint.read()["config"])
+        if settings_hash(before) == start.settings:
+            keys = sorted(key for key in before.keys() | settings.keys() if before.get(key) != settings.get(key))
+            values = [f"{key} was {before.get(key, 'unset')}, is {settings.get(key, 'unset')}" for key in keys]
+            return [f"config.yaml: {'; '.join(values)}"]
+    return ["config.yaml: it has other settings than the run"]
+
+
+def _recomputed(
+    run: Path,
+    steps: Sequence[int],
+    links: Mapping[int, StepLink],
+    start: StartLink,
+    forked: int,
+    args: argparse.Namespace,
+) -> bool:
+    """Recompute steps, print what differs from their links, and return whether anything does."""
+    from realign.runtime.chain import differing
+    from realign.runtime.replay import last_checkpoint, replay_steps
+    from realign.runtime.resume import other_environment
+
+    origins = [forked if (point := last_checkpoint(run, step - 1)) is None else point.step for step in steps]
+    passes = {origin: [step for step, o in zip(steps, origins, strict=True) if o == origin] for origin in origins}
+    taken = sum(group[-1] - origin for origin, group in passes.items())
+    seconds = [x for line in json_lines(run / "metrics.jsonl") if isinstance(x := line.get("step_s"), int | float)]
+    cost = taken * statistics.median(seconds) if seconds else 0.0
+    listed = ", ".join(map(str, steps))
+    print(f"recomputing steps {listed}: {taken} steps from {len(passes)} checkpoints, about {cost:.0f} s and loading")
+    another = other_environment(start.environment)
+    wrong = False
+    for group in passes.values():
+        experiment = experiment_of(run)
+        for replayed in replay_steps(experiment, run, group, rescore=args.rescore):
+            link = links[replayed.step]
+            parts = differing(link, experiment.graph, replayed.batch, replayed.metrics, args.tolerance)
+            wrong = wrong or bool(parts)
+            print(visible(f"  step {replayed.step}: {'differs in ' + ', '.join(parts) if parts else 'agrees'}"))
+    if wrong and another:
+        print(
+            f"This machine differs from that of the run: {'; '.join(another)}. Sums round differently there, so this "
+            "can be the reason. Verify on a machine like that of the run."
+        )
+    return wrong
+
+
+def _replayed(run: Path, step: int, break_in: str | None = None, *, rescore: bool = False) -> ReplayedStep:
     """Recompute a step of a run, with a status line."""
     from rich.console import Console
     from transformers.utils.logging import disable_progress_bar
@@ -198,19 +303,19 @@ def _replayed(run: Path, step: int, break_in: str | None = None) -> ReplayedStep
 
     disable_progress_bar()
     role = break_in.removeprefix("interfaces.") if break_in else None
-    experiment = _experiment(run)
+    experiment = experiment_of(run)
     if role is not None:  # the debugger needs the terminal
-        return recompute(experiment, run, step, role)
+        return recompute(experiment, run, step, role, rescore=rescore)
     with Console(stderr=True).status(f"recomputing step {step} of {run}"):
-        return recompute(experiment, run, step)
+        return recompute(experiment, run, step, rescore=rescore)
 
 
-def _experiment(run: Path, *overrides: str) -> Experiment:
+def experiment_of(run: Path, *overrides: str) -> Experiment:
     """Build the experiment of a run from its resolved config."""
     return build(composed_line([str(run / "config.yaml"), *overrides], None).resolve())
 
 
-def _run_and_step(command: str, words: Sequence[str]) -> tuple[Path, int]:
+def run_and_step(command: str, words: Sequence[str]) -> tuple[Path, int]:
     if len(words) != 2 or not words[1].isdecimal():
         shown = list(words) or "none"
         raise ConfigError(f"realign {command} expects a run and a step, such as runs/NAME 37, found {shown}")
@@ -235,4 +340,4 @@ def _run_folder(run: Path) -> Path:
     return run
 
 
-__all__ = ["bisect", "fork_words", "replay"]
+__all__ = ["bisect", "fork_words", "replay", "verify"]

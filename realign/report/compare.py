@@ -10,6 +10,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from realign.report.data import run_data
+from realign.report.files import METRICS, json_lines
 from realign.report.page import unique_keys
 from realign.runtime.metrics.shown_metrics import number
 from realign.runtime.run_report import duration
@@ -61,7 +63,8 @@ def comparison(folders: Sequence[Path], width: int = 80) -> list[RenderableType]
         members, heads = [*([run] for run in runs), runs], [*heads, f"{len(runs)} seeds"]
     elif len(members) < len(runs):
         heads = [f"{head} (n={len(group)})" for head, group in zip(heads, members, strict=True)]
-    return [*_metrics(members, heads, width), *_settings(configs)]
+    own = names([run["config"] for run in runs], [run["key"] for run in runs])
+    return [*_metrics(members, heads, width), *_branches(runs, own), *_settings(configs)]
 
 
 def seed_groups(configs: Sequence[Config]) -> list[list[int]]:
@@ -235,6 +238,62 @@ def _tables(heads: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]], wid
     return tables
 
 
+def _branches(runs: Sequence[Mapping[str, Any]], heads: Sequence[str]) -> list[Text]:
+    """Return the differences of metrics between each fork and its parent, or between two forks of one step.
+
+    Branches share prompts and random numbers, so their difference in a step has much less variance than that of two
+    seeds.
+    """
+    lines = list[str]()
+    for first, second in combinations(range(len(runs)), 2):
+        if (fork := _shared_steps(runs[first], runs[second])) is None:
+            continue
+        curves = [_curves(Path(runs[i]["folder"])) for i in (first, second)]
+        for name in _names([runs[first], runs[second]])[:MOST]:
+            shared = sorted(step for step in curves[0].keys() & curves[1].keys() if step > fork)
+            pairs = [(curves[0][step].get(name), curves[1][step].get(name)) for step in shared]
+            differences = [b - a for a, b in pairs if a is not None and b is not None]
+            if len(differences) > 1:
+                between = f"{heads[second]} minus {heads[first]}"
+                lines.append(f"{name}: {paired(differences)} in {len(differences)} steps ({between})")
+    if not lines:
+        return []
+    title = "Branches of one run: mean difference ± standard error after the fork, paired by step"
+    return [Text(title, style="italic"), *(Text(line, overflow="fold") for line in map(_plain, lines)), Text()]
+
+
+def _shared_steps(first: Mapping[str, Any], second: Mapping[str, Any]) -> int | None:
+    """Return the number of steps that two branches share; None if neither is a fork of the other or of its parent."""
+    folders = [str(Path(run["folder"]).absolute()) for run in (first, second)]
+    forks = [run["info"]["parent"] for run in (first, second)]
+    steps = [int(fork["step"] or 0) for fork in forks]
+    if forks[1]["run"] == folders[0]:
+        return steps[1]
+    if forks[0]["run"] == folders[1]:
+        return steps[0]
+    return min(steps) if forks[0]["run"] and forks[0]["run"] == forks[1]["run"] else None
+
+
+def _curves(folder: Path) -> dict[int, dict[str, float]]:
+    """Return the metrics of all steps; a report has only some of them."""
+    return {
+        line["step"]: {name: float(x) for name, x in line.items() if isinstance(x, int | float)}
+        for line in json_lines(folder / METRICS)
+        if isinstance(line.get("step"), int)
+    }
+
+
+BLOCKS = 10
+"""Blocks of consecutive steps whose means count as independent. The differences of single steps are correlated."""
+
+
+def paired(differences: Sequence[float]) -> str:
+    """Return the mean of differences and its standard error, from the means of up to `BLOCKS` blocks of steps."""
+    n = min(BLOCKS, len(differences))
+    ends = [round(i * len(differences) / n) for i in range(n + 1)]
+    return mean([_mean(differences[start:end]) for start, end in pairwise(ends)])
+
+
 def _settings(configs: Sequence[Config]) -> list[Text]:
     """Return a line for each setting that differs: `key: a -> b`, in the order of the runs."""
     different = [key for key in differing(configs) if key not in NAMES]
@@ -267,4 +326,4 @@ def _shown(config: Config, key: str) -> str:
     return "" if key not in config else "null" if config[key] is None else _limited(str(config[key]))
 
 
-__all__ = ["comparison", "counted", "differing", "mean", "named", "names", "seed_groups"]
+__all__ = ["comparison", "counted", "differing", "mean", "named", "names", "paired", "seed_groups"]

@@ -66,6 +66,8 @@ def run_line(folder: Path, key: str) -> dict[str, Any]:
     return {
         "key": key,
         "name": info["name"] or end["name"] or folder.name,
+        "folder": str(folder.absolute()),
+        "parent": info["parent"],
         "status": status(folder, info, end),
         "step": (curves["step"] or [0])[-1],
         "steps": info["steps"] or end["steps"],

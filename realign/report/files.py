@@ -199,6 +199,7 @@ RUN_INFO = _record(
     headline=_each(text),
     panels=_records(title=text, metrics=_by_name(text)),
     larger_is_better=_by_name(_flag),
+    parent=_record(run=text, step=number),
     attempts=_records(
         **dict.fromkeys(("started", "ended", "status", "reason", "host"), text),
         **dict.fromkeys(("first_step", "last_step", "pid"), number),

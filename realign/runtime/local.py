@@ -44,6 +44,7 @@ from realign.runtime.metrics.samples import readable
 from realign.runtime.models import external_samplers, load_models, save_on_all_ranks
 from realign.runtime.out_of_memory import SMALLER, memory_limited
 from realign.runtime.processes.watchdog import Watch
+from realign.runtime.recorded_calls import ROLLOUT, RecordedCall, call_key, is_recorded, only
 from realign.runtime.rollout.asynchronous import RolloutAhead, load_background_sampler
 from realign.runtime.rollout.prompts import PromptStream
 from realign.runtime.rollout.spec import Async
@@ -133,6 +134,8 @@ class LocalRuntime:
         """Number of prompts of the next step whose per-token values the train_step calls return."""
         self.traces: dict[str, Sequence[TracedSequence]] = {}
         """Traced sequences of the last step, by role."""
+        self.to_record: dict[str, RecordedCall] = {}
+        """Calls of the last step that a replay cannot compute again, by name."""
         self.ahead: RolloutAhead | None = None
         """Samples and scores prompts for later steps, with rollout=async."""
         self.watch = Watch()
@@ -237,7 +240,7 @@ class LocalRuntime:
             The metrics of the step, and the batch with every key that was produced.
         """
         started = time.perf_counter()
-        self.traces = {}
+        self.traces, self.to_record = {}, {}
         values: dict[str, float] = {}
         with self.spans.span("step", "phase"):
             batch, calls = self._begun(step, values)
@@ -268,7 +271,10 @@ class LocalRuntime:
         rest = [rpc for rpc in graph.order if rpc not in leading]
         if self.ahead is not None:
             with self.watch.doing("asynchronous rollout", limited=True), self.spans.span("wait for rollout", "phase"):
-                return self.ahead.take(step, values), rest
+                batch = self.ahead.take(step, values)
+            read = {key for rpc in rest for key in rpc.inputs}
+            self.to_record[ROLLOUT] = RecordedCall(only(batch, {*batch.data, *read}), dict(values))
+            return batch, rest
         if sampling is None:
             self.prompts.drawn = step - 1 + self.batches_ahead  # one per step: the position follows from the step
             return self.prompts.draw(), graph.order
@@ -312,6 +318,8 @@ class LocalRuntime:
         doing = self.watch.doing(f"call {rpc.name!r}", batch, limited=True)
         with doing, self.spans.span(rpc.name, rpc.method):
             batch, stats = call(rpc, model, self.interfaces[rpc.model], batch, mb_spec, self.graph, traces)
+        if is_recorded(rpc, model, self.graph, self.experiment.runtime):
+            self.to_record[call_key(rpc, draw)] = RecordedCall(only(batch, rpc.outputs), {})
         return CallResult(batch, stats, time.perf_counter() - started, traces)
 
     def _note(self, rpc: RPC, made: CallResult, values: dict[str, float]) -> None:

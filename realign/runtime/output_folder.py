@@ -14,6 +14,7 @@ from realign.errors import ConfigError, TransientError
 from realign.runtime.checkpoint.folder import CHECKPOINTS
 from realign.runtime.checkpoint.schema import RECORDS
 from realign.runtime.experiment import AUTO, CheckpointPart, Experiment
+from realign.runtime.recorded_calls import CALLS
 
 
 def check_output_folder(experiment: Experiment) -> None:
@@ -48,7 +49,7 @@ def clear_output_folder(out: Path) -> None:
     records = [f"{name}.jsonl" for name in RECORDS]
     for name in (*records, "curves.png", "last_failure.json", "summary.json", "run.json", "report.html"):
         (out / name).unlink(missing_ok=True)
-    for folder in (*_model_folders(out), out / "tensorboard", out / CHECKPOINTS):
+    for folder in (*_model_folders(out), out / "tensorboard", out / CHECKPOINTS, out / CALLS):
         if folder.is_dir():
             shutil.rmtree(folder)
 

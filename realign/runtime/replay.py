@@ -11,11 +11,13 @@ import inspect
 import json
 import math
 import pdb
+import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from safetensors.torch import save_file
@@ -23,23 +25,28 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from typing_extensions import override
 
-from realign.api import Callback, SequenceSample
+from realign.api import RPC, Callback, ModelInterface, ModelSpec, SequenceSample
 from realign.api.callback import CallbackResult, StepEvent
 from realign.api.lengths import Lengths
+from realign.api.rewards import Verifier
+from realign.api.sampler import samples_externally
 from realign.api.stats import TracedSequence
+from realign.engines.sampling.in_process import InProcessSampling
 from realign.errors import CheckpointError, ConfigError
 from realign.run_settings import RecordSpec
 from realign.runtime.checkpoint.folder import CHECKPOINTS, Checkpoint, list_checkpoints
 from realign.runtime.checkpoint.random_generators import seed_random
 from realign.runtime.checkpoint.serialize import hash_of
 from realign.runtime.experiment import Experiment
-from realign.runtime.local import LocalRuntime
+from realign.runtime.local import CallResult, LocalRuntime
 from realign.runtime.metrics.details import token_records
 from realign.runtime.metrics.samples import readable
+from realign.runtime.recorded_calls import CALLS, ROLLOUT, RecordedCall, call_key, read_calls, recorded_calls_path
 from realign.runtime.resume import find_start
-from realign.runtime.run_checkpoints import restore
-from realign.runtime.run_experiment import cluster_for, open_runtime
+from realign.runtime.rollout.spec import Sync
+from realign.runtime.run_checkpoints import continue_from, frozen_weights
 from realign.runtime.run_report import run_json
+from realign.runtime.runtime_spec import Local
 
 
 @dataclass(frozen=True)
@@ -99,7 +106,101 @@ def _start(run: Path, step: int) -> str | None:
     return str(checkpoint.path)
 
 
-def replay(experiment: Experiment, run: Path, step: int, break_in: str | None = None) -> ReplayedStep:
+class _ReplayRuntime(LocalRuntime):
+    """Runtime of one process that takes the recorded calls of a run instead of making them again."""
+
+    def __init__(self, experiment: Experiment, run: Path, *, rescore: bool) -> None:
+        self._run, self._rescore = run, rescore
+        self._recorded: Mapping[str, RecordedCall] = {}
+        super().__init__(experiment)
+
+    @override
+    def step(self, step: int) -> tuple[dict[str, float], SequenceSample]:
+        self._recorded = _usable(self.experiment, read_calls(self._run, step), rescore=self._rescore)
+        return super().step(step)
+
+    @override
+    def _begun(self, step: int, values: dict[str, float]) -> tuple[SequenceSample, Sequence[RPC]]:
+        if (rollout := self._recorded.get(ROLLOUT)) is None:
+            return super()._begun(step, values)
+        values |= rollout.metrics
+        leading = self.graph.leading_to("rewards")
+        return rollout.batch, [rpc for rpc in self.graph.order if rpc not in leading]
+
+    @override
+    def _call(self, rpc: RPC, batch: SequenceSample, draw: int = 0) -> CallResult:
+        started = time.perf_counter()
+        if (recorded := self._recorded.get(call_key(rpc, draw))) is None:
+            return super()._call(rpc, batch, draw)
+        if recorded.batch.ids != batch.ids:
+            raise CheckpointError(
+                f"{self._run / CALLS}: the recorded call {rpc.name!r} is of other prompts than those of the step. The "
+                "data or the file was changed. --rescore makes the calls again."
+            )
+        device = next(iter(batch.data.values())).device
+        return CallResult(batch.merge(recorded.batch.to(device)), {}, time.perf_counter() - started)
+
+
+def _usable(experiment: Experiment, recorded: Mapping[str, RecordedCall], *, rescore: bool) -> dict[str, RecordedCall]:
+    """Return the recorded calls that a replay takes: with `rescore`, only those of models that don't score."""
+    if not rescore:
+        return dict(recorded)
+    scored = {ROLLOUT}
+    for rpc in experiment.graph.rpcs:
+        if "rewards" in rpc.outputs or not experiment.interfaces[rpc.model].needs_engine:
+            scored.add(rpc.name)
+    return {key: recorded_call for key, recorded_call in recorded.items() if key.split("/")[0] not in scored}
+
+
+def _bare(experiment: Experiment, run: Path, steps: range, *, rescore: bool) -> Experiment:
+    """Return the experiment without what a replay does not need: evaluations, workers, and what was recorded."""
+    # not `dataclasses.replace`, which would check the settings of a training run again
+    bare = copy.copy(experiment)
+    bare.evaluation, bare.evaluations, bare.callbacks, bare.trackers, bare.runtime = None, {}, {}, {}, Local()
+    if not all(recorded_calls_path(run, step).is_file() for step in steps):
+        return bare
+    keys = {key.split("/")[0] for key in _usable(experiment, read_calls(run, steps[-1]), rescore=rescore)}
+    if ROLLOUT in keys:
+        bare.rollout = Sync()
+        keys |= {rpc.name for rpc in bare.graph.leading_to("rewards")}
+    called = {rpc.model for rpc in bare.graph.rpcs if rpc.name not in keys}
+    bare.interfaces = {role: i if role in called else _closed(i) for role, i in bare.interfaces.items()}
+    if all(rpc.name in keys for rpc in bare.graph.rpcs if rpc.method == "generate"):
+        bare.models = {role: _without_server(spec) for role, spec in bare.models.items()}
+    return bare
+
+
+def _closed(interface: ModelInterface) -> ModelInterface:
+    """Return an interface that opens nothing, such as a reward function, because no call needs it."""
+    closed = copy.copy(interface)
+    for name in ("open", "close"):
+        setattr(closed, name, lambda: None)
+    if isinstance(closed, Verifier):
+        closed.known_answer = None
+    return closed
+
+
+def _without_server(spec: ModelSpec) -> ModelSpec:
+    if not samples_externally(spec):
+        return spec
+    bare = copy.copy(spec)
+    setattr(bare, "sampler", InProcessSampling())  # noqa: B010 (the protocol has a property)
+    return bare
+
+
+Around: TypeAlias = Callable[[LocalRuntime], AbstractContextManager[object]]
+"""Returns a context in which a step is recomputed, such as one that opens a debugger."""
+
+
+def replay(
+    experiment: Experiment,
+    run: Path,
+    step: int,
+    break_in: str | None = None,
+    *,
+    rescore: bool = False,
+    around: Around = nullcontext,
+) -> ReplayedStep:
     """Recompute step `step` of the run in folder `run`, whose experiment this is.
 
     Args:
@@ -107,44 +208,77 @@ def replay(experiment: Experiment, run: Path, step: int, break_in: str | None = 
         run: its folder.
         step: a step that the run has taken.
         break_in: a role whose loss opens a debugger in this step.
+        rescore: see `replay_steps`.
+        around: see `replay_steps`.
 
     Raises:
         CheckpointError: the run has no such step, or its checkpoint, models or data have changed.
         ConfigError: `break_in` names no role with a loss.
     """
-    if not 1 <= step <= experiment.steps:
-        raise CheckpointError(f"step {step}: the run has steps 1 to {experiment.steps}.")
-    # not `dataclasses.replace`, which would check the settings of a training run again
-    bare = copy.copy(experiment)
-    bare.evaluation, bare.evaluations, bare.callbacks, bare.trackers = None, {}, {}, {}
-    bare.resume = _start(run, step)
+    debugged = around if break_in is None else partial(_debugging, role=break_in)
+    (replayed,) = replay_steps(experiment, run, [step], rescore=rescore, around=debugged)
+    return replayed
+
+
+def replay_steps(
+    experiment: Experiment, run: Path, steps: Sequence[int], *, rescore: bool = False, around: Around = nullcontext
+) -> Iterator[ReplayedStep]:
+    """Recompute steps of the run in folder `run`, whose experiment this is, in one pass from the same checkpoint.
+
+    Calls that the run recorded, such as those of reward functions and environments, are not made again.
+
+    Args:
+        experiment: the experiment of the run.
+        run: its folder.
+        steps: steps that the run has taken, in ascending order.
+        rescore: make recorded calls that score again.
+        around: a context for each of these steps.
+
+    Raises:
+        CheckpointError: the run has no such step, or its checkpoint, models or data have changed.
+    """
+    for step in steps:
+        if not 1 <= step <= experiment.steps:
+            raise CheckpointError(f"step {step}: the run has steps 1 to {experiment.steps}.")
+    resume = _start(run, steps[0])
     with ExitStack() as stack:
-        start = find_start(bare)
+        find = copy.copy(experiment)
+        find.resume = resume
+        if resume is not None and Path(resume).parent != run / CHECKPOINTS:
+            find.resume_allow = list(experiment.resolved)  # a fork has other settings than its parent
+        start = find_start(find)
+        first = 1 if start is None else start.step + 1
+        bare = _bare(experiment, run, range(first, steps[-1] + 1), rescore=rescore)
         seed_random(bare.seed)
-        stack.enter_context(cluster_for(bare))
-        runtime = open_runtime(bare)
+        runtime = _ReplayRuntime(bare, run, rescore=rescore)
         stack.callback(runtime.close)
         if start is None:
             runtime.calibrate("before")
         else:
-            restore(runtime, start.state)
-            runtime.batches_ahead = runtime.prompts.drawn - start.step
-        for number in range(1 if start is None else start.step + 1, step):
-            runtime.step(number)
-        runtime.trace_prompts = bare.prompts_at_once
-        trained = {r: m for r, m in runtime.models.items() if m.has_engine and m.engine.capabilities().trainable}
-        weights = {role: hash_of(model.engine.weights()) for role, model in trained.items()}
-        gradients = stack.enter_context(gradient_norms(runtime))
-        if break_in is not None:
-            _break(runtime, break_in)
+            continue_from(start, runtime, frozen_weights(runtime), ahead=runtime.ahead is not None)
+        for number in range(first, steps[-1] + 1):
+            runtime.trace_prompts = bare.prompts_at_once if number in steps else 0
+            if number not in steps:
+                runtime.step(number)
+                continue
+            with around(runtime):
+                replayed = _replayed_step(runtime, number)
+            yield replayed
+
+
+def _replayed_step(runtime: LocalRuntime, step: int) -> ReplayedStep:
+    trained = {r: m for r, m in runtime.models.items() if m.has_engine and m.engine.capabilities().trainable}
+    weights = {role: hash_of(model.engine.weights()) for role, model in trained.items()}
+    with gradient_norms(runtime) as gradients:
         metrics, batch = runtime.step(step)
-        order = [*runtime.graph.dataset_keys, *(key for rpc in runtime.graph.order for key in rpc.outputs)]
-        decode = runtime.models[bare.lead_role].tokenizer.decode
-        return ReplayedStep(step, metrics, batch, dict(runtime.traces), gradients, weights, order, decode)
+    order = [*runtime.graph.dataset_keys, *(key for rpc in runtime.graph.order for key in rpc.outputs)]
+    decode = runtime.models[runtime.experiment.lead_role].tokenizer.decode
+    return ReplayedStep(step, metrics, batch, dict(runtime.traces), gradients, weights, order, decode)
 
 
-def _break(runtime: LocalRuntime, role: str) -> None:
-    """Let the next call of a role's loss, or of its `train_step` if it has no loss, start in the debugger."""
+@contextmanager
+def _debugging(runtime: LocalRuntime, role: str) -> Iterator[None]:
+    """Let calls of a role's loss, or of its `train_step` if it has no loss, start in the debugger."""
     interface = runtime.interfaces.get(role)
     if interface is None or role not in {rpc.model for rpc in runtime.graph.rpcs if rpc.method == "train_step"}:
         valid = ", ".join(sorted({rpc.model for rpc in runtime.graph.rpcs if rpc.method == "train_step"}))
@@ -153,6 +287,7 @@ def _break(runtime: LocalRuntime, role: str) -> None:
     name = "loss" if "loss" in members else "train_step"
     call, debugger = members[name], pdb.Pdb()
     setattr(interface, name, lambda *args, **kwargs: debugger.runcall(call, *args, **kwargs))
+    yield
 
 
 @contextmanager

@@ -211,6 +211,11 @@ def check_config(saved: Mapping[str, Any], present: Mapping[str, Any], allow: It
         )
 
 
+def training_settings(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the settings of a config that affect training, as JSON by key."""
+    return {key: value for key, value in _leaves(config) if not any(key[:end] in FREE for end in _ends(key))}
+
+
 def _stretched_schedules(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """Return the schedule lengths that equal `steps` in both configs, as `total: ${steps}` does, and differ."""
     return [
@@ -238,14 +243,18 @@ def _ends(key: str) -> list[int]:
 
 def warn_of_another_environment(saved: Mapping[str, Any]) -> None:
     """Warn if software or hardware differs from the checkpoint: the resumed run is then not bit-exact."""
-    now = environment()
-    differing = [f"{k} was {saved.get(k, ABSENT)}, is {now[k]}" for k in now if saved.get(k) != now[k]]
-    if differing:
+    if differing := other_environment(saved):
         warnings.warn(
             f"The environment differs from that of the checkpoint ({'; '.join(differing)}). The run continues. Its "
             "metrics and weights can differ slightly from those of an uninterrupted run.",
             stacklevel=2,
         )
+
+
+def other_environment(saved: Mapping[str, Any]) -> list[str]:
+    """Return what differs between this environment and a saved one, such as `torch was 2.12.0, is 2.13.0`."""
+    now = environment()
+    return [f"{k} was {saved.get(k, ABSENT)}, is {now[k]}" for k in now if saved.get(k) != now[k]]
 
 
 class Attempts:

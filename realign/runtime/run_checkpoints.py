@@ -11,8 +11,9 @@ import platform
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
+from contextlib import contextmanager, suppress
+from functools import cache, partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -23,7 +24,8 @@ from realign.engines.distributed.ranks import current
 from realign.engines.shared_model import ReferenceEngine
 from realign.errors import CheckpointError, TransientError
 from realign.runtime.callbacks.run_callbacks import RunCallbacks
-from realign.runtime.checkpoint.folder import CHECKPOINTS, CheckpointWriter, failed_write
+from realign.runtime.chain import Chain
+from realign.runtime.checkpoint.folder import CHECKPOINTS, CheckpointWriter, Start, failed_write
 from realign.runtime.checkpoint.random_generators import random_state, restore_random
 from realign.runtime.checkpoint.saved_models import FINAL, Saves, settle
 from realign.runtime.checkpoint.schema import load_state
@@ -56,6 +58,27 @@ def run_state(runtime: LocalRuntime, frozen: Mapping[str, Any]) -> dict[str, Any
         "counters": runtime.counters.state_dict(),
         "rollout": None if runtime.ahead is None else runtime.ahead.state_dict(),
     }
+
+
+def continue_from(
+    start: Start, runtime: LocalRuntime, frozen: Mapping[str, Any], skip: Iterable[str] = (), *, ahead: bool = True
+) -> None:
+    """Let a freshly loaded runtime continue after the step of a checkpoint.
+
+    Args:
+        start: the checkpoint.
+        runtime: runtime before its first step.
+        frozen: result of `frozen_weights`.
+        skip: parts of the checkpoint to leave unchanged.
+        ahead: whether asynchronous rollout continues; otherwise the steps get their batches from elsewhere.
+
+    Raises:
+        CheckpointError: models or data are not those of the checkpoint.
+    """
+    check_frozen(start.state["frozen"], frozen)
+    with memory_limited("restoring the checkpoint", SMALLER):
+        restore(runtime, start.state if ahead else {**start.state, "rollout": None}, skip)
+    runtime.batches_ahead = runtime.prompts.drawn - start.step
 
 
 def restore(runtime: LocalRuntime, state: Mapping[str, Any], skip: Iterable[str] = ()) -> None:
@@ -105,10 +128,10 @@ def _restore_models(runtime: LocalRuntime, states: Mapping[str, Any], skipped: s
                 "same trained roles."
             )
         if trained:
-            with _matching_model(role):
+            with matching_model(role):
                 model.engine.load_state_dict(state["engine"], weights_only=CheckpointPart.optimizer in skipped)
         if "weights" in state:  # a role that is synced from a trained role
-            with _matching_model(role):
+            with matching_model(role):
                 model.engine.load_weights(state["weights"])
         if CheckpointPart.counters not in skipped:
             model.version = state["version"]
@@ -147,7 +170,7 @@ def _restore_interfaces(runtime: LocalRuntime, states: Mapping[str, Any]) -> Non
 
 
 @contextmanager
-def _matching_model(role: str) -> Iterator[None]:
+def matching_model(role: str) -> Iterator[None]:
     """Name the role of a model that does not match its state in the checkpoint."""
     try:
         yield
@@ -176,7 +199,23 @@ def environment() -> dict[str, Any]:
     """Return the versions and hardware facts that can change floating-point rounding."""
     packages = {name: version_of(name) for name in ("torch", "transformers")}
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
-    return {**packages, "python": platform.python_version(), "device": where, "threads": torch.get_num_threads()}
+    return {
+        **packages,
+        "python": platform.python_version(),
+        "device": where,
+        "cpu": cpu_model(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+@cache
+def cpu_model() -> str:
+    """Return the CPU and the instructions that torch uses on it, which round sums differently."""
+    name = platform.processor() or platform.machine()
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
+    return f"{name} ({torch.backends.cpu.get_cpu_capability()})"
 
 
 def frozen_weights(runtime: LocalRuntime) -> dict[str, Any]:
@@ -223,6 +262,7 @@ class RunCheckpoints:
         saves: Saved folders of models.
         callbacks: Callbacks of the run.
         frozen: Result of `frozen_weights` before the first step.
+        chain: Chain of the run, on rank 0.
     """
 
     def __init__(
@@ -232,7 +272,9 @@ class RunCheckpoints:
         saves: Saves,
         callbacks: RunCallbacks,
         frozen: Mapping[str, Any],
+        chain: Chain | None = None,
     ) -> None:
+        self._chain = chain
         self._runtime, self._records, self._saves, self._frozen = runtime, records, saves, frozen
         self._callbacks = callbacks
         self._ranks = current()
@@ -279,7 +321,12 @@ class RunCheckpoints:
             self._write(self._writer, step, {"final": self._ranks.lead(partial(settle, folder))})
 
     def metrics(self) -> dict[str, float]:
-        """Return `time/checkpoint_s` once after each checkpoint, for the metrics of the following step."""
+        """Return `time/checkpoint_s` once after each checkpoint, for the metrics of the following step.
+
+        Also adds the checkpoints that have been written to the chain.
+        """
+        if self._writer is not None:
+            self._chain_written(self._writer)
         stalled, self._stalled = self._stalled, {}
         return stalled
 
@@ -291,7 +338,14 @@ class RunCheckpoints:
         """Wait until the last checkpoint is written, and return the errors that were not reported before."""
         if self._writer is not None:
             self._writer.close()
+            self._chain_written(self._writer)
         return self._take_problems()
+
+    def _chain_written(self, writer: CheckpointWriter) -> None:
+        """Add the checkpoints that are on the disk to the chain."""
+        for step, files in writer.take_written():
+            if self._chain is not None:
+                self._chain.checkpoint(step, files)
 
     def _write(self, writer: CheckpointWriter, step: int, of_saves: Mapping[str, Any] | None = None) -> None:
         started = time.perf_counter()

@@ -19,6 +19,7 @@ from realign.api.callback import EndEvent, EndStatus, StartEvent
 from realign.engines.distributed.ranks import current
 from realign.engines.files.folders import remove_folder
 from realign.runtime.callbacks.run_callbacks import RunCallbacks
+from realign.runtime.chain import Chain, settings_hash
 from realign.runtime.checkpoint.folder import Start
 from realign.runtime.checkpoint.saved_models import FINAL, Saves
 from realign.runtime.checkpoint.serialize import pack
@@ -32,11 +33,19 @@ from realign.runtime.metrics.records import Records
 from realign.runtime.metrics.samples import SHOWN, show
 from realign.runtime.metrics.shown_metrics import headline, panels, targets
 from realign.runtime.metrics.trackers import BestEffortTracker, Tracker
-from realign.runtime.out_of_memory import SMALLER, memory_limited
 from realign.runtime.output_folder import clear_output_folder
 from realign.runtime.processes.signals import Interrupted, StopSignals
 from realign.runtime.processes.watchdog import Watch, WorkerLost
-from realign.runtime.run_checkpoints import RunCheckpoints, check_frozen, frozen_weights, interface_states, restore
+from realign.runtime.recorded_calls import write_calls
+from realign.runtime.resume import training_settings
+from realign.runtime.run_checkpoints import (
+    RunCheckpoints,
+    config_of,
+    continue_from,
+    environment,
+    frozen_weights,
+    interface_states,
+)
 from realign.runtime.run_report import RunInfo, RunReport
 
 
@@ -104,10 +113,7 @@ class TrainingLoop:
         # before `restore`, because the hash covers the initial weights of a policy that serves as its own reference
         frozen = frozen_weights(runtime) if e.checkpoint is not None or start is not None else {}
         if start is not None:
-            check_frozen(start.state["frozen"], frozen)
-            with memory_limited("restoring the checkpoint", SMALLER):
-                restore(runtime, start.state, e.resume_skip)
-            runtime.batches_ahead = runtime.prompts.drawn - start.step
+            continue_from(start, runtime, frozen, e.resume_skip)
             if not start.new_run:
                 self.saves.load_state_dict(start.state["saves"])
             left = f"Next step: {self.first} of {e.steps}." if self.first <= e.steps else "No step is left."
@@ -124,12 +130,13 @@ class TrainingLoop:
         self.result = RunResult(self.out)
         self.records: Records | None = None
         self.details: RunDetails | None = None
+        self.chain: Chain | None = None
         self.info: RunInfo | None = None
         self.receivers: list[Tracker] = []
         self.warned: set[str] = set()
         self.result.history = self.ranks.lead(partial(self._open_files, start, trackers, stack))
         self.checkpoints = stack.enter_context(
-            RunCheckpoints(runtime, self.records, self.saves, self.callbacks, frozen)
+            RunCheckpoints(runtime, self.records, self.saves, self.callbacks, frozen, self.chain)
         )
 
     def _open_files(self, start: Start | None, trackers: Iterable[Tracker], stack: ExitStack) -> list[dict[str, float]]:
@@ -140,6 +147,10 @@ class TrainingLoop:
             _draw, self.experiment, self.result, self.callbacks.metrics
         )
         records = self.records = stack.enter_context(Records(self.out, start))
+        self.chain = Chain(records)
+        settings = settings_hash(training_settings(config_of(self.experiment)))
+        files = {} if start is None or start.new_run else start.checkpoint.hashes()
+        self.chain.start(self.done, settings, environment(), files)
         lead = self.experiment.lead_role
         decode = self.runtime.models[lead].tokenizer.decode
         details = RunDetails(self.experiment.records, lead, decode, self.runtime.spans, records, self.report.log)
@@ -262,6 +273,9 @@ class TrainingLoop:
         spec = self.experiment.records
         self.runtime.trace_prompts = spec.token_prompts if spec.due(step) else 0
         values, batch = self.runtime.step(step)
+        calls, self.runtime.to_record = self.runtime.to_record, {}
+        calls_hash = write_calls(self.out, step, calls) if self.ranks.leader and spec.calls else None
+        del calls  # or it would keep tensors of this step on their device
         values |= self.checkpoints.metrics()
         added: dict[str, float] = {}
         try:
@@ -292,6 +306,8 @@ class TrainingLoop:
         if self.details is not None:
             # last, so that the spans of the evaluations and saves of this step are among its own
             self.details.after_step(step, batch, self.runtime.traces)
+        if self.chain is not None:
+            self.chain.step(step, self.experiment.graph, batch, values, calls_hash)
 
     def _log(self, step: int, values: dict[str, float]) -> None:
         # all steps share the strings of the names, which would otherwise be most of the memory of a long run's history

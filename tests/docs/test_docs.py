@@ -42,7 +42,12 @@ def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-LONG = ("docs/guides/library.md", "docs/guides/sizing.md", "docs/quickstart-python.md")
+LONG = (
+    "docs/guides/library.md",
+    "docs/guides/sizing.md",
+    "docs/guides/time-machine.md",
+    "docs/quickstart-python.md",
+)
 """Pages whose code trains for more than five seconds."""
 
 

@@ -10,7 +10,7 @@ import unicodedata
 import pytest
 from rich.console import Console
 
-from realign.report.compare import comparison, names
+from realign.report.compare import comparison, names, paired
 from tests.report.runs import HOSTILE_VALUES, hostile_files, write_run, write_sweep
 
 
@@ -132,3 +132,20 @@ def test_a_comparison_shows_runs_with_values_of_wrong_types(kind, run_folder, tm
         for name, changed in places.items():
             (tmp_path / name).write_text(changed[i % len(changed)])
         assert "steps" in shown(comparison([tmp_path, tmp_path]))
+
+
+def test_a_fork_and_its_parent_are_compared_step_by_step(tmp_path):
+    folders = []
+    for name, rewards in {"a": [1.0, 2.0, 3.0, 4.0], "b": [1.0, 2.0, 3.5, 4.7], "c": [0.0, 0.0, 0.0, 0.0]}.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        lines = [{"step": i + 1, "reward": reward} for i, reward in enumerate(rewards)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        parent = {"run": str(tmp_path / "a"), "step": 2} if name == "b" else None
+        (folder / "run.json").write_text(json.dumps({"headline": ["reward"], "parent": parent}))
+        folders.append(folder)
+    said = shown(comparison(folders))
+    assert "reward: 0.6 ± 0.1 in 2 steps (b minus a)" in said
+    assert "minus c" not in said
+    assert paired([1.0, 3.0]) == "2 ± 1"
+    assert paired([float(i // 10) for i in range(100)]) == paired([float(i) for i in range(10)])

@@ -24,6 +24,7 @@ import shutil
 import stat
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -73,8 +74,7 @@ class Checkpoint:
             CorruptCheckpoint: A file is missing, its content changed, or it is not a file of a checkpoint.
         """
         files = self._manifest()
-        for name, (size, digest) in files.items():
-            self._check(name, size, digest)
+        self.check_files()
         with self._reading(TENSORS):
             tensors: dict[str, Any] = dict(read_tensors(self.path / TENSORS))
         if files.keys() - {STATE, TENSORS}:
@@ -82,6 +82,24 @@ class Checkpoint:
                 tensors |= read_saved(self.path / PARTS)
         with self._reading(STATE):
             return unpack(json.loads((self.path / STATE).read_bytes()), tensors)
+
+    def hashes(self) -> dict[str, str]:
+        """Return the sha256 of each file according to the manifest, and of the manifest itself.
+
+        Raises:
+            CorruptCheckpoint: The manifest is missing or damaged.
+        """
+        files = {name: digest for name, (_, digest) in self._manifest().items()}
+        return files | {MANIFEST: facts_of(self.path / MANIFEST)["sha256"]}
+
+    def check_files(self) -> None:
+        """Compare all files with the manifest.
+
+        Raises:
+            CorruptCheckpoint: A file is missing or was changed.
+        """
+        for name, (size, digest) in self._manifest().items():
+            self._check(name, size, digest)
 
     def _manifest(self) -> dict[str, tuple[int, str]]:
         """Return size in bytes and sha256 of each file."""
@@ -365,6 +383,7 @@ class CheckpointWriter:
             raise ValueError(f"keep={keep}: must be at least 1")
         self._folder, self._keep, self._ranks = folder, keep, ranks or Ranks()
         self._failures: list[str] = []
+        self._written: deque[tuple[int, dict[str, str]]] = deque()
         self._thread: threading.Thread | None = None
         self._ranks.lead(partial(remove_leftovers, folder))
 
@@ -430,6 +449,13 @@ class CheckpointWriter:
         del self._failures[: len(messages)]
         return messages
 
+    def take_written(self) -> list[tuple[int, dict[str, str]]]:
+        """Return once the step and the `hashes` of each checkpoint that has been written; does not wait."""
+        written = []
+        while self._written:  # the background thread may append meanwhile
+            written.append(self._written.popleft())
+        return written
+
     def close(self) -> None:
         """Wait until the current write is finished."""
         if self._thread is not None:
@@ -441,7 +467,8 @@ class CheckpointWriter:
         try:
             if earlier := [c.step for c in list_checkpoints(self._folder) if c.step <= step]:
                 last = f"step {earlier[-1]}"
-            write_packed(self._folder, step, packed, begun)
+            checkpoint = write_packed(self._folder, step, packed, begun)
+            self._written.append((step, checkpoint.hashes()))
         except Exception as error:  # training continues without this checkpoint
             self._failures.append(f"{failed_write(step, error)} Last good checkpoint: {last}.")
             return

@@ -32,7 +32,7 @@ from realign.engines.distributed.shard_files import Saved
 from realign.errors import CheckpointError
 from realign.text import shortened, visible
 
-RecordName: TypeAlias = Literal["metrics", "samples", "eval_samples", "tokens", "spans", "warnings", "system"]
+RecordName: TypeAlias = Literal["metrics", "samples", "eval_samples", "tokens", "spans", "warnings", "system", "chain"]
 RECORDS: tuple[RecordName, ...] = get_args(RecordName)
 """Record files of a run, without `.jsonl`."""
 
@@ -364,11 +364,17 @@ def check(kind: Any, value: Any, path: str = "") -> None:
         raise _mismatch(place, first["input"], " or ".join(problems) + missing) from None
 
 
+def check_engine(role: str, state: Any) -> None:
+    """Check the state of an engine; raises CheckpointError if it does not fit."""
+    check(_ModelState, {"version": 0, "engine": state}, f"models.{role}")
+
+
 def _place(path: str, loc: Sequence[Any], value: Any) -> str:
     """Return the path of a value from the location in an error, which also contains the tags of unions."""
     names = [path] if path else []
     for name in loc:
-        indexed = isinstance(value, list | tuple) and isinstance(name, int)
+        # a place can also be that of an element which a tuple lacks
+        indexed = isinstance(value, list | tuple) and isinstance(name, int) and name < len(value)
         if indexed or (isinstance(value, Mapping) and name in value):
             value = value[name]
             names.append(str(name))

@@ -190,21 +190,22 @@ class Records:
             for name in RECORDS
         ]
         # in the order of `RECORDS`
-        self.metrics, self.samples, self.eval_samples, self.tokens, self.spans, self.warnings, self.system = opened
-        self._files = dict(zip(RECORDS, opened, strict=True))
+        self.metrics, self.samples, self.eval_samples, self.tokens, self.spans, self.warnings, self.system = opened[:-1]
+        self.chain = opened[-1]
+        self.files = dict(zip(RECORDS, opened, strict=True))
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
         with ExitStack() as stack:  # close all files, even if one fails to close
-            for file in self._files.values():
+            for file in self.files.values():
                 stack.callback(file.close)
 
     def state_dict(self) -> dict[str, Any]:
         """Sync the files to disk, and return the elapsed seconds and the size (bytes) and sha256 of each file."""
-        sizes = {name: file.sync() for name, file in self._files.items()}
-        hashes = {name: file.sha256 for name, file in self._files.items()}
+        sizes = {name: file.sync() for name, file in self.files.items()}
+        hashes = {name: file.sha256 for name, file in self.files.items()}
         return {"seconds": self.metrics.seconds, "sizes": sizes, "sha256": hashes}
 
     def history(self) -> list[dict[str, float]]:

@@ -1,0 +1,165 @@
+"""Recorded calls: the outputs that a replay of a step cannot compute again, such as rewards and episodes.
+
+The file `calls/step_000037.safetensors` of a run has the calls of step 37, by name: those of interfaces without a model
+(reward functions, judges), those that sample and score (environments, agents), the batch of asynchronous rollout, and
+wherever sampling again would round differently, all calls that lead to rewards.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+import warnings
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from realign.api import RPC, DataflowGraph, Lengths, Model, SequenceSample
+from realign.engines.distributed.ranks import current
+from realign.engines.files.folders import make_folder, refuse_link
+from realign.errors import CheckpointError
+from realign.runtime.checkpoint.folder import folder_name
+from realign.runtime.checkpoint.serialize import pack, read_tensors, unpack, write_tensors
+from realign.runtime.runtime_spec import RuntimeSpec
+
+CALLS = "calls"
+"""Name of the folder of recorded calls inside `output_dir`."""
+ROLLOUT = "rollout"
+"""Name of the entry with the batch of asynchronous rollout."""
+_STATE = "state.json"
+
+
+class RecordedCall(NamedTuple):
+    """What a call wrote."""
+
+    batch: SequenceSample
+    """The keys that the call wrote."""
+    metrics: Mapping[str, float]
+    """Metrics of asynchronous rollout; empty for a call."""
+
+
+def call_key(rpc: RPC, draw: int) -> str:
+    """Return the name of an entry: the call, and the number of the batch that dynamic sampling drew."""
+    return f"{rpc.name}/{draw}"
+
+
+def only(batch: SequenceSample, keys: Iterable[str]) -> SequenceSample:
+    """Return the batch with these keys, of which it may lack some. `select` would add the images of the prompts."""
+    wanted = {*keys}
+    return SequenceSample(
+        batch.ids,
+        {key: x for key, x in batch.data.items() if key in wanted},
+        {key: cut for key, cut in batch.lengths.items() if key in wanted},
+        {key: values for key, values in batch.metadata.items() if key in wanted},
+    )
+
+
+def is_recorded(rpc: RPC, model: Model, graph: DataflowGraph, runtime: RuntimeSpec) -> bool:
+    """Return whether a replay needs the outputs of a call, because it could not compute the same ones."""
+    if rpc.method == "train_step":
+        return False
+    samples = rpc.method == "generate"
+    if not model.has_engine or (samples and "rewards" in rpc.outputs):
+        return True
+    # one process on a CPU samples the same tokens again; other devices and numbers of processes round differently
+    exact = not (model.external_sampler or runtime.starts_workers or torch.cuda.is_available()) and current().size == 1
+    return not exact and (samples or rpc in graph.leading_to("rewards"))
+
+
+def recorded_calls_path(run: Path, step: int) -> Path:
+    """Return the file with the calls of a step."""
+    return run / CALLS / f"{folder_name(step)}.safetensors"
+
+
+def write_calls(run: Path, step: int, calls: Mapping[str, RecordedCall]) -> str | None:
+    """Write the calls of a step, and return the sha256 of the file; None if there is none.
+
+    A failed write, such as on a full disk, is a warning: the run is not affected.
+    """
+    if not calls:
+        return None
+    path = recorded_calls_path(run, step)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        content = {key: {"batch": batch_tree(made.batch), "metrics": dict(made.metrics)} for key, made in calls.items()}
+        state, tensors, _ = pack(dict(sorted(content.items())), copy=False)
+        tensors[_STATE] = torch.frombuffer(bytearray(json.dumps(state).encode()), dtype=torch.uint8)
+        make_folder(path.parent)
+        refuse_link(path.parent)
+        digest = hashlib.sha256()
+        with temporary.open("xb") as file:
+
+            def write(part: bytes | memoryview) -> None:
+                file.write(part)
+                digest.update(part)
+
+            write_tensors(write, tensors)
+        temporary.replace(path)
+        return digest.hexdigest()
+    except (OSError, ValueError) as error:
+        temporary.unlink(missing_ok=True)
+        warnings.warn(f"{path} was not written ({error}). A replay of step {step} makes its calls again.", stacklevel=2)
+        return None
+
+
+def read_calls(run: Path, step: int) -> dict[str, RecordedCall]:
+    """Return the calls of a step by name; empty if none were recorded.
+
+    Raises:
+        CheckpointError: the file is damaged.
+    """
+    path = recorded_calls_path(run, step)
+    if not path.is_file():
+        return {}
+    try:
+        tensors = read_tensors(path)
+        state = json.loads(tensors.pop(_STATE).numpy().tobytes())
+        return {
+            key: RecordedCall(batch_of(entry["batch"]), entry["metrics"])
+            for key, entry in unpack(state, tensors).items()
+        }
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path}: {error}. Remove the file to make the calls of the step again.") from error
+
+
+def batch_tree(batch: SequenceSample) -> dict[str, Any]:
+    """Return a batch as plain values and tensors."""
+    cuts = list({id(cut): cut for cut in batch.lengths.values()}.values())
+    index = {id(cut): i for i, cut in enumerate(cuts)}
+    return {
+        "ids": list(batch.ids),
+        "data": {key: x.detach() for key, x in batch.data.items()},
+        # copies, because torch warns about read-only arrays
+        "lengths": [[torch.from_numpy(array.copy()) for array in (cut.counts, cut.flat)] for cut in cuts],
+        "lengths_of": {key: index[id(cut)] for key, cut in batch.lengths.items()},
+        "metadata": {key: list(values) for key, values in batch.metadata.items()},
+    }
+
+
+def batch_of(tree: Any) -> SequenceSample:
+    """Return the batch from which `batch_tree` made a tree."""
+    cuts = [Lengths(counts.numpy(), flat.numpy()) for counts, flat in tree["lengths"]]
+    return SequenceSample(
+        tuple(tree["ids"]),
+        tree["data"],
+        {key: cuts[i] for key, i in tree["lengths_of"].items()},
+        {key: tuple(values) for key, values in tree["metadata"].items()},
+    )
+
+
+__all__ = [
+    "CALLS",
+    "ROLLOUT",
+    "RecordedCall",
+    "batch_of",
+    "batch_tree",
+    "call_key",
+    "is_recorded",
+    "only",
+    "read_calls",
+    "recorded_calls_path",
+    "write_calls",
+]
