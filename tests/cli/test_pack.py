@@ -1,0 +1,182 @@
+"""`realign pack` writes a step that another machine recomputes, and `realign replay` reads it as hostile input."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import zipfile
+from contextlib import nullcontext
+
+import pytest
+
+from realign.cli import main
+from realign.cli.pack import check_targets
+from realign.demo.arithmetic import prepare
+from realign.errors import ConfigError, RealignError
+from realign.runtime.packed_step import PACK, TENSORS, opened_pack
+
+REWARD = "def score(prompt, response, row):\n    return len(response) / 5 + (response[:1] in '13579')\n"
+KINDS = {
+    "grpo": ["experiment=grpo_arithmetic", "interfaces.actor.epochs=2", "interfaces.actor.n_minibatches=2"],
+    "ppo": [
+        "experiment=ppo_arithmetic",
+        "models.critic.path=task/model",
+        "interfaces.actor.kl.place=reward",
+        "interfaces.actor.reward.scale=running",
+    ],
+    "lora": ["experiment=grpo_arithmetic", "models.actor.trains=lora", "models.actor.trains.rank=4"],
+}
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory):
+    """Return a function that trains three steps, packs step 3 and returns the file."""
+    folder = tmp_path_factory.mktemp("work")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        prepare(folder / "task", seed=0, demonstrations=64, held_out=16)
+        (folder / "reward.py").write_text(REWARD)
+
+    def pack(kind, *options):
+        out = folder / f"{kind}{''.join(options)}.zip"
+        if out.exists():
+            return out
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(folder)
+            words = [
+                *KINDS[kind],
+                "models.actor.path=task/model",
+                "data.path=task/prompts.jsonl",
+                "evaluation=null",
+                "interfaces.reward.function=reward.py:score",
+                "interfaces.reward.workers=0",
+                "interfaces.actor.generation={n: 4, max_new_tokens: 6, temperature: 1.0}",
+                *("batch_prompts=4", "steps=3", "checkpoint.every_steps=2", "microbatch.max_tokens_per_microbatch=64"),
+            ]
+            if not (folder / "runs" / kind).exists():
+                assert main([*words, f"output_dir=runs/{kind}"]) == 0
+            assert main(["pack", f"runs/{kind}", "3", "-o", str(out), *options]) == 0
+        return out
+
+    return pack
+
+
+@pytest.mark.parametrize("kind", [k if k == "grpo" else pytest.param(k, marks=pytest.mark.slow) for k in KINDS])
+@pytest.mark.parametrize("options", [[], ["--weights"]])
+def test_a_packed_step_is_recomputed_in_another_folder_without_the_run(
+    kind, options, packed, tmp_path, monkeypatch, capsys
+):
+    shutil.copy(packed(kind, *options), tmp_path / "step.zip")
+    monkeypatch.chdir(tmp_path)
+    capsys.readouterr()
+    assert main(["replay", "step.zip"]) == 0
+    out = capsys.readouterr().out
+    assert ("with its weights" if options else "from the outputs of its network") in out
+    for line in [line for line in out.splitlines() if "recomputed" in line]:
+        equal, shared = (int(word) for word in line.split("loss ")[1].split(", ")[1].split(" metrics")[0].split(" of "))
+        assert equal == shared > 9, line
+    assert list(tmp_path.iterdir()) == [tmp_path / "step.zip"]
+
+
+def test_a_pack_has_no_paths_and_no_secrets(packed):
+    path = packed("grpo")
+    content = zipfile.ZipFile(path).read(PACK).decode()
+    folder = str(path.parent)
+    for cut in (folder, "task/model", "prompts.jsonl", "/"):
+        assert cut not in content.replace("</", ""), cut
+    with opened_pack(path) as (step, _):
+        assert step.settings["models"]["actor"]["path"] == "(path)"
+        assert step.settings["interfaces"]["actor"]["epochs"] == 2
+
+
+def test_a_changed_batch_gives_another_loss(packed, tmp_path, capsys):
+    content = changed(packed("grpo"), tmp_path, lambda state: state["tree"]["calls"][0]["metrics"].update(loss=1.0))
+    assert main(["replay", str(content)]) == 2
+    assert "loss: " in capsys.readouterr().out
+
+
+def changed(path, folder, change):
+    """Return a copy of a pack whose JSON a function changed."""
+    out = folder / "changed.zip"
+    with zipfile.ZipFile(path) as archive, zipfile.ZipFile(out, "w") as copy:
+        state = json.loads(archive.read(PACK))
+        change(state)
+        copy.writestr(PACK, json.dumps(state))
+        copy.writestr(TENSORS, archive.read(TENSORS))
+    return out
+
+
+def interface(state):
+    return state["tree"]["calls"][0]["interface"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: interface(s).update(_target_="os.system"), "no class of realign"),
+        (lambda s: interface(s).update(_target_="realign.interfaces.grpo.os.system"), "no class of realign"),
+        (lambda s: interface(s).update(objective={"_target_": "subprocess.Popen"}), "no class of realign"),
+        (lambda s: interface(s).update(_target_="realign.interfaces.ppo.dataflow"), "no class of realign"),
+        (lambda s: s["tree"].update(format=2), "format"),
+        (lambda s: s["tree"].update(more=1), "more"),
+        (lambda s: s["tree"]["calls"][0].update(version=-1), "version"),
+        (lambda s: s["tree"]["calls"][0]["batch"].update(lengths=[]), "pack|index|out of range"),
+        (lambda s: s["tree"]["calls"][0].update(outputs=[]), "optimizer steps"),
+        (lambda s: s["tree"]["calls"][0]["microbatch"].update(n_microbatches=0), "n_microbatches"),
+    ],
+)
+def test_a_hostile_pack_constructs_nothing_and_is_one_line(change, message, packed, tmp_path, capsys):
+    path = changed(packed("grpo"), tmp_path, change)
+    capsys.readouterr()
+    assert main(["replay", str(path)]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ")
+    assert len(captured.err.splitlines()) == 1
+    assert re.search(message, captured.err), captured.err
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "options"),
+    [
+        ("../outside.txt", b"x", {}),
+        ("/outside.txt", b"x", {}),
+        ("weights/actor/model.safetensors", b"x", {}),
+        ("weights/actor/model.py", b"x", {}),
+        (PACK, b"{}", {}),
+        ("bomb.json", bytes(1 << 20), {"compress_type": zipfile.ZIP_DEFLATED}),
+    ],
+)
+def test_a_file_that_does_not_belong_into_a_pack_is_refused(name, content, options, packed, tmp_path, capsys):
+    path = shutil.copy(packed("grpo"), tmp_path / "step.zip")
+    with pytest.warns(match="Duplicate name") if name == PACK else nullcontext(), zipfile.ZipFile(path, "a") as archive:
+        archive.writestr(name, content, **options)
+    capsys.readouterr()
+    assert main(["replay", str(path)]) == 2
+    assert "this is no packed step" in capsys.readouterr().err
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step.zip"]
+
+
+def test_other_files_are_no_pack(tmp_path):
+    (tmp_path / "a.zip").write_bytes(b"PK\x03\x04 not a zip")
+    with pytest.raises(RealignError, match="this is no packed step"), opened_pack(tmp_path / "a.zip"):
+        pass
+
+
+def test_only_classes_of_realign_are_constructed():
+    check_targets({"_target_": "realign.interfaces.grpo.GRPOActorInterface", "objective": {"_target_": "gspo"}}, "a")
+    for target in ("realign.cli.commands.main", "torch.optim.Adam", "realign.interfaces.grpo.Path", "realign.api.os"):
+        with pytest.raises(ConfigError, match="no class of realign"):
+            check_targets([{"x": {"_target_": target}}], "a")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["pack", "runs/x"], "realign pack expects a run and a step"),
+        (["replay", "step.zip", "--weights"], "--weights does not apply to realign replay"),
+    ],
+)
+def test_mistakes_are_one_line(words, message, capsys):
+    assert main(words) == 2
+    assert message in capsys.readouterr().err
