@@ -81,7 +81,10 @@ class Chain:
         """Continue the chain in the record files of a run."""
         self._records = records
         lines = records.chain.path.read_bytes().splitlines()
-        self._last = str(json.loads(lines[-1]).get("link", "")) if lines else ""
+        try:
+            self._last = str(json.loads(lines[-1])["link"]) if lines else ""
+        except (ValueError, LookupError, TypeError):  # damaged: `verify` says so, and the run goes on
+            self._last = ""
 
     def start(self, step: int, settings: str, environment: Mapping[str, Any], checkpoint: Mapping[str, str]) -> None:
         """Add the start of an attempt after `step` finished steps."""
