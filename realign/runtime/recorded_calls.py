@@ -1,8 +1,8 @@
 """Recorded calls: the outputs that a replay of a step cannot compute again, such as rewards and episodes.
 
-The file `calls/step_000037.safetensors` of a run has the calls of step 37, by name: those of interfaces without a model
-(reward functions, judges), those that sample and score (environments, agents), the batch of asynchronous rollout, and
-wherever sampling again would round differently, all calls that lead to rewards.
+The file `calls/step_000037.safetensors` of a run has the calls of step 37, by name: those of reward functions and
+judges, which have no model, those of environments and agents, and the batch of asynchronous rollout. Wherever sampling
+again would round differently, it also has the other calls that lead to rewards.
 """
 
 from __future__ import annotations
