@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -142,8 +143,10 @@ def check_targets(node: Any, where: str) -> None:
         if not module:  # a word, which selects a class of realign
             continue
         known = module.startswith(("realign.interfaces.", "realign.engines.", "realign.api."))
-        # `import_module` runs only modules of realign here, and a class that one imports from elsewhere is no match
-        cls = getattr(import_module(module), name, None) if known and "__" not in module else None
+        cls = None
+        # this runs only modules of realign, and a class that one of them imports from elsewhere is no match
+        with suppress(ImportError):
+            cls = getattr(import_module(module), name, None) if known and "__" not in module else None
         if not inspect.isclass(cls) or cls.__module__ != module:
             raise ConfigError(
                 f"{where}: the pack names {target}, which is no class of realign, so it is not constructed. Replay "

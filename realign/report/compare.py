@@ -265,13 +265,13 @@ def _branches(runs: Sequence[Mapping[str, Any]], heads: Sequence[str]) -> list[T
 def _shared_steps(first: Mapping[str, Any], second: Mapping[str, Any]) -> int | None:
     """Return the number of steps that two branches share; None if neither is a fork of the other or of its parent."""
     folders = [str(Path(run["folder"]).absolute()) for run in (first, second)]
-    forks = [run["info"]["parent"] for run in (first, second)]
-    steps = [int(fork["step"] or 0) for fork in forks]
-    if forks[1]["run"] == folders[0]:
+    forks = [run["info"]["parent"] or {"run": None, "step": None} for run in (first, second)]
+    parents, steps = [fork["run"] for fork in forks], [int(fork["step"] or 0) for fork in forks]
+    if parents[1] == folders[0]:
         return steps[1]
-    if forks[0]["run"] == folders[1]:
+    if parents[0] == folders[1]:
         return steps[0]
-    return min(steps) if forks[0]["run"] and forks[0]["run"] == forks[1]["run"] else None
+    return min(steps) if parents[0] and parents[0] == parents[1] else None
 
 
 def _curves(folder: Path) -> dict[int, dict[str, float]]:

@@ -292,6 +292,10 @@ def write_pack(path: Path, about: Mapping[str, Any], capture: StepCapture, folde
                     archive.write(source, f"{WEIGHTS}/{role}/{source.name}")
 
 
+PATH = re.compile(r"[/\\~]|\.(py|jsonl?|ya?ml|csv|parquet|arrow|txt|safetensors)(:|$)")
+"""Text that is a path, an address, or the name of a file."""
+
+
 def without_paths(node: Any, is_secret: Callable[[str], bool], key: str = "") -> Any:
     """Return settings in which paths, addresses, and texts of keys with secret names are replaced."""
     if isinstance(node, Mapping):
@@ -300,7 +304,7 @@ def without_paths(node: Any, is_secret: Callable[[str], bool], key: str = "") ->
         return [without_paths(value, is_secret, key) for value in node]
     if isinstance(node, str) and is_secret(key):
         return "(secret)"
-    return "(path)" if isinstance(node, str) and (set(node) & {*"/\\~"}) else node
+    return "(path)" if isinstance(node, str) and PATH.search(node) else node
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
@@ -458,12 +462,20 @@ class PackedEngine(PipelinableEngine):
 
 
 def replay_call(call: PackedCall, interface: ModelInterface, model: Model) -> dict[str, float]:
-    """Repeat a training call with `model`, whose engine may be a `PackedEngine`, and return its metrics."""
-    if state := call.state:
-        load_state(f"interfaces.{call.role}", interface, state, skip="interfaces")
-    batch = batch_of(dict(call.batch))
-    split = MicroBatchSpec(call.microbatch.max_tokens_per_microbatch, call.microbatch.n_microbatches)
-    return stat_values(interface.train_step(model, batch, split))
+    """Repeat a training call with `model`, whose engine may be a `PackedEngine`, and return its metrics.
+
+    Raises:
+        CheckpointError: the content of the pack does not fit the interface.
+    """
+    try:
+        if call.state:
+            load_state(f"interfaces.{call.role}", interface, call.state, skip="interfaces")
+        batch = batch_of(dict(call.batch))
+        split = MicroBatchSpec(call.microbatch.max_tokens_per_microbatch, call.microbatch.n_microbatches)
+        return stat_values(interface.train_step(model, batch, split))
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        raise CheckpointError(f"interfaces.{call.role}: the packed call cannot be repeated ({why[:300]})") from error
 
 
 def differing_metrics(
