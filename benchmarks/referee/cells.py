@@ -176,12 +176,17 @@ def truncated_count(batch: dict[str, Tensor], overrides: tuple[str, ...]) -> Res
     return loss.detach(), leaf.grad
 
 
+def without_kl(overrides: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the overrides without those of the KL penalty, which have no effect once it is off."""
+    return (*(word for word in overrides if not word.startswith(f"{ACTOR}kl.")), f"{ACTOR}kl.place=none")
+
+
 def kl_by_sequence(batch: dict[str, Tensor], overrides: tuple[str, ...]) -> Result:
     """A mean over tokens for the policy's term, and a mean over sequences for the KL."""
-    without = ours.run("policy", batch, (*overrides, f"{ACTOR}kl.place=none"))
+    without = ours.run("policy", batch, without_kl(overrides))
     same = actor("aggregation=seq_mean_token_mean")
     both = ours.run("policy", batch, (*overrides, *same))
-    policy = ours.run("policy", batch, (*overrides, *same, f"{ACTOR}kl.place=none"))
+    policy = ours.run("policy", batch, without_kl((*overrides, *same)))
     return without[0] + both[0] - policy[0], without[1] + both[1] - policy[1]
 
 
@@ -189,7 +194,7 @@ def k3(most: float | None, by_sequence: bool = False) -> Formula:
     """k3 of at most `most`, without a gradient beyond; in plain torch."""
 
     def formula(batch: dict[str, Tensor], overrides: tuple[str, ...]) -> Result:
-        loss, gradient = ours.run("policy", batch, (*overrides, f"{ACTOR}kl.place=none"))
+        loss, gradient = ours.run("policy", batch, without_kl(overrides))
         leaf, mask = batch["new"].clone().requires_grad_(), batch["mask"]
         d = leaf - batch["ref"]
         kl = torch.where(mask, (torch.expm1(-d.clamp(min=-20)) + d).clamp(max=most or 1e30), 0)
