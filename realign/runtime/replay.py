@@ -85,7 +85,7 @@ def last_checkpoint(run: Path, step: int) -> Checkpoint | None:
     return max((c for c in list_checkpoints(run / CHECKPOINTS) if c.step <= step), key=lambda c: c.step, default=None)
 
 
-def _start(run: Path, step: int) -> str | None:
+def _start(run: Path, step: int) -> Checkpoint | None:
     """Return the checkpoint from which step `step` can be recomputed; None for the start of the run.
 
     A run that continues another one starts from the checkpoint that its run.json names.
@@ -94,7 +94,7 @@ def _start(run: Path, step: int) -> str | None:
         CheckpointError: the parent took this step, or its checkpoint is gone.
     """
     if (own := last_checkpoint(run, step - 1)) is not None:
-        return str(own.path)
+        return own
     if (parent := run_json(run).get("parent")) is None:
         return None
     if parent["step"] >= step:
@@ -103,7 +103,7 @@ def _start(run: Path, step: int) -> str | None:
     checkpoint = last_checkpoint(Path(parent["run"]), parent["step"])
     if checkpoint is None or checkpoint.step != parent["step"]:
         raise CheckpointError(f"step {step}: the checkpoint {parent['step']} of {parent['run']} is gone.")
-    return str(checkpoint.path)
+    return checkpoint
 
 
 class _ReplayRuntime(LocalRuntime):
@@ -240,11 +240,11 @@ def replay_steps(
     for step in steps:
         if not 1 <= step <= experiment.steps:
             raise CheckpointError(f"step {step}: the run has steps 1 to {experiment.steps}.")
-    resume = _start(run, steps[0])
+    checkpoint = _start(run, steps[0])
     with ExitStack() as stack:
         find = copy.copy(experiment)
-        find.resume = resume
-        if resume is not None and Path(resume).parent != run / CHECKPOINTS:
+        find.resume = None if checkpoint is None else str(checkpoint.path)
+        if checkpoint is not None and checkpoint.step <= (run_json(run).get("parent") or {"step": -1})["step"]:
             find.resume_allow = list(experiment.resolved)  # a fork has other settings than its parent
         start = find_start(find)
         first = 1 if start is None else start.step + 1
