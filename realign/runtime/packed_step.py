@@ -285,7 +285,7 @@ def write_pack(path: Path, about: Mapping[str, Any], capture: StepCapture, folde
     with zipfile.ZipFile(path, "x", zipfile.ZIP_STORED) as archive:
         archive.writestr(PACK, json.dumps(state, allow_nan=False, indent=1))
         with archive.open(TENSORS, "w", force_zip64=True) as file:
-            write_tensors(file.write, tensors)
+            write_tensors(file.write, tensors, {"format": "pt"})
         for role, folder in folders.items():
             for source in sorted(folder.iterdir()):
                 if source.is_file() and MODEL_FILE.fullmatch(source.name):

@@ -96,7 +96,7 @@ def write_calls(run: Path, step: int, calls: Mapping[str, RecordedCall]) -> str 
                 file.write(part)
                 digest.update(part)
 
-            write_tensors(write, tensors)
+            write_tensors(write, tensors, {"format": "pt"})
         temporary.replace(path)
         return digest.hexdigest()
     except (OSError, ValueError) as error:
