@@ -8,7 +8,7 @@ vocabulary has the logits of both models for one chunk at a time.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -56,6 +56,50 @@ of the device and not on its free memory, so that equal devices round equally.""
 
 
 @dataclass(frozen=True, eq=False)
+class WordShard:
+    """The rows of a head that this process has, if several processes divide the vocabulary among them.
+
+    All of them call the functions of this module with the same hidden states and tokens.
+    """
+
+    start: int
+    """First token of this process."""
+    rows: int
+    """Number of tokens of each process; the last may have fewer."""
+    words: int
+    """Number of tokens of all processes together."""
+    gather: Callable[[Tensor], Tensor]
+    """Returns the tensors [...] of all processes as one tensor [processes, ...]."""
+    sum: Callable[[Tensor], Tensor]
+    """Returns the sum over all processes."""
+    complete: Callable[[Tensor], Tensor]
+    """Returns the rows [V, ...] of all processes, given [`rows`, ...] of this one; differentiable."""
+
+    def local(self, targets_N: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+        """Return which tokens are among the `rows` of this process, and the row of each; any row for other tokens."""
+        local_N = targets_N - self.start
+        return (local_N >= 0) & (local_N < rows), local_N.clamp(0, rows - 1)
+
+    def merged(self, targets_C: Tensor, *parts: Tensor) -> tuple[Tensor, ...]:
+        """Return the statistics of all logits from those of the logits of this process.
+
+        They are, each [C]: the largest logit; the sum of the weights exp(logit - largest); the logit of the target
+        minus the largest. The last one is the sum of weight times (logit - largest).
+        """
+        top_PC, total_PC, picked_PC, surplus_PC = self.gather(torch.stack(parts)).unbind(1)
+        top_C = top_PC.amax(0)
+        lower_PC = top_PC - top_C
+        scale_PC = lower_PC.exp()
+        owner_C = targets_C // self.rows
+        return (
+            top_C,
+            (scale_PC * total_PC).sum(0),
+            (picked_PC + lower_PC).gather(0, owner_C[None])[0],
+            (scale_PC * (surplus_PC + lower_PC * total_PC)).sum(0),
+        )
+
+
+@dataclass(frozen=True, eq=False)
 class LMHead:
     """The LM head of a language model: logits = softcap * tanh(scale * (h W^T + b) / softcap).
 
@@ -70,11 +114,32 @@ class LMHead:
     """Factor on the logits."""
     softcap: float | None = None
     """Bound on the absolute value of a logit; None means no bound."""
+    shard: WordShard | None = None
+    """Which rows of the head `weight_VH` and `bias_V` are; None means all."""
+
+    @property
+    def words(self) -> int:
+        """Number of tokens of the vocabulary."""
+        return len(self.weight_VH) if self.shard is None else self.shard.words
 
     def first(self, words: int) -> LMHead:
         """Return a head restricted to the first `words` tokens of the vocabulary."""
-        bias_V = None if self.bias_V is None else self.bias_V[:words]
-        return replace(self, weight_VH=self.weight_VH[:words], bias_V=bias_V)
+        shard, rows = self.shard, words
+        if shard is not None:
+            shard, rows = replace(shard, words=min(words, shard.words)), max(0, words - shard.start)
+        bias_V = None if self.bias_V is None else self.bias_V[:rows]
+        return replace(self, weight_VH=self.weight_VH[:rows], bias_V=bias_V, shard=shard)
+
+    def complete(self) -> LMHead:
+        """Return a head with all rows, differentiable; collective if several processes have them."""
+        shard = self.shard
+        if shard is None:
+            return self
+        # Processes exchange tensors of equal shape, and the last one may have fewer rows.
+        missing = shard.rows - len(self.weight_VH)
+        weight_VH = shard.complete(F.pad(self.weight_VH, (0, 0, 0, missing)))[: shard.words]
+        bias_V = None if self.bias_V is None else shard.complete(F.pad(self.bias_V, (0, missing)))[: shard.words]
+        return replace(self, weight_VH=weight_VH, bias_V=bias_V, shard=None)
 
     def to(self, device: torch.device | str) -> LMHead:
         """Return the head on a device; without a copy if it is there."""
@@ -149,15 +214,26 @@ class Support:
         )
         return Support(counts_M, self.ids_K[places_K.to(self.ids_K.device, non_blocking=True)])
 
-    def restrict(self, logits_CV: Tensor, rows: slice) -> Tensor:
-        """Set the logits of all other tokens in a chunk to -inf, in place, and return the chunk."""
+    def restrict(self, logits_CV: Tensor, rows: slice, shard: WordShard | None = None) -> Tensor:
+        """Set the logits of all other tokens in a chunk to -inf, in place, and return the chunk.
+
+        Args:
+            logits_CV: the chunk.
+            rows: its rows.
+            shard: the tokens of the logits; None means all.
+        """
         counts_C = self.counts_N[rows]
         start = int(self.counts_N[: rows.start].sum())
         ids_K = self.ids_K[start : start + int(counts_C.sum())]
         owners_K = torch.arange(len(counts_C)).repeat_interleave(counts_C).to(ids_K.device, non_blocking=True)
         limited_C1 = (counts_C > 0)[:, None].to(ids_K.device, non_blocking=True)
         excluded_CV = limited_C1.repeat(1, logits_CV.shape[-1])
-        excluded_CV[owners_K, ids_K] = False
+        if shard is None:
+            excluded_CV[owners_K, ids_K] = False
+        else:  # a token of another process counts 0 at any place
+            own_K, ids_K = shard.local(ids_K, logits_CV.shape[-1])
+            kept_CV = torch.zeros_like(excluded_CV, dtype=torch.int32)
+            excluded_CV &= kept_CV.index_put_((owners_K, ids_K), own_K.int(), accumulate=True) == 0
         return logits_CV.masked_fill_(excluded_CV, -torch.inf)
 
 
@@ -248,16 +324,17 @@ def token_logprobs(
     check_head(hidden_NH, head, temperature)
     if targets_N.shape != hidden_NH.shape[:1]:
         raise ValueError(f"targets_N has shape {tuple(targets_N.shape)}, should be {tuple(hidden_NH.shape[:1])}")
-    _check_targets(targets_N, len(head.weight_VH))
+    _check_targets(targets_N, head.words)
     logprobs_N, entropy_N = _TokenLogprobs.apply(
         hidden_NH,
         head.weight_VH,
         head.bias_V,
         targets_N,
         Projection.of(hidden_NH, head, temperature),
-        chosen_chunk(chunk_size, head.weight_VH),
+        chosen_chunk(chunk_size, head),
         with_entropy,
         support,
+        head.shard,
     )
     return logprobs_N, entropy_N
 
@@ -274,6 +351,7 @@ class _TokenLogprobs(torch.autograd.Function):
         chunk: int,
         with_entropy: bool,
         support: Support | None,
+        shard: WordShard | None,
     ) -> tuple[Tensor, Tensor | None]:
         logprobs_N = hidden_NH.new_empty(len(hidden_NH), dtype=wide_dtype(hidden_NH, weight_VH))
         normalizer_N = torch.empty_like(logprobs_N)
@@ -283,21 +361,29 @@ class _TokenLogprobs(torch.autograd.Function):
             for rows in chunks(len(hidden_NH), chunk):
                 logits_CV = project.logits(hidden_NH[rows], matrix_VH, bias_V)
                 if support is not None:
-                    support.restrict(logits_CV, rows)
-                top_C = logits_CV.amax(-1)
+                    support.restrict(logits_CV, rows, shard)
+                targets_C, top_C = targets_N[rows], logits_CV.amax(-1)
+                if shard is not None:
+                    targets_C = shard.local(targets_C, len(matrix_VH))[1]
+                    top_C = top_C.clamp(min=torch.finfo(top_C.dtype).min)  # all words of this process may be impossible
                 logits_CV.sub_(top_C[:, None])
                 # Before the next line, whose exp_ overwrites the logits.
-                picked_C = logits_CV.gather(-1, targets_N[rows, None])[:, 0]
+                picked_C = logits_CV.gather(-1, targets_C[:, None])[:, 0]
                 weights_CV = logits_CV.exp() if with_entropy else logits_CV.exp_()
                 total_C = weights_CV.sum(-1)
+                # skips 0 * -inf of impossible words; a NaN logit is in `total_C`
+                surplus_C = weights_CV.mul_(logits_CV).nansum(-1) if with_entropy else total_C
+                if shard is not None:
+                    top_C, total_C, picked_C, surplus_C = shard.merged(
+                        targets_N[rows], top_C, total_C, picked_C, surplus_C
+                    )
                 logprobs_N[rows] = picked_C - total_C.log()
                 normalizer_N[rows] = top_C + total_C.log()
                 if entropy_N is not None:
-                    # skips 0 * -inf of impossible words; a NaN logit is in `total_C`
-                    entropy_N[rows] = total_C.log() - weights_CV.mul_(logits_CV).nansum(-1) / total_C
+                    entropy_N[rows] = total_C.log() - surplus_C / total_C
         # Nothing of size [N, V]: the backward pass recomputes the logits and normalizes them by the stored log-sum-exp.
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, normalizer_N, entropy_N)
-        ctx.project, ctx.chunk, ctx.support = project, chunk, support
+        ctx.project, ctx.chunk, ctx.support, ctx.shard = project, chunk, support, shard
         ctx.set_materialize_grads(False)  # skips the backward pass of an entropy that is only a metric
         return logprobs_N, entropy_N
 
@@ -316,7 +402,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 logits_CV = ctx.project.logits(hidden_CH, matrix_VH, bias_V)
                 cap_slope_CV = ctx.project.cap_slope(logits_CV)
                 if ctx.support is not None:
-                    ctx.support.restrict(logits_CV, rows)
+                    ctx.support.restrict(logits_CV, rows, ctx.shard)
                 logp_CV = logits_CV.sub_(normalizer_N[rows, None])
                 picked_C1 = grad_N[rows, None] * ctx.project.gain
                 if entropy_grad_N is None:
@@ -326,9 +412,15 @@ class _TokenLogprobs(torch.autograd.Function):
                     # d logp / d logits = onehot - p and d H / d logits = -p (logp + H), with p factored out.
                     surplus_CV = (logp_CV + entropy_N[rows, None]).mul_(entropy_grad_N[rows, None] * ctx.project.gain)
                     grad_CV = logp_CV.exp_().mul_(surplus_CV.add_(picked_C1).neg_())
-                grad_CV.scatter_add_(-1, targets_N[rows, None], picked_C1)
+                targets_C = targets_N[rows]
+                if ctx.shard is not None:
+                    own_C, targets_C = ctx.shard.local(targets_C, len(matrix_VH))
+                    picked_C1 = picked_C1 * own_C[:, None]
+                grad_CV.scatter_add_(-1, targets_C[:, None], picked_C1)
                 grads.add(rows, grad_CV, cap_slope_CV, hidden_CH, matrix_VH)
-        return *grads.cast(weight_VH, bias_V), None, None, None, None, None
+        if ctx.shard is not None and grads.hidden_NH is not None:
+            grads.hidden_NH = ctx.shard.sum(grads.hidden_NH)
+        return *grads.cast(weight_VH, bias_V), None, None, None, None, None, None
 
 
 def check_head(hidden_NH: Tensor, head: LMHead, temperature: float) -> None:
@@ -360,13 +452,14 @@ def chunk_tokens(words: int, device: torch.device) -> int:
     return max(64, min(8192, elements // max(1, words)))
 
 
-def chosen_chunk(asked: int | None, weight_VH: Tensor) -> int:
+def chosen_chunk(asked: int | None, head: LMHead) -> int:
     """Return the tokens per chunk: `asked`, or the default for the vocabulary and the device."""
     if asked is not None:
         if asked < 1:
             raise ValueError(f"chunk_size must be at least 1 token, found {asked}")
         return asked
-    return chunk_tokens(len(weight_VH), weight_VH.device)
+    rows = len(head.weight_VH) if head.shard is None else head.shard.rows  # the same for all processes
+    return chunk_tokens(rows, head.weight_VH.device)
 
 
 def chunks(tokens: int, size: int) -> Iterator[slice]:
@@ -427,7 +520,7 @@ def vocabulary_divergence(
         Projection.of(hidden_NH, head, temperature),
         Projection.of(target_hidden_NH, target_head, temperature),
         beta,
-        chosen_chunk(chunk_size, head.weight_VH),
+        chosen_chunk(chunk_size, head),
         support,
     )
 

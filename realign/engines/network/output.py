@@ -108,7 +108,7 @@ class PackedOutput:
     @property
     def lm_head(self) -> LMHead:
         """See `ModelOutput.lm_head`."""
-        return self._language_head("lm_head")
+        return self._language_head("lm_head").complete()
 
     def hidden_states(self, *, where_T: Tensor | None = None) -> Tensor:
         """See `ModelOutput.hidden_states`."""
@@ -132,7 +132,7 @@ class PackedOutput:
         with self.autocast():
             divergence_N = vocabulary_divergence(
                 self.hidden_RH[self._rows(tokens_N - 1)],
-                self._language_head("divergence"),
+                self._language_head("divergence").complete(),
                 # the other role stores a state at the token that it predicts; ours is one token earlier
                 hidden_TH[tokens_N],
                 self.heads[role],
@@ -146,7 +146,7 @@ class PackedOutput:
     def logits(self) -> Tensor:
         """See `ModelOutput.logits`."""
         with self.autocast():
-            return self._spread(self._language_head("logits").logits(self.hidden_RH))
+            return self._spread(self._language_head("logits").complete().logits(self.hidden_RH))
 
     def values(self) -> Tensor:
         """See `ModelOutput.values`."""
