@@ -114,10 +114,13 @@ class Unread(Tensor):
         """
         from safetensors import SafetensorError, safe_open
 
+        parts = list(slices)
+        while parts and parts[-1] == slice(0, self.shape[len(parts) - 1]):
+            parts.pop()  # a complete dimension: without it, more operations know what they need
         with ExitStack() as stack:  # closes the files again, since pages of open files count as memory of the process
             opened = cache(lambda file: stack.enter_context(safe_open(file, framework="pt")))
             try:
-                return _computed(self, list(slices), opened)
+                return _computed(self, parts, opened)
             except (SafetensorError, OSError) as error:
                 raise DataError(f"the weights of the model folder cannot be read: {error}") from error
 

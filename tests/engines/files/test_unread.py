@@ -45,8 +45,10 @@ def test_experts_outside_of_a_slice_are_not_read(tmp_path, monkeypatch):
         "realign.engines.files.unread.InFile.part",
         lambda source, slices, opened: read.append(source.name) or part(source, slices, opened),
     )
-    next(p for name, p in module.named_parameters() if name.endswith("0.mlp.experts.gate_up_proj")).read([slice(1, 2)])
-    assert {name.split("experts.")[1] for name in read} == {"1.gate_proj.weight", "1.up_proj.weight"}
+    p = next(p for name, p in module.named_parameters() if name.endswith("0.mlp.experts.gate_up_proj"))
+    for rest in ([], [slice(0, p.shape[1]), slice(0, p.shape[2])]):
+        p.read([slice(1, 2), *rest])
+        assert {name.split("experts.")[1] for name in read} == {"1.gate_proj.weight", "1.up_proj.weight"}
 
 
 def test_unread_weights_have_no_memory_and_become_fp32_on_their_device(tmp_path):
