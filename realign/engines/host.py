@@ -30,6 +30,17 @@ class Host:
         """Return the SHA-256 of a tensor's bytes."""
         return digest(x)
 
+    def rows_of_ranks(self, sent: Tensor, received: Tensor, rows: int) -> tuple[list[int], list[int]]:
+        """Return the numbers of rows that this process sends to each rank and receives from it; waits for its device.
+
+        Args:
+            sent: [ranks, experts] rows for each expert.
+            received: [ranks, experts] rows from each rank.
+            rows: sum of `sent`, which needs no wait.
+        """
+        there, here = torch.stack([sent.sum(1), received.sum(1)]).tolist()
+        return there, here
+
     def most(self, n: int) -> int:
         """Return the maximum over all ranks, without waiting for their devices."""
         x = torch.tensor(n)

@@ -48,6 +48,10 @@ class MemoryModel:
     keep_rollout: bool = True
     replicate: int = 1
     """Number of groups of ranks that each have all weights."""
+    tensor: int = 1
+    """Number of ranks that compute each layer together."""
+    expert: int = 1
+    """Number of ranks with different prompts that each have some experts."""
 
     def estimate(self, work: MemoryWork) -> RoleMemory:
         """Return the memory of a role that does this work."""
@@ -56,11 +60,12 @@ class MemoryModel:
         lanes = self._lanes(work)
         accumulates = work.optimizer_step_tokens > work.tokens or lanes > 1
         on_device = 0 if self.offload and ranks > 1 else 1
+        rank = replace(self, shape=shape.of_rank(self.tensor, self.expert))
         memory = RoleMemory(
             device=str(self.device),
             weights=on_device * self._weights // shards,
             references=sum(self._reference(layers) for layers in work.references),
-            casts=self._casts if ranks == 1 else self._gathered,
+            casts=self._casts if ranks == 1 else rank._gathered,
             accumulates=accumulates,
         )
         if work.trains and self.optimizer is not None:
@@ -69,14 +74,14 @@ class MemoryModel:
                 memory,
                 moments=on_device * round(trained * moment_bytes(self.optimizer)),
                 average=on_device * FP32 * trained * (self.optimizer.ema_decay is not None),
-                gradients=FP32 * trained * copies + self._embedding_gradient,
-                activations=self._activations(work.tokens, work),
-                head=self._head(work.tokens, lanes),
+                gradients=FP32 * trained * copies + rank._embedding_gradient,
+                activations=rank._activations(work.tokens, work),
+                head=rank._head(work.tokens, lanes),
             )
             if ranks > 1:
-                memory = self._reducing(memory, work)
+                memory = rank._reducing(memory, work)
         if work.scores:
-            scoring = self._scoring(work.tokens, lanes) + self._running_pairs(work.tokens, work)
+            scoring = rank._scoring(work.tokens, lanes) + rank._running_pairs(work.tokens, work)
             memory = replace(memory, scoring=scoring)
         return self._with_rollout(memory, work) if work.samples else memory
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,8 @@ class ModelShape:
     """Weights of the loaded model, without adapters."""
     in_layers: int
     """Weights of all layers."""
+    in_experts: int
+    """Weights of the experts in all layers."""
     matrices: int
     """Weights of the linear layers in all layers."""
     trained: int
@@ -71,6 +73,22 @@ class ModelShape:
         """Weights of one layer."""
         return self.in_layers // max(1, self.layers)
 
+    def of_rank(self, tensor: int, expert: int) -> ModelShape:
+        """Return the sizes of what a rank gathers and computes, see `Sharding`."""
+        experts = self.in_experts // (tensor * expert)
+        words = tensor if self.words % tensor == 0 else 1
+        return replace(
+            self,
+            in_layers=(self.in_layers - self.in_experts) // tensor + experts,
+            in_experts=experts,
+            queries=self.queries // tensor,
+            keys=self.keys // tensor,
+            heads=self.heads // tensor,
+            mlp=self.mlp // tensor,
+            words=self.words // words,
+            embeddings=self.embeddings // words,
+        )
+
 
 def read_shape(
     path: str, head: Head, *, trust_remote_code: bool = False, trains: Trained | None = None, trainable: bool = True
@@ -111,6 +129,7 @@ def shape_of(
         loaded = sum(p.numel() for p in module.parameters())
         layers = _layers(module)
         in_layers = sum(p.numel() for p in layers.parameters())
+        in_experts = sum(p.numel() for p in layers.parameters() if p.ndim == 3)
         matrices = sum(p.numel() for p in layers.parameters() if p.ndim >= 2)
         (trains or All()).prepare(module, path=path, seed=0)
     trained = sum(p.numel() for p in module.parameters() if p.requires_grad) if trainable else 0
@@ -126,6 +145,7 @@ def shape_of(
         family=config.model_type,
         parameters=loaded,
         in_layers=in_layers,
+        in_experts=in_experts,
         matrices=matrices,
         trained=trained,
         adapters=sum(p.numel() for p in module.parameters()) - loaded,

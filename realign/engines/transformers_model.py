@@ -197,6 +197,8 @@ class TransformersModel(Settings, ModelSpec):
             offload=self.sharding.offload,
             reshard=self.sharding.reshard,
             replicate=self.sharding.replicate if work.ranks > 1 else 1,
+            tensor=self.sharding.tensor if work.ranks > 1 else 1,
+            expert=self.sharding.expert if work.ranks > 1 else 1,
         )
         return model.estimate(work)
 

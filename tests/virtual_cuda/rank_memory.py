@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -56,6 +58,8 @@ class Case:
     ranks: int
     tokens: int = 16384
     checkpointing: bool = True
+    tensor: int = 1
+    expert: int = 1
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,11 @@ class Imagined(Host):
 
     def digest(self, x: Tensor) -> str:
         return ""
+
+    def rows_of_ranks(self, sent: Tensor, received: Tensor, rows: int) -> tuple[list[int], list[int]]:
+        each = [rows // len(sent)] * len(sent)
+        each[0] += rows % len(sent)
+        return each, each
 
     def most(self, n: int) -> int:
         return n
@@ -147,6 +156,8 @@ def estimated(case: Case, config: Any) -> int:
         torch.bfloat16,
         optimizer=OptimizerSpec(),
         gradient_checkpointing=case.checkpointing,
+        tensor=case.tensor,
+        expert=case.expert,
     )
     work = MemoryWork(
         trains=True,
@@ -186,7 +197,11 @@ def tracked(case: Case, config: Any) -> Bytes:
             _leave_unread(module, mode)
             with loading:
                 engine: TransformersEngine = ShardedEngine(
-                    "actor", module.eval(), tokenizer, sharding=Sharding(), **settings
+                    "actor",
+                    module.eval(),
+                    tokenizer,
+                    sharding=Sharding(tensor=case.tensor, expert=case.expert),
+                    **settings,
                 )
         else:
             with loading:
@@ -198,12 +213,23 @@ def tracked(case: Case, config: Any) -> Bytes:
         for _ in range(2):
             step = MemTracker()
             step.track_external(*engine.resident())
-            with mode, step, Unpinned():
+            with mode, step, Unpinned(), _of_leaves_only():
                 engine.accumulate(data, MicroBatchSpec(case.tokens), _loss, torch.ones(()))
                 engine.apply(torch.ones(()))
         return Bytes(loading.peak, _peak(step))
     finally:
         torch.distributed.destroy_process_group()
+        _clear_sharding_prop_cache()  # it refers to the meshes of this process group
+
+
+def _of_leaves_only() -> Any:
+    """Return a context in which `MemTracker` may see slices of weights as parameters, such as those of experts."""
+    register = Tensor.register_post_accumulate_grad_hook
+
+    def of_leaf(x: Tensor, hook: Any) -> Any:
+        return register(x, hook) if x.is_leaf else SimpleNamespace(remove=lambda: None)
+
+    return patch.object(Tensor, "register_post_accumulate_grad_hook", of_leaf)
 
 
 def full_depth(case: Case, sizes: Mapping[str, Mapping[str, Any]] = SIZES) -> Bytes:

@@ -26,3 +26,10 @@ def test_a_rank_of_64_loads_and_trains_72b_below_60_gib():
 def test_the_estimate_at_full_depth_is_within_15_percent(model, ranks):
     case = Case(model, ranks)
     assert estimated(case, config_of(model)) == pytest.approx(full_depth(case).step, rel=0.15)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dimensions", [{"expert": 8}, {"tensor": 4}, {"tensor": 2, "expert": 4}], ids=str)
+def test_the_estimate_of_a_mixture_of_experts_whose_ranks_divide_it_is_within_15_percent(dimensions):
+    case = Case("30B of 128 experts", 16, **dimensions)
+    assert estimated(case, config_of(case.model)) == pytest.approx(full_depth(case).step, rel=0.15)

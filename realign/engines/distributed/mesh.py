@@ -4,9 +4,10 @@
 |---|---|---|
 | `replicate` | prompts | gradients, losses, metrics |
 | `shard` | prompts, slices of weights | gradients, losses, metrics, squares of gradients |
-| `tensor` | heads and neurons of each layer, with their weights | within layers, squares of gradients |
+| `tensor` | heads, neurons, experts and words, with their weights | within layers, squares of gradients |
 
-The product of all dimensions is the number of ranks; `shard` is what the others leave.
+The product of all dimensions is the number of ranks; `shard` is what the others leave. For the weights of experts, a
+part of `shard` and all of `tensor` are one dimension instead, `expert`: its ranks have different experts.
 """
 
 from __future__ import annotations
@@ -32,12 +33,15 @@ class Mesh:
         slices: the ranks by the weights that they have: `replicate`, `shard` and `tensor`.
         parts: the same ranks by the tokens that they compute: `data` and `tensor`. It is `slices` if nothing is
             replicated, since each group of ranks takes memory on a GPU.
+        experts: the same ranks by the experts that they have: `replicate`, `shard` and `expert`. It is `slices` if only
+            ranks that compute layers together divide experts.
         device: device of the ranks' tensors.
         host: how ranks agree on numbers.
     """
 
     slices: DeviceMesh
     parts: DeviceMesh
+    experts: DeviceMesh
     device: torch.device
     host: Host
 
@@ -51,16 +55,29 @@ class Mesh:
         sizes = sharding.sizes(role, dist.get_world_size())
         # The last dimensions communicate most, so their ranks are neighbors, usually in one node.
         slices = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-        if sizes["replicate"] == 1:
-            return cls(slices, slices, device, host)
-        data = sizes["replicate"] * sizes["shard"]
-        parts = init_device_mesh(device.type, (data, sizes["tensor"]), mesh_dim_names=("data", "tensor"))
-        return cls(slices, parts, device, host)
+        parts = experts = slices
+        if sizes["replicate"] > 1:
+            data = sizes["replicate"] * sizes["shard"]
+            parts = init_device_mesh(device.type, (data, sizes["tensor"]), mesh_dim_names=("data", "tensor"))
+        if sharding.expert > 1:
+            shape = (slices.size(0), slices.size(1) // sharding.expert, sharding.expert * slices.size(2))
+            experts = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard", "expert"))
+        return cls(slices, parts, experts, device, host)
 
     @property
     def fsdp(self) -> DeviceMesh:
         """The ranks that FSDP gathers weights from and sums gradients over; two dimensions if it replicates."""
-        return self.slices["shard"] if self.slices.size(0) == 1 else self.slices["replicate", "shard"]
+        return _fsdp(self.slices)
+
+    @property
+    def expert_fsdp(self) -> DeviceMesh:
+        """The ranks that FSDP gathers experts from, and sums their gradients over."""
+        return _fsdp(self.experts)
+
+    @property
+    def expert(self) -> DeviceMesh:
+        """The ranks that divide the experts of a layer."""
+        return self.experts["tensor" if self.experts is self.slices else "expert"]
 
     @property
     def shard(self) -> DeviceMesh:
@@ -101,7 +118,11 @@ class Mesh:
     def after(self, like: DTensor) -> list[int]:
         """Return the place in the mesh of a weight of the rank after this one; the first comes after the last."""
         rank = (dist.get_rank() + 1) % dist.get_world_size()
-        place = dict(
-            zip(self.slices.mesh_dim_names or (), (self.slices.mesh == rank).nonzero()[0].tolist(), strict=True)
-        )
-        return [place[name] for name in like.device_mesh.mesh_dim_names or ()]
+        names = like.device_mesh.mesh_dim_names or ()
+        ranks = self.experts if "expert" in names else self.slices
+        place = dict(zip(ranks.mesh_dim_names or (), (ranks.mesh == rank).nonzero()[0].tolist(), strict=True))
+        return [place[name] for name in names]
+
+
+def _fsdp(mesh: DeviceMesh) -> DeviceMesh:
+    return mesh["shard"] if mesh.size(0) == 1 else mesh["replicate", "shard"]

@@ -6,8 +6,9 @@ A rank stores a slice of every weight and of its optimizer state. A layer is gat
 from __future__ import annotations
 
 import copy
-import re
-from collections.abc import Collection, Mapping
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,32 +16,30 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from typing_extensions import override
 
 from realign.api.lengths import Lengths
 from realign.api.sample import TOKENS, SequenceSample
 from realign.engines.distributed.consistency import check_same_slices
+from realign.engines.distributed.expert_parallel import divide_experts, experts_of
 from realign.engines.distributed.mesh import Mesh
 from realign.engines.distributed.sharding import Sharding, from_slice, slices_of, whole
+from realign.engines.distributed.tensor_parallel import split_layers, split_vocabulary
 from realign.engines.files.unread import Unread
 from realign.engines.host import Host
 from realign.engines.network.branches import read_stack
 from realign.engines.network.heads import read_body
 from realign.engines.network.network import Network
+from realign.engines.network.output import ScalarHead
 from realign.engines.network.passes import Layout
 from realign.engines.network.settings import NetworkSettings
+from realign.engines.network.trains import adapted_layers
 from realign.engines.network.value_head import ValueNetwork
 from realign.errors import ConfigError
+from realign.functional.logprobs import LMHead, WordShard
 
 NOTHING = SequenceSample(("nothing",), {TOKENS: torch.zeros(0, dtype=torch.int64)}, {TOKENS: Lengths.of([[0]])})
 """A micro-batch without tokens. A pass over it runs the collectives of a normal pass, and changes nothing."""
-
-STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
-"""The ways to split a linear layer, by their names in a transformers plan."""
-
-COPIED = "replicated_with_grad_allreduce"
-"""Name, in a transformers plan, of a part that every rank stores in full and applies to its own heads."""
 
 
 class ShardedNetwork(Network):
@@ -85,13 +84,13 @@ class ShardedNetwork(Network):
         # Before the modules are sharded: this is an ordinary copy of their classes, without memory.
         self.gathered = GatheredCopy(module, self.value_head)
         unread = self._set_aside()
-        summed: set[str] = set()
-        # Before FSDP, which divides what tensor parallelism leaves to a rank; see `slices_of`.
-        if sharding.tensor > 1:
-            copied = _split_layers(name, module, layers, self.mesh.tensor)
-            above = next(path for path, part in self.named_modules() if part is layers)
-            summed = {f"{above}.{path}" for path in copied}
-        self._shard(layers, sharding, settings.dtype)
+        self._word_shard: WordShard | None = None
+        self._summed: dict[str, DeviceMesh] = {}
+        """Weights that ranks have in full and apply to different heads or experts: the gradient is the sum over these
+        ranks."""
+        # Before FSDP, which divides what other dimensions leave to a rank; see `slices_of`.
+        experts = self._divide(layers, sharding)
+        self._shard(layers, experts, sharding, settings.dtype)
         self._read(unread)
         self.sharded: dict[str, Any] = dict(self.named_parameters())
         """The slices by name, as `DTensor`s."""
@@ -100,22 +99,44 @@ class ShardedNetwork(Network):
         self._heads = [name for name, p in self.sharded.items() if id(p) not in trunk and p.requires_grad]
         self._reached: set[str] = set()
         self._reduces, self._unreduced = True, False
-        self._summed = summed
-        """Weights that ranks of a tensor-parallel group apply to different heads; gradients are partial sums."""
         # Plain tensors in the memory of the shards: an optimizer step on them is one on the network. A `DTensor`
         # optimizer couldn't combine the weights of two meshes (ADR 15).
         self._owned = [nn.Parameter(p.detach().to_local(), p.requires_grad) for p in self.sharded.values()]
 
-    def _shard(self, layers: nn.ModuleList, sharding: Sharding, dtype: torch.dtype) -> None:
+    def _divide(self, layers: nn.ModuleList, sharding: Sharding) -> list[nn.Module]:
+        """Divide layers and vocabulary by the dimensions `tensor` and `expert`; return the parts with experts."""
+        mesh, divides = self.mesh, sharding.expert > 1
+        key = f"models.{self.name}.sharding." + (
+            f"expert={sharding.expert}" if divides else f"tensor={sharding.tensor}"
+        )
+        experts = experts_of(self.module, layers) if mesh.expert.size() > 1 else {}
+        if divides and not experts:
+            family = repr(self.module.config.model_type)
+            raise ConfigError(f"{key}: transformers has no expert plan for model family {family}. Remove this key.")
+        adapted = {} if self.trains.adapter_rank is None else adapted_layers(layers)
+        above = next(path for path, part in self.named_modules() if part is layers)
+        for path, part in experts.items():
+            names = divide_experts(key, part, mesh.expert, mesh.tensor, self.host, adapted=path in adapted)
+            self._summed |= {f"{above}.{path}.{name}": mesh.expert for name in names}
+        if sharding.tensor > 1:
+            copied = split_layers(self.name, self.module, layers, mesh.tensor, adapted=adapted, experts=experts)
+            self._summed |= {f"{above}.{path}": mesh.tensor for path in copied}
+            self._word_shard = split_vocabulary(self.name, self.module, mesh.tensor, self.words or None)
+        return list(experts.values())
+
+    def _shard(
+        self, layers: nn.ModuleList, experts: Sequence[nn.Module], sharding: Sharding, dtype: torch.dtype
+    ) -> None:
         # Layers are gathered in the dtype of their products. Their inputs stay in fp32, as under autocast. The root
         # and its heads also stay in fp32, so log-probs, values and scores are computed in fp32.
         low = dtype if dtype == torch.bfloat16 else None
         policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32, cast_forward_inputs=False)
         offload = CPUOffloadPolicy() if sharding.offload else OffloadPolicy()
-        for layer in layers:
+        parts = [*((part, self.mesh.expert_fsdp) for part in experts), *((layer, self.mesh.fsdp) for layer in layers)]
+        for part, mesh in parts:
             fully_shard(
-                layer,
-                mesh=self.mesh.fsdp,
+                part,
+                mesh=mesh,
                 reshard_after_forward=sharding.reshard,
                 mp_policy=policy,
                 offload_policy=offload,
@@ -181,6 +202,16 @@ class ShardedNetwork(Network):
     def like(self, own: Tensor, place: int) -> DTensor:
         """Wrap a tensor shaped like this rank's slice of `owned()[place]` as a shard of the full tensor."""
         return from_slice(own, list(self.sharded.values())[place])
+
+    @override
+    def read_head(self, *, dropout: bool) -> LMHead | ScalarHead:
+        head = super().read_head(dropout=dropout)
+        if self._word_shard is None or not isinstance(head, LMHead):
+            return head
+        weight_VH: Any = head.weight_VH
+        bias_V: Any = head.bias_V
+        own_V = None if bias_V is None else bias_V.to_local()
+        return replace(head, weight_VH=weight_VH.to_local(), bias_V=own_V, shard=self._word_shard)
 
     @override
     def forward(self, **inputs: Any) -> Tensor:
@@ -257,20 +288,21 @@ class ShardedNetwork(Network):
             if p.grad is not None and counts.get(name, 1):
                 gradient = p.grad.to_local()
                 own.grad = (
-                    self.mesh.sum(gradient, self.mesh.tensor).to(own.device) if name in self._summed else gradient
+                    self.mesh.sum(gradient, self._summed[name]).to(own.device) if name in self._summed else gradient
                 )
             p.grad = None
 
     def gradient_norm(self) -> Tensor:
         """Return the norm of the whole gradient, the same on every rank."""
         tensor = self.mesh.tensor.size()
+        ranks = self.mesh.shard.size() * tensor
         squares = [torch.zeros((), device=self.device)]
         for p, own in zip(self.sharded.values(), self._owned, strict=True):
             if own.grad is not None:
-                # Each rank of a tensor-parallel group has such a weight in full, and the sum over the group counts it
-                # `tensor` times.
-                copies = 1 if tensor == 1 or _divided(p, "tensor") else tensor
-                squares.append(own.grad.norm().square().to(self.device) / copies)
+                # Ranks that compute layers together have some weights in full, and the sum counts these several times.
+                placed = zip(p.device_mesh.shape, p.placements, strict=True)
+                slices = math.prod(n for n, placement in placed if not placement.is_replicate())
+                squares.append(own.grad.norm().square().to(self.device) / (ranks // slices))
         total = self.mesh.sum(torch.stack(squares).sum(), self.mesh.shard)
         return (total if tensor == 1 else self.mesh.sum(total, self.mesh.tensor)).sqrt()
 
@@ -289,12 +321,6 @@ class ShardedNetwork(Network):
     def sampler(self) -> Any:
         """Return the full model with the current weights on this rank's device."""
         return self.gathered.current(self.sharded, dict(self.named_buffers()))
-
-
-def _divided(p: DTensor, over: str) -> bool:
-    """Return whether a tensor is sharded over a mesh dimension."""
-    names = p.device_mesh.mesh_dim_names or ()
-    return over in names and p.placements[names.index(over)].is_shard()
 
 
 class GatheredCopy:
@@ -356,57 +382,3 @@ class GatheredCopy:
         self.outdate()
         for p in self._all.parameters():
             p.data = torch.empty(0, device=self._device)
-
-
-def _split_layers(role: str, module: Any, layers: nn.ModuleList, mesh: DeviceMesh) -> set[str]:
-    """Split the linear layers in `layers` by the tensor-parallel plan that transformers has for the model family.
-
-    Embeddings, norms and heads are replicated on every rank. Packed attention runs on the local heads only.
-
-    Returns:
-        Names, in `layers`, of replicated parameters whose gradient is summed over ranks.
-
-    Raises:
-        ConfigError: the family has no plan, the plan has an unsupported style, or the heads do not divide evenly.
-    """
-    key, family = f"models.{role}.sharding.tensor={mesh.size()}", repr(module.config.model_type)
-    plan = getattr(module.config, "base_model_tp_plan", None)
-    if not plan:
-        raise ConfigError(
-            f"{key}: transformers has no tensor-parallel plan for model family {family}. Remove this key."
-        )
-    _check_divides(key, module.config, mesh.size())
-    parts: dict[str, object] = {**dict(layers.named_parameters()), **dict(layers.named_modules())}
-    styles: dict[str, ParallelStyle] = {}
-    copied = set()
-    for name, part in parts.items():
-        wanted = next((style for path, style in plan.items() if _matches(path, name)), None)
-        linear = isinstance(part, nn.Linear)
-        if wanted == COPIED:
-            copied |= {path for path in dict(layers.named_parameters()) if f"{path}.".startswith(f"{name}.")}
-        elif wanted in STYLES and linear:
-            styles[name] = STYLES[wanted]()
-        elif wanted is not None or linear:
-            style = "no style" if wanted is None else f"style {wanted!r}"
-            raise ConfigError(
-                f"{key}: the plan of model family {family} has {style} for {name!r} ({type(part).__name__}). "
-                f"Supported: {', '.join(STYLES)} for plain linear layers, and {COPIED}. Remove this key."
-            )
-    parallelize_module(layers, mesh, styles)
-    return copied
-
-
-def _matches(path: str, name: str) -> bool:
-    """Return whether a plan path, such as `layers.*.mlp.up_proj`, matches a part's name in the list of layers."""
-    pattern = re.escape(path.partition(".")[2]).replace(r"\*", r"\d+")
-    return re.fullmatch(pattern, name) is not None
-
-
-def _check_divides(key: str, config: Any, ranks: int) -> None:
-    heads = {
-        name: getattr(config, name, None)
-        for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size")
-    }
-    for name, n in heads.items():
-        if n is not None and n % ranks:
-            raise ConfigError(f"{key}: must divide {name}={n} of the model")

@@ -27,8 +27,10 @@ class Sharding(Settings):
     Attributes:
         replicate: number of groups of ranks that each have all weights. Weights are then gathered within a group, such
             as one machine, and only gradients are summed over all groups (HSDP).
-        tensor: number of ranks that compute each layer together, each with some of its heads and neurons. Must divide
-            the numbers of heads and neurons.
+        tensor: number of ranks that compute each layer together, each with some of its heads, neurons and experts, and
+            some rows of the embeddings and the head. Must divide the numbers of heads, neurons and experts.
+        expert: number of ranks with different prompts that each have some experts of every layer, and exchange the
+            tokens that these compute. Requires a mixture of experts. The other weights are sharded as without it.
         offload: keep weights, gradients and optimizer moments in host memory between uses (CUDA only).
         reshard: free the gathered weights of a layer after its forward pass, and gather them again for its backward
             pass. false keeps them between the passes, which is faster but needs memory for all layers.
@@ -43,6 +45,7 @@ class Sharding(Settings):
 
     replicate: Count = 1
     tensor: Count = 1
+    expert: Count = 1
     offload: bool = False
     reshard: bool = True
     reduce_once: bool = False
@@ -64,7 +67,13 @@ class Sharding(Settings):
         if ranks % (product := math.prod(sizes.values())):
             keys = " x ".join(f"{name}={n}" for name, n in sizes.items() if n > 1)
             raise ConfigError(f"models.{role}.sharding.{keys}: must divide the number of ranks ({ranks})")
-        return {**sizes, "shard": ranks // product}
+        sizes["shard"] = ranks // product
+        if sizes["shard"] % self.expert:
+            raise ConfigError(
+                f"models.{role}.sharding.expert={self.expert}: must divide the number of ranks with different prompts "
+                f"and weights ({sizes['shard']})"
+            )
+        return sizes
 
     @property
     def keeps_rollout(self) -> bool:

@@ -185,6 +185,10 @@ class Network(nn.Module):
         """The last layer with its current parameters; a sharded network has other parameters while it runs."""
         return read_head(self.module)
 
+    def read_head(self, *, dropout: bool) -> LMHead | ScalarHead:
+        """Return the last layer for a pass that has run, see `heads.read_head`."""
+        return read_head(self.module, dropout=dropout)
+
     def owned(self) -> list[nn.Parameter]:
         """Return the parameters that an optimizer of this process may change in place."""
         return list(self.parameters())
@@ -267,7 +271,7 @@ class Network(nn.Module):
             # nothing is heard if the head has no branch, or if the micro-batch has no tokens
             read = partial(value.hidden, hidden_RH, heard) if heard else lambda: hidden_RH
             branch = ScalarBranch(read, value, None if value.q_heads is None else value.q_heads.at)
-        head = read_head(self.module, dropout=training and self._dropout)
+        head = self.read_head(dropout=training and self._dropout)
         limited = self.limited(head) if isinstance(head, LMHead) else head
         row_T = layout.rows_on(self.device)
         cu_seqlens = part.cu_seqlens()

@@ -180,7 +180,7 @@ class Lora(Trained):
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             inject_adapter_in_model(config, module, adapter_name=ADAPTER)
-        adapted = set(_adapted(module).values())
+        adapted = set(adapted_layers(module).values())
         for name, layer in (("embeddings", module.get_input_embeddings()), ("head", module.get_output_embeddings())):
             if layer in adapted:
                 raise ConfigError(
@@ -201,7 +201,7 @@ class Lora(Trained):
     @override
     @contextmanager
     def without(self, module: Any) -> Iterator[None]:
-        layers = list(_adapted(module).values())
+        layers = list(adapted_layers(module).values())
         for layer in layers:
             layer.enable_adapters(False)
         try:
@@ -212,7 +212,7 @@ class Lora(Trained):
 
     @override
     def dropouts(self, module: nn.Module) -> list[nn.Module]:
-        layers = _adapted(module).values() if self.dropout else ()
+        layers = adapted_layers(module).values() if self.dropout else ()
         return [dropout for layer in layers for dropout in layer.lora_dropout.values()]
 
     @property
@@ -222,7 +222,9 @@ class Lora(Trained):
 
     @override
     def base_weights(self, module: Any) -> dict[str, Tensor]:
-        parts = (getattr(layer, name) for layer in _adapted(module).values() for name in layer.adapter_layer_names)
+        parts = (
+            getattr(layer, name) for layer in adapted_layers(module).values() for name in layer.adapter_layer_names
+        )
         added = {id(p) for part in parts for p in part.parameters()}
         # the parameters themselves, which are recognized by identity; a plain state dict has detached tensors
         state = module.state_dict(keep_vars=True)
@@ -368,11 +370,12 @@ def _scalar_heads(module: Any) -> list[str]:
 
 def _adapted_weights(module: Any) -> Iterator[tuple[Any, Any]]:
     """Yield the layers with an adapter, and the weights of the base model that they adapt."""
-    for layer in _adapted(module).values():
+    for layer in adapted_layers(module).values():
         yield layer, getattr(layer.get_base_layer(), getattr(layer, "parameter_name", "weight"))  # experts: other names
 
 
-def _adapted(module: Any) -> dict[str, Any]:
+def adapted_layers(module: nn.Module) -> dict[str, Any]:
+    """Return the layers with LoRA adapters by name."""
     from peft.tuners.lora import LoraLayer
 
     return {name: layer for name, layer in module.named_modules() if isinstance(layer, LoraLayer)}

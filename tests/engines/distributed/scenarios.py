@@ -482,7 +482,9 @@ def mistakes(folder: Path) -> dict[str, str]:
         "step": lambda: machine.apply(torch.tensor(1.0)),
         "tensor parallel": lambda: load(folder, sharding=Sharding(tensor=7)),
         "plan": lambda: load(folder, "gpt2", sharding=Sharding(tensor=current().size)),
-        "adapters": lambda: load(folder, trains=Lora(rank=4), sharding=Sharding(tensor=current().size)),
+        "heads": lambda: load(folder, sharding=Sharding(tensor=current().size)),
+        "no experts": lambda: load(folder, sharding=Sharding(expert=current().size)),
+        "experts": lambda: load(folder, "deepseek_v3", sharding=Sharding(expert=current().size)),
         "offload": lambda: load(folder, sharding=Sharding(offload=True)),
         "nan": lambda: load(folder, optimizer=once).engine.train_batch(whole, BUDGET, nan, weight),
     }

@@ -247,10 +247,11 @@ def test_what_cannot_be_done_together_is_refused_on_every_rank(ranks: list[dict[
         f"models.actor.sharding.tensor=7: must divide the number of ranks ({len(ranks)})" in messages["tensor parallel"]
     )
     assert "no tensor-parallel plan for model family 'gpt2'" in messages["plan"]
-    refused = (
-        "for '0.self_attn.q_proj' (Linear)" if len(ranks) == 2 else "sharding.tensor=3: must divide num_attention_heads"
-    )
-    assert refused in messages["adapters"]
+    assert "sharding.expert=" in messages["no experts"]
+    assert "no expert plan for model family 'llama'" in messages["no experts"]
+    if len(ranks) == 3:
+        assert "sharding.tensor=3: must divide num_attention_heads=4" in messages["heads"]
+        assert "sharding.expert=3: 3 ranks divide the experts of a layer, but it has 4" in messages["experts"]
     assert "sharding.offload=true: the model is already on the CPU" in messages["offload"]
     assert "from the loss of micro-batches with ids 'p" in messages["nan"]
     assert "'p3'" in messages["nan"]

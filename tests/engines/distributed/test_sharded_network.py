@@ -37,5 +37,7 @@ def test_layers_are_freed_after_their_forward_pass_and_slices_wait_on_the_cpu_as
 
     monkeypatch.setattr(sharded_network, "fully_shard", fully_shard)
     root: Any = Root()
-    sharded_network.ShardedNetwork._shard(root, root.layers, Sharding(reshard=reshard, offload=offload), torch.float32)
+    sharded_network.ShardedNetwork._shard(
+        root, root.layers, [], Sharding(reshard=reshard, offload=offload), torch.float32
+    )
     assert found == [*((layer, reshard, policy) for layer in root.layers), (root, False, policy)]
