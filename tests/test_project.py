@@ -73,7 +73,10 @@ def test_the_actions_of_workflows_are_pinned_to_commits():
 def test_the_extra_all_has_every_extra_that_needs_no_gpu():
     extras = PROJECT["project"]["optional-dependencies"]
     (everything,) = extras["all"]
-    assert everything == f"realign-rl[{','.join(sorted(set(extras) - {'all', 'flash-attn', 'quantization'}))}]"
+    assert (
+        everything
+        == f"realign-rl[{','.join(sorted(set(extras) - {'all', 'deepspeed', 'flash-attn', 'quantization'}))}]"
+    )
 
 
 def test_the_source_distribution_can_run_its_checks():

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import atexit
+import gc
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,6 +36,12 @@ if TYPE_CHECKING:
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """Environment variables that configure the memory allocator of torch."""
+BRIEF = ("check", "graph")
+"""Commands that import torch for a few seconds of work."""
+ANNOUNCED = (TRAIN, "check", "profile")
+"""Commands whose first line appears at once, before torch is imported."""
+PRINTING = ("--cfg", "-c", "--info", "-i", "--help", "-h", "--version", "--shell-completion")
+"""Options whose output is read by programs."""
 COMPLETE = "--complete"
 """First argument of a call by a completion script."""
 MENU = """\
@@ -118,10 +127,38 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code, as listed in `realign.errors.ExitCode`.
     """
     args = list(sys.argv[1:] if argv is None else argv)
+    if argv is None:
+        # The last collection of a process with torch and transformers takes a CPU second, and frees what ends anyway.
+        atexit.register(gc.freeze)
+        if line := first_line(args):
+            print(line, flush=True)
     use_expandable_segments()
     debug = "--debug" in args or full_errors()
     with plain_warnings(debug):
         return guarded(lambda: _of_all_ranks(args, debug), debug)
+
+
+def first_line(args: Sequence[str]) -> str:
+    """Return the line that shows at once what a command line starts; empty for commands that are quick."""
+    if not args or os.environ.get("RANK", "0") != "0" or {arg.partition("=")[0] for arg in args} & {*PRINTING}:
+        return ""
+    command = args[0] if args[0] in COMMANDS else TRAIN
+    run = next((arg for arg in args if arg.startswith("experiment=") or is_file(arg)), None)
+    if run is None or command not in ANNOUNCED:
+        return ""
+    return f"realign {command} {run}: importing torch and transformers"
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Collect no garbage meanwhile. Importing torch and transformers makes none, but looking for it takes long."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def use_expandable_segments() -> None:
@@ -179,8 +216,9 @@ def _dispatch(argv: list[str], start: Start) -> int:
         with terminated_by_exception():
             return sweep(words, args.config_dir, start, args.debug or full_errors())
     module, _, name = COMMANDS[command].function.partition(":")
-    function = getattr(import_module(f"realign.cli.{module}"), name)
-    return int(function(args, words, start) if command == TRAIN else function(args, words))
+    with uncollected() if command in BRIEF else nullcontext():
+        function = getattr(import_module(f"realign.cli.{module}"), name)
+        return int(function(args, words, start) if command == TRAIN else function(args, words))
 
 
 def _command_of(words: Sequence[str]) -> tuple[str, list[str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from itertools import takewhile
 from typing import Any
@@ -66,10 +66,11 @@ def derived_rows(experiment: Experiment) -> list[tuple[str, str]]:
         rows["weights after a step"] = "; ".join(f"{role}: {sync.describe()}" for role, sync in e.graph.sync.items())
     if e.filled_roles:
         rows["roles filled in by default"] = "; ".join(f"{role}: {what}" for role, what in e.filled_roles.items())
-    if keys := e.graph.unread():
-        rows["results that nothing reads"] = ", ".join(keys)
-    if unread := unread_inputs(e.graph, e.interfaces):
-        rows["inputs that no component reads"] = "; ".join(f"{rpc}: {', '.join(keys)}" for rpc, keys in unread.items())
+    if not str(e.resolved.get("graph", {}).get("_target_", "")).startswith("realign."):  # for authors of a graph
+        if keys := e.graph.unread():
+            rows["results that nothing reads"] = ", ".join(keys)
+        if unread := unread_inputs(e.graph, e.interfaces):
+            rows["inputs that no component reads"] = "; ".join(f"{k}: {', '.join(v)}" for k, v in unread.items())
     idle = [f"interfaces.{r}" for r in e.interfaces if r not in roles]
     idle += [f"models.{r}" for r in e.models if r not in e.roles]
     idle += [f"models.{r}.optimizer" for r, spec in e.models.items() if r not in trained and spec.facts().trainable]
@@ -78,8 +79,17 @@ def derived_rows(experiment: Experiment) -> list[tuple[str, str]]:
     if e.idle:
         rows["settings without effect"] = "; ".join(e.idle)
     if e.dropped:
-        rows["config keys replaced by a higher layer"] = "; ".join(e.dropped)
+        rows["config keys replaced by a higher layer"] = _by_layer(e.dropped)
     return list(rows.items())
+
+
+def _by_layer(dropped: Sequence[str]) -> str:
+    """Return the replaced keys, with the files of several keys once."""
+    groups: dict[str, list[str]] = {}
+    for text in dropped:
+        setting, _, layers = text.rpartition(" of ")
+        groups.setdefault(layers, []).append(setting)
+    return "; ".join(f"{', '.join(settings)} of {layers}" for layers, settings in groups.items())
 
 
 def _own_classes(value: Any, key: str) -> Iterator[str]:

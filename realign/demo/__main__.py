@@ -38,14 +38,14 @@ Results = tuple[RunResult, RunResult, float]
 
 
 def main(arguments: list[str]) -> int:
-    """Run the demo, and print one JSON object as the last line of stdout."""
+    """Run the demo; see `launch`."""
     return launch(
         arguments, name=NAME, subject="two-digit addition", runs=(SFT,), train=train, show=show, usage=__doc__ or ""
     )
 
 
 def show(demo: Demo, console: Console, results: Results) -> dict[str, Any]:
-    """Print the table and some responses, plot the curves, and return the JSON object of the last line."""
+    """Print the table and some responses, plot the curves, and return the results as a JSON object."""
     sft, grpo, seconds = results
     title = "Two-digit addition: SFT, then GRPO" + (" with shuffled rewards (control)" if demo.shuffle else "")
     phases = {"SFT": sft.history, "GRPO": grpo.history}
@@ -108,7 +108,7 @@ def experiments(demo: Demo) -> tuple[Experiment, Experiment]:
 
 
 def summarize(demo: Demo, sft: RunResult, grpo: RunResult, seconds: float) -> dict[str, Any]:
-    """Return the JSON object of the last line. "before" and "after" refer to GRPO, "untrained" to the start of SFT."""
+    """Return the results as a JSON object. "before" and "after" refer to GRPO, "untrained" to the start of SFT."""
     accuracy = grpo.series("eval/reward")
     return {
         "task": "two-digit addition",

@@ -16,6 +16,8 @@ from rich.console import Console
 from realign.errors import ConfigError, ExitCode, RealignError, TransientError
 
 Results = TypeVar("Results")
+RESULTS = "results.json"
+"""Name of the file with the results."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,9 @@ def launch(
     show: Callable[[Demo, Console, Results], Mapping[str, Any]],
     usage: str,
 ) -> int:
-    """Run a demo, and print one JSON object as the last line of stdout. `--help` prints `usage` instead.
+    """Run a demo, and write its results to `results.json`. `--help` prints `usage` instead.
+
+    A program that reads the output gets the results as its last line, too: one JSON object.
 
     Args:
         arguments: Arguments of the command line.
@@ -78,7 +82,7 @@ def launch(
         subject: Topic of the demo, in a few words.
         runs: Names of the runs before the last one.
         train: Executes the runs. A RealignError is printed in one line.
-        show: Prints the results and returns the JSON object.
+        show: Prints the results and returns them as a JSON object.
         usage: Text of `--help`.
 
     Returns:
@@ -100,7 +104,11 @@ def launch(
     except KeyboardInterrupt:
         print("realign: interrupted", file=sys.stderr)
         return ExitCode.interrupted
-    print(json.dumps(show(demo, console, results)), flush=True)
+    line = json.dumps(show(demo, console, results))
+    (demo.output_dir / RESULTS).write_text(f"{line}\n", encoding="utf-8")
+    console.print(f"results: {demo.output_dir / RESULTS}", highlight=False)
+    if not sys.stdout.isatty():
+        print(line, flush=True)
     return 0
 
 
@@ -116,7 +124,7 @@ def remove_earlier(folder: Path, left: Set[str]) -> None:
     """
     if not folder.is_dir():
         return
-    if foreign := sorted({path.name for path in folder.iterdir()} - left):
+    if foreign := sorted({path.name for path in folder.iterdir()} - left - {RESULTS}):
         raise ConfigError(
             f"output_dir={folder}: the folder contains {foreign[0]!r}, which is not of the demo. Choose another."
         )

@@ -52,7 +52,7 @@ class LlmResults(NamedTuple):
 
 
 def main(arguments: list[str]) -> int:
-    """Run the demo, and print one JSON object as the last line of stdout."""
+    """Run the demo; see `launch`."""
     model = [argument.removeprefix("model=") for argument in arguments if argument.startswith("model=")]
     rest = [argument for argument in arguments if not argument.startswith("model=")]
     return launch(
@@ -125,7 +125,7 @@ def show(demo: Demo, console: Console, results: LlmResults) -> dict[str, Any]:
 
 
 def summarize(demo: Demo, results: LlmResults) -> dict[str, Any]:
-    """Return the JSON object of the last line."""
+    """Return the results as a JSON object."""
     held_out, lengths = results.grpo.series("eval/reward"), results.grpo.series("response_tokens")
     return {
         "task": "sums of reasoning-gym",

@@ -144,7 +144,7 @@ class RlhfResults(NamedTuple):
 
 
 def main(arguments: list[str]) -> int:
-    """Run the demo, and print one JSON object as the last line of stdout."""
+    """Run the demo; see `launch`."""
     return launch(
         arguments, name=NAME, subject="friendlier reviews", runs=RUNS, train=train, show=show, usage=__doc__ or ""
     )
@@ -217,7 +217,7 @@ def experiments(demo: Demo) -> tuple[Experiment, ...]:
 
 
 def show(demo: Demo, console: Console, results: RlhfResults) -> dict[str, Any]:
-    """Print the table and some responses, plot the curves, and return the JSON object of the last line."""
+    """Print the table and some responses, plot the curves, and return the results as a JSON object."""
     steps = judged(results.ppo.output_dir / "samples.jsonl", load_function(GOLD))
     compared = compare(steps)
     picture = draw(demo, results, compared)
@@ -241,7 +241,7 @@ def draw(demo: Demo, results: RlhfResults, compared: Sequence[dict[str, float]])
 
 
 def summarize(demo: Demo, results: RlhfResults, compared: Sequence[dict[str, float]]) -> dict[str, Any]:
-    """Return the JSON object of the last line.
+    """Return the results as a JSON object.
 
     "before" and "after" refer to PPO. Rewards are in standard deviations (`compare`).
     """

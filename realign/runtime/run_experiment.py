@@ -153,7 +153,8 @@ def _with_callbacks(experiment: Experiment, callbacks: Mapping[str, Callback]) -
 @contextmanager
 def _status(console: Console | None, text: str) -> Iterator[None]:
     """Show what the run is doing. Errors of the output, which may be a file on a full disk, are ignored."""
-    status = None if console is None else console.status(text)
+    # rich's spinner needs ipywidgets in a notebook, and warns without them
+    status = None if console is None or console.is_jupyter else console.status(text)
     if status is not None:
         with suppress(OSError):
             status.start()

@@ -278,7 +278,7 @@ class RunSummary:
 
     def text(self) -> str:
         """Return the summary as plain text."""
-        console = Console(width=110, record=True, file=io.StringIO(), color_system=None)
+        console = Console(width=110, record=True, file=io.StringIO(), color_system=None, force_jupyter=False)
         self.show(console)
         return console.export_text().rstrip()
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -329,3 +330,49 @@ def test_memory_of_a_gpu_is_expandable_unless_the_user_configures_the_allocator(
         monkeypatch.setenv(name, value)
     cli.use_expandable_segments()
     assert {name: os.environ[name] for name in cli.ALLOCATOR if name in os.environ} == found
+
+
+@pytest.mark.parametrize(
+    ("line", "first"),
+    [
+        ("experiment=grpo steps=3", "realign train experiment=grpo: importing torch and transformers"),
+        ("train --steps 3 experiment=grpo", "realign train experiment=grpo: importing torch and transformers"),
+        ("check ./mine.yaml", "realign check ./mine.yaml: importing torch and transformers"),
+        ("", ""),
+        ("check", ""),
+        ("graph experiment=grpo", ""),
+        ("--cfg job experiment=grpo", ""),
+        ("experiment=grpo --cfg=job", ""),
+        ("check experiment=grpo --help", ""),
+    ],
+)
+def test_the_first_line_says_what_starts(line, first):
+    assert cli.first_line(line.split()) == first
+
+
+def test_only_the_first_rank_prints_the_first_line(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    assert cli.first_line(["experiment=grpo"]) == ""
+
+
+def test_a_process_of_the_command_line_prints_its_first_line_before_it_imports_torch(tmp_path):
+    code = """
+import sys
+from realign.cli.commands import main
+sys.argv[1:] = ["check", "experiment=nope"]
+write = sys.stdout.write
+sys.stdout.write = lambda text: write(f"{text} {'torch' in sys.modules}" if text.strip() else text)
+sys.exit(main())
+"""
+    done = python(code, tmp_path)
+    assert done.stdout == "realign check experiment=nope: importing torch and transformers False\n"
+    assert done.returncode == 2
+
+
+def test_garbage_is_collected_again_after_a_brief_command():
+    with cli.uncollected():
+        assert not gc.isenabled()
+        with cli.uncollected():
+            pass
+        assert not gc.isenabled()
+    assert gc.isenabled()

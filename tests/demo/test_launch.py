@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import sys
+
 import pytest
 
 from realign.demo import __main__ as arithmetic
 from realign.demo import rlhf
+from realign.demo.launch import launch, remove_earlier
 
 
 @pytest.mark.parametrize("demo", [arithmetic, rlhf])
@@ -17,3 +21,27 @@ def test_help_prints_the_usage_and_starts_nothing(demo, flag, capsys, tmp_path, 
     assert "python -m realign.demo" in out
     assert "[seed=0]" in out
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_results_are_in_a_file_and_only_programs_read_them_on_stdout(terminal, tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "demo"
+    folder.mkdir()
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal, raising=False)
+    code = launch(
+        [f"output_dir={folder}"],
+        name="toy",
+        subject="nothing",
+        runs=(),
+        train=lambda demo, console: 3,
+        show=lambda demo, console, results: {"seed": demo.seed, "accuracy": results},
+        usage="",
+    )
+    assert code == 0
+    line = (folder / "results.json").read_text(encoding="utf-8")
+    assert json.loads(line) == {"seed": 0, "accuracy": 3}
+    out = capsys.readouterr().out
+    assert out.endswith(line) is not terminal
+    assert "results.json" in out
+    remove_earlier(folder, set())
+    assert list(folder.iterdir()) == []

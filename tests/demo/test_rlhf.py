@@ -77,7 +77,14 @@ def test_the_demo_ends_with_a_table_a_picture_and_a_line_of_json(small, tmp_path
     assert last["kl"] >= 0
     assert Path(last["curves"]).read_bytes()[:4] == b"\x89PNG"
     assert any("gap: learned - gold" in line for line in printed)
-    assert {p.name for p in (tmp_path / "demo").iterdir()} == {"task", "sft", "reward", "ppo", "rlhf.png"}
+    assert {p.name for p in (tmp_path / "demo").iterdir()} == {
+        "task",
+        "sft",
+        "reward",
+        "ppo",
+        "rlhf.png",
+        "results.json",
+    }
     samples = (tmp_path / "demo" / "ppo" / "samples.jsonl").read_text().splitlines()
     assert len(samples) == 2 * 8 * 2  # all responses of all steps
 
