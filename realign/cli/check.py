@@ -151,15 +151,14 @@ def print_memory(console: Console, devices: Sequence[DeviceEstimate], prompt: in
     """
     if not devices:
         return
-    table = Table(
-        title=f"Memory (estimate, prompts of up to {prompt:,} tokens)", title_justify="left", box=None, pad_edge=False
-    )
+    table = Table(box=None, pad_edge=False)
     rows = [(role, cells(memory)) for device in devices for role, memory in device.roles.items()]
     for role in ("", *(role for role, _ in rows)):
         table.add_column(role, justify="right" if role else "left", overflow="fold")
     for i, kind in enumerate(KINDS):
         table.add_row(kind, *(values[i] for _, values in rows))
-    console.print()
+    # above the table, which would break its title into lines as narrow as its columns
+    console.print(f"\nMemory (estimate, prompts of up to {prompt:,} tokens)", highlight=False, soft_wrap=True)
     console.print(table)
     for device in devices:
         console.print(summary(device), markup=False, highlight=False, soft_wrap=True)

@@ -243,8 +243,14 @@ def held_out(reported: Collection[str], shown: Collection[str] = ()) -> list[str
     return [name for name in reported if name.startswith(EVALUATION) and not name.endswith((*DETAILS, *repeats))]
 
 
+NOISE = 1e-9
+"""Absolute value below which a shown metric is 0."""
+
+
 def number(value: float) -> str:
-    """Return a metric for tables."""
+    """Return a metric for tables. Rounding noise, such as the KL of a policy to itself, is 0."""
+    if abs(value) < NOISE:
+        return "0"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 

@@ -88,4 +88,4 @@ def test_durations(seconds, text):
 
 
 def test_numbers():
-    assert [number(x) for x in (0.123456, 12345.6, -2000.0)] == ["0.1235", "12,346", "-2,000"]
+    assert [number(x) for x in (0.123456, 12345.6, -2000.0, 1.6e-13)] == ["0.1235", "12,346", "-2,000", "0"]
