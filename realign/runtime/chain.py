@@ -19,7 +19,8 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from realign.api import DataflowGraph, SequenceSample
 from realign.errors import CheckpointError
-from realign.runtime.checkpoint.folder import CHECKPOINTS, Checkpoint, CorruptCheckpoint, folder_name
+from realign.runtime.checkpoint.folder import CHECKPOINTS, Checkpoint, CorruptCheckpoint, facts_of, folder_name
+from realign.runtime.checkpoint.saved_models import FINAL
 from realign.runtime.checkpoint.schema import Count, FilePath, Hash, Number, Text
 from realign.runtime.metrics.records import Records
 from realign.runtime.recorded_calls import recorded_calls_path
@@ -70,8 +71,16 @@ class CheckpointLink(_Link):
     files: dict[FilePath, Hash]
 
 
-Link: TypeAlias = Annotated[StartLink | StepLink | CheckpointLink, Field(discriminator="kind")]
-_LINK: TypeAdapter[StartLink | StepLink | CheckpointLink] = TypeAdapter(Link)
+class FinalLink(_Link):
+    """The saved models at the end of the run."""
+
+    kind: Literal["final"]
+    step: Count
+    files: dict[FilePath, Hash]
+
+
+Link: TypeAlias = StartLink | StepLink | CheckpointLink | FinalLink
+_LINK: TypeAdapter[Link] = TypeAdapter(Annotated[Link, Field(discriminator="kind")])
 
 
 class Chain:
@@ -112,6 +121,10 @@ class Chain:
     def checkpoint(self, step: int, files: Mapping[str, str]) -> None:
         """Add a checkpoint, whose files have these hashes."""
         self._add("checkpoint", step, files=dict(files))
+
+    def final(self, step: int, files: Mapping[str, str]) -> None:
+        """Add the models that were saved after the last step."""
+        self._add("final", step, files=dict(files))
 
     def _add(self, kind: str, step: int, **content: Any) -> None:
         record = {"kind": kind, "step": step, **content}
@@ -154,7 +167,7 @@ def settings_hash(settings: Mapping[str, str]) -> str:
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
 
-def read_chain(run: Path) -> list[StartLink | StepLink | CheckpointLink]:
+def read_chain(run: Path) -> list[Link]:
     """Return the links of a run.
 
     Raises:
@@ -163,7 +176,7 @@ def read_chain(run: Path) -> list[StartLink | StepLink | CheckpointLink]:
     path = run / CHAIN
     if not path.is_file():
         raise CheckpointError(f"{path}: the run has no chain, because an earlier version of realign wrote it.")
-    links = list[StartLink | StepLink | CheckpointLink]()
+    links = list[Link]()
     last = ""
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         after = f" (after step {links[-1].step})" if links else ""
@@ -185,7 +198,7 @@ def read_chain(run: Path) -> list[StartLink | StepLink | CheckpointLink]:
     return links
 
 
-def broken_files(run: Path, links: Sequence[StartLink | StepLink | CheckpointLink], forked: int = 0) -> Iterator[str]:
+def broken_files(run: Path, links: Sequence[Link], forked: int = 0) -> Iterator[str]:
     """Yield a sentence for each file of a run that differs from its chain.
 
     Args:
@@ -218,9 +231,15 @@ def broken_files(run: Path, links: Sequence[StartLink | StepLink | CheckpointLin
         changed = [name for name in files if present.get(name) != files[name]]
         if changed:
             yield f"{checkpoint.path.relative_to(run)}/{changed[0]}: changed after step {step} wrote it"
+    if finals := [link for link in links if isinstance(link, FinalLink)]:
+        files = finals[-1].files if (run / FINAL).is_dir() else {}
+        for name, sha256 in files.items():
+            path = run / FINAL / name
+            if not path.is_file() or facts_of(path)["sha256"] != sha256:
+                yield f"{FINAL}/{name}: the saved model was changed"
 
 
-def checkpoint_hashes(links: Iterable[StartLink | StepLink | CheckpointLink]) -> dict[int, dict[str, str]]:
+def checkpoint_hashes(links: Iterable[Link]) -> dict[int, dict[str, str]]:
     """Return the hashes of the files of each checkpoint by step; the last ones if a step was taken again."""
     hashes = {}
     for link in links:
@@ -273,6 +292,8 @@ __all__ = [
     "CHAIN",
     "Chain",
     "CheckpointLink",
+    "FinalLink",
+    "Link",
     "StartLink",
     "StepLink",
     "broken_files",

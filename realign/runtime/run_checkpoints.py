@@ -318,7 +318,10 @@ class RunCheckpoints:
         """
         if self._writer is not None:
             folder = self._runtime.experiment.output_dir / FINAL
-            self._write(self._writer, step, {"final": self._ranks.lead(partial(settle, folder))})
+            files = self._ranks.lead(partial(settle, folder))
+            if self._chain is not None:
+                self._chain.final(step, {name: facts["sha256"] for name, facts in files.items()})
+            self._write(self._writer, step, {"final": files})
 
     def metrics(self) -> dict[str, float]:
         """Return `time/checkpoint_s` once after each checkpoint, for the metrics of the following step.

@@ -94,6 +94,13 @@ def change_weight(run):
     (checkpoint / "manifest.json").write_bytes(rendered_manifest(manifest))
 
 
+def change_final_weight(run):
+    path = run / "final/actor/model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
 def change_setting(run):
     config = yaml.safe_load((run / "config.yaml").read_text())
     config["interfaces"]["actor"]["adv_norm"]["std"] = "none"
@@ -128,6 +135,7 @@ def test_a_run_that_nobody_changed_agrees_and_the_cost_is_said_first(folder, mon
         (change_sample, "samples.jsonl: its lines of step 2"),
         (change_recorded_reward, "calls/step_000004.safetensors: the recorded rewards or samples of step 4"),
         (change_weight, "checkpoints/step_000004/tensors.safetensors: changed after step 4"),
+        (change_final_weight, "final/actor/model.safetensors: the saved model was changed"),
         (change_setting, 'config.yaml: interfaces.actor.adv_norm.std was "group", is "none"'),
         (change_chain, "(step 3): the link does not follow"),
         (remove_link, "the link does not follow"),

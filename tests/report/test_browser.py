@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
 import re
@@ -19,7 +20,7 @@ import pytest
 
 from realign.report.page import write_report
 from realign.report.server import ViewOptions, application
-from tests.report.runs import HOSTILE, make_run, write_sweep
+from tests.report.runs import HOSTILE, make_run, write_run, write_sweep
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 PAGES = ("overview", "curves", "samples", "tokens", "time", "system")
@@ -247,8 +248,20 @@ DRIVER = """<!doctype html><iframe id="viewer" src="/"></iframe><ol id="seen"></
 """A page with the viewer in a frame: opens a run, goes back to the list, and opens the run again."""
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
-def test_the_viewer_opens_a_run_that_was_closed_before(run_folder, tmp_path):
+LIST = """<!doctype html><iframe id="viewer" src="/"></iframe><ol id="seen"></ol><script>
+  const viewer = document.getElementById("viewer"), seen = document.getElementById("seen");
+  viewer.onload = async () => {
+    viewer.contentWindow.location.hash = "#runs";
+    const rows = () => [...viewer.contentDocument.querySelectorAll("main tbody tr td:nth-child(2)")];
+    while (!rows().length) await new Promise((done) => setTimeout(done, 50));
+    for (const { textContent } of rows()) seen.append(Object.assign(document.createElement("li"), { textContent }));
+  };
+</script>"""
+"""A page with the viewer in a frame, which copies the names in the list of runs."""
+
+
+def dumped(runs, driver, tmp_path) -> list[str]:
+    """Return the items of the list of a page that drives the viewer of some runs in a frame."""
     pytest.importorskip("starlette", reason="the extra view is not installed")
     uvicorn = pytest.importorskip("uvicorn")
     from starlette.applications import Starlette
@@ -257,8 +270,8 @@ def test_the_viewer_opens_a_run_that_was_closed_before(run_folder, tmp_path):
 
     app = Starlette(
         routes=[
-            Route("/driver", lambda request: HTMLResponse(DRIVER)),
-            Mount("/", application(run_folder.parent, ViewOptions())),
+            Route("/driver", lambda request: HTMLResponse(driver)),
+            Mount("/", application(runs, ViewOptions())),
         ]
     )
     config = uvicorn.Config(app, port=0, log_level="error", timeout_graceful_shutdown=1)
@@ -276,7 +289,24 @@ def test_the_viewer_opens_a_run_that_was_closed_before(run_folder, tmp_path):
     finally:
         server.should_exit = True
         thread.join(30)
-    assert re.findall("<li>main (.*?)</li>", done.stdout) == [".button", ".kpi", ".button", ".kpi"]
+    return re.findall("<li>(.*?)</li>", done.stdout)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+def test_the_viewer_opens_a_run_that_was_closed_before(run_folder, tmp_path):
+    assert dumped(run_folder.parent, DRIVER, tmp_path) == ["main .button", "main .kpi", "main .button", "main .kpi"]
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+def test_the_list_of_runs_draws_forks_below_their_parents(tmp_path):
+    runs = tmp_path / "runs"
+    for name, parent in {"a": None, "b": None, "c": "z", "m": "a", "z": "m"}.items():
+        write_run(runs / name, 0.5)
+        fork = parent and {"run": str((runs / parent).absolute()), "step": 2}
+        (runs / name / "run.json").write_text(json.dumps({"parent": fork}))
+    fork = "fork at step 2: both curves"
+    shown = [f"└ m {fork}", f"\u00a0\u00a0└ z {fork}", f"\u00a0\u00a0\u00a0\u00a0└ c {fork}"]
+    assert [html.unescape(text) for text in dumped(runs, LIST, tmp_path / "browser")] == ["a", *shown, "b"]
 
 
 def _wait_for(address: str) -> None:
