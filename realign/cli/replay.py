@@ -233,8 +233,9 @@ def verify(args: argparse.Namespace, words: Sequence[str]) -> int:
     first = [*takewhile(lambda start: start.settings == starts[-1].settings, reversed(starts))][-1].step
     known = [step for step in steps if step > max(first, forked)]
     chosen = sorted(random.SystemRandom().sample(known, min(int(numbers[-1]) if numbers else VERIFIED, len(known))))
-    wrong = _recomputed(run, chosen, steps, starts[-1], forked, args)
-    return ExitCode.error if wrong else ExitCode.success
+    if chosen and _recomputed(run, chosen, steps, starts[-1], forked, args):
+        return ExitCode.error
+    return ExitCode.success
 
 
 def _changed_settings(run: Path, start: StartLink) -> list[str]:
