@@ -233,10 +233,10 @@ def broken_files(run: Path, links: Sequence[Link], forked: int = 0) -> Iterator[
             yield f"{checkpoint.path.relative_to(run)}/{changed[0]}: changed after step {step} wrote it"
     if finals := [link for link in links if isinstance(link, FinalLink)]:
         files = finals[-1].files if (run / FINAL).is_dir() else {}
-        for name, sha256 in files.items():
-            path = run / FINAL / name
+        for file, sha256 in files.items():
+            path = run / FINAL / file
             if not path.is_file() or facts_of(path)["sha256"] != sha256:
-                yield f"{FINAL}/{name}: the saved model was changed"
+                yield f"{FINAL}/{file}: the saved model was changed"
 
 
 def checkpoint_hashes(links: Iterable[Link]) -> dict[int, dict[str, str]]:
