@@ -48,7 +48,7 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
         "eval": Command("evaluate:evaluate", ("config_dir", "out"), "realign.cli.evaluate.EvalOptions"),
         "serve": Command("serve:serve"),
         "export": Command("export:export", ("to", "merge", "push")),
-        "report": Command("report:report", ("out",)),
+        "report": Command("report:report", ("out",), "realign.report.data.ReportOptions"),
         "view": Command("report:view", (), "realign.report.server.ViewOptions"),
         "compare": Command("report:compare"),
         "replay": Command("replay:replay", ("out", "break_in", "rescore", "tolerance")),

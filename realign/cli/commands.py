@@ -72,8 +72,8 @@ Usage
   realign eval MODEL <overrides>  evaluate a saved model: [evaluation.data.path=FILE ... --out DIR eval.sets=[NAME]]
   realign serve MODEL             serve a model to OpenAI clients: [port=8000 ...], key in REALIGN_API_KEY
   realign export RUN_OR_FOLDER    write a model with its model card: --to DIR, --push HUB_NAME, [--merge] an adapter
-  realign report RUN...           write curves, samples, tokens and times of runs to an HTML file: [--out FILE]
-  realign view [RUNS]             serve the reports of the runs in a folder: [view.port=8765 view.host=127.0.0.1]
+  realign report RUN...           write curves, samples and tokens to an HTML file: [--out FILE report.samples_mb=3]
+  realign view [RUNS]             serve the runs in a folder: [view.port=8765 view.host=127.0.0.1 view.samples_mb=3]
   realign compare RUN RUN...      compare metrics and settings of runs
   realign replay RUN STEP         recompute a step, bit for bit: [--out DIR] [--break interfaces.actor] opens a debugger
                                   with recorded rewards and episodes; [--rescore] computes them again

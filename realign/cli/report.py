@@ -17,8 +17,11 @@ NAME = "report.html"
 
 def report(args: argparse.Namespace, words: Sequence[str]) -> int:
     """Run `realign report RUN...`: write one HTML file."""
+    from realign.cli.arguments import split_options
+    from realign.report.data import ReportOptions
     from realign.report.page import write_report
 
+    options, words = split_options("report", ReportOptions, words)
     folders = _runs("report", words, at_least=1)
     if args.out:
         out = Path(args.out)
@@ -28,7 +31,7 @@ def report(args: argparse.Namespace, words: Sequence[str]) -> int:
         out = Path(NAME)  # the runs have no folder in common that is theirs
         if os.path.lexists(out):
             raise ConfigError(f"{NAME} exists in the current folder, and may show other runs. Name a file with --out.")
-    size = write_report(folders, out)
+    size = write_report(folders, out, options.samples_mb)
     runs = "1 run" if len(folders) == 1 else f"{len(folders)} runs"
     sys.stdout.write(f"Report of {runs}: {visible(str(out.absolute()))} ({size / 1e6:.2f} MB)\n")
     return 0

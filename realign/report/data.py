@@ -7,43 +7,57 @@ import os
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from realign.report.files import flat_config, json_lines, json_object, number, run_info, summary, usable
+from realign.report.files import METRICS, flat_config, json_lines, json_object, number, run_info, summary, usable
+from realign.settings import Range, Settings
 
 POINTS = 600
 """Maximum number of points of a curve; longer runs are averaged over neighboring steps."""
-BUDGETS: Mapping[str, int] = {
-    "samples": 900_000,
-    "eval_samples": 400_000,
-    "tokens": 1_500_000,
-    "spans": 600_000,
-    "system": 200_000,
-    "warnings": 100_000,
-}
-"""Maximum size of the records of each file in the report, in bytes of JSON. Steps in between are left out."""
+SAMPLES_MB = 2.8
+"""Size of samples and tokens in a report, in MB of JSON before compression."""
+SHARES: Mapping[str, float] = {"samples": 0.32, "eval_samples": 0.14, "tokens": 0.54}
+"""Parts of `SAMPLES_MB`."""
+BUDGETS: Mapping[str, int] = {"spans": 600_000, "system": 200_000, "warnings": 100_000}
+"""Maximum size of the other records, in bytes of JSON."""
 LONGEST_TEXT = 4_000
 """Maximum length of a prompt or response, in characters; its middle is omitted."""
 MOST_NAMES = 2_000
 """Maximum number of metrics; the others are left out."""
+LASTING = 3
+"""Points at the end of a curve that must look wrong for an alert."""
 QUIET_S = 300.0
 """Seconds without a new record after which a run on another machine counts as ended."""
 
 
-def run_data(folder: Path, key: str | None = None) -> dict[str, Any]:
+@dataclass
+class ReportOptions(Settings):
+    """Size of a report."""
+
+    samples_mb: Annotated[float, Range(gt=0)] = SAMPLES_MB
+    """Size of the samples and tokens of a run, in MB before compression. Of longer runs, some steps are shown."""
+
+
+def run_data(folder: Path, key: str | None = None, samples_mb: float = SAMPLES_MB) -> dict[str, Any]:
     """Return the records of a run for the report.
 
     Args:
         folder: folder of the run.
         key: unique name of the run in the report; the name of the folder if unset.
+        samples_mb: maximum size of its samples and tokens, in MB of JSON. Steps in between are left out.
     """
     info, end = run_info(folder), summary(folder)
-    records = {name: usable(name, json_lines(folder / f"{name}.jsonl")) for name in BUDGETS}
+    budgets = {**{name: int(share * samples_mb * 1e6) for name, share in SHARES.items()}, **BUDGETS}
+    records = {name: usable(name, json_lines(folder / f"{name}.jsonl")) for name in budgets}
     records["samples"], records["eval_samples"] = (
         [_shortened(record) for record in records[name]] for name in ("samples", "eval_samples")
     )
+    shown = {name: spread(lines, budgets[name]) for name, lines in records.items()}
+    curves = columns(json_lines(folder / METRICS))
     return {
         "key": key or folder.name,
         "name": info["name"] or end["name"] or folder.name,
@@ -52,16 +66,20 @@ def run_data(folder: Path, key: str | None = None) -> dict[str, Any]:
         "info": info,
         "summary": end,
         "config": flat_config(folder / "config.yaml"),
-        "metrics": columns(json_lines(folder / "metrics.jsonl")),
+        "metrics": curves,
+        "alerts": alerts(curves),
+        "steps_of": {
+            name: [len({x.get("step") for x in some}) for some in (shown[name], records[name])] for name in SHARES
+        },
         "graph": graph_svg(json_object(folder / "run.json").get("graph")),
-        **{name: spread(lines, BUDGETS[name]) for name, lines in records.items()},
+        **shown,
     }
 
 
 def run_line(folder: Path, key: str) -> dict[str, Any]:
     """Return a short description of a run for the list of runs."""
     info, end = run_info(folder), summary(folder)
-    curves = columns(json_lines(folder / "metrics.jsonl"))
+    curves = columns(json_lines(folder / METRICS))
     shown = next((name for name in (*_headline(info), *curves["values"]) if name in curves["values"]), None)
     return {
         "key": key,
@@ -75,7 +93,39 @@ def run_line(folder: Path, key: str) -> dict[str, Any]:
         "started": info["attempts"][0]["started"] if info["attempts"] else "",
         "metric": shown,
         "curve": curves["values"].get(shown, []) if shown is not None else [],
+        "last": {name: x for name, column in curves["values"].items() if (x := _last(column)) is not None},
+        "config": flat_config(folder / "config.yaml"),
+        "alerts": alerts(curves),
     }
+
+
+def _last(column: Sequence[float | None]) -> float | None:
+    return next((x for x in reversed(column) if x is not None), None)
+
+
+def alerts(curves: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return what looks wrong in the curves of a run: `step` at which it begins, and `text`.
+
+    - The entropy fell below a twentieth of its value at the start, and stayed there.
+    - The gradient has been 0 for the last points, at least three.
+    - More than half of the responses have been truncated for the last three points.
+
+    Args:
+        curves: result of `columns`.
+    """
+    entropy = next((x for x in curves["values"].get("entropy", ()) if x is not None), 0.0)
+    rules: tuple[tuple[str, Callable[[float], bool], str], ...] = (
+        ("entropy", lambda x: x < entropy / 20, "entropy collapsed at step"),
+        ("grad_norm", lambda x: x == 0, "no gradient since step"),
+        ("truncated_fraction", lambda x: x > 0.5, "more than half of the responses are truncated since step"),
+    )
+    found = []
+    for name, wrong, words in rules:
+        points = [(s, x) for s, x in zip(curves["step"], curves["values"].get(name, ()), strict=False) if x is not None]
+        count = len(list(takewhile(wrong, (x for _, x in reversed(points)))))
+        if count >= LASTING:
+            found.append({"step": points[-count][0], "text": f"{words} {points[-count][0]:g}"})
+    return found
 
 
 def _headline(info: Mapping[str, Any]) -> list[str]:
@@ -196,4 +246,4 @@ def graph_svg(record: Any) -> str:
         return ""
 
 
-__all__ = ["columns", "graph_svg", "run_data", "run_line", "spread", "status"]
+__all__ = ["SAMPLES_MB", "ReportOptions", "alerts", "columns", "graph_svg", "run_data", "run_line", "spread", "status"]

@@ -19,7 +19,7 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
 from realign.errors import ConfigError
-from realign.report.data import run_data
+from realign.report.data import SAMPLES_MB, run_data
 
 STYLES = ("vendor/uPlot.min.css", "base.css", "parts.css", "pages.css")
 SCRIPTS = (
@@ -70,13 +70,18 @@ def packed(value: Any) -> str:
     return base64.b64encode(gzip.compress(text.encode(errors="replace"), 9, mtime=0)).decode()
 
 
-def write_report(folders: Sequence[Path], out: Path) -> int:
+def write_report(folders: Sequence[Path], out: Path, samples_mb: float = SAMPLES_MB) -> int:
     """Write the report of runs to a file, and return its size in bytes.
+
+    Args:
+        folders: folders of the runs.
+        out: the file.
+        samples_mb: maximum size of the samples and tokens of a run, in MB before compression.
 
     Raises:
         ConfigError: the file is a link, which may lead out of the folder of the run.
     """
-    runs = [run_data(folder, key) for folder, key in zip(folders, unique_keys(folders), strict=True)]
+    runs = [run_data(folder, key, samples_mb) for folder, key in zip(folders, unique_keys(folders), strict=True)]
     title = runs[0]["name"] if len(runs) == 1 else f"{len(runs)} runs"
     content = report_page(runs, f"{title} · realign report").encode(errors="replace")
     if out.is_symlink():

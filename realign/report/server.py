@@ -1,29 +1,38 @@
-"""The viewer of `realign view`: serves the report page and the records of the runs in a folder. Needs extra `view`."""
+"""The viewer of `realign view`: serves the report page and the records of the runs in a folder."""
 
 from __future__ import annotations
 
 import hashlib
-import importlib
 import ipaddress
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+import re
+import socket
+import socketserver
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import parse_qs
+
+from typing_extensions import override
 
 from realign.errors import ConfigError
-from realign.report.data import run_data, run_line, status
+from realign.report.data import ReportOptions, run_data, run_line, status
 from realign.report.files import find_runs, run_info, signature, summary
 from realign.report.page import policy, report_page
-from realign.settings import Range, Settings
+from realign.settings import Range
 
 HEADERS = {"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "Cache-Control": "no-cache"}
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
 
 @dataclass
-class ViewOptions(Settings):
-    """Address of the viewer."""
+class ViewOptions(ReportOptions):
+    """Address of the viewer, and size of its pages."""
 
     host: str = "127.0.0.1"
     """Address to listen on. The default is reachable from this machine only; the viewer has no password."""
@@ -41,48 +50,107 @@ class ViewOptions(Settings):
             return False
 
 
-def application(root: Path, options: ViewOptions) -> Any:
-    """Return the Starlette application for the runs in `root`. It only reads, and only folders of runs.
+@dataclass(frozen=True)
+class Answer:
+    """An answer of the viewer."""
 
-    On a loopback address it accepts only requests for this address, so that no web page can reach it by another name.
+    status: HTTPStatus
+    body: bytes = b""
+    headers: Mapping[str, str] = field(default_factory=dict)
 
-    Raises:
-        ConfigError: Starlette is not installed.
-    """
-    routing = _extra("starlette.routing")
-    responses = _extra("starlette.responses")
-    middleware = []
-    # A web page could let its own name point to this machine, and then read the answers as its own (DNS rebinding).
-    if options.is_loopback:
-        trusted = _extra("starlette.middleware.trustedhost").TrustedHostMiddleware
-        allowed = [*LOOPBACK, options.host]
-        middleware = [_extra("starlette.middleware").Middleware(trusted, allowed_hosts=allowed, www_redirect=False)]
 
-    def page(request: Any) -> Any:
-        headers = {**HEADERS, "Content-Security-Policy": policy(live=True)}
-        return responses.HTMLResponse(report_page([], "realign view", live=True), headers=headers)
+class Viewer:
+    """Answers the requests for the runs in `root`. It only reads, and only folders of runs."""
 
-    def runs(request: Any) -> Any:
-        return answer([_line(folder, key) for key, folder in _runs(root).items()], HEADERS)
+    def __init__(self, root: Path, options: ViewOptions) -> None:
+        self.root, self.options = root, options
 
-    def answer(content: Any, headers: dict[str, str]) -> Any:
-        text = json.dumps(content, ensure_ascii=False, default=str)
-        return responses.Response(text.encode(errors="replace"), media_type="application/json", headers=headers)
+    def answer(self, target: str, host: str, known: str = "") -> Answer:
+        """Return the answer to a GET request.
 
-    def run(request: Any) -> Any:
-        key = request.query_params.get("key", "")
+        On a loopback address only requests for this address are accepted, so that no web page can reach it by another
+        name: a page could let its own name point to this machine, and then read the answers as its own (DNS rebinding).
+
+        Args:
+            target: path and query of the request.
+            host: its header `Host`.
+            known: its header `If-None-Match`.
+        """
+        if self.options.is_loopback and _without_port(host) not in {*LOOPBACK, self.options.host}:
+            return Answer(HTTPStatus.BAD_REQUEST, b"unknown host", {"Content-Type": "text/plain"})
+        path, _, query = target.partition("?")
+        if path == "/":
+            page = report_page([], "realign view", live=True).encode()
+            kind = {"Content-Type": "text/html; charset=utf-8", "Content-Security-Policy": policy(live=True)}
+            return Answer(HTTPStatus.OK, page, kind)
+        if path == "/api/runs":
+            return _json([_line(folder, key) for key, folder in _runs(self.root).items()])
+        if path == "/api/run":
+            return self._run(parse_qs(query).get("key", [""])[0], known)
+        return Answer(HTTPStatus.NOT_FOUND)
+
+    def _run(self, key: str, known: str) -> Answer:
         # Looked up among the runs, and never joined to a path, so that no key leads out of the folder.
-        folder = _runs(root).get(key)
+        folder = _runs(self.root).get(key)
         if folder is None:
-            return responses.JSONResponse({"error": "unknown run"}, status_code=404, headers=HEADERS)
+            return Answer(HTTPStatus.NOT_FOUND, b'{"error": "unknown run"}', {"Content-Type": "application/json"})
         tag = _tag(folder)
-        headers = {**HEADERS, "ETag": tag}
-        if request.headers.get("if-none-match") == tag:
-            return responses.Response(status_code=304, headers=headers)
-        return answer(run_data(folder, key), headers)
+        if known == tag:
+            return Answer(HTTPStatus.NOT_MODIFIED, headers={"ETag": tag})
+        return _json(run_data(folder, key, self.options.samples_mb), ETag=tag)
 
-    routes = [routing.Route(path, endpoint) for path, endpoint in (("/", page), ("/api/runs", runs), ("/api/run", run))]
-    return _extra("starlette.applications").Starlette(routes=routes, middleware=middleware)
+
+def _without_port(host: str) -> str:
+    return re.sub(r":\d+$", "", host)
+
+
+def _json(content: Any, **headers: str) -> Answer:
+    text = json.dumps(content, ensure_ascii=False, default=str)
+    return Answer(HTTPStatus.OK, text.encode(errors="replace"), {"Content-Type": "application/json", **headers})
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Passes requests of one connection to the viewer."""
+
+    protocol_version = "HTTP/1.1"
+    timeout = 60  # of an idle connection, in seconds
+    viewer: Viewer
+
+    def do_GET(self) -> None:  # the name that http.server calls
+        answer = self.viewer.answer(self.path, self.headers.get("Host", ""), self.headers.get("If-None-Match", ""))
+        self.send_response(answer.status)
+        for name, value in {**HEADERS, **answer.headers, "Content-Length": str(len(answer.body))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(answer.body)
+
+    @override
+    def version_string(self) -> str:
+        return "realign"
+
+    @override
+    def log_message(self, format: str, *args: Any) -> None:
+        """Log nothing: the terminal shows the address only."""
+
+
+class ViewServer(ThreadingHTTPServer):
+    """The HTTP server of the viewer, with a thread per connection. Binds when it is created."""
+
+    def __init__(self, viewer: Viewer) -> None:
+        host, port = viewer.options.host, viewer.options.port
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        super().__init__((host, port), type("Handler", (_Handler,), {"viewer": viewer}))
+
+    @override
+    def server_bind(self) -> None:
+        # without the lookup of the machine's name, which can take seconds
+        socketserver.TCPServer.server_bind(self)
+
+    @override
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Ignore connections that a browser closed, and show every other error."""
+        if not isinstance(sys.exception(), ConnectionError | TimeoutError):
+            super().handle_error(request, client_address)
 
 
 def _line(folder: Path, key: str) -> dict[str, Any]:
@@ -106,31 +174,21 @@ def serve(root: Path, options: ViewOptions, say: Callable[[str], None]) -> None:
     """Serve the viewer until Ctrl-C.
 
     Raises:
-        ConfigError: the extra is not installed, the folder does not exist, or the address cannot be used.
+        ConfigError: the folder does not exist, or the address cannot be used.
     """
     if not root.is_dir():
         raise ConfigError(f"{str(root)!r}: this folder does not exist. Name a folder with runs, such as runs/.")
-    uvicorn, app = _extra("uvicorn"), application(root, options)
-    config = uvicorn.Config(
-        # browsers keep connections open, for which uvicorn would wait after Ctrl-C
-        app,
-        host=options.host,
-        port=options.port,
-        log_level="error",
-        access_log=False,
-        timeout_graceful_shutdown=1,
-    )
     try:
-        # Bound before the server starts, so that the line below can name the port that 0 selects.
-        listening = config.bind_socket()
-    except SystemExit as error:  # uvicorn exits instead of raising
+        server = ViewServer(Viewer(root, options))
+    except OSError as error:
         where = f"view.host={options.host} view.port={options.port}"
-        raise ConfigError(f"{where}: the address cannot be used. Choose another port.") from error
+        raise ConfigError(f"{where}: the address cannot be used ({error}). Choose another port.") from error
     host = f"[{options.host}]" if ":" in options.host else options.host
-    say(f"http://{host}:{listening.getsockname()[1]}   runs in {root} (Ctrl-C stops the viewer)")
+    say(f"http://{host}:{server.server_address[1]}   runs in {root} (Ctrl-C stops the viewer)")
     if not options.is_loopback:
         say("The viewer has no password: everyone who can reach this address can read the runs.")
-    uvicorn.Server(config).run(sockets=[listening])
+    with server, suppress(KeyboardInterrupt):
+        server.serve_forever()
 
 
 def _runs(root: Path) -> dict[str, Path]:
@@ -141,11 +199,4 @@ def _runs(root: Path) -> dict[str, Path]:
     }
 
 
-def _extra(module: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ConfigError(f"realign view needs {error.name}. Run pip install 'realign-rl[view]'.") from error
-
-
-__all__ = ["ViewOptions", "application", "serve"]
+__all__ = ["Answer", "ViewOptions", "ViewServer", "Viewer", "serve"]

@@ -14,12 +14,13 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
+from http import HTTPStatus
 from typing import Any
 
 import pytest
 
 from realign.report.page import write_report
-from realign.report.server import ViewOptions, application
+from realign.report.server import Answer, Viewer, ViewOptions, ViewServer
 from tests.report.runs import HOSTILE, make_run, write_run, write_sweep
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -128,6 +129,34 @@ def test_the_filters_of_samples_and_curves_change_what_is_shown(watched, report)
     assert "entropy" in (page.locator(".plot").first.get_attribute("aria-label") or "")
 
 
+def test_a_point_of_a_curve_leads_to_samples_and_these_to_tokens(watched, report, run_folder):
+    page = watched.open(report, "curves")
+    page.locator(".u-over").first.click(position={"x": 150, "y": 60})
+    page.wait_for_selector(".response")
+    step = int(re.search(r"#samples\?step=(\d+)", page.url)[1])
+    steps = {json.loads(line)["step"] for line in (run_folder / "samples.jsonl").read_text().splitlines()}
+    assert step in steps
+    assert page.locator(".histogram").count() == 2
+    page.reload()  # the address restores the step
+    page.wait_for_selector(".response")
+    assert page.inner_text(".stepper output") == str(step)
+    page.locator(".response a").first.click()
+    page.wait_for_selector(".tokens")
+    assert f"step={step}" in page.url
+    assert watched.errors == []
+
+
+def test_identical_responses_are_one_card_with_a_count(watched, run_folder, tmp_path):
+    shutil.copytree(run_folder, tmp_path / "toy")
+    same = {"step": 1, "id": "0@0", "prompt": "p", "reward": 1.0}
+    records = [{**same, "response": text} for text in ("a", "a", "b", "a")]
+    (tmp_path / "toy" / "samples.jsonl").write_text("\n".join(map(json.dumps, records)))
+    write_report([tmp_path / "toy"], tmp_path / "out.html")
+    page = watched.open((tmp_path / "out.html").as_uri(), "samples")
+    assert page.locator(".response").count() == 2
+    assert page.inner_text(".response .tag") == "\u00d7 3"
+
+
 def test_several_runs_are_overlaid_and_compared(watched, run_folder, tmp_path):
     for seed in (1, 2):
         folder = tmp_path / f"seed{seed}"
@@ -198,7 +227,6 @@ def test_hostile_samples_are_shown_as_text(watched, run_folder, tmp_path):
 
 
 def test_the_viewer_shows_new_steps_while_the_run_goes_on(browser, tmp_path):
-    pytest.importorskip("uvicorn", reason="the extra view is not installed")
     out = make_run(tmp_path / "runs" / "live")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -262,32 +290,26 @@ LIST = """<!doctype html><iframe id="viewer" src="/"></iframe><ol id="seen"></ol
 
 def dumped(runs, driver, tmp_path) -> list[str]:
     """Return the items of the list of a page that drives the viewer of some runs in a frame."""
-    pytest.importorskip("starlette", reason="the extra view is not installed")
-    uvicorn = pytest.importorskip("uvicorn")
-    from starlette.applications import Starlette
-    from starlette.responses import HTMLResponse
-    from starlette.routing import Mount, Route
 
-    app = Starlette(
-        routes=[
-            Route("/driver", lambda request: HTMLResponse(driver)),
-            Mount("/", application(runs, ViewOptions())),
-        ]
-    )
-    config = uvicorn.Config(app, port=0, log_level="error", timeout_graceful_shutdown=1)
-    listening = config.bind_socket()
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+    class WithDriver(Viewer):
+        def answer(self, target: str, host: str, known: str = "") -> Answer:
+            if target == "/driver":
+                return Answer(HTTPStatus.OK, driver.encode(), {"Content-Type": "text/html"})
+            return super().answer(target, host, known)
+
+    server = ViewServer(WithDriver(runs, ViewOptions(port=0)))
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
-        address = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        address = f"http://127.0.0.1:{server.server_address[1]}"
         _wait_for(f"{address}/api/runs")
         command = [CHROMIUM, "--headless", "--no-sandbox", f"--user-data-dir={tmp_path}", "--virtual-time-budget=20000"]
         done = subprocess.run(
             [*command, "--dump-dom", f"{address}/driver"], capture_output=True, text=True, timeout=120, check=True
         )
     finally:
-        server.should_exit = True
+        server.shutdown()
+        server.server_close()
         thread.join(30)
     return re.findall("<li>(.*?)</li>", done.stdout)
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import time
 
 import pytest
 
 from realign.draw import to_svg
-from realign.report.data import BUDGETS, MOST_NAMES, POINTS, columns, graph_svg, run_data, run_line, spread, status
+from realign.report.data import MOST_NAMES, POINTS, alerts, columns, graph_svg, run_data, run_line, spread, status
 from realign.report.files import run_info, summary
 from realign.runtime.run_report import graph_record
 from tests.report.runs import HOSTILE_VALUES, hostile_files
@@ -58,7 +59,7 @@ def test_the_kept_steps_fit_the_budget_and_include_the_first_and_the_last():
     assert (steps[0], steps[-1]) == (0, 199)
     assert all(sum(one["step"] == step for one in kept) == 4 for step in steps)
     assert spread(records[:4], 10) == []
-    assert spread([], BUDGETS["tokens"]) == []
+    assert spread([], 1_000_000) == []
 
 
 @pytest.mark.parametrize("kind", HOSTILE_VALUES)
@@ -130,3 +131,27 @@ def test_a_recorded_graph_is_drawn_like_the_graph_of_the_run(tmp_path):
 @pytest.mark.parametrize("record", [None, {}, [], {"rpcs": 3}, {"rpcs": [{"name": "x"}]}])
 def test_a_damaged_record_draws_nothing(record):
     assert graph_svg(record) == ""
+
+
+def test_an_alert_says_since_when_a_curve_has_looked_wrong():
+    steps = [{"step": i, "entropy": 2.0, "grad_norm": 0.5, "truncated_fraction": 0.1} for i in range(10)]
+    assert alerts(columns(steps)) == []
+    for record in steps[6:]:
+        record |= {"entropy": 0.05, "grad_norm": 0.0, "truncated_fraction": 0.9}
+    assert alerts(columns(steps)) == [
+        {"step": 6, "text": "entropy collapsed at step 6"},
+        {"step": 6, "text": "no gradient since step 6"},
+        {"step": 6, "text": "more than half of the responses are truncated since step 6"},
+    ]
+    steps[9] |= {"entropy": 1.0, "grad_norm": 0.5, "truncated_fraction": 0.1}  # it recovered
+    assert alerts(columns(steps)) == []
+
+
+def test_a_larger_budget_shows_more_steps_and_the_page_says_how_many_there_are(run_folder, tmp_path):
+    shutil.copytree(run_folder, tmp_path / "toy")
+    line = json.dumps({"step": 0, "id": "0@0", "prompt": "p", "response": "r" * 900, "reward": 1.0})
+    lines = [line.replace('"step": 0', f'"step": {step}') for step in range(200)]
+    (tmp_path / "toy" / "samples.jsonl").write_text("\n".join(lines))
+    few, all_steps = (run_data(tmp_path / "toy", samples_mb=mb)["steps_of"]["samples"] for mb in (0.1, 10))
+    assert few[0] < few[1] == 200
+    assert all_steps == [200, 200]

@@ -1,102 +1,79 @@
-"""Test the viewer's server: what it serves, and what it refuses. Needs the extra `view`."""
+"""Test the viewer's server: what it serves, and what it refuses."""
 
 from __future__ import annotations
 
 import json
 import shutil
+import threading
+from http.client import HTTPConnection
 
 import pytest
 
 from realign.errors import ConfigError, SettingsError
-from realign.report.server import ViewOptions, application, serve
-
-GET = {"type": "http", "http_version": "1.1", "method": "GET", "scheme": "http", "root_path": ""}
-
-
-async def ask(app, path: str, query: str = "", host: str = "127.0.0.1:8765", **headers: str) -> tuple[int, dict, bytes]:
-    """Send a request to an ASGI application, and return status, headers and body of the answer."""
-    sent: list[dict] = []
-    pairs = [(b"host", host.encode()), *((k.replace("_", "-").encode(), v.encode()) for k, v in headers.items())]
-    scope = {**GET, "path": path, "raw_path": path.encode(), "query_string": query.encode(), "headers": pairs}
-
-    async def receive() -> dict:
-        return {"type": "http.request", "body": b"", "more_body": False}
-
-    async def send(message: dict) -> None:
-        sent.append(message)
-
-    await app(scope, receive, send)
-    answered = {key.decode(): value.decode() for key, value in sent[0]["headers"]}
-    return sent[0]["status"], answered, b"".join(message.get("body", b"") for message in sent[1:])
-
-
-def got(app, *args, **kwargs) -> tuple[int, dict, bytes]:
-    import anyio
-
-    async def one() -> tuple[int, dict, bytes]:
-        return await ask(app, *args, **kwargs)
-
-    return anyio.run(one)
+from realign.report.server import Viewer, ViewOptions, ViewServer, serve
 
 
 @pytest.fixture
-def app(run_folder):
-    pytest.importorskip("starlette", reason="the extra view is not installed")
-    return application(run_folder.parent, ViewOptions())
+def viewer(run_folder) -> Viewer:
+    return Viewer(run_folder.parent, ViewOptions())
 
 
-def test_the_page_has_a_policy_and_no_data(app):
-    code, headers, body = got(app, "/")
+def got(viewer: Viewer, target: str, host: str = "127.0.0.1:8765", known: str = "") -> tuple[int, dict, bytes]:
+    answer = viewer.answer(target, host, known)
+    return int(answer.status), dict(answer.headers), answer.body
+
+
+def test_the_page_has_a_policy_and_no_data(viewer):
+    code, headers, body = got(viewer, "/")
     assert code == 200
-    assert "connect-src 'self'" in headers["content-security-policy"]
+    assert "connect-src 'self'" in headers["Content-Security-Policy"]
     assert b'data-live="yes"' in body
 
 
-def test_the_list_and_a_run_are_served_and_an_unchanged_run_is_not_sent_again(app, run_folder):
-    listed = json.loads(got(app, "/api/runs")[2])
+def test_the_list_and_a_run_are_served_and_an_unchanged_run_is_not_sent_again(viewer, run_folder):
+    listed = json.loads(got(viewer, "/api/runs")[2])
     assert [one["key"] for one in listed] == ["toy"]
-    code, headers, body = got(app, "/api/run", "key=toy")
+    code, headers, body = got(viewer, "/api/run?key=toy")
     assert code == 200
     assert json.loads(body)["metrics"]["step"] == [0, 1, 2, 3, 4]
-    assert got(app, "/api/run", "key=toy", if_none_match=headers["etag"])[0] == 304
+    assert got(viewer, "/api/run?key=toy", known=headers["ETag"])[0] == 304
 
 
 @pytest.mark.parametrize(
     "content", ['{"attempts": "x", "steps": 1e999}', "{", '{"name": "\\ud800", "headline": null}', "[]"]
 )
 def test_a_damaged_run_does_not_remove_the_others_from_the_list(content, run_folder, tmp_path):
-    pytest.importorskip("starlette", reason="the extra view is not installed")
     shutil.copytree(run_folder, tmp_path / "toy")
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "run.json").write_text(content)
-    app = application(tmp_path, ViewOptions())
-    code, _, body = got(app, "/api/runs")
+    viewer = Viewer(tmp_path, ViewOptions())
+    code, _, body = got(viewer, "/api/runs")
     assert (code, [one["key"] for one in json.loads(body)]) == (200, ["bad", "toy"])
-    assert got(app, "/api/run", "key=bad")[0] == 200
+    assert got(viewer, "/api/run?key=bad")[0] == 200
 
 
-def test_a_run_whose_files_cause_an_exception_is_listed_as_unreadable(app, monkeypatch):
+def test_a_run_whose_files_cause_an_exception_is_listed_as_unreadable(viewer, monkeypatch):
     def fail(folder, key):
         raise ArithmeticError("what no schema foresees")
 
     monkeypatch.setattr("realign.report.server.run_line", fail)
-    code, _, body = got(app, "/api/runs")
+    code, _, body = got(viewer, "/api/runs")
     assert code == 200
     assert json.loads(body)[0]["status"] == {"state": "unreadable", "reason": "ArithmeticError"}
 
 
 @pytest.mark.parametrize("key", ["../toy", "/etc", "nope", "", "toy/../toy"])
-def test_only_listed_runs_are_served(app, key):
-    assert got(app, "/api/run", f"key={key}")[0] == 404
+def test_only_listed_runs_are_served(viewer, key):
+    assert got(viewer, f"/api/run?key={key}")[0] == 404
 
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:8765", "127.0.0.1.evil.example"])
-def test_a_request_under_another_name_is_refused(app, host):
-    assert got(app, "/api/runs", host=host)[0] == 400
+def test_a_request_under_another_name_is_refused(viewer, host):
+    assert got(viewer, "/api/runs", host=host)[0] == 400
 
 
-def test_other_methods_and_paths_are_refused(app):
-    assert got(app, "/run.json")[0] == 404
+def test_other_methods_and_paths_are_refused(viewer):
+    assert got(viewer, "/run.json")[0] == 404
 
 
 def test_the_default_address_is_the_loopback():
@@ -112,3 +89,27 @@ def test_the_default_address_is_the_loopback():
 def test_a_missing_folder_is_an_error_that_names_it(tmp_path):
     with pytest.raises(ConfigError, match="nope"):
         serve(tmp_path / "nope", ViewOptions(), print)
+
+
+def test_the_server_answers_over_http_with_the_headers_of_the_viewer(viewer):
+    viewer.options.port = 0
+    with ViewServer(viewer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        connection = HTTPConnection("127.0.0.1", server.server_address[1], timeout=30)
+        try:
+            for path, code in (("/api/runs", 200), ("/nope", 404), ("/", 200)):  # on one connection
+                connection.request("GET", path)
+                answer = connection.getresponse()
+                assert answer.read() or code == 404
+                assert (answer.status, answer.headers["X-Content-Type-Options"]) == (code, "nosniff")
+            connection.request("POST", "/api/runs")
+            assert connection.getresponse().status == 501
+        finally:
+            connection.close()
+            server.shutdown()
+
+
+def test_an_address_that_is_in_use_is_an_error_that_names_the_port(viewer, tmp_path):
+    viewer.options.port = 0
+    with ViewServer(viewer) as server, pytest.raises(ConfigError, match=r"view\.port=\d+: the address cannot be used"):
+        serve(tmp_path, ViewOptions(port=server.server_address[1]), print)

@@ -58,17 +58,26 @@
     if (keepScroll) scrollTo(0, top);
   }
 
+  function notice(text) {
+    const bar = document.getElementById("notice");
+    if (bar.textContent !== text) bar.textContent = text;
+  }
+
   async function update() {
     try {
       stale = await store.load() || stale;
       const focused = document.activeElement;
       if (stale && (focused === main || !main.contains(focused))) { stale = false; render(true); }
-    } catch { /* the server ended or is busy; the next poll tries again */ }
+      notice("");
+    } catch { notice("The viewer does not answer. Is realign view still running?"); }
     setTimeout(update, POLL_MS);
   }
 
   addEventListener("hashchange", async () => {
-    if (store.live) await store.load().catch(() => null);
+    if (store.live) {
+      notice("Loading …");
+      await store.load().then(() => notice(""), () => notice("The viewer does not answer. Is realign view still running?"));
+    }
     const moved = shown !== current();
     render(false);
     if (moved) { scrollTo(0, 0); main.focus({ preventScroll: true }); }

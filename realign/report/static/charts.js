@@ -60,7 +60,7 @@
   }
 
   /* lines: [{label, x, y, color, dash, exact (never smoothed), band: [low, high]}]. Returns a card with title, legend and chart. */
-  report.chart = ({ title, lines, xLabel, smoothing, height, zoomable, unit }) => {
+  report.chart = ({ title, lines, xLabel, smoothing, height, zoomable, unit, onpoint }) => {
     const drawn = lines.filter((line) => line.y.some(report.isNumber));
     if (!drawn.length) return null;
     const series = [{ label: xLabel || "step" }], columns = [], bands = [];
@@ -126,6 +126,14 @@
       charts.add(chart);
       chart.root.setAttribute("aria-hidden", "true");
       if (zoomable) chart.over.addEventListener("dblclick", () => report.zoom(null));
+      if (onpoint) {
+        let pressed = 0;
+        chart.over.style.cursor = "pointer";
+        chart.over.addEventListener("mousedown", (event) => { pressed = event.clientX; });
+        chart.over.addEventListener("click", (event) => { /* not the end of a drag */
+          if (Math.abs(event.clientX - pressed) < 4 && report.isNumber(chart.cursor.idx)) onpoint(xs[chart.cursor.idx]);
+        });
+      }
       card.resize = () => chart.setSize({ width: Math.max(200, body.clientWidth), height: height || 190 });
       show(chart);
     };

@@ -47,6 +47,9 @@
     return { first: points[0], last: points[points.length - 1], best, points };
   };
 
+  /* The step of the records that is nearest to a step. */
+  report.nearest = (records, step) => records.reduce((best, r) => (Math.abs(r.step - step) < Math.abs(best - step) ? r.step : best), records[0].step);
+
   /* The metrics that the run declares as most important, the evaluations first. */
   report.headline = (run) => {
     const names = Object.keys(run.metrics.values);

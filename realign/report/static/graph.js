@@ -21,8 +21,8 @@
       report.svg("text", { class: "took", x: right - width / 2 + 8, y: top + 3, "font-size": 11, "text-anchor": "middle" }, text)];
   }
 
-  /* seconds: mean seconds per step of each call, by name. */
-  report.graph = (text, seconds, total) => {
+  /* seconds: mean seconds per step of each call, by name. color: color of a call. */
+  report.graph = (text, seconds, total, color) => {
     if (!text) return null;
     const parsed = new DOMParser().parseFromString(text, "image/svg+xml").documentElement;
     if (parsed.localName !== "svg") return null;
@@ -39,8 +39,8 @@
       if (report.isDark()) { rect.setAttribute("fill", rect.getAttribute("stroke")); rect.setAttribute("fill-opacity", "0.24"); }
       box.append(
         report.svg("rect", { class: "share", x: x + 6, y: y + h - 5, width: Math.max(1, (w - 12) * Math.min(1, share)),
-          height: 3, rx: 1.5, fill: rect.getAttribute("stroke") }),
-        ...badge(x + w, y, report.duration(seconds[name]), rect.getAttribute("stroke")));
+          height: 3, rx: 1.5, fill: color(name) }),
+        ...badge(x + w, y, report.duration(seconds[name]), color(name)));
     }
     const box = parsed.getAttribute("viewBox").split(" ").map(Number);
     root.setAttribute("viewBox", `0 0 ${box[2]} ${box[3]}`);

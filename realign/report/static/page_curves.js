@@ -25,7 +25,7 @@
       el("button", { type: "button", "aria-pressed": String(state.more), onclick: (event) => {
         state.more = !state.more; event.target.setAttribute("aria-pressed", String(state.more)); event.target.textContent = moreText(); draw(); } }, moreText()),
       zoom);
-    const root = el("div", {}, bar, el("p", { class: "about screen" }, "Drag over a chart to zoom all charts; double-click to reset. Faint lines are unsmoothed.", leftOut()), grid);
+    const root = el("div", {}, bar, el("p", { class: "about screen" }, "Click a point to see the samples of its step. Drag over a chart to zoom all charts; double-click to reset. Faint lines are unsmoothed.", leftOut()), grid);
     root.ready = draw;
     return root;
   } };
@@ -105,7 +105,9 @@
     if (panel.other && constant) return null;
     const all = lines.filter(Boolean);
     return report.chart({ title: panel.title, unit: panel.title.includes(unit || "(") || panel.title.includes("(") ? null : unit, lines: all, xLabel: state.x === "step" ? "step" : "min",
-      smoothing: state.smoothing, zoomable: true });
+      smoothing: state.smoothing, zoomable: true, onpoint: state.x === "step" && report.focused().samples.length ? (step) => {
+        location.hash = report.link("samples", null, { step: report.nearest(report.focused().samples, step) });
+      } : null });
   }
 
   function content() {

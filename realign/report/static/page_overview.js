@@ -8,6 +8,7 @@
     return el("div", {},
       runs.length > 1 ? runs.map(summaryLine) : kpis(run),
       runs.length > 1 ? null : headlines(run),
+      alerts(runs),
       warnings(runs),
       runs.length > 1 ? differences(runs, 12) : null,
       facts(run, runs.length > 1),
@@ -67,6 +68,15 @@
     });
     return report.section("Headline metrics", "Best values are stated where larger or smaller is known to be better.",
       report.table(["metric", "first", "best", "last", ""], rows, { label: "headline metrics" }));
+  }
+
+  /* What looks wrong in the curves, with a link to the samples of the step where it begins. */
+  function alerts(runs) {
+    const found = runs.flatMap((run) => run.alerts.map((alert) => ({ run, ...alert })));
+    if (!found.length) return null;
+    return report.section("Alerts", null, el("ul", { class: "warnings" }, found.map(({ run, step, text }) => el("li", {},
+      runs.length > 1 ? el("span", { class: "muted" }, report.visible(run.key), " · ") : null,
+      run.samples.length && run === report.focused() ? el("a", { href: report.link("samples", null, { step: report.nearest(run.samples, step) }) }, text) : text))));
   }
 
   function warnings(runs) {

@@ -13,6 +13,8 @@
       return report.empty("No samples recorded. Runs that sample responses write sample_prompts prompts per step, and the responses of evaluations.");
     }
     if (!has[state.view]) state.view = has.training ? "training" : "held";
+    const asked = report.route().query.get("step");
+    if (asked !== null && has.training) { state.view = "training"; state.step = report.nearest(run.samples, Number(asked)); state.text = ""; }
     const tabs = el("div", { class: "switch", role: "group", "aria-label": "samples" },
       [["training", "Training groups"], ["held", "Before and after training"]].map(([key, label]) => el("button", { type: "button", disabled: !has[key],
         "aria-pressed": String(state.view === key), onclick: (event) => {
@@ -41,9 +43,13 @@
     return { mean, std, count: rewards.length };
   }
 
+  function recorded(run, group, response) {
+    return run.tokens.find((t) => t.step === group.step && String(t.id) === String(group.id) && t.response === response.place);
+  }
+
   /* Mean advantage of the trained tokens, for responses that tokens.jsonl contains. */
   function advantageOf(run, group, response) {
-    const record = run.tokens.find((t) => t.step === group.step && String(t.id) === String(group.id) && t.response === response.place);
+    const record = recorded(run, group, response);
     if (!record || !record.advantages) return null;
     const found = record.advantages.filter((x, i) => report.isNumber(x) && record.mask[i]);
     return found.length ? found.reduce((a, b) => a + b) / found.length : null;
@@ -52,7 +58,7 @@
   function training(run, redraw) {
     const steps = [...new Set(run.samples.map((s) => s.step))];
     const searching = state.text.trim() !== "";
-    if (!steps.includes(state.step)) state.step = steps[steps.length - 1];
+    if (!steps.includes(state.step)) state.step = informative(run, steps);
     const list = el("div", { "aria-live": "polite" });
     const at = el("output", {}, String(state.step));
     const slider = el("input", { type: "range", min: 0, max: steps.length - 1, value: steps.indexOf(state.step), "aria-label": "step", oninput: (event) => {
@@ -60,16 +66,20 @@
     const move = (by) => { const i = Math.max(0, Math.min(steps.length - 1, steps.indexOf(state.step) + by)); state.step = steps[i]; slider.value = i; at.textContent = String(state.step); show(); };
     const show = () => {
       const text = state.text.trim().toLowerCase();
+      report.keep({ step: text ? null : state.step });
       let groups = groupsOf(text ? run.samples : run.samples.filter((s) => s.step === state.step));
       if (text) groups = groups.filter((g) => (g.prompt + " " + g.id + " " + g.responses.map((r) => r.response).join(" ")).toLowerCase().includes(text));
       if (state.show === "mixed") groups = groups.filter((g) => stats(g).std > 0);
       if (state.show === "equal") groups = groups.filter((g) => stats(g).std === 0);
       if (state.show === "missing") groups = groups.filter((g) => g.responses.some((r) => r.reward === null));
+      groups.sort((a, b) => (stats(b).std > 0) - (stats(a).std > 0)); /* groups with an advantage first */
+      report.put(histogram, text ? null : rewardHistogram(run.samples.filter((s) => s.step === state.step)));
       const shown = groups.slice(0, 40);
       list.className = shown.every((g) => g.responses.length === 1) ? "singles" : "";
       report.put(list, ...shown.map((g) => card(run, g)), groups.length > shown.length ? report.empty("and " + (groups.length - shown.length) + " more groups") :
         groups.length ? "" : report.empty("No group matches."));
     };
+    const histogram = el("div", {});
     const bar = el("div", { class: "toolbar" },
       el("div", { class: "stepper" }, "Step ", el("button", { type: "button", "aria-label": "previous step", onclick: () => move(-1) }, "‹"), slider,
         el("button", { type: "button", "aria-label": "next step", onclick: () => move(1) }, "›"), at),
@@ -80,12 +90,55 @@
       el("label", {}, "Sort ", el("select", { onchange: (event) => { state.sort = event.target.value; show(); } },
         [["recorded", "as sampled"], ["high", "highest reward first"], ["low", "lowest reward first"]].map(([key, label]) => el("option", { value: key, selected: state.sort === key }, label)))));
     show();
-    return el("div", {}, bar, list);
+    return el("div", {}, bar, thinned(run, "samples"), histogram, list);
+  }
+
+  /* The last step with different rewards in a group, which shows more than one where all are equal. */
+  function informative(run, steps) {
+    const mixed = groupsOf(run.samples).filter((group) => stats(group).std > 0);
+    return mixed.length ? mixed[mixed.length - 1].step : steps[steps.length - 1];
+  }
+
+  /* A line that says how many steps with records are not in the page. */
+  function thinned(run, name) {
+    const [shown, all] = run.steps_of[name];
+    const option = (report.store.live ? "view" : "report") + ".samples_mb";
+    return shown < all && el("p", { class: "about" }, `Shows ${shown} of ${all} recorded steps. ${option}=${Math.ceil(3 * all / Math.max(1, shown))} shows more.`);
+  }
+  report.thinned = thinned;
+
+  const BINS = 12;
+
+  /* How often each reward occurs among the recorded responses of a step. */
+  function rewardHistogram(samples) {
+    const lengths = samples.map((s) => s.response.length);
+    const bars = [["reward", samples.map((s) => s.reward).filter(report.isNumber)], ["response length (characters)", lengths]].map(([title, values]) => {
+      if (values.length < 4) return null;
+      const low = Math.min(...values), high = Math.max(...values), width = (high - low) / BINS || 1;
+      const counts = new Array(high > low ? BINS : 1).fill(0);
+      for (const x of values) counts[Math.min(counts.length - 1, Math.floor((x - low) / width))]++;
+      const most = Math.max(...counts), label = counts.map((n, i) => report.number(low + i * width) + ": " + n).join(", ");
+      return el("figure", { class: "card histogram", role: "img", "aria-label": title + ", lower bound: count. " + label },
+        el("figcaption", {}, title, " of ", report.plural(values.length, "response")),
+        el("div", { class: "bars", "aria-hidden": "true" }, counts.map((n, i) => el("i", { style: { height: 100 * n / most + "%" }, title: report.number(low + i * width) + ": " + n }))),
+        el("div", { class: "ends", "aria-hidden": "true" }, el("span", {}, report.number(low)), el("span", {}, high > low ? report.number(high) : "")));
+    });
+    return el("div", { class: "histograms" }, bars);
+  }
+
+  /* Identical responses with the same reward, together. */
+  function distinct(responses) {
+    const found = new Map();
+    for (const r of responses) {
+      const key = r.reward + "\n" + r.response;
+      if (found.has(key)) found.get(key).times++; else found.set(key, { ...r, times: 1 });
+    }
+    return [...found.values()];
   }
 
   function card(run, group) {
     const { mean, std, count } = stats(group);
-    const responses = [...group.responses];
+    const responses = distinct(group.responses);
     if (state.sort !== "recorded") responses.sort((a, b) => (state.sort === "high" ? 1 : -1) * ((b.reward ?? -Infinity) - (a.reward ?? -Infinity)));
     const largest = Math.max(1e-9, ...responses.map((r) => Math.abs((r.reward ?? mean) - mean)));
     return el("article", { class: "card group" },
@@ -105,6 +158,8 @@
         el("span", { class: "reward" }, report.isNumber(r.reward) ? ["reward ", el("b", {}, report.number(r.reward))] : "no reward"),
         relative !== null && group.responses.length > 1 && el("span", { class: "muted", title: "reward minus the mean reward of the group" }, report.signed(relative), " vs. group"),
         advantage !== null && el("span", { title: "mean advantage of the trained tokens" }, "advantage ", el("b", {}, report.signed(advantage))),
+        r.times > 1 && el("span", { class: "tag", title: "identical responses" }, "× " + r.times),
+        recorded(run, group, r) && el("a", { href: report.link("tokens", null, { step: group.step, id: group.id, response: r.place }) }, "tokens"),
         report.isNumber(r.kl) && el("span", { class: "muted", title: "log-prob difference to the reference, summed over the response" }, "KL ", report.number(r.kl))),
       group.responses.length > 1 && el("div", { class: "diverging", "aria-hidden": "true" },
         el("i", { class: relative >= 0 ? "up" : "down", style: { width: width + "%", [relative >= 0 ? "left" : "right"]: "50%" } })),

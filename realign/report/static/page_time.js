@@ -4,17 +4,24 @@
   const { el } = report;
   const state = { step: null };
 
+  /* One color per call on the whole page: its place among the calls of the run by name. */
+  function colorsOf(run) {
+    const timed = Object.keys(run.metrics.values).filter((key) => /^time\/.+_s$/.test(key)).map((key) => key.slice(5, -2));
+    const names = [...new Set([...timed, ...run.spans.map((s) => s.name)])].filter((name) => name !== "step").sort();
+    return (name) => (name === "step" ? "var(--line-strong)" : report.palette(names.indexOf(name)));
+  }
+
   report.pages.time = { title: "Time", render: () => {
     const run = report.focused();
-    const calls = callTimes(run);
+    const calls = callTimes(run), color = colorsOf(run);
     const root = el("div", {},
       report.section("Dataflow graph", "Calls from top to bottom, with the mean time per step and the keys that they pass on. The bar is the fraction of the step.",
-        report.graph(run.graph, Object.fromEntries(calls.map((c) => [c.name, c.mean])), mean(run.metrics.values.step_s)) || report.empty("No graph recorded.")),
-      breakdown(run, calls),
-      timeline(run),
+        report.graph(run.graph, Object.fromEntries(calls.map((c) => [c.name, c.mean])), mean(run.metrics.values.step_s), color) || report.empty("No graph recorded.")),
+      breakdown(calls, color),
+      timeline(run, color),
       el("div", { class: "charts" },
         report.chart({ title: "Seconds per step by call", zoomable: true, smoothing: 0.8, unit: "seconds", lines: [["step_s", "whole step"], ...calls.slice(0, 7).map((c) => [c.key, c.name])].map(([key, label], i) =>
-          ({ label, color: report.palette(i), x: run.metrics.step, y: run.metrics.values[key] || [] })) }),
+          ({ label, color: i ? color(label) : report.isDark() ? "#a0a8b6" : "#5a616e", x: run.metrics.step, y: run.metrics.values[key] || [] })) }),
         report.chart({ title: "Throughput", zoomable: true, smoothing: 0.8, unit: "tokens/s", lines: [["rollout_tokens_per_s", "sampling"], ["train_tokens_per_s", "training"]].map(([key, label], i) =>
           ({ label, color: report.palette(i), x: run.metrics.step, y: run.metrics.values[key] || [] })) }),
         staleness(run)));
@@ -36,22 +43,22 @@
     }).filter((call) => call.mean > 0).sort((a, b) => b.mean - a.mean);
   }
 
-  function breakdown(run, calls) {
+  function breakdown(calls, color) {
     const total = calls.reduce((a, call) => a + call.mean, 0);
     if (!total) return null;
     return report.section("Mean time per step", "Calls can overlap with asynchronous rollout and with several processes.",
-      el("div", { class: "stack", "aria-hidden": "true" }, calls.map((call, i) => el("i", { title: call.name, style: { width: 100 * call.mean / total + "%", background: report.palette(i) } }))),
-      report.table(["call", "mean per step", "fraction"], calls.map((call, i) => el("tr", {}, el("th", { scope: "row" },
-        el("span", { class: "dot", style: { background: report.palette(i) }, "aria-hidden": "true" }), call.name),
+      el("div", { class: "stack", "aria-hidden": "true" }, calls.map((call) => el("i", { title: call.name, style: { width: 100 * call.mean / total + "%", background: color(call.name) } }))),
+      report.table(["call", "mean per step", "fraction"], calls.map((call) => el("tr", {}, el("th", { scope: "row" },
+        el("span", { class: "dot", style: { background: color(call.name) }, "aria-hidden": "true" }), call.name),
       el("td", { class: "number" }, report.duration(call.mean)), el("td", { class: "number" }, (100 * call.mean / total).toFixed(1) + " %"))), { label: "time of calls" }));
   }
 
-  function timeline(run) {
+  function timeline(run, color) {
     const steps = [...new Set(run.spans.map((s) => s.step))];
     if (!steps.length) return null;
     if (!steps.includes(state.step)) state.step = steps[Math.min(steps.length - 1, Math.floor(steps.length / 2))];
     const body = el("div", {});
-    const show = () => report.put(body, gantt(run.spans.filter((s) => s.step === state.step)));
+    const show = () => report.put(body, gantt(run.spans.filter((s) => s.step === state.step), color));
     show();
     return report.section("Timeline of a step", "Each row is a thread. Calls that sample ahead of training start before the step.",
       el("div", { class: "toolbar" }, el("label", {}, "Step ", el("select", { onchange: (event) => { state.step = Number(event.target.value); show(); } },
@@ -60,10 +67,9 @@
 
   const MOST_ROWS = 40;
 
-  function gantt(spans) {
+  function gantt(spans, color) {
     const start = Math.min(...spans.map((s) => s.start)), end = Math.max(...spans.map((s) => s.end)), width = end - start || 1;
     const names = [...new Set(spans.map((s) => s.name))];
-    const color = (name) => (name === "step" ? "var(--line-strong)" : report.palette(names.filter((n) => n !== "step").indexOf(name)));
     const lanes = lanesOf(spans), left = 150, scale = 1000, row = 26, height = lanes.length * row + 30;
     const x = (t) => left + scale * (t - start) / width;
     const chart = report.svg("svg", { viewBox: `0 0 ${left + scale + 16} ${height}`, class: "gantt", role: "img",

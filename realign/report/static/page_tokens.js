@@ -22,7 +22,11 @@
   report.pages.tokens = { title: "Tokens", render: () => {
     const run = report.focused();
     if (!run.tokens.length) return report.empty("No tokens recorded. Set records.token_prompts to at least 1 and records.every_steps to the interval in steps.");
-    const body = el("div", {});
+    const body = el("div", {}), { query } = report.route();
+    if (query.has("step")) state.step = report.nearest(run.tokens, Number(query.get("step")));
+    if (query.has("color")) state.by = query.get("color");
+    if (query.has("id")) state.record = Math.max(0, run.tokens.filter((t) => t.step === state.step)
+      .findIndex((t) => String(t.id) === query.get("id") && String(t.response) === query.get("response")));
     const draw = () => { report.resetCharts(); report.put(body, view(run, draw)); report.drawAll(body); };
     const root = el("div", {}, body);
     root.ready = draw;
@@ -31,22 +35,29 @@
 
   const has = (record, name) => Array.isArray(record[name]) && record[name].some((x) => x !== null);
 
+  /* The last step with different rewards, or advantages that are not 0. */
+  function informative(run, steps) {
+    const telling = run.tokens.filter((t) => (t.advantages || []).some((x) => x));
+    return telling.length ? telling[telling.length - 1].step : steps[steps.length - 1];
+  }
+
   function view(run, redraw) {
     const steps = [...new Set(run.tokens.map((t) => t.step))];
-    if (!steps.includes(state.step)) state.step = steps[steps.length - 1];
+    if (!steps.includes(state.step)) state.step = informative(run, steps);
     const records = run.tokens.filter((t) => t.step === state.step);
     const record = records[Math.min(state.record, records.length - 1)];
     const available = COLUMNS.filter(([name]) => records.some((one) => has(one, name)));
     if (!available.some(([name]) => name === state.by)) state.by = available[0][0];
     const column = available.find(([name]) => name === state.by);
+    report.keep({ step: state.step, color: state.by });
     const scale = scaleOf(records, column);
     const detail = el("dl", { class: "detail card", "aria-live": "polite" });
     const bar = el("div", { class: "toolbar" },
-      el("label", {}, "Step ", el("select", { onchange: (event) => { state.step = Number(event.target.value); state.record = 0; redraw(); } },
+      el("label", {}, "Step ", el("select", { onchange: (event) => { state.step = Number(event.target.value); state.record = 0; report.keep({ id: null, response: null }); redraw(); } },
         steps.map((step) => el("option", { value: step, selected: step === state.step }, step)))),
       el("label", {}, "Color ", el("select", { id: "color-by", onchange: (event) => { state.by = event.target.value; redraw(); } },
         available.map(([name, label]) => el("option", { value: name, selected: name === state.by }, label)))));
-    const tokens = records.map((one) => el("section", { class: "response-tokens" },
+    const tokens = records.map((one) => el("section", { class: "response-tokens" + (one === record && state.record ? " asked" : "") },
       el("h3", {}, el("span", {}, "Prompt ", el("code", {}, report.visible(String(one.id))), ", response ", one.response + 1),
         report.isNumber(one.reward) && el("span", {}, "reward ", el("b", {}, report.number(one.reward)))),
       tokenList(one, column, scale, detail, available, one === record)));
@@ -55,7 +66,7 @@
       return { label: (new Set(records.map((r) => r.id)).size > 1 ? one.id + ", " : "") + "response " + (one.response + 1), color: report.palette(i),
         exact: true, x: one.tokens.map((_, j) => one.start + j).slice(first), y: one[state.by].slice(first) };
     }) });
-    return el("div", {}, bar,
+    return el("div", {}, bar, report.thinned(run, "tokens"),
       el("div", { class: "tokenview" },
         el("div", {},
           el("section", { class: "card" },

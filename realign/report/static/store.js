@@ -60,13 +60,21 @@
 
   /* The part after # is PAGE?run=KEY&run=KEY, so that a link leads to the same runs. */
   report.route = () => {
-    const [page, query] = decodeURI(location.hash.slice(1)).split("?");
+    const [page, query] = location.hash.slice(1).split("?");
     return { page, query: new URLSearchParams(query || "") };
   };
   function selected() { return report.route().query.getAll("run"); }
-  report.link = (page, keys) => {
+  /* view: what the page shows, such as {step: 7, id: "3@0"}, so that a copied address restores it. */
+  report.link = (page, keys, view) => {
     const chosen = keys || (store.live ? store.runs.map((run) => run.key) : []);
-    return "#" + page + (chosen.length ? "?" + chosen.map((key) => "run=" + encodeURIComponent(key)).join("&") : "");
+    const pairs = [...chosen.map((key) => ["run", key]), ...Object.entries(view || {}).filter(([, x]) => x !== null && x !== undefined)];
+    return "#" + page + (pairs.length ? "?" + pairs.map(([name, x]) => name + "=" + encodeURIComponent(x)).join("&") : "");
+  };
+  /* Write the view of the current page to the address, without a new entry in the history. */
+  report.keep = (view) => {
+    const { page, query } = report.route();
+    for (const [name, x] of Object.entries(view)) x === null || x === undefined ? query.delete(name) : query.set(name, x);
+    history.replaceState(null, "", "#" + page + (query.size ? "?" + query : ""));
   };
 
   report.remember = (name, value) => {
