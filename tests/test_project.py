@@ -70,7 +70,7 @@ def test_the_actions_of_workflows_are_pinned_to_commits():
     assert [line for line in foreign if not re.fullmatch(r"[\w./-]+@[0-9a-f]{40} # v[\d.]+", line)] == []
 
 
-def test_the_extra_all_has_every_extra_that_needs_no_gpu():
+def test_the_extra_all_has_every_extra_that_needs_no_gpu_and_no_build():
     extras = PROJECT["project"]["optional-dependencies"]
     (everything,) = extras["all"]
     assert (

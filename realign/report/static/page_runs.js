@@ -68,13 +68,13 @@
       el("td", {}, report.pill(run.status.state)),
       el("td", { class: "number" }, report.number(run.step) + (run.steps ? " / " + report.number(run.steps) : "")),
       el("td", { class: "number" }, report.duration(run.seconds)),
-      el("td", {}, report.time(run.started)),
-      el("td", {}, run.metric ? [el("span", { class: "muted" }, run.metric, " "), report.number(last(run.curve))] : "–"),
+      el("td", { class: "nowrap" }, report.time(run.started).replace(" UTC", "")),
+      el("td", { class: "nowrap" }, run.metric ? [el("span", { class: "muted" }, run.metric, " "), report.number(last(run.curve))] : "–"),
       state.columns.map((name) => { const x = valueOf(run, name); return el("td", { class: "number" }, report.isNumber(x) ? report.number(x) : report.visible(x ?? "–")); }),
       el("td", {}, el("input", { type: "text", class: "tags", "aria-label": "tags of " + run.key, value: tagsOf(run), placeholder: "+", onchange: (event) => {
         if (event.target.value.trim()) state.tags[run.key] = event.target.value.trim(); else delete state.tags[run.key];
         keep("tags"); } })),
-      el("td", {}, report.sparkline(run.curve, report.palette(listed.indexOf(run))))));
+      el("td", { class: "trend" }, report.sparkline(run.curve, report.palette(listed.indexOf(run))))));
     return runs.length ? report.table(head, rows, { left: true, label: "runs" }) : report.empty("No run matches the filter.");
   }
 
