@@ -60,6 +60,8 @@ def test_a_run_whose_files_cause_an_exception_is_listed_as_unreadable(viewer, mo
     code, _, body = got(viewer, "/api/runs")
     assert code == 200
     assert json.loads(body)[0]["status"] == {"state": "unreadable", "reason": "ArithmeticError"}
+    monkeypatch.undo()
+    assert json.loads(body)[0].keys() == json.loads(got(viewer, "/api/runs")[2])[0].keys()
 
 
 @pytest.mark.parametrize("key", ["../toy", "/etc", "nope", "", "toy/../toy"])
