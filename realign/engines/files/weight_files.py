@@ -31,8 +31,7 @@ DTYPES = {
 }
 """Supported dtypes and their names in safetensors files, in the order of the library, which writes the last first."""
 
-Facts: TypeAlias = tuple[torch.dtype, Sequence[int]]
-"""Dtype and shape of a tensor."""
+DTypeShape: TypeAlias = tuple[torch.dtype, Sequence[int]]
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class Header:
     """Bytes of the file."""
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Facts], metadata: Mapping[str, str], *, aligned: int = 8) -> Header:
+    def of(cls, tensors: Mapping[str, DTypeShape], metadata: Mapping[str, str], *, aligned: int = 8) -> Header:
         """Return the header that the safetensors library writes for these tensors.
 
         Args:
