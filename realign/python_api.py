@@ -47,14 +47,14 @@ from realign.runtime import Experiment
 from realign.runtime.metrics.samples import spoken
 
 StrPath: TypeAlias = str | os.PathLike[str]
-PLAIN = re.compile(r"[A-Za-z_./][\w./:@-]*", re.ASCII)
+_PLAIN = re.compile(r"[A-Za-z_./][\w./:@-]*", re.ASCII)
 """Text that Hydra reads as text, without quotes."""
-KEYWORDS = ("null", "true", "false", "nan", "inf")
+_KEYWORDS = ("null", "true", "false", "nan", "inf")
 """Words that Hydra reads as another value than text."""
 
 
 @runtime_checkable
-class Table(Protocol):
+class _Table(Protocol):
     """Rows in memory: a `datasets.Dataset`, or a DataFrame of pandas."""
 
     def to_parquet(self, path: Any, /) -> Any:
@@ -388,7 +388,7 @@ def _file_of(key: str, rows: Any) -> Any:
     """Return the path of data: as given, or of a file with the rows."""
     if isinstance(rows, str | os.PathLike):
         return os.fspath(rows)
-    if isinstance(rows, Table):
+    if isinstance(rows, _Table):
         return _stored(rows.to_parquet, "parquet")
     rows = list(rows) if isinstance(rows, Iterable) else rows
     if isinstance(rows, list) and rows and all(isinstance(row, Mapping) for row in rows):
@@ -433,7 +433,7 @@ def _text(key: str, value: Any) -> str:
     if isinstance(value, float):
         return repr(float(value))
     if isinstance(value, str):
-        return value if PLAIN.fullmatch(value) and value.lower() not in KEYWORDS else quoted_text(value)
+        return value if _PLAIN.fullmatch(value) and value.lower() not in _KEYWORDS else quoted_text(value)
     if isinstance(value, list):
         return f"[{','.join(_text(key, item) for item in value)}]"
     if isinstance(value, Mapping):

@@ -22,6 +22,10 @@ class Interrupted(KeyboardInterrupt):
         super().__init__(message)
         self.exit_code = 128 + number
 
+    def _render_traceback_(self) -> list[str]:
+        """Return the lines that IPython shows instead of a traceback."""
+        return [str(self)]
+
 
 class StopSignals:
     """Signal handlers for a context: the first signal is recorded, the second raises `Interrupted`, the third kills.
