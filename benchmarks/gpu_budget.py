@@ -20,6 +20,7 @@ device.install()
 import torch  # noqa: E402
 
 from benchmarks.report import arguments, table  # noqa: E402
+from realign.engines import Sharding  # noqa: E402
 from tests.virtual_cuda.budgets import LayerCost, decode, of_layers, train  # noqa: E402
 from tests.virtual_cuda.rank_memory import SIZES, Case, config_of, estimated, full_depth  # noqa: E402
 
@@ -66,12 +67,20 @@ def memory() -> None:
         for ranks in RANKS:
             if ranks == 1 and "experts" in model:
                 continue  # its experts stay fp32, which torch's `grouped_mm` refuses for fake tensors
-            case = Case(model, ranks)
-            guess, counted = estimated(case, config_of(model)), full_depth(case)
-            sizes = (guess, counted.step, counted.loading)
-            rows.append((model, str(ranks), *(f"{size / 2**30:.1f}" for size in sizes), f"{guess / counted.step:.2f}"))
-            print(*rows[-1], file=sys.stderr, flush=True)
+            rows.append(memory_row(model, Case(model, ranks)))
+    for context in (1, 2, 4):
+        case = Case("7B", 16, 131072, sharding=Sharding(context=context), sequences=1)
+        rows.append(memory_row(f"7B, 128k tokens, context={context}", case))
     print(table(("GiB on a rank", "ranks", "estimate", "tracked", "tracked while loading", "ratio"), rows))
+
+
+def memory_row(name: str, case: Case) -> tuple[str, ...]:
+    """Return the cells of a case."""
+    guess, counted = estimated(case, config_of(case.model)), full_depth(case)
+    sizes = (guess, counted.step, counted.loading)
+    row = (name, str(case.ranks), *(f"{size / 2**30:.1f}" for size in sizes), f"{guess / counted.step:.2f}")
+    print(*row, file=sys.stderr, flush=True)
+    return row
 
 
 def launches() -> None:

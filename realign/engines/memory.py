@@ -6,6 +6,7 @@ size is in bytes. `docs/guides/sizing.md` explains the formula.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -48,6 +49,8 @@ class MemoryModel:
     keep_rollout: bool = True
     replicate: int = 1
     """Number of groups of ranks that each have all weights."""
+    context: int = 1
+    """Number of ranks that divide a micro-batch."""
     tensor: int = 1
     """Number of ranks that compute each layer together."""
     expert: int = 1
@@ -59,6 +62,7 @@ class MemoryModel:
         trained = (shape.trained + self._value_weights if self.optimizer is not None else 0) // shards
         lanes = self._lanes(work)
         accumulates = work.optimizer_step_tokens > work.tokens or lanes > 1
+        work = replace(work, tokens=-(-work.tokens // self.context))
         on_device = 0 if self.offload and ranks > 1 else 1
         rank = replace(self, shape=shape.of_rank(self.tensor, self.expert))
         memory = RoleMemory(
@@ -171,7 +175,7 @@ class MemoryModel:
         shape = self.shape
         if not shape.pair_tensors or (not shape.unpacked and self.device.type != "cpu"):
             return 0
-        longest = min(tokens, work.prompt + work.response) or tokens
+        longest = min(tokens * self.context, work.prompt + work.response) or tokens
         return tokens * longest * shape.heads * (FP32 + (self._bytes if self._half else 0))
 
     @property
@@ -210,7 +214,10 @@ class MemoryModel:
         norms += shape.hidden * size * (5 if self._half else 2)
         if shape.qk_norm:
             norms += (shape.queries + shape.keys) * 2 * FP32
-        attention = size * (3 * shape.queries + 2 * shape.keys) + FP32 * shape.heads
+        # each rank of `context` has keys and values of its heads, for which fewer key-value heads are repeated
+        key_heads = shape.keys * shape.heads // shape.queries
+        keys = min(shape.queries, math.lcm(key_heads, self.context) // key_heads * shape.keys)
+        attention = size * (3 * shape.queries + 2 * keys) + FP32 * shape.heads
         return norms + attention + size * shape.mlp * shape.mlp_tensors
 
     def _chunk(self, lanes: int) -> int:

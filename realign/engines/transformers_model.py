@@ -163,7 +163,11 @@ class TransformersModel(Settings, ModelSpec):
         return replace(facts, rate_ends=schedule.total, rate_unit=schedule.unit.value)
 
     def memory(self, name: str, work: MemoryWork) -> RoleMemory:
-        """Estimate the memory from the config of the model."""
+        """Estimate the memory from the config of the model.
+
+        Raises:
+            ConfigError: the config cannot be read, or its attention heads cannot be divided among the ranks.
+        """
         from realign.engines.memory import MemoryModel
         from realign.engines.model_shape import read_shape
 
@@ -177,6 +181,8 @@ class TransformersModel(Settings, ModelSpec):
                 trains=self.trains,
                 trainable=self.optimizer is not None,
             )
+        if work.ranks > 1:
+            self.sharding.check_heads(name, shape.heads)
         value_head = self._value_head
         settings = self._settings(device).allowed(load_balancing=self.load_balancing is not None)
         # As in the engine: passes run one after another on several ranks, and with a value head that has layers (ADR
@@ -197,6 +203,7 @@ class TransformersModel(Settings, ModelSpec):
             offload=self.sharding.offload,
             reshard=self.sharding.reshard,
             replicate=self.sharding.replicate if work.ranks > 1 else 1,
+            context=self.sharding.context if work.ranks > 1 else 1,
             tensor=self.sharding.tensor if work.ranks > 1 else 1,
             expert=self.sharding.expert if work.ranks > 1 else 1,
         )

@@ -7,7 +7,7 @@ The tensors are fake (shapes without values) and so are the other ranks, so that
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,7 +39,6 @@ from realign.engines.training.transformers_engine import TransformersEngine
 from tests.tiny import tiny_model
 
 CUDA = torch.device("cuda")
-SEQUENCES = 8
 SIZES: dict[str, dict[str, Any]] = {
     "0.5B": {"hidden_size": 896, "layers": 24, "heads": 14, "kv": 2, "mlp": 4864, "words": 151936, "tied": True},
     "7B": {"hidden_size": 3584, "layers": 28, "heads": 28, "kv": 4, "mlp": 18944, "words": 152064},
@@ -58,8 +57,8 @@ class Case:
     ranks: int
     tokens: int = 16384
     checkpointing: bool = True
-    tensor: int = 1
-    expert: int = 1
+    sharding: Sharding = field(default_factory=Sharding)
+    sequences: int = 8
 
 
 @dataclass(frozen=True)
@@ -75,11 +74,15 @@ class Bytes:
 class Imagined(Host):
     """Answers for fake tensors and fake ranks: every number is 1, every mask selects all, and all ranks agree."""
 
+    def __init__(self, context: int) -> None:
+        self._context = context
+        """Number of ranks that divide the tokens of a micro-batch."""
+
     def numbers(self, x: Tensor) -> list[float]:
         return [1.0] * x.numel()
 
     def places(self, mask_T: Tensor) -> Tensor:
-        return torch.arange(1, len(mask_T), device=mask_T.device)
+        return torch.arange(1, len(mask_T) // self._context, device=mask_T.device)
 
     def digest(self, x: Tensor) -> str:
         return ""
@@ -90,7 +93,7 @@ class Imagined(Host):
         return each, each
 
     def most(self, n: int) -> int:
-        return n
+        return 0  # no rank has more micro-batches than this one, or found an error
 
     def sums(self, numbers: Sequence[float]) -> list[float]:
         return list(numbers)
@@ -156,8 +159,10 @@ def estimated(case: Case, config: Any) -> int:
         torch.bfloat16,
         optimizer=OptimizerSpec(),
         gradient_checkpointing=case.checkpointing,
-        tensor=case.tensor,
-        expert=case.expert,
+        replicate=case.sharding.replicate,
+        context=case.sharding.context,
+        tensor=case.sharding.tensor,
+        expert=case.sharding.expert,
     )
     work = MemoryWork(
         trains=True,
@@ -165,7 +170,7 @@ def estimated(case: Case, config: Any) -> int:
         samples=False,
         tokens=case.tokens,
         optimizer_step_tokens=case.tokens,
-        response=case.tokens // SEQUENCES,
+        response=case.tokens // case.sequences,
         ranks=case.ranks,
     )
     role = model.estimate(work)
@@ -190,18 +195,14 @@ def tracked(case: Case, config: Any) -> Bytes:
             "optimizer": OptimizerSpec(lr=1e-6),
             "gradient_checkpointing": case.checkpointing,
             "probed": tiny_model("qwen2").to(CUDA),
-            "host": Imagined(),
+            "host": Imagined(case.sharding.context),
         }
         tokenizer = SimpleNamespace(eos_token_id=2)
         if case.ranks > 1:
             _leave_unread(module, mode)
             with loading:
                 engine: TransformersEngine = ShardedEngine(
-                    "actor",
-                    module.eval(),
-                    tokenizer,
-                    sharding=Sharding(tensor=case.tensor, expert=case.expert),
-                    **settings,
+                    "actor", module.eval(), tokenizer, sharding=case.sharding, **settings
                 )
         else:
             with loading:
@@ -209,7 +210,7 @@ def tracked(case: Case, config: Any) -> Bytes:
                     module.to_empty(device=CUDA)
                 engine = TransformersEngine("actor", module.eval(), tokenizer, **settings)
         with mode:
-            data = _batch(case.tokens)
+            data = _batch(case)
         for _ in range(2):
             step = MemTracker()
             step.track_external(*engine.resident())
@@ -255,10 +256,11 @@ def _leave_unread(module: nn.Module, mode: FakeTensorMode) -> None:
             setattr(part, name, torch.zeros(x.shape, dtype=x.dtype, device=CUDA))
 
 
-def _batch(tokens: int) -> SequenceSample:
-    each = torch.zeros(tokens, dtype=torch.int64, device=CUDA)
-    lengths = Lengths.of([[tokens // SEQUENCES]] * SEQUENCES)
-    sample = SequenceSample(tuple(range(SEQUENCES))).with_data({"input_ids": each}, lengths=lengths)
+def _batch(case: Case) -> SequenceSample:
+    tokens, sequences = case.tokens, case.sequences
+    ids = torch.zeros(tokens, dtype=torch.int64, device=CUDA)
+    lengths = Lengths.of([[tokens // sequences]] * sequences)
+    sample = SequenceSample(tuple(range(sequences))).with_data({"input_ids": ids}, lengths=lengths)
     true = torch.ones(tokens, dtype=torch.bool, device=CUDA)
     return sample.with_tokens(loss_mask=true, prompt_mask=~true)
 

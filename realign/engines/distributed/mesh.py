@@ -4,6 +4,7 @@
 |---|---|---|
 | `replicate` | prompts | gradients, losses, metrics |
 | `shard` | prompts, slices of weights | gradients, losses, metrics, squares of gradients |
+| `context` | tokens of a micro-batch, slices of weights | gradients, results per token, squares of gradients |
 | `tensor` | heads, neurons, experts and words, with their weights | within layers, squares of gradients |
 
 The product of all dimensions is the number of ranks; `shard` is what the others leave. For the weights of experts, a
@@ -13,6 +14,7 @@ part of `shard` and all of `tensor` are one dimension instead, `expert`: its ran
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -30,9 +32,9 @@ class Mesh:
     """The place of this rank among all ranks of the default process group.
 
     Attributes:
-        slices: the ranks by the weights that they have: `replicate`, `shard` and `tensor`.
-        parts: the same ranks by the tokens that they compute: `data` and `tensor`. It is `slices` if nothing is
-            replicated, since each group of ranks takes memory on a GPU.
+        slices: the ranks by the weights that they have: `replicate`, `shard` (with `context`) and `tensor`.
+        parts: the same ranks by the tokens that they compute: `data`, `context` and `tensor`. It is `slices` if these
+            are the same groups, since each group of ranks takes memory on a GPU.
         experts: the same ranks by the experts that they have: `replicate`, `shard` and `expert`. It is `slices` if only
             ranks that compute layers together divide experts.
         device: device of the ranks' tensors.
@@ -53,15 +55,19 @@ class Mesh:
             ConfigError: see `Sharding.sizes`.
         """
         sizes = sharding.sizes(role, dist.get_world_size())
+        replicate, shard, context, tensor = sizes.values()
+
+        def grid(**sizes: int) -> DeviceMesh:
+            return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
         # The last dimensions communicate most, so their ranks are neighbors, usually in one node.
-        slices = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        slices = grid(replicate=replicate, shard=shard * context, tensor=tensor)
         parts = experts = slices
-        if sizes["replicate"] > 1:
-            data = sizes["replicate"] * sizes["shard"]
-            parts = init_device_mesh(device.type, (data, sizes["tensor"]), mesh_dim_names=("data", "tensor"))
+        if replicate * context > 1:
+            parts = grid(data=replicate * shard, context=context, tensor=tensor)
         if sharding.expert > 1:
-            shape = (slices.size(0), slices.size(1) // sharding.expert, sharding.expert * slices.size(2))
-            experts = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard", "expert"))
+            expert = sharding.expert
+            experts = grid(replicate=replicate, shard=shard * context // expert, expert=expert * tensor)
         return cls(slices, parts, experts, device, host)
 
     @property
@@ -94,6 +100,12 @@ class Mesh:
         """The ranks with different prompts."""
         return self.parts["shard" if self.parts is self.slices else "data"]
 
+    @cached_property
+    def context(self) -> DeviceMesh | None:
+        """The ranks that divide each micro-batch; None if one rank computes it."""
+        divides = self.parts is not self.slices and self.parts["context"].size() > 1
+        return self.parts["context"] if divides else None
+
     @property
     def data_ranks(self) -> int:
         """Number of parts of a batch."""
@@ -101,7 +113,7 @@ class Mesh:
 
     @property
     def data_rank(self) -> int:
-        """Index of this rank's part of a batch. Ranks that compute layers together have the same part."""
+        """Index of this rank's part of a batch. Ranks that divide its tokens or layers have the same part."""
         return self.data.get_local_rank()
 
     def sum(self, x: Tensor, over: DeviceMesh) -> Tensor:

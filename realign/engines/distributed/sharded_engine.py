@@ -231,10 +231,22 @@ class ShardedEngine(TransformersEngine):
             finally:
                 self.network.rest()
 
-        return self._balancer.start(self.data_ranks * (len(passes.batches) + len(idle)), count, self._sum_ranks)
+        mesh = self.network.mesh
+        ranks = mesh.data_ranks * (1 if mesh.context is None else mesh.context.size())
+        return self._balancer.start(ranks * (len(passes.batches) + len(idle)), count, self._sum_ranks)
 
+    @override
     def _sum_ranks(self, x: Tensor) -> Tensor:
-        return self.network.mesh.sum(x, self.network.mesh.data)
+        """Return the sum over the ranks that compute different tokens."""
+        mesh = self.network.mesh
+        x = mesh.sum(x, mesh.data)
+        return x if mesh.context is None else mesh.sum(x, mesh.context)
+
+    @override
+    def _replay_metrics(self) -> Stats:
+        own, context = super()._replay_metrics(), self.network.mesh.context
+        # Routers see the rows of this rank only, unlike losses.
+        return own if context is None else merge_stats(self.host.gather(on_host(own), context.get_group()))
 
     def _reduce_after(self, number: int, rounds: int) -> None:
         """Sum gradients over the ranks after pass `number` of `rounds`, or keep them until the last pass."""
@@ -256,8 +268,8 @@ class ShardedEngine(TransformersEngine):
         return range(self.host.most(own) - own)
 
     def _total_loss(self, losses: Sequence[Tensor]) -> Tensor:
-        # Over data-parallel ranks only: those that split layers have the same loss.
-        return self._sum_ranks(super()._total_loss(losses))
+        # Over ranks with different prompts only: those that divide tokens or layers have the same loss.
+        return self.network.mesh.sum(super()._total_loss(losses), self.network.mesh.data)
 
     def _nonfinite_origin(self, done: Accumulated, weight: Tensor) -> str:
         """Name the prompts in micro-batches with a non-finite loss.
@@ -275,10 +287,11 @@ class ShardedEngine(TransformersEngine):
 
     @override
     def dropout_seed(self) -> int:
-        """Return a different seed on each data-parallel rank."""
+        """Return a different seed on each rank with different tokens."""
         # Ranks that split layers must draw the same masks for a batch, and they have the same `data_rank`.
-        steps = self._trained().optimizer_steps
-        return derive_seed(self._seed, self.name, "dropout", steps, self.data_rank)
+        steps, context = self._trained().optimizer_steps, self.network.mesh.context
+        place = (self.data_rank,) if context is None else (self.data_rank, context.get_local_rank())
+        return derive_seed(self._seed, self.name, "dropout", steps, *place)
 
     @override
     def generate(self, data: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
@@ -288,17 +301,26 @@ class ShardedEngine(TransformersEngine):
     def generate_part(self, part: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
         """Run `generate` for the prompts of this rank, with a full copy of the weights.
 
-        Without prompts, it returns a sample without keys.
+        Ranks that divide the tokens of a micro-batch have the same prompts, and divide them here. Without prompts, it
+        returns a sample without keys.
         """
         try:
-            if not len(part):
-                # Gathering the weights is a collective, so a rank without prompts takes part too.
-                self._rollout_module()
-                return SequenceSample(())
-            return super().generate(part, config, seed=seed)
+            context = self.network.mesh.context
+            if context is None or not len(part):
+                return self._generate_own(part, config, seed=seed)
+            shares = shard(part, context.size(), PROMPTS)
+            own = self._generate_own(shares[context.get_local_rank()], config, seed=seed)
+            return shares.restore(self.host.gather(own, context.get_group()))
         finally:
             if not self.sharding.keeps_rollout:
                 self.network.gathered.empty()
+
+    def _generate_own(self, prompts: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
+        if not len(prompts):
+            # Gathering the weights is a collective, so a rank without prompts takes part too.
+            self._rollout_module()
+            return SequenceSample(())
+        return super().generate(prompts, config, seed=seed)
 
     def _rollout_module(self) -> Any:
         return self.network.sampler()

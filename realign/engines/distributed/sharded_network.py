@@ -9,6 +9,7 @@ import copy
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,8 +20,10 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from realign.api.lengths import Lengths
+from realign.api.microbatch import MicroBatchSpec
 from realign.api.sample import TOKENS, SequenceSample
 from realign.engines.distributed.consistency import check_same_slices
+from realign.engines.distributed.context_parallel import Ulysses, summed
 from realign.engines.distributed.expert_parallel import divide_experts, experts_of
 from realign.engines.distributed.mesh import Mesh
 from realign.engines.distributed.sharding import Sharding, from_slice, slices_of, whole
@@ -29,9 +32,11 @@ from realign.engines.files.unread import Unread
 from realign.engines.host import Host
 from realign.engines.network.branches import read_stack
 from realign.engines.network.heads import read_body
+from realign.engines.network.kernels import CONTEXT
 from realign.engines.network.network import Network
-from realign.engines.network.output import ScalarHead
-from realign.engines.network.passes import Layout
+from realign.engines.network.output import RowsOfRank, ScalarHead
+from realign.engines.network.passes import Layout, Passes, rewrites_rope
+from realign.engines.network.probe import TOLERANCE, probe_divided
 from realign.engines.network.settings import NetworkSettings
 from realign.engines.network.trains import adapted_layers
 from realign.engines.network.value_head import ValueNetwork
@@ -81,6 +86,7 @@ class ShardedNetwork(Network):
             )
         layers = read_stack(module).layers
         self.mesh = Mesh.of(name, sharding, self.device, self.host)
+        self._check_context(module if probed is None else probed)
         # Before the modules are sharded: this is an ordinary copy of their classes, without memory.
         self.gathered = GatheredCopy(module, self.value_head)
         unread = self._set_aside()
@@ -102,6 +108,31 @@ class ShardedNetwork(Network):
         # Plain tensors in the memory of the shards: an optimizer step on them is one on the network. A `DTensor`
         # optimizer couldn't combine the weights of two meshes (ADR 15).
         self._owned = [nn.Parameter(p.detach().to_local(), p.requires_grad) for p in self.sharded.values()]
+
+    def _check_context(self, probed: Any) -> None:
+        """Check that ranks can divide the rows of a pass.
+
+        Raises:
+            ConfigError: the family does not allow it.
+        """
+        if (context := self.mesh.context) is None:
+            return
+        key = f"models.{self.name}.sharding.context={context.size()}"
+        family = f"model family {probed.config.model_type!r}"
+        if rewrites_rope(probed):
+            raise ConfigError(
+                f"{key}: {family} changes its rotary positions for the longest sequence. Remove this key."
+            )
+        attend = partial(Ulysses, group=context.get_group())
+        try:
+            error = probe_divided(probed, attend, context.size(), context.get_local_rank())
+        except ConfigError as raised:
+            raise ConfigError(f"{key}: {raised}") from raised
+        if self.host.most(not error <= TOLERANCE):  # also for NaN
+            raise ConfigError(
+                f"{key}: {family} computes other results if ranks divide a sequence, since more than its attention "
+                "mixes tokens. Remove this key."
+            )
 
     def _divide(self, layers: nn.ModuleList, sharding: Sharding) -> list[nn.Module]:
         """Divide layers and vocabulary by the dimensions `tensor` and `expert`; return the parts with experts."""
@@ -218,12 +249,38 @@ class ShardedNetwork(Network):
         hidden = super().forward(**inputs)
         return hidden.clone() if hidden._is_view() else hidden  # FSDP needs a tensor that is not a view for its hooks
 
+    @override
+    def passes(
+        self, data: SequenceSample, mb_spec: MicroBatchSpec, *, parallel: bool = False, training: bool = False
+    ) -> Passes:
+        passes = super().passes(data, mb_spec, parallel=parallel, training=training)
+        return replace(passes, layouts=tuple(map(self._divided, passes.layouts)))
+
+    def _divided(self, layout: Layout) -> Layout:
+        """Return the layout with the rows of this rank, if ranks divide the rows of a pass."""
+        context = self.mesh.context
+        return layout if context is None else layout.divided(context.size(), context.get_local_rank())
+
     def _hidden(self, moved: SequenceSample, layout: Layout) -> Tensor:
         if layout.pieces.any():
             return super()._hidden(moved, layout)
         # All ranks must call the layers together. One without tokens computes a single token, and drops it.
         token = moved.with_data({TOKENS: moved[TOKENS].new_zeros(1)}, lengths=Lengths.of([[1]]))
-        return super()._hidden(token, Layout.plain(token.lengths[TOKENS]))[:0]
+        return super()._hidden(token, self._divided(Layout.plain(token.lengths[TOKENS])))[:0]
+
+    @override
+    def _inputs(self, tokens_T: Tensor, layout: Layout) -> dict[str, Any]:
+        inputs = super()._inputs(tokens_T, layout)
+        if (context := self.mesh.context) is not None:
+            inputs[CONTEXT] = Ulysses(inputs[CONTEXT], context.get_group())
+        return inputs
+
+    @override
+    def _rows_of_rank(self, layout: Layout) -> RowsOfRank | None:
+        context, predicted_T = self.mesh.context, layout.predicted_T
+        if context is None or layout.own is None or predicted_T is None:
+            return None
+        return RowsOfRank(layout.own, layout.rows, predicted_T, partial(summed, group=context.get_group()))
 
     def idle(self, *, training: bool = False) -> Tensor:
         """Run a pass without tokens while other ranks still have micro-batches; return its hidden states [0, H]."""

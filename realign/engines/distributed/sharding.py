@@ -6,7 +6,7 @@ Importing this file does not import torch.distributed.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -27,6 +27,8 @@ class Sharding(Settings):
     Attributes:
         replicate: number of groups of ranks that each have all weights. Weights are then gathered within a group, such
             as one machine, and only gradients are summed over all groups (HSDP).
+        context: number of ranks that divide each micro-batch, also within a sequence. They exchange tokens for heads
+            around attention, so it must divide the number of attention heads.
         tensor: number of ranks that compute each layer together, each with some of its heads, neurons and experts, and
             some rows of the embeddings and the head. Must divide the numbers of heads, neurons and experts.
         expert: number of ranks with different prompts that each have some experts of every layer, and exchange the
@@ -44,6 +46,7 @@ class Sharding(Settings):
     """
 
     replicate: Count = 1
+    context: Count = 1
     tensor: Count = 1
     expert: Count = 1
     offload: bool = False
@@ -63,11 +66,9 @@ class Sharding(Settings):
         Raises:
             ConfigError: the dimensions do not divide the number of ranks.
         """
-        sizes = {"replicate": self.replicate, "shard": 1, "tensor": self.tensor}
-        if ranks % (product := math.prod(sizes.values())):
-            keys = " x ".join(f"{name}={n}" for name, n in sizes.items() if n > 1)
-            raise ConfigError(f"models.{role}.sharding.{keys}: must divide the number of ranks ({ranks})")
-        sizes["shard"] = ranks // product
+        sizes = {"replicate": self.replicate, "shard": 1, "context": self.context, "tensor": self.tensor}
+        _check_divides(role, sizes, ranks, "ranks")
+        sizes["shard"] = ranks // math.prod(sizes.values())
         if sizes["shard"] % self.expert:
             raise ConfigError(
                 f"models.{role}.sharding.expert={self.expert}: must divide the number of ranks with different prompts "
@@ -75,10 +76,24 @@ class Sharding(Settings):
             )
         return sizes
 
+    def check_heads(self, role: str, heads: int) -> None:
+        """Check that the ranks can divide the attention heads of a model.
+
+        Raises:
+            ConfigError: they can't.
+        """
+        _check_divides(role, {"context": self.context, "tensor": self.tensor}, heads, "attention heads")
+
     @property
     def keeps_rollout(self) -> bool:
         """Whether the copy stays; true while `auto` is undecided."""
         return self.keep_rollout is not False
+
+
+def _check_divides(role: str, sizes: Mapping[str, int], whole: int, what: str) -> None:
+    if whole % math.prod(sizes.values()):
+        keys = " x ".join(f"{name}={n}" for name, n in sizes.items() if n > 1)
+        raise ConfigError(f"models.{role}.sharding.{keys}: must divide the number of {what} ({whole})")
 
 
 def is_part(x: Tensor) -> TypeGuard[DTensor]:

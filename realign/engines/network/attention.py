@@ -73,9 +73,9 @@ def packed_inputs(input_ids_T: Tensor, cu_seqlens: Tensor, positions_T: Tensor |
 
 
 def layout_inputs(input_ids_T: Tensor, layout: Layout, backend: Backend) -> dict[str, Any]:
-    """Return the keywords, including `realign_context`, to run a transformers model on the rows of a layout.
+    """Return the keywords, including `realign_context`, to run a transformers model on this process's rows of a layout.
 
-    Tensors on the host are copied to the device of the tokens without a sync.
+    The context is that of all rows. Tensors on the host are copied to the device of the tokens without a sync.
     """
     device = input_ids_T.device
     ids_R = input_ids_T if layout.token_R is None else input_ids_T[on_device(layout.token_R, device)]
@@ -83,7 +83,8 @@ def layout_inputs(input_ids_T: Tensor, layout: Layout, backend: Backend) -> dict
     after = None if layout.token_R is None else layout.after.tolist()
     device_cu_seqlens = on_device(cu_seqlens, ids_R.device)
     context = PackedContext(device_cu_seqlens, backend, layout.pieces.tolist(), after)
-    return {**packed_inputs(ids_R, cu_seqlens, layout.position_R), CONTEXT: context}
+    own = packed_inputs(layout.of_own(ids_R), cu_seqlens, layout.of_own(layout.position_R))
+    return {**own, CONTEXT: context}
 
 
 @dataclass(eq=False)

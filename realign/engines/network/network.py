@@ -23,7 +23,7 @@ from realign.engines.network.compiled_layers import compile_layers
 from realign.engines.network.encoder_decoder import EncoderDecoder, EncoderDecoderCache
 from realign.engines.network.heads import IMAGE_FAMILIES, is_encoder_decoder, read_body, read_head
 from realign.engines.network.images import NO_IMAGES, ImageInputs
-from realign.engines.network.output import PackedOutput, ScalarBranch, ScalarHead
+from realign.engines.network.output import PackedOutput, RowsOfRank, ScalarBranch, ScalarHead
 from realign.engines.network.passed_context import pass_context_on
 from realign.engines.network.passes import Layout, ParallelPasses, Passes, SharedPrompts, rewrites_rope
 from realign.engines.network.probe import Autocast, compile_probed, probe, probe_branch, probe_head, probe_shared
@@ -291,6 +291,7 @@ class Network(nn.Module):
             masks,
             self.host,
             support_of(part, self.device),
+            self._rows_of_rank(layout),
         )
 
     def reference(self, layers: int | None = None) -> Run:
@@ -387,7 +388,7 @@ class Network(nn.Module):
         return GuidedHead(**vars(limited), q_heads=value_head.q_heads, advantage_scale=config.advantage_scale)
 
     def _hidden(self, moved: SequenceSample, layout: Layout) -> Tensor:
-        """Return the last hidden states [R, H]; skip the model if the layout has no tokens."""
+        """Return the last hidden states [R, H] of this process's rows; skip the model if the layout has no tokens."""
         if not layout.pieces.any():
             head = self.head
             weight = head.weight_VH if isinstance(head, LMHead) else head.weight_1H
@@ -399,8 +400,15 @@ class Network(nn.Module):
             if self.unpacked is not None:
                 return self.unpacked.hidden(moved[TOKENS], layout.pieces)
             # a call, not `forward`: FSDP2 shards this module, and its hooks gather the weights
-            hidden: Tensor = self(**layout_inputs(moved[TOKENS], layout, self._attention) | images)
+            hidden: Tensor = self(**self._inputs(moved[TOKENS], layout) | images)
         return hidden[0]
+
+    def _inputs(self, tokens_T: Tensor, layout: Layout) -> dict[str, Any]:
+        return layout_inputs(tokens_T, layout, self._attention)
+
+    def _rows_of_rank(self, layout: Layout) -> RowsOfRank | None:
+        """Return the rows of the layout that this process computes; None means all."""
+        return None
 
     def _image_rows(self, moved: SequenceSample, layout: Layout) -> dict[str, Any]:
         """Return the inputs of a pass that depend on images; none for text."""

@@ -53,6 +53,24 @@ class ScalarBranch:
 
 
 @dataclass(frozen=True, eq=False)
+class RowsOfRank:
+    """The rows of a pass that this process computes, if several divide it.
+
+    Results per token are small, so each process adds those of the others to its own. All of them then compute the same
+    loss, whose gradient each passes on to its own rows: together they differentiate it once.
+    """
+
+    own: range
+    """The rows, of which `PackedOutput.hidden_RH` has the hidden states."""
+    total: int
+    """Number of rows of all processes."""
+    predicted_T: Tensor
+    """[T] whether the row of the token before each token is one of them, on the host."""
+    sum: Callable[[Tensor], Tensor]
+    """Adds a tensor over the processes. Its gradient is that of this process's result."""
+
+
+@dataclass(frozen=True, eq=False)
 class PackedOutput:
     """Implements `realign.api.ModelOutput` over the hidden states of a packed forward pass.
 
@@ -72,6 +90,7 @@ class PackedOutput:
         host: counts the selected tokens.
         support: the tokens of the vocabulary that the sampler kept when it drew each token; see
             `realign.api.sampling_mask`.
+        rank: the rows in `hidden_RH`, if they are not all.
     """
 
     hidden_RH: Tensor
@@ -86,11 +105,12 @@ class PackedOutput:
     masks: Sequence[tuple[Tensor, Tensor]] = ()
     host: Host = field(default_factory=Host)
     support: Support | None = None
+    rank: RowsOfRank | None = None
 
     @property
     def hidden_TH(self) -> Tensor:
         """Last hidden states of all tokens."""
-        return self._spread(self.hidden_RH)
+        return self._spread(self._all_rows(self.hidden_RH))
 
     def logprobs(self, *, temperature: float = 1.0, where_T: Tensor | None = None) -> Tensor:
         """See `ModelOutput.logprobs`. The head is computed only for the tokens in `where_T`.
@@ -114,7 +134,8 @@ class PackedOutput:
         """See `ModelOutput.hidden_states`."""
         tokens_N = self._here(self._tokens(where_T))
         states_NH = self.hidden_RH[self._rows(tokens_N - 1)]
-        return states_NH.new_zeros(len(self.input_ids_T), states_NH.shape[1]).index_put((tokens_N,), states_NH)
+        zeros_TH = states_NH.new_zeros(len(self.input_ids_T), states_NH.shape[1])
+        return self._of_all(zeros_TH.index_put((tokens_N,), states_NH))
 
     def divergence(
         self,
@@ -140,20 +161,20 @@ class PackedOutput:
                 temperature=temperature,
                 support=support,
             )
-        return divergence_N.new_zeros(len(self.input_ids_T)).index_put((tokens_N,), divergence_N)
+        return self._of_all(divergence_N.new_zeros(len(self.input_ids_T)).index_put((tokens_N,), divergence_N))
 
     @property
     def logits(self) -> Tensor:
         """See `ModelOutput.logits`."""
         with self.autocast():
-            return self._spread(self._language_head("logits").complete().logits(self.hidden_RH))
+            return self._spread(self._all_rows(self._language_head("logits").complete().logits(self.hidden_RH)))
 
     def values(self) -> Tensor:
         """See `ModelOutput.values`."""
         read_RH, head = self._scalar("values")
         if not len(read_RH):
             return read_RH.new_zeros(0, dtype=torch.float32)
-        after_T = self._spread(head(read_RH))
+        after_T = self._spread(self._all_rows(head(read_RH)))
         # the state before token t is the one after token t - 1; first tokens, where sequences would mix, get 0
         return after_T.roll(1).masked_fill(self._here(~self._asked_T), 0.0)
 
@@ -165,7 +186,11 @@ class PackedOutput:
             return read_RH.new_zeros(len(empty_S), dtype=torch.float32)
         # an empty sequence has no last token: it reads any row, and gets 0
         last_S = self._here((self.cu_seqlens[1:].long() - 1).clamp(min=0))
-        return head(read_RH[self._rows(last_S)]).masked_fill(empty_S, 0.0)
+        row_S, unknown_S = self._rows(last_S), empty_S
+        if self.rank is not None:  # another process may compute the row
+            unknown_S = empty_S | (row_S < 0) | (row_S >= len(read_RH))
+            row_S = row_S.clamp(0, len(read_RH) - 1)
+        return self._of_all(head(read_RH[row_S]).masked_fill(unknown_S, 0.0))
 
     def q_values(self, *, where_T: Tensor | None = None) -> QValues:
         """See `ModelOutput.q_values`. The heads are computed only for the tokens in `where_T`."""
@@ -174,14 +199,26 @@ class PackedOutput:
         tokens_N = self._here(self._tokens(where_T))
         values = self.branch.q_values(self._branch_RH[self._rows(tokens_N - 1)], self.input_ids_T[tokens_N])
         zeros_T = torch.zeros(len(self.input_ids_T), device=tokens_N.device)
-        return QValues(*(zeros_T.expand(*x.shape[:-1], -1).index_copy(-1, tokens_N, x) for x in values))
+        return QValues(*(self._of_all(zeros_T.expand(*x.shape[:-1], -1).index_copy(-1, tokens_N, x)) for x in values))
 
     def _here(self, x: Tensor) -> Tensor:
         return on_device(x, self.hidden_RH.device)
 
     def _rows(self, tokens_N: Tensor) -> Tensor:
-        """Return the rows of the given tokens."""
-        return tokens_N if self.row_T is None else self.row_T[tokens_N]
+        """Return the places of the given tokens in `hidden_RH`."""
+        row_N = tokens_N if self.row_T is None else self.row_T[tokens_N]
+        return row_N if self.rank is None else row_N - self.rank.own.start
+
+    def _all_rows(self, x_R: Tensor) -> Tensor:
+        """Return the entries of the rows of all processes, given those of this one."""
+        if self.rank is None:
+            return x_R
+        around = (self.rank.own.start, self.rank.total - self.rank.own.stop)
+        return self.rank.sum(F.pad(x_R, (*(0, 0) * (x_R.ndim - 1), *around)))
+
+    def _of_all(self, x: Tensor) -> Tensor:
+        """Return the results of all processes, given those of this one, which are 0 where another computes them."""
+        return x if self.rank is None else self.rank.sum(x)
 
     def _spread(self, x_R: Tensor) -> Tensor:
         """Expand one entry per row to one entry per token."""
@@ -209,7 +246,8 @@ class PackedOutput:
                 support=support,
             )
         zeros_T = logprobs_N.new_zeros(len(self.input_ids_T))
-        spread = (None if x is None else zeros_T.index_put((tokens_N,), x) for x in (logprobs_N, entropy_N))
+        given = (logprobs_N, entropy_N)
+        spread = (None if x is None else self._of_all(zeros_T.index_put((tokens_N,), x)) for x in given)
         logprobs_T, entropy_T = spread
         assert logprobs_T is not None
         return logprobs_T, entropy_T
@@ -220,8 +258,10 @@ class PackedOutput:
         return None if self.support is None else self.support.take(tokens_N.cpu()), self._here(tokens_N)
 
     def _tokens(self, where_T: Tensor | None) -> Tensor:
-        """Return the indices of the tokens in `where_T` that have a prediction; on the host, if `where_T` is."""
+        """Return the indices of the tokens in `where_T` that this process predicts; on the host, if `where_T` is."""
         asked_T = self._asked_T
+        if self.rank is not None:
+            asked_T = on_device(asked_T, self.rank.predicted_T.device) & self.rank.predicted_T
         if where_T is not None:
             if where_T.shape != asked_T.shape or where_T.dtype != torch.bool:
                 raise ValueError(

@@ -116,12 +116,16 @@ class Layout:
         after: [N] index of the piece that this one continues, or -1.
         token_R: [R] index of the packed token in each row; None means that row t has token t.
         row_T: [T] row of each packed token; None means that token t has row t.
+        own: the rows that this process computes, if several divide the pass; None means all.
+        padding: number of rows at the end that belong to no token.
     """
 
     pieces: IntArray
     after: IntArray
     token_R: Tensor | None = None
     row_T: Tensor | None = None
+    own: range | None = None
+    padding: int = 0
 
     @classmethod
     def plain(cls, lengths: Lengths) -> Layout:
@@ -156,6 +160,44 @@ class Layout:
         token_R = np.repeat(first, pieces) + _places(pieces)
         return cls(pieces, after, torch.from_numpy(token_R), torch.from_numpy(row_T))
 
+    def divided(self, parts: int, index: int) -> Layout:
+        """Return the layout with `own` for one of several processes, which compute equally many rows each.
+
+        A piece of padding makes the number of rows divisible. A layout without rows stays as it is.
+        """
+        rows = self.rows
+        if not rows:
+            return self
+        padding = -rows % parts
+        each = (rows + padding) // parts
+        own = range(index * each, (index + 1) * each)
+        if not padding:
+            return replace(self, own=own)
+        place_R = torch.arange(rows)
+        token_R, row_T = (place_R if x is None else x for x in (self.token_R, self.row_T))
+        return Layout(
+            np.append(self.pieces, padding),
+            np.append(self.after, -1),
+            torch.cat([token_R, place_R.new_zeros(padding)]),  # any token: no result depends on it
+            row_T,
+            own,
+            padding,
+        )
+
+    @property
+    def rows(self) -> int:
+        """Number of rows, R."""
+        return int(self.pieces.sum())
+
+    @property
+    def predicted_T(self) -> Tensor | None:
+        """[T] whether the row of the token before each token is in `own`, on the host; None means all."""
+        if self.own is None:
+            return None
+        row_T = torch.arange(self.rows) if self.row_T is None else self.row_T
+        before_T = row_T.roll(1)
+        return (before_T >= self.own.start) & (before_T < self.own.stop)
+
     @property
     def cu_seqlens(self) -> Tensor:
         """int32 [N + 1] boundaries of the pieces, on the host."""
@@ -172,15 +214,19 @@ class Layout:
         return None if self.row_T is None else on_device(self.row_T, device)
 
     def tokens_per_row(self, device: torch.device) -> Tensor:
-        """Return the number of packed tokens in each row, fp32 [R]: more than 1 for a shared prefix."""
-        if (row_T := self.rows_on(device)) is None:
-            return torch.ones(int(self.pieces.sum()), device=device)
-        return torch.bincount(row_T, minlength=int(self.pieces.sum())).float()
+        """Return the number of packed tokens in each row of `own`, fp32: more than 1 for a shared prefix."""
+        row_T = self.rows_on(device)
+        ones_R = torch.ones(self.rows, device=device)
+        return self.of_own(ones_R if row_T is None else torch.bincount(row_T, minlength=self.rows).float())
+
+    def of_own(self, x_R: Tensor) -> Tensor:
+        """Return the entries of the rows in `own`."""
+        return x_R if self.own is None else x_R[self.own.start : self.own.stop]
 
     @property
     def saved(self) -> int:
         """Number of tokens that are not computed because they share a row."""
-        return 0 if self.token_R is None or self.row_T is None else len(self.row_T) - len(self.token_R)
+        return 0 if self.row_T is None else len(self.row_T) - (self.rows - self.padding)
 
 
 def common_prefixes(ids_T: IntArray, lengths: Lengths, experts_TN: npt.NDArray[np.int16] | None = None) -> IntArray:

@@ -18,12 +18,19 @@ from torch import Tensor, nn
 
 from realign.api.lengths import Lengths
 from realign.engines.device import full_fp32
-from realign.engines.network.attention import ATTENTION, NotPackableError, layout_inputs, use_attention
+from realign.engines.network.attention import (
+    ATTENTION,
+    AttentionContext,
+    NotPackableError,
+    PackedContext,
+    layout_inputs,
+    use_attention,
+)
 from realign.engines.network.branches import Branch, read_stack
 from realign.engines.network.compiled_layers import compile_layers
 from realign.engines.network.decoder import ModuleTrunk, PackedDecoder
 from realign.engines.network.heads import read_body
-from realign.engines.network.kernels import Backend
+from realign.engines.network.kernels import CONTEXT, Backend
 from realign.engines.network.output import ScalarHead
 from realign.engines.network.passes import Layout
 from realign.engines.network.settings import TorchCompile
@@ -44,7 +51,7 @@ _WORDS = 512
 """Vocabulary of a small model."""
 
 # Largest rounding error, relative to the largest absolute value. Incompatible families differ by percents.
-_TOLERANCE_FP32 = 2e-4
+TOLERANCE = 2e-4
 # Applies to the median, since in bfloat16 a mixture of experts may route single tokens to other experts.
 _TOLERANCE_BF16 = 3e-2
 
@@ -77,7 +84,7 @@ def probe(
         packed_TH = _packed(model, ids_T, Backend.sdpa if autocast else attention, family)
         error = _relative(packed_TH, alone_TH).max().item()
         # not `error > tolerance`, which is False for NaN
-        if not error <= _TOLERANCE_FP32:
+        if not error <= TOLERANCE:
             raise NotPackableError(
                 f"{family} cannot run packed: hidden states of packed sequences differ by {error:.1e} (relative) from "
                 "hidden states of single sequences."
@@ -196,7 +203,7 @@ def _probe_decoding(model: Any, ids_T: Tensor, alone_TH: Tensor, family: str) ->
         rounds.append(decoder.step(cache, tokens_B, positions_B, max(LENGTHS) + step))
     wanted = torch.stack([hidden_LH[-STEPS - 1 :] for hidden_LH in want], 1)
     error = _relative(torch.stack(rounds), wanted).max().item()
-    if not error <= _TOLERANCE_FP32:
+    if not error <= TOLERANCE:
         raise NotPackableError(
             f"{family} cannot run packed: hidden states of decode steps differ by {error:.1e} (relative) from hidden "
             "states of whole sequences."
@@ -212,7 +219,7 @@ def _alone(model: Any, ids_T: Tensor) -> tuple[Tensor, Tensor]:
 
 def _probe_head(model: Any, head: LMHead | ScalarHead, alone_TH: Tensor, own: Tensor) -> None:
     error = _relative(_apply(head, alone_TH, own), own).max().item()
-    if not error <= _TOLERANCE_FP32:
+    if not error <= TOLERANCE:
         raise ConfigError(
             f"model family {model.config.model_type!r} is not supported: its outputs differ by {error:.1e} (relative) "
             "from its last layer applied to its hidden states"
@@ -227,11 +234,38 @@ def _shared(model: Any, ids_T: Tensor, attention: Backend) -> Tensor:
 
 def _probe_shared(model: Any, ids_T: Tensor, alone_TH: Tensor, attention: Backend, family: str) -> None:
     error = _relative(_shared(model, ids_T, attention), alone_TH).max().item()
-    if not error <= _TOLERANCE_FP32:
+    if not error <= TOLERANCE:
         raise ConfigError(
             f"{family} cannot share prompts: hidden states differ by {error:.1e} (relative) from hidden states of "
             "single sequences. Set shared_prompts=off."
         )
+
+
+@torch.no_grad()
+def probe_divided(model: Any, attend: Callable[[PackedContext], AttentionContext], parts: int, index: int) -> float:
+    """Return the error of a pass whose rows several processes divide, relative to that of one process; collective.
+
+    It is at most `TOLERANCE` unless something other than attention mixes rows.
+
+    Args:
+        model: a model that has passed `probe`.
+        attend: returns attention over the rows of all processes.
+        parts: number of processes.
+        index: which of them this is.
+
+    Raises:
+        ConfigError: attention cannot be divided among these processes.
+    """
+    ids_T = _random_ids(model)
+    layout = Layout.plain(Lengths.of(GROUPS)).divided(parts, index)
+    with full_fp32(ids_T.device):
+        whole_TH = _packed(model, ids_T, Backend.sdpa, f"model family {model.config.model_type!r}")
+        inputs = layout_inputs(ids_T, layout, Backend.sdpa)
+        own_TH = _hidden(model, **inputs | {CONTEXT: attend(inputs[CONTEXT])})
+    assert layout.own is not None
+    known = len(whole_TH[layout.own.start : layout.own.stop])  # the rest is padding
+    error_TH = _relative(own_TH[:known], whole_TH[layout.own.start :][:known])
+    return error_TH.max().item() if known else 0.0
 
 
 @torch.no_grad()
@@ -251,7 +285,7 @@ def probe_branch(model: Any, branch: Branch) -> None:
         with branch.listening() as heard:
             trunk_TH = _packed(model, ids_T, Backend.sdpa, family)
         error = _relative(branch(heard), trunk_TH).max().item()
-    if not error <= _TOLERANCE_FP32:
+    if not error <= TOLERANCE:
         raise ConfigError(
             f"{family} cannot have a branch: a copy of its top layers differs by {error:.1e} (relative) from the model"
         )
@@ -279,7 +313,7 @@ def compile_probed(model: Any, backend: TorchCompile) -> None:
         except Exception as error:  # compilers fail in many ways, for example without a C++ compiler
             raise ConfigError(f"the layers cannot be compiled: {describe(error)}.") from error
     difference = _relative(got_TH, want_TH).max().item()
-    if not difference <= _TOLERANCE_FP32:
+    if not difference <= TOLERANCE:
         raise ConfigError(f"hidden states of compiled layers differ by {difference:.1e} (relative).")
 
 

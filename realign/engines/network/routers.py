@@ -258,6 +258,7 @@ class RouterReplay:
             )
         if layout.token_R is not None:
             experts = experts[layout.token_R.to(experts.device)]
+        experts = layout.of_own(experts)
         return experts.long().view(len(experts), len(self.routers.modules), -1)
 
     def _hear(self, router: int, routed: Routed) -> Routed:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import errno
 import os
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,6 +18,7 @@ from torch import Tensor
 
 from realign.api import GenerationConfig, MicroBatchSpec, Model, ModelInterface, SequenceSample, stat_values
 from realign.api.router_experts import ROUTER_EXPERTS, with_experts
+from realign.api.sample import shard
 from realign.engines import (
     Causal,
     LoadBalancing,
@@ -23,6 +26,7 @@ from realign.engines import (
     OptimizerSpec,
     QHeads,
     Schedule,
+    Score,
     Sharding,
     TopLayers,
     TransformersModel,
@@ -34,8 +38,9 @@ from realign.engines.distributed.ranks import current
 from realign.engines.distributed.sharded_state import ShardedSaver
 from realign.engines.distributed.sharding import whole
 from realign.engines.network import trains
+from realign.engines.network.heads import HeadInit
 from realign.errors import RealignError
-from realign.interfaces.components import JSD, EarlyStop
+from realign.interfaces.components import JSD, EarlyStop, Gspo, SeqMeanTokenMean
 from realign.interfaces.critic import PPOCriticInterface
 from realign.interfaces.dpo import DPOInterface
 from realign.interfaces.gkd import GKDInterface
@@ -43,6 +48,7 @@ from realign.interfaces.grpo import GRPOActorInterface
 from realign.interfaces.kto import KTOInterface
 from realign.interfaces.ppo import PPOActorInterface
 from realign.interfaces.reference import ReferenceInterface
+from realign.interfaces.reward_model import RewardModelInterface
 from realign.interfaces.sft import SFTInterface
 from realign.runtime.checkpoint.folder import CheckpointWriter, list_checkpoints
 from realign.runtime.checkpoint.serialize import hash_of
@@ -100,8 +106,8 @@ def weights_now(model: Model) -> dict[str, Tensor]:
     return {name: x.clone() for name, x in model.engine.weights().items()}
 
 
-def sft(folder: Path) -> dict[str, Any]:
-    return train(load(folder, "gpt2"), SFTInterface(n_minibatches=2), [batch(step) for step in range(4)])
+def sft(folder: Path, **settings: Any) -> dict[str, Any]:
+    return train(load(folder, "gpt2", **settings), SFTInterface(n_minibatches=2), [batch(step) for step in range(4)])
 
 
 def grpo(folder: Path, **settings: Any) -> dict[str, Any]:
@@ -124,9 +130,17 @@ def early_stop(folder: Path) -> dict[str, Any]:
     return {"metrics": metrics, "weights": weights_now(model)}
 
 
-def ppo(folder: Path) -> dict[str, Any]:
+def gspo(folder: Path, **settings: Any) -> dict[str, Any]:
+    """Train on a loss of whole sequences."""
+    data = batch(0)
+    drop = ("advantages", "returns", "values", "dense_rewards", "baseline_rewards", "ptx_input_ids")
+    policy = GRPOActorInterface(n_minibatches=2, objective=Gspo(), aggregation=SeqMeanTokenMean())
+    return train(load(folder, **settings), policy, [data.select(data.keys - set(drop))] * 2)
+
+
+def ppo(folder: Path, **settings: Any) -> dict[str, Any]:
     """Train a separate policy and critic. Advantages are whitened over the whole batch."""
-    actor, critic = load(folder), load(folder, "critic", head=Value())
+    actor, critic = load(folder, **settings), load(folder, "critic", head=Value(), **settings)
     policy, judge = PPOActorInterface(n_minibatches=2), PPOCriticInterface(n_minibatches=2)
     drop = ("advantages", "returns", "values", "dense_rewards", "baseline_rewards", "ptx_input_ids")
     found: dict[str, Any] = {"metrics": [], "advantages": []}
@@ -141,14 +155,22 @@ def ppo(folder: Path) -> dict[str, Any]:
     return found | {"weights": {**actor.engine.weights(), **_named("critic", critic.engine.weights())}}
 
 
-def dpo(folder: Path) -> dict[str, Any]:
+def dpo(folder: Path, **settings: Any) -> dict[str, Any]:
     batches = [batch(step, preferences=True) for step in range(4)]
-    return train(load(folder), DPOInterface(n_minibatches=2), batches, PAIRS)
+    return train(load(folder, **settings), DPOInterface(n_minibatches=2), batches, PAIRS)
 
 
-def gkd(folder: Path) -> dict[str, Any]:
+def reward_model(folder: Path, **settings: Any) -> dict[str, Any]:
+    """Train a reward model on pairs, and score their responses."""
+    batches = [batch(step, preferences=True) for step in range(3)]
+    model, judge = load(folder, "critic", head=Score(HeadInit.normal), **settings), RewardModelInterface()
+    trained = train(model, judge, batches, PAIRS)
+    return trained | {"rewards": judge.inference(model, batches[0], PAIRS)["rewards"]}
+
+
+def gkd(folder: Path, **settings: Any) -> dict[str, Any]:
     """Train on the divergence from a teacher of another family, which is sharded too."""
-    student, teacher = load(folder), load(folder, "gpt2", optimizer=None)
+    student, teacher = load(folder, **settings), load(folder, "gpt2", optimizer=None, **settings)
     student.engine.use_heads({"teacher": teacher.engine.lm_head()})
     scorer, policy = ReferenceInterface(hidden_states=True), GKDInterface(n_minibatches=2, divergence=JSD(0.3))
     batches = []
@@ -228,9 +250,23 @@ def settings(folder: Path) -> dict[str, Any]:
     return {kind: steps(load(folder, **given), loss) for kind, (given, loss) in KINDS.items()}
 
 
-def replayed(folder: Path) -> dict[str, Any]:
+def gradient(folder: Path, family: str = "llama", **settings: Any) -> dict[str, Tensor]:
+    """Return the gradient of a loss of log-probs and values, gathered to every rank."""
+    model = load(folder, family, head=Causal(ValueHead(layers=1, init="normal")), **settings)
+    machine, data = model.engine, random_sample(LENGTHS)
+    part = shard(data, machine.data_ranks, "input_ids").parts[machine.data_rank]
+    machine.accumulate(part, BUDGET, joint_loss, weight(data))
+    network = machine.network
+    names = [name for name, _ in network.named_parameters()]
+    whole_or_part = [
+        p.grad if current().size == 1 else whole(network.like(p.grad, i)) for i, p in enumerate(network.owned())
+    ]
+    return dict(zip(names, whole_or_part, strict=True))
+
+
+def replayed(folder: Path, **settings: Any) -> dict[str, Any]:
     """Return the choices of experts in a rollout, and train on random choices, without a record for one prompt."""
-    model = load(folder, "qwen3_moe")
+    model = load(folder, "qwen3_moe", **settings)
     prompts = {"prompt_ids": [[list(range(5, 5 + n))] for n in (4, 1, 9)]}
     sampled = SequenceSample.from_sequences(["a", "b", "c"], prompts)
     rollout = model.engine.generate(sampled, GenerationConfig(n=2, max_new_tokens=5, router_replay=True), seed=0)
@@ -270,10 +306,10 @@ def uneven(folder: Path, **settings: Any) -> dict[str, Any]:
     return found
 
 
-def calls(folder: Path) -> dict[str, Any]:
+def calls(folder: Path, **settings: Any) -> dict[str, Any]:
     """Return scores and samples before and after a step, mixed weights, adapter base outputs and a hash of frozen
     weights."""
-    model = load(folder)
+    model = load(folder, **settings)
     machine, data = model.engine, random_sample(LENGTHS)
     prompts = {"prompt_ids": [[list(range(5, 5 + n))] for n in (4, 1, 9, 2, 3)]}
     sampled = SequenceSample.from_sequences(["a", "b", "c", "d", "e"], prompts)
@@ -286,11 +322,13 @@ def calls(folder: Path) -> dict[str, Any]:
         machine.train_batch(data, BUDGET, plain_loss, weight)
     machine.load_weights({name: torch.ones_like(x) for name, x in machine.weights().items()}, 0.25)
     found["mixed"] = weights_now(model)
-    adapted = load(folder, trains=Lora(rank=4)).engine
+    adapted = load(folder, trains=Lora(rank=4), **settings).engine
     adapted.train_batch(data, BUDGET, plain_loss, weight)
     score = adapted.reference()
     found["base"] = score(data, BUDGET, lambda out, mb: mb.with_tokens(x=out.logprobs()))["x"]
-    found["frozen"] = hash_of(load(folder, optimizer=None).engine.fixed_weights())  # resumed runs compare this hash
+    found["frozen"] = hash_of(
+        load(folder, optimizer=None, **settings).engine.fixed_weights()
+    )  # resumed runs compare this hash
     return found
 
 
@@ -436,9 +474,14 @@ def restored(folder: Path, path: Path, family: str = "gpt2", **settings: Any) ->
     return model
 
 
-def resumed(folder: Path, path: Path) -> dict[str, Any]:
+def resumed(folder: Path, path: Path, family: str = "gpt2", **settings: Any) -> dict[str, Any]:
     """Go on from the checkpoint of `kept` in a folder."""
-    return going_on(restored(folder, path))
+    return going_on(restored(folder, path, family, **settings))
+
+
+def resumed_on(sharding: Sharding, folder: Path, path: Path) -> dict[str, Any]:
+    """Go on from a checkpoint of a llama on any mesh."""
+    return resumed(folder, path, "llama", sharding=sharding)
 
 
 def unknown_moments(folder: Path) -> str:
@@ -491,6 +534,12 @@ def mistakes(folder: Path) -> dict[str, str]:
     return {name: _message(attempt) for name, attempt in attempts.items()}
 
 
+def refused_contexts(folder: Path) -> dict[str, str]:
+    """Return the error messages of models whose sequences two ranks cannot divide."""
+    names = [path.name for path in sorted(folder.iterdir())]
+    return {name: _message(partial(load, folder, name, sharding=Sharding(context=2))) for name in names}
+
+
 def faults_of_one_rank(folder: Path) -> dict[str, Any]:
     """Return the metrics of steps in which the loss or the gradient of the last rank alone is not finite, and whether
     the weights stayed the same."""
@@ -531,6 +580,21 @@ def scenarios(folder: Path) -> dict[str, Any]:
 
 
 SCENARIOS = {f.__name__: f for f in (sft, grpo, early_stop, ppo, dpo, gkd, kto, settings, uneven, calls, replayed)}
+
+
+def kind(name: str, folder: Path, **settings: Any) -> dict[str, Any]:
+    given, loss = KINDS[name]
+    return steps(load(folder, **{**given, **settings}), loss, 3)
+
+
+ON_MESHES = {f.__name__: f for f in (gradient, grpo, gspo, sft, dpo, ppo, reward_model, gkd, calls, replayed)}
+ON_MESHES |= {name: partial(kind, name) for name in KINDS if name not in ("tied", "plain rows")}
+"""Scenarios that give the same results on any mesh."""
+
+
+def on_mesh(folder: Path, sharding: Sharding, names: Sequence[str]) -> dict[str, Any]:
+    """Run scenarios on one mesh."""
+    return {name: ON_MESHES[name](folder, sharding=sharding) for name in names}
 
 
 def core_of_a_group(folder: Path) -> dict[str, Any]:

@@ -23,7 +23,14 @@ def test_the_former_name_of_a_dimension_sets_it() -> None:
 
 
 def test_the_ranks_that_no_other_dimension_needs_shard_the_weights() -> None:
-    assert Sharding().sizes("actor", 6) == {"replicate": 1, "shard": 6, "tensor": 1}
-    assert Sharding(replicate=2, tensor=3).sizes("actor", 24) == {"replicate": 2, "shard": 4, "tensor": 3}
+    assert Sharding().sizes("actor", 6) == {"replicate": 1, "shard": 6, "context": 1, "tensor": 1}
+    all_four = {"replicate": 2, "shard": 2, "context": 2, "tensor": 3}
+    assert Sharding(replicate=2, context=2, tensor=3).sizes("actor", 24) == all_four
     with pytest.raises(ConfigError, match=r"^models.ref.sharding.replicate=2 x tensor=2: must divide .* ranks \(6\)$"):
         Sharding(replicate=2, tensor=2).sizes("ref", 6)
+
+
+def test_ranks_that_cannot_divide_the_heads_are_refused() -> None:
+    Sharding(context=2, tensor=2).check_heads("actor", 28)
+    with pytest.raises(ConfigError, match=r"^models.ref.sharding.context=16: must divide .* attention heads \(28\)$"):
+        Sharding(context=16).check_heads("ref", 28)
