@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.func import functional_call
 
@@ -77,7 +77,7 @@ def split_layers(
     inside = tuple(f"{name}." for name in (*adapted, *experts))
     parts: dict[str, object] = {**dict(layers.named_parameters()), **dict(layers.named_modules())}
     styles: dict[str, ParallelStyle] = {}
-    copied = set()
+    copied, columns = set(), {}
     for name, part in parts.items():
         if name in experts or name.startswith(inside):
             continue
@@ -92,6 +92,7 @@ def split_layers(
             split = [] if adapters is None else [f"{name}.lora_B.{adapter}" for adapter in adapters.lora_B]
             base = name if adapters is None else f"{name}.base_layer"
             styles |= {path: COLUMNS[wanted]() for path in (base, *split)}
+            columns[base] = name.rpartition(".")[0]
         elif wanted in ROWS and linear:
             split = [] if adapters is None else [f"{name}.lora_A.{adapter}" for adapter in adapters.lora_A]
             base = name if adapters is None else f"{name}.base_layer"
@@ -103,7 +104,33 @@ def split_layers(
                 f"Supported: {', '.join((*COLUMNS, *ROWS))} for plain linear layers, and {COPIED}. Remove this key."
             )
     parallelize_module(layers, mesh, styles)
+    shared = _SharedInput(mesh)
+    for name in columns:
+        layers.get_submodule(name).register_forward_pre_hook(shared, prepend=True)
+    for name in set(columns.values()):
+        layers.get_submodule(name).register_forward_hook(shared.forget)
     return copied
+
+
+class _SharedInput:
+    """Lets linear layers that read the same tensor sum their parts of its gradient once over the ranks.
+
+    Each of them would otherwise wrap the tensor in a `DTensor` of its own, whose gradient is summed on its own.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._mesh = mesh
+        self._pair: tuple[Tensor, DTensor] | None = None
+
+    def __call__(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        x: Tensor = inputs[0]
+        if self._pair is None or self._pair[0] is not x:
+            self._pair = (x, DTensor.from_local(x, self._mesh, [Replicate()], run_check=False))
+        return (self._pair[1], *inputs[1:])
+
+    def forget(self, part: nn.Module, inputs: object, output: object) -> None:
+        """Free the tensor after the part of a layer that contains the linear layers."""
+        self._pair = None
 
 
 def matches(path: str, name: str) -> bool:

@@ -68,8 +68,8 @@ def formula(engine: Any, rows: int, trained: int, *, tensor: int = 1, expert: in
     elements["reduce-scatter"] += sum(n * shards[name] for name, n in own.items() if shards[name] > 1)
     experts = getattr(config, "num_experts", 0) and getattr(config, "num_experts_per_tok", 0)
     if tensor > 1:
-        # Forward: outputs of attention and of a dense feed-forward layer. Backward: inputs of q, k, v, gate and up.
-        elements["all-reduce"] += layers * rows * hidden * (1 + 3 + (0 if experts else 1 + 2))
+        # Forward: outputs of attention and of a dense feed-forward layer. Backward: their inputs.
+        elements["all-reduce"] += layers * rows * hidden * (2 if experts else 4)
         elements["all-reduce"] += rows * hidden  # embeddings
         elements["all-reduce"] += trained * hidden  # gradient of the inputs of the head
         elements["all-gather"] += 4 * trained  # statistics of the logits
