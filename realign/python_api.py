@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
@@ -428,9 +429,9 @@ def _text(key: str, value: Any) -> str:
     value = as_node(value)
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
-    if isinstance(value, int):
+    if isinstance(value, Integral):  # also of numpy
         return str(int(value))
-    if isinstance(value, float):
+    if isinstance(value, Real):
         return repr(float(value))
     if isinstance(value, str):
         return value if _PLAIN.fullmatch(value) and value.lower() not in _KEYWORDS else quoted_text(value)

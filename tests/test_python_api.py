@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import datasets
+import numpy
 import pandas
 import pytest
 from rich.console import Console
@@ -87,6 +88,7 @@ def test_the_experiment_is_that_of_the_command_line(folder):
         ({"algorithm": "dr_grpo"}, "algorithm=dr_grpo"),
         ({"lr": 1e-3}, "lr=1e-3"),
         ({"save_every_steps": None}, "save_every_steps=null"),
+        ({"seed": numpy.int64(7)}, "seed=7"),
         ({"shuffle": False}, "shuffle=false"),
         ({"output_dir": Path("runs/a b")}, "output_dir='runs/a b'"),
         ({"name": "null"}, "name='null'"),
