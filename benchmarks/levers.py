@@ -92,6 +92,7 @@ LEVERS = {
         "rollout",
         sampling=InProcessSampling(max_slots=16),
     ),
+    "inexact_rollout": Lever("no sampler.exact=true", "rollout", sampling=InProcessSampling(exact=True)),
     "shared_prompts": Lever(
         "prompt of a group computed once",
         "training",
@@ -103,6 +104,7 @@ LEVERS = {
     "where": Lever("log-probs only where the loss needs them", "training", patches=_everywhere),
     "old_logprobs": Lever("log-probs of the rollout used without another pass", "training", scores_first=True),
     "fused_optimizer": Lever("optimizer in one kernel", "training", patches=_loop_optimizer),
+    "inexact_training": Lever("no sampler.exact=true", "training", sampling=InProcessSampling(exact=True)),
 }
 
 
@@ -135,8 +137,9 @@ def rollout(scenario: Scenario, lever: Lever | None) -> Callable[[], object]:
 
 def training(scenario: Scenario, lever: Lever | None) -> Callable[[], object]:
     """Return a call that executes a GRPO training step on a rollout batch of the scenario."""
+    settings = {} if lever is None else {"network": lever.network, "sampling": lever.sampling}
     with without(lever):
-        step = TrainStep(make_actor(scenario, network=lever.network if lever else None), scenario)
+        step = TrainStep(make_actor(scenario, **settings), scenario)
     batch = make_rollout(scenario)
 
     def call() -> object:

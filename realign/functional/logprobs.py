@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -53,6 +53,18 @@ CHUNK_ELEMENTS_LARGEST = 2**28
 MEMORY_PER_ELEMENT = 320
 """Bytes of device memory for each logit of a chunk: a chunk in fp32 takes 1/80 of the memory. It depends on the size
 of the device and not on its free memory, so that equal devices round equally."""
+
+
+class ExactHead(Protocol):
+    """Computes logits and log-probs with sums whose order does not depend on the number of rows."""
+
+    def logits(self, hidden_NH: Tensor) -> Tensor:
+        """Return the product [N, V] of hidden states with the weight of a head, without gradient."""
+        ...
+
+    def logprobs(self, logits_NV: Tensor, tokens_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the log-probs [N] of tokens under the softmax of logits, and the log-sum-exp [N]."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,6 +128,8 @@ class LMHead:
     """Bound on the absolute value of a logit; None means no bound."""
     shard: WordShard | None = None
     """Which rows of the head `weight_VH` and `bias_V` are; None means all."""
+    exact: ExactHead | None = None
+    """Computes the values of log-probs; None: torch. The head must have a weight only."""
 
     @property
     def words(self) -> int:
@@ -335,6 +349,7 @@ def token_logprobs(
         with_entropy,
         support,
         head.shard,
+        head.exact,
     )
     return logprobs_N, entropy_N
 
@@ -352,6 +367,7 @@ class _TokenLogprobs(torch.autograd.Function):
         with_entropy: bool,
         support: Support | None,
         shard: WordShard | None,
+        exact: ExactHead | None,
     ) -> tuple[Tensor, Tensor | None]:
         logprobs_N = hidden_NH.new_empty(len(hidden_NH), dtype=wide_dtype(hidden_NH, weight_VH))
         normalizer_N = torch.empty_like(logprobs_N)
@@ -359,9 +375,18 @@ class _TokenLogprobs(torch.autograd.Function):
         with no_autocast(hidden_NH):
             matrix_VH = weight_VH.to(project.dtype)
             for rows in chunks(len(hidden_NH), chunk):
-                logits_CV = project.logits(hidden_NH[rows], matrix_VH, bias_V)
+                if exact is None:
+                    logits_CV = project.logits(hidden_NH[rows], matrix_VH, bias_V)
+                else:
+                    logits_CV = exact.logits(hidden_NH[rows]).mul_(project.gain)
                 if support is not None:
                     support.restrict(logits_CV, rows, shard)
+                if exact is not None:
+                    logprobs_N[rows], normalizer_N[rows] = exact.logprobs(logits_CV, targets_N[rows])
+                    if entropy_N is not None:
+                        logp_CV = logits_CV.sub_(normalizer_N[rows, None])
+                        entropy_N[rows] = -(logp_CV.exp() * logp_CV).nansum(-1)
+                    continue
                 targets_C, top_C = targets_N[rows], logits_CV.amax(-1)
                 if shard is not None:
                     targets_C = shard.local(targets_C, len(matrix_VH))[1]
@@ -420,7 +445,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 grads.add(rows, grad_CV, cap_slope_CV, hidden_CH, matrix_VH)
         if ctx.shard is not None and grads.hidden_NH is not None:
             grads.hidden_NH = ctx.shard.sum(grads.hidden_NH)
-        return *grads.cast(weight_VH, bias_V), None, None, None, None, None, None
+        return *grads.cast(weight_VH, bias_V), None, None, None, None, None, None, None
 
 
 def check_head(hidden_NH: Tensor, head: LMHead, temperature: float) -> None:

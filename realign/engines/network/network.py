@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,34 @@ logger = logging.getLogger(__name__)
 Run: TypeAlias = Callable[[SequenceSample, SequenceSample, Layout], PackedOutput]
 """A forward pass. The arguments are a micro-batch on its current device, the same micro-batch on the model's device,
 and the layout of its rows."""
+
+
+class ExactPasses(Protocol):
+    """Computes passes with the bits of rollouts; see `realign.engines.sampling.compiled.exact`."""
+
+    def read(self, length: int) -> object:
+        """Copy the current weights of the layers, for texts of up to `length` tokens."""
+        ...
+
+    def hidden(self, ids_R: Tensor, layout: Layout) -> Tensor:
+        """Return the last hidden states [R, H] of a pass, with the weights of the last `read`; thread-safe."""
+        ...
+
+    def head(self, head: LMHead) -> LMHead:
+        """Return the head with `LMHead.exact`."""
+        ...
+
+
+class _Valued(torch.autograd.Function):
+    """The second argument, with the gradient of the first, which differs from it by rounding only."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, exact: Tensor) -> Tensor:
+        return exact
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
 
 
 class Network(nn.Module):
@@ -88,6 +116,8 @@ class Network(nn.Module):
             pass_context_on(probed)
         probed = module if probed is None else probed
         self.replay: RouterReplay | None = None
+        self.exact: ExactPasses | None = None
+        """Computes the values of all passes as rollouts compute them; None: the modules compute them."""
         self.no_replay = ""
         """Why choices of experts cannot be replayed."""
         try:
@@ -97,7 +127,8 @@ class Network(nn.Module):
         self._attention = settings.attention
         self._vocabulary = settings.vocabulary
         self._dropout = settings.dropout
-        self._draws = settings.dropout or bool(self.trains.dropouts(module))
+        self.draws = settings.dropout or bool(self.trains.dropouts(module))
+        """Whether training passes have dropout."""
         self._shares = settings.shared_prompts is SharedPrompts.auto
         # A branch records the inputs of the trunk's layers with hooks, which cannot tell concurrent passes apart.
         alone = (value_head is not None and value_head.branch is not None) or rewrites_rope(module) or hooked
@@ -212,7 +243,9 @@ class Network(nn.Module):
             parallel: whether the passes may run concurrently.
             training: whether the passes are differentiated.
         """
-        draws = training and self._draws
+        if self.exact is not None:
+            self.exact.read(int(data.lengths[TOKENS].flat.max(initial=1)))
+        draws = training and self.draws
         share = self._shares and data[TOKENS].device.type == "cpu" and not draws
         replays = ROUTER_EXPERTS in data
         if replays:
@@ -265,7 +298,7 @@ class Network(nn.Module):
         listening: AbstractContextManager[Heard] = nullcontext([]) if value is None else value.listening()
         replay = nullcontext() if self.replay is None else self.replay.of(moved, layout, counts=training)
         with listening as heard, replay:
-            hidden_RH = self._hidden(moved, layout)
+            hidden_RH = self._hidden(moved, layout) if self.exact is None else self._exact(self.exact, moved, layout)
         branch = None
         if value is not None:
             # nothing is heard if the head has no branch, or if the micro-batch has no tokens
@@ -273,6 +306,8 @@ class Network(nn.Module):
             branch = ScalarBranch(read, value, None if value.q_heads is None else value.q_heads.at)
         head = self.read_head(dropout=training and self._dropout)
         limited = self.limited(head) if isinstance(head, LMHead) else head
+        if self.exact is not None and isinstance(limited, LMHead):
+            limited = self.exact.head(limited)
         row_T = layout.rows_on(self.device)
         cu_seqlens = part.cu_seqlens()
         pair = self.unpacked if isinstance(self.unpacked, EncoderDecoder) else None
@@ -409,6 +444,14 @@ class Network(nn.Module):
     def _rows_of_rank(self, layout: Layout) -> RowsOfRank | None:
         """Return the rows of the layout that this process computes; None means all."""
         return None
+
+    def _exact(self, exact: ExactPasses, moved: SequenceSample, layout: Layout) -> Tensor:
+        """Return the last hidden states [R, H] with the values of `exact`, and the gradient of the modules."""
+        if not layout.pieces.any():
+            return self._hidden(moved, layout)
+        ids_T = moved[TOKENS]
+        values_RH = exact.hidden(ids_T if layout.token_R is None else ids_T[layout.token_R], layout)
+        return _Valued.apply(self._hidden(moved, layout), values_RH) if torch.is_grad_enabled() else values_RH
 
     def _image_rows(self, moved: SequenceSample, layout: Layout) -> dict[str, Any]:
         """Return the inputs of a pass that depend on images; none for text."""

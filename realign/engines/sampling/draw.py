@@ -25,6 +25,7 @@ from torch import Tensor
 
 from realign.api.generation import GenerationConfig
 from realign.api.seeds import derive_seed
+from realign.functional.logprobs import ExactHead
 from realign.functional.packed import at_least_fp32
 
 GAMMA = 0x9E3779B97F4A7C15
@@ -43,7 +44,12 @@ FEW_WORDS = 2**12
 
 
 def sample(
-    logits_NV: Tensor, config: GenerationConfig, uniform_N: Tensor, *, blocked_NV: Tensor | None = None
+    logits_NV: Tensor,
+    config: GenerationConfig,
+    uniform_N: Tensor,
+    *,
+    blocked_NV: Tensor | None = None,
+    exact: ExactHead | None = None,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Draw one token per row.
 
@@ -56,6 +62,7 @@ def sample(
         config: sampling settings.
         uniform_N: [N] fp64 in [0, 1), one number per draw; ignored by greedy.
         blocked_NV: [N, V] bool, tokens that cannot be drawn; None blocks none.
+        exact: computes log-probs as training does, with `LMHead.exact`.
 
     Returns:
         Tokens [N] int64, and their log-probs [N] fp32 (fp64 for fp64 logits) in nats. With `config.sampling_replay`
@@ -63,11 +70,13 @@ def sample(
     """
     rows = max(1, CPU_ELEMENTS // logits_NV.shape[-1]) if logits_NV.device.type == "cpu" else len(logits_NV)
     if rows >= len(logits_NV):
-        return _sample(logits_NV, config, uniform_N, blocked_NV)
+        return _sample(logits_NV, config, uniform_N, blocked_NV, exact)
     starts = range(0, len(logits_NV), rows)
     blocked = [None if blocked_NV is None else blocked_NV[i : i + rows] for i in starts]
     uniforms = uniform_N.split(rows)
-    parts = [_sample(logits_NV[i : i + rows], config, u, b) for i, u, b in zip(starts, uniforms, blocked, strict=True)]
+    parts = [
+        _sample(logits_NV[i : i + rows], config, u, b, exact) for i, u, b in zip(starts, uniforms, blocked, strict=True)
+    ]
     return joined(parts)
 
 
@@ -80,14 +89,22 @@ def joined(parts: Sequence[tuple[Tensor, Tensor, list[Tensor]]]) -> tuple[Tensor
 
 
 def _sample(
-    logits_NV: Tensor, config: GenerationConfig, uniform_N: Tensor, blocked_NV: Tensor | None
+    logits_NV: Tensor,
+    config: GenerationConfig,
+    uniform_N: Tensor,
+    blocked_NV: Tensor | None,
+    exact: ExactHead | None,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     scaled_NV = at_least_fp32(logits_NV)
-    if config.temperature != 1:
+    if exact is not None:
+        scaled_NV = scaled_NV * (1 / config.temperature)  # as training rounds it
+    elif config.temperature != 1:
         scaled_NV = scaled_NV / config.temperature
     allowed_NV = scaled_NV if blocked_NV is None else scaled_NV.masked_fill(blocked_NV, -torch.inf)
     if config.greedy:
         tokens_N = allowed_NV.argmax(-1)
+        if exact is not None:
+            return tokens_N, exact.logprobs(scaled_NV, tokens_N)[0], []
         return tokens_N, _pick(scaled_NV.log_softmax(-1), tokens_N), []
     logits_NK, ids_NK = most_likely(allowed_NV, config.top_k, config.top_p, config.min_p)
     probs_NK = logits_NK.softmax(-1)
@@ -97,7 +114,12 @@ def _sample(
         kept_NK = probs_NK > 0
         ids = kept_NK.nonzero()[:, 1] if ids_NK is None else ids_NK[kept_NK]
         kept = list(ids.int().cpu().split(kept_NK.sum(-1).tolist()))
-    return choice_N if ids_NK is None else _pick(ids_NK, choice_N), _pick(probs_NK, choice_N).log(), kept
+    tokens_N = choice_N if ids_NK is None else _pick(ids_NK, choice_N)
+    if exact is None:
+        return tokens_N, _pick(probs_NK, choice_N).log(), kept
+    if ids_NK is not None:  # in the order of the vocabulary
+        logits_NK = torch.full_like(scaled_NV, -torch.inf).scatter_(1, ids_NK, logits_NK)
+    return tokens_N, exact.logprobs(logits_NK, tokens_N)[0], kept
 
 
 def draw(probs_NV: Tensor, uniform_N: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from typing_extensions import override
 from realign.api.in_process_sampler import IN_PROCESS
 from realign.api.sampler import Capabilities, SamplerSpec
 from realign.engines.sampling.compiled.library import CompiledDecode, LibraryError, load_library
-from realign.errors import ConfigError
+from realign.errors import ConfigError, SettingsError
 from realign.settings import Count, Range
 
 
@@ -34,16 +34,26 @@ class InProcessSampling(SamplerSpec):
     """Whether decode steps on a CPU run in a library that the first rollout compiles and caches: auto | on | off. auto
     uses torch if no C++ compiler is installed; on raises an error then."""
 
+    exact: bool = False
+    """Compute log-probs with the same bits in rollouts, scoring and training, so that ratios before the first update
+    are exactly 1. For models on a CPU in float32 whose decode steps can be compiled; see `docs/guides/exact.md`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.exact and self.compiled_decode is CompiledDecode.off:
+            raise SettingsError("exact=true: incompatible with compiled_decode=off. Remove one of them.")
+
     def check(self, where: str) -> None:
         """See `SamplerSpec.check`.
 
         Raises:
-            ConfigError: `compiled_decode=on`, but the library cannot be built.
+            ConfigError: `compiled_decode=on` or `exact`, but the library cannot be built.
         """
-        if self.compiled_decode is not CompiledDecode.on:
+        if self.compiled_decode is not CompiledDecode.on and not self.exact:
             return
         if isinstance(library := load_library(), LibraryError):
-            raise ConfigError(f"{where}.compiled_decode=on: {library}. Install a C++ compiler, or set it to auto.")
+            setting, cure = ("exact=true", "false") if self.exact else ("compiled_decode=on", "auto")
+            raise ConfigError(f"{where}.{setting}: {library}. Install a C++ compiler, or set it to {cure}.")
 
     @override
     def capabilities(self) -> Capabilities:

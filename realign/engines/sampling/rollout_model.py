@@ -19,6 +19,7 @@ from realign.engines.network.images import ImageInputs
 from realign.engines.network.network import Network
 from realign.engines.network.routers import Routers
 from realign.engines.network.unpacked import OwnCache
+from realign.engines.sampling.compiled.exact import ExactModel
 from realign.engines.sampling.compiled.fused_layers import FusedTrunk, for_few_rows
 from realign.engines.sampling.compiled.fusion import Fusion, copies_limit
 from realign.engines.sampling.in_process import InProcessSampling
@@ -63,6 +64,8 @@ class RolloutModel:
     """Reads the images of prompts; None if the model does not support images."""
     routers: Routers | None = None
     """Routers of the model whose choices are recorded; None records nothing."""
+    exact: ExactModel | None = None
+    """Decodes with the bits of training passes; None decodes as fast as possible."""
 
     @classmethod
     def of(cls, network: Network, module: Any, config: GenerationConfig, fusion: Fusion | None = None) -> RolloutModel:
@@ -88,6 +91,7 @@ class RolloutModel:
             own_cache=network.own_cache,
             images=network.images,
             routers=network.recorded_routers(config, module),
+            exact=network.exact if isinstance(network.exact, ExactModel) else None,
         )
 
     def prepared(self, length: int, cores: Cores) -> tuple[Decoder, LMHead]:
@@ -97,6 +101,8 @@ class RolloutModel:
             length: number of positions to support.
             cores: limits small products to one core.
         """
+        if self.exact is not None:
+            return self.exact.decoder(length), self.exact.head(self.head)
         head = self.head
         device = next(self.module.parameters()).device
         dtype = torch.float32

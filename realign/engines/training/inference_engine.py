@@ -21,7 +21,9 @@ from realign.engines.network.heads import value_outputs
 from realign.engines.network.network import Network, Run
 from realign.engines.network.output import ScalarHead
 from realign.engines.network.passes import Layout, Passes, side_by_side
+from realign.engines.sampling.compiled.exact import ExactModel
 from realign.engines.sampling.compiled.fusion import Fusion
+from realign.engines.sampling.compiled.library import CompiledDecode
 from realign.engines.sampling.in_process import InProcessSampling
 from realign.engines.sampling.rollout_model import DecodableEngine, RolloutModel, positions_of
 from realign.engines.training.weights import check_weights, mix_into, named_weights, shapes_of
@@ -41,7 +43,10 @@ class InferenceEngine(DecodableEngine):
         self.device = network.device
         self.tokenizer = tokenizer
         self.sampling = sampling
-        self.fusion = Fusion(network.rollout_module, sampling.compiled_decode) if network.fuses else None
+        compiled = CompiledDecode.on if sampling.exact else sampling.compiled_decode
+        self.fusion = Fusion(network.rollout_module, compiled) if network.fuses else None
+        if sampling.exact and isinstance(network.head, LMHead):
+            network.exact = ExactModel(network, self.fusion)
         self._seed = seed
 
     @override

@@ -263,8 +263,9 @@ int64_t realign_row_scratch(const Trunk* trunk) {
 int64_t realign_call_scratch(const Trunk* trunk) { return trunk->cache_length + LANES; }
 
 // Writes the last hidden states of one new token per row to `x` [rows, hidden], and its keys and values to the cache.
-void realign_decode(const Trunk* trunk, int64_t rows, int64_t first_slot, const int64_t* ids, const int64_t* positions,
-                    float* x, float* scratch) {
+// Row b is in slot first_slot + b * slot_step. With a step of 0 the rows are tokens of one text, by position.
+void realign_decode(const Trunk* trunk, int64_t rows, int64_t first_slot, int64_t slot_step, const int64_t* ids,
+                    const int64_t* positions, float* x, float* scratch) {
     const int64_t hidden = trunk->hidden, size = trunk->head_size, half = size / 2, length = trunk->cache_length;
     for (int64_t b = 0; b < rows; b++)
         std::memcpy(x + b * hidden, trunk->embedding + ids[b] * hidden, hidden * sizeof(float));
@@ -294,7 +295,7 @@ void realign_decode(const Trunk* trunk, int64_t rows, int64_t first_slot, const 
             }
             const int64_t from = l.window > 0 && p >= l.window ? p - l.window + 1 : 0;
             for (int64_t g = 0; g < l.groups; g++) {
-                const int64_t row = ((first_slot + b) * l.groups + g) * length;
+                const int64_t row = ((first_slot + b * slot_step) * l.groups + g) * length;
                 std::memcpy(l.keys + (row + p) * size, q + (l.queries + g) * size, size * sizeof(float));
                 std::memcpy(l.values + (row + p) * size, q + (l.queries + l.groups + g) * size, size * sizeof(float));
                 for (int64_t n = g * shared; n < (g + 1) * shared; n++)
@@ -315,6 +316,32 @@ void realign_decode(const Trunk* trunk, int64_t rows, int64_t first_slot, const 
     }
     for (int64_t b = 0; b < rows; b++)
         normalize(x + b * hidden, trunk->norm, trunk->floor, hidden, x + b * hidden);
+}
+
+// c[rows, columns] = a[rows, inputs] * w[inputs, columns]
+void realign_product(int64_t rows, const float* a, const float* w, int64_t inputs, int64_t columns, float* c) {
+    start_with(rows, nullptr, columns, c);
+    add_product(rows, a, inputs, w, inputs, columns, c, columns);
+}
+
+// Log-probs of one token per row under the softmax of `logits` [rows, words], and the log-sum-exp of each row.
+void realign_logprobs(int64_t rows, const float* logits, int64_t words, const int64_t* tokens, float* logprobs,
+                      float* normalizers) {
+    for (int64_t b = 0; b < rows; b++, logits += words) {
+        float most = -INFINITY;
+        for (int64_t i = 0; i < words; i++) most = logits[i] > most ? logits[i] : most;
+        Vec totals = {};
+        int64_t i = 0;
+        for (; i + LANES <= words; i += LANES) totals += exponential(load(logits + i) - most);
+        if (i < words) {
+            Vec rest = spread(-INFINITY);
+            std::memcpy(&rest, logits + i, (words - i) * sizeof(float));
+            totals += exponential(rest - most);
+        }
+        const float size = std::log(sum(totals));
+        logprobs[b] = logits[tokens[b]] - most - size;
+        normalizers[b] = most + size;
+    }
 }
 
 }  // extern "C"

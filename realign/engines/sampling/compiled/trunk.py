@@ -9,6 +9,7 @@ Shapes: B rows being decoded, H hidden size.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import c_float, c_int64, c_void_p
 
@@ -17,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from realign.engines.network.attention import AttentionContext
-from realign.engines.network.kv_cache import DecodeContext, KVCache, PrefillContext
+from realign.engines.network.kv_cache import DecodeContext, KeyValues, KVCache, PrefillContext
 from realign.engines.sampling.compiled.fused_layers import FusedLayer, FusedTrunk, Linear
 from realign.functional.packed import cu_seqlens_of, position_ids
 
@@ -28,6 +29,9 @@ This is an estimate that was not measured."""
 
 LARGE_PRODUCT = 2**27
 """Multiply-adds of a matrix product per thread from which torch is faster (measured on one core with MKL)."""
+
+TEXT_ROWS = 256
+"""Rows of a text in one call, which limits the scratch memory."""
 
 PROBE_ROWS = 7
 """Rows of the compared step: more than `HEIGHT` of decode_step.cpp, so that it also computes a smaller tile."""
@@ -73,6 +77,7 @@ class CompiledTrunk:
         self._mean_weights = sum(matrices) / len(matrices)
         # kept, since the library has only pointers
         self._embedding, self._turns = fused.embedding.contiguous(), torch.view_as_real(fused.turns).contiguous()
+        self._numbered = list(enumerate(fused.layers))
         self._layers = (_Layer * len(fused.layers))(*map(_layer, fused.layers))
         self._trunk = _Trunk(
             ctypes.addressof(self._layers),
@@ -128,6 +133,7 @@ class CompiledTrunk:
                 self._address,
                 last - first,
                 first,
+                1,
                 ids_B[first:].data_ptr(),
                 positions_B[first:].data_ptr(),
                 x_BH[first:].data_ptr(),
@@ -139,6 +145,49 @@ class CompiledTrunk:
         else:  # threads of Python suffice, since a call by ctypes releases the interpreter lock
             list(self._pool(threads).map(run, range(threads)))
         return x_BH
+
+    def texts(self, ids_R: Tensor, pieces: Sequence[int], after: Sequence[int]) -> tuple[Tensor, KeyValues]:
+        """Return the last hidden states [R, H] of whole texts, and the keys and values of the last piece.
+
+        A row's result is that of a decode step, bit for bit. Thread-safe.
+
+        Args:
+            ids_R: token ids.
+            pieces: number of rows of each piece.
+            after: index of the piece that a piece continues, directly or as the last one before it; or -1.
+        """
+        before = [0 if a < 0 else pieces[a] for a in after]
+        length = max((n + b for n, b in zip(pieces, before, strict=True)), default=0)
+        size = 2 * self.fused.turns.shape[-1]
+        kv = {i: tuple(torch.empty(2, layer.heads[1], length, size) for _ in range(2)) for i, layer in self._numbered}
+        # copies, since other threads have other keys and values
+        layers, trunk = (type(x).from_buffer_copy(x) for x in (self._layers, self._trunk))
+        for i, (keys, values) in kv.items():
+            layers[i].keys, layers[i].values = keys.data_ptr(), values.data_ptr()
+        trunk.layers, trunk.cache_length = ctypes.addressof(layers), length
+        rows = min(max(pieces, default=0), TEXT_ROWS)
+        floats = rows * self._library.realign_row_scratch(self._address)
+        scratch = torch.empty(floats + self._library.realign_call_scratch(ctypes.addressof(trunk)))
+        ids_R, x_RH = ids_R.contiguous(), torch.empty(len(ids_R), self._hidden)
+        positions = torch.arange(length)
+        continued, first, slot = set(after), 0, 0
+        for piece, (count, shared) in enumerate(zip(pieces, before, strict=True)):
+            slot = 0 if piece in continued else 1
+            for cache in (x for pair in kv.values() for x in pair):
+                cache[1, :, :shared] = cache[0, :, :shared]
+            for start in range(0, count, rows):
+                self._library.realign_decode(
+                    ctypes.addressof(trunk),
+                    min(rows, count - start),
+                    slot,
+                    0,
+                    ids_R[first + start :].data_ptr(),
+                    positions[shared + start :].data_ptr(),
+                    x_RH[first + start :].data_ptr(),
+                    scratch.data_ptr(),
+                )
+            first += count
+        return x_RH, {i: (keys[slot], values[slot]) for i, (keys, values) in kv.items()}
 
     def difference(self) -> float:
         """Return the largest difference from the fused trunk in a decode step, relative to the largest hidden state.
