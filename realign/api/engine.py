@@ -148,6 +148,9 @@ class EngineCapabilities:
     sampling_replay: bool = False
     """Whether `generate` can record sampling masks, and forward passes normalize over them. The masks are the key
     `sampling_mask`, see `GenerationConfig.sampling_replay`."""
+    products: int = 0
+    """Number of weights that each token is multiplied by, so without input embeddings; 0 if unknown, or if tokens use
+    different ones (experts)."""
     size: str = ""
     """Size and device of the model for the display, such as `135M parameters on cuda:0`; empty if unknown."""
 

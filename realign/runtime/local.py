@@ -233,7 +233,8 @@ class LocalRuntime:
 
         `rollout_tokens` counts sampled tokens (no prompt tokens). `rollout_tokens_per_s` divides them by the seconds
         of the generate RPC. `train_tokens_per_s` is packed tokens (with prompts, once per epoch) per second of the
-        train_step RPC. With dynamic sampling the rollout metrics cover all sampled tokens, including those that are
+        train_step RPC. `train_tflop_per_s` estimates its floating-point operations: 6 per weight and token.
+        With dynamic sampling the rollout metrics cover all sampled tokens, including those that are
         not trained on.
 
         Returns:
@@ -335,7 +336,10 @@ class LocalRuntime:
             # another policy, and their ratio need not be 1
             if "prox_logprobs" in rpc.inputs or not is_stale(made.batch, self.models[rpc.model].version - 1):
                 self._check_ratio(rpc, made.stats)
-            values[f"{prefix}train_tokens_per_s"] = made.stats.get("tokens", 0.0) / made.seconds
+            rate = values[f"{prefix}train_tokens_per_s"] = made.stats.get("tokens", 0.0) / made.seconds
+            model = self.models[rpc.model]
+            if model.has_engine and (weights := model.engine.capabilities().products):
+                values[f"{prefix}train_tflop_per_s"] = 6 * weights * rate / 1e12
         if rpc.method == "generate" and "loss_mask" in rpc.outputs:
             sampled = float(made.batch["loss_mask"].sum())
             values["rollout_tokens"] = values.get("rollout_tokens", 0.0) + sampled

@@ -135,3 +135,23 @@ def test_log_ratios_are_fp32_and_no_gradient_reaches_the_reference():
 
 def test_a_nan_on_the_mask_is_not_hidden():
     assert kl_estimate(torch.tensor([math.nan]), torch.zeros(1), ALL[:1], KLEstimator.k3).isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("shift", "bias", "deviation"), [(0.1, [0, 0.002, 0], [20, 1.42, 1.42]), (1.0, [0, 0.25, 0], [2, 1.73, 1.7])]
+)
+def test_seed_b10_bias_and_deviation_of_k1_k2_and_k3_of_the_text(shift, bias, deviation):
+    """The program of "Approximating KL divergence": q = N(0, 1), p = N(shift, 1), relative to the true KL(q || p).
+
+    It draws ten million samples; here a sum over a fine grid takes their place.
+    """
+    x = torch.linspace(-12, 12, 200_001, dtype=torch.float64)
+    q, p = (torch.distributions.Normal(torch.tensor(m, dtype=torch.float64), 1.0) for m in (0.0, shift))
+    weight = q.log_prob(x).exp() / q.log_prob(x).exp().sum()
+    true = shift**2 / 2
+    kinds = (KLEstimator.k1, KLEstimator.k2, KLEstimator.k3)
+    for kind, wanted_bias, wanted_deviation in zip(kinds, bias, deviation, strict=True):
+        k = kl_estimate(q.log_prob(x), p.log_prob(x), torch.ones_like(x, dtype=torch.bool), kind)
+        mean = (weight * k).sum()
+        assert float((mean - true) / true) == pytest.approx(wanted_bias, abs=6e-4)
+        assert float((weight * (k - mean).square()).sum().sqrt() / true) == pytest.approx(wanted_deviation, abs=6e-3)

@@ -494,3 +494,20 @@ def test_without_scores_both_moments_are_nan():
 def test_the_number_of_elements_is_state_and_not_a_setting():
     with pytest.raises(TypeError, match="count"):
         RunningMoments(count=1.0)
+
+
+@pytest.mark.parametrize(
+    ("unbiased", "shift_mean", "first_row", "last"),
+    [
+        (False, False, [0.0508, 0.4381, 0.8254], 3.1492),
+        (True, False, [0.1394, 0.5046, 0.8697], 3.0606),
+        (False, True, [-1.5492, -1.1619, -0.7746], 1.5492),
+        (True, True, [-1.4606, -1.0954, -0.7303], 1.4606),
+    ],
+)
+def test_seed_a27_the_whitening_table_of_the_text(unbiased, shift_mean, first_row, last):
+    """The table of "The N implementation details of RLHF with PPO": TensorFlow's and PyTorch's variances."""
+    x = torch.tensor([[1.2, 1.3, 1.4], [1.5, 1.6, 1.7], [1.8, 1.9, 2.0]])
+    y = whiten(x.flatten(), torch.ones(9, dtype=torch.bool), shift_mean=shift_mean, unbiased=unbiased).view(3, 3)
+    assert y[0].tolist() == pytest.approx(first_row, abs=5e-5)
+    assert float(y[2, 2]) == pytest.approx(last, abs=5e-5)

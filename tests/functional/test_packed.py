@@ -88,3 +88,11 @@ def test_bad_input_is_named():
         check_shapes(torch.zeros(2), mask_T=torch.zeros(2))
     with pytest.raises(ValueError, match=r"one dimension"):
         check_shapes(torch.zeros(2, 1))
+
+
+def test_seed_a4_positions_of_the_text():
+    """A padded row counts positions by an exclusive sum of its mask; packed, the tokens that it has get the same."""
+    mask = torch.tensor([1, 0, 0, 1, 1, 1])
+    exclusive = mask.cumsum(0) - mask
+    assert exclusive.tolist() == [0, 1, 1, 1, 2, 3]
+    assert position_ids(cu_seqlens_of([4])).tolist() == exclusive[mask.bool()].tolist() == [0, 1, 2, 3]

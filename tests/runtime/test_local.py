@@ -256,15 +256,21 @@ def test_tokens_per_second_are_those_of_their_role(tmp_path):
         def train_step(self, model, data, mb_spec):
             return {"tokens": Sum(torch.tensor(self.tokens)), "optimizer_steps": Sum(torch.tensor(1.0))}
 
+    class Sized(BigramModel):
+        def load(self, name, *, seed):
+            return Model(name, BigramEngine(products=5_000_000), None, seed)
+
     rpcs = tuple(RPC(f"{role}_train", role, "train_step", ("prompt_ids",)) for role in ("actor", "critic"))
     graph = DataflowGraph(rpcs, dataset_keys=("prompt_ids", "row"))
     parts = {"actor": Counting(1e6), "critic": Counting(0.0)}
-    models = {"actor": BigramModel(), "critic": BigramModel()}
+    models = {"actor": Sized(), "critic": BigramModel()}
     values, _ = LocalRuntime(experiment(tmp_path, graph=graph, interfaces=parts, models=models, evaluation=None)).step(
         1
     )
     assert values["train_tokens_per_s"] > 0
     assert values["critic/train_tokens_per_s"] == 0
+    assert values["train_tflop_per_s"] == pytest.approx(3e-5 * values["train_tokens_per_s"])
+    assert "critic/train_tflop_per_s" not in values
 
 
 def test_trap_e13_a_run_in_which_nothing_was_trained_does_not_end_well(tmp_path):

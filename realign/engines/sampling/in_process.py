@@ -36,7 +36,7 @@ class InProcessSampling(SamplerSpec):
 
     exact: bool = False
     """Compute log-probs with the same bits in rollouts, scoring and training, so that ratios before the first update
-    are exactly 1. For models on a CPU in float32 whose decode steps can be compiled; see `docs/guides/exact.md`."""
+    are exactly 1. For models on a CPU in float32 whose decode steps can be compiled. A step takes longer."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -15,6 +15,7 @@ from realign.api.engine import EngineCapabilities, Forward, PostHook
 from realign.api.generation import GenerationConfig
 from realign.api.microbatch import MicroBatchSpec
 from realign.api.sample import TOKENS, SequenceSample
+from realign.engines.files.model_folder import EXPERTS
 from realign.engines.files.tokenizers import end_tokens, end_tokens_beside
 from realign.engines.network.encoder_decoder import EncoderDecoder
 from realign.engines.network.heads import value_outputs
@@ -55,7 +56,11 @@ class InferenceEngine(DecodableEngine):
         language = isinstance(self.head, LMHead)
         head = {"logprobs"} if language else {"values", "scores"}
         # without the parameters of a value head
-        size = f"{_magnitude(sum(p.numel() for p in network.module.parameters()))} parameters on {self.device}"
+        parameters = {id(p): p.numel() for p in network.module.parameters()}
+        size = f"{_magnitude(sum(parameters.values()))} parameters on {self.device}"
+        embedding, output = network.module.get_input_embeddings().weight, network.module.get_output_embeddings()
+        read = 0 if output is not None and output.weight is embedding else embedding.numel()
+        has_experts = any(getattr(network.module.config, key, None) for key in EXPERTS)
         return EngineCapabilities(
             outputs=frozenset(head | value_outputs(self.value_head.spec if self.value_head else None)),
             trainable=False,
@@ -67,6 +72,7 @@ class InferenceEngine(DecodableEngine):
             router_replay=network.replay is not None,
             router_replay_obstacle=network.no_replay,
             sampling_replay=True,
+            products=0 if has_experts else sum(parameters.values()) - read,
             size=size + (", unpacked" if network.unpacked is not None else ""),
         )
 

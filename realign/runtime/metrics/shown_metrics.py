@@ -19,7 +19,7 @@ GENERAL = (
     "step_s",
 )
 """Metrics of any run, shown after those that the interfaces declare."""
-TIMES = ("time/", "step_s", "rollout_tokens_per_s", "train_tokens_per_s")
+TIMES = ("time/", "step_s", "rollout_tokens_per_s", "train_tokens_per_s", "train_tflop_per_s")
 """Name prefixes of metrics that measure speed."""
 EVALUATION = "eval/"
 HELD_OUT = "held out"

@@ -173,6 +173,19 @@ def test_trap_e13_zero_gradient_is_no_step():
     assert moved(engine, before) == 0
 
 
+def test_weights_that_a_token_is_multiplied_by_are_counted():
+    """Input embeddings are read, unless the head multiplies by them; experts differ between tokens."""
+    counted = {}
+    for family in ("llama", "gemma2", "qwen3_moe"):
+        engine = tiny_engine(family)
+        sizes = {n: x.numel() for n, x in engine.module.named_parameters()}
+        counted[family] = (engine.capabilities().products, sum(sizes.values()), sizes["model.embed_tokens.weight"])
+    products, weights, embeddings = counted["llama"]
+    assert products == weights - embeddings
+    assert counted["gemma2"][0] == counted["gemma2"][1]
+    assert counted["qwen3_moe"][0] == 0
+
+
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 def test_nonfinite_steps_are_skipped_and_counted_and_end_the_run(poison):
     engine = tiny_engine(optimizer=replace(STEP, max_nonfinite_in_a_row=3))

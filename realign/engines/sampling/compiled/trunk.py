@@ -161,7 +161,7 @@ class CompiledTrunk:
         size = 2 * self.fused.turns.shape[-1]
         kv = {i: tuple(torch.empty(2, layer.heads[1], length, size) for _ in range(2)) for i, layer in self._numbered}
         # copies, since other threads have other keys and values
-        layers, trunk = (type(x).from_buffer_copy(x) for x in (self._layers, self._trunk))
+        layers, trunk = type(self._layers).from_buffer_copy(self._layers), _Trunk.from_buffer_copy(self._trunk)
         for i, (keys, values) in kv.items():
             layers[i].keys, layers[i].values = keys.data_ptr(), values.data_ptr()
         trunk.layers, trunk.cache_length = ctypes.addressof(layers), length
