@@ -265,6 +265,7 @@ MUST_BE_GIVEN = {
     ],
     "grpo_agent": ["models.actor.path=m", "data.path=p.jsonl", "interfaces.agent.agent=mine.py:agent"],
     "gkd": ["models.actor.path=m", "models.teacher.path=t", "data.path=p.jsonl"],
+    "self_distillation": ["models.actor.path=m", "data.path=p.jsonl"],
     "on_policy_distillation": ["models.actor.path=m", "models.teacher.path=t", "data.path=p.jsonl"],
     "grpo_environment": [
         "models.actor.path=m",

@@ -117,7 +117,7 @@ def is_within(key: str, places: list[str]) -> bool:
 
 def test_the_grid_has_all_experiments_that_presets_are_for_and_few_exclude_each_other():
     other = {"dpo", "gkd", "ilql", "kto", "online_dpo", "raft", "reward_model", "reward_sentiment"}
-    other |= {"sft", "sft_arithmetic", "sft_sentiment"}
+    other |= {"self_distillation", "sft", "sft_arithmetic", "sft_sentiment"}
     other |= {f"lm_human_preferences_reward{task}" for task in ("", "_cnndm", "_tldr")}
     assert {*rl_experiments()} == {*list_experiments()} - other
     special = {"grpo_agent", "grpo_environment", "on_policy_distillation"}

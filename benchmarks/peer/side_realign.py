@@ -198,12 +198,12 @@ def forced_lengths(side: Any) -> Iterator[None]:
         found: Tensor = known["tensor"]
         return found
 
-    def forced(self: Rollout, hidden_BH: Tensor, counts_B: Tensor) -> tuple[Tensor, Tensor]:
-        tokens_B, logprobs_B = draw(self, hidden_BH, counts_B)
+    def forced(self: Rollout, hidden_BH: Tensor, counts_B: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+        tokens_B, logprobs_B, kept = draw(self, hidden_BH, counts_B)
         sequences_B = self.rows[RowEntry.SEQUENCE, self.active - len(counts_B) : self.active]
         last_B = counts_B + 1 >= on(counts_B.device)[sequences_B]
         tokens_B = torch.where(last_B, EOS, torch.where(tokens_B == EOS, EOS + 1, tokens_B))
-        return tokens_B, logprobs_B
+        return tokens_B, logprobs_B, kept
 
     with patch.object(Rollout, "_draw", forced):
         yield

@@ -351,7 +351,7 @@ def rl_graph(interfaces: Mapping[str, ModelInterface]) -> DataflowGraph:
     scorers = {"actor" if role == "prox" else role: key for role, key in scorers.items()}
     for role, key in sorted(scorers.items(), key=lambda item: item[0] == "actor"):
         names = {"logprobs": key} | ({"hidden": hidden} if (hidden := f"{role}{HIDDEN}") in needs else {})
-        inputs = (*scored, *replayed) if role == "actor" else (*scored, *masks)
+        inputs = (*scored, *(replayed if role == "actor" else masks), *prompted(interfaces, role))
         rpcs.append(RPC(f"{role}_inf", role, "inference", inputs, tuple(names.values()), rename=names))
         keys += names.values()
     if "values" in needs:
@@ -374,6 +374,12 @@ def rl_graph(interfaces: Mapping[str, ModelInterface]) -> DataflowGraph:
     results = dict.fromkeys(["versions", "truncated", *(key for key in (*rpcs[0].outputs, *named) if key not in read)])
     rows = ["row"] if "row" in read else []
     return DataflowGraph(tuple(rpcs), dataset_keys=("prompt_ids", *rows, *text), results=tuple(results))
+
+
+def prompted(interfaces: Mapping[str, ModelInterface], role: str) -> tuple[str, ...]:
+    """Return the keys that a role reads in `inference` if it scores responses after other prompts."""
+    needs = interfaces[role].keys("inference").needs if role in interfaces else {}
+    return tuple(key for key in ("prompt_mask", "row") if key in needs)
 
 
 def _sampling_calls(interfaces: Mapping[str, ModelInterface], *, scored: bool) -> tuple[list[RPC], list[str]]:

@@ -40,7 +40,7 @@ from realign.api import (
     masked_mean,
     merge_stats,
 )
-from realign.api.dataflow import reported
+from realign.api.dataflow import prompted, reported
 from realign.interfaces.components.aggregation import Aggregation, TokenMean
 from realign.interfaces.components.divergence import Divergence, ReverseKL
 from realign.interfaces.reference import ReferenceInterface
@@ -165,12 +165,13 @@ def dataflow(interfaces: Mapping[str, ModelInterface]) -> DataflowGraph:
     """
     given = [key for key in interfaces["actor"].keys("generate").needs if key in GIVEN] if "actor" in interfaces else []
     scored = ("input_ids", "loss_mask")
+    asked = prompted(interfaces, "teacher")
     rpcs = [
         RPC("actor_gen", "actor", "generate", ("prompt_ids", *given), SAMPLED),
-        RPC("teacher_inf", "teacher", "inference", scored, tuple(TEACHER.values()), rename=TEACHER),
+        RPC("teacher_inf", "teacher", "inference", (*scored, *asked), tuple(TEACHER.values()), rename=TEACHER),
         RPC("actor_train", "actor", "train_step", (*scored, *TEACHER.values())),
     ]
-    results, rows = ["truncated", "prompt_mask"], list[str]()
+    results, rows = ["truncated", "prompt_mask"], [key for key in asked if key == "row"]
     if "reward" in interfaces:
         rewards = ("rewards", *reported(interfaces["reward"], "inference"))
         rpcs.append(RPC("reward_inf", "reward", "inference", ("input_ids", "prompt_mask", "row"), rewards))

@@ -1,15 +1,27 @@
-"""The reference policy or the teacher: log-probs of sampled tokens, and hidden states, under frozen weights."""
+"""The reference policy or the teacher: log-probs of sampled tokens, and hidden states, under frozen weights.
+
+With `prompt`, the teacher reads another prompt than the policy, such as one with the right answer, a hint or feedback
+on the response. A policy can then learn from itself (SDFT, arXiv:2601.19897; SDPO, arXiv:2601.20802).
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, ClassVar
 
+import numpy as np
+import torch
+from torch import Tensor
 from typing_extensions import override
 
-from realign.api import Keys, MicroBatchSpec, Model, ModelInterface, Plan, SequenceSample, Weights
+from realign.api import Keys, Lengths, MicroBatchSpec, Model, ModelInterface, Plan, SequenceSample, Weights
+from realign.api.sampling_mask import SAMPLING_MASK, masks_of, with_masks
+from realign.endpoint.renderer import Renderer
+from realign.errors import DataError
 from realign.interfaces.components.scoring import score_distributions, score_logprobs, scoring_keys
+from realign.rewards.pool.functions import load_object
 from realign.settings import Range
 
 
@@ -27,19 +39,125 @@ class ReferenceInterface(ModelInterface):
     """Also return the last hidden states, from which a loss computes the distributions over the whole vocabulary
     (kl.full_vocabulary, distillation). They take one number per hidden unit and token of the batch."""
 
+    prompt: str = ""
+    """Prompt under which it scores the responses: a column of the rows (text or chat messages), or a function
+    `package.module:function` or `path/to/file.py:function` that gets `row` and the text `response` and returns it.
+    Empty: the prompt of the policy."""
+    template_options: dict[str, Any] = field(default_factory=dict)
+    """Variables of the chat template, for prompts of chat messages."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._write: Callable[..., Any] | None = None
+        self._renderer: Renderer | None = None
+
+    @override
+    def ineffective(self) -> dict[str, str]:
+        return {} if self.prompt else {"template_options": "without prompt. Set prompt"}
+
+    @override
+    def open(self) -> None:
+        """Load the function of the prompt.
+
+        Raises:
+            ConfigError: it does not exist.
+        """
+        if self._write is None and ":" in self.prompt:
+            forms = "'package.module:function' or 'path/to/file.py:function'"
+            self._write = load_object(self.prompt, "prompt function", forms)
+
     @override
     def keys(self, method: str) -> Keys:
-        return scoring_keys(hidden=self.hidden_states) if method == "inference" else Keys()
+        if method != "inference":
+            return Keys()
+        scoring = scoring_keys(hidden=self.hidden_states)
+        rewritten = dict.fromkeys(("prompt_mask", "row") if self.prompt else (), f"prompt={self.prompt}")
+        return replace(scoring, needs={**scoring.needs, **rewritten})
 
     @override
     def plan(self) -> Plan:
-        return Plan(temperature=self.temperature, temperature_setting="temperature", weights=Weights.frozen)
+        # under another prompt, the current weights of the policy are a teacher too
+        weights = Weights.any if self.prompt else Weights.frozen
+        return Plan(temperature=self.temperature, temperature_setting="temperature", weights=weights)
 
     def inference(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
-        """Compute `logprobs` [T] of the sampled tokens, and `hidden` [T, H] with `hidden_states`."""
-        if self.hidden_states:
-            return score_distributions(model, data, mb_spec, self.temperature)
-        return score_logprobs(model, data, mb_spec, self.temperature)
+        """Compute `logprobs` [T] of the sampled tokens, and `hidden` [T, H] with `hidden_states`.
+
+        Raises:
+            DataError: a row has no prompt, or a prompt is empty or too long for the model.
+        """
+        score = score_distributions if self.hidden_states else score_logprobs
+        if not self.prompt:
+            return score(model, data, mb_spec, self.temperature)
+        own_T = _responses(data)
+        given, their_T = self._with_prompts(model, data)
+        scored = score(model, given, mb_spec, self.temperature)
+        back: dict[str, Tensor] = {}
+        for key in scored.keys:
+            x_T = scored[key].new_zeros(len(own_T), *scored[key].shape[1:])
+            x_T[own_T] = scored[key][their_T]
+            back[key] = x_T
+        return data.select(["input_ids"]).with_tokens(**back).select(back)
+
+    def _with_prompts(self, model: Model, data: SequenceSample) -> tuple[SequenceSample, Tensor]:
+        """Return the responses after their other prompts, and a mask [T] of the responses."""
+        self.open()
+        if self._renderer is None:
+            self._renderer = Renderer(model.tokenizer, self.template_options)
+        limit = model.engine.capabilities().positions
+        lengths, rows = data.lengths["input_ids"], data.metadata["row"]
+        own = _responses(data).split(lengths.flat.tolist())
+        ids, loss, theirs = [], [], []
+        for s, p in enumerate(lengths.prompt_of_sequence.tolist()):
+            ids_N, loss_N = data.sequences("input_ids")[s], data.sequences("loss_mask")[s][own[s]]
+            response_N = ids_N[own[s]]
+            prompt_P = ids_N.new_tensor(self._prompt(data.ids[p], rows[p], ids_N[~own[s]], response_N))
+            if limit is not None and len(prompt_P) + len(response_N) > limit:
+                raise DataError(
+                    f"row {data.ids[p]!r}: the teacher's prompt has {len(prompt_P)} tokens and the response "
+                    f"{len(response_N)}, but the model reads at most {limit}. Shorten the prompt, or set a lower "
+                    "generation.max_new_tokens."
+                )
+            ids.append(torch.cat([prompt_P, response_N]))
+            loss.append(torch.cat([torch.zeros_like(prompt_P, dtype=torch.bool), loss_N]))
+            theirs.append(torch.arange(len(ids[-1]), device=ids_N.device) >= len(prompt_P))
+        cut = Lengths(lengths.counts, np.array([len(x) for x in ids], dtype=np.int64))
+        packed = {"input_ids": torch.cat([data["input_ids"][:0], *ids]), "loss_mask": torch.cat([own[0][:0], *loss])}
+        given = SequenceSample(data.ids).with_data(packed, lengths=cut)
+        if SAMPLING_MASK in data:
+            masks = zip(masks_of(data), own, strict=True)
+            given = with_masks(given, [None if m is None else m.last(int(own_N.sum())) for m, own_N in masks])
+        return given, torch.cat(theirs)
+
+    def _prompt(self, name: Any, row: Mapping[str, Any], given_P: Tensor, response_N: Tensor) -> list[int]:
+        """Return the tokens of the prompt of a response."""
+        assert self._renderer is not None
+        if self._write is not None:
+            text = self._renderer.decode(response_N.tolist(), before=given_P.tolist(), special=False)
+            prompt = self._write(row=row, response=text)
+        elif self.prompt in row:
+            prompt = row[self.prompt]
+        else:
+            columns = ", ".join(map(str, row)) or "none"
+            raise DataError(
+                f"row {name!r} has no column {self.prompt!r} for the teacher's prompt. Its columns: {columns}."
+            )
+        if isinstance(prompt, str):
+            ids = self._renderer.encode(prompt)
+            first = getattr(self._renderer.tokenizer, "bos_token_id", None)
+            # as the policy's prompt begins
+            ids = [first, *ids] if first is not None and len(given_P) and int(given_P[0]) == first != ids[:1] else ids
+        else:
+            ids = self._renderer.encode(self._renderer.render(prompt))
+        if not ids:
+            raise DataError(f"row {name!r}: the teacher's prompt {self.prompt!r} is empty.")
+        return ids
+
+
+def _responses(data: SequenceSample) -> Tensor:
+    """Return a mask [T] of all tokens after the prompts, also of observations between sampled tokens."""
+    masks = [(~given_N).cumsum(0) > 0 for given_N in data.sequences("prompt_mask")]
+    return torch.cat([torch.zeros(0, dtype=torch.bool, device=data["input_ids"].device), *masks])
 
 
 __all__ = ["ReferenceInterface"]
