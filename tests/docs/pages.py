@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import re
 import shlex
@@ -15,6 +16,10 @@ from types import ModuleType
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+spec = importlib.util.spec_from_file_location("docs_site", Path(__file__).parents[2] / "scripts" / "docs_site.py")
+site = importlib.util.module_from_spec(spec)
+"""The hook that makes the pages of the site."""
+spec.loader.exec_module(site)
 FENCE = re.compile(r"^(?P<fence>```+)(?P<language>[^\n`]*)\n(?P<code>.*?)^(?P=fence)[ \t]*$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(\s*<?([^)\s>]+)|(?:src|href)=\"([^\"]+)\"")
 ANCHOR = re.compile(r'<a id="([^"]+)">')

@@ -25,8 +25,7 @@ from realign.planning.options import PlanOptions
 from realign.runtime import run
 from realign.runtime.profiling import ProfileOptions
 from tests.docs import pages
-from tests.docs.pages import compositions
-from tests.docs.test_site import site
+from tests.docs.pages import compositions, site
 from tests.tiny import save_tiny
 
 OPTIONS = {"plan": PlanOptions, "profile": ProfileOptions}

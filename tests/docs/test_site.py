@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from tests.docs.pages import site
+
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-spec = importlib.util.spec_from_file_location("docs_site", ROOT / "scripts" / "docs_site.py")
-site = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(site)
 REPOSITORY = "https://example.org/realign"
 
 
