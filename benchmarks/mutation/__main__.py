@@ -4,7 +4,6 @@
     python -m benchmarks.mutation folder=runs/mutation             # keeps results; the same command continues
     python -m benchmarks.mutation files=functional/kl,interfaces/ppo mutants=50
     python -m benchmarks.mutation only=runs/mutation/survivors.txt # reruns mutants by id, one in each line
-    python -m benchmarks.mutation only=benchmarks/mutation/recorded.jsonl # the changes that tests noticed before a move
 
 The mutants are a seeded sample, stratified by file, of all mutants of `realign/functional`, `realign/interfaces` and
 `realign/interfaces/components`. Each runs the test files that import the mutated file, its mirror first and the others
@@ -89,36 +88,11 @@ def chosen(found: dict[str, list[Mutant]], words: dict[str, str]) -> list[Mutant
     """Return the mutants to run: the sample, or those whose ids a file lists."""
     if not words["only"]:
         return sample(found, int(words["mutants"]), int(words["seed"]))
-    if words["only"].endswith(".jsonl"):
-        return where_they_are_now(found, Path(words["only"]))
     ids = [line.split()[0] for line in Path(words["only"]).read_text().splitlines() if line.strip()]
     known = {mutant.id: mutant for each in found.values() for mutant in each}
     if unknown := [name for name in ids if name not in known]:
         sys.exit(f"only={words['only']}: no mutant has the id {unknown[0]}. Sample again if the file has changed.")
     return [known[name] for name in ids]
-
-
-def where_they_are_now(found: dict[str, list[Mutant]], recorded: Path) -> list[Mutant]:
-    """Return the mutants that make the recorded changes (`file`, `where`, `change`), wherever their code is now.
-
-    Prints the changes whose code is gone.
-    """
-    by_change: dict[str, list[Mutant]] = {}
-    for each in found.values():
-        for mutant in each:
-            by_change.setdefault(mutant.change, []).append(mutant)
-    chosen: dict[str, Mutant] = {}
-    for line in recorded.read_text(encoding="utf-8").splitlines():
-        record = json.loads(line)
-        function = record["where"].rpartition(".")[2]
-        same = by_change.get(record["change"], [])
-        # code that occurs several times: the method of that name, if there is one
-        same = [mutant for mutant in same if mutant.where.rpartition(".")[2] == function] or same
-        if same:
-            chosen[same[0].id] = same[0]
-        else:
-            print(f"gone: {record['file']} {record['where']}\n    {record['change']}")
-    return list(chosen.values())
 
 
 def affordable(tests: Sequence[str], mirror: str, measured: Measured, budget: float) -> list[str]:

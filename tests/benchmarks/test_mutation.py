@@ -211,18 +211,6 @@ def test_a_mutant_runs_its_mirror_then_the_fastest_tests_within_the_budget(tmp_p
     assert measured.left_out() == {"tests/d.py": "takes more than 20 s", "tests/e.py": "fails without a mutant"}
 
 
-def test_a_recorded_change_is_found_where_its_code_is_now(tmp_path, capsys):
-    old, new = (mutants(file, SCALE, {}) for file in ("toy/old.py", "toy/new.py"))
-    records = [{"file": each.file, "where": each.where, "change": each.change} for each in old]
-    records.append({"file": "toy/old.py", "where": "gone", "change": "a + b  =>  a - b"})
-    path = tmp_path / "recorded.jsonl"
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    now = mutation.where_they_are_now({"toy/new.py": new}, path)
-    assert {each.change for each in now} == {each.change for each in old}
-    assert {each.file for each in now} == {"toy/new.py"}
-    assert capsys.readouterr().out == "gone: toy/old.py gone\n    a + b  =>  a - b\n"
-
-
 def test_an_interval_contains_the_score():
     assert mutation.interval(90, 100) == [0.8256, 0.9448]
     assert mutation.interval(0, 0) == [0.0, 1.0]
