@@ -23,7 +23,7 @@ GB = 1e9
 INEXPRESSIBLE = (
     "rollout workers and the in-process sampler compute with tensor parallelism (each needs all weights)",
     "servers share the devices of the trainer (sleep and wake)",
-    "pipeline parallelism, and the tensor parallelism of single roles in one group",
+    "pipeline parallelism, and other meshes of single roles in one group",
 )
 """Placements that no config expresses."""
 
@@ -87,7 +87,17 @@ def described_inputs(load: Workload, cluster: Cluster) -> Iterator[str]:
 def plan_table(result: Search, cluster: Cluster) -> Table:
     """Return the table of the best placements, and of faster ones that do not fit."""
     table = Table(box=None, title="Placements by predicted throughput", title_justify="left")
-    for name in ("", "placement", "max_staleness", "tokens/s", "s/step", "mean staleness", "GB per device", "fits"):
+    for name in (
+        "",
+        "placement",
+        "max_staleness",
+        "tokens/s",
+        "s/step",
+        "mean staleness",
+        "GB sent",
+        "GB per device",
+        "fits",
+    ):
         table.add_column(name, justify="left" if name in ("", "placement", "GB per device", "fits") else "right")
     for number, prediction in enumerate([*result.best, *result.too_large], 1):
         bound = prediction.placement.max_staleness
@@ -98,7 +108,8 @@ def plan_table(result: Search, cluster: Cluster) -> Table:
             _rounded(prediction.tokens_per_s),
             _rounded(prediction.step_s),
             f"{prediction.staleness:.1f}",
-            ", ".join(f"{name} {memory.total / GB:.3g}" for name, memory in prediction.memory.items()),
+            f"{prediction.traffic / GB:.3g}",
+            ", ".join(f"{name} {peak / GB:.3g}" for name, peak in prediction.memory.items()),
             "yes" if prediction.fits else Text("no", style="red"),
         )
     return table

@@ -215,7 +215,7 @@ class MemoryModel:
         if shape.qk_norm:
             norms += (shape.queries + shape.keys) * 2 * FP32
         # each rank of `context` has keys and values of its heads, for which fewer key-value heads are repeated
-        key_heads = shape.keys * shape.heads // shape.queries
+        key_heads = max(1, shape.keys * shape.heads // shape.queries)
         keys = min(shape.queries, math.lcm(key_heads, self.context) // key_heads * shape.keys)
         attention = size * (3 * shape.queries + 2 * keys) + FP32 * shape.heads
         return norms + attention + size * shape.mlp * shape.mlp_tensors

@@ -30,6 +30,9 @@ class ModelShape:
     """Weights of all layers."""
     in_experts: int
     """Weights of the experts in all layers."""
+    experts: int
+    """Experts of a layer; 0 without a mixture of experts."""
+    experts_per_token: int
     matrices: int
     """Weights of the linear layers in all layers."""
     trained: int
@@ -129,7 +132,7 @@ def shape_of(
         loaded = sum(p.numel() for p in module.parameters())
         layers = _layers(module)
         in_layers = sum(p.numel() for p in layers.parameters())
-        in_experts = sum(p.numel() for p in layers.parameters() if p.ndim == 3)
+        of_experts = [p for p in layers.parameters() if p.ndim == 3]
         matrices = sum(p.numel() for p in layers.parameters() if p.ndim >= 2)
         (trains or All()).prepare(module, path=path, seed=0)
     trained = sum(p.numel() for p in module.parameters() if p.requires_grad) if trainable else 0
@@ -145,7 +148,9 @@ def shape_of(
         family=config.model_type,
         parameters=loaded,
         in_layers=in_layers,
-        in_experts=in_experts,
+        in_experts=sum(p.numel() for p in of_experts),
+        experts=len(of_experts[0]) if of_experts else 0,
+        experts_per_token=int(getattr(text, "num_experts_per_tok", None) or 0) if of_experts else 0,
         matrices=matrices,
         trained=trained,
         adapters=sum(p.numel() for p in module.parameters()) - loaded,

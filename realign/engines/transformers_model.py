@@ -43,6 +43,7 @@ from realign.errors import ConfigError, SettingsError
 from realign.settings import Auto, Settings
 
 if TYPE_CHECKING:
+    from realign.engines.memory import MemoryModel
     from realign.engines.training.transformers_engine import TransformersEngine
 
 
@@ -168,10 +169,14 @@ class TransformersModel(Settings, ModelSpec):
         Raises:
             ConfigError: the config cannot be read, or its attention heads cannot be divided among the ranks.
         """
+        return self.memory_model(name, pick_device(self.device), work.ranks).estimate(work)
+
+    def memory_model(self, name: str, device: torch.device, ranks: int) -> MemoryModel:
+        """Return the formula of the memory of the role `name` on each of several ranks; see `memory`."""
         from realign.engines.memory import MemoryModel
         from realign.engines.model_shape import read_shape
 
-        adapter, device = self._find_adapter(name), pick_device(self.device)
+        adapter = self._find_adapter(name)
         path = self.path if adapter is None else adapter.base
         with readable(f"models.{name}: cannot read the config in {path!r}"):
             shape = read_shape(
@@ -181,14 +186,14 @@ class TransformersModel(Settings, ModelSpec):
                 trains=self.trains,
                 trainable=self.optimizer is not None,
             )
-        if work.ranks > 1:
+        if ranks > 1:
             self.sharding.check_heads(name, shape.heads)
         value_head = self._value_head
         settings = self._settings(device).allowed(load_balancing=self.load_balancing is not None)
         # As in the engine: passes run one after another on several ranks, and with a value head that has layers (ADR
         # 12).
-        together = settings.parallel_passes is ParallelPasses.auto and device.type == "cpu" and work.ranks == 1
-        model = MemoryModel(
+        together = settings.parallel_passes is ParallelPasses.auto and device.type == "cpu" and ranks == 1
+        return MemoryModel(
             shape,
             device,
             settings.dtype,
@@ -202,12 +207,11 @@ class TransformersModel(Settings, ModelSpec):
             sampling=self._sampling,
             offload=self.sharding.offload,
             reshard=self.sharding.reshard,
-            replicate=self.sharding.replicate if work.ranks > 1 else 1,
-            context=self.sharding.context if work.ranks > 1 else 1,
-            tensor=self.sharding.tensor if work.ranks > 1 else 1,
-            expert=self.sharding.expert if work.ranks > 1 else 1,
+            replicate=self.sharding.replicate if ranks > 1 else 1,
+            context=self.sharding.context if ranks > 1 else 1,
+            tensor=self.sharding.tensor if ranks > 1 else 1,
+            expert=self.sharding.expert if ranks > 1 else 1,
         )
-        return model.estimate(work)
 
     @property
     def checkpoints(self) -> bool:

@@ -1,95 +1,101 @@
-"""Memory of a placement per device, in bytes: weights, optimizer state, activations and KV cache."""
+"""Memory of a placement per device: that of `realign check`, for each group of roles and for what samples."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
+from realign.api.memory import MemoryWork, RoleMemory
+from realign.engines.memory import FP32, MemoryModel
 from realign.engines.sampling.decode import CACHE_BYTES
 from realign.planning.options import Device
 from realign.planning.placements import PlannedGroup, PlannedPlacement, Sampling
 from realign.planning.simulator import NetworkSizes
 from realign.planning.workload import RoleLoad, Workload
-
-WEIGHT_BYTES = 4
-"""Bytes of a stored weight: weights are fp32."""
-TRAINING_BYTES = 12
-"""Bytes of the gradient and of both moments of AdamW of a weight."""
-ACTIVATION_NUMBERS = 34
-"""Numbers per token, layer and hidden unit that a backward pass needs (arXiv:2205.05198, half of 34 bytes in bf16,
-doubled for the gated MLP and for temporary tensors)."""
+from realign.runtime.checks.device_estimate import DeviceEstimate
+from realign.runtime.processes.placement import ROLLOUT
 
 
-@dataclass(frozen=True)
-class DeviceMemory:
-    """Bytes on one device."""
-
-    weights: float = 0.0
-    """Weights, including gathered and concatenated copies."""
-    training: float = 0.0
-    """Gradients and optimizer state."""
-    activations: float = 0.0
-    cache: float = 0.0
-    """KV cache."""
-
-    @property
-    def total(self) -> float:
-        """Return the sum."""
-        return self.weights + self.training + self.activations + self.cache
-
-
-def memory_of(placement: PlannedPlacement, load: Workload, device: Device) -> Mapping[str, DeviceMemory]:
-    """Return the memory of a device of each group, of rollout workers and of servers, by name."""
-    memory = {}
-    in_process = placement.sampling in (Sampling.trainer, Sampling.copy)
+def memory_of(placement: PlannedPlacement, load: Workload, device: Device) -> Mapping[str, float]:
+    """Return the largest number of bytes on a device of each group, of rollout workers and of servers, by name."""
+    peaks: dict[str, float] = {}
     for group in placement.groups:
-        samples = in_process and load.sampled in group.roles
-        memory[group.roles[0]] = _group(group, placement, load, device, samples=samples)
-    network = load.roles[load.sampled].network
+        works = {role: _work(load.roles[role], group, placement, load, device) for role in group.roles}
+        copies = placement.sampling is Sampling.copy and load.sampled in group.roles
+        ahead = {ROLLOUT: _sampler(load, device)} if copies else {}
+        # The first choice of the `auto` settings with which the group fits; the last one if none does.
+        for choice in _choices(group, placement, load, device):
+            estimates = {role: choice[role].estimate(work) for role, work in works.items()}
+            peak = DeviceEstimate("", estimates | ahead).peak
+            if peak <= _limit(device):
+                break
+        peaks[group.roles[0]] = peak
     if placement.sampling is Sampling.workers:
-        memory["rollout"] = _sampler(load.roles[load.sampled], 1, load, device)  # each worker has a whole copy
+        peaks[ROLLOUT] = DeviceEstimate("", {ROLLOUT: _sampler(load, device)}).peak
     elif placement.sampling is Sampling.servers:
+        network = load.roles[load.sampled].network
         weights = network.number_bytes * network.weights / placement.server_parallel
         longest = load.longest_prompt + load.work.lengths.most
-        least = network.bytes_per_token * longest / placement.server_parallel
-        room = device.assumed.memory_used * device.accelerator.memory - weights
-        memory["servers"] = DeviceMemory(weights=weights, cache=max(room, least))
-    return memory
+        # Servers fill the rest of their memory with cache, which must hold one sequence.
+        peaks["servers"] = max(_limit(device), weights + network.bytes_per_token * longest / placement.server_parallel)
+    return peaks
 
 
-def _group(
-    group: PlannedGroup, placement: PlannedPlacement, load: Workload, device: Device, *, samples: bool
-) -> DeviceMemory:
-    """Return the memory of a device that has slices of the models of some roles."""
-    weights = training = activations = cache = 0.0
-    for name in group.roles:
-        role = load.roles[name]
-        weights += WEIGHT_BYTES * role.network.weights / group.devices
-        training += TRAINING_BYTES * role.trained * role.network.weights / group.devices
-        activations = max(activations, _activations(role, placement, group, load))
-        if group.devices > 1:  # one gathered layer, and the next one
-            weights += 2 * WEIGHT_BYTES * role.network.weights / role.network.layers / placement.tensor_parallel
-    if samples:
-        sampler = _sampler(load.roles[load.sampled], group.devices, load, device)
-        shared = WEIGHT_BYTES * load.roles[load.sampled].network.weights / group.devices
-        weights += sampler.weights - (shared if placement.sampling is Sampling.trainer else 0.0)
-        cache = sampler.cache
-    return DeviceMemory(weights, training, activations, cache)
+def _choices(
+    group: PlannedGroup, placement: PlannedPlacement, load: Workload, device: Device
+) -> Iterator[dict[str, MemoryModel]]:
+    """Yield the models of a group for what `auto` may mean, those that take least time first."""
+    models = {role: placement.meshed(load.roles[role].model) for role in group.roles}
+    yield models
+    if device.sizes_cache:  # a CPU decides nothing
+        autos = {role: load.roles[role].auto for role in models}
+        models = {role: replace(m, keep_rollout=m.keep_rollout and not autos[role].keeps) for role, m in models.items()}
+        yield models
+        yield {
+            role: replace(m, gradient_checkpointing=m.gradient_checkpointing or autos[role].checkpoints)
+            for role, m in models.items()
+        }
 
 
-def _sampler(role: RoleLoad, devices: int, load: Workload, device: Device) -> DeviceMemory:
-    """Return the memory of the in-process sampler: its slice, the gathered weights, and concatenated copies."""
-    n = role.network.weights
-    gathered = WEIGHT_BYTES * n if devices > 1 else 0.0
-    fused = role.network.number_bytes * n if role.fused else 0.0
-    cache = cache_bytes(role.network, load, device)
-    return DeviceMemory(weights=WEIGHT_BYTES * n / devices + gathered + fused, cache=cache)
+def _work(
+    role: RoleLoad, group: PlannedGroup, placement: PlannedPlacement, load: Workload, device: Device
+) -> MemoryWork:
+    """Return the largest calls of a role on one rank."""
+    calls = [call for call in load.calls if call.role == role.name]
+    ranks = placement.data_ranks(group)
+    steps = max((call.optimizer_steps for call in calls), default=0)
+    optimized = load.tokens * load.epochs / max(1, steps) / ranks
+    return MemoryWork(
+        trains=steps > 0,
+        scores=any(not call.optimizer_steps for call in calls),
+        samples=placement.sampling is Sampling.trainer and role.name == load.sampled,
+        tokens=math.ceil(load.tokens_per_pass(ranks)),
+        optimizer_step_tokens=math.ceil(optimized),
+        prompts=math.ceil(load.work.batch_prompts / ranks),
+        sequences=math.ceil(load.sequences / ranks),
+        prompt=math.ceil(load.longest_prompt),
+        response=load.longest_response,
+        ranks=group.devices,
+        free=round(_limit(device)) if device.sizes_cache else None,
+    )
 
 
-def cache_bytes(network: NetworkSizes, load: Workload, device: Device) -> float:
-    """Return the size of the KV cache of the in-process sampler."""
-    slot = network.bytes_per_token * (load.longest_prompt + load.work.lengths.most)
-    return slot * in_process_slots(network, load, device)
+def _sampler(load: Workload, device: Device) -> RoleMemory:
+    """Return the memory of a copy of the sampled model that only samples."""
+    work = MemoryWork(
+        trains=False,
+        scores=False,
+        samples=True,
+        tokens=0,
+        optimizer_step_tokens=0,
+        prompts=load.work.batch_prompts,
+        sequences=load.sequences,
+        prompt=math.ceil(load.longest_prompt),
+        response=load.longest_response,
+        free=round(_limit(device)) if device.sizes_cache else None,
+    )
+    return load.roles[load.sampled].model.estimate(work)
 
 
 def in_process_slots(network: NetworkSizes, load: Workload, device: Device) -> int:
@@ -97,27 +103,18 @@ def in_process_slots(network: NetworkSizes, load: Workload, device: Device) -> i
     slot = network.bytes_per_token * (load.longest_prompt + load.work.lengths.most)
     memory: float = CACHE_BYTES
     if device.sizes_cache:
-        free = device.assumed.memory_used * device.accelerator.memory - WEIGHT_BYTES * network.weights
-        memory = load.cache_fraction * free
+        memory = load.cache_fraction * (_limit(device) - FP32 * network.weights)
     fitting = max(1, int(memory / slot)) if load.max_slots is None else load.max_slots
     return min(fitting, load.sequences)
 
 
-def _activations(role: RoleLoad, placement: PlannedPlacement, group: PlannedGroup, load: Workload) -> float:
-    """Return the activations of one micro-batch; a frozen model needs those of one layer."""
-    network = role.network
-    ranks = max(1, group.devices // placement.tensor_parallel)
-    tokens = min(load.budget, load.tokens / ranks)
-    layer = ACTIVATION_NUMBERS * network.hidden * network.number_bytes * tokens / placement.tensor_parallel
-    if not role.trained:
-        return layer
-    if role.checkpointing:
-        return layer + network.layers * network.hidden * network.number_bytes * tokens
-    return layer * network.layers
+def _limit(device: Device) -> float:
+    return device.assumed.memory_used * device.accelerator.memory
 
 
-def fits(memory: Mapping[str, DeviceMemory], device: Device) -> bool:
+def fits(memory: Mapping[str, float], device: Device) -> bool:
     """Return whether all devices have enough memory."""
-    limit = device.assumed.memory_used * device.accelerator.memory
-    # The cache of servers fills the limit exactly, up to rounding.
-    return all(device_memory.total <= limit * (1 + 1e-9) for device_memory in memory.values())
+    return all(peak <= _limit(device) for peak in memory.values())
+
+
+__all__ = ["fits", "in_process_slots", "memory_of"]

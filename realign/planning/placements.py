@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import product
 
+from realign.engines.memory import MemoryModel
+from realign.engines.model_shape import ModelShape
 from realign.planning.options import DeviceKind, PlanOptions
 from realign.planning.workload import Workload
 
@@ -38,6 +40,16 @@ class PlannedGroup:
 
 
 @dataclass(frozen=True)
+class PlannedMesh:
+    """Dimensions of the ranks of a group; see `Sharding`. Weights are divided over what they leave."""
+
+    replicate: int = 1
+    context: int = 1
+    tensor: int = 1
+    expert: int = 1
+
+
+@dataclass(frozen=True)
 class PlannedPlacement:
     """Devices of all roles and of sampling."""
 
@@ -46,8 +58,8 @@ class PlannedPlacement:
     sampling: Sampling = Sampling.trainer
     samplers: int = 0
     """Devices that only sample. A copy in the process of the trainer shares its device if this is 0."""
-    tensor_parallel: int = 1
-    """Devices that compute a layer together in training. The in-process sampler uses one of them."""
+    mesh: PlannedMesh = PlannedMesh()
+    """Mesh of training. Of the devices that compute a layer together, the in-process sampler uses one."""
     server_parallel: int = 1
     """Devices of one inference server."""
     max_staleness: int | None = None
@@ -63,6 +75,15 @@ class PlannedPlacement:
         """Return the number of devices."""
         return self.trainers + self.samplers
 
+    def data_ranks(self, group: PlannedGroup) -> int:
+        """Return the number of ranks of a group with different prompts."""
+        return max(1, group.devices // (self.mesh.context * self.mesh.tensor))
+
+    def meshed(self, model: MemoryModel) -> MemoryModel:
+        """Return the memory of a model on the mesh."""
+        mesh = self.mesh
+        return replace(model, replicate=mesh.replicate, context=mesh.context, tensor=mesh.tensor, expert=mesh.expert)
+
     @property
     def runtime(self) -> str:
         """Return what starts the processes: local, torchrun or ray."""
@@ -75,7 +96,7 @@ class PlannedPlacement:
     def describe(self) -> str:
         """Return the placement in a few words."""
         trained = ", ".join(f"{'+'.join(group.roles)} on {group.devices}" for group in self.groups)
-        parallel = f", tensor parallel {self.tensor_parallel}" if self.tensor_parallel > 1 else ""
+        parallel = "".join(f", {name} {size}" for name, size in vars(self.mesh).items() if size > 1)
         servers = self.samplers // self.server_parallel
         where = {
             Sampling.trainer: "",
@@ -97,23 +118,23 @@ def placements(load: Workload, options: PlanOptions, servers: bool) -> Iterator[
     n = options.devices
     bounds: list[int | None] = list(range(options.max_staleness + 1))
     for groups in groupings(load, n):
-        for parallel in widths(groups[0].devices, options) if len(groups) == 1 else (1,):
-            yield PlannedPlacement(groups, tensor_parallel=parallel)
+        for mesh in meshes(groups, load, options):
+            yield PlannedPlacement(groups, mesh=mesh)
     # A copy shares the device of the trainer, or on a CPU computes on a second core.
     if n == 1 or (n == 2 and options.device is DeviceKind.cpu):
         for bound in bounds:
             yield PlannedPlacement(next(groupings(load, 1)), Sampling.copy, n - 1, max_staleness=bound)
     for samplers in _splits(n):
         for groups, bound in product(groupings(load, n - samplers), bounds):
-            alone = len(groups) == 1
-            for parallel in widths(groups[0].devices, options) if alone else (1,):
-                yield PlannedPlacement(groups, Sampling.workers, samplers, parallel, max_staleness=bound)
+            for mesh in meshes(groups, load, options):
+                yield PlannedPlacement(groups, Sampling.workers, samplers, mesh, max_staleness=bound)
             if servers:
                 for width in widths(samplers, options):
                     even = (n - samplers) % _nodes(n - samplers, options) == 0  # as torchrun requires
                     # With a bound of 0 nothing overlaps, so rollout=sync does the same, and runs under torchrun.
-                    strict = None if bound == 0 and alone and even else bound
-                    yield PlannedPlacement(groups, Sampling.servers, samplers, 1, width, strict)
+                    strict = None if bound == 0 and len(groups) == 1 and even else bound
+                    for mesh in meshes(groups, load, options):
+                        yield PlannedPlacement(groups, Sampling.servers, samplers, mesh, width, strict)
 
 
 def _splits(n: int) -> list[int]:
@@ -131,6 +152,36 @@ def widths(devices: int, options: PlanOptions) -> list[int]:
             powers.append(width)
         width *= 2
     return powers
+
+
+def meshes(groups: Sequence[PlannedGroup], load: Workload, options: PlanOptions) -> list[PlannedMesh]:
+    """Return the meshes of a single group of roles; roles on separate devices only divide their weights.
+
+    Ranks that compute a sequence or a layer together, or exchange tokens for experts, are in one node. Weights are
+    replicated over nodes, over all ranks, or not at all.
+    """
+    devices, shapes = groups[0].devices, [role.model.shape for role in load.roles.values()]
+    if len(groups) > 1:
+        return [PlannedMesh()]
+    possible = []
+    for context, tensor, expert in product(widths(devices, options), repeat=3):
+        inside = context * tensor * expert
+        if devices % inside or inside > options.devices_per_node:
+            continue
+        if all(_divides(shape, context, tensor, expert) for shape in shapes):
+            copies = sorted({1, _nodes(devices, options), devices // inside})
+            possible += [PlannedMesh(n, context, tensor, expert) for n in copies if devices // inside % n == 0]
+    return possible
+
+
+def _divides(shape: ModelShape, context: int, tensor: int, expert: int) -> bool:
+    """Return whether ranks can divide the heads and the experts of a model."""
+    kv_heads = shape.keys * shape.heads // shape.queries
+    if shape.heads % (context * tensor) or kv_heads % tensor:
+        return False
+    if not shape.experts:
+        return expert == 1
+    return shape.experts % (tensor * expert) == 0
 
 
 def groupings(load: Workload, devices: int) -> Iterator[tuple[PlannedGroup, ...]]:
@@ -172,9 +223,9 @@ def overrides(placement: PlannedPlacement, load: Workload, options: PlanOptions,
         server: word of the inference server.
     """
     words = _runtime_words(placement, options)
-    if placement.tensor_parallel > 1:
-        roles = [role for group in placement.groups for role in group.roles if load.roles[role].configured]
-        words += [f"models.{role}.sharding.tensor={placement.tensor_parallel}" for role in roles]
+    roles = [role for group in placement.groups for role in group.roles if load.roles[role].configured]
+    sizes = {name: size for name, size in vars(placement.mesh).items() if size > 1}
+    words += [f"models.{role}.sharding.{name}={size}" for role in roles for name, size in sizes.items()]
     if placement.sampling is Sampling.servers:
         words += _server_words(placement, f"models.{load.sampled}.sampler", server)
     if placement.max_staleness is None:

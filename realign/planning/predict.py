@@ -7,17 +7,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from realign.planning.options import Device, PlanOptions
-from realign.planning.placement_memory import WEIGHT_BYTES, DeviceMemory, fits, in_process_slots, memory_of
+from realign.planning.placement_memory import fits, in_process_slots, memory_of
 from realign.planning.placements import PlannedGroup, PlannedPlacement, Sampling
 from realign.planning.simulator import Costs, RuntimeSchedule, Work, decoding, rows_that_fit, simulate
+from realign.planning.traffic import Traffic, traffic
 from realign.planning.workload import CallLoad, Workload
 
 ROUNDS = 2
 """Number of simulated groups of `max_staleness + 1` steps with a full pipeline. Waits for old prompts recur so."""
 LEAST_STEPS = 4
 """Least number of simulated steps with a full pipeline."""
+WEIGHT_BYTES = 4
+"""Bytes of a stored weight: weights are fp32."""
 GATHERS = {True: 3, False: 1}
-"""Transfers of sharded weights per micro-batch: in training, also for the backward pass and for gradients."""
+"""Transfers of each sharded layer per micro-batch: in training, also for the backward pass and for gradients."""
 # Four fp32 numbers are read and three written: 7 times 4 bytes.
 OPTIMIZER_BYTES = 28
 """Bytes that an optimizer step of AdamW reads and writes per weight: weight, gradient and both moments."""
@@ -72,7 +75,10 @@ class Prediction:
     """Trained response tokens per second."""
     staleness: float
     """Mean staleness of trained prompts."""
-    memory: Mapping[str, DeviceMemory]
+    memory: Mapping[str, float]
+    """Peak bytes on a device, by group."""
+    traffic: float
+    """Bytes that a rank of the sampled role's group sends in a step, for all roles of the group."""
     fits: bool
 
 
@@ -85,7 +91,13 @@ def predict(placement: PlannedPlacement, load: Workload, cluster: Cluster) -> Pr
     report = simulate(costs, with_steps(load.work, steps), plan)
     memory = memory_of(placement, load, cluster.device)
     return Prediction(
-        placement, report.step_s, report.tokens_per_s, report.staleness()["head"], memory, fits(memory, cluster.device)
+        placement,
+        report.step_s,
+        report.tokens_per_s,
+        report.staleness()["head"],
+        memory,
+        step_traffic(placement, load),
+        fits(memory, cluster.device),
     )
 
 
@@ -107,7 +119,7 @@ def schedule(placement: PlannedPlacement, load: Workload, cluster: Cluster) -> R
 def engines(placement: PlannedPlacement) -> int:
     """Return the number of engines that sample."""
     if placement.sampling is Sampling.trainer:
-        return max(1, placement.groups[0].devices // placement.tensor_parallel)
+        return max(1, placement.groups[0].devices // placement.mesh.tensor)
     return max(1, placement.samplers // placement.server_parallel)
 
 
@@ -197,10 +209,10 @@ def collectives_s(placement: PlannedPlacement, load: Workload, cluster: Cluster)
     collectives = 0.0
     for call in load.calls:
         group = next(group for group in placement.groups if call.role in group.roles)
-        ranks = max(1, group.devices // placement.tensor_parallel)
-        if ranks > 1:
-            microbatches = math.ceil(load.tokens / ranks / load.budget)
-            collectives += _gathers(call, load) * microbatches * load.roles[call.role].network.layers
+        if group.devices > 1:
+            collectives += (
+                _gathers(call, load) * microbatches(group, placement, load) * load.roles[call.role].network.layers
+            )
     return collectives * cluster.device.assumed.collective_s
 
 
@@ -214,23 +226,60 @@ def _needs_proximal(placement: PlannedPlacement, load: Workload) -> bool:
     return bool(placement.max_staleness) and not load.corrects_staleness
 
 
+def microbatches(group: PlannedGroup, placement: PlannedPlacement, load: Workload) -> int:
+    """Return the number of micro-batches of a pass over the batch."""
+    ranks = placement.data_ranks(group)
+    return math.ceil(load.tokens / ranks / load.tokens_per_pass(ranks))
+
+
+def pass_traffic(call: CallLoad, group: PlannedGroup, placement: PlannedPlacement, load: Workload) -> Traffic:
+    """Return the bytes that a rank of a group sends in a micro-batch of a call."""
+    if group.devices == 1:
+        return Traffic()
+    role = load.roles[call.role]
+    # `auto` recomputes where memory is scarce, which is where ranks compute a sequence together
+    checkpoints = role.model.gradient_checkpointing or role.auto.checkpoints
+    model = replace(placement.meshed(role.model), gradient_checkpointing=checkpoints)
+    tokens = load.tokens_per_pass(placement.data_ranks(group))
+    return traffic(model, group.devices, tokens, trains=call.optimizer_steps > 0)
+
+
+def step_traffic(placement: PlannedPlacement, load: Workload) -> float:
+    """Return the bytes that a rank of the first group sends in a step."""
+    group = placement.groups[0]
+    total = 0.0
+    for call in load.calls:
+        if call.role in group.roles:
+            sent = sum(vars(pass_traffic(call, group, placement, load)).values())
+            total += sent * microbatches(group, placement, load) * (load.epochs if call.optimizer_steps else 1)
+    return total
+
+
 def token_s(
     call: CallLoad, group: PlannedGroup, placement: PlannedPlacement, load: Workload, cluster: Cluster
 ) -> float:
     """Return the seconds per packed token of a call on a group of devices.
 
-    Transfers of sharded weights overlap with the computation, so that the longer of both counts.
+    Transfers of weights and gradients overlap with the computation, so that the longer of both counts. Those within
+    layers (context, tensor, expert) do not.
     """
-    device, assumed = cluster.device.accelerator, cluster.device.assumed
-    network = load.roles[call.role].network
-    compute_s = call.operations * network.weights / (device.flops * assumed.flops_used)
-    ranks = max(1, group.devices // placement.tensor_parallel)
-    if ranks > 1:
-        transferred = _gathers(call, load) * network.number_bytes * network.weights / placement.tensor_parallel
-        tokens = min(load.budget, load.tokens / ranks)
-        transfer_s = transferred / (_link(group, cluster) * assumed.link_used * tokens)
-        return max(compute_s / placement.tensor_parallel, transfer_s) / ranks
-    return compute_s / group.devices
+    device, assumed, mesh = cluster.device.accelerator, cluster.device.assumed, placement.mesh
+    compute_s = call.operations * load.roles[call.role].network.weights / (device.flops * assumed.flops_used)
+    if group.devices == 1:
+        return compute_s
+    ranks, sent = placement.data_ranks(group), pass_traffic(call, group, placement, load)
+    tokens = load.tokens_per_pass(ranks) / (load.epochs if call.optimizer_steps else 1)
+
+    def seconds(size: float, span: int) -> float:
+        """Return the seconds of a transfer among ranks of which the farthest are `span` ranks apart."""
+        link = device.node_link if span <= cluster.options.devices_per_node else device.link
+        return size / (link * assumed.link_used * tokens)
+
+    together = mesh.context * mesh.tensor
+    weights_s = seconds(sent.shard, group.devices // mesh.replicate) + seconds(sent.replicate, group.devices)
+    inside_s = seconds(sent.context, together) + seconds(sent.tensor, mesh.tensor)
+    inside_s += seconds(sent.expert, together * mesh.expert)
+    return (max(compute_s / together, weights_s) + inside_s) / ranks
 
 
 __all__ = ["Cluster", "Prediction", "Scale", "costs_of", "predict"]

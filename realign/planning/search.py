@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from realign.planning.placement_memory import fits, memory_of
-from realign.planning.placements import PlannedPlacement, placements
+from realign.planning.placements import PlannedMesh, PlannedPlacement, placements
 from realign.planning.predict import Cluster, Prediction, costs_of, predict, schedule, with_steps
 from realign.planning.simulator import RuntimeSchedule, simulate
 from realign.planning.workload import Workload
 
 SIMULATED = 8
-"""Number of fitting allocations of devices to simulate, each with every staleness bound."""
+"""Number of fitting allocations of devices to simulate, each with its fastest mesh and every staleness bound."""
 TOO_LARGE = 1
 """Number of allocations that do not fit to simulate as well."""
 EQUAL = 0.98
@@ -42,7 +42,10 @@ def search(load: Workload, cluster: Cluster, *, servers: bool) -> Search:
         servers: whether to consider inference servers.
     """
     candidates = list(placements(load, cluster.options, servers))
-    fitting = [p for p in candidates if fits(memory_of(p, load, cluster.device), cluster.device)]
+    # Staleness does not change the memory.
+    allocations = {replace(p, max_staleness=None) for p in candidates}
+    fit = {p for p in allocations if fits(memory_of(p, load, cluster.device), cluster.device)}
+    fitting = [p for p in candidates if replace(p, max_staleness=None) in fit]
     bounds = _Bounds(load, cluster)
     best = _simulated(_promising(fitting, bounds, SIMULATED), load, cluster)
     others = _promising([p for p in candidates if p not in fitting], bounds, TOO_LARGE)
@@ -52,11 +55,20 @@ def search(load: Workload, cluster: Cluster, *, servers: bool) -> Search:
 
 
 def _promising(candidates: Sequence[PlannedPlacement], bounds: _Bounds, number: int) -> list[list[PlannedPlacement]]:
-    """Return the allocations with the lowest bounds of the seconds of a step, each with its staleness bounds."""
-    allocations: dict[PlannedPlacement, list[PlannedPlacement]] = {}
+    """Return the allocations with the lowest bounds of the seconds of a step, each with its staleness bounds.
+
+    Of the meshes of an allocation, only the one with the lowest bound counts.
+    """
+    allocations: dict[PlannedPlacement, dict[PlannedMesh, list[PlannedPlacement]]] = {}
     for placement in candidates:
-        allocations.setdefault(replace(placement, max_staleness=None), []).append(placement)
-    return sorted(allocations.values(), key=lambda same: min(map(bounds.step_s, same)))[:number]
+        devices = replace(placement, max_staleness=None, mesh=PlannedMesh())
+        allocations.setdefault(devices, {}).setdefault(placement.mesh, []).append(placement)
+
+    def fastest(same: Sequence[PlannedPlacement]) -> float:
+        return min(map(bounds.step_s, same))
+
+    best = [min(meshes.values(), key=fastest) for meshes in allocations.values()]
+    return sorted(best, key=fastest)[:number]
 
 
 def _simulated(allocations: Sequence[Sequence[PlannedPlacement]], load: Workload, cluster: Cluster) -> list[Prediction]:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass, fields, replace
+
+import torch
 
 from realign.engines import All, DType, InProcessSampling, Lora, TopLayers, TransformersModel
 from realign.engines.files.adapters import find_adapter
 from realign.engines.files.model_folder import check_path, quiet_transformers, readable
-from realign.engines.network.heads import IMAGE_FAMILIES, is_encoder_decoder, language_model_class
+from realign.engines.memory import MemoryModel
+from realign.engines.network.heads import is_encoder_decoder
 from realign.errors import ConfigError
-from realign.planning.options import PlanOptions
+from realign.planning.options import DeviceKind, PlanOptions
 from realign.planning.simulator import NetworkSizes, Tail, Work
 from realign.runtime.experiment import Experiment
+from realign.settings import Auto
 
 FORWARD = 2.0
 """Floating-point operations per weight and token of a forward pass."""
@@ -24,16 +28,26 @@ LORA_FRACTION = 0.01
 
 
 @dataclass(frozen=True)
+class AutoMemory:
+    """Settings of a role that follow from the memory of the device."""
+
+    keeps: bool = False
+    """Whether `sharding.keep_rollout` is auto."""
+    checkpoints: bool = False
+    """Whether `gradient_checkpointing` is auto."""
+
+
+@dataclass(frozen=True)
 class RoleLoad:
     """A model of the experiment. Roles that share the model of another role have none."""
 
     name: str
     network: NetworkSizes
+    model: MemoryModel
+    """Its memory and traffic."""
     trained: float = 0.0
     """Fraction of the weights that train; 0 for a frozen model."""
-    checkpointing: bool = False
-    fused: bool = True
-    """Whether sampling uses concatenated copies of the weights."""
+    auto: AutoMemory = AutoMemory()
     configured: bool = True
     """Whether the config has a node for it. Roles added by default copy the settings of another role."""
 
@@ -84,6 +98,15 @@ class Workload:
         return self.work.batch_prompts * self.work.group
 
     @property
+    def longest_response(self) -> int:
+        """Return the tokens of the longest response."""
+        return math.ceil(self.work.lengths.most)
+
+    def tokens_per_pass(self, ranks: int) -> float:
+        """Return the tokens of a micro-batch if this many ranks have different prompts."""
+        return min(self.budget, self.tokens / ranks)
+
+    @property
     def tokens(self) -> float:
         """Return the expected packed tokens of a step."""
         return self.sequences * (self.work.prompt_tokens + min(self.work.lengths.mean, self.work.lengths.most))
@@ -103,7 +126,7 @@ def workload_of(experiment: Experiment, options: PlanOptions) -> Workload:
     lead = sampling[0].model
     plan, interface = experiment.interfaces[lead].plan(), experiment.interfaces[lead]
     owners = dict.fromkeys(experiment.owner_of(role) for role in experiment.roles if role in experiment.models)
-    roles = {role: _role(experiment, role) for role in owners}
+    roles = {role: _role(experiment, role, options.device) for role in owners}
     own_calls = {rpc.name for rpc in graph.order if experiment.interfaces[rpc.model].needs_engine}
     sampled = experiment.owner_of(lead)
     spec = experiment.models[sampled]
@@ -162,58 +185,50 @@ def _calls(experiment: Experiment, roles: Mapping[str, RoleLoad], own_calls: set
     return loads
 
 
-def _role(experiment: Experiment, role: str) -> RoleLoad:
+def _role(experiment: Experiment, role: str, device: DeviceKind) -> RoleLoad:
     spec = experiment.models[role]
     if not isinstance(spec, TransformersModel):
         raise ConfigError(
             f"models.{role}: realign plan knows the sizes of TransformersModel only, not of {type(spec).__name__}."
         )
-    network = _network(role, spec)
-    trained = 0.0
+    model = _memory_model(role, spec, device)
+    shape, trained = model.shape, 0.0
     if spec.optimizer is not None:
         trains = spec.trains
         trained = 1.0 if isinstance(trains, All) else LORA_FRACTION
         if isinstance(trains, TopLayers):
-            trained = min(1.0, trains.layers / network.layers)
+            trained = min(1.0, trains.layers / shape.layers)
         elif not isinstance(trains, All | Lora):
             trained = 1.0
-    fused = spec.fused_rollout and not isinstance(spec.trains, Lora)
-    return RoleLoad(role, network, trained, spec.checkpoints, fused, configured=role not in experiment.filled_roles)
+    network = NetworkSizes(
+        weights=float(shape.parameters),
+        layers=shape.layers,
+        kv_heads=shape.keys * shape.heads // shape.queries,
+        head_size=shape.queries // shape.heads,
+        hidden=shape.hidden,
+        number_bytes=model.dtype.itemsize,
+    )
+    auto = AutoMemory(spec.sharding.keep_rollout is Auto.auto, spec.gradient_checkpointing is Auto.auto)
+    return RoleLoad(role, network, model, trained, auto, configured=role not in experiment.filled_roles)
 
 
-def _network(role: str, spec: TransformersModel) -> NetworkSizes:
-    """Return the sizes of a model from its `config.json`. Counts the weights of a model without storage."""
-    import torch
+def _memory_model(role: str, spec: TransformersModel, device: DeviceKind) -> MemoryModel:
+    """Return the formula of the memory of a role on a device of the plan, which this machine may lack."""
     from transformers import AutoConfig
 
     key = f"models.{role}.path"
     adapter = find_adapter(f"{key}={spec.path!r}", spec.path)
     path = check_path(key, spec.path if adapter is None else adapter.base)
     with readable(f"{key}={path!r}"), quiet_transformers():
-        model_config = AutoConfig.from_pretrained(path, trust_remote_code=spec.trust_remote_code)
-        if is_encoder_decoder(model_config):
-            raise ConfigError(f"{key}: plans do not support encoder-decoder models. Use a decoder model.")
-        config = model_config.get_text_config()
-        with torch.device("meta"):
-            module = language_model_class(model_config).from_config(
-                model_config if model_config.model_type in IMAGE_FAMILIES else config,
-                trust_remote_code=spec.trust_remote_code,
-            )
-    heads = int(config.num_attention_heads)
-    return NetworkSizes(
-        weights=float(sum(weight.numel() for weight in module.parameters())),
-        layers=int(config.num_hidden_layers),
-        kv_heads=_optional(config, "num_key_value_heads", heads),
-        head_size=_optional(config, "head_dim", int(config.hidden_size) // heads),
-        hidden=int(config.hidden_size),
-        number_bytes=2 if spec.dtype is DType.bfloat16 else 4,
-    )
+        config = AutoConfig.from_pretrained(path, trust_remote_code=spec.trust_remote_code)
+    if is_encoder_decoder(config):
+        raise ConfigError(f"{key}: plans do not support encoder-decoder models. Use a decoder model.")
+    cpu = torch.device("cpu")
+    model = replace(spec.memory_model(role, cpu, 1), lanes=1)
+    if device is DeviceKind.cpu:
+        return model
+    half = spec.dtype is not DType.float32
+    return replace(model, device=torch.device("cuda"), dtype=torch.bfloat16 if half else torch.float32)
 
 
-def _optional(config: Any, name: str, default: int) -> int:
-    """Return a value that only some model families have in their config."""
-    value = config.to_dict().get(name)
-    return default if value is None else int(value)
-
-
-__all__ = ["CallLoad", "RoleLoad", "Workload", "workload_of"]
+__all__ = ["AutoMemory", "CallLoad", "RoleLoad", "Workload", "workload_of"]

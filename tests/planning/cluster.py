@@ -2,12 +2,47 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import torch
+
+from realign.engines.memory import MemoryModel
+from realign.engines.model_shape import ModelShape
+from realign.engines.training.optimizer import OptimizerSpec
 from realign.planning.options import Accelerator, Assumed, Device, PlanOptions
 from realign.planning.predict import Cluster
 from realign.planning.simulator import NetworkSizes, Tail, Work
 from realign.planning.workload import CallLoad, RoleLoad, Workload
 
 NETWORK = NetworkSizes(weights=100.0, layers=5, kv_heads=1, head_size=1, hidden=10, number_bytes=2)
+SHAPE = ModelShape(
+    family="round",
+    parameters=100,
+    in_layers=100,
+    in_experts=0,
+    experts=0,
+    experts_per_token=0,
+    matrices=100,
+    trained=100,
+    adapters=0,
+    layers=5,
+    hidden=10,
+    queries=8,
+    keys=8,
+    heads=8,
+    mlp=16,
+    mlp_tensors=4,
+    layer_norms=False,
+    qk_norm=False,
+    words=10,
+    embeddings=0,
+    tied=False,
+    head_trains=False,
+    norms_train=True,
+    unpacked=False,
+    pair_tensors=0,
+)
+MODEL = MemoryModel(SHAPE, torch.device("cuda"), torch.bfloat16)
 ASSUMED = Assumed(
     bandwidth_used=1.0,
     flops_used=0.5,
@@ -22,7 +57,10 @@ ASSUMED = Assumed(
     memory_used=1.0,
 )
 DEVICE = Device(Accelerator(flops=100.0, bandwidth=10.0, memory=1e9, link=4.0, node_link=1e9), ASSUMED)
-ACTOR, REF = RoleLoad("actor", NETWORK, trained=1.0), RoleLoad("ref", NETWORK)
+ACTOR, REF = (
+    RoleLoad("actor", NETWORK, replace(MODEL, optimizer=OptimizerSpec()), trained=1.0),
+    RoleLoad("ref", NETWORK, MODEL),
+)
 LOAD = Workload(
     work=Work(4, 2, 0, 10, Tail(20.0, 0.0, 20.0)),
     roles={"actor": ACTOR, "ref": REF},

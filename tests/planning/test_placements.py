@@ -8,18 +8,21 @@ from realign.planning.options import PlanOptions
 from realign.planning.placements import (
     LAUNCHERS,
     PlannedGroup,
+    PlannedMesh,
     PlannedPlacement,
     Sampling,
     groupings,
     launcher,
+    meshes,
     notes,
     overrides,
     placements,
     widths,
 )
+from realign.planning.workload import workload_of
 from realign.runtime.processes.placement import plan_groups
 from realign.runtime.rollout.spec import Async
-from tests.planning.models import load_for, words_for, write_model
+from tests.planning.models import built, load_for, words_for, write_model
 
 REF = "interfaces.actor.kl.place=loss"
 
@@ -40,7 +43,8 @@ def test_every_placement_uses_all_devices_and_its_overrides_build_an_experiment(
         assert made.runtime.starts_workers == (one.runtime == "ray")
         expected = None if one.max_staleness is None else one.max_staleness
         assert (made.rollout.max_staleness if isinstance(made.rollout, Async) else None) == expected
-        assert made.models["actor"].sharding.tensor == one.tensor_parallel
+        sharding = made.models["actor"].sharding
+        assert PlannedMesh(sharding.replicate, sharding.context, sharding.tensor, sharding.expert) == one.mesh
         if one.runtime == "ray":
             groups = {group.name: (set(group.roles), group.devices) for group in plan_groups(made)}
             wanted = {group.roles[0]: (set(group.roles), group.devices) for group in one.groups}
@@ -84,7 +88,7 @@ def test_tensor_parallelism_stays_in_a_node():
     [
         (PlannedPlacement((PlannedGroup(("actor",), 1),)), "realign runtime=local rollout=sync"),
         (
-            PlannedPlacement((PlannedGroup(("actor",), 8),), tensor_parallel=2),
+            PlannedPlacement((PlannedGroup(("actor",), 8),), mesh=PlannedMesh(tensor=2)),
             "torchrun --standalone --nproc-per-node=8 -m realign runtime=local "
             "models.actor.sharding.tensor=2 rollout=sync",
         ),
@@ -138,3 +142,34 @@ def test_staleness_adds_a_correction_only_if_the_interface_has_none(tmp_path):
     assert added in overrides(stale, plain, options, "")
     assert added not in overrides(fresh, plain, options, "")
     assert added not in overrides(stale, corrected, options, "")
+
+
+def test_meshes_divide_the_devices_and_the_heads_and_replicate_over_nodes_or_all(tmp_path):
+    load = load_for(tmp_path / "model", REF)  # 4 heads, of which 2 for keys and values
+
+    def of(devices, nodes):
+        group = PlannedGroup(("actor", "ref"), devices)
+        return {
+            tuple(vars(mesh).values()) for mesh in meshes((group,), load, PlanOptions(devices=devices, nodes=nodes))
+        }
+
+    assert of(1, 1) == {(1, 1, 1, 1)}
+    assert of(2, 1) == {(1, 1, 1, 1), (2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1)}
+    in_a_node = {(1, 2, 1, 1), (2, 2, 1, 1), (1, 1, 2, 1), (2, 1, 2, 1)}
+    assert of(4, 2) == {(1, 1, 1, 1), (2, 1, 1, 1), (4, 1, 1, 1), *in_a_node}
+    assert {(context, tensor) for _, context, tensor, _ in of(16, 2)} == {(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)}
+    apart = (PlannedGroup(("actor",), 2), PlannedGroup(("ref",), 2))
+    assert meshes(apart, load, PlanOptions(devices=4)) == [PlannedMesh()]
+
+
+def test_meshes_divide_experts(tmp_path):
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
+    write_model(tmp_path / "model", model_type="qwen3_moe", architectures=["Qwen3MoeForCausalLM"], **experts)
+    load = workload_of(built(words_for(tmp_path / "model")), PlanOptions())
+    shape = load.roles["actor"].model.shape
+    assert (shape.experts, shape.experts_per_token) == (4, 2)
+    group = PlannedGroup(("actor",), 8)
+    sizes = {tuple(vars(mesh).values())[1:] for mesh in meshes((group,), load, PlanOptions(devices=8))}
+    assert {(tensor, expert) for _, tensor, expert in sizes} == {(1, 1), (1, 2), (1, 4), (2, 1), (2, 2)}
+    assert (2, 1, 4) in sizes
+    assert (4, 1, 4) not in sizes  # on 8 devices

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from realign.planning.options import PlanOptions
-from realign.planning.placements import PlannedGroup, PlannedPlacement, Sampling
+from realign.planning.placements import PlannedGroup, PlannedMesh, PlannedPlacement, Sampling
 from realign.planning.predict import Cluster, Scale, costs_of, engines, predict, schedule
 from realign.planning.simulator import Costs
 from tests.planning.cluster import CLUSTER, DEVICE, LOAD
@@ -34,7 +34,8 @@ def test_more_devices_divide_training_and_gather_weights():
     assert found.sync_s == pytest.approx(400 / (1e9 * 0.5))
     slow = Cluster(PlanOptions(devices=8, nodes=4), DEVICE)  # transfers between nodes take longer than computing
     tokens = LOAD.tokens / 4
-    gathered = [gathers * 2 * 100 / (4 * 0.5 * tokens) / 4 for gathers in (1, 3)]
+    # weights in bf16, twice in training, and gradients in fp32; a rank sends three of four slices
+    gathered = [0.75 * size * 100 / (4 * 0.5 * tokens) / 4 for size in (2, 2 * 2 + 4)]
     computed = [operations * 100 / 50 / 4 for operations in (2, 6)]
     expected = sum(map(max, zip(gathered, computed, strict=True)))
     found = costs_of(PlannedPlacement((replace(TOGETHER, devices=4),)), LOAD, slow)
@@ -69,7 +70,7 @@ def test_weights_travel_through_the_host_to_workers_in_fp32_and_to_servers_in_th
 
 def test_engines_follow_from_the_placement():
     many = PlannedGroup(("actor", "ref"), 8)
-    assert engines(PlannedPlacement((many,), tensor_parallel=4)) == 2
+    assert engines(PlannedPlacement((many,), mesh=PlannedMesh(tensor=4))) == 2
     assert engines(PlannedPlacement((many,), Sampling.workers, 3, max_staleness=1)) == 3
     assert engines(PlannedPlacement((many,), Sampling.servers, 8, server_parallel=4)) == 2
     assert engines(PlannedPlacement((TOGETHER,), Sampling.copy, max_staleness=1)) == 1

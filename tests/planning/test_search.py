@@ -41,7 +41,7 @@ def test_less_staleness_is_preferred_among_equals():
 
 def test_a_faster_plan_that_does_not_fit_is_shown_apart():
     one = PlannedPlacement((PlannedGroup(("actor", "ref"), 1),))
-    needed = memory_of(one, LOAD, DEVICE)["actor"].total
+    needed = memory_of(one, LOAD, DEVICE)["actor"]
     small = Device(Accelerator(flops=100.0, bandwidth=10.0, memory=needed * 0.5), ASSUMED)
     found = search(LOAD, Cluster(PlanOptions(devices=1), small), servers=False)
     assert (found.best, found.fitting) == ([], 0)

@@ -3,9 +3,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
-from realign.engines import Sharding
-from tests.virtual_cuda.rank_memory import SIZES, Case, config_of, estimated, full_depth, tracked
+from realign.engines import Causal, OptimizerSpec, Sharding
+from realign.engines.memory import MemoryModel
+from realign.engines.model_shape import shape_of
+from realign.planning.options import DEVICES
+from realign.planning.placement_memory import memory_of
+from realign.planning.placements import PlannedGroup, PlannedMesh, PlannedPlacement, Sampling
+from realign.planning.simulator import NetworkSizes, Tail, Work
+from realign.planning.workload import CallLoad, RoleLoad, Workload
+from tests.virtual_cuda.rank_memory import CUDA, SIZES, Case, config_of, estimated, full_depth, tracked
 
 GIB = 2**30
 
@@ -51,3 +59,35 @@ def test_the_estimate_at_full_depth_is_within_15_percent(model, ranks):
 def test_the_estimate_of_a_mixture_of_experts_whose_ranks_divide_it_is_within_15_percent(dimensions):
     case = Case("30B of 128 experts", 16, sharding=Sharding(**dimensions))
     assert estimated(case, config_of(case.model)) == pytest.approx(full_depth(case).step, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh", "layers"),
+    [
+        ("7B", PlannedMesh(tensor=4), 2),
+        ("7B", PlannedMesh(context=4), 2),
+        pytest.param("7B", PlannedMesh(replicate=2, context=2), 2, marks=pytest.mark.slow),
+        pytest.param("30B of 128 experts", PlannedMesh(expert=8), None, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_plan_has_the_memory_that_torch_counts(model, mesh, layers):
+    case = replace(CONTEXT if layers else Case(model, 16), sharding=Sharding(**vars(mesh)))
+    config = config_of(model, layers)
+    trained = MemoryModel(
+        shape_of(config, Causal()), CUDA, torch.bfloat16, optimizer=OptimizerSpec(), gradient_checkpointing=True
+    )
+    load = Workload(
+        work=Work(case.ranks // (mesh.context * mesh.tensor), 1, 0, 0.0, Tail(case.tokens, 0.0, case.tokens)),
+        roles={"actor": RoleLoad("actor", NetworkSizes(), trained, trained=1.0)},
+        calls=(CallLoad("actor_train", "actor", 6.0, 1),),
+        sampled="actor",
+        sampling_calls=("actor_gen",),
+        reward_calls=(),
+        longest_prompt=0,
+        budget=case.tokens,
+    )
+    group = PlannedGroup(("actor",), case.ranks)
+    memory = memory_of(PlannedPlacement((group,), Sampling.servers, 8, mesh, max_staleness=1), load, DEVICES["h100"])
+    counted = full_depth(case) if layers is None else tracked(case, config)
+    assert memory["actor"] == pytest.approx(counted.step, rel=0.15)
