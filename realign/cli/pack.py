@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from realign.cli.replay import experiment_of, run_and_step
+from realign.cli.earlier_run import experiment_of, run_and_step
 from realign.config.errors import ConfigError
 from realign.report.files import json_object
 from realign.text import visible

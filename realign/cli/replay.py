@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import random
 import statistics
 import subprocess
@@ -15,15 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from realign.cli.arguments import composed_line
-from realign.cli.train import build, is_one_of_many
+from realign.cli.earlier_run import experiment_of, run_and_step, run_folder
+from realign.cli.train import is_one_of_many
 from realign.config.command_line import quoted_text
 from realign.config.errors import ConfigError
 from realign.errors import CheckpointError, ExitCode
-from realign.report.files import check_run, flat_config, json_lines, json_object
+from realign.report.files import flat_config, json_lines, json_object
 from realign.text import visible
 
 if TYPE_CHECKING:
-    from realign.runtime import Experiment
     from realign.runtime.chain import StartLink, StepLink
     from realign.runtime.checkpoint.folder import Checkpoint
     from realign.runtime.replay import ReplayedStep
@@ -135,7 +134,7 @@ def bisect(args: argparse.Namespace, words: Sequence[str]) -> int:
         return _bisect_by_command(args, words)
     if len(words) != 2:
         raise ConfigError(f"realign bisect expects two runs, such as runs/a runs/b, found {list(words) or 'none'}")
-    first, second = (_run_folder(Path(word)) for word in words)
+    first, second = (run_folder(Path(word)) for word in words)
     _print_settings(first, second)
     step, name, values = _first_metric(first, second)
     if step is None:
@@ -190,7 +189,7 @@ def _bisect_by_command(args: argparse.Namespace, words: Sequence[str]) -> int:
 
     if len(words) != 1:
         raise ConfigError(f"realign bisect --run expects one run, found {list(words) or 'none'}")
-    run = _run_folder(Path(words[0]))
+    run = run_folder(Path(words[0]))
     steps = [line["step"] for line in json_lines(run / "metrics.jsonl") if isinstance(line.get("step"), int)]
     # The start counts as good, and the step after the last one as bad, until a step tells otherwise.
     good, bad = 0, max(steps, default=0) + 1
@@ -217,7 +216,7 @@ def verify(args: argparse.Namespace, words: Sequence[str]) -> int:
     folders = [word for word in words if not word.startswith("steps=")]
     if len(folders) != 1 or not all(number.isdecimal() for number in numbers):
         raise ConfigError(f"realign verify expects a run, such as runs/NAME --steps 5, found {list(words) or 'none'}")
-    run = _run_folder(Path(folders[0]))
+    run = run_folder(Path(folders[0]))
     links = read_chain(run)
     steps = {link.step: link for link in links if isinstance(link, StepLink)}  # the last one of a step taken again
     starts = [link for link in links if isinstance(link, StartLink)]
@@ -309,36 +308,6 @@ def _replayed(run: Path, step: int, break_in: str | None = None, *, rescore: boo
         return recompute(experiment, run, step, role, rescore=rescore)
     with Console(stderr=True).status(f"recomputing step {step} of {run}"):
         return recompute(experiment, run, step, rescore=rescore)
-
-
-def experiment_of(run: Path, *overrides: str) -> Experiment:
-    """Build the experiment of a run from its resolved config."""
-    return build(composed_line([str(run / "config.yaml"), *overrides], None).resolve())
-
-
-def run_and_step(command: str, words: Sequence[str]) -> tuple[Path, int]:
-    if len(words) != 2 or not words[1].isdecimal():
-        shown = list(words) or "none"
-        raise ConfigError(f"realign {command} expects a run and a step, such as runs/NAME 37, found {shown}")
-    return _run_folder(Path(words[0])), int(words[1])
-
-
-def _run_folder(run: Path) -> Path:
-    """Return the absolute folder of a run, and change to the folder where the run was started, if it is there.
-
-    The paths in a config are relative to it.
-
-    Raises:
-        ConfigError: the folder contains no run, or the run has no config because it was started in Python.
-    """
-    run = run.absolute()
-    check_run(run)
-    if not (run / "config.yaml").is_file():
-        raise ConfigError(f"{run}: the run has no config.yaml, since it was started in Python without a config.")
-    folder = json_object(run / "run.json").get("folder")
-    if isinstance(folder, str) and Path(folder).is_dir():
-        os.chdir(folder)
-    return run
 
 
 __all__ = ["bisect", "fork_words", "replay", "verify"]

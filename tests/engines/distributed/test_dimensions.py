@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 
 from realign.engines import Sharding
 from tests.engines.distributed import dimensions, scenarios, traffic
+from tests.engines.distributed.comparisons import assert_same
 from tests.engines.distributed.dimensions import EXPERT, RUNS, TENSOR
 from tests.engines.distributed.run_ranks import run_ranks
-from tests.engines.distributed.test_sharded_engine import assert_same
 
 NAMES = {"tensor": [run.__name__ for run in (*TENSOR, *EXPERT)], "expert": [run.__name__ for run in EXPERT]}
 

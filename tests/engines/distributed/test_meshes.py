@@ -10,8 +10,8 @@ import torch
 
 from realign.engines.distributed.sharding import Sharding
 from tests.engines.distributed import scenarios
+from tests.engines.distributed.comparisons import assert_same
 from tests.engines.distributed.run_ranks import run_ranks
-from tests.engines.distributed.test_sharded_engine import assert_same
 from tests.families import family_model
 from tests.tiny import save_tiny, tiny_tokenizer
 

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from realign.engines.distributed import saved_files
 from realign.engines.distributed.saved_files import SavedFiles, plan_files
+from tests.engines.distributed.comparisons import assert_same_files
 from tests.tiny import tiny_model
 
 FAMILIES = ["gpt2", "llama", "qwen2", "qwen3_moe", "mixtral", "gpt_oss"]
@@ -52,13 +53,6 @@ def write(files: SavedFiles, folder: Path, module: Any, cut: tuple[int, int]) ->
                 saved.write(opened[saved.file], x[tuple(box)].clone(), box)
     for number in opened.values():
         os.close(number)
-
-
-def assert_same_files(one: Path, other: Path, pattern: str = "model*") -> None:
-    names = [sorted(path.name for path in folder.glob(pattern)) for folder in (one, other)]
-    assert names[0] == names[1] != []
-    for name in names[0]:
-        assert (one / name).read_bytes() == (other / name).read_bytes(), name
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -9,9 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.engines.distributed import scenarios
+from tests.engines.distributed.comparisons import assert_same, assert_same_files
 from tests.engines.distributed.run_ranks import run_ranks
-from tests.engines.distributed.test_saved_files import assert_same_files
-from tests.engines.distributed.test_sharded_engine import assert_same
 
 FAST = {kind: scenarios.SAVED[kind] for kind in ("lora on experts", "tied, with a value head")}
 

@@ -12,10 +12,8 @@ from safetensors.torch import load_file
 
 from realign.runtime.checkpoint.folder import CorruptCheckpoint, list_checkpoints
 from tests.engines.distributed import scenarios
+from tests.engines.distributed.comparisons import assert_same
 from tests.engines.distributed.run_ranks import run_ranks
-
-OWN = {"n_microbatches"}
-"""Metrics that describe the work of a single rank."""
 
 
 @pytest.fixture(scope="module")
@@ -62,24 +60,6 @@ def ranks(request: pytest.FixtureRequest, folder: Path, alone: Alone) -> list[di
 def all_scenarios(test: Callable[..., None]) -> Callable[..., None]:
     """Mark a test that needs more than the core."""
     return pytest.mark.slow(pytest.mark.parametrize("ranks", [2, 3], ids=["2 ranks", "3 ranks"], indirect=True)(test))
-
-
-def assert_same(found: Any, wanted: Any, path: str = "") -> None:
-    """Compare tensors with absolute tolerance 2e-5, numbers with relative tolerance 1e-5, and all else exactly."""
-    if isinstance(wanted, torch.Tensor):
-        torch.testing.assert_close(found, wanted, atol=2e-5, rtol=0, msg=lambda text: f"{path}: {text}")
-    elif isinstance(wanted, dict):
-        assert found.keys() == wanted.keys(), path
-        for key in wanted.keys() - OWN:
-            assert_same(found[key], wanted[key], f"{path}/{key}")
-    elif isinstance(wanted, list):
-        assert len(found) == len(wanted), path
-        for i, (a, b) in enumerate(zip(found, wanted, strict=True)):
-            assert_same(a, b, f"{path}/{i}")
-    elif isinstance(wanted, float):
-        assert found == pytest.approx(wanted, rel=1e-5, abs=1e-5), path
-    else:
-        assert found == wanted, path
 
 
 def test_trap_e7_e10_four_steps_of_grpo_on_uneven_data_are_those_of_one_process(

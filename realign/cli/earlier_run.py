@@ -1,0 +1,54 @@
+"""The earlier run that a command names: its folder, a step of it, and its experiment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from realign.cli.arguments import composed_line
+from realign.cli.train import build
+from realign.config.errors import ConfigError
+from realign.report.files import check_run, json_object
+
+if TYPE_CHECKING:
+    from realign.runtime import Experiment
+
+
+def experiment_of(run: Path, *overrides: str) -> Experiment:
+    """Build the experiment of a run from its resolved config."""
+    return build(composed_line([str(run / "config.yaml"), *overrides], None).resolve())
+
+
+def run_and_step(command: str, words: Sequence[str]) -> tuple[Path, int]:
+    """Return the run and the step in the words of a command.
+
+    Raises:
+        ConfigError: they are something else, or the folder contains no run.
+    """
+    if len(words) != 2 or not words[1].isdecimal():
+        shown = list(words) or "none"
+        raise ConfigError(f"realign {command} expects a run and a step, such as runs/NAME 37, found {shown}")
+    return run_folder(Path(words[0])), int(words[1])
+
+
+def run_folder(run: Path) -> Path:
+    """Return the absolute folder of a run, and change to the folder where the run was started, if it is there.
+
+    The paths in a config are relative to it.
+
+    Raises:
+        ConfigError: the folder contains no run, or the run has no config because it was started in Python.
+    """
+    run = run.absolute()
+    check_run(run)
+    if not (run / "config.yaml").is_file():
+        raise ConfigError(f"{run}: the run has no config.yaml, since it was started in Python without a config.")
+    folder = json_object(run / "run.json").get("folder")
+    if isinstance(folder, str) and Path(folder).is_dir():
+        os.chdir(folder)
+    return run
+
+
+__all__ = ["experiment_of", "run_and_step", "run_folder"]

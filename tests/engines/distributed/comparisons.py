@@ -1,0 +1,37 @@
+"""Compare what ranks leave with what one process leaves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+OWN = {"n_microbatches"}
+"""Metrics that describe the work of a single rank."""
+
+
+def assert_same(found: Any, wanted: Any, path: str = "") -> None:
+    """Compare tensors with absolute tolerance 2e-5, numbers with relative tolerance 1e-5, and all else exactly."""
+    if isinstance(wanted, torch.Tensor):
+        torch.testing.assert_close(found, wanted, atol=2e-5, rtol=0, msg=lambda text: f"{path}: {text}")
+    elif isinstance(wanted, dict):
+        assert found.keys() == wanted.keys(), path
+        for key in wanted.keys() - OWN:
+            assert_same(found[key], wanted[key], f"{path}/{key}")
+    elif isinstance(wanted, list):
+        assert len(found) == len(wanted), path
+        for i, (a, b) in enumerate(zip(found, wanted, strict=True)):
+            assert_same(a, b, f"{path}/{i}")
+    elif isinstance(wanted, float):
+        assert found == pytest.approx(wanted, rel=1e-5, abs=1e-5), path
+    else:
+        assert found == wanted, path
+
+
+def assert_same_files(one: Path, other: Path, pattern: str = "model*") -> None:
+    names = [sorted(path.name for path in folder.glob(pattern)) for folder in (one, other)]
+    assert names[0] == names[1] != []
+    for name in names[0]:
+        assert (one / name).read_bytes() == (other / name).read_bytes(), name
