@@ -307,7 +307,8 @@ def test_a_save_that_fails_costs_neither_the_run_nor_its_checkpoints(tmp_path, m
     settings = {"steps": 3, "save_every_steps": 1, "checkpoint": CheckpointSpec(every_steps=1, keep=9)}
     with pytest.warns(UserWarning, match=r"step_000001 was not saved: .*No space left on device. Training continues"):
         run(experiment(tmp_path, path, **settings))
-    assert sorted(p.name for p in (tmp_path / "run").iterdir() if p.is_dir()) == ["checkpoints", "final", "step_000002"]
+    folders = sorted(p.name for p in (tmp_path / "run").iterdir() if p.is_dir())
+    assert folders == ["calls", "checkpoints", "final", "step_000002"]
     assert [c.step for c in list_checkpoints(tmp_path / "run" / "checkpoints")] == [0, 1, 2, 3]
 
 
