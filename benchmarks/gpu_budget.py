@@ -71,6 +71,9 @@ def memory() -> None:
     for context in (1, 2, 4):
         case = Case("7B", 16, 131072, sharding=Sharding(context=context), sequences=1)
         rows.append(memory_row(f"7B, 128k tokens, context={context}", case))
+    for divided in ({"expert": 8}, {"tensor": 4}, {"tensor": 2, "expert": 4}):
+        case = Case("30B of 128 experts", 16, sharding=Sharding(**divided))
+        rows.append(memory_row(f"{case.model}, " + ", ".join(f"{name}={n}" for name, n in divided.items()), case))
     print(table(("GiB on a rank", "ranks", "estimate", "tracked", "tracked while loading", "ratio"), rows))
 
 

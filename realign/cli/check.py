@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import logging
-import math
 import shutil
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import cache
 from pathlib import Path
@@ -103,8 +102,8 @@ def preflight(experiment: Experiment, console: Console) -> None:
     say("\nGraph\n" + to_text(experiment.graph, shared_roles(experiment.models)))
     say("Disk\n  " + disk_line(experiment.output_dir))
     say("\nDevices\n  " + devices_line())
-    for role, sizes in meshes(experiment).items():
-        say(f"  {role}: {mesh_line(sizes)}")
+    for role, mesh in meshes(experiment).items():
+        say(f"  {role}: {mesh}")
     free = cache(free_memory)  # also of the second estimate: the memory before the models are loaded
     settled = decided(experiment, free)
     print_memory(console, estimate(settled, free=free), longest_prompt(experiment))
@@ -208,12 +207,6 @@ def warn_of_equal_rewards(runtime: LocalRuntime, batch: SequenceSample) -> None:
             "with partial credit.",
             stacklevel=2,
         )
-
-
-def mesh_line(sizes: Mapping[str, int]) -> str:
-    """Return the number of ranks and their dimensions, without those of one rank."""
-    grid = " x ".join(f"{name} {n}" for name, n in sizes.items() if n > 1)
-    return f"{math.prod(sizes.values())} ranks = {grid}"
 
 
 def longest_of_data(runtime: LocalRuntime) -> int | None:

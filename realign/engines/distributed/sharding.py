@@ -76,6 +76,12 @@ class Sharding(Settings):
             )
         return sizes
 
+    def describe(self, role: str, ranks: int) -> str:
+        """Return the number of ranks and their dimensions, without those of one rank; see `sizes` for errors."""
+        grid = " x ".join(f"{name} {n}" for name, n in self.sizes(role, ranks).items() if n > 1)
+        experts = f"; experts are divided over {self.expert * self.tensor} of them" if self.expert > 1 else ""
+        return f"{ranks} ranks = {grid}{experts}"
+
     def check_heads(self, role: str, heads: int) -> None:
         """Check that the ranks can divide the attention heads of a model.
 

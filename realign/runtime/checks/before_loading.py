@@ -62,8 +62,8 @@ def check_ready(experiment: Experiment) -> None:
     check_held_out({**experiment.all_evaluations, **calibration})
 
 
-def meshes(experiment: Experiment) -> dict[str, dict[str, int]]:
-    """Return the dimensions of the ranks of each role's model, for roles on several ranks; see `Sharding.sizes`.
+def meshes(experiment: Experiment) -> dict[str, str]:
+    """Describe the ranks of each role's model, for roles on several ranks; see `Sharding.describe`.
 
     Raises:
         ConfigError: the dimensions of a role do not divide its number of ranks.
@@ -72,7 +72,7 @@ def meshes(experiment: Experiment) -> dict[str, dict[str, int]]:
     if experiment.runtime.starts_workers:
         together = [(group.roles, group.devices) for group in plan_groups(experiment)]
     return {
-        role: spec.sharding.sizes(role, ranks)
+        role: spec.sharding.describe(role, ranks)
         for roles, ranks in together
         for role in roles
         if ranks > 1 and isinstance(spec := experiment.models.get(role), TransformersModel)

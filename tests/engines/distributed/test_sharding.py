@@ -34,3 +34,11 @@ def test_ranks_that_cannot_divide_the_heads_are_refused() -> None:
     Sharding(context=2, tensor=2).check_heads("actor", 28)
     with pytest.raises(ConfigError, match=r"^models.ref.sharding.context=16: must divide .* attention heads \(28\)$"):
         Sharding(context=16).check_heads("ref", 28)
+
+
+def test_a_mesh_is_described_with_the_ranks_that_divide_experts() -> None:
+    assert Sharding(replicate=2).describe("actor", 8) == "8 ranks = replicate 2 x shard 4"
+    sharding = Sharding(tensor=2, expert=4)
+    assert sharding.describe("actor", 16) == "16 ranks = shard 8 x tensor 2; experts are divided over 8 of them"
+    with pytest.raises(ConfigError, match=r"expert=3: must divide the number of ranks with different prompts .* \(4\)"):
+        Sharding(expert=3).describe("actor", 4)
