@@ -211,8 +211,15 @@ def _fill(sizes: Sequence[int], n_bins: int, limit: int | None) -> tuple[list[in
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class SampleParts(Sequence[Sample], Generic[Sample]):
-    """The parts of a sample, as a sequence. `plan` maps each part to its prompts or sequences of `key`."""
+class MicroBatches(Sequence[Sample], Generic[Sample]):
+    """The micro-batches of a sample, and the inverse of the split.
+
+    Attributes:
+        batch: the split sample.
+        key: key whose tokens were counted.
+        plan: for each micro-batch, the ascending indices of its sequences of `key`.
+        parts: the micro-batches.
+    """
 
     batch: Sample
     key: str
@@ -227,17 +234,6 @@ class SampleParts(Sequence[Sample], Generic[Sample]):
 
     def __iter__(self) -> Iterator[Sample]:
         return iter(self.parts)
-
-
-class MicroBatches(SampleParts[Sample]):
-    """The micro-batches of a sample, and the inverse of the split.
-
-    Attributes:
-        batch: the split sample.
-        key: key whose tokens were counted.
-        plan: for each micro-batch, the ascending indices of its sequences of `key`.
-        parts: the micro-batches.
-    """
 
     def __repr__(self) -> str:
         loads = [part.lengths[self.key].total for part in self.parts]

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from realign.api.lengths import IntArray, Lengths, Nested, Rows, as_integers, concatenate, describe, pack, pick, some
-from realign.api.microbatch import MicroBatches, MicroBatchSpec, SampleParts, plan_microbatches
+from realign.api.microbatch import MicroBatches, MicroBatchSpec, plan_microbatches
 
 TOKENS = "input_ids"
 _WITH_IMAGES = frozenset({TOKENS, "prompt_ids"})
@@ -478,7 +478,7 @@ def shard(data: SequenceSample, n: int, key: str) -> Shards:
     if key not in data.lengths:
         raise ValueError(f"no packed key {key!r} to shard by (keys: {', '.join(sorted(data.lengths)) or 'none'})")
     plan = _plan(data.lengths[key].per_prompt, n)
-    return Shards(data, key, plan, tuple(data.take(prompts) for prompts in plan))
+    return Shards(data, key, plan)
 
 
 def _plan(tokens: IntArray, n: int) -> tuple[IntArray, ...]:
@@ -492,18 +492,34 @@ def _plan(tokens: IntArray, n: int) -> tuple[IntArray, ...]:
     return tuple(np.flatnonzero(ranks == rank) for rank in range(n))
 
 
-class Shards(SampleParts[SequenceSample]):
+@dataclass(frozen=True, eq=False, repr=False)
+class Shards(Sequence[SequenceSample]):
     """The parts of a batch, one per rank, and the inverse of the sharding.
+
+    A part has all keys and metadata of its prompts, and may have no prompts. It is taken when it is read: a rank then
+    copies its own part only.
 
     Attributes:
         batch: the sharded batch.
         key: key whose tokens were counted.
         plan: for each rank, the ascending positions of its prompts.
-        parts: for each rank, its prompts with all keys and metadata. A part may have no prompts.
     """
 
+    batch: SequenceSample
+    key: str
+    plan: tuple[IntArray, ...]
+
+    def __len__(self) -> int:
+        return len(self.plan)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self.batch.take(prompts) for prompts in self.plan[index]]
+        return self.batch.take(self.plan[index])
+
     def __repr__(self) -> str:
-        return f"Shards(tokens of {self.key!r}: {[part.lengths[self.key].total for part in self.parts]})"
+        tokens = self.batch.lengths[self.key].per_prompt
+        return f"Shards(tokens of {self.key!r}: {[int(tokens[prompts].sum()) for prompts in self.plan]})"
 
     def restore(self, parts: Sequence[SequenceSample]) -> SequenceSample:
         """Combine results, one sample per rank with the prompts of its part, in the order of the batch.
@@ -515,17 +531,16 @@ class Shards(SampleParts[SequenceSample]):
         Raises:
             ValueError: a result has other prompts than its part, or lacks a key of the other results.
         """
-        if len(parts) != len(self.parts):
-            raise ValueError(f"restore got {len(parts)} results for {len(self.parts)} ranks")
-        for rank, (result, asked) in enumerate(zip(parts, self.parts, strict=True)):
-            if result.ids != asked.ids:
-                raise ValueError(
-                    f"restore got ids {some(result.ids)} for rank {rank}, whose part has {some(asked.ids)}"
-                )
+        if len(parts) != len(self):
+            raise ValueError(f"restore got {len(parts)} results for {len(self)} ranks")
+        for rank, (result, prompts) in enumerate(zip(parts, self.plan, strict=True)):
+            if result.ids != (asked := tuple(self.batch.ids[i] for i in prompts.tolist())):
+                raise ValueError(f"restore got ids {some(result.ids)} for rank {rank}, whose part has {some(asked)}")
         # A rank without sequences may return no keys; it gets empty ones, since `gather` needs equal keys.
         known = next((part for part in parts if part.keys), parts[0])
-        pairs = zip(parts, self.parts, strict=True)
-        full = [_nothing_like(known, a.ids) if not (a.keys or len(b.lengths[self.key].flat)) else a for a, b in pairs]
+        counts = self.batch.lengths[self.key].counts
+        pairs = zip(parts, self.plan, strict=True)
+        full = [_nothing_like(known, a.ids) if not (a.keys or counts[prompts].any()) else a for a, prompts in pairs]
         return SequenceSample.gather(full).take(np.argsort(np.concatenate(self.plan)))
 
 
