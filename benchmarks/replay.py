@@ -1,7 +1,7 @@
 """Replay random steps of runs and compare all metrics of training: `python -m benchmarks.replay [RUN ...] [steps=20]`.
 
-Without runs, it trains three small ones first: asynchronous rollout, LoRA, and an environment whose observations and
-rewards are random, so that only its recorded episodes can be replayed.
+Without runs, it trains three small ones first: asynchronous rollout, LoRA, and an environment. Their rewards and
+observations are random, so that only recorded ones can be replayed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from realign.demo.arithmetic import prepare
 from realign.runtime import run
 from realign.runtime.replay import last_checkpoint, replay_steps
 
+STEPS = 40
 OF_MACHINE = ("time/", "rollout/", "eval", "calibration")
+REWARD = "import os\n\n\ndef score(prompt, response, row):\n    return os.urandom(1)[0] / 256\n"
 ENVIRONMENT = """
 import os
 
@@ -39,15 +41,22 @@ def trained(folder: Path) -> Iterator[Path]:
     """Train the three small runs, and yield their folders."""
     task = prepare(folder / "task", seed=0, demonstrations=64, held_out=16)
     (folder / "mood.py").write_text(ENVIRONMENT)
+    (folder / "reward.py").write_text(REWARD)
+    scored = [
+        "experiment=grpo_arithmetic",
+        "evaluation=null",
+        f"interfaces.reward.function={folder / 'reward.py'}:score",
+        "interfaces.reward.workers=0",
+    ]
     shared = [
         f"models.actor.path={task.model}",
         f"data.path={task.prompts}",
         "interfaces.actor.generation={n: 4, max_new_tokens: 6, temperature: 1.0}",
-        *("batch_prompts=8", "steps=40", "checkpoint.every_steps=8", "checkpoint.keep=9"),
+        *("batch_prompts=8", f"steps={STEPS}", "checkpoint.every_steps=8", "checkpoint.keep=9"),
     ]
     runs = {
-        "async": ["experiment=grpo_arithmetic", "evaluation=null", "rollout=async", "rollout.max_staleness=2"],
-        "lora": ["experiment=grpo_arithmetic", "evaluation=null", "models.actor.trains=lora"],
+        "async": [*scored, "rollout=async", "rollout.max_staleness=2"],
+        "lora": [*scored, "models.actor.trains=lora"],
         "agent": [
             "experiment=grpo_environment",
             f"interfaces.agent.environment={folder / 'mood.py'}:Mood",
