@@ -94,7 +94,7 @@ def test_the_launch_table_shows_the_choice(cuda, monkeypatch):
 
 
 def test_the_copy_for_sampling_is_freed_first(cuda, monkeypatch):
-    monkeypatch.setattr(device_estimate, "current", lambda: Ranks(0, 8))
+    monkeypatch.setattr(device_estimate, "expected_size", lambda: 8)
     made = experiment()
     (device,) = estimate(made, free=lambda device: 10**15)
     most, copy = needed(made), device.roles["actor"].sampling_copy

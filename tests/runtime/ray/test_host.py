@@ -116,7 +116,7 @@ def test_a_copy_samples_whole_batches_and_single_responses_and_stops_on_request(
     prompts = SequenceSample.from_sequences(["a"], {"prompt_ids": [[[3, 4]]]})
     config = GenerationConfig(n=2, max_new_tokens=5)
     whole = host.ask("actor", "sample", (prompts, config, 1))
-    ids, logprobs, versions, truncated = host.ask("actor", "complete", ("a", 1, torch.tensor([3, 4]), config, 1))
+    ids, logprobs, versions, truncated, _ = host.ask("actor", "complete", ("a", 1, torch.tensor([3, 4]), config, 1))
     assert ids.tolist() == whole.sequences()[1][2:].tolist()
     assert torch.allclose(logprobs, whole.sequences("logprobs")[1][2:], atol=1e-5)
     assert set(versions.tolist()) == {0}
