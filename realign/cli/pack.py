@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from realign.cli.earlier_run import experiment_of, run_and_step
 from realign.config.errors import ConfigError
+from realign.config.words import TARGET
 from realign.report.files import json_object
 from realign.text import visible
 
@@ -133,36 +134,41 @@ def _model(call: PackedCall, weights: PackedWeights, folder: Path) -> Model:
 
 
 def check_targets(node: Any, where: str) -> None:
-    """Check that a node from somebody else constructs only classes of realign.
+    """Check that a node from somebody else constructs only classes of realign, and optimizers of torch.
 
     Raises:
         ConfigError: it names another class, such as one of the user who packed the step.
     """
-    for target in _targets(node):
+    from realign.engines import TorchOptimizer
+
+    for component in _components(node):
+        target = str(component[TARGET])
         module, _, name = target.rpartition(".")
-        if not module:  # a word, which selects a class of realign
-            continue
         known = module.startswith(("realign.interfaces.", "realign.engines.", "realign.api."))
         cls = None
         # this runs only modules of realign, and a class that one of them imports from elsewhere is no match
         with suppress(ImportError):
             cls = getattr(import_module(module), name, None) if known and "__" not in module else None
-        if not inspect.isclass(cls) or cls.__module__ != module:
+        own = inspect.isclass(cls) and cls.__module__ == module
+        if own and cls is TorchOptimizer:
+            target = str(component.get("of"))  # which it imports
+            own = target.startswith("torch.optim.")
+        if not own:
             raise ConfigError(
                 f"{where}: the pack names {target}, which is no class of realign, so it is not constructed. Replay "
                 "the step in the run that packed it."
             )
 
 
-def _targets(node: Any) -> Iterator[str]:
+def _components(node: Any) -> Iterator[Mapping[str, Any]]:
     if isinstance(node, Mapping):
-        if "_target_" in node:
-            yield str(node["_target_"])
+        if TARGET in node:
+            yield node
         for value in node.values():
-            yield from _targets(value)
+            yield from _components(value)
     elif isinstance(node, list | tuple):
         for value in node:
-            yield from _targets(value)
+            yield from _components(value)
 
 
 __all__ = ["check_targets", "pack", "replay_pack"]

@@ -145,8 +145,8 @@ class ReferenceInterface(ModelInterface):
         if isinstance(prompt, str):
             ids = self._renderer.encode(prompt)
             first = getattr(self._renderer.tokenizer, "bos_token_id", None)
-            # as the policy's prompt begins
-            ids = [first, *ids] if first is not None and len(given_P) and int(given_P[0]) == first != ids[:1] else ids
+            if ids and first is not None and given_P[:1].tolist() == [first] != ids[:1]:
+                ids = [first, *ids]  # as the policy's prompt begins
         else:
             ids = self._renderer.encode(self._renderer.render(prompt))
         if not ids:

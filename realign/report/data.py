@@ -121,7 +121,8 @@ def alerts(curves: Mapping[str, Any]) -> list[dict[str, Any]]:
     )
     found = []
     for name, wrong, words in rules:
-        points = [(s, x) for s, x in zip(curves["step"], curves["values"].get(name, ()), strict=False) if x is not None]
+        pairs = zip(curves["step"], curves["values"].get(name, ()), strict=False)
+        points = [(step, x) for step, x in pairs if step is not None and x is not None]
         count = len(list(takewhile(wrong, (x for _, x in reversed(points)))))
         if count >= LASTING:
             found.append({"step": points[-count][0], "text": f"{words} {points[-count][0]:g}"})

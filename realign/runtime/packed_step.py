@@ -321,7 +321,7 @@ def opened_pack(path: Path) -> Iterator[tuple[PackedStep, dict[str, Path]]]:
         try:
             with zipfile.ZipFile(path) as archive:
                 step, folders = _read(archive, Path(scratch))
-        except (zipfile.BadZipFile, OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        except (zipfile.BadZipFile, OSError, ValueError, LookupError, TypeError, RuntimeError) as error:
             raise CheckpointError(f"{path}: this is no packed step ({error})") from error
         yield step, folders
 
@@ -486,7 +486,8 @@ def differing_metrics(
     return [
         (name, recomputed[name], packed[name])
         for name in shared
-        if abs(recomputed[name] - packed[name]) > tolerance * max(1.0, abs(packed[name]))
+        # not `>`, which is False for NaN
+        if not abs(recomputed[name] - packed[name]) <= tolerance * max(1.0, abs(packed[name]))
     ]
 
 

@@ -213,7 +213,7 @@ def check_config(saved: Mapping[str, Any], present: Mapping[str, Any], allow: It
 
 def training_settings(config: Mapping[str, Any]) -> dict[str, str]:
     """Return the settings of a config that affect training, as JSON by key."""
-    return {key: value for key, value in _leaves(config) if not any(key[:end] in FREE for end in _ends(key))}
+    return {key: value for key, value in _leaves(config) if not is_free(key)}
 
 
 def _stretched_schedules(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import zipfile
@@ -14,7 +15,7 @@ from realign.cli import main
 from realign.cli.pack import check_targets
 from realign.demo.arithmetic import prepare
 from realign.errors import ConfigError, RealignError
-from realign.runtime.packed_step import PACK, TENSORS, opened_pack
+from realign.runtime.packed_step import PACK, TENSORS, differing_metrics, opened_pack
 
 REWARD = "def score(prompt, response, row):\n    return len(response) / 5 + (response[:1] in '13579')\n"
 KINDS = {
@@ -158,16 +159,38 @@ def test_a_file_that_does_not_belong_into_a_pack_is_refused(name, content, optio
 
 
 def test_other_files_are_no_pack(tmp_path):
-    (tmp_path / "a.zip").write_bytes(b"PK\x03\x04 not a zip")
-    with pytest.raises(RealignError, match="this is no packed step"), opened_pack(tmp_path / "a.zip"):
-        pass
+    path = tmp_path / "a.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        entry = zipfile.ZipInfo("x")
+        entry.extract_version = 99  # a version of the format that Python does not know
+        archive.writestr(entry, b"")
+    for content in (b"PK\x03\x04 not a zip", path.read_bytes()):
+        path.write_bytes(content)
+        with pytest.raises(RealignError, match="this is no packed step"), opened_pack(path):
+            pass
 
 
 def test_only_classes_of_realign_are_constructed():
-    check_targets({"_target_": "realign.interfaces.grpo.GRPOActorInterface", "objective": {"_target_": "gspo"}}, "a")
-    for target in ("realign.cli.commands.main", "torch.optim.Adam", "realign.interfaces.grpo.Path", "realign.api.os"):
+    objective = {"_target_": "realign.interfaces.components.objectives.Gspo"}
+    check_targets({"_target_": "realign.interfaces.grpo.GRPOActorInterface", "objective": objective}, "a")
+    others = ("realign.cli.commands.main", "torch.optim.Adam", "realign.interfaces.grpo.Path", "realign.api.os")
+    for target in (*others, "grpo", "Mine"):  # a word could be the name of a module in the current folder
         with pytest.raises(ConfigError, match="no class of realign"):
             check_targets([{"x": {"_target_": target}}], "a")
+
+
+def test_only_optimizers_of_torch_are_imported():
+    optimizer = {"_target_": "realign.engines.training.torch_optimizer.TorchOptimizer"}
+    check_targets({"optimizer": optimizer | {"of": "torch.optim.Muon"}}, "a")
+    for of in ({"of": "mine.SGD"}, {"of": "torch.hub.load"}, {}):
+        with pytest.raises(ConfigError, match="no class of realign"):
+            check_targets({"optimizer": optimizer | of}, "a")
+
+
+def test_a_metric_that_is_nan_differs():
+    assert [name for name, *_ in differing_metrics({"loss": math.nan, "kl": 1.0}, {"loss": 0.5, "kl": 1.0}, 0.1)] == [
+        "loss"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -90,9 +90,12 @@ def test_chat_messages_are_rendered():
     assert torch.equal(found[0]["logprobs"], found[1]["logprobs"])
 
 
-def test_the_same_prompt_gives_the_same_log_probs():
+@pytest.mark.parametrize("begins", [False, True])
+def test_the_same_prompt_gives_the_same_log_probs(begins):
     engine = tiny_engine("llama")
     data, model = rollout(engine), Model("teacher", engine, tiny_tokenizer())
+    if begins:  # the text has the token with which a prompt begins, which is not added again
+        model.tokenizer.bos_token_id = int(data["input_ids"][0])
     own = ReferenceInterface().inference(model, data, MicroBatchSpec())
     same = ReferenceInterface(prompt="prompt").inference(model, data, MicroBatchSpec())
     torch.testing.assert_close(own["logprobs"], same["logprobs"], atol=1e-6, rtol=0)

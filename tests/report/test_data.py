@@ -145,6 +145,7 @@ def test_an_alert_says_since_when_a_curve_has_looked_wrong():
     ]
     steps[9] |= {"entropy": 1.0, "grad_norm": 0.5, "truncated_fraction": 0.1}  # it recovered
     assert alerts(columns(steps)) == []
+    assert alerts(columns([{"grad_norm": 0.0}] * 3)) == []  # a damaged file says no step
 
 
 def test_a_larger_budget_shows_more_steps_and_the_page_says_how_many_there_are(run_folder, tmp_path):

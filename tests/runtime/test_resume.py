@@ -37,7 +37,14 @@ from realign.runtime.experiment import CheckpointPart
 from realign.runtime.local import LocalRuntime
 from realign.runtime.output_folder import alone_in
 from realign.runtime.processes.watchdog import WorkerLost
-from realign.runtime.resume import Attempts, check_config, check_version, find_start, warn_of_another_environment
+from realign.runtime.resume import (
+    Attempts,
+    check_config,
+    check_version,
+    find_start,
+    training_settings,
+    warn_of_another_environment,
+)
 from realign.runtime.run_checkpoints import config_of, environment, frozen_weights, restore, run_state
 from realign.runtime.training import RunResult
 from tests.checkpoint_runs import Killed, Killer, save_files, untimed
@@ -218,7 +225,9 @@ def test_what_changes_nothing_of_the_training_may_differ():
     check_config(saved, saved | {"steps": 9, "trackers": {"a": {"b": 1}}, "checkpoint": None}, [])
     check_config(saved, saved | {"evaluation": {"every_steps": 5, "n": 1}}, [])
     named = {"evaluations": {"hard": {"every_steps": 2, "n": 1}}}
-    check_config(saved | named, saved | {"evaluations": {"hard": {"every_steps": 3, "n": 1}}}, [])
+    rarely = saved | {"evaluations": {"hard": {"every_steps": 3, "n": 1}}}
+    check_config(saved | named, rarely, [])
+    assert training_settings(saved | named) == training_settings(rarely)
     with pytest.raises(CheckpointError, match=r"evaluations\.hard\.n was 1, is 2"):
         check_config(saved | named, saved | {"evaluations": {"hard": {"every_steps": 3, "n": 2}}}, [])
     with pytest.raises(CheckpointError, match=r"the checkpoint: evaluation\.n was 1, is 2\. To resume"):

@@ -135,7 +135,8 @@ class SavedFiles:
                 if is_part(x):
                     own, box = x.to_local().detach(), slices_of(x)
                 if name in updates:
-                    own = own + updates[name]()[tuple(box)]
+                    update = updates[name]()[tuple(box)]
+                    own = own.to(update.device) + update  # weights can be offloaded to the host
                 own = own.cpu()
                 for saved in self.places.get(name, ()):
                     saved.write(opened[saved.file], own, box)

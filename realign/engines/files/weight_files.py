@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,4 +80,7 @@ class Header:
         with os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode), "wb") as file:
             file.write(self.content)
             file.flush()
-            os.posix_fallocate(file.fileno(), 0, self.size)
+            if sys.platform == "darwin":  # has no such call
+                file.truncate(self.size)
+            else:
+                os.posix_fallocate(file.fileno(), 0, self.size)

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import os
+import sys
+
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -23,7 +26,11 @@ def test_a_header_is_what_the_library_writes_for_all_dtypes_and_names(tmp_path):
     assert header.size == len(content)
 
 
-def test_a_created_file_has_room_for_its_tensors_and_is_never_an_existing_one(tmp_path):
+@pytest.mark.parametrize("platform", ["linux", "darwin"])
+def test_a_created_file_has_room_for_its_tensors_and_is_never_an_existing_one(platform, tmp_path, monkeypatch):
+    if platform == "darwin":
+        monkeypatch.setattr(sys, "platform", platform)
+        monkeypatch.delattr(os, "posix_fallocate", raising=False)
     header = Header.of({"a": (torch.float32, [3, 5]), "b": (torch.int64, [1])}, {}, aligned=64)
     header.create(tmp_path / "file", 0o600)
     assert (tmp_path / "file").stat().st_size == header.size == len(header.content) + 60 + 8
