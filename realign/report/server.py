@@ -9,6 +9,7 @@ import re
 import socket
 import socketserver
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -117,7 +118,11 @@ class _Handler(BaseHTTPRequestHandler):
     viewer: Viewer
 
     def do_GET(self) -> None:  # the name that http.server calls
-        answer = self.viewer.answer(self.path, self.headers.get("Host", ""), self.headers.get("If-None-Match", ""))
+        try:
+            answer = self.viewer.answer(self.path, self.headers.get("Host", ""), self.headers.get("If-None-Match", ""))
+        except Exception:  # whatever the files of one run cause; the page then leaves out this run only
+            traceback.print_exc()
+            answer = Answer(HTTPStatus.INTERNAL_SERVER_ERROR)
         self.send_response(answer.status)
         for name, value in {**HEADERS, **answer.headers, "Content-Length": str(len(answer.body))}.items():
             self.send_header(name, value)

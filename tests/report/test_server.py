@@ -111,6 +111,27 @@ def test_the_server_answers_over_http_with_the_headers_of_the_viewer(viewer):
             server.shutdown()
 
 
+def test_a_run_that_cannot_be_read_is_an_answer_and_leaves_the_connection(viewer, monkeypatch, capsys):
+    def fail(folder, key, samples_mb):
+        raise ArithmeticError("what no schema foresees")
+
+    monkeypatch.setattr("realign.report.server.run_data", fail)
+    viewer.options.port = 0
+    with ViewServer(viewer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        connection = HTTPConnection("127.0.0.1", server.server_address[1], timeout=30)
+        try:
+            for path, code in (("/api/run?key=toy", 500), ("/api/runs", 200)):
+                connection.request("GET", path)
+                answer = connection.getresponse()
+                answer.read()
+                assert answer.status == code
+        finally:
+            connection.close()
+            server.shutdown()
+    assert "what no schema foresees" in capsys.readouterr().err
+
+
 def test_an_address_that_is_in_use_is_an_error_that_names_the_port(viewer, tmp_path):
     viewer.options.port = 0
     with ViewServer(viewer) as server, pytest.raises(ConfigError, match=r"view\.port=\d+: the address cannot be used"):
