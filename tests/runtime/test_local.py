@@ -149,6 +149,7 @@ def test_a_frozen_model_is_not_saved(tmp_path):
 def test_the_model_of_the_last_step_is_saved_once(tmp_path):
     out = run(experiment(tmp_path, save_every_steps=1)).output_dir
     assert sorted(p.name for p in out.iterdir() if p.is_dir()) == [
+        "calls",
         "checkpoints",
         "final",
         "step_000001",
@@ -601,6 +602,7 @@ def test_a_run_keeps_its_best_and_last_saves_shows_samples_and_feeds_trackers(tm
     result = run(experiment(tmp_path, steps=4, trackers={"mine": listener}, **settings), console=console)
     assert sorted(p.name for p in result.output_dir.iterdir() if p.is_dir()) == [
         "best",
+        "calls",
         "checkpoints",
         "final",
         "step_000003",

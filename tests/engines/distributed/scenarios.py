@@ -254,7 +254,7 @@ def gradient(folder: Path, family: str = "llama", **settings: Any) -> dict[str, 
     """Return the gradient of a loss of log-probs and values, gathered to every rank."""
     model = load(folder, family, head=Causal(ValueHead(layers=1, init="normal")), **settings)
     machine, data = model.engine, random_sample(LENGTHS)
-    part = shard(data, machine.data_ranks, "input_ids").parts[machine.data_rank]
+    part = shard(data, machine.data_ranks, "input_ids")[machine.data_rank]
     machine.accumulate(part, BUDGET, joint_loss, weight(data))
     network = machine.network
     names = [name for name, _ in network.named_parameters()]
