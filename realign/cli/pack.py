@@ -103,7 +103,7 @@ def replay_pack(path: Path, tolerance: float) -> int:
             print(visible(f"{call.role}: recomputed {how}, loss {metrics.get('loss', float('nan')):.6g}, {told}"))
             for name, now, then in differing:
                 print(visible(f"  {name}: {now:.9g}, was {then:.9g}"))
-            wrong += len(differing)
+            wrong += len(differing) or not shared  # nothing in common is no agreement
     return 2 if wrong else 0
 
 

@@ -478,16 +478,23 @@ def replay_call(call: PackedCall, interface: ModelInterface, model: Model) -> di
         raise CheckpointError(f"interfaces.{call.role}: the packed call cannot be repeated ({why[:300]})") from error
 
 
+SMALL = 1e-3
+"""Absolute value below which differences of metrics are compared as of this one."""
+
+
 def differing_metrics(
     recomputed: Mapping[str, float], packed: Mapping[str, float], tolerance: float
 ) -> Sequence[tuple[str, float, float]]:
-    """Return name and both values of each metric in both that differs by more than a relative tolerance."""
+    """Return name and both values of each metric in both that differs by more than a relative tolerance.
+
+    The tolerance of values below `SMALL` is that of `SMALL`: differences of rounding have no scale there.
+    """
     shared = [name for name in packed if name in recomputed]
     return [
         (name, recomputed[name], packed[name])
         for name in shared
         # not `>`, which is False for NaN
-        if not abs(recomputed[name] - packed[name]) <= tolerance * max(1.0, abs(packed[name]))
+        if not abs(recomputed[name] - packed[name]) <= tolerance * max(SMALL, abs(packed[name]))
     ]
 
 

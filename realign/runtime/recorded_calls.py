@@ -105,6 +105,16 @@ def write_calls(run: Path, step: int, calls: Mapping[str, RecordedCall]) -> str 
         return None
 
 
+def remove_later_calls(run: Path, step: int) -> None:
+    """Remove the calls of steps after a step, from which a run is continued, since it may not make them again."""
+    if (run / CALLS).is_symlink():  # it may lead to the calls of another run
+        return
+    kept = {recorded_calls_path(run, earlier).name for earlier in range(step + 1)}
+    for path in (run / CALLS).glob("step_*.safetensors"):
+        if path.name not in kept:
+            path.unlink()
+
+
 def read_calls(run: Path, step: int) -> dict[str, RecordedCall]:
     """Return the calls of a step by name; empty if none were recorded.
 
@@ -161,5 +171,6 @@ __all__ = [
     "only",
     "read_calls",
     "recorded_calls_path",
+    "remove_later_calls",
     "write_calls",
 ]

@@ -36,7 +36,7 @@ from realign.runtime.metrics.trackers import BestEffortTracker, Tracker
 from realign.runtime.output_folder import clear_output_folder
 from realign.runtime.processes.signals import Interrupted, StopSignals
 from realign.runtime.processes.watchdog import Watch, WorkerLost
-from realign.runtime.recorded_calls import write_calls
+from realign.runtime.recorded_calls import remove_later_calls, write_calls
 from realign.runtime.resume import training_settings
 from realign.runtime.run_checkpoints import (
     RunCheckpoints,
@@ -147,6 +147,7 @@ class TrainingLoop:
             _draw, self.experiment, self.result, self.callbacks.metrics
         )
         records = self.records = stack.enter_context(Records(self.out, start))
+        remove_later_calls(self.out, self.done)
         self.chain = Chain(records)
         settings = settings_hash(training_settings(config_of(self.experiment)))
         files = {} if start is None or start.new_run else start.checkpoint.hashes()

@@ -187,6 +187,14 @@ def test_only_optimizers_of_torch_are_imported():
             check_targets({"optimizer": optimizer | of}, "a")
 
 
+def test_the_tolerance_is_relative():
+    packed = {"lr": 1e-6, "kl": 0.01, "loss": 100.0, "tiny": 1e-12}
+    near = {"lr": 1.00001e-6, "kl": 0.0100005, "loss": 100.005, "tiny": 2e-12}
+    assert differing_metrics(near, packed, 1e-4) == []
+    far = {"lr": 5e-5, "kl": 0.0101, "loss": 100.1}
+    assert [name for name, *_ in differing_metrics(far, packed, 1e-4)] == ["lr", "kl", "loss"]
+
+
 def test_a_metric_that_is_nan_differs():
     assert [name for name, *_ in differing_metrics({"loss": math.nan, "kl": 1.0}, {"loss": 0.5, "kl": 1.0}, 0.1)] == [
         "loss"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -64,6 +65,18 @@ def words(task, tmp_path_factory):
         *shared,
     ]
     return {"rewards": scored, "episodes": played, "folder": folder}
+
+
+def test_a_resumed_run_leaves_no_calls_of_steps_that_it_repeats(words, tmp_path):
+    overrides = [*words["rewards"], f"output_dir={tmp_path / 'run'}"]
+    run(build_experiment(compose(overrides)))
+    assert recorded_calls_path(tmp_path / "run", 5).is_file()
+    start = tmp_path / "run" / "checkpoints" / "step_000002"
+    for later in ("step_000004", "step_000005"):
+        shutil.rmtree(start.with_name(later), ignore_errors=True)
+    run(build_experiment(compose([*overrides, "resume=auto", "resume_allow=[records]", "records.calls=false"])))
+    written = sorted(path.name for path in (tmp_path / "run" / "calls").iterdir())
+    assert written == ["step_000001.safetensors", "step_000002.safetensors"]
 
 
 CASES = {

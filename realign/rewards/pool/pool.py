@@ -16,6 +16,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import closing, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -217,7 +218,7 @@ class RewardPool:
             try:
                 if self._runner is not None:
                     close = self._runner.close
-                    _in_thread(close) if self._thread_s is not None else close()
+                    in_thread(close) if self._thread_s is not None else close()
                     self._runner = None
             finally:
                 self._alone.release()
@@ -367,7 +368,7 @@ class RewardPool:
                     asked = answer_concurrently(self._function, items[start:], self._concurrency)
                     call = partial(self._runner.run, asked)
                     # in a thread, since the main thread of a notebook has an event loop, which runs already
-                    results = call() if self._thread_s is None else _in_thread(call)[0]
+                    results = call() if self._thread_s is None else in_thread(call)[0]
                 yield from enumerate(results, start)
                 start += len(results)
             return
@@ -379,19 +380,29 @@ class RewardPool:
     def _answer(self, item: RewardCall) -> Answer:
         if self._thread_s is None:
             return answer(self._function, item)
-        for result in _in_thread(lambda: answer(self._function, item), self._thread_s):
+        for result in in_thread(lambda: answer(self._function, item), self._thread_s):
             return result
         return Problem(FailureKind.timeout, f"no answer within timeout_s={self._thread_s:g} s; its thread goes on")
 
 
-def _in_thread(call: Callable[[], Value], seconds: float | None = None) -> list[Value]:
-    """Return the result of a call in another thread; nothing if it takes longer, while the thread goes on."""
-    results: list[Value] = []
+def in_thread(call: Callable[[], Value], seconds: float | None = None) -> list[Value]:
+    """Return the result of a call in another thread; nothing if it takes longer, while the thread goes on.
+
+    What the call raises is raised here.
+    """
+    answered: Future[Value] = Future()
+
+    def run_call() -> None:
+        try:
+            answered.set_result(call())
+        except BaseException as error:
+            answered.set_exception(error)
+
     # a daemon, which does not keep the process alive: nothing can end a function that hangs
-    thread = threading.Thread(target=lambda: results.append(call()), name="reward", daemon=True)
+    thread = threading.Thread(target=run_call, name="reward", daemon=True)
     thread.start()
     thread.join(seconds)
-    return results[:]
+    return [answered.result()] if answered.done() else []
 
 
 def _pickled_function(function: Callable[..., Any], name: str) -> bytes:

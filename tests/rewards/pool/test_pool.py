@@ -21,7 +21,7 @@ from realign.errors import ConfigError, SettingsError
 from realign.rewards import FailureKind, RewardError, RewardPool
 from realign.rewards.pool import processes
 from realign.rewards.pool.functions import SessionFunction
-from realign.rewards.pool.pool import Tally
+from realign.rewards.pool.pool import Tally, in_thread
 from realign.rewards.pool.processes import _Todo
 from realign.rewards.pool.worker import Problem, RewardCall, answer
 from tests.processes import gone
@@ -539,6 +539,16 @@ def test_items_that_hang_among_others_do_not_end_the_patience():
         result = score(pool, rows)
     assert [f.index for f in result.failures] == [0, 5, 10]
     assert result.values == [None if i % 5 == 0 else i for i in range(15)]
+
+
+def test_what_a_call_raises_in_a_thread_is_raised_where_it_is_made():
+    def fails() -> None:
+        raise SystemExit("the function ended")
+
+    with pytest.raises(SystemExit, match="the function ended"):
+        in_thread(fails)
+    assert in_thread(lambda: 3) == [3]
+    assert in_thread(lambda: time.sleep(0.2), seconds=0.0) == []
 
 
 def test_a_function_of_a_session_runs_in_a_thread_and_is_given_up_after_its_time():
