@@ -7,9 +7,6 @@ from dataclasses import dataclass
 
 from realign.engines.memory import FP32, MemoryModel
 
-GATED = 4
-"""`ModelShape.mlp_tensors` of a feed-forward layer with a gate."""
-
 
 @dataclass(frozen=True)
 class Traffic:
@@ -74,13 +71,12 @@ def _of_layers(model: MemoryModel, rows: float, *, trains: bool, again: bool) ->
     """Return the bytes of ranks that compute layers together.
 
     Attention and a dense feed-forward layer each sum their outputs; checkpointing repeats the first of these sums. In
-    the backward pass, the input of each other matrix (queries, keys, values, up and gate) has its own sum, in fp32. The
-    embeddings, and the gradient at the head, are sums over words.
+    the backward pass, the gradients of their inputs are summed, in fp32. The embeddings, and the gradient at the head,
+    are sums over words.
     """
     shape, divided_words = model.shape, model.shape.words % model.tensor == 0
     dense = not shape.experts
-    inputs = 3 + dense * (2 if shape.mlp_tensors == GATED else 1)
-    numbers = shape.layers * (model.dtype.itemsize * (1 + dense + again) + FP32 * inputs * trains)
+    numbers = shape.layers * (model.dtype.itemsize * (1 + dense + again) + FP32 * (1 + dense) * trains)
     numbers += FP32 * divided_words * (1 + trains)
     sums = 2 * _sent(model.tensor) * rows * shape.hidden * numbers
     # Experts compute a part of the tokens on each rank, and each rank needs the results of all.
