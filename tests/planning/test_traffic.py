@@ -46,7 +46,7 @@ def test_context_exchanges_attention_in_each_pass(checkpointing, passes):
 def test_tensor_sums_outputs_and_the_gradients_of_inputs(checkpointing):
     model = replace(MODEL, tensor=2, gradient_checkpointing=checkpointing)
     sent = traffic(model, 8, 64, trains=True)
-    layers = 5 * (2 * (2 + checkpointing) + 4 * 5)
+    layers = 5 * (2 * (2 + checkpointing) + 4 * 2)
     assert sent.tensor == 2 * 0.5 * 64 * 10 * (layers + 2 * 4)  # and of embeddings and the head
     assert sent.shard == 0.75 * (2 * 2 * 50 + 4 * 25 + 4 * 75)  # of half of the weights
     assert sent.expert == 0
