@@ -119,14 +119,14 @@ def alerts(curves: Mapping[str, Any]) -> list[dict[str, Any]]:
         ("grad_norm", lambda x: x == 0, "no gradient since step"),
         ("truncated_fraction", lambda x: x > 0.5, "more than half of the responses are truncated since step"),
     )
-    found = []
+    raised = []
     for name, wrong, words in rules:
         pairs = zip(curves["step"], curves["values"].get(name, ()), strict=False)
         points = [(step, x) for step, x in pairs if step is not None and x is not None]
         count = len(list(takewhile(wrong, (x for _, x in reversed(points)))))
         if count >= LASTING:
-            found.append({"step": points[-count][0], "text": f"{words} {points[-count][0]:g}"})
-    return found
+            raised.append({"step": points[-count][0], "text": f"{words} {points[-count][0]:g}"})
+    return raised
 
 
 def _headline(info: Mapping[str, Any]) -> list[str]:

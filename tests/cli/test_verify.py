@@ -10,41 +10,16 @@ import pytest
 import yaml
 
 from realign.cli import main
-from realign.demo.arithmetic import prepare
 from realign.runtime.chain import _linked
 from realign.runtime.checkpoint.folder import facts_of, rendered_manifest
 from realign.runtime.recorded_calls import RecordedCall, read_calls, recorded_calls_path, write_calls
 
-REWARD = "def score(prompt, response, row):\n    return len(response) / 5 + (response[:1] in '13579')\n"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Return a folder with a run of five steps in runs/a, with checkpoints after steps 2, 4 and 5."""
-    folder = tmp_path_factory.mktemp("work")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        prepare(folder / "task", seed=0, demonstrations=64, held_out=16)
-        (folder / "reward.py").write_text(REWARD)
-        words = [
-            "experiment=grpo_arithmetic",
-            "models.actor.path=task/model",
-            "data.path=task/prompts.jsonl",
-            "evaluation=null",
-            "interfaces.reward.function=reward.py:score",
-            "interfaces.reward.workers=0",
-            "interfaces.actor.generation.n=4",
-            *("batch_prompts=4", "steps=5", "checkpoint.every_steps=2", "checkpoint.keep=9"),
-        ]
-        assert main([*words, "output_dir=runs/a"]) == 0
-    return folder
-
 
 @pytest.fixture
-def copy(folder, tmp_path, monkeypatch):
+def copy(finished, tmp_path, monkeypatch):
     """Return a copy of the run that a test may change."""
-    monkeypatch.chdir(folder)
-    return shutil.copytree(folder / "runs/a", tmp_path / "a")
+    monkeypatch.chdir(finished)
+    return shutil.copytree(finished / "runs/a", tmp_path / "a")
 
 
 def links(run):
@@ -119,8 +94,8 @@ def remove_link(run):
     (run / "chain.jsonl").write_text("".join(lines[:2] + lines[3:]))
 
 
-def test_a_run_that_nobody_changed_agrees_and_the_cost_is_said_first(folder, monkeypatch, capsys):
-    monkeypatch.chdir(folder)
+def test_a_run_that_nobody_changed_agrees_and_the_cost_is_said_first(finished, monkeypatch, capsys):
+    monkeypatch.chdir(finished)
     assert main(["verify", "runs/a", "--steps", "9"]) == 0
     out = capsys.readouterr().out
     assert "5 steps, last link" in out
@@ -175,15 +150,15 @@ def test_another_machine_is_named_as_the_reason(copy, capsys):
     assert main(["verify", str(copy), "--steps", "1", "--tolerance", "1e-4"]) == 0
 
 
-def test_a_resumed_run_and_a_fork_continue_the_chain(folder, monkeypatch, capsys):
-    monkeypatch.chdir(folder)
+def test_a_resumed_run_and_a_fork_continue_the_chain(finished, monkeypatch, capsys):
+    monkeypatch.chdir(finished)
     assert main(["fork", "runs/a", "3", "interfaces.actor.adv_norm.std=none", "output_dir=runs/b"]) == 0
     assert main(["runs/b/config.yaml", "steps=6", "resume=auto", "resume_allow=[]"]) == 0
     capsys.readouterr()
     assert main(["verify", "runs/b", "--steps", "9"]) == 0
     out = capsys.readouterr().out
     assert "recomputing steps 4, 5, 6" in out
-    assert [r["step"] for r in links(folder / "runs/b") if r["kind"] == "start"][-1] == 5
+    assert [r["step"] for r in links(finished / "runs/b") if r["kind"] == "start"][-1] == 5
 
 
 def test_a_run_without_a_chain_is_one_line(copy, capsys):

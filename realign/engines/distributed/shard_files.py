@@ -130,7 +130,7 @@ def read_saved(folder: Path) -> dict[str, Tensor | Saved]:
                 box = tuple(slice(start, start + n) for start, n in starts)
                 shards.setdefault(name, []).append(Shard(file, box))
                 dtypes[name] = named[part.get_dtype()]
-    saved = {name: Saved(name, dtypes[name], found) for name, found in shards.items()}
+    saved = {name: Saved(name, dtypes[name], parts) for name, parts in shards.items()}
     if current().size > 1:
         return dict(saved)
     tensors = {name: torch.empty(x.shape, dtype=x.dtype) for name, x in saved.items()}
