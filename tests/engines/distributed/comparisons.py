@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,18 @@ import torch
 
 OWN = {"n_microbatches"}
 """Metrics that describe the work of a single rank."""
+
+
+class Alone(dict[str, Any]):
+    """The results of one process by name, each computed when it is first read."""
+
+    def __init__(self, compute: Callable[[str], Any]) -> None:
+        super().__init__()
+        self._compute = compute
+
+    def __missing__(self, name: str) -> Any:
+        self[name] = self._compute(name)
+        return self[name]
 
 
 def assert_same(found: Any, wanted: Any, path: str = "") -> None:

@@ -10,7 +10,7 @@ import torch
 
 from realign.engines.distributed.sharding import Sharding
 from tests.engines.distributed import scenarios
-from tests.engines.distributed.comparisons import assert_same
+from tests.engines.distributed.comparisons import Alone, assert_same
 from tests.engines.distributed.run_ranks import run_ranks
 from tests.families import family_model
 from tests.tiny import save_tiny, tiny_tokenizer
@@ -40,21 +40,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-class Alone(dict[str, Any]):
-    """The results of one process, each computed when it is first read."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__()
-        self.folder = folder
-
-    def __missing__(self, name: str) -> Any:
-        self[name] = scenarios.ON_MESHES[name](self.folder)
-        return self[name]
-
-
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> Alone:
-    return Alone(folder)
+    return Alone(lambda name: scenarios.ON_MESHES[name](folder))
 
 
 def check(results: dict[str, Any], alone: Alone) -> None:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from realign.runtime.checkpoint.folder import CorruptCheckpoint, list_checkpoints
 from tests.engines.distributed import scenarios
-from tests.engines.distributed.comparisons import assert_same
+from tests.engines.distributed.comparisons import Alone, assert_same
 from tests.engines.distributed.run_ranks import run_ranks
 
 
@@ -23,24 +23,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-class Alone(dict[str, Any]):
-    """The single-process results, each computed when it is first read."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__()
-        self.folder = folder
-
-    def __missing__(self, name: str) -> Any:
-        if name == "kept":
-            self[name] = scenarios.kept(self.folder, self.folder / "of 1", {})
-        else:
-            self[name] = scenarios.SCENARIOS[name](self.folder)
-        return self[name]
-
-
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> Alone:
-    return Alone(folder)
+    def compute(name: str) -> Any:
+        if name == "kept":
+            return scenarios.kept(folder, folder / "of 1", {})
+        return scenarios.SCENARIOS[name](folder)
+
+    return Alone(compute)
 
 
 @pytest.fixture(
