@@ -12,6 +12,7 @@ import json
 import secrets
 import warnings
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -100,7 +101,8 @@ def write_calls(run: Path, step: int, calls: Mapping[str, RecordedCall]) -> str 
         temporary.replace(path)
         return digest.hexdigest()
     except (OSError, ValueError) as error:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # a read-only folder refuses even to remove a file that does not exist
+            temporary.unlink()
         warnings.warn(f"{path} was not written ({error}). A replay of step {step} makes its calls again.", stacklevel=2)
         return None
 
