@@ -1,8 +1,8 @@
 """Train from Python: `realign.train`, `realign.load_experiment`, `realign.chat`, and the `Run` that training returns.
 
 A thin layer over the command line. Arguments become overrides, so experiments, presets, checks, messages and files are
-those of `realign experiment=NAME key=value ...`. Two things are no text: a function of the session, which runs in a
-thread of the run, and rows in memory, which are written to a file named by their content.
+those of `realign experiment=NAME key=value ...`. Three things are no text: a function of the session, which runs in a
+thread of the run, and rows and models in memory, which are written to files named by their content.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
+from omegaconf import OmegaConf
 from rich.console import Console
 
 from realign.cache_folder import cache_folder
@@ -60,6 +61,16 @@ class _Table(Protocol):
 
     def to_parquet(self, path: Any, /) -> Any:
         """Write the rows to a file."""
+
+
+@runtime_checkable
+class _Pretrained(Protocol):
+    """A model or tokenizer of transformers, or a model of peft."""
+
+    name_or_path: str
+
+    def save_pretrained(self, folder: Any, /) -> Any:
+        """Write it to a folder."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,6 +172,7 @@ def train(
     experiment: StrPath | Experiment,
     *,
     model: Any = None,
+    tokenizer: Any = None,
     data: Any = None,
     reward: Any = None,
     config_dir: StrPath | None = None,
@@ -172,7 +184,10 @@ def train(
     Args:
         experiment: Name of an experiment such as `grpo`, path of a YAML file, or an `Experiment`, which takes no
             settings.
-        model: Hub name or folder of the trained model, or a `TransformersModel`.
+        model: Hub name or folder of the trained model, a model of transformers or peft (the run trains a copy, the
+            object stays as it is), or a `TransformersModel`.
+        tokenizer: Hub name or folder of the tokenizer, or a tokenizer of transformers. Needed with a model object that
+            has no name; otherwise that of `model`.
         data: File, folder or hub name, a list of rows (dicts), a `datasets.Dataset`, a DataFrame, or a data node such
             as `PromptData`.
         reward: A function `(prompt, response, row) -> float`, its name such as `reward.py:score`, or a dict with the
@@ -190,16 +205,17 @@ def train(
         Interrupted: a signal stopped the run, as in a notebook the button; the message contains the last step.
     """
     use_expandable_segments()
+    arguments = {"model": model, "tokenizer": tokenizer, "data": data, "reward": reward}
     with plain_warnings(debug=False), terminated_by_exception():
         if isinstance(experiment, Experiment):
             if given := [
                 *overrides,
-                *(n for n, v in (("model", model), ("data", data), ("reward", reward)) if v is not None),
+                *(name for name, value in arguments.items() if value is not None),
             ]:
                 raise ConfigError(f"{given[0]}: an Experiment has all its settings. Change its attribute, or name one.")
             call, built, command = None, experiment, None
         else:
-            call = _Call.of(experiment, model, data, reward, overrides, config_dir)
+            call = _Call.of(experiment, **arguments, overrides=overrides, config_dir=config_dir)
             built, command = call.build(), call.command
         if is_one_of_many():
             words = shlex.join(command or ["experiment=...", "interfaces.reward.function=FILE:NAME"])
@@ -218,6 +234,7 @@ def load_experiment(
     experiment: StrPath,
     *,
     model: Any = None,
+    tokenizer: Any = None,
     data: Any = None,
     reward: Any = None,
     config_dir: StrPath | None = None,
@@ -229,7 +246,7 @@ def load_experiment(
         ConfigError: a setting is wrong; names the key.
     """
     with plain_warnings(debug=False):
-        return _Call.of(experiment, model, data, reward, overrides, config_dir).build()
+        return _Call.of(experiment, model, tokenizer, data, reward, overrides, config_dir).build()
 
 
 def chat(model: StrPath | Run, *messages: str, **settings: Any) -> list[str]:
@@ -276,6 +293,7 @@ class _Call:
         cls,
         experiment: StrPath,
         model: Any,
+        tokenizer: Any,
         data: Any,
         reward: Any,
         overrides: Mapping[str, Any],
@@ -291,11 +309,7 @@ class _Call:
             words += writer.overrides("data", data)
         words += writer.reward(reward)
         folder = None if config_dir is None else os.fspath(config_dir)
-        if isinstance(model, str | os.PathLike):
-            words += writer.overrides("model", model)
-        elif model is not None:
-            roles = compose_layers(words, folder).tree["models"]
-            words += writer.overrides("models." + ("actor" if "actor" in roles else next(iter(roles), "actor")), model)
+        words += writer.model(model, tokenizer, partial(compose_layers, tuple(words), folder))
         translated, notes, _ = translate(prepare(words), folder)
         for note in notes:
             if not note.startswith("model="):  # an argument of `train` itself
@@ -328,6 +342,27 @@ class _Writer:
     def __init__(self) -> None:
         self.functions: dict[str, SessionFunction] = {}
         self.sources: dict[str, str] = {}
+
+    def model(self, model: Any, tokenizer: Any, composed: Callable[[], Composed]) -> Iterator[str]:
+        """Yield the overrides of the arguments `model` and `tokenizer`. `composed` has the other arguments.
+
+        Raises:
+            ConfigError: a model object without a name has no tokenizer.
+        """
+        if isinstance(model, _Pretrained):
+            tokenizer = tokenizer or model.name_or_path
+            if not tokenizer:
+                raise ConfigError(
+                    f"model: this {type(model).__name__} has no name to find its tokenizer by. Add tokenizer=TOKENIZER."
+                )
+            model = _saved(model, composed())
+        if isinstance(model, str | os.PathLike):
+            yield from self.overrides("model", model)
+        elif model is not None:
+            yield from self.overrides(_trained(composed()), model)
+        if tokenizer is not None:
+            tokenizer = _saved(tokenizer, composed()) if isinstance(tokenizer, _Pretrained) else tokenizer
+            yield from self.overrides(f"{_trained(composed())}.tokenizer", tokenizer)
 
     def reward(self, reward: Any) -> Iterator[str]:
         """Yield the overrides of the argument `reward`."""
@@ -383,6 +418,29 @@ def _importable(function: Any) -> str | None:
         if value is function and find_spec(module) is not None:
             return f"{module}:{name}"
     return None
+
+
+def _trained(composed: Composed) -> str:
+    """Return the key of the model that an experiment trains."""
+    roles = composed.tree["models"]
+    return "models." + ("actor" if "actor" in roles else next(iter(roles), "actor"))
+
+
+def _saved(thing: _Pretrained, composed: Composed) -> Path:
+    """Return a folder below `output_dir` with a model or tokenizer. Equal ones have the same, as resuming needs."""
+    folder = Path(str(OmegaConf.select(composed.with_hydra(), "output_dir")), "start")
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        written = Path(scratch, "written")
+        thing.save_pretrained(written)
+        digest = hashlib.sha256()
+        for file in sorted(path for path in written.rglob("*") if path.is_file()):
+            with file.open("rb") as content:
+                digest.update(
+                    f"{file.relative_to(written)} {hashlib.file_digest(content, 'sha256').hexdigest()}\n".encode()
+                )
+        named = folder / digest.hexdigest()[:16]
+        return named if named.exists() else written.replace(named)
 
 
 def _file_of(key: str, rows: Any) -> Any:
@@ -443,8 +501,7 @@ def _text(key: str, value: Any) -> str:
         return _text(key, os.fspath(value))
     kind = type(value).__name__
     raise ConfigError(
-        f"{key}: an object of {kind} is no setting. Give a name, a number, a list, a dict or a component. A model of "
-        "transformers becomes a folder by its save_pretrained."
+        f"{key}: an object of {kind} is no setting. Give a name, a number, a list, a dict or a component."
     )
 
 

@@ -11,7 +11,10 @@ import datasets
 import numpy
 import pandas
 import pytest
+import torch
 from rich.console import Console
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import realign
 from realign.config import ConfigError, build_experiment, compose
@@ -130,6 +133,43 @@ def test_components_are_passed_as_objects(folder):
     reward = realign.load_experiment("reward_model", model="model", data=pairs, steps=1)
     assert reward.models["reward"].path == "model"
     assert head["_target_"].endswith(type(reward.models["reward"].head).__name__)
+
+
+def test_objects_of_a_model_and_tokenizer_give_the_run_of_their_folder_and_stay_as_they_are(folder):
+    model = AutoModelForCausalLM.from_pretrained("model")
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    given = {"data": "rows.jsonl", "reward": in_session(), "quiet": True, **SMALL}
+    tokenizer = AutoTokenizer.from_pretrained("model")
+    ours = realign.train("grpo", model=model, tokenizer=tokenizer, output_dir="runs/ours", **given)
+    theirs = realign.train("grpo", model="model", output_dir="runs/theirs", **given)
+    final = [load_file(done.folder / "final/actor/model.safetensors") for done in (ours, theirs)]
+    assert all(torch.equal(weight, final[1][name]) for name, weight in final[0].items())
+    assert [step["reward"] for step in ours.history[1:]] == [step["reward"] for step in theirs.history[1:]]
+    assert any(not torch.equal(weight, before[name]) for name, weight in final[0].items())
+    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+
+
+def test_a_run_resumes_with_an_equal_model_object_only(folder):
+    model = AutoModelForCausalLM.from_pretrained("model")
+    given = {"data": "rows.jsonl", "reward": in_session(), "quiet": True, **SMALL}
+    realign.train("grpo", model=model, **given)
+    again = realign.train("grpo", model=model, resume="auto", **{**given, "steps": 3})
+    assert [step["step"] for step in again.history] == [0, 1, 2, 3]
+    next(iter(model.parameters())).data.mul_(2)
+    with pytest.raises(CheckpointError, match=r"models.actor.path was"):
+        realign.train("grpo", model=model, resume="auto", **{**given, "steps": 4})
+
+
+def test_a_model_object_without_a_name_needs_its_tokenizer(folder):
+    config = AutoConfig.from_pretrained("model")
+    model = AutoModelForCausalLM.from_config(config)
+    model.name_or_path = ""
+    given = {"data": "rows.jsonl", "reward": "reward.py:score", **SMALL}
+    with pytest.raises(ConfigError, match="this LlamaForCausalLM has no name to find its tokenizer by"):
+        realign.load_experiment("grpo", model=model, **given)
+    experiment = realign.load_experiment("grpo", model=model, tokenizer="model", **given)
+    assert experiment.models["actor"].tokenizer == "model"
+    assert (Path(experiment.models["actor"].path) / "model.safetensors").is_file()
 
 
 @pytest.mark.parametrize("kind", [list, datasets.Dataset.from_list, pandas.DataFrame, iter], ids=lambda k: k.__name__)
