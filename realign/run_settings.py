@@ -128,6 +128,9 @@ class RunSettings(Settings):
     calibration: Any = None
     """Calibration of the gain and bias of a reward model, before or after training. In a config, `_target_` defaults to
     realign.runtime.RewardCalibration; empty or null disables it."""
+    skip_together: bool = False
+    """Whether an optimizer step that one model skips, because its loss or gradient is not finite, is skipped by all
+    models that the graph trains (DeepSpeed-Chat: align_overflow). Their gradients are in memory at the same time."""
     save_every_steps: Count | None = None
     """Interval in steps at which the trained models are saved; null saves them only at the end."""
     keep_saves: Count | None = None

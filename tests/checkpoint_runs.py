@@ -158,6 +158,15 @@ def of_ppo(files: Path) -> dict[str, Any]:
     }
 
 
+class PoisonedCritic(PPOCriticInterface):
+    """In the second step of a run, every loss is NaN."""
+
+    def train_step(self, model, data, mb_spec):
+        if model.version == 1:
+            data = data.with_tokens(returns=torch.full_like(data["returns"], torch.nan))
+        return super().train_step(model, data, mb_spec)
+
+
 def of_ppo_in_one_model(files: Path) -> dict[str, Any]:
     """Configure policy, values and the frozen initial policy in one model whose top layer is trained."""
     actor = ppo.PPOActorInterface(

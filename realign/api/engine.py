@@ -108,6 +108,8 @@ PostHook: TypeAlias = Callable[[ModelOutput, SequenceSample], SequenceSample]
 LossFn: TypeAlias = Callable[[ModelOutput, SequenceSample], tuple[Tensor, LossStats]]
 LossWeightFn: TypeAlias = Callable[[SequenceSample], Tensor]
 StepIf: TypeAlias = Callable[[Stats], bool]
+Agree: TypeAlias = Callable[[bool], bool]
+"""Receives whether the loss and the gradient of a step are finite, and returns whether those of all models are."""
 Forward: TypeAlias = Callable[[SequenceSample, MicroBatchSpec, PostHook], SequenceSample]
 """The type of `PipelinableEngine.forward`."""
 
@@ -244,6 +246,16 @@ class PipelinableEngine(ABC):
     def start_step(self, version: int) -> None:  # noqa: B027 (an engine without schedules ignores it)
         """Set the number of completed training steps (rollout batches), which schedules counted in them follow."""
 
+    def agree_on_steps(self, agree: Agree | None) -> None:
+        """Call `agree` before each later optimizer step, and skip the step if it returns False; None: ask nobody.
+
+        Raises:
+            ValueError: the engine cannot wait between the gradient and the step.
+        """
+        if agree is not None:
+            name = type(self).__name__
+            raise ValueError(f"{name} cannot wait for other models before a step. Set skip_together=false.")
+
     def reduce(self, x: Tensor) -> Tensor:
         """Sum over data-parallel ranks. With one process, return `x`."""
         return x
@@ -335,6 +347,7 @@ def measured(forward: Forward, data: SequenceSample, mb_spec: MicroBatchSpec, lo
 __all__ = [
     "HIDDEN",
     "LOSS_SUM",
+    "Agree",
     "EngineCapabilities",
     "Forward",
     "LossFn",

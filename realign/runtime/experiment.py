@@ -44,6 +44,7 @@ from realign.runtime.rollout.dynamic_sampling import DynamicSampling
 from realign.runtime.rollout.spec import RolloutSpec
 from realign.runtime.rollout.spec import Sync as SyncRollout
 from realign.runtime.runtime_spec import Local, RuntimeSpec
+from realign.runtime.steps_together import steps_together
 
 AUTO = "auto"
 """Value of `resume` that continues from the newest checkpoint in `output_dir`."""
@@ -136,6 +137,8 @@ class Experiment(RunSettings):
             reasons |= dict.fromkeys(("resume_allow", "resume_skip"), "without resume. Set resume")
         if self.save_every_steps is None:
             reasons["keep_saves"] = "without save_every_steps. Set save_every_steps"
+        if all(len(calls) == 1 for calls in steps_together(self.graph.order)):
+            reasons["skip_together"] = "without two models whose training calls follow each other in the graph"
         return reasons
 
     def _check_resume(self) -> None:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,7 @@ from realign.runtime.recorded_calls import ROLLOUT, RecordedCall, call_key, is_r
 from realign.runtime.rollout.asynchronous import RolloutAhead, load_background_sampler
 from realign.runtime.rollout.prompts import PromptStream
 from realign.runtime.rollout.spec import Async
+from realign.runtime.steps_together import run_in_turns, steps_together
 from realign.runtime.weight_sync import WeightSync
 
 
@@ -297,10 +298,17 @@ class LocalRuntime:
         `draw` numbers the batches of one step. Each batch uses separate random numbers; batch 0 uses those of a step
         without dynamic sampling.
         """
-        for rpc in rpcs:
-            result = self._call(rpc, batch, draw)
-            self._note(rpc, result, values)
-            batch = result.batch
+        together = steps_together(rpcs) if self.experiment.skip_together else [[rpc] for rpc in rpcs]
+        for calls in together:
+            if len(calls) == 1:
+                results = [self._call(calls[0], batch, draw)]
+            else:
+                results = run_in_turns(
+                    [(rpc.name, self.models[rpc.model].engine, partial(self._call, rpc, batch, draw)) for rpc in calls]
+                )
+            for rpc, result in zip(calls, results, strict=True):
+                self._note(rpc, result, values)
+            batch = results[-1].batch
         return batch
 
     def _call(self, rpc: RPC, batch: SequenceSample, draw: int = 0) -> CallResult:

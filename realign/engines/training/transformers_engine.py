@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from realign.api.engine import EngineCapabilities, LossFn, LossWeightFn, PostHook, StepIf
+from realign.api.engine import Agree, EngineCapabilities, LossFn, LossWeightFn, PostHook, StepIf
 from realign.api.generation import GenerationConfig
 from realign.api.microbatch import MicroBatchSpec
 from realign.api.sample import TOKENS, SequenceSample
@@ -96,6 +96,7 @@ class TransformersEngine(InferenceEngine):
         self._state = EngineState(name, network, self.fusion, self._stepper, self._average)
         self._saver = self._make_saver()
         self._accumulated: Accumulated | None = None
+        self._agree: Agree | None = None
         self._load: StepLoad | None = None
 
     def _network(
@@ -163,9 +164,27 @@ class TransformersEngine(InferenceEngine):
         weight = step_weight(data, loss_weight_fn)  # stays where the batch is: a kernel takes it as a number
         # The weight of the whole batch, not of the part: all micro-batches and ranks divide by the same number (ADR 1).
         if float(weight) == 0:
+            if self._agree is not None:  # the same mini-batch of the other models waits for an answer
+                self._agree(True)
             return self.skip("zero_weight_steps")
         stats = self._over_ranks(self.accumulate(part, mb_spec, loss_fn, weight))
-        return {**stats, **self.apply(weight, vetoed=step_if is not None and not step_if(stats))}
+        vetoed = self._agree is not None and not self._agree(self.finite())
+        vetoed |= step_if is not None and not step_if(stats)
+        return {**stats, **self.apply(weight, vetoed=vetoed)}
+
+    @override
+    def agree_on_steps(self, agree: Agree | None) -> None:
+        self._agree = agree
+
+    def finite(self) -> bool:
+        """Return whether the loss and the gradient from `accumulate` are finite."""
+        loss = self._total_loss(self._gradient().losses)
+        return bool((loss + self._trained().gradient_norm().to(loss.device)).isfinite())
+
+    def _gradient(self) -> Accumulated:
+        if self._accumulated is None:
+            raise ValueError(f"model {self.name!r}: apply has no gradient. Call accumulate first.")
+        return self._accumulated
 
     def _own_part(self, method: str, data: SequenceSample) -> SequenceSample:
         """Return the prompts of a batch that this process computes; `method` is the caller, for messages."""
@@ -269,9 +288,7 @@ class TransformersEngine(InferenceEngine):
             ValueError: nothing was accumulated since the last step.
             RunError: see `train_batch`.
         """
-        stepper, done = self._trained(), self._accumulated
-        if done is None:
-            raise ValueError(f"model {self.name!r}: apply has no gradient. Call accumulate first.")
+        stepper, done = self._trained(), self._gradient()
         self._accumulated = None
         steps = stepper.optimizer_steps
         culprits = partial(self._nonfinite_origin, done, weight)

@@ -145,7 +145,7 @@ class Host:
 
         An offloaded model is loaded for the duration of the call.
         """
-        with self._present(role, stays=verb == "accumulate"):  # the next call, `apply`, needs its gradient
+        with self._present(role, stays=verb in ("accumulate", "finite")):  # `apply` needs the gradient
             if hasattr(self, verb):
                 return getattr(self, verb)(role, *arguments)
             return getattr(self._samplers.get(role) or self._engine(role), verb)(*arguments)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,16 @@ from torch import Tensor
 from typing_extensions import override
 
 from realign.api import GenerationConfig, MicroBatchSpec, SequenceSample, Stats, merge_stats
-from realign.api.engine import EngineCapabilities, Forward, LossFn, LossWeightFn, PipelinableEngine, PostHook, StepIf
+from realign.api.engine import (
+    Agree,
+    EngineCapabilities,
+    Forward,
+    LossFn,
+    LossWeightFn,
+    PipelinableEngine,
+    PostHook,
+    StepIf,
+)
 from realign.api.in_process_sampler import IN_PROCESS
 from realign.api.sample import TOKENS, Shards, shard
 from realign.api.sampler import Capabilities, Completion, FutureHandle, Request, WeightSource
@@ -37,6 +46,7 @@ class RayEngine(PipelinableEngine):
         self.group = group
         self._loaded = ranks[0]
         self._data_rank_of = [loaded.data_rank for loaded in ranks]
+        self._agree: Agree | None = None
 
     @override
     def capabilities(self) -> EngineCapabilities:
@@ -76,19 +86,29 @@ class RayEngine(PipelinableEngine):
         loss_weight_fn: LossWeightFn,
         step_if: StepIf | None = None,
     ) -> Stats:
-        """Send one RPC, or two with `step_if`, which runs in the driver."""
+        """Send one RPC, or several with `step_if` or `agree_on_steps`, which run in the driver."""
         # computed here, since each rank sees only its part of the batch
         weight = step_weight(data, loss_weight_fn)
+        agree = self._agree
         if float(weight) == 0:
+            if agree is not None:
+                agree(True)
             return self._tell("skip", "zero_weight_steps")
         given = [(part, mb_spec, HOOK, weight) for part in self._shards(data, TOKENS)]
-        if step_if is None:
+        if step_if is None and agree is None:
             halves = self._ask("train", given, loss_fn)
             # the second half already is about the whole batch, and the same on all ranks
             return {**merge_stats(own for own, _ in halves), **halves[0][1]}
-        with self.group.busy:  # no other request between the two halves
+        # No other request between the halves, except that of a model in the same processes whose answer `agree` awaits.
+        with self.group.busy if agree is None else nullcontext():
             stats = merge_stats(self._ask("accumulate", given, loss_fn))
-            return {**stats, **self._tell("apply", weight, not step_if(stats))}
+            vetoed = agree is not None and not agree(self._tell("finite"))
+            vetoed |= step_if is not None and not step_if(stats)
+            return {**stats, **self._tell("apply", weight, vetoed)}
+
+    @override
+    def agree_on_steps(self, agree: Agree | None) -> None:
+        self._agree = agree
 
     @override
     def generate(self, data: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:

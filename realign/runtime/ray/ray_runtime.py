@@ -29,6 +29,7 @@ from realign.runtime.ray.workers import Setup, WorkerGroup, counted_hops
 from realign.runtime.rollout.asynchronous import MOST_CALLS
 from realign.runtime.rollout.spec import Async
 from realign.runtime.runtime_spec import Ray
+from realign.runtime.steps_together import StepsTogether, steps_together
 
 
 class RayRuntime(LocalRuntime):
@@ -121,16 +122,30 @@ class RayRuntime(LocalRuntime):
                     merged = merged.merge(results[rpc.name].batch.select(rpc.outputs))
             return merged
 
-        while len(results) < len(rpcs):
-            started = {rpc.name for rpc in running.values()} | results.keys()
-            ready = [rpc for rpc in rpcs if rpc.name not in started and waits_for[rpc.name] <= results.keys()]
-            if len(ready) == 1 and not running:  # in this thread, so that breakpoints in interfaces work
-                results[ready[0].name] = self._call(ready[0], known(), draw)
-                continue
-            running |= {self._threads.submit(self._call, rpc, known(), draw): rpc for rpc in ready}
-            done = wait(running, return_when=FIRST_COMPLETED).done
-            for future in sorted(done, key=lambda f: isinstance(f.exception(), WorkerLost)):  # raise the cause first
-                results[running.pop(future).name] = future.result()
+        with ExitStack() as stack:
+            steps: dict[str, StepsTogether] = {}
+            for calls in steps_together(rpcs) if self.experiment.skip_together else []:
+                names = [rpc.name for rpc in calls]
+                if len(calls) > 1:
+                    steps |= dict.fromkeys(names, stack.enter_context(StepsTogether(names, in_turns=False)))
+
+            def made(rpc: RPC, batch: SequenceSample) -> CallResult:
+                if rpc.name not in steps:
+                    return self._call(rpc, batch, draw)
+                with steps[rpc.name].joined(rpc.name, self.models[rpc.model].engine):
+                    return self._call(rpc, batch, draw)
+
+            while len(results) < len(rpcs):
+                started = {rpc.name for rpc in running.values()} | results.keys()
+                ready = [rpc for rpc in rpcs if rpc.name not in started and waits_for[rpc.name] <= results.keys()]
+                if len(ready) == 1 and not running:  # in this thread, so that breakpoints in interfaces work
+                    results[ready[0].name] = made(ready[0], known())
+                    continue
+                running |= {self._threads.submit(made, rpc, known()): rpc for rpc in ready}
+                done = wait(running, return_when=FIRST_COMPLETED).done
+                # raise the cause first
+                for future in sorted(done, key=lambda f: isinstance(f.exception(), WorkerLost)):
+                    results[running.pop(future).name] = future.result()
         # in the order of the graph again, so that metrics have one order however the calls finished
         for rpc in rpcs:
             self._note(rpc, results[rpc.name], values)

@@ -32,7 +32,7 @@ from realign.runtime.ray.ray_runtime import RayRuntime, reserve
 from realign.runtime.ray.wire_format import mapped
 from realign.runtime.ray.workers import HOOK, RemoteError, Setup, WorkerGroup, counted_hops
 from realign.runtime.run_experiment import open_runtime
-from tests.checkpoint_runs import assert_same_tree, experiment, started, state, untimed
+from tests.checkpoint_runs import PoisonedCritic, assert_same_tree, experiment, started, state, untimed
 from tests.tiny import random_sample
 from tests.toys import BigramModel
 
@@ -260,3 +260,21 @@ def test_sampling_ahead_on_its_own_workers_with_no_staleness_is_the_same_bit_for
     assert_same_tree(ours | {"fused": True, "decode": theirs["decode"]}, theirs)  # the trained model has not sampled
     values = untimed(tmp_path / "ray" / "metrics.jsonl")[-1]
     assert (values["rollout/version_lag"], values["rollout/running_prompts"]) == (0, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*is not finite")
+@pytest.mark.parametrize("shared", [False, True])
+def test_seed_c13_models_of_other_processes_skip_a_step_together(files, tmp_path, shared):
+    placement = "colocated" if shared else "separate"
+    taken = {}
+    for kind, runtime in (("local", Local()), ("ray", Ray(placement=placement))):
+        run = experiment(files, tmp_path / kind, "ppo", runtime=runtime, evaluation=None, skip_together=True, steps=3)
+        run.interfaces["critic"] = PoisonedCritic(epochs=2, n_minibatches=2)
+        seed_random(run.seed)  # the reward draws from the global generators
+        with closing(open_runtime(run)) as opened:
+            values = [opened.step(step)[0] for step in (1, 2, 3)]
+        counts = [(x.get("optimizer_steps", 0), x["critic/optimizer_steps"]) for x in values]
+        taken[kind] = counts, values[2]["loss"], values[2]["critic/loss"]
+    assert taken["ray"] == taken["local"]
+    assert taken["ray"][0] == [(0, 4), (0, 0), (4, 4)]
