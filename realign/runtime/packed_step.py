@@ -47,8 +47,6 @@ from realign.runtime.recorded_calls import batch_of, batch_tree, only
 PACK, TENSORS, WEIGHTS = "pack.json", "tensors.safetensors", "weights"
 LARGEST_JSON = 64 << 20
 """Bytes of `pack.json` above which a file is refused."""
-LARGEST = 1 << 40
-"""Bytes of all files above which a file is refused."""
 MODEL_FILE = re.compile(r"[A-Za-z0-9][\w.-]*\.(json|safetensors|txt|model|jinja)")
 """Names of the files of a model folder that are packed and read: no code and no pickle."""
 _TOKEN, _SEQUENCE = "packed_token", "packed_sequence"
@@ -333,8 +331,11 @@ def _read(archive: zipfile.ZipFile, scratch: Path) -> tuple[PackedStep, dict[str
         raise ValueError(f"expected one {PACK} and one {TENSORS}")
     if any(entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1 for entry in entries):
         raise ValueError("its files are compressed or encrypted")
-    # stored files are as long as they say, so this also limits what is written to the disk
-    if sum(entry.file_size for entry in entries) > min(LARGEST, shutil.disk_usage(scratch).free):
+    size = sum(entry.file_size for entry in entries)
+    # entries can share their bytes, so that a small pack would fill the disk
+    if archive.filename is None or size > Path(archive.filename).stat().st_size:
+        raise ValueError("its files are larger than itself")
+    if size > shutil.disk_usage(scratch).free:
         raise ValueError("it is larger than the free disk space")
     if archive.getinfo(PACK).file_size > LARGEST_JSON:
         raise ValueError(f"{PACK} has more than {LARGEST_JSON >> 20} MiB")

@@ -197,7 +197,8 @@ def config_of(experiment: Experiment) -> dict[str, Any]:
 
 def environment() -> dict[str, Any]:
     """Return the versions and hardware facts that can change floating-point rounding."""
-    packages = {name: version_of(name) for name in ("torch", "transformers")}
+    # a package without metadata, such as one on PYTHONPATH, has no version
+    packages = {name: version_of(name) or "unknown" for name in ("torch", "transformers")}
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
     return {
         **packages,

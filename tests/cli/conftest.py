@@ -1,4 +1,4 @@
-"""A run of five steps, for the commands on earlier runs."""
+"""A task, and a run of five steps on it, for the commands on earlier runs."""
 
 from __future__ import annotations
 
@@ -11,22 +11,37 @@ REWARD = "def score(prompt, response, row):\n    return len(response) / 5 + (res
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """Return the folder in which a run of five steps is in runs/a, with checkpoints after steps 2, 4 and 5."""
+def task(tmp_path_factory):
+    """Return a folder with a model and prompts in `task`, and a reward function."""
     folder = tmp_path_factory.mktemp("work")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        prepare(folder / "task", seed=0, demonstrations=64, held_out=16)
-        (folder / "reward.py").write_text(REWARD)
-        words = [
-            "experiment=grpo_arithmetic",
+    prepare(folder / "task", seed=0, demonstrations=64, held_out=16)
+    (folder / "reward.py").write_text(REWARD)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def train(task):
+    """Return a function that trains a small run into runs/NAME."""
+
+    def train(name, *words):
+        shared = [
             "models.actor.path=task/model",
             "data.path=task/prompts.jsonl",
             "evaluation=null",
             "interfaces.reward.function=reward.py:score",
             "interfaces.reward.workers=0",
-            "interfaces.actor.generation.n=4",
-            *("batch_prompts=4", "steps=5", "checkpoint.every_steps=2", "checkpoint.keep=9"),
+            "interfaces.actor.generation={n: 4, max_new_tokens: 6, temperature: 1.0}",
+            *("batch_prompts=4", "checkpoint.every_steps=2", "checkpoint.keep=9"),
         ]
-        assert main([*words, "output_dir=runs/a"]) == 0
-    return folder
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(task)
+            assert main([*words, *shared, f"output_dir=runs/{name}"]) == 0
+
+    return train
+
+
+@pytest.fixture(scope="module")
+def finished(task, train):
+    """Return the folder in which a run of five steps is in runs/a, with checkpoints after steps 2, 4 and 5."""
+    train("a", "experiment=grpo_arithmetic", "steps=5")
+    return task

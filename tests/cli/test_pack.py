@@ -13,11 +13,8 @@ import pytest
 
 from realign.cli import main
 from realign.cli.pack import check_targets
-from realign.demo.arithmetic import prepare
 from realign.errors import ConfigError, RealignError
 from realign.runtime.packed_step import PACK, TENSORS, differing_metrics, opened_pack
-
-REWARD = "def score(prompt, response, row):\n    return len(response) / 5 + (response[:1] in '13579')\n"
 KINDS = {
     "grpo": ["experiment=grpo_arithmetic", "interfaces.actor.epochs=2", "interfaces.actor.n_minibatches=2"],
     "ppo": [
@@ -31,32 +28,17 @@ KINDS = {
 
 
 @pytest.fixture(scope="module")
-def packed(tmp_path_factory):
+def packed(task, train):
     """Return a function that trains three steps, packs step 3 and returns the file."""
-    folder = tmp_path_factory.mktemp("work")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        prepare(folder / "task", seed=0, demonstrations=64, held_out=16)
-        (folder / "reward.py").write_text(REWARD)
 
     def pack(kind, *options):
-        out = folder / f"{kind}{''.join(options)}.zip"
+        out = task / f"{kind}{''.join(options)}.zip"
         if out.exists():
             return out
+        if not (task / "runs" / kind).exists():
+            train(kind, *KINDS[kind], "steps=3", "microbatch.max_tokens_per_microbatch=64")
         with pytest.MonkeyPatch.context() as patch:
-            patch.chdir(folder)
-            words = [
-                *KINDS[kind],
-                "models.actor.path=task/model",
-                "data.path=task/prompts.jsonl",
-                "evaluation=null",
-                "interfaces.reward.function=reward.py:score",
-                "interfaces.reward.workers=0",
-                "interfaces.actor.generation={n: 4, max_new_tokens: 6, temperature: 1.0}",
-                *("batch_prompts=4", "steps=3", "checkpoint.every_steps=2", "microbatch.max_tokens_per_microbatch=64"),
-            ]
-            if not (folder / "runs" / kind).exists():
-                assert main([*words, f"output_dir=runs/{kind}"]) == 0
+            patch.chdir(task)
             assert main(["pack", f"runs/{kind}", "3", "-o", str(out), *options]) == 0
         return out
 
@@ -156,6 +138,16 @@ def test_a_file_that_does_not_belong_into_a_pack_is_refused(name, content, optio
     assert main(["replay", str(path)]) == 2
     assert "this is no packed step" in capsys.readouterr().err
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step.zip"]
+
+
+def test_files_that_say_they_are_larger_than_the_pack_are_not_extracted(packed, tmp_path):
+    path = shutil.copy(packed("grpo"), tmp_path / "step.zip")
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("weights/actor/model.safetensors", b"x")
+        entry = archive.getinfo("weights/actor/model.safetensors")
+        entry.file_size = entry.compress_size = 2 * path.stat().st_size
+    with pytest.raises(RealignError, match="its files are larger than itself"), opened_pack(path):
+        pass
 
 
 def test_other_files_are_no_pack(tmp_path):

@@ -300,6 +300,11 @@ def test_another_environment_gives_a_warning():
         warn_of_another_environment(environment() | {"torch": "1.0"})
 
 
+def test_a_package_without_metadata_has_a_version_that_checkpoints_and_chains_accept(monkeypatch):
+    monkeypatch.setattr("realign.runtime.run_checkpoints.version_of", lambda _: None)
+    assert environment()["torch"] == "unknown"
+
+
 # --- other data, other weights ---
 
 
