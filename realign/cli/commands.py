@@ -173,7 +173,9 @@ def use_expandable_segments() -> None:
 def _of_all_ranks(args: list[str], debug: bool) -> int:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # so that `_target_` can name a class in a file of the current folder
-    if args[:1] == ["fork"]:  # it becomes a command line of `train`, so that all below sees a usual run
+    if args[:1] == ["fork"] and not {"--help", "-h"} & {
+        *args
+    }:  # it becomes a command line of `train`, so that all below sees a usual run
         from realign.cli.replay import fork_words
 
         args = fork_words(args[1:])

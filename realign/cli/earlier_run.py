@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 from realign.cli.arguments import composed_line
 from realign.cli.train import build
 from realign.config.errors import ConfigError
-from realign.report.files import check_run, json_object
+from realign.report.files import check_run, flat_config, json_object
 
 if TYPE_CHECKING:
     from realign.runtime import Experiment
@@ -34,9 +35,9 @@ def run_and_step(command: str, words: Sequence[str]) -> tuple[Path, int]:
 
 
 def run_folder(run: Path) -> Path:
-    """Return the absolute folder of a run, and change to the folder where the run was started, if it is there.
+    """Return the absolute folder of a run, and change to the folder where the run was started.
 
-    The paths in a config are relative to it.
+    The paths in a config are relative to it. If it was moved, it follows from the folder of the run.
 
     Raises:
         ConfigError: the folder contains no run, or the run has no config because it was started in Python.
@@ -46,8 +47,18 @@ def run_folder(run: Path) -> Path:
     if not (run / "config.yaml").is_file():
         raise ConfigError(f"{run}: the run has no config.yaml, since it was started in Python without a config.")
     folder = json_object(run / "run.json").get("folder")
-    if isinstance(folder, str) and Path(folder).is_dir():
-        os.chdir(folder)
+    if isinstance(folder, str):
+        out = Path(str(flat_config(run / "config.yaml").get("output_dir")))
+        if Path(folder).is_dir():
+            os.chdir(folder)
+        elif run.parts[-len(out.parts) :] == out.parts:
+            os.chdir(Path(*run.parts[: -len(out.parts)]))
+        else:
+            warnings.warn(
+                f"{folder}, where the run was started, is gone. Paths in its config are relative to it. Start this "
+                "command where they lead to its files.",
+                stacklevel=2,
+            )
     return run
 
 

@@ -6,14 +6,15 @@ import argparse
 import json
 import math
 import random
+import re
 import statistics
 import subprocess
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from realign.cli.arguments import composed_line
 from realign.cli.earlier_run import experiment_of, run_and_step, run_folder
 from realign.cli.train import is_one_of_many
 from realign.config.command_line import quoted_text
@@ -23,6 +24,7 @@ from realign.report.files import flat_config, json_lines, json_object
 from realign.text import visible
 
 if TYPE_CHECKING:
+    from realign.runtime import Experiment
     from realign.runtime.chain import StartLink, StepLink
     from realign.runtime.checkpoint.folder import Checkpoint
     from realign.runtime.replay import ReplayedStep
@@ -76,43 +78,77 @@ def fork_words(words: Sequence[str]) -> list[str]:
     """Return the command line of `realign fork RUN STEP key=value ...`: it continues a run with other settings.
 
     Steps up to STEP are those of the run. If the run has no checkpoint at STEP, the steps since the one before it are
-    taken again here, with the settings of the run.
+    taken again here, with the settings and the recorded calls of the run.
     """
-    from realign.runtime.replay import last_checkpoint
+    from realign.runtime.replay import origin
 
     if is_one_of_many():
         raise ConfigError(
             "realign fork runs in one process. Under torchrun, set resume=RUN/checkpoints/step_N, output_dir, and "
             "resume_allow=[...] with the changed keys."
         )
-    overrides = [word for word in words if "=" in word or word.startswith("~")]
-    run, step = run_and_step("fork", [word for word in words if word not in overrides])
-    keys = [word.lstrip("+~").partition("=")[0] for word in overrides]
-    if "output_dir" not in keys:
-        label = "-".join(word.rpartition(".")[2].replace("=", "-") for word in overrides)[:60] or "again"
+    flags = [word for word in words if word.startswith("--")]
+    overrides = [word for word in words if ("=" in word or word.startswith("~")) and word not in flags]
+    run, step = run_and_step("fork", [word for word in words if word not in (*flags, *overrides)])
+    if not any(word.startswith("output_dir=") for word in overrides):
+        pairs = [word.partition("=") for word in overrides]
+        label = "-".join(f"{key.rpartition('.')[2]}-{value}" for key, _, value in pairs)[:60] or "again"
         safe = "".join(c if c.isalnum() or c in "-_." else "_" for c in label)
-        overrides.append(f"output_dir={quoted_text(str(run.with_name(f'{run.name}-fork{step}-{safe}')))}")
+        overrides.append(f"output_dir={_path(run.with_name(f'{run.name}-fork{step}-{safe}'))}")
     config = str(run / "config.yaml")
-    out = Path(composed_line([config, *overrides], None).resolve().output_dir)
-    checkpoint = last_checkpoint(run, step)
+    forked = experiment_of(run, *overrides)
+    if step >= forked.steps:
+        raise ConfigError(f"step {step}: the fork would end at step {forked.steps}. Set a larger steps.")
+    checkpoint = origin(run, step)
     if step and (checkpoint is None or checkpoint.step < step):
-        checkpoint = _advance(run, out, step, checkpoint)
-    # `output_dir` may differ without being listed (`is_free`).
-    allow = ",".join(quoted_text(key) for key in keys if key != "output_dir")
-    resume = [] if checkpoint is None else [f"resume={quoted_text(str(checkpoint.path))}", f"resume_allow=[{allow}]"]
-    return [config, *overrides, *resume]
+        checkpoint = _advance(run, forked.output_dir, step, checkpoint)
+    return [config, *overrides, *flags, *_resumed(forked, checkpoint)]
+
+
+def _path(path: Path) -> str:
+    """Return a path as the value of an override, in quotes if it needs them."""
+    return str(path) if re.fullmatch(r"(/[\w.-]+)+", str(path)) else quoted_text(str(path))
+
+
+def _resumed(experiment: Experiment, checkpoint: Checkpoint | None) -> list[str]:
+    """Return the words that continue from a checkpoint with the settings of an experiment."""
+    from realign.runtime.resume import training_settings
+    from realign.runtime.run_checkpoints import config_of
+
+    if checkpoint is None:
+        return []
+    # the checkpoint from which a fork started has the settings of its parent
+    before = training_settings(checkpoint.read()["config"])
+    now = training_settings(config_of(experiment))
+    keys = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+    allow = ",".join(key if re.fullmatch(r"[\w.]+", key) else quoted_text(key) for key in keys)
+    return [f"resume={_path(checkpoint.path)}", f"resume_allow=[{allow}]"]
 
 
 def _advance(run: Path, out: Path, step: int, checkpoint: Checkpoint | None) -> Checkpoint:
     """Take the steps from a checkpoint of a run to `step` in the folder `out`, and return the checkpoint there."""
+    from realign.engines.files.folders import remove_folder
     from realign.runtime import run as train_run
-    from realign.runtime.replay import StopAfter, last_checkpoint
+    from realign.runtime.replay import ReplayRuntime, StopAfter, check_settings, last_checkpoint
+    from realign.runtime.run_experiment import open_runtime
 
-    since = [] if checkpoint is None else [f"resume={quoted_text(str(checkpoint.path))}"]
-    missing = step - (0 if checkpoint is None else checkpoint.step)
-    print(f"{visible(str(run))} has no checkpoint at step {step}: taking {missing} steps again")
-    experiment = experiment_of(run, f"output_dir={quoted_text(str(out))}", *since)
-    train_run(experiment, callbacks={"fork": StopAfter(step)})
+    first = 1 if checkpoint is None else checkpoint.step + 1
+    check_settings(run, first)
+    experiment = experiment_of(run, f"output_dir={_path(out.absolute())}", *_resumed(experiment_of(run), checkpoint))
+    if experiment.rollout.ahead:
+        raise ConfigError(
+            f"{run} has no checkpoint at step {step}, and asynchronous rollout would take other steps again. Fork it "
+            f"at step {first - 1}, where it has one."
+        )
+    print(f"{visible(str(run))} has no checkpoint at step {step}: taking {step - first + 1} steps again")
+    is_new = not out.exists()
+    load = open_runtime if experiment.runtime.starts_workers else partial(ReplayRuntime, run=run)
+    try:
+        train_run(experiment, callbacks={"fork": StopAfter(step)}, load=load)
+    except BaseException:
+        if is_new:  # or the command could not be repeated
+            remove_folder(out)
+        raise
     reached = last_checkpoint(out, step)
     if reached is None or reached.step < step:
         raise CheckpointError(
@@ -186,13 +222,15 @@ def _of_machine(name: str) -> bool:
 
 def _bisect_by_command(args: argparse.Namespace, words: Sequence[str]) -> int:
     from realign.runtime.replay import write
+    from realign.runtime.run_report import parent_of
 
     if len(words) != 1:
         raise ConfigError(f"realign bisect --run expects one run, found {list(words) or 'none'}")
     run = run_folder(Path(words[0]))
     steps = [line["step"] for line in json_lines(run / "metrics.jsonl") if isinstance(line.get("step"), int)]
+    parent = parent_of(run)
     # The start counts as good, and the step after the last one as bad, until a step tells otherwise.
-    good, bad = 0, max(steps, default=0) + 1
+    good, bad = 0 if parent is None else parent[1], max(steps, default=0) + 1
     while bad - good > 1:
         step = (good + bad) // 2
         out = run / "replay" / f"step_{step:06d}"

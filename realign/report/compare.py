@@ -22,7 +22,7 @@ from realign.report.data import run_data
 from realign.report.files import METRICS, json_lines
 from realign.report.page import unique_keys
 from realign.runtime.metrics.shown_metrics import number
-from realign.runtime.run_report import duration
+from realign.runtime.run_report import duration, parent_of
 from realign.text import visible
 
 MOST = 16
@@ -264,9 +264,9 @@ def _branches(runs: Sequence[Mapping[str, Any]], heads: Sequence[str]) -> list[T
 
 def _shared_steps(first: Mapping[str, Any], second: Mapping[str, Any]) -> int | None:
     """Return the number of steps that two branches share; None if neither is a fork of the other or of its parent."""
-    folders = [str(Path(run["folder"]).absolute()) for run in (first, second)]
-    forks = [run["info"]["parent"] or {"run": None, "step": None} for run in (first, second)]
-    parents, steps = [fork["run"] for fork in forks], [int(fork["step"] or 0) for fork in forks]
+    folders = [Path(run["folder"]).absolute() for run in (first, second)]
+    forks = [parent_of(folder) for folder in folders]
+    parents, steps = [fork and fork[0] for fork in forks], [fork[1] if fork else 0 for fork in forks]
     if parents[1] == folders[0]:
         return steps[1]
     if parents[0] == folders[1]:

@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias, get_args
 
@@ -239,6 +240,12 @@ def broken_files(run: Path, links: Sequence[Link], forked: int = 0) -> Iterator[
                 yield f"{FINAL}/{file}: the saved model was changed"
 
 
+def same_settings_since(links: Iterable[Link]) -> int:
+    """Return the step after which all steps were taken with the settings of the last attempt."""
+    starts = [link for link in links if isinstance(link, StartLink)]
+    return [*takewhile(lambda start: start.settings == starts[-1].settings, reversed(starts))][-1].step
+
+
 def checkpoint_hashes(links: Iterable[Link]) -> dict[int, dict[str, str]]:
     """Return the hashes of the files of each checkpoint by step; the last ones if a step was taken again."""
     hashes = {}
@@ -301,6 +308,7 @@ __all__ = [
     "differing",
     "gradient_norms_of",
     "read_chain",
+    "same_settings_since",
     "settings_hash",
     "step_hashes",
 ]

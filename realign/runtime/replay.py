@@ -13,7 +13,7 @@ import math
 import pdb
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -34,10 +34,11 @@ from realign.api.stats import TracedSequence
 from realign.engines.sampling.in_process import InProcessSampling
 from realign.errors import CheckpointError, ConfigError
 from realign.run_settings import RecordSpec
-from realign.runtime.checkpoint.folder import CHECKPOINTS, Checkpoint, list_checkpoints
+from realign.runtime.chain import read_chain, same_settings_since
+from realign.runtime.checkpoint.folder import CHECKPOINTS, Checkpoint, CorruptCheckpoint, Start, list_checkpoints
 from realign.runtime.checkpoint.random_generators import seed_random
 from realign.runtime.checkpoint.serialize import hash_of
-from realign.runtime.experiment import Experiment
+from realign.runtime.experiment import CheckpointPart, Experiment
 from realign.runtime.local import CallResult, LocalRuntime
 from realign.runtime.metrics.details import token_records
 from realign.runtime.metrics.samples import readable
@@ -45,7 +46,7 @@ from realign.runtime.recorded_calls import CALLS, ROLLOUT, RecordedCall, call_ke
 from realign.runtime.resume import find_start
 from realign.runtime.rollout.spec import Sync
 from realign.runtime.run_checkpoints import continue_from, frozen_weights
-from realign.runtime.run_report import run_json
+from realign.runtime.run_report import parent_of
 from realign.runtime.runtime_spec import Local
 
 
@@ -63,6 +64,8 @@ class ReplayedStep:
     """By role that trains: for each optimizer step, the norm of each weight's gradient, after clipping."""
     weights: Mapping[str, str]
     """By role that trains: hash of its weights before the step."""
+    weights_after: Mapping[str, str]
+    """By role that trains: hash of its weights after the step."""
     order: Sequence[str]
     """Keys of the batch in the order in which the step wrote them."""
     decode: Callable[..., str]
@@ -85,31 +88,51 @@ def last_checkpoint(run: Path, step: int) -> Checkpoint | None:
     return max((c for c in list_checkpoints(run / CHECKPOINTS) if c.step <= step), key=lambda c: c.step, default=None)
 
 
-def _start(run: Path, step: int) -> Checkpoint | None:
-    """Return the checkpoint from which step `step` can be recomputed; None for the start of the run.
+def origin(run: Path, step: int) -> Checkpoint | None:
+    """Return the checkpoint from which a run went on to the step after `step`, or an earlier one; None: its start.
 
     A run that continues another one starts from the checkpoint that its run.json names.
 
     Raises:
-        CheckpointError: the parent took this step, or its checkpoint is gone.
+        CheckpointError: the parent of the run took the step after `step`, or its checkpoint is gone.
     """
-    if (own := last_checkpoint(run, step - 1)) is not None:
+    own, parent = last_checkpoint(run, step), parent_of(run)
+    if parent is None:
         return own
-    if (parent := run_json(run).get("parent")) is None:
-        return None
-    if parent["step"] >= step:
-        raise CheckpointError(f"step {step}: {run.name} is a fork, and this step is of its parent {parent['run']}.")
+    folder, forked = parent
+    if step < forked:
+        raise CheckpointError(
+            f"{run.name} is a fork at step {forked}, and its steps up to there are those of {folder}."
+        )
+    if own is not None and own.step >= forked:
+        return own
     # Not a later one: the parent may have trained on.
-    checkpoint = last_checkpoint(Path(parent["run"]), parent["step"])
-    if checkpoint is None or checkpoint.step != parent["step"]:
-        raise CheckpointError(f"step {step}: the checkpoint {parent['step']} of {parent['run']} is gone.")
+    checkpoint = last_checkpoint(folder, forked)
+    if checkpoint is None or checkpoint.step != forked:
+        raise CheckpointError(f"The checkpoint {forked} of {folder}, from which {run.name} started, is gone.")
     return checkpoint
 
 
-class _ReplayRuntime(LocalRuntime):
+def check_settings(run: Path, step: int) -> None:
+    """Check that a run took a step with the settings in its config.yaml.
+
+    Raises:
+        CheckpointError: `resume_allow` changed them later.
+    """
+    since = 0
+    with suppress(CheckpointError):  # a run without a readable chain
+        since = same_settings_since(read_chain(run))
+    if step <= since:
+        raise CheckpointError(
+            f"step {step}: {run.name} took it with other settings, which resume_allow changed after step {since}. "
+            "config.yaml has only the new ones, so only later steps can be recomputed."
+        )
+
+
+class ReplayRuntime(LocalRuntime):
     """Runtime of one process that takes the recorded calls of a run instead of making them again."""
 
-    def __init__(self, experiment: Experiment, run: Path, *, rescore: bool) -> None:
+    def __init__(self, experiment: Experiment, run: Path, *, rescore: bool = False) -> None:
         self._run, self._rescore = run, rescore
         self._recorded: Mapping[str, RecordedCall] = {}
         super().__init__(experiment)
@@ -240,22 +263,19 @@ def replay_steps(
     for step in steps:
         if not 1 <= step <= experiment.steps:
             raise CheckpointError(f"step {step}: the run has steps 1 to {experiment.steps}.")
-    checkpoint = _start(run, steps[0])
+    checkpoint = origin(run, steps[0] - 1)
+    check_settings(run, steps[0])
     with ExitStack() as stack:
-        find = copy.copy(experiment)
-        find.resume = None if checkpoint is None else str(checkpoint.path)
-        if checkpoint is not None and checkpoint.step <= (run_json(run).get("parent") or {"step": -1})["step"]:
-            find.resume_allow = list(experiment.resolved)  # a fork has other settings than its parent
-        start = find_start(find)
+        start, skip = _start(experiment, run, checkpoint)
         first = 1 if start is None else start.step + 1
         bare = _bare(experiment, run, range(first, steps[-1] + 1), rescore=rescore)
         seed_random(bare.seed)
-        runtime = _ReplayRuntime(bare, run, rescore=rescore)
+        runtime = ReplayRuntime(bare, run, rescore=rescore)
         stack.callback(runtime.close)
-        if start is None:
+        if start is not None:
+            continue_from(start, runtime, frozen_weights(runtime), skip, ahead=runtime.ahead is not None)
+        if start is None or start.new_run:
             runtime.calibrate("before")
-        else:
-            continue_from(start, runtime, frozen_weights(runtime), ahead=runtime.ahead is not None)
         for number in range(first, steps[-1] + 1):
             runtime.trace_prompts = bare.prompts_at_once if number in steps else 0
             if number not in steps:
@@ -266,14 +286,33 @@ def replay_steps(
             yield replayed
 
 
+def _start(experiment: Experiment, run: Path, checkpoint: Checkpoint | None) -> tuple[Start | None, Sequence[str]]:
+    """Read a checkpoint of a run, or one that it started from, and return also which parts the run left out of it."""
+    find = copy.copy(experiment)
+    parent = parent_of(run)
+    if checkpoint is not None:
+        find.resume = str(checkpoint.path)
+        if parent is not None and checkpoint.step <= parent[1]:
+            find.resume_allow = list(experiment.resolved)  # a fork has other settings than its parent
+        if checkpoint.path.is_relative_to(run):
+            find.resume_skip = []
+    elif CheckpointPart.counters not in experiment.resume_skip:  # with it, a new run starts from the weights of another
+        find.resume = None
+    try:
+        return find_start(find), find.resume_skip
+    except CorruptCheckpoint as error:
+        raise CheckpointError(f"{error}. Remove this checkpoint to start from an earlier one.") from error
+
+
 def _replayed_step(runtime: LocalRuntime, step: int) -> ReplayedStep:
     trained = {r: m for r, m in runtime.models.items() if m.has_engine and m.engine.capabilities().trainable}
     weights = {role: hash_of(model.engine.weights()) for role, model in trained.items()}
     with gradient_norms(runtime) as gradients:
         metrics, batch = runtime.step(step)
+    after = {role: hash_of(model.engine.weights()) for role, model in trained.items()}
     order = [*runtime.graph.dataset_keys, *(key for rpc in runtime.graph.order for key in rpc.outputs)]
     decode = runtime.models[runtime.experiment.lead_role].tokenizer.decode
-    return ReplayedStep(step, metrics, batch, dict(runtime.traces), gradients, weights, order, decode)
+    return ReplayedStep(step, metrics, batch, dict(runtime.traces), gradients, weights, after, order, decode)
 
 
 @contextmanager
@@ -394,11 +433,7 @@ def differences(first: ReplayedStep, second: ReplayedStep, tolerance: float = 0.
         second: the same step of another run.
         tolerance: largest absolute difference of numbers that counts as equal; 0: bit for bit.
     """
-    differing = [
-        Difference(f"weights of {role} before the step", "", (a[:12], second.weights.get(role, "none")[:12]), "")
-        for role, a in first.weights.items()
-        if a != second.weights.get(role) and not tolerance
-    ]
+    differing = [] if tolerance else _weights("before", first.weights, second.weights)
     if first.batch.ids != second.batch.ids:
         pairs = zip(first.batch.ids, second.batch.ids, strict=False)
         place = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first.batch), len(second.batch)))
@@ -424,7 +459,18 @@ def differences(first: ReplayedStep, second: ReplayedStep, tolerance: float = 0.
                     Difference(f"gradient norm of {role}", where, values, f"{len(wrong)} of {len(a)} weights")
                 )
                 break
+    if not differing and not tolerance:  # the same gradients, but another optimizer or learning rate
+        differing = _weights("after", first.weights_after, second.weights_after)
     return differing
+
+
+def _weights(when: str, first: Mapping[str, str], second: Mapping[str, str]) -> list[Difference]:
+    """Return the roles whose weights have other hashes."""
+    return [
+        Difference(f"weights of {role} {when} the step", "", (a[:12], second.get(role, "none")[:12]), "")
+        for role, a in first.items()
+        if a != second.get(role)
+    ]
 
 
 Traced = Mapping[tuple[Hashable, int], Mapping[str, Tensor]]

@@ -67,6 +67,7 @@ def run(
     watch: Watch | None = None,
     command: Sequence[str] | None = None,
     begin: Callable[[], str] | None = None,
+    load: Callable[[Experiment], LocalRuntime] = open_runtime,
 ) -> RunResult:
     """Load everything, train for `experiment.steps`, evaluate and save; see `Experiment` for the settings.
 
@@ -86,6 +87,7 @@ def run(
         command: words of the command line that started the run, for the commands that the summary suggests.
         begin: called when the checks have passed, before anything is loaded or written. It returns text for the start
             of realign.log, such as the launch table.
+        load: loads the experiment; `realign fork` takes steps again with a runtime that has their recorded calls.
 
     Returns:
         The metrics of all steps, the output folder and held-out samples.
@@ -120,7 +122,7 @@ def run(
                 # each attempt connects to a new cluster: the failure that killed a worker may have killed the cluster
                 # `telling` reports errors before resources are closed
                 with cluster_for(experiment), watch.started(), ExitStack() as stack, watch.telling():
-                    training = _opened(attempts.experiment, ranks, watch, console, trackers, report, stack)
+                    training = _opened(attempts.experiment, load, ranks, watch, console, trackers, report, stack)
                     attempts.began()
                     return training.run()
             except WorkerLost as lost:
@@ -168,6 +170,7 @@ def _status(console: Console | None, text: str) -> Iterator[None]:
 
 def _opened(
     experiment: Experiment,
+    load: Callable[[Experiment], LocalRuntime],
     ranks: Ranks,
     watch: Watch,
     console: Console | None,
@@ -190,7 +193,7 @@ def _opened(
     # after `begin` has opened and closed the interfaces, which may draw numbers: a run must not depend on it
     seed_random(experiment.seed)
     with _status(console if ranks.leader else None, "loading models and data"):
-        runtime = open_runtime(experiment)
+        runtime = load(experiment)
     stack.callback(runtime.close)
     runtime.watch = watch
     check_same_data(runtime.datasets.by_key(), ranks)

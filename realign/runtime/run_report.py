@@ -117,6 +117,18 @@ def run_json(folder: Path) -> dict[str, Any]:
     return {}
 
 
+def parent_of(run: Path) -> tuple[Path, int] | None:
+    """Return the run that a run continues, and after which step; None if it continues none.
+
+    A parent that isn't where it was is looked for beside the run, since both may have been moved.
+    """
+    try:
+        folder, step = Path(run_json(run)["parent"]["run"]), int(run_json(run)["parent"]["step"])
+    except (LookupError, TypeError, ValueError):
+        return None
+    return (folder if folder.is_dir() else run.parent / folder.name), step
+
+
 def _described(runtime: LocalRuntime) -> dict[str, Any]:
     e = runtime.experiment
     models = ((role, model.engine) for role, model in runtime.models.items() if model.has_engine)
@@ -395,7 +407,9 @@ class RunReport:
             keys |= {"overwrite"}
             words_left = [word for word in self.command if word.partition("=")[0] not in keys]
             commands[meaning] = shlex.join([*command_words(), *words_left, "resume=auto", *more])
-        words_left = [word for word in self.command if word.partition("=")[0] not in ("overwrite", "output_dir")]
+        # the keys of resuming have no effect without `resume`
+        of_this_run = ("overwrite", "output_dir", "resume_allow", "resume_skip")
+        words_left = [word for word in self.command if word.partition("=")[0] not in of_this_run]
         commands["check another setting"] = shlex.join(["realign", "check", *words_left, "KEY=VALUE"])
         return commands
 

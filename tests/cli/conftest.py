@@ -35,7 +35,7 @@ def train(task):
         ]
         with pytest.MonkeyPatch.context() as patch:
             patch.chdir(task)
-            assert main([*words, *shared, f"output_dir=runs/{name}"]) == 0
+            assert main([*shared, *words, f"output_dir=runs/{name}"]) == 0
 
     return train
 

@@ -15,6 +15,7 @@ from realign.cli import main
 from realign.cli.pack import check_targets
 from realign.errors import ConfigError, RealignError
 from realign.runtime.packed_step import PACK, TENSORS, differing_metrics, opened_pack
+
 KINDS = {
     "grpo": ["experiment=grpo_arithmetic", "interfaces.actor.epochs=2", "interfaces.actor.n_minibatches=2"],
     "ppo": [

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from safetensors.torch import load_file
 
 from realign.cli import main
 from realign.cli.replay import _of_machine
+from realign.runtime.replay import ReplayRuntime
 
 
 def weights(run):
@@ -41,6 +44,119 @@ def test_a_fork_without_changes_is_the_run_and_one_with_changes_shares_its_steps
     assert "the metrics of all 5 common steps are equal" in capsys.readouterr().out
     assert main(["replay", "runs/a-fork2-std-none", "1"]) == 2
     assert "is a fork" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def forked(finished):
+    """Return the folder of `finished`, in which runs/fork is a fork of runs/a at step 2, a checkpoint of runs/a."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(finished)
+        assert main(["fork", "runs/a", "2", "interfaces.actor.adv_norm.std=none", "output_dir=runs/fork"]) == 0
+    return finished
+
+
+def test_a_fork_of_a_fork_has_the_steps_and_settings_of_both(forked, monkeypatch, capsys):
+    monkeypatch.chdir(forked)
+    for step in ("2", "3"):  # at 2, there is only the checkpoint of runs/a, which has other settings
+        out = f"runs/second-{step}"
+        assert main(["fork", "runs/fork", step, "models.actor.optimizer.lr=1e-3", f"output_dir={out}"]) == 0
+        capsys.readouterr()
+        assert main(["verify", out, "--steps", "9"]) == 0
+        assert f"recomputing steps {int(step) + 1}, " in capsys.readouterr().out
+        assert main(["bisect", "runs/fork", out]) == 0
+        found = capsys.readouterr().out
+        # the same gradients, and another learning rate
+        assert f"first step that differs: {int(step) + 1} (lr: " in found
+        assert found.splitlines()[-1].startswith("  weights of actor after the step: ")
+
+
+def test_a_step_of_the_parent_is_not_replayed_or_forked_in_a_fork(forked, monkeypatch, capsys):
+    monkeypatch.chdir(forked)
+    for words in (["replay", "runs/fork", "2"], ["fork", "runs/fork", "1", "output_dir=runs/none"]):
+        assert main(words) == 2
+        assert "fork is a fork at step 2, and its steps up to there are those of " in capsys.readouterr().err
+    assert not (forked / "runs/none").exists()
+    assert main(["bisect", "runs/fork", "--run", "false"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "first bad step: 3"
+
+
+def test_steps_that_a_fork_takes_again_have_the_recorded_rewards(task, train, monkeypatch):
+    (task / "noisy.py").write_text("import os\n\ndef score(*_):\n    return os.urandom(1)[0] / 256\n")
+    train("noisy", "experiment=grpo_arithmetic", "steps=4", "interfaces.reward.function=noisy.py:score")
+    monkeypatch.chdir(task)
+    assert main(["fork", "runs/noisy", "3", "output_dir=runs/again"]) == 0
+    rewards = {
+        name: [json.loads(line)["reward"] for line in Path("runs", name, "metrics.jsonl").read_text().splitlines()[1:]]
+        for name in ("noisy", "again")
+    }
+    assert rewards["again"][:3] == rewards["noisy"][:3]
+    assert rewards["again"][3] != rewards["noisy"][3]
+
+
+def test_a_fork_can_change_the_algorithm(finished, monkeypatch):
+    monkeypatch.chdir(finished)
+    assert main(["fork", "runs/a", "4", "algorithm=dr_grpo"]) == 0
+    assert Path("runs/a-fork4-algorithm-dr_grpo/final/actor").is_dir()
+
+
+def test_a_fork_that_is_interrupted_while_it_takes_steps_again_leaves_no_folder(finished, monkeypatch):
+    monkeypatch.chdir(finished)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ReplayRuntime, "step", interrupt)
+        assert main(["fork", "runs/a", "3", "output_dir=runs/later"]) == 130
+    assert not Path("runs/later").exists()
+    assert main(["fork", "runs/a", "3", "output_dir=runs/later"]) == 0
+
+
+def test_a_run_and_its_fork_can_be_moved(forked, tmp_path, monkeypatch, capsys):
+    shutil.copytree(forked / "task", tmp_path / "task")
+    shutil.copy(forked / "reward.py", tmp_path)
+    for name in ("a", "fork"):
+        run = shutil.copytree(forked / "runs" / name, tmp_path / "runs" / name)
+        info = (run / "run.json").read_text().replace(str(forked), "/gone")
+        (run / "run.json").write_text(info)
+    monkeypatch.chdir(tmp_path.parent)
+    assert main(["replay", str(tmp_path / "runs/fork"), "3"]) == 0
+    assert "metrics equal to the recorded ones" in capsys.readouterr().out
+    assert Path.cwd() == tmp_path
+
+
+def test_steps_before_a_setting_was_changed_are_not_replayed_with_it(train, task, monkeypatch, capsys):
+    train("changed", "experiment=grpo_arithmetic", "steps=3")
+    words = ["steps=5", "models.actor.optimizer.lr=1e-3", "resume=auto", "resume_allow=[models.actor.optimizer.lr]"]
+    train("changed", "experiment=grpo_arithmetic", *words)
+    monkeypatch.chdir(task)
+    capsys.readouterr()
+    assert main(["replay", "runs/changed", "4"]) == 0
+    assert "metrics equal to the recorded ones" in capsys.readouterr().out
+    for words in (["replay", "runs/changed", "3"], ["fork", "runs/changed", "1", "output_dir=runs/none"]):
+        assert main(words) == 2
+        assert "other settings, which resume_allow changed after step 3" in capsys.readouterr().err
+
+
+def test_a_run_from_the_weights_of_another_is_replayed_from_them(finished, train, monkeypatch, capsys):
+    words = ["steps=4", "resume=runs/a", "resume_skip=[counters,data,optimizer]"]
+    train("warm", "experiment=grpo_arithmetic", *words)
+    monkeypatch.chdir(finished)
+    for step in ("1", "3"):
+        capsys.readouterr()
+        assert main(["replay", "runs/warm", step]) == 0
+        assert "metrics equal to the recorded ones" in capsys.readouterr().out
+
+
+def test_a_damaged_checkpoint_says_how_to_go_on(finished, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(finished)
+    run = shutil.copytree("runs/a", tmp_path / "a")
+    (run / "checkpoints/step_000004/state.json").write_text("")
+    assert main(["replay", str(run), "5"]) == 2
+    assert "Remove this checkpoint to start from an earlier one." in capsys.readouterr().err
+    shutil.rmtree(run / "checkpoints/step_000004")
+    assert main(["replay", str(run), "5"]) == 0
+    assert "metrics equal to the recorded ones" in capsys.readouterr().out
 
 
 def test_a_replay_says_whether_the_run_recorded_the_same(finished, monkeypatch, capsys):
@@ -83,6 +199,7 @@ def test_a_command_bisects_the_steps_of_a_run(finished, monkeypatch, capsys):
         (["replay", "runs/a", "2", "--break", "interfaces.reward"], "Roles that do: actor"),
         (["bisect", "runs/a", "runs/a", "--break", "actor"], "--break does not apply to realign bisect"),
         (["fork", "runs/a", "2", "interfaces.actor.adv_nrm.std=none"], "adv_norm"),
+        (["fork", "runs/a", "5"], "the fork would end at step 5. Set a larger steps."),
     ],
 )
 def test_mistakes_are_one_line(words, message, finished, monkeypatch, capsys):
