@@ -37,8 +37,8 @@ HEAD = 30
 """Width at which the head of a column wraps, if its values are shorter."""
 GAP = 2
 """Blanks between columns."""
-NAMES = ("name", "output_dir")
-"""Settings that only name a run."""
+NAMES = ("name", "output_dir", "resume", "resume_allow", "resume_skip")
+"""Settings that only name a run, or say how it was continued."""
 SEED = re.compile(r"(^|\.)seed$")
 Config = Mapping[str, Any]
 

@@ -97,6 +97,7 @@ def test_two_runs_with_one_seed_are_not_averaged(tmp_path):
         ([dict.fromkeys("abcd", i) for i in range(2)], ["s/0", "s/1"], ["a=0", "a=1"]),
         ([{"a": 1}, {"b": 1}], ["0", "1"], ["0", "1"]),
         ([{"lr": 1, "seed": 1}, {"lr": 2, "seed": 2}], ["0", "1"], ["lr=1", "lr=2"]),
+        ([{"resume": None, "std": 1}, {"resume": "runs/a", "std": 2}], ["a", "b"], ["std=1", "std=2"]),
     ],
 )
 def test_names_of_runs(configs, folders, expected):

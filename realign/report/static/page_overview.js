@@ -141,7 +141,7 @@
     return keys.filter((key) => new Set(runs.map((run) => JSON.stringify(run.config[key]))).size > 1);
   };
 
-  const NAMES = ["name", "output_dir"], SEED = /(^|\.)seed$/, MOST = 3;
+  const NAMES = ["name", "output_dir", "resume", "resume_allow", "resume_skip"], SEED = /(^|\.)seed$/, MOST = 3;
 
   /* Runs that differ only in their seeds and names, together; as `seed_groups` in compare.py. */
   report.seedGroups = (runs) => {
