@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import yaml
 
+from realign.config.allocation import allocation_answer
 from realign.config.errors import ConfigError, joined
 from realign.config.experiment import ExperimentConfig, has_experiment
 from realign.config.files import GROUPS
@@ -234,6 +235,8 @@ def _rows(word: str, entries: Sequence[tuple[str | None, Row]]) -> list[Row]:
     """Return the rows for the value of an override; an answer that lists the known values if it is none of them."""
     _, key, value = _parts(word)
     given = value.removeprefix("=").strip("'\"").lower()
+    if "allocation_mode" in entries[0][1].names and (allocation := allocation_answer(given)) is not None:
+        return [Row((key,), "AReaL", answer=allocation)]
     if rows := [row for of, row in entries if of == given] or [row for of, row in entries if of is None]:
         return rows
     known = "; ".join(f"{of}: {plain(row.text())}" for of, row in entries)

@@ -246,7 +246,7 @@ def test_a_name_with_one_key_is_replaced_with_a_note(words, expected):
         (["experiment=ppo", "beta=0.1"], "beta is interfaces.actor.kl.coef with interfaces.actor.kl.place=loss, but"),
         (["experiment=ppo", "max_steps=9"], "max_steps is steps with interfaces.actor.n_minibatches=1, but"),
         ([GRPO, "use_decoupled_loss=true"], "start from experiment=areal_decoupled"),
-        ([GRPO, "recompute_logprob=1", "allocation_mode=d4"], "allocation_mode (AReaL): start the run with `torchrun"),
+        ([GRPO, "recompute_logprob=1", "allocation_mode=d4"], "allocation_mode (AReaL): `torchrun --nproc-per-node 4"),
         ([GRPO, "max_head_offpolicyness=4"], "set rollout=async and rollout.max_staleness to the same number"),
         ([GRPO, "epochs=3", "batch_size=8"], "(PPO epochs). Also: batch_size: set batch_prompts"),
         (["num_generations=3"], "num_generations: start from an experiment, such as experiment=grpo num_generations=3"),
