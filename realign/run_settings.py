@@ -145,7 +145,7 @@ class RunSettings(Settings):
     print_samples_every_steps: Count | None = None
     """Interval in steps at which three responses are printed, with reward and KL; null prints none."""
     trackers: Mapping[str, Any] = field(default_factory=dict)
-    """Metric loggers besides metrics.jsonl: any name -> component, such as realign.runtime.TensorBoard."""
+    """Metric loggers besides metrics.jsonl: any name -> tracker, such as tensorboard or wandb."""
     callbacks: Mapping[str, Any] = field(default_factory=dict)
     """Hooks that read the metrics of the run, add metrics, or stop the run: any name -> component, such as
     early_stopping, or your own class in `_target_`. null disables one."""

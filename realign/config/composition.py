@@ -423,7 +423,7 @@ def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 def _check_roles(config: Any) -> None:
     """Raise an error for a plain value in place of a component, before an interpolation of its fields fails."""
-    for place in ("models", "interfaces", "trackers"):
+    for place in ("models", "interfaces"):
         for role, node in (config.get(place) or {}).items():
             if not isinstance(node, dict) and node is not None and not str(node).startswith("${"):
                 raise ConfigError(not_a_component(f"{place}.{role}", repr(node)))
@@ -467,9 +467,8 @@ def _known(value: Any) -> Any:
 def _check_file(file: ConfigFile, values: Mapping[str, Any]) -> None:
     """Check the values of one file, so that the message names it."""
     try:
-        for key in values:
-            if key not in (*ROOT_KEYS, OWNS):
-                raise ConfigError(unknown_key(key, [*ROOT_KEYS, *GROUPS]))
+        if unknown := [key for key in values if key not in (*ROOT_KEYS, OWNS)]:
+            raise ConfigError(joined(unknown_key(key, [*ROOT_KEYS, *GROUPS]) for key in unknown))
         check_values({key: value for key, value in values.items() if key != OWNS})
     except ConfigError as error:
         raise ConfigError(f"{file.source}: {error}") from error

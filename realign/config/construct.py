@@ -23,7 +23,7 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from realign.config.errors import ConfigError, listed, one_line, suggest, switched_off, unknown_key
+from realign.config.errors import ConfigError, joined, listed, one_line, suggest, switched_off, unknown_key
 from realign.config.inspection import Type, class_at
 from realign.config.words import NONE, TARGET, choices, class_of_word, component_bases, is_word, words_of
 from realign.errors import GraphError, NoEffectError, SettingsError
@@ -41,7 +41,7 @@ EXAMPLE_TARGETS: Mapping[str, str] = MappingProxyType(
         "DataSpec": "realign.data.PromptData",
         "DataflowGraph": "realign.interfaces.grpo.dataflow",
         "Evaluator": "realign.runtime.Evaluation",
-        "TrackerSpec": "realign.runtime.TensorBoard",
+        "TrackerSpec": "tensorboard",
     }
 )
 """Example component of realign for each kind of component, or for each name of a role."""
@@ -618,9 +618,9 @@ def _default(field: dataclasses.Field[Any], base: Any) -> Callable[[], Any] | No
 def _construct(make: Callable[..., T], parameters: list[_Parameter], raw: Mapping[str, Any], where: str) -> T:
     prefix = f"{where}." if where else ""
     known = [p.name for p in parameters]
-    for name in raw:
-        if name not in known:
-            raise ConfigError(of_sibling(make, f"{prefix}{name}") or unknown_key(f"{prefix}{name}", known))
+    unknown = [f"{prefix}{name}" for name in raw if name not in known]
+    if unknown:
+        raise ConfigError(joined(of_sibling(make, key) or unknown_key(key, known) for key in unknown))
     values = {}
     for p in parameters:
         # Also for a field that is set: a mapping without `_target_` changes fields of the default.

@@ -298,8 +298,8 @@ def _roles(config: ExperimentConfig, root: str) -> dict[str, Any]:
     built = {}
     for role, node in getattr(config, root).items():
         where = f"{root}.{role}"
-        # Other root words are import paths by now (`spell_out`, `with_target`); callbacks have no module per word.
-        if root == "callbacks" and not isinstance(node, Mapping):  # a bare word
+        # Other root words are import paths by now (`spell_out`, `with_target`); these have no module per word.
+        if root in ("callbacks", "trackers") and not isinstance(node, Mapping):  # a bare word
             built[role] = convert(node, kind | None, where)
         elif node is not None:
             built[role] = build({**target, **node} if isinstance(node, Mapping) else node, kind, where)

@@ -34,7 +34,10 @@ TARGET = "_target_"
 """Key of a component's class: its import path, or its word."""
 NONE = "none"
 """Word for `None`, if the annotation allows it."""
-ONE_WORD = {"QLoRA": "Qlora", "LoRA": "Lora", "DoRA": "Dora", "ReMax": "Remax"}
+ONE_WORD = {
+    **{"QLoRA": "Qlora", "LoRA": "Lora", "DoRA": "Dora", "ReMax": "Remax"},
+    **{"WandB": "Wandb", "TensorBoard": "Tensorboard", "MLflow": "Mlflow", "SwanLab": "Swanlab"},
+}
 """Names that count as one word although their capitals suggest two."""
 TEXT = frozenset({"Any", "object", "str", "Path", "Literal"})
 """Members of an annotation that accept text, so that a word is ambiguous."""
@@ -117,7 +120,7 @@ def _candidates(base: Definition, package: Package) -> Iterator[Definition]:
 
 
 def _is_constructible(definition: Definition) -> bool:
-    if definition.returns is not None or is_enum(definition) or is_abstract(definition):
+    if definition.returns is not None or is_enum(definition) or is_protocol(definition) or is_abstract(definition):
         return False
     return is_dataclass(definition) or not any("__init__" in ancestor.methods for ancestor in ancestry(definition))
 
@@ -134,7 +137,7 @@ def component_bases(types: tuple[Type, ...]) -> list[Definition]:
     if any(member.name in TEXT or (member.definition is not None and is_enum(member.definition)) for member in types):
         return []
     classes = [member.definition for member in types if member.definition is not None and not member.arguments]
-    classes = [cls for cls in classes if cls.returns is None and not is_protocol(cls)]
+    classes = [cls for cls in classes if cls.returns is None]
     return [cls for cls in classes if cls.path in PACKAGES or words_of(cls)]
 
 

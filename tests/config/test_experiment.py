@@ -16,7 +16,17 @@ from realign.interfaces.components.correction import ImportanceCorrection, Ratio
 from realign.interfaces.environment import EnvironmentInterface
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.interfaces.rule_reward import RuleRewardInterface
-from realign.runtime import EpisodeEvaluation, Evaluation, Experiment, LossEvaluation
+from realign.runtime import (
+    EpisodeEvaluation,
+    Evaluation,
+    Experiment,
+    LossEvaluation,
+    MLflow,
+    SwanLab,
+    TensorBoard,
+    Trackio,
+    WandB,
+)
 from realign.runtime.callbacks import EarlyStopping
 from tests.config_parts import EXPERIMENT, write_experiment
 
@@ -61,6 +71,45 @@ def test_a_word_or_an_import_path_selects_a_callback(tmp_path, words):
 def test_the_command_line_sets_fields_of_a_word_in_a_file(tmp_path):
     assert callbacks(tmp_path, text=WORD) == {"stop": EarlyStopping()}
     assert callbacks(tmp_path, "callbacks.stop.patience=1", text=WORD) == {"stop": EarlyStopping(patience=1)}
+
+
+@pytest.mark.parametrize(
+    ("words", "cls", "fields"),
+    [
+        (["trackers.a=tensorboard"], TensorBoard, {}),
+        (["trackers.a=tensorboard", "trackers.a.folder=b"], TensorBoard, {"folder": "b"}),
+        (["trackers.a=wandb", "trackers.a.project=p"], WandB, {"project": "p"}),
+        (["trackers.a._target_=mlflow"], MLflow, {}),
+        (["trackers.a=trackio"], Trackio, {}),
+        (["trackers.a=swanlab"], SwanLab, {}),
+    ],
+)
+def test_a_word_selects_a_tracker(tmp_path, monkeypatch, words, cls, fields):
+    monkeypatch.setattr("realign.runtime.metrics.trackers._extra", lambda module, extra: None)
+    conf = write_experiment(tmp_path, text=EXPERIMENT)
+    experiment = build_experiment(compose(["experiment=bigram", *words], conf))
+    assert experiment.trackers == {"a": cls(**fields)}
+
+
+def test_a_misspelled_tracker_is_an_error_with_the_nearest(tmp_path):
+    conf = write_experiment(tmp_path, text=EXPERIMENT)
+    with pytest.raises(ConfigError, match=r"trackers.a: unknown choice 'wandbb'; did you mean 'wandb'"):
+        build_experiment(compose(["experiment=bigram", "trackers.a=wandbb"], conf))
+
+
+@pytest.mark.parametrize(
+    ("words", "keys"),
+    [
+        (["checkpoint.evry_steps=3", "checkpoint.kep=2"], ["checkpoint.evry_steps", "checkpoint.kep"]),
+        (["stepps=3", "data.pth=x", "models.actor.pth=x"], ["stepps", "models.actor.pth", "data.pth"]),
+    ],
+)
+def test_all_unknown_keys_are_in_one_error(words, keys):
+    with pytest.raises(ConfigError) as caught:
+        build_experiment(compose(["experiment=grpo", *words]))
+    message = str(caught.value)
+    assert [message.count(f"unknown key {key!r}; did you mean") for key in keys] == [1] * len(keys)
+    assert message.count("unknown key") == len(keys)
 
 
 @pytest.mark.parametrize("nothing", ["null", "none"])

@@ -90,7 +90,7 @@ class TrackerSpec(Protocol):
 
 
 @dataclass
-class TensorBoard:
+class TensorBoard(TrackerSpec):
     """Write event files for TensorBoard (extra `tensorboard`); view them with `tensorboard --logdir runs`."""
 
     folder: str | None = None
@@ -100,14 +100,14 @@ class TensorBoard:
         # here too, so that a missing package is an error of the config and not one after loading
         _extra("torch.utils.tensorboard", "tensorboard")
 
+    @override
     def open(self, name: str, output_dir: Path) -> Tracker:
-        """Open the event file."""
         folder = Path(self.folder, name) if self.folder is not None else output_dir / "tensorboard"
         return _EventFile(_extra("torch.utils.tensorboard", "tensorboard").SummaryWriter(str(folder)))
 
 
 @dataclass
-class ProjectTracker(Settings, ABC):
+class ProjectTracker(Settings, TrackerSpec, ABC):
     """A tracker whose runs belong to a project, with the interface of Weights & Biases."""
 
     project: str = "realign"
@@ -121,8 +121,8 @@ class ProjectTracker(Settings, ABC):
         super().__post_init__()
         _extra(self.package, self.package)
 
+    @override
     def open(self, name: str, output_dir: Path) -> Tracker:
-        """Start the run."""
         library = _extra(self.package, self.package)
         shared = {"project": self.project, "group": self.group, "name": name, "config": _config(output_dir)}
         run = library.init(**shared, **self.start_options(output_dir))
@@ -197,7 +197,7 @@ class SwanLab(ProjectTracker):
 
 
 @dataclass
-class MLflow:
+class MLflow(TrackerSpec):
     """Log to MLflow (extra `mlflow`)."""
 
     experiment: str = "realign"
@@ -208,8 +208,8 @@ class MLflow:
     def __post_init__(self) -> None:
         _extra("mlflow", "mlflow")
 
+    @override
     def open(self, name: str, output_dir: Path) -> Tracker:
-        """Start the run."""
         client = _extra("mlflow", "mlflow").MlflowClient(self.tracking_uri)
         return _MlflowRun(client, self.experiment, name, output_dir)
 
