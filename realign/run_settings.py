@@ -19,10 +19,10 @@ class MicroBatchLimits(Settings):
     """Size of a forward pass. It does not change loss, gradient or metrics."""
 
     max_tokens_per_microbatch: Count | None = 16384
-    """Maximum number of packed tokens in one forward pass; null sets no limit. A shared prefix that the pass computes
-    once for all sequences of a prompt counts once."""
+    """Token budget of one forward pass: lower it if you run out of memory. null sets no limit. A prefix that the pass
+    computes once for all sequences of a prompt counts once."""
     n_microbatches: Count = 1
-    """Minimum number of micro-batches, limited by the number of groups."""
+    """Split each batch into at least this many micro-batches (at most one per group)."""
 
 
 @dataclass
@@ -33,12 +33,12 @@ class CheckpointSpec(Settings):
     """
 
     every_steps: Count | None = None
-    """Interval between checkpoints in steps; null sets no step interval."""
+    """Write a checkpoint every this many steps; null: not by steps."""
     every_minutes: Positive | None = 10.0
-    """Interval between checkpoints in minutes of training; null sets no time interval. If both intervals are set, the
-    first one to elapse triggers a checkpoint."""
+    """Write a checkpoint every this many minutes of training; null: not by time. With both intervals set, whichever
+    elapses first counts."""
     keep: Count = 2
-    """Number of most recent checkpoints to keep. With `save_best`, the checkpoint of the best step is kept too."""
+    """Keep this many of the latest checkpoints. `save_best` also keeps the one of the best step."""
 
     def due(self, step: int, seconds: float) -> bool:
         """Return whether a checkpoint is due after this step, `seconds` after the last checkpoint."""
@@ -57,15 +57,15 @@ class RecordSpec(Settings):
     """Detail of the records for `realign report` and `realign view`: tokens, spans and the load of the machine."""
 
     every_steps: Count = 10
-    """Interval in steps at which tokens and spans are recorded. The first step of the run is recorded too."""
+    """Record tokens and spans every this many steps, and in the first step."""
     token_prompts: NonNegativeInt = 1
-    """Number of prompts whose tokens are recorded in such a step; 0 records none."""
+    """Number of prompts to record tokens for in such a step; 0 records none."""
     token_responses: Count = 4
-    """Maximum number of recorded responses of each of these prompts."""
+    """Record at most this many responses per prompt."""
     token_limit: Count = 1024
-    """Maximum number of recorded tokens of a response, with the last 128 tokens of its prompt."""
+    """Record at most this many tokens per response, plus the last 128 tokens of its prompt."""
     system_seconds: Positive | None = 10.0
-    """Interval in seconds at which CPU, memory and GPU use are recorded; null records none."""
+    """Record CPU, memory and GPU use every this many seconds; null records none."""
     calls: bool = True
     """Record what `realign replay` cannot compute again: rewards, episodes of environments and agents, the batches of
     asynchronous rollout, and samples of GPUs, servers and several processes. About 22 bytes per token."""
@@ -80,29 +80,29 @@ class RunSettings(Settings):
     """One step is one pass over the graph with `batch_prompts` prompts. Names of settings contain their unit."""
 
     name: str = "unnamed"
-    """Name of the run in output, file names and trackers."""
+    """Name of the run, shown in output, file names and trackers."""
     seed: int = 0
-    """Seed from which all random numbers of the run are derived."""
+    """Seed for all random numbers of the run."""
     output_dir: str | Path = "runs"
-    """Output folder for the resolved config, metrics, samples, curves, models and checkpoints."""
+    """Folder for everything the run writes: config, metrics, samples, curves, models and checkpoints."""
     overwrite: bool = False
-    """Whether to replace an earlier run in `output_dir`."""
+    """Replace an earlier run in `output_dir`."""
     checkpoint: CheckpointSpec | None = field(default_factory=CheckpointSpec)
-    """Schedule of the checkpoints for resuming an interrupted run; null writes none."""
+    """When to write the checkpoints that an interrupted run resumes from; null writes none."""
     resume: str | None = None
-    """auto: resume from the newest valid checkpoint in `output_dir`, or start a new run if there is none. A path:
-    resume from this checkpoint, or from the newest checkpoint of this run. null: start a new run."""
+    """auto: continue from the newest valid checkpoint in `output_dir`, or start fresh if there is none. A path:
+    continue from that checkpoint, or from the newest one of that run. null: start a new run."""
     resume_allow: list[str] = field(default_factory=list)
-    """Config keys that may differ from the config of the checkpoint; a key includes all keys below it."""
+    """Keys that you changed on purpose since the checkpoint; a key includes all keys below it."""
     resume_skip: list[str] = field(default_factory=list)
-    """Parts of the checkpoint to skip when resuming: optimizer, data, random, interfaces, callbacks, counters. Weights
-    are always restored."""
+    """Parts of the checkpoint to ignore: optimizer, data, random, interfaces, callbacks, counters. Weights are always
+    restored."""
     steps: Count
     """Number of training steps (passes over the graph)."""
     batch_prompts: Count
     """Number of prompts per step."""
     microbatch: MicroBatchLimits = field(default_factory=MicroBatchLimits)
-    """Token budget of a forward pass, for all roles."""
+    """Token budget of a forward pass, shared by all roles."""
     models: Mapping[str, Any]
     """Role -> component that loads its model, such as realign.engines.TransformersModel, the default in a config."""
     interfaces: Mapping[str, Any]
@@ -114,17 +114,17 @@ class RunSettings(Settings):
     """Role that is not trained -> update of its weights from a trained role at the end of a step: of, weight,
     every_steps. In a config, `_target_` defaults to realign.api.Sync."""
     data: Any
-    """Component that loads the training prompts."""
+    """Training data: prompts, or the rows that the algorithm learns from."""
     shuffle: bool = True
-    """Whether to shuffle the rows in each epoch. The order is a pure function of seed and epoch."""
+    """Shuffle the rows in each epoch. The order depends only on seed and epoch."""
     dynamic_sampling: Any = None
-    """Dynamic sampling: sample until enough prompts have passed a filter on their rewards. In a config, `_target_`
+    """Dynamic sampling: keep sampling until enough prompts pass a filter on their rewards. In a config, `_target_`
     defaults to realign.runtime.DynamicSampling; empty or null disables it."""
     evaluation: Any = None
-    """Evaluation on held-out rows before training, every n steps and after training. In a config, settings that the
-    node lacks follow from the training settings, so evaluation.data.path=FILE is enough. Empty or null disables it."""
+    """Evaluation on held-out rows: before training, every n steps, and at the end. In a config,
+    evaluation.data.path=FILE is enough, since everything else follows training. Empty or null disables it."""
     evaluations: Mapping[str, Any] = field(default_factory=dict)
-    """Name -> further evaluation, with metrics eval/NAME/..."""
+    """More evaluations by name, with metrics eval/NAME/..."""
     calibration: Any = None
     """Calibration of the gain and bias of a reward model, before or after training. In a config, `_target_` defaults to
     realign.runtime.RewardCalibration; empty or null disables it."""
@@ -132,31 +132,31 @@ class RunSettings(Settings):
     """Whether an optimizer step that one model skips, because its loss or gradient is not finite, is skipped by all
     models that the graph trains (DeepSpeed-Chat: align_overflow). Their gradients are in memory at the same time."""
     save_every_steps: Count | None = None
-    """Interval in steps at which the trained models are saved; null saves them only at the end."""
+    """Save the trained models every this many steps; null saves them only at the end."""
     keep_saves: Count | None = None
-    """Number of most recent saves from `save_every_steps` to keep; null keeps all."""
+    """Keep this many of the latest saves from `save_every_steps`; null keeps all."""
     save_best: str | None = None
-    """Metric, such as eval/reward, whose best value determines the models saved to `best`. Larger is better; a leading
-    `-` (-eval/nll) means that smaller is better. null saves no best models."""
+    """Save the models to `best` whenever this metric improves, such as eval/reward. If smaller is better, write a
+    leading `-` (-eval/nll). null saves no best models."""
     sample_prompts: NonNegativeInt = 1
-    """Number of prompts per step whose responses and rewards are written to samples.jsonl (`batch_prompts`: all)."""
+    """Write the responses and rewards of this many prompts per step to samples.jsonl (`batch_prompts`: all)."""
     records: RecordSpec = field(default_factory=RecordSpec)
-    """Detail of the records for the report: recorded tokens, spans and the load of the machine."""
+    """How much detail the report gets: tokens, spans and the load of the machine."""
     print_samples_every_steps: Count | None = None
-    """Interval in steps at which three responses are printed, with reward and KL; null prints none."""
+    """Print three responses with reward and KL every this many steps; null prints none."""
     trackers: Mapping[str, Any] = field(default_factory=dict)
-    """Metric loggers besides metrics.jsonl: any name -> tracker, such as tensorboard or wandb."""
+    """Where else to log metrics, besides metrics.jsonl: any name -> tracker, such as tensorboard or wandb."""
     callbacks: Mapping[str, Any] = field(default_factory=dict)
-    """Hooks that read the metrics of the run, add metrics, or stop the run: any name -> component, such as
-    early_stopping, or your own class in `_target_`. null disables one."""
+    """Hooks that read metrics, add metrics, or stop the run: any name -> early_stopping, or your own class in
+    `_target_`. null disables one."""
     runtime: Any
-    """Placement and execution of the models: config group `runtime` (local, ray). In a config, `_target_` defaults to
+    """Where the models run: config group `runtime` (local, ray). In a config, `_target_` defaults to
     realign.runtime.runtime_spec.Local."""
     rollout: Any
     """Synchronous or asynchronous rollout: config group `rollout` (sync, async). In a config, `_target_` defaults to
     realign.runtime.rollout.spec.Sync."""
     ratio_tolerance: Annotated[float, Range(ge=0)] | None = None
-    """Largest |log-prob difference| between sampler and trainer, in nats, before the first update. A larger difference
-    raises a warning, or an error with `strict_ratio`. null: 1e-3, or 0.1 for a model that computes in bfloat16."""
+    """How far log-probs of sampler and trainer may differ before the first update, in nats. A larger difference is a
+    warning, or an error with `strict_ratio`. null: 1e-3, or 0.1 for a model that computes in bfloat16."""
     strict_ratio: bool = False
-    """Whether to stop the run, rather than warn, when the difference exceeds `ratio_tolerance`."""
+    """Stop the run, rather than warn, when the difference exceeds `ratio_tolerance`."""

@@ -17,21 +17,21 @@ class GenerationConfig(Settings):
     Attributes:
         n: responses per prompt (the group size G).
         max_new_tokens: maximum tokens per response, including the stop token.
-        min_new_tokens: tokens before which no stop token can be sampled (changes the distribution).
-        temperature: sampling temperature, at least 0.01; also divides the logits of the reported log-probs.
+        min_new_tokens: don't sample a stop token before this many tokens (changes the distribution).
+        temperature: sampling temperature, at least 0.01. The reported log-probs are at this temperature, too.
         top_k: sample from the k most likely tokens; 0 means all (changes the distribution).
         top_p: sample from the smallest set of tokens with this probability mass; 1 means all (changes the
             distribution).
-        min_p: sample only from tokens that have at least this fraction of the probability of the most likely one; 0
-            means all (changes the distribution).
-        greedy: choose the most likely token. Log-probs are those of the softmax at `temperature`.
-        fixed_length: sample exactly `max_new_tokens` tokens, and treat stop tokens as ordinary tokens.
-        stop_token_ids: ids of tokens that end a response and are included in it; None means the model's end tokens.
-        stop_strings: texts that end a response as soon as its decoded text contains one.
-        router_replay: record the experts that the routers of a mixture-of-experts model choose for each token, and
-            use them again in training and in recomputed log-probs.
+        min_p: sample from tokens with at least this fraction of the most likely token's probability; 0 means all
+            (changes the distribution).
+        greedy: always take the most likely token. Log-probs are still those of the softmax at `temperature`.
+        fixed_length: sample exactly `max_new_tokens` tokens; stop tokens are ordinary tokens.
+        stop_token_ids: token ids that end a response (and are part of it); None means the model's end tokens.
+        stop_strings: end a response as soon as its text contains one of these.
+        router_replay: record which experts a mixture-of-experts model chooses for each token, and use the same ones in
+            training and in recomputed log-probs.
         sampling_replay: record the tokens that top_k, top_p and min_p kept, and normalize over them in training and in
-            recomputed log-probs. Policies that train on probability ratios set it with any of these three.
+            recomputed log-probs. Set automatically by policies that train on probability ratios.
         advantage_scale: add this multiple of the advantage, min target Q - V, to the log-probs before `temperature`
             (beta of ILQL; changes the distribution). Requires a model with `head.value_head.q_heads`.
     """

@@ -31,15 +31,15 @@ class FileSource(DataSpec):
     """Rows of one or several sources."""
 
     path: str | RowSource | list[str | RowSource]
-    """Where the rows come from: a file, folder, pattern such as `data/*.jsonl`, or hub name such as `org/name:split`.
-    Files are JSONL, JSON, CSV, TSV, parquet or arrow. Folders contain such files, or were written by `datasets`'
-    `save_to_disk`. An existing local path takes precedence over a hub name. A list combines several sources, and
-    `{path: a.jsonl, weight: 0.7}` in it sets a weight, limit or columns."""
+    """A file, a folder, a pattern such as `data/*.jsonl`, or a hub name such as `org/name:split`. Files can be JSONL,
+    JSON, CSV, TSV, parquet or arrow; folders contain such files, or come from `datasets`' `save_to_disk`. An existing
+    local path wins over a hub name. A list combines several sources, and `{path: a.jsonl, weight: 0.7}` in it sets a
+    weight, limit or columns."""
     limit: Count | None = None
-    """Maximum number of rows to read from the start of each source; null reads all."""
+    """Read only this many rows from the start of each source; null reads all."""
     split: str | Split | None = None
-    """Split of a dataset, such as train, or one of several disjoint parts of the rows of each source, such as
-    `{part: 0, weights: [2, 4, 4]}`; null uses the only split, and all rows."""
+    """Split of a dataset, such as train, or one of several disjoint parts of each source's rows, such as
+    `{part: 0, weights: [2, 4, 4]}`. null: the only split, and all rows."""
     subset: str | None = None
     """Subset (configuration) of a hub dataset; null uses the only one or the default."""
     revision: str | None = None

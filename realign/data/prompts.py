@@ -34,12 +34,13 @@ class PromptData(ImageSource):
     keeps_rows: ClassVar[bool] = True
 
     messages_column: str | None = None
-    """Column with conversations, a list of chat messages. null recognizes it."""
+    """Column with conversations (lists of chat messages). null finds it by name."""
     drop_final_answer: bool = False
-    """Remove the assistant messages at the end of a conversation, so that it ends with the last user or tool message.
-    false: such a conversation is an error. The row still contains them, for the reward function."""
+    """Cut the assistant messages at the end of a conversation, so that it ends with the last user or tool message; the
+    reward function still sees them in the row. With false, such a conversation is an error."""
     max_prompt_tokens: Count | None = None
-    """Maximum length of a prompt in tokens, including start tokens; null sets no limit."""
+    """Longest allowed prompt in tokens, including start tokens; null sets no limit. `too_long` says what happens to
+    longer ones."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

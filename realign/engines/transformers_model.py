@@ -52,45 +52,40 @@ class TransformersModel(Settings, ModelSpec):
     """A transformers model as a role of an experiment.
 
     Attributes:
-        path: Local folder or hub name of the model, or a local folder with an adapter of peft (adapter_config.json).
-        head: Output of the model: causal (language model) | score (reward model, one number per sequence) | value
-            (critic, one number per token). See `Causal`, `Score`, `Value`.
-        tokenizer: Folder or hub name of the tokenizer; null uses the tokenizer of the actor, and for the actor the
-            one in `path`.
-        dtype: Precision of matrix products: auto | float32 | bfloat16 (autocast over fp32 weights). auto is bfloat16
-            on a CUDA device that computes in it, and float32 otherwise. See `DType`.
-        device: auto | cpu | cuda | cuda:0 ...; auto uses CUDA if it is available.
+        path: Hub name or local folder of the model. The folder may also hold a peft adapter (adapter_config.json).
+        head: What the model outputs: causal (a language model) | score (a reward model, one number per sequence) |
+            value (a critic, one number per token). See `Causal`, `Score`, `Value`.
+        tokenizer: Hub name or folder of the tokenizer. null: the actor's tokenizer, and for the actor the one in
+            `path`.
+        dtype: Precision of matrix products: auto | float32 | bfloat16 (autocast over fp32 weights). auto picks
+            bfloat16 on CUDA devices that support it, and float32 elsewhere. See `DType`.
+        device: auto | cpu | cuda | cuda:0 ...; auto uses CUDA if available.
         attention: Attention kernel: auto | sdpa | flash | flash3 | hub | varlen. See `Backend`.
-        deterministic: Use deterministic kernels, including those of flash-attn, so that a run on the same GPU repeats
-            bit by bit. They are slower, and apply to all models in the process. On CPU, results are deterministic
-            without this key.
-        gradient_checkpointing: true | false | auto. Recompute each layer in the backward pass. This saves memory and
-            takes about a third more time. auto recomputes on CUDA if training would not fit the device otherwise, and
-            never on a CPU. The launch table shows the choice and its reason.
-        dropout: Apply the model's dropout during training. Off by default, since the importance ratios of PPO compare
-            two passes over the same text.
-        optimizer: Optimizer settings; null freezes the model.
-        trains: Weights that the optimizer changes: all | top_layers | lora. See `All`, `TopLayers`, `Lora`.
+        deterministic: Use deterministic kernels, also in flash-attn, so that a run repeats bit by bit on the same
+            GPU. Slower, and applies to all models in the process. CPU runs are deterministic without it.
+        gradient_checkpointing: true | false | auto. Recompute each layer in the backward pass: saves memory, takes
+            about a third longer. auto does so on CUDA if training wouldn't fit otherwise, and never on a CPU; the
+            launch table says which and why.
+        dropout: Apply the model's dropout during training. Off by default, because importance ratios compare two
+            passes over the same text.
+        optimizer: How to train the model; null freezes it.
+        trains: Which weights to train: all | top_layers | lora. See `All`, `TopLayers`, `Lora`.
         adapter: What to do with an adapter folder in `path`: auto | merge | continue. See `AdapterStart`.
-        load_in_4bit: Load linear layers in 4 bits with bitsandbytes (QLoRA). Requires trains=lora with
-            merge_on_save=false, and the extra `quantization`.
-        trust_remote_code: Run the model code in the folder or hub repository.
-        shared_prompts: auto | off. auto computes the shared prompt of a group once, in training and scoring, if that
-            saves at least 5% of the group's tokens. The results are the same. A training pass with dropout does not
-            share prompts.
-        fused_rollout: Sample with fused layers over concatenated copies of the weights. Applies if the model family
-            is known and a comparison with its modules shows no difference. Otherwise, and with false, sampling calls
-            the modules.
+        load_in_4bit: Load linear layers in 4 bits with bitsandbytes (QLoRA). Needs trains=lora,
+            trains.merge_on_save=false and the extra `quantization`.
+        trust_remote_code: Run model code from the folder or hub repository. It can do anything on your machine.
+        shared_prompts: auto | off. auto computes a group's prompt once, in training and scoring, if that saves at
+            least 5% of the group's tokens. Same results. Not in training passes with dropout.
+        fused_rollout: Sample faster with fused layers over concatenated copies of the weights, if the model family is
+            known and a comparison with its modules shows no difference. Otherwise sampling calls the modules.
         parallel_passes: auto | off. auto computes micro-batches concurrently on CPU, in up to as many threads as
-            torch uses, and divides the token budget among them. The results are the same. A training pass with
-            dropout, or with load_balancing, runs its micro-batches one after another, and so do all passes with
-            torch_compile.
+            torch uses, which share the token budget. Same results. Micro-batches run one after another with
+            torch_compile, and in training passes with dropout or load_balancing.
         torch_compile: off | inductor | aot_eager | eager. Backend of `torch.compile` for the decoder layers in training
-            and scoring. Attention and rollouts are not compiled. Incompatible with load_balancing and load_in_4bit.
-            See `TorchCompile`.
-        load_balancing: Balance the load of experts in a mixture-of-experts model; null: off. See `LoadBalancing`.
-        sharding: Sharding of the model over several processes (torchrun); ignored with one process.
-        sampler: Sampler of responses: this model in its own process (`InProcessSampling`), or an external sampler.
+            and scoring, not for attention and rollouts. Not with load_balancing or load_in_4bit. See `TorchCompile`.
+        load_balancing: Balance the experts of a mixture-of-experts model; null: off. See `LoadBalancing`.
+        sharding: How to shard the model over several processes (torchrun); ignored with one process.
+        sampler: Where responses are sampled: in this process (`InProcessSampling`), or on a server such as vllm.
     """
 
     path: str

@@ -21,11 +21,11 @@ class GRPOActorInterface(PolicyInterface):
     """The policy of GRPO: rewards compared within the group of a prompt, and no critic."""
 
     generation: GenerationConfig = field(default_factory=lambda: GenerationConfig(n=8))
-    """Sampling settings; `generation.n` is the group size."""
+    """How to sample responses; `generation.n` is the group size."""
     advantage: AdvantageEstimator = field(default_factory=GroupRelative)
     """Advantage estimator: group_relative, gae, or your own."""
     adv_norm: Normalization = field(default_factory=lambda: Normalization(mean=Scope.group, std=Scope.group))
-    """Normalization of advantages: scopes of the mean that is subtracted and of the standard deviation that divides."""
+    """How to normalize advantages: over which responses to subtract the mean and divide by the standard deviation."""
 
 
 __all__ = ["GRPOActorInterface", "dataflow"]

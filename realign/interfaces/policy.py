@@ -102,38 +102,38 @@ class PolicyInterface(ModelInterface):
     reads_images: ClassVar[bool] = True
 
     generation: GenerationConfig = field(default_factory=GenerationConfig)
-    """Sampling settings; `generation.temperature` applies to all log-probs of the policy. With `top_k`, `top_p` or
-    `min_p`, log-probs are normalized over the tokens that these kept in the rollout."""
+    """How to sample responses. `generation.temperature` applies to all log-probs of the policy. With `top_k`, `top_p`
+    or `min_p`, log-probs are normalized over the tokens they kept in the rollout."""
     epochs: Count = 1
-    """Passes over the rollout batch."""
+    """How often to train on each rollout batch."""
     n_minibatches: Count = 1
-    """Optimizer steps per pass; prompts are randomly permuted in each."""
+    """Optimizer steps per pass. Each pass shuffles the prompts."""
     reward: RewardShaping = field(default_factory=RewardShaping)
-    """Shaping of scores: bias, gain, clip, scale, baseline."""
+    """What to do with rewards before advantages: bias, gain, clip, scale, baseline."""
     truncation: Truncation = field(default_factory=Truncation)
-    """Treatment of responses that reached the length limit."""
+    """What to do with responses that hit the length limit."""
     min_response_tokens: NonNegativeInt = 0
-    """Minimum length in tokens, including the end token; shorter responses are excluded from the loss (3 as in
-    DeepSpeed-Chat, which excludes responses of one token and the end token)."""
+    """Drop responses shorter than this from the loss, in tokens including the end token (3 matches DeepSpeed-Chat,
+    which drops responses of one token and the end token)."""
     train_end_token: bool = True
-    """Train on end tokens. With false, they get rewards and advantages, but are in no loss, as in systems that pad with
-    the end token (DeepSpeed-Chat, trlX with the tokenizer of GPT-2)."""
+    """Train on end tokens. With false, they get rewards and advantages but no loss, as in systems that pad with the end
+    token (DeepSpeed-Chat, trlX with GPT-2's tokenizer)."""
     keep_best: Count | None = None
-    """Number of responses per prompt that train, those with the highest scores (realhf's best-of-k); null: all."""
+    """Train only on the k highest-scoring responses per prompt (realhf's best-of-k); null trains on all."""
     advantage: AdvantageEstimator = field(default_factory=GAE)
     """Advantage estimator: gae, n_step, group_relative, or your own."""
     adv_norm: Normalization = field(default_factory=Normalization)
-    """Normalization of advantages: scopes of the mean that is subtracted and of the standard deviation that divides."""
+    """How to normalize advantages: over which responses to subtract the mean and divide by the standard deviation."""
     credit_per_minibatch: bool = False
-    """Estimate and normalize advantages separately in every mini-batch (openai/lm-human-preferences)."""
+    """Estimate and normalize advantages in each mini-batch on its own (openai/lm-human-preferences)."""
     objective: Objective = field(default_factory=Clip)
     """Policy objective: clip, proximal_kl, gspo, cispo, sapo, gmpo, reinforce, or your own."""
     correction: Correction | None = None
-    """Importance correction for the behavior policy: importance_correction, or your own; null: none."""
+    """Correct for samples from an older or different policy: importance_correction, or your own; null: don't."""
     recompute: bool = False
-    """Recompute old log-probs with the training engine, instead of using the sampler's; `correction` implies it."""
+    """Recompute old log-probs with the trainer, instead of using the sampler's. `correction` implies it."""
     kl: KLPenalty = field(default_factory=KLPenalty)
-    """Penalty against the reference policy, in the reward or in the loss: kl_penalty, or your own."""
+    """KL penalty against the reference policy, in the reward or in the loss: kl_penalty, or your own."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus in the loss (nats per token)."""
     # PPO's settings, which presets turn off whatever the class of the actor: these defaults are valid for every policy.

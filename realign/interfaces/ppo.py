@@ -35,11 +35,11 @@ class PPOActorInterface(PolicyInterface):
     HEADLINE = (*PolicyInterface.HEADLINE, "explained_variance")
 
     critic: Critic = Critic.none
-    """Model that estimates values: none, own or shared."""
+    """Where values come from: none (no critic), own (a model of its own) or shared (a head on the actor)."""
     value: ValueObjective | None = None
     """Value loss with critic=shared, added to the policy loss; unset: the defaults."""
     critic_warmup_steps: NonNegativeInt = 0
-    """Number of training steps at the start in which only the critic is trained (critic=own)."""
+    """Train only the critic for this many steps at the start (critic=own)."""
     ptx_coef: NonNegative = 0.0
     """Weight of the mean negative log-likelihood of pretraining text in the loss (PPO-ptx, arXiv:2203.02155)."""
 

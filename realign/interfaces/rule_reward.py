@@ -48,42 +48,43 @@ class RuleRewardInterface(ModelInterface):
     """A reward computed by functions instead of a model."""
 
     function: str | None = None
-    """Import path of the only function, `package.module:name` or `path/to/file.py:name`, or the URL of a server that
-    scores responses (`realign.rewards.pool.http`); null: `functions` lists them."""
+    """Your reward function, `path/to/file.py:name` or `package.module:name`, or the URL of a server that scores
+    responses (`realign.rewards.pool.http`). For several functions, leave it null and set `functions`."""
     functions: dict[str, str | FunctionTerm | RewardTerm] = field(default_factory=dict)
-    """Several functions by names of your choice, each as an import path or with a `weight`. The reward is the weighted
-    sum. A component such as `realign.rewards.judge.Judge` can replace a function."""
+    """Several functions by names of your choice, each an import path, with or without a `weight`. The reward is their
+    weighted sum. A component such as `realign.rewards.judge.Judge` can stand in for a function."""
     workers: NonNegativeInt = 2
-    """Number of worker processes; 0 calls the function in this process (breakpoints work, hangs are not caught)."""
+    """Number of worker processes; 0 calls the function in this process (breakpoints work, hangs aren't caught)."""
     timeout_s: Positive = 30.0
     """Time limit of one call in seconds."""
     patience_s: NonNegative = 120.0
-    """Seconds without any answer (function hangs, server is down) after which the rest of a batch fails. Until then,
-    responses that a server did not answer are retried, so a restart of the server loses no rewards."""
+    """Give up on the rest of a batch after this many seconds without any answer (function hangs, server is down). Until
+    then, requests to a server are retried, so restarting it loses no rewards."""
     memory_mb: Count | None = 4096
-    """Address space in MiB that a worker may use beyond its imports (Linux only); null sets no limit."""
+    """Memory limit of a worker beyond its imports, as address space in MiB (Linux only); null sets no limit."""
     cpu_s: Positive | None = 600.0
-    """CPU seconds that one call may use, over all its threads (not on Windows); null sets no limit. The limit also
-    applies to each process that the function starts."""
+    """CPU limit of one call in seconds, over all its threads (not on Windows); null sets no limit. It also applies to
+    each process that the function starts."""
     open_files: OpenFiles | None = 1024
-    """Number of file descriptors of a worker (not on Windows); null keeps the system's limit."""
+    """Limit of open files per worker (not on Windows); null keeps the system's limit."""
     keep_environment: list[str] = field(default_factory=list)
-    """Environment variables that workers inherit although they look like secrets, such as `[OPENAI_API_KEY]`. Other
-    variables with token, key, secret or password in their name are removed."""
+    """Secrets that your function needs in its environment, such as `[OPENAI_API_KEY]`. Workers don't inherit other
+    variables with token, key, secret or password in their name."""
     max_failed_fraction: Fraction = 0.5
-    """Fraction of a batch that may fail; the run stops above it."""
+    """Stop the run if a larger fraction of a batch fails."""
     shuffle: bool = False
-    """Randomly permute the rewards within a batch. This is a negative control: the policy should not improve."""
+    """Shuffle the rewards within a batch, as a negative control: the policy shouldn't improve."""
     cut: ResponseCut | None = None
-    """Settings to score a response only up to its first end mark; null: score the whole response."""
+    """Score a response only up to its first end mark; null scores all of it."""
     known_answer: str | None = None
-    """Column of the data with the right answer, such as `answer`. `realign check` and the launch then score the right
-    answers of a few rows and wrong ones, and stop unless right answers score higher. null: no check."""
+    """Column with the correct answer, such as `answer`. `realign check` and the launch then score correct and wrong
+    answers of a few rows, and stop unless the correct ones score higher. null: no check."""
     known_answer_template: str = ANSWER
     """Response that `known_answer` scores, with the answer at `{answer}`, such as `<answer>{answer}</answer>`."""
     dense: bool = False
-    """Pass the text of each response token to the function, and expect a list with one reward per token. The texts
-    include special tokens. A character that spans several tokens appears as replacement characters."""
+    """Reward every token: the function also gets the text of each response token, and returns a list with one reward
+    per token. The texts include special tokens. A character that spans several tokens shows as replacement
+    characters."""
 
     needs_engine: ClassVar[bool] = False
 

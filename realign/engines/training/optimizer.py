@@ -37,10 +37,10 @@ class Schedule(Settings):
 
     Attributes:
         kind: shape after warm-up: constant | linear | cosine.
-        warmup: warm-up length in units. The rate is lr * (step + 1) / (warmup + 1), so it is never 0.
-        total: units, including warm-up, after which linear and cosine reach `min_ratio`.
+        warmup: length of the warm-up, in `unit`s. The rate is lr * (step + 1) / (warmup + 1), so it's never 0.
+        total: when linear and cosine reach `min_ratio`, in `unit`s and including the warm-up.
         min_ratio: final rate as a fraction of lr.
-        unit: optimizer_step | train_step. Skipped optimizer steps do not count.
+        unit: optimizer_step | train_step. Skipped optimizer steps don't count.
     """
 
     kind: ScheduleKind = ScheduleKind.constant
@@ -63,17 +63,16 @@ class OptimizerSpec(Settings, AcceptsForeign):
     Attributes:
         lr: peak learning rate.
         betas: decay rates of the first and second moments.
-        eps: constant added to the square root of the second moment.
-        weight_decay: decoupled weight decay. Applies to matrices only (parameters of two or more dimensions), not to
-            biases and norms.
+        eps: added to the square root of the second moment.
+        weight_decay: decoupled weight decay, on matrices only (two or more dimensions), not on biases and norms.
         eps_hat: add `eps` before the bias correction, as TensorFlow does (epsilon-hat of arXiv:1412.6980, section 2).
-        grad_clip: maximum gradient norm; a larger gradient is scaled down to it. None: no clipping.
+        grad_clip: scale gradients with a larger norm down to this norm. None: no clipping.
         schedule: learning-rate schedule.
         ema_decay: decay of the weight average ema = ema_decay * ema + (1 - ema_decay) * weights, updated after each
             optimizer step. The average is saved in a separate folder, `<role>_ema` (DeepSpeed-Chat: 0.992). None: no
             average.
-        max_nonfinite_in_a_row: consecutive optimizer steps with a non-finite loss or gradient after which the run
-            ends. Steps before that are skipped.
+        max_nonfinite_in_a_row: stop the run after this many consecutive optimizer steps with a non-finite loss or
+            gradient. Until then, such steps are skipped.
     """
 
     stand_in: ClassVar[str] = "realign.engines.training.torch_optimizer.TorchOptimizer"
