@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -141,7 +142,18 @@ class ShardedEngine(TransformersEngine):
 
     @override
     def reference(self, layers: int | None = None) -> Forward:
-        """Compute the reference of a model with LoRA, on all ranks.
+        """Compute the reference of a model with LoRA, on all ranks; see `reference_part`."""
+        own = self.reference_part(layers)
+
+        def forward(data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
+            parts = self._cut("reference", data, TOKENS)
+            return self._restored(parts, own(parts[self.data_rank], mb_spec, post_hook))
+
+        return forward
+
+    @override
+    def reference_part(self, layers: int | None = None) -> Forward:
+        """Compute the reference of a model with LoRA for the prompts of this rank.
 
         Raises:
             ConfigError: the model has no adapters.
@@ -151,13 +163,7 @@ class ShardedEngine(TransformersEngine):
                 f"models.{self.name}.trains={self.network.trains}: branch=reference of a sharded model requires "
                 f"trains=lora. Set models.{self.name}.trains=lora, or use a separate model as the reference."
             )
-        run = self.network.reference(layers)
-
-        def forward(data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
-            parts = self._cut("reference", data, TOKENS)
-            return self._restored(parts, self._forward_part(parts[self.data_rank], mb_spec, post_hook, run))
-
-        return forward
+        return partial(self._forward_part, run=self.network.reference(layers))
 
     @torch.no_grad()
     def _forward_part(self, part: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook, run: Any) -> Any:

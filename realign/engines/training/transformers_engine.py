@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from realign.api.engine import Agree, EngineCapabilities, LossFn, LossWeightFn, PostHook, StepIf
+from realign.api.engine import Agree, EngineCapabilities, Forward, LossFn, LossWeightFn, PostHook, StepIf
 from realign.api.generation import GenerationConfig
 from realign.api.microbatch import MicroBatchSpec
 from realign.api.sample import TOKENS, SequenceSample
@@ -134,6 +134,10 @@ class TransformersEngine(InferenceEngine):
     def forward_part(self, part: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
         """Run `forward` on the prompts of this process. With one process, these are the whole batch."""
         return self.forward(part, mb_spec, post_hook)
+
+    def reference_part(self, layers: int | None = None) -> Forward:
+        """Return a `reference` for the prompts of this process. With one process, these are the whole batch."""
+        return self.reference(layers)
 
     def generate_part(self, part: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
         """Run `generate` for the prompts of this process. With one process, these are the whole batch."""

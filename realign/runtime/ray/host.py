@@ -189,12 +189,14 @@ class Host:
 
     def reference(self, role: str, layers: int | None) -> None:
         """Store a copy of the current policy for `score`."""
-        self._references[role, layers] = self._engine(role).reference(layers)
+        engine = self._engine(role)
+        make = engine.reference_part if isinstance(engine, TransformersEngine) else engine.reference
+        self._references[role, layers] = make(layers)
 
     def score(
         self, role: str, part: SequenceSample, mb_spec: MicroBatchSpec, hook: PostHook, layers: int | None
     ) -> SequenceSample:
-        """Run `forward` with the policy that `reference` stored; `part` is the whole batch on every rank."""
+        """Run `forward` with the policy that `reference` stored."""
         return self._references[role, layers](part, mb_spec, hook)
 
     def measure(self, role: str, part: SequenceSample, mb_spec: MicroBatchSpec, loss_fn: LossFn) -> Stats:

@@ -68,7 +68,7 @@ class RayEngine(PipelinableEngine):
         self._tell("reference", layers)
 
         def score(data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
-            return self.group.ask(self.name, "score", [(data, mb_spec, HOOK, layers)], post_hook)[0]
+            return self._cut("score", data, TOKENS, mb_spec, HOOK, layers, hook=post_hook)
 
         return score
 

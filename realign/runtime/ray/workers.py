@@ -348,12 +348,14 @@ class WorkerGroup:
         started = time.perf_counter()
         pickled = None if hook is None else _pickled(hook, f"models.{role}: the function passed to {verb}")
         asked = self._workers if only is None else [self._workers[only]]
-        sent = [to_wire(part) for part in parts]
-        if len(sent) == 1 and len(asked) > 1:
+        different = {id(part): part for part in parts}
+        sent = {same: to_wire(part) for same, part in different.items()}
+        if len(sent) < len(asked):
             # Ray would otherwise serialize the same arguments once for each worker
-            sent = [ray.put(sent[0])] * len(asked)
+            sent = {same: ray.put(arguments) for same, arguments in sent.items()}
+        to_each = [sent[id(part)] for part in (parts if len(parts) > 1 else [*parts] * len(asked))]
         with self.busy if self._alone else nullcontext():
-            refs = [worker.ask.remote(role, verb, x, pickled) for worker, x in zip(asked, sent, strict=True)]
+            refs = [worker.ask.remote(role, verb, x, pickled) for worker, x in zip(asked, to_each, strict=True)]
             replies = self._replies(refs, f"{role}: {verb}", parts, first=only or 0)
         values = [from_wire(reply.value) for reply in replies]
         if (hops := current_hops()) is not None:

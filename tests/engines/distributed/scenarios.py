@@ -388,7 +388,11 @@ SAVED: dict[str, tuple[dict[str, Any], Any]] = {
     "experts": ({"name": "qwen3_moe"}, plain_loss),
 }
 """Settings and loss of models to save, by kind."""
-DIVIDED = {"tensor parallel": ({"name": "qwen3", "sharding": Sharding(tensor_parallel=2)}, plain_loss)}
+DIVIDED: dict[str, tuple[dict[str, Any], Any]] = {
+    "tensor parallel": ({"name": "qwen3", "sharding": Sharding(tensor=2)}, plain_loss),
+    "replicated": ({"name": "qwen3", "sharding": Sharding(replicate=2)}, plain_loss),
+}
+"""The same on meshes of four ranks."""
 
 
 def saved(folder: Path, own: Path, kinds: dict[str, tuple[dict[str, Any], Any]]) -> None:
