@@ -9,8 +9,10 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from realign.api import GenerationConfig, MicroBatchSpec, Request, SequenceSampl
 from realign.api.sampling_mask import masks_of
 from realign.engines import Lora, OptimizerSpec, TransformersModel
 from realign.engines.distributed.ranks import current
+from realign.engines.distributed.sharded_network import GatheredCopy
 from realign.engines.servers import pool
 from realign.engines.servers.delivery import vocabulary_size
 from realign.engines.servers.protocol import ANY_TOKEN, Ask, Unavailable, checked_part
@@ -847,9 +850,12 @@ def train_and_sample(folder: Path, url: str, settings: dict):
     step = OptimizerSpec(lr=0.1)
     spec = TransformersModel(str(folder / "llama"), device="cpu", optimizer=step, sampler=sampler, **lora)
     model = spec.load("actor", seed=0)
-    open_sampler(spec, model)
+    # Adapters are gathered, and nothing else.
+    refused = patch.object(GatheredCopy, "fill", side_effect=AssertionError("a rank gathers the model"))
     config = GenerationConfig(n=2, max_new_tokens=7)
-    try:
+    with nullcontext() if lora else refused, ExitStack() as stack:
+        open_sampler(spec, model)
+        stack.callback(model.sampler.close)
         found = [model.sampler.generate(three_prompts(), config, seed=1)]
         data = random_sample([(6,), (4, 3)])
         model.engine.train_batch(data, MicroBatchSpec(100), loss, lambda part: part["loss_mask"].sum())
@@ -858,8 +864,6 @@ def train_and_sample(folder: Path, url: str, settings: dict):
         model.sampler.wake()
         found.append(model.sampler.generate(three_prompts(), config, seed=2))
         weights = {name: x.clone() for name, x in model.engine.weights().items()}
-    finally:
-        model.sampler.close()
     return current().rank, [dict(sample.data) for sample in found], weights, model.sampler.version
 
 
