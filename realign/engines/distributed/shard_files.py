@@ -119,7 +119,8 @@ def read_saved(folder: Path) -> dict[str, Tensor | Saved]:
     A single process loads full tensors. With several ranks, the result contains `Saved` references.
     """
     named = {name: dtype for dtype, name in DTYPES.items()}
-    shards: dict[str, list[Shard]] = {}
+    # By place: a copy of a shard, which earlier versions wrote too, must not stand in for a missing one.
+    shards: dict[str, dict[tuple[tuple[int, int], ...], Shard]] = {}
     dtypes = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as opened:
@@ -127,10 +128,10 @@ def read_saved(folder: Path) -> dict[str, Tensor | Saved]:
             for name in opened.keys():  # noqa: SIM118  (not a mapping)
                 part = opened.get_slice(name)
                 starts = zip(offsets[name]["saved_offsets"], part.get_shape(), strict=True)
-                box = tuple(slice(start, start + n) for start, n in starts)
-                shards.setdefault(name, []).append(Shard(file, box))
+                place = tuple((start, start + n) for start, n in starts)
+                shards.setdefault(name, {})[place] = Shard(file, tuple(slice(*rows) for rows in place))
                 dtypes[name] = named[part.get_dtype()]
-    saved = {name: Saved(name, dtypes[name], parts) for name, parts in shards.items()}
+    saved = {name: Saved(name, dtypes[name], list(parts.values())) for name, parts in shards.items()}
     if current().size > 1:
         return dict(saved)
     tensors = {name: torch.empty(x.shape, dtype=x.dtype) for name, x in saved.items()}

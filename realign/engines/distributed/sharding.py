@@ -161,7 +161,10 @@ def writes(x: Tensor, ranks: Ranks) -> bool:
     if not is_part(x):
         return ranks.leader
     mesh = x.device_mesh
-    return all(not at.is_replicate() or not mesh.get_local_rank(dim) for dim, at in enumerate(x.placements))
+    # Ranks that compute layers together each have a mesh of their own for what FSDP alone divides, such as norms. The
+    # tensors on these meshes are copies, and rank 0 is on the first.
+    first = bool((mesh.mesh == 0).any())
+    return first and all(not at.is_replicate() or not mesh.get_local_rank(dim) for dim, at in enumerate(x.placements))
 
 
 def memory_of(x: DTensor) -> tuple[Hashable, ...]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from realign.api import GenerationConfig, Model, SequenceSample, stat_values
 from realign.engines import Causal, LoadBalancing, Lora, Score, Sharding, Value, ValueHead
 from realign.engines.distributed.ranks import current
+from realign.engines.distributed.shard_files import shards_to_write
 from realign.engines.distributed.sharding import whole
 from realign.interfaces.components import JSD
 from realign.interfaces.critic import PPOCriticInterface
@@ -217,3 +218,12 @@ RUNS = {run.__name__: run for run in (*TENSOR, *EXPERT, low)}
 def of_mesh(folder: Path, names: Sequence[str], sharding: Mapping[str, int]) -> dict[str, Any]:
     """Return the results of some runs on a mesh."""
     return {name: RUNS[name](folder, sharding=Sharding(**sharding)) for name in names}
+
+
+def written(folder: Path, model: str, sharding: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+    """Return for each weight of a model how many of its elements this rank writes into a checkpoint, and has."""
+    trains = {"trains": Lora(rank=2)} if model == "experts" else {}
+    engine = load(folder, model, sharding=Sharding(**sharding), **trains).engine
+    state = engine.state_dict()["module"] | engine.fixed_weights()["module"]
+    shards, _ = shards_to_write(state, current())
+    return {name: (shards[name].numel() if name in shards else 0, x.numel()) for name, x in state.items()}

@@ -122,6 +122,22 @@ def test_collectives_transfer_what_the_formula_says(
         assert counted == expected
 
 
+@pytest.mark.parametrize(
+    ("model", "ranks", "sharding"),
+    [
+        ("dense", 2, {"tensor": 2}),
+        pytest.param("dense", 4, {"tensor": 2}, marks=pytest.mark.slow),
+        pytest.param("dense", 4, {"tensor": 2, "replicate": 2}, marks=pytest.mark.slow),
+        pytest.param("experts", 4, {"expert": 2, "tensor": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_ranks_write_every_weight_once(folder: Path, model: str, ranks: int, sharding: dict[str, int]) -> None:
+    results = run_ranks(ranks, dimensions.written, folder, model, sharding)
+    for name, (_, size) in results[0].items():
+        assert sum(own for own, _ in (rank[name] for rank in results)) == size, name
+
+
 @pytest.mark.slow
 def test_checkpoints_of_divided_experts_go_on_in_one_process_and_the_other_way_round(folder: Path) -> None:
     sharding = Sharding(expert=2, tensor=2)

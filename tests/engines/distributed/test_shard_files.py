@@ -29,7 +29,7 @@ CUTS = {0: ([0, 0], [0]), 1: ([1, 0], [1])}
 
 def write(folder: Path) -> None:
     """Write the files of two ranks, the rows of each tensor divided between them."""
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     for rank in (0, 1):
         tensors = {"a/b": TENSORS["a/b"][rank : rank + 1], "c": TENSORS["c"][rank : rank + 1]}
         offsets = {name: {"saved_offsets": at} for name, at in zip(tensors, CUTS[rank], strict=True)}
@@ -64,6 +64,16 @@ def test_shards_of_several_ranks_are_one_tensor_here_and_in_torch(
     for name in ("a/b", "c"):
         assert torch.equal(found[name], TENSORS[name])
         assert torch.equal(theirs[name], TENSORS[name])
+
+
+def test_a_copy_of_a_shard_does_not_stand_in_for_a_missing_one(tmp_path: Path) -> None:
+    write(tmp_path)
+    (tmp_path / file_of(1)).write_bytes((tmp_path / file_of(0)).read_bytes())  # rank 0 has the first row of two
+    with (tmp_path / file_of(2)).open("wb") as file:
+        offsets = json.dumps({"a/b": {"saved_offsets": [2, 0]}})
+        write_tensors(file.write, {"a/b": TENSORS["a/b"][1:]}, {"format": "pt", OFFSETS: offsets})
+    with pytest.raises(ValueError, match="a part of 'a/b' is missing"):
+        read_saved(tmp_path)
 
 
 def test_what_is_not_in_the_files_is_told(tmp_path: Path) -> None:
