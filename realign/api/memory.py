@@ -50,7 +50,7 @@ class RoleMemory:
         references: frozen copies of top layers for reference branches.
         moments: optimizer state.
         average: moving average of the weights.
-        sampling_copy: full copy of a sharded model, from which it samples, if it stays between rollouts.
+        sampling_copy: copy of a sharded model from which it samples, if it stays between rollouts.
         gradients: accumulated gradients, and those of concurrent micro-batches.
         casts: copies of weights during a pass: bf16 casts, and weights that FSDP has gathered.
         activations: tensors that the backward pass of the concurrent micro-batches reads.

@@ -247,10 +247,15 @@ class MemoryModel:
     def _with_rollout(self, memory: RoleMemory, work: MemoryWork) -> RoleMemory:
         shape, length = self.shape, work.prompt + work.response
         row = self._bytes * shape.cache_token * length
-        full_copy = FP32 * shape.parameters if work.ranks > 1 else 0
-        kept = full_copy if self.keep_rollout else 0
+        copy = FP32 * shape.parameters if work.ranks > 1 else 0
+        made = self._rollout_weights
+        if copy and self._fuses:  # layers are gathered one by one, and joined; their fp32 weights are freed
+            joined = self._bytes * shape.in_layers
+            copy += joined - FP32 * shape.in_layers
+            made += FP32 * shape.layer - joined
+        kept = copy if self.keep_rollout else 0
         memory = replace(memory, sampling_copy=kept)
-        copies = full_copy - kept + self._rollout_weights
+        copies = copy - kept + made
         free = None if work.free is None else max(0, work.free - memory.kept - copies)
         limit = cache_bytes(self.device, self.sampling.cache_fraction, free or 0)
         slots = max(1, min(work.sequences, self.sampling.max_slots or limit // max(1, row)))
@@ -273,13 +278,17 @@ class MemoryModel:
         """Return the memory of the copies of weights that every rollout makes in the dtype of products."""
         shape, size = self.shape, self._bytes
         head = size * shape.words * shape.hidden
-        fused = self.fused_rollout and shape.family in FAMILIES and not shape.adapters and not self.load_in_4bit
-        joined = size * shape.in_layers
-        if self.device.type == "cpu" and joined > CPU_BYTES:
-            fused = False
-        if fused:
-            return joined + (head if self._half or self.device.type == "cpu" else 0)
+        if self._fuses:
+            return size * shape.in_layers + (head if self._half or self.device.type == "cpu" else 0)
         return self._casts + head if self._half else 0
+
+    @property
+    def _fuses(self) -> bool:
+        """Whether rollouts join layers, see `Fusion`."""
+        shape = self.shape
+        known = shape.family in FAMILIES and not shape.adapters and not self.load_in_4bit
+        fits = self.device.type != "cpu" or self._bytes * shape.in_layers <= CPU_BYTES
+        return self.fused_rollout and known and fits
 
 
 def moment_bytes(optimizer: OptimizerSpec) -> float:

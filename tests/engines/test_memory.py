@@ -176,7 +176,22 @@ def test_ranks_divide_weights_and_state_but_sample_from_a_whole_copy():
         for ranks in (1, 2)
     )
     assert two.kept - two.sampling_copy == pytest.approx(one.kept / 2, rel=0.01)
-    assert (two.sampling_copy, two.rollout_weights) == (one.weights, one.rollout_weights)
+    assert two.sampling_copy == one.weights
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 4), (torch.bfloat16, 2)])
+@pytest.mark.parametrize("keeps", [True, False])
+def test_ranks_gather_fused_layers_in_the_dtype_of_products_and_others_in_fp32(dtype, size, keeps):
+    work = MemoryWork(False, False, True, 64, 64, prompts=1, sequences=1, prompt=4, response=4, ranks=2)
+    shape = shape_of(tiny_config("llama"), Causal())
+    outer, head = 4 * (shape.parameters - shape.in_layers), size * shape.words * shape.hidden
+    fused = MemoryModel(shape, CPU, dtype, keep_rollout=keeps).estimate(work)
+    copy = outer + size * shape.in_layers
+    assert fused.sampling_copy == (copy if keeps else 0)
+    assert fused.sampling_copy + fused.rollout_weights == copy + 4 * shape.layer + head
+    modules = MemoryModel(shape, CPU, dtype, keep_rollout=keeps, fused_rollout=False).estimate(work)
+    casts = 2 * shape.in_layers + head if size == 2 else 0
+    assert modules.sampling_copy + modules.rollout_weights == 4 * shape.parameters + casts
 
 
 def test_a_reference_branch_copies_the_layers_that_train():

@@ -41,6 +41,7 @@ from realign.engines.network.passes import Layout, ParallelPasses, Passes
 from realign.engines.network.settings import NetworkSettings
 from realign.engines.network.value_head import ValueNetwork
 from realign.engines.sampling.generate import PROMPTS
+from realign.engines.sampling.rollout_model import product_dtype
 from realign.engines.training.engine_state import ModelSaver
 from realign.engines.training.expert_load import StepLoad, counting, listening
 from realign.engines.training.inference_engine import added
@@ -96,6 +97,8 @@ class ShardedEngine(TransformersEngine):
         # every pass is a collective: passes cannot run concurrently
         settings = replace(settings or NetworkSettings(), parallel_passes=ParallelPasses.off)
         super().__init__(name, module, tokenizer, settings, value_head=value_head, **further)
+        if self.fusion is not None:
+            self.fusion.lender = self.network
         self._sharded_state = ShardedState(self.network, self._stepper, self._average)
 
     @override
@@ -319,7 +322,13 @@ class ShardedEngine(TransformersEngine):
             return shares.restore(self.host.gather(own, context.get_group()))
         finally:
             if not self.sharding.keeps_rollout:
-                self.network.gathered.empty()
+                self._free_copy()
+
+    def _free_copy(self) -> None:
+        """Free the copy of the weights for rollouts."""
+        self.network.gathered.empty()
+        if self.fusion is not None:
+            self.fusion.forget()
 
     def _generate_own(self, prompts: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
         if not len(prompts):
@@ -329,7 +338,9 @@ class ShardedEngine(TransformersEngine):
         return super().generate(prompts, config, seed=seed)
 
     def _rollout_module(self) -> Any:
-        return self.network.sampler()
+        with self.network.autocast():
+            dtype = product_dtype(self.device)
+        return self.network.sampler(self.fusion, dtype)
 
     def _cut(self, method: str, data: SequenceSample, key: str) -> Shards:
         """Split the batch into the parts of the ranks; see `check_same_batch` for errors."""
@@ -351,11 +362,11 @@ class ShardedEngine(TransformersEngine):
         Tensors may be full tensors, or `Saved` references to files, from which each rank reads only its shard.
         """
         if state["fused"] and self.fusion is not None:
-            self.network.sampler()  # with the run's initial weights, see `Fusion.compare`
+            self.fusion.compare()  # with the run's initial weights, which `own` replaces
         super().load_state_dict(self._sharded_state.own(state), weights_only=weights_only)
         self.network.gathered.outdate()
         if not self.sharding.keeps_rollout:
-            self.network.gathered.empty()
+            self._free_copy()
 
     @override
     def weights(self) -> dict[str, Tensor]:

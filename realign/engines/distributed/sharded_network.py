@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -40,6 +41,7 @@ from realign.engines.network.probe import TOLERANCE, probe_divided
 from realign.engines.network.settings import NetworkSettings
 from realign.engines.network.trains import adapted_layers
 from realign.engines.network.value_head import ValueNetwork
+from realign.engines.sampling.compiled.fusion import Fusion
 from realign.errors import ConfigError
 from realign.functional.logprobs import LMHead, WordShard
 
@@ -375,9 +377,35 @@ class ShardedNetwork(Network):
         self.gathered.fill(wanted, dict(self.named_buffers()), device)
         return self.gathered
 
-    def sampler(self) -> Any:
-        """Return the full model with the current weights on this rank's device."""
-        return self.gathered.current(self.sharded, dict(self.named_buffers()))
+    def sampler(self, fusion: Fusion | None, dtype: torch.dtype) -> Any:
+        """Return the model with the current weights on this rank's device, for rollouts.
+
+        Where `fusion` joins the layers, it has copies of their weights, and those of the model stay empty.
+        """
+        if not self.gathered.current:
+            if fusion is None or not fusion.join(self, dtype):
+                self.gather(self.device)
+            self.gathered.current = True
+        return self.gathered.module
+
+    def on_all_ranks(self, own: bool) -> bool:
+        """See `Lender`."""
+        return not self.host.most(int(not own))
+
+    def gather_outer(self) -> None:
+        """See `Lender`."""
+        layers = set(self.gathered.names(read_stack(self.gathered.module).layers))
+        self.gather(self.device, self.sharded.keys() - layers)
+
+    @contextmanager
+    def lend(self, layer: nn.Module) -> Iterator[None]:
+        """See `Lender`."""
+        names = self.gathered.names(layer)
+        self.gather(self.device, names)
+        try:
+            yield
+        finally:
+            self.gathered.empty(names)
 
 
 class GatheredCopy:
@@ -386,6 +414,7 @@ class GatheredCopy:
     Attributes:
         module: a transformers model.
         value_head: its separate value network, or None.
+        current: whether rollouts with it have the current weights.
     """
 
     def __init__(self, module: Any, value_head: ValueNetwork | None) -> None:
@@ -395,30 +424,23 @@ class GatheredCopy:
         memo: dict[int, Any] = {}
         for part in parts.values():
             for p in part.parameters():
-                nothing = torch.empty(0, dtype=p.dtype, device=self._device)
+                nothing = _without_memory(p.shape, p.dtype, self._device)
                 memo.setdefault(id(p), nn.Parameter(nothing, requires_grad=False))
         # `deepcopy` takes the empty parameters of `memo` instead of copying the weights, and keeps tied ones tied.
         parts = copy.deepcopy(parts, memo)
         self.module: Any = parts["module"]
         self.value_head: ValueNetwork | None = parts.get("value_head")
         self._all = nn.ModuleDict(parts)
-        self._current = False
+        self.current = False
 
-    def current(self, sharded: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> Any:
-        """Return the model with the current weights on its device; collective. Gathers only if the copy is outdated.
-
-        Args:
-            sharded: this rank's shards of the weights, by name.
-            buffers: buffers, by name.
-        """
-        if not self._current:
-            self.fill(sharded, buffers, self._device)
-            self._current = True
-        return self.module
+    def names(self, part: nn.Module) -> list[str]:
+        """Return the names of the weights of a part of the copy."""
+        own = {id(p): name for name, p in self._all.named_parameters()}
+        return [own[id(p)] for p in part.parameters()]
 
     def outdate(self) -> None:
         """Mark the gathered weights as outdated, after the weights have changed."""
-        self._current = False
+        self.current = False
 
     @torch.no_grad()
     def fill(self, sharded: Mapping[str, Tensor], buffers: Mapping[str, Tensor], device: torch.device | None) -> None:
@@ -434,8 +456,14 @@ class GatheredCopy:
         for name, buffer in self._all.named_buffers():
             buffer.copy_(buffers[name])
 
-    def empty(self) -> None:
-        """Free the gathered weights."""
+    def empty(self, names: Collection[str] | None = None) -> None:
+        """Free the gathered weights with these names, or all."""
         self.outdate()
-        for p in self._all.parameters():
-            p.data = torch.empty(0, device=self._device)
+        for name, p in self._all.named_parameters():
+            if names is None or name in names:
+                p.data = _without_memory(p.shape, p.dtype, self._device)
+
+
+def _without_memory(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor of this shape, for those who ask for it, with the memory of a single number."""
+    return torch.empty((), dtype=dtype, device=device).expand(shape)

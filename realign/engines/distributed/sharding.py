@@ -39,9 +39,9 @@ class Sharding(Settings):
         reduce_once: sum gradients over the ranks once in each training step, after its last micro-batch, instead of
             after every micro-batch. Faster with many micro-batches and slow links, but each rank then keeps the
             gradients of all its weights in fp32: 4 bytes for each weight, in addition to its part of the gradients.
-        keep_rollout: true | false | auto. Keep the full copy of the weights, from which responses are sampled, in
-            memory between rollouts. false frees it after each rollout. auto frees it on CUDA if training or scoring
-            would not fit beside it, and keeps it otherwise.
+        keep_rollout: true | false | auto. Keep the copy of the weights from which responses are sampled in memory
+            between rollouts. false frees it after each rollout. auto frees it on CUDA if training or scoring would not
+            fit beside it, and keeps it otherwise.
         tensor_parallel: former name of `tensor`.
     """
 

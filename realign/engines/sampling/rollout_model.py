@@ -105,9 +105,7 @@ class RolloutModel:
             return self.exact.decoder(length), self.exact.head(self.head)
         head = self.head
         device = next(self.module.parameters()).device
-        dtype = torch.float32
-        if torch.is_autocast_enabled(device.type):
-            dtype = torch.get_autocast_dtype(device.type)
+        if (dtype := product_dtype(device)) != torch.float32:
             head = replace(head, weight_VH=head.weight_VH.to(dtype))
         if self.own_cache is not None:
             return self.own_cache, head
@@ -117,6 +115,12 @@ class RolloutModel:
         head = replace(head, weight_VH=for_few_rows(head.weight_VH.detach()))
         paged = self.routers is None and isinstance(trunk, FusedTrunk) and trunk.runs_paged
         return PackedDecoder(cores.saved_by(trunk), self.routers, self.images, paged=paged), head
+
+
+def product_dtype(device: torch.device) -> torch.dtype:
+    """Return the dtype of matrix products on a device, which autocast can lower."""
+    enabled = torch.is_autocast_enabled(device.type)
+    return torch.get_autocast_dtype(device.type) if enabled else torch.float32
 
 
 class Cores:

@@ -16,11 +16,13 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from benchmarks.memory import MemoryCount
 from realign.api import GenerationConfig, MicroBatchSpec, Model, ModelInterface, SequenceSample, stat_values
 from realign.api.router_experts import ROUTER_EXPERTS, with_experts
 from realign.api.sample import shard
 from realign.engines import (
     Causal,
+    InProcessSampling,
     LoadBalancing,
     Lora,
     OptimizerSpec,
@@ -39,6 +41,7 @@ from realign.engines.distributed.sharded_state import ShardedSaver
 from realign.engines.distributed.sharding import whole
 from realign.engines.network import trains
 from realign.engines.network.heads import HeadInit
+from realign.engines.sampling.compiled.fusion import Fusion
 from realign.errors import RealignError
 from realign.interfaces.components import JSD, EarlyStop, Gspo, SeqMeanTokenMean
 from realign.interfaces.critic import PPOCriticInterface
@@ -437,6 +440,33 @@ def unsaved(folder: Path, own: Path) -> dict[str, Any]:
         if rank == 1:
             machine.network.owned()[0].fill_(torch.nan)
     return errors | {"nan": _message(lambda: machine.save(own / "saved"))}
+
+
+def joined(folder: Path, dtype: str, keeps: bool) -> dict[str, Any]:
+    """Sample before and after a step, with joined layers and with a full copy, and count bytes of the former.
+
+    The first rollout also compares the layers with the modules.
+    """
+    prompts = SequenceSample.from_sequences(["a", "b", "c"], {"prompt_ids": [[[5, 6, 7]], [[8]], [[9, 4]]]})
+    config = GenerationConfig(n=2, max_new_tokens=6)
+    settings = {"dtype": dtype, "sharding": Sharding(keep_rollout=keeps), "sampler": InProcessSampling(max_slots=2)}
+    engine: Any = load(folder, "qwen3", **settings).engine
+    found: dict[str, Any] = {"same": [], "peaks": [], "left": []}
+    for _ in range(2):
+        with MemoryCount() as count:
+            engine._rollout_module()
+            found["peaks"].append(count.peak)
+            sampled = engine.generate(prompts, config, seed=1)
+            found["left"].append(count.live)
+        engine._free_copy()
+        with patch.object(Fusion, "join", return_value=False):
+            found["same"].append(torch.equal(engine.generate(prompts, config, seed=1)["logprobs"], sampled["logprobs"]))
+        engine._free_copy()
+        engine.train_batch(random_sample(LENGTHS), BUDGET, plain_loss, weight)
+    layers = engine.module.base_model.layers
+    found |= {"layers": len(layers), "layer": sum(p.numel() for p in layers[0].parameters())}
+    found["outer"] = sum(p.numel() for p in engine.module.parameters()) - len(layers) * found["layer"]
+    return found | {"obstacle": engine.fusion.obstacle}
 
 
 ADAPTED = ("llama", "gpt2", "qwen3_moe")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from realign.engines.distributed import sharded_network
 from realign.engines.distributed.sharding import Sharding
+from tests.engines.distributed import scenarios
+from tests.engines.distributed.run_ranks import run_ranks
+from tests.tiny import save_tiny
 
 
 class Root(nn.Module):
@@ -41,3 +45,20 @@ def test_layers_are_freed_after_their_forward_pass_and_slices_wait_on_the_cpu_as
         root, root.layers, [], Sharding(reshard=reshard, offload=offload), torch.float32
     )
     assert found == [*((layer, reshard, policy) for layer in root.layers), (root, False, policy)]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "keeps"),
+    [("bfloat16", 2, False), pytest.param("bfloat16", 2, True, marks=pytest.mark.slow), ("float32", 4, False)],
+)
+def test_a_rollout_gathers_one_copy_of_the_layers_in_the_dtype_of_products(
+    tmp_path: Path, dtype: str, size: int, keeps: bool
+) -> None:
+    save_tiny(tmp_path / "qwen3", family="qwen3", vocab_size=97, num_hidden_layers=24)
+    for found in run_ranks(2, scenarios.joined, tmp_path, dtype, keeps):
+        assert found["obstacle"] is None
+        assert found["same"] == [True, True]
+        copy = 4 * found["outer"] + size * found["layers"] * found["layer"]
+        # Beside it, a layer in fp32 while it is gathered and joined.
+        assert all(copy < peak < copy + 4 * 4 * found["layer"] for peak in found["peaks"])
+        assert all(copy < left if keeps else left < copy / 10 for left in found["left"])

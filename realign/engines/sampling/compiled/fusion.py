@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -67,6 +67,26 @@ class DecodePath(StrEnum):
     """`CompiledTrunk`, with the compiled library."""
 
 
+Lend: TypeAlias = Callable[[nn.Module], AbstractContextManager[object]]
+"""Lends a layer its weights for the time of the context."""
+
+
+class Lender(Protocol):
+    """Gathers the weights of a model that has none between rollouts. All ranks call its methods together."""
+
+    def gather_outer(self) -> None:
+        """Gather the weights outside of the layers."""
+        ...
+
+    def lend(self, layer: nn.Module) -> AbstractContextManager[object]:
+        """Gather the weights of a layer for the time of the context."""
+        ...
+
+    def on_all_ranks(self, own: bool) -> bool:
+        """Return whether `own` is true on all ranks."""
+        ...
+
+
 class Fusion:
     """Decides whether a model's rollouts can run on a `FusedTrunk`. The first rollout makes the comparison.
 
@@ -78,6 +98,9 @@ class Fusion:
     def __init__(self, model: Any, compiled: CompiledDecode = CompiledDecode.auto) -> None:
         self._model = model
         self._args: list[AttentionArgs] | None = None
+        self._joined: list[FusedLayer] | None = None
+        self.lender: Lender | None = None
+        """Gathers the weights, see `join`; None if the model always has them."""
         self.path = DecodeChoice(type(model).__name__, compiled)
         """The choice of what computes the decode steps."""
         self.obstacle: str | None = None
@@ -96,19 +119,52 @@ class Fusion:
 
         A resumed run calls this with its initial weights, so that it gets the same outcome as the original run.
         """
+        if self.known:
+            return
         with suppress(_Unknown):
             _check_parts(self._model)
-            self._args = self._compared()
+            if self.lender is not None:
+                self.lender.gather_outer()
+            self._compare()
 
-    def _compared(self) -> list[AttentionArgs]:
+    def _compare(self) -> None:
         """See `_compared`. A difference is final: measuring it again after each step would only change its digits."""
+        if self._args is not None:
+            return
         if self._difference is not None:
             raise _Different(self._difference)
         try:
-            return _compared(self._model)
+            self._args = _compared(self._model, None if self.lender is None else self.lender.lend)
         except _Different as error:
             self._difference = str(error)
             raise
+
+    def _check(self, dtype: torch.dtype) -> None:
+        if self._args is None:
+            _check_parts(self._model)
+        # in each rollout, since free memory changes; a model that was refused for it is compared later
+        _check_memory(self._model.base_model.layers, dtype)
+
+    @torch.no_grad()
+    def join(self, lender: Lender, dtype: torch.dtype) -> bool:
+        """Join the layers of a model without weights, each while it has its weights; collective.
+
+        Returns:
+            Whether rollouts run the joined layers until `forget`. If not, they need all weights.
+        """
+        self.forget()
+        if not lender.on_all_ranks(_knows(lambda: self._check(dtype))):
+            return False
+        lender.gather_outer()
+        if not lender.on_all_ranks(_knows(self._compare)):
+            return False
+        assert self._args is not None
+        self._joined = list(_read_layers(self._model, self._args, dtype, lender.lend))
+        return True
+
+    def forget(self) -> None:
+        """Free the layers of `join`."""
+        self._joined = None
 
     @torch.no_grad()
     def trunk(self, length: int, dtype: torch.dtype) -> Trunk:
@@ -119,13 +175,15 @@ class Fusion:
             dtype: dtype of matrix products.
         """
         try:
-            if self._args is None:
-                _check_parts(self._model)
-            # in each rollout, since free memory changes; a model that was refused for it is compared later
-            _check_memory(self._model.base_model.layers, dtype)
-            if self._args is None:
-                self._args = self._compared()
-            trunk = self.path.fastest(_read(self._model, self._args, length, dtype))
+            layers = self._joined
+            if layers is None:
+                self._check(dtype)
+                self._compare()
+                assert self._args is not None
+                layers = list(_read_layers(self._model, self._args, dtype))
+            base = self._model.base_model
+            turns = _rotations(self._model, length)
+            trunk = self.path.fastest(FusedTrunk(base.embed_tokens.weight.detach(), layers, _norm(base.norm), turns))
             self.obstacle = None
             return trunk
         except _Unknown as error:
@@ -240,7 +298,16 @@ class _Recorder(PackedContext):
         return super().attend(layer, module, q, k, v, args)
 
 
-def _compared(model: Any) -> list[AttentionArgs]:
+def _knows(step: Callable[[], None]) -> bool:
+    """Return whether a step does not raise `_Unknown`, whose reason `Fusion.trunk` tells."""
+    try:
+        step()
+    except _Unknown:
+        return False
+    return True
+
+
+def _compared(model: Any, lend: Lend | None) -> list[AttentionArgs]:
     """Compare prefill and decoding with the modules, and return the attention arguments of each layer.
 
     Raises:
@@ -253,10 +320,14 @@ def _compared(model: Any) -> list[AttentionArgs]:
     positions_T = position_ids(cu_seqlens)
     recorder = _Recorder(cu_seqlens, lengths=PROBE_LENGTHS)
     with no_autocast(ids_T), full_fp32(device):
-        want_TH = ModuleTrunk(model)(ids_T, positions_T, recorder)
+        with ExitStack() as hooks:
+            if lend is not None:
+                for layer in model.base_model.layers:
+                    hooks.enter_context(_lent_in_forward(layer, lend))
+            want_TH = ModuleTrunk(model)(ids_T, positions_T, recorder)
         if len(recorder.args) != len(model.base_model.layers) or any(a.sinks_H is not None for a in recorder.args):
             raise _Unknown("its layers do not each call attention once, without sinks")
-        got_TH = _prefilled_and_decoded(model, recorder.args, ids_T, positions_T)
+        got_TH = _prefilled_and_decoded(model, recorder.args, ids_T, positions_T, lend)
     error = float((got_TH - want_TH).abs().max() / want_TH.abs().max())
     # not `error > TOLERANCE`, which is False for NaN
     if not error <= TOLERANCE:
@@ -264,7 +335,26 @@ def _compared(model: Any) -> list[AttentionArgs]:
     return recorder.args
 
 
-def _prefilled_and_decoded(model: Any, args: list[AttentionArgs], ids_T: Tensor, positions_T: Tensor) -> Tensor:
+@contextmanager
+def _lent_in_forward(layer: nn.Module, lend: Lend) -> Iterator[None]:
+    """Lend the layer its weights in each forward pass inside this context."""
+    lent = ExitStack()
+
+    def take(*_: Any) -> None:
+        lent.enter_context(lend(layer))
+
+    hooks = [layer.register_forward_pre_hook(take), layer.register_forward_hook(lambda *_: lent.close())]
+    try:
+        yield
+    finally:
+        lent.close()  # after an error in the layer
+        for hook in hooks:
+            hook.remove()
+
+
+def _prefilled_and_decoded(
+    model: Any, args: list[AttentionArgs], ids_T: Tensor, positions_T: Tensor, lend: Lend | None
+) -> Tensor:
     """Return hidden states [T, H]; the last `PROBE_STEPS` tokens of each sequence are decoded one by one.
 
     Copies of all layers in fp32 may exceed the memory, so each layer is copied, computes all tokens, and is freed.
@@ -275,10 +365,10 @@ def _prefilled_and_decoded(model: Any, args: list[AttentionArgs], ids_T: Tensor,
     given_T = torch.ones(len(ids_T), dtype=torch.bool, device=device)
     for step in range(PROBE_STEPS):
         given_T[ends - PROBE_STEPS + step] = False
-    turns, order = _rotations(model, max(PROBE_LENGTHS))
+    turns = _rotations(model, max(PROBE_LENGTHS))
     steps = [given_T, *(ends - PROBE_STEPS + step for step in range(PROBE_STEPS))]
     hidden = [F.embedding(ids_T[at], model.base_model.embed_tokens.weight) for at in steps]
-    for i, layer in enumerate(_read_layers(model, args, order, torch.float32)):
+    for i, layer in enumerate(_read_layers(model, args, torch.float32, lend)):
         prefill = PrefillContext(cu_seqlens_of(prompts).to(device), lengths=prompts)
         layer.add_to(hidden[0], i, turns[positions_T[given_T]], prefill)
         read = list(prefill.per_sequence(prompts))
@@ -335,32 +425,33 @@ def _check_plain(module: nn.Module, kind: type[nn.Module]) -> None:
         raise _Unknown(f"a layer is {description} instead of a plain float32 {kind.__name__} (an adapter or a cast)")
 
 
-def _read(model: Any, args: list[AttentionArgs], length: int, dtype: torch.dtype) -> FusedTrunk:
-    """Copy and join the weights into a `FusedTrunk`."""
-    turns, order = _rotations(model, length)
-    layers, base = list(_read_layers(model, args, order, dtype)), model.base_model
-    return FusedTrunk(base.embed_tokens.weight.detach(), layers, _norm(base.norm), turns)
-
-
-def _rotations(model: Any, length: int) -> tuple[Tensor, Tensor]:
-    """Return the rotations of `FusedTrunk.turns`, and the order of a head's rows that makes rotary pairs adjacent."""
+def _rotations(model: Any, length: int) -> Tensor:
+    """Return the rotations of `FusedTrunk.turns`."""
     base, device = model.base_model, next(model.parameters()).device
     # the weight only tells dtype and device; the factor of yarn is in cosine and sine
     cos, sin = base.rotary_emb(base.embed_tokens.weight[:1], torch.arange(length, device=device)[None])
-    attention = base.layers[0].self_attn
     half = cos.shape[-1] // 2
-    pairs = attention.head_dim // 2
     # 1 for the part of a head that a family does not rotate
-    turns = torch.ones(length, 1, pairs, dtype=torch.complex64, device=device)
+    turns = torch.ones(length, 1, base.layers[0].self_attn.head_dim // 2, dtype=torch.complex64, device=device)
     turns[:, 0, :half] = torch.complex(cos[0, :, :half].float(), sin[0, :, :half].float())
-    order = torch.arange(attention.head_dim, device=device)
+    return turns
+
+
+def _order(model: Any) -> Tensor:
+    """Return the order of a head's rows that makes rotary pairs adjacent."""
+    base, device = model.base_model, next(model.parameters()).device
+    cos, _ = base.rotary_emb(base.embed_tokens.weight[:1], torch.zeros(1, 1, dtype=torch.int64, device=device))
+    rotated = cos.shape[-1]
+    order = torch.arange(base.layers[0].self_attn.head_dim, device=device)
     # transformers pairs entry i with i + half, and complex numbers pair neighbors
-    order[: 2 * half] = order[: 2 * half].view(2, half).t().flatten()
-    return turns, order
+    order[:rotated] = order[:rotated].view(2, rotated // 2).t().flatten()
+    return order
 
 
-def _read_layers(model: Any, args: list[AttentionArgs], order_D: Tensor, dtype: torch.dtype) -> Iterator[FusedLayer]:
-    """Yield a fused copy of each layer.
+def _read_layers(
+    model: Any, args: list[AttentionArgs], dtype: torch.dtype, lend: Lend | None = None
+) -> Iterator[FusedLayer]:
+    """Yield a fused copy of each layer, which has its weights only in the context of `lend`.
 
     Raises:
         _Unknown: a module has forward hooks, which would not run; or joined layers differ.
@@ -368,11 +459,14 @@ def _read_layers(model: Any, args: list[AttentionArgs], order_D: Tensor, dtype: 
     base = model.base_model
     if any(m._forward_hooks or m._forward_pre_hooks for m in base.modules()):
         raise _Unknown("a module has forward hooks")
+    order_D = _order(model)
     for layer, own in zip(base.layers, args, strict=True):
-        yield _read_layer(layer, own, order_D, dtype)
+        with nullcontext() if lend is None else lend(layer):
+            fused = _read_layer(layer, own, order_D, dtype)
+        yield fused
 
 
-def _check_memory(layers: Iterable[nn.Module], dtype: torch.dtype) -> None:
+def _check_memory(layers: nn.ModuleList, dtype: torch.dtype) -> None:
     """Check that the copies of the weights fit."""
     weights = [p for layer in layers for p in layer.parameters()]
     copied = sum(p.numel() for p in weights) * dtype.itemsize
