@@ -319,10 +319,15 @@ class RunCheckpoints:
         """
         if self._writer is not None:
             folder = self._runtime.experiment.output_dir / FINAL
-            files = self._ranks.lead(partial(settle, folder))
-            if self._chain is not None:
-                self._chain.final(step, {name: facts["sha256"] for name, facts in files.items()})
+            files = self._ranks.lead(partial(self._settled, step, folder))
             self._write(self._writer, step, {"final": files})
+
+    def _settled(self, step: int, folder: Path) -> dict[str, Any]:
+        """Return the hashes of the files of `final`, and add them to the chain; on rank 0."""
+        files = settle(folder)
+        assert self._chain is not None
+        self._chain.final(step, {name: facts["sha256"] for name, facts in files.items()})
+        return files
 
     def metrics(self) -> dict[str, float]:
         """Return `time/checkpoint_s` once after each checkpoint, for the metrics of the following step.

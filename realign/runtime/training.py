@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 from rich.console import Console
 
-from realign.api import DataflowGraph, ModelInterface
+from realign.api import DataflowGraph, ModelInterface, SequenceSample
 from realign.api.callback import EndEvent, EndStatus, StartEvent
 from realign.engines.distributed.ranks import current
 from realign.engines.files.folders import remove_folder
@@ -275,7 +275,8 @@ class TrainingLoop:
         self.runtime.trace_prompts = spec.token_prompts if spec.due(step) else 0
         values, batch = self.runtime.step(step)
         calls, self.runtime.to_record = self.runtime.to_record, {}
-        calls_hash = write_calls(self.out, step, calls) if self.ranks.leader and spec.calls else None
+        # what only rank 0 does goes through `lead`: were it to fail there, the other ranks would wait for rank 0
+        calls_hash = self.ranks.lead(partial(write_calls, self.out, step, calls)) if spec.calls else None
         del calls  # or it would keep tensors of this step on their device
         values |= self.checkpoints.metrics()
         added: dict[str, float] = {}
@@ -292,29 +293,48 @@ class TrainingLoop:
             if last:
                 values |= self._calibrate_after()
             values = self.ranks.broadcast(values | added)  # timings differ between ranks, and `save_best` may use one
-        finally:  # log a completed step even if its evaluation fails
-            self._log(step, values)
+        except BaseException:  # log a completed step even if its evaluation fails, perhaps on this rank alone
+            self._log(step, values, alone=True)
+            raise
+        self._log(step, values)
         # after the log, so that a summary never counts a step that metrics.jsonl lacks
         self.done = step
-        if self.ranks.leader:
-            self._warn()
-        if self.records is not None:
-            for record in self.runtime.readable(batch, self.experiment.sample_prompts):
-                self.records.samples.write({"step": step, **record})
-        if self.console is not None and step % (self.experiment.print_samples_every_steps or step + 1) == 0:
-            show(self.console, step, self.runtime.readable(batch, SHOWN))
+        self.ranks.lead(partial(self._show, step, batch))
         self.saves.after_step(step, values, last=last)
-        if self.details is not None:
-            # last, so that the spans of the evaluations and saves of this step are among its own
-            self.details.after_step(step, batch, self.runtime.traces)
-        if self.chain is not None:
-            self.chain.step(step, self.experiment.graph, batch, values, calls_hash)
+        # last, so that the spans of the evaluations and saves of this step are among its own
+        self.ranks.lead(partial(self._write_details, step, batch, values, calls_hash))
 
-    def _log(self, step: int, values: dict[str, float]) -> None:
+    def _log(self, step: int, values: dict[str, float], *, alone: bool = False) -> None:
+        """Add the metrics of a step to the history, and log them on rank 0; collective unless `alone`."""
         # all steps share the strings of the names, which would otherwise be most of the memory of a long run's history
         self.result.history.append({"step": step, **{sys.intern(name): value for name, value in values.items()}})
-        for receiver in self.receivers:
-            receiver.log(step, values)
+
+        def send() -> None:
+            for receiver in self.receivers:
+                receiver.log(step, values)
+
+        if alone:
+            send()
+        else:
+            self.ranks.lead(send)
+
+    def _show(self, step: int, batch: SequenceSample) -> None:
+        """Warn if the run does not learn, and write and show samples; on rank 0."""
+        self._warn()
+        assert self.records is not None
+        for record in self.runtime.readable(batch, self.experiment.sample_prompts):
+            self.records.samples.write({"step": step, **record})
+        if self.console is not None and step % (self.experiment.print_samples_every_steps or step + 1) == 0:
+            show(self.console, step, self.runtime.readable(batch, SHOWN))
+
+    def _write_details(
+        self, step: int, batch: SequenceSample, values: dict[str, float], calls_hash: str | None
+    ) -> None:
+        """Write the details of a step, and add it to the chain; on rank 0."""
+        assert self.details is not None
+        assert self.chain is not None
+        self.details.after_step(step, batch, self.runtime.traces)
+        self.chain.step(step, self.experiment.graph, batch, values, calls_hash)
 
     def _warn(self) -> None:
         """Warn once about each sign that the run trains without learning."""
@@ -332,12 +352,16 @@ class TrainingLoop:
             due: config keys of the evaluations to run; None runs all of them.
         """
         measured, self.result.samples = self.runtime.evaluate(due)
-        if self.records is not None:
-            for record in self.result.samples:
-                self.records.eval_samples.write({"step": step, **record})
+        self.ranks.lead(partial(self._write_samples, step))
         if measured:
             added |= self.callbacks.after_evaluation(step, self.experiment.steps, measured, self.result.samples)
         return measured
+
+    def _write_samples(self, step: int) -> None:
+        """Write the samples of an evaluation; on rank 0."""
+        assert self.records is not None
+        for record in self.result.samples:
+            self.records.eval_samples.write({"step": step, **record})
 
     def _calibrate_after(self) -> dict[str, float]:
         if self.experiment.calibration is None or not self.experiment.calibration.after:

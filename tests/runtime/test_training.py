@@ -1,11 +1,19 @@
-"""Test the description of what a run waits for."""
+"""Test the description of what a run waits for, and errors that only one rank sees."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from realign.engines.distributed.ranks import is_of_another_rank
 from realign.interfaces.grpo import GRPOActorInterface, dataflow
+from realign.runtime import run
 from realign.runtime.processes.watchdog import Watch
 from realign.runtime.training import activity
-from tests.toys import CountToken
+from tests.engines.distributed.run_ranks import run_ranks
+from tests.toys import CountToken, experiment
 
 PARTS = {"actor": GRPOActorInterface(), "reward": CountToken()}
 
@@ -30,3 +38,28 @@ def test_the_current_call_is_named_and_the_first_call_of_a_reward_starts_its_wor
 
 def test_between_two_operations_nothing_is_shown():
     assert during(None, first=True) == ""
+
+
+FAILS_ON_RANK_0 = {
+    "metrics": "realign.runtime.metrics.records.JsonLinesWriter.log",
+    "recorded calls": "realign.runtime.training.write_calls",
+    "samples": "realign.runtime.training.TrainingLoop._warn",
+    "details": "realign.runtime.metrics.details.RunDetails.after_step",
+    "chain": "realign.runtime.chain.Chain.step",
+}
+
+
+def error_of_rank_0(folder: Path, name: str) -> tuple[str, bool]:
+    with patch(name, side_effect=OSError("no space left")), pytest.raises(OSError, match="no space") as caught:
+        run(experiment(folder, steps=3))
+    return str(caught.value), is_of_another_rank(caught.value)
+
+
+@pytest.mark.parametrize(
+    "what", ["details", *(pytest.param(x, marks=pytest.mark.slow) for x in FAILS_ON_RANK_0 if x != "details")]
+)
+def test_an_error_that_only_rank_0_sees_ends_all_ranks_with_it(tmp_path, what):
+    """Otherwise, the others would wait for rank 0 in their next collective, until it is gone."""
+    own, other = run_ranks(2, error_of_rank_0, tmp_path, FAILS_ON_RANK_0[what])
+    assert own == ("no space left", False)
+    assert other == ("no space left", True)

@@ -274,8 +274,11 @@ class RolloutAhead:
         """Update the samplers after a training step on the batch of `take`, and start further prompts."""
         # before `train` raises the version: prompts that start at the new version must be sampled with its weights
         self._give_weights()
-        if not self._ranks.leader:
-            return
+        # all ranks get an error of rank 0, or they would wait for it in their next collective
+        self._ranks.lead(self._trained)
+
+    def _trained(self) -> None:
+        """Count the batch of `take` as trained, and start further prompts; on rank 0."""
         with self._changed:
             self.staleness.train(self._training)
             self._training = []

@@ -4,6 +4,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 
@@ -16,6 +17,7 @@ from realign.errors import ConfigError, TransientError
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.runtime import Async, CheckpointSpec, run
 from realign.runtime.rollout.spec import Sync
+from realign.runtime.rollout.staleness import Staleness
 from realign.runtime.run_experiment import _check_ranks
 from realign.testing import BigramEngine
 from tests.engines.distributed.run_ranks import run_ranks
@@ -163,6 +165,20 @@ def error_of_a_run(folder, url):
 @pytest.mark.slow
 def test_a_reward_that_fails_in_a_thread_of_rank_0_ends_all_ranks(tmp_path, server):
     assert run_ranks(2, error_of_a_run, tmp_path, server.url) == ["the reward is broken"] * 2
+
+
+def error_after_a_step(folder, url):
+    with (
+        patch.object(Staleness, "train", side_effect=ValueError("a bug of rank 0")),
+        pytest.raises(ValueError, match="rank 0") as caught,
+    ):
+        on_ranks(folder, url, Async())
+    return str(caught.value)
+
+
+@pytest.mark.slow
+def test_an_error_of_rank_0_after_a_step_ends_all_ranks(tmp_path, server):
+    assert run_ranks(2, error_after_a_step, tmp_path, server.url) == ["a bug of rank 0"] * 2
 
 
 def test_what_needs_all_ranks_cannot_run_ahead(tmp_path, server):
