@@ -149,14 +149,17 @@ def prove(request: Mapping[str, Any]) -> str:
     folder = ENVIRONMENTS / f"{peer}-{release}"
     if not (folder / "installed").exists():
         return f"not computed. `python -m benchmarks.referee --peers {peer}` installs {PEERS[peer]} {release} for it."
-    single = {"interfaces.actor.n_minibatches=1", "interfaces.actor.epochs=1"}
-    fixed = [
-        word for word in request["overrides"] if word.partition("=")[0] not in {x.partition("=")[0] for x in single}
-    ]
-    overrides = (*fixed, *sorted(single))
     estimator = settings.get("algorithm.adv_estimator", settings.get("algo.advantage.estimator"))
-    kinds = {"policy": "single", "value": "single"} if estimator == "gae" else {"policy": "groups"}
-    data = {f"{kind} {seed}": batches.batch(kind, seed) for kind in set(kinds.values()) for seed in SEEDS}
+    of_estimator = {"policy": "single", "value": "single"} if estimator == "gae" else {"policy": "groups"}
+    kinds = request["kinds"] or of_estimator
+    single = {"interfaces.actor.n_minibatches": 1, **({"interfaces.actor.epochs": 1} if "policy" in kinds else {})}
+    fixed = [word for word in request["overrides"] if word.partition("=")[0] not in single]
+    overrides = (*fixed, *(f"{key}={value}" for key, value in single.items()))
+    data = {
+        f"{kind} {seed}": ours.with_mismatched(batches.batch(kind, seed))
+        for kind in {*kinds.values()}
+        for seed in SEEDS
+    }
     jobs = [
         {"id": f"{job} {seed}", "batch": f"{kind} {seed}", "kind": job, "settings": settings}
         for job, kind in kinds.items()

@@ -27,7 +27,7 @@ PLACEHOLDER = re.compile(r"\{([\w.]+?)(?:\|([\w.]+?))?(-1)?\}")
 REFEREE = Path(__file__).parents[2] / "benchmarks" / "referee"
 MOST_SETTINGS = 2_000
 """Limit of the settings of a config, so that a file that is no config ends with an error."""
-USAGE = "realign import trl|verl|openrlhf [FILE.yaml] [SETTING ...]"
+USAGE = "realign import trl|trl-dpo|trl-kto|verl|openrlhf [FILE.yaml] [SETTING ...]"
 
 
 class Imported(NamedTuple):
@@ -41,6 +41,8 @@ class Imported(NamedTuple):
     """A line for each setting that has no key of the same meaning and unit."""
     loss: dict[str, Any]
     """The tool's settings that decide the loss, with its defaults."""
+    proof: dict[str, Any]
+    """The tool in the referee, and what to compare there."""
 
 
 def import_config(_: argparse.Namespace | None, words: Sequence[str]) -> int:
@@ -59,7 +61,7 @@ def import_config(_: argparse.Namespace | None, words: Sequence[str]) -> int:
         if lines:
             print(f"\n{title}")
             print("\n".join(f"  {line}" for line in lines))
-    print(f"\n{_proof(tool, known[tool], imported)}")
+    print(f"\n{_proof(known[tool], imported)}")
     return 0
 
 
@@ -94,7 +96,8 @@ def translated(tool: str, given: Mapping[str, Any]) -> Imported:
     overrides = [f"{key}={value}" for key, value in merged.items()]
     _check(overrides)
     loss = {name: settings[name] for name in rules["defaults"]}
-    return Imported(overrides, refused, by_hand, loss)
+    proof = {"peer": rules.get("peer", tool), "kinds": rules.get("proof")}
+    return Imported(overrides, refused, by_hand, loss, proof)
 
 
 def _check(overrides: Sequence[str]) -> None:
@@ -187,6 +190,8 @@ def _applies(rule: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
 
 
 def _same(found: Any, value: Any) -> bool:
+    if isinstance(found, list) and len(found) == 1:  # such as TRL's loss_type, of which there can be several
+        found = found[0]
     if isinstance(found, bool) or isinstance(value, bool) or found is None or value is None:
         return _text(found) == _text(value)
     try:
@@ -243,11 +248,11 @@ def _pairs(words: Any) -> Iterator[tuple[str, str]]:
         yield key, value
 
 
-def _proof(tool: str, title: str, imported: Imported) -> str:
+def _proof(title: str, imported: Imported) -> str:
     """Return a line that says how far the tool's loss and gradient are from those of the command."""
     if not (REFEREE / "__main__.py").exists():
         return f"Proof: not computed. In a checkout of realign, this command compares the losses with {title}'s."
-    request = json.dumps({"peer": tool, "settings": imported.loss, "overrides": prepare(imported.overrides)})
+    request = json.dumps(imported.proof | {"settings": imported.loss, "overrides": prepare(imported.overrides)})
     command = [sys.executable, "-m", "benchmarks.referee", "--prove", "-"]
     try:
         done = subprocess.run(

@@ -30,6 +30,25 @@ def words(imported: import_config.Imported) -> dict[str, str]:
     return dict(word.split("=", 1) for word in imported.overrides)
 
 
+@pytest.mark.parametrize(
+    ("row", "tool", "settings"),
+    [
+        ("dpo", "trl-dpo", {"loss_type": "sigmoid"}),
+        ("ipo", "trl-dpo", {"loss_type": ["ipo"], "label_smoothing": 0.1}),
+        ("kto", "trl-kto", {"beta": 0.1}),
+    ],
+)
+def test_an_imported_config_of_preferences_has_the_loss_that_the_referee_compared(row, tool, settings):
+    batch = ours.with_mismatched(batches.batch("pairs", 0))
+    imported = translated(tool, settings)
+    assert imported.proof == {"peer": "trl", "kinds": {ROWS[row].kind: "pairs"}}
+    assert bool(imported.refused) == ("label_smoothing" in settings)  # it has no effect there
+    loss, gradient = ours.run(ROWS[row].kind, batch, imported.overrides)
+    expected, expected_gradient = ours.run(ROWS[row].kind, batch, ROWS[row].preset)
+    assert loss == pytest.approx(expected.item(), abs=1e-6)
+    torch.testing.assert_close(gradient, expected_gradient, atol=1e-6, rtol=1e-5)
+
+
 @pytest.mark.parametrize(("row", "tool"), LOSSES)
 def test_an_imported_config_has_the_loss_that_the_referee_compared_with_the_tool(row, tool):
     cell, batch = CELLS[row, tool], batches.batch(ROWS[row].batch, 0)
@@ -47,6 +66,7 @@ def settings_of(rule: dict) -> dict:
     """Return settings to which a rule applies, if its tool's defaults do not contradict."""
     chosen = {name: values[0] for name, values in rule.get("when", {}).items()}
     other = {"beta": 0.04, "delta": 3.0, "loss_scale_factor": 512, "init_coef": 0.01, "dual_clip": 3.0}
+    other |= {"label_smoothing": 0.1, "loss_weights": [0.5], "ld_alpha": 0.5, "use_weighting": True}
     for name, values in rule.get("unless", {}).items():
         short = name.rpartition(".")[2]
         texts = {"estimator": "k3" if ".kl." in name else "reinforce", "kl_loss_type": "full", "adv_estimator": "rloo"}
@@ -129,7 +149,7 @@ def test_a_file_that_is_no_config_is_an_error_line(tmp_path, capsys, text, messa
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("import", "realign import trl|verl|openrlhf"),
+        ("import", "realign import trl|trl-dpo|trl-kto|"),
         ("import vrel a.yaml", "did you mean 'verl'"),
         ("import trl", "no settings"),
         ("import trl nothing.yaml", "nothing.yaml: the file cannot be read"),
