@@ -84,7 +84,7 @@ def run_theirs(peer: str, folder: Path, jobs: list[dict[str, Any]], data: Mappin
         command = [sys.executable, str(HERE / "worker.py"), peer, name]
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         if done.returncode:
-            raise RuntimeError(f"{peer} did not run: {done.stderr.strip().splitlines()[-1]}")
+            raise RuntimeError(f"did not run: {done.stderr.strip().splitlines()[-1]}")
         found = json.loads((out / "results.json").read_text())
         return found["losses"], found["errors"], load_file(out / "results.safetensors")
 
@@ -150,9 +150,12 @@ def prove(request: Mapping[str, Any]) -> str:
     if not (folder / "installed").exists():
         return f"not computed. `python -m benchmarks.referee --peers {peer}` installs {PEERS[peer]} {release} for it."
     estimator = settings.get("algorithm.adv_estimator", settings.get("algo.advantage.estimator"))
-    of_estimator = {"policy": "single", "value": "single"} if estimator == "gae" else {"policy": "groups"}
+    with_critic = estimator == "gae" or settings.get("critic.path") is not None
+    of_estimator = {"policy": "single", "value": "single"} if with_critic else {"policy": "groups"}
     kinds = request["kinds"] or of_estimator
     single = {"interfaces.actor.n_minibatches": 1, **({"interfaces.actor.epochs": 1} if "policy" in kinds else {})}
+    if "interfaces.actor.recompute=true" in request["overrides"]:  # the batches have old log-probs instead
+        single["interfaces.actor.recompute"] = "false"
     fixed = [word for word in request["overrides"] if word.partition("=")[0] not in single]
     overrides = (*fixed, *(f"{key}={value}" for key, value in single.items()))
     data = {
@@ -202,16 +205,26 @@ def main() -> int:
         return 0
     before = json.loads(RESULTS.read_text())
     after: dict[str, Any] = {"torch": version("torch"), "transformers": version("transformers"), "peers": {}}
+    broken = list[str]()
     for peer in arguments.peers:
-        folder = install(peer, None if arguments.latest else before["peers"][peer]["version"])
-        found = {"version": release_of(peer, folder), "stubs": list(side(peer).STUBS), "cells": compare(peer, folder)}
+        try:
+            folder = install(peer, None if arguments.latest else before["peers"][peer]["version"])
+            found = {
+                "version": release_of(peer, folder),
+                "stubs": list(side(peer).STUBS),
+                "cells": compare(peer, folder),
+            }
+        except (RuntimeError, subprocess.CalledProcessError) as error:  # the other peers are compared all the same
+            broken.append(f"{PEERS[peer]} (was {before['peers'][peer]['version']}): {error}")
+            continue
         after["peers"][peer] = found
         verdicts = [cell["verdict"] for cell in found["cells"].values()]
         counts = ", ".join(f"{verdicts.count(v)} {v}" for v in dict.fromkeys(verdicts))
         print(f"{PEERS[peer]} {found['version']}: {counts}")
-    lines = list(changed(before, after))
-    print("\n".join(lines))
-    if arguments.check:
+    lines = [*broken, *changed(before, after)]
+    for line in lines:
+        print(line)
+    if arguments.check or broken:
         return bool(lines)
     after["peers"] = {peer: after["peers"].get(peer, before["peers"][peer]) for peer in PEERS}
     RESULTS.write_text(json.dumps(after, indent=1) + "\n")

@@ -26,7 +26,7 @@ the loss and its gradient.
 - **formula**: no keys do it. The link says how to get from one to the other, and that formula agrees to 1e-6.
 - **no**: the framework doesn't have it.
 
-To translate a config of TRL, verl or OpenRLHF, use [`realign import`](migration.md#translate-a-whole-config).
+To translate a config of TRL, verl, OpenRLHF or AReaL, use [`realign import`](migration.md#translate-a-whole-config).
 
 ## What surprised us
 

@@ -33,6 +33,8 @@ def run(kind: str, batch: dict[str, Tensor], new: Tensor, settings: dict[str, An
     from areal.utils.functional import ppo_actor_loss_fn, ppo_critic_loss_fn
 
     mask = batch["mask"]
+    if "actor.kl_ctl" in settings:  # a whole config
+        settings = of_config(settings, kind)
     if kind == "value":
         return ppo_critic_loss_fn(new, batch["old_values"], batch["returns"], settings["eps_clip"], mask)[0]
     if kind == "dpo":
@@ -53,12 +55,32 @@ def run(kind: str, batch: dict[str, Tensor], new: Tensor, settings: dict[str, An
     )[0]
 
 
+def of_config(settings: dict[str, Any], kind: str) -> dict[str, Any]:
+    """Return the settings of a whole config, whose names have dots."""
+    others = ("actor.rejection_sampling.upper", "actor.use_sapo_loss", "actor.use_cispo_loss", "actor.m2_threshold")
+    if left_out := [name for name in others if settings[name]]:
+        raise ValueError(f"{left_out[0]} is not compared")
+    chosen: dict[str, Any] = {}
+    for name, value in settings.items():
+        section, _, rest = name.removeprefix("actor.").rpartition(".")
+        if name.startswith("actor."):
+            chosen = chosen | ({section: {**chosen.get(section, {}), rest: value}} if section else {rest: value})
+    for norm in ("reward_norm", "adv_norm"):
+        if chosen[norm]["mean_level"] == "group" or chosen[norm]["std_level"] == "group":
+            chosen[norm]["group_size"] = 4
+    with_critic = settings["critic.path"] is not None
+    return (
+        chosen | {"with_critic": with_critic} | ({"eps_clip": settings["critic.eps_clip"]} if kind == "value" else {})
+    )
+
+
 def advantages_of(batch: dict[str, Tensor], settings: dict[str, Any]) -> Tensor:
     """Run the actor's advantages. AReaL's values at t belong to the state after token t, as its rolled masks do."""
     from areal.api.cli_args import NormConfig, PPOActorConfig
     from areal.trainer.ppo.actor import PPOActor
 
     names = ("kl_ctl", "kl_estimator", "discount", "gae_lambda", "mask_no_eos_with_zero")
+    names += ("reward_scaling", "reward_bias", "reward_clip")
     chosen = {key: settings[key] for key in names if key in settings}
     norms = {key: NormConfig(**settings[key]) for key in ("reward_norm", "adv_norm") if key in settings}
     config = PPOActorConfig(**chosen, **norms)
@@ -78,7 +100,7 @@ def advantages_of(batch: dict[str, Tensor], settings: dict[str, Any]) -> Tensor:
         "ref_logp": torch.nn.functional.pad(batch["ref"], (0, 1 + room)),
         "rewards": batch["rewards"].clone(),
     }
-    if "gae_lambda" in settings:  # with a critic
+    if settings.get("with_critic", "gae_lambda" in settings):
         data["values"] = torch.nn.functional.pad(batch["values"], (0, 1 + room), value=1.0)
     found = PPOActor(config, None)._compute_advantages(data)["advantages"]
     return found[:, : batch["mask"].shape[1]]

@@ -82,7 +82,7 @@ Usage
                                   with one run, --run COMMAND finds the first step for which a command fails
   realign pack RUN STEP -o FILE   write a step to a zip file that `realign replay FILE` recomputes anywhere: [--weights]
   realign verify RUN              check that nothing of a run was changed, and recompute random steps: [--steps 5]
-  realign import TOOL FILE        translate a config of trl, verl or openrlhf, and compare the losses
+  realign import TOOL FILE        translate a config of trl, verl, openrlhf or areal, and compare the losses
   realign help [<overrides>] [KEY]  describe config keys: type, default, valid values, meaning
   realign <overrides> resume=auto   resume a run that was stopped or killed
   realign -m <overrides>          sweep: one run for each combination of a=1,2 b=x,y

@@ -24,10 +24,11 @@ from realign.config.errors import ConfigError, joined, suggest
 from realign.safe_yaml import load_yaml
 
 PLACEHOLDER = re.compile(r"\{([\w.]+?)(?:\|([\w.]+?))?(-1)?\}")
+LINK = re.compile(r"\$\{([\w.]+)\}")
 REFEREE = Path(__file__).parents[2] / "benchmarks" / "referee"
 MOST_SETTINGS = 2_000
 """Limit of the settings of a config, so that a file that is no config ends with an error."""
-USAGE = "realign import trl|trl-dpo|trl-kto|verl|openrlhf [FILE.yaml] [SETTING ...]"
+USAGE = "realign import trl|trl-dpo|trl-kto|verl|openrlhf|areal [FILE.yaml] [SETTING ...]"
 
 
 class Imported(NamedTuple):
@@ -73,7 +74,14 @@ def translated(tool: str, given: Mapping[str, Any]) -> Imported:
     """
     table = next(table for table in tables().values() if tool in table.get("import", {}))
     rules = table["import"][tool]
-    settings = {**rules["defaults"], **_canonical(given, table, rules["defaults"])}
+    canonical = _canonical(given, table, rules["defaults"])
+    sections = {
+        f"{section}.{name}": value
+        for section, defaults in rules.get("sections", {}).items()
+        if any(name.startswith(f"{section}.") for name in canonical)
+        for name, value in defaults.items()
+    }
+    settings = {**rules["defaults"], **sections, **canonical}
     applied = [rule for rule in rules["rules"] if _applies(rule, settings)]
     own = dict(_pairs(_filled(word, settings) for rule in applied for word in rule.get("set", ())))
     refused = [plain(_filled(rule["refuse"], settings)) for rule in applied if "refuse" in rule]
@@ -120,6 +128,9 @@ def _of_file(path: str) -> dict[str, Any]:
     if not isinstance(loaded, Mapping):
         raise ConfigError(f"{path}: expected a mapping of settings to values, found {type(loaded).__name__}")
     settings = dict(_flat(loaded, path))
+    # values such as ${gconfig.n_samples}, of a name in the file; no resolver runs
+    linked = {name: match[1] for name, value in settings.items() if (match := LINK.fullmatch(str(value)))}
+    settings |= {name: settings[target] for name, target in linked.items() if target in settings}
     if len(settings) > MOST_SETTINGS:
         raise ConfigError(f"{path}: {len(settings):,} settings; at most {MOST_SETTINGS:,} are expected in a config")
     return settings
@@ -220,7 +231,7 @@ def _filled(text: str, settings: Mapping[str, Any]) -> str:
     def replace(match: re.Match[str]) -> str:
         setting = value(match[1])
         if setting is None and match[2]:
-            setting = value(match[2])
+            setting = "none" if match[2] == "none" else value(match[2])
         if not match[3]:
             return _text(setting)
         try:

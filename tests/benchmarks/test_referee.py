@@ -114,3 +114,19 @@ def test_the_worker_runs_a_side_and_a_stub_that_is_called_fails(tmp_path):
     assert found["errors"] == {"c": "RuntimeError: the loss calls heavy.Network, which the referee replaced by a stub"}
     gradient = load_file(tmp_path / "results.safetensors")["a"]
     assert torch.equal(gradient, 2.0 * batch["mask"].float())
+
+
+def test_a_release_that_does_not_run_is_a_line_and_the_others_are_compared(monkeypatch, capsys):
+    def compare(peer, folder):
+        if peer == "verl":
+            raise RuntimeError("verl did not run: ModuleNotFoundError: No module named 'verl.trainer'")
+        return RESULTS["peers"][peer]["cells"]
+
+    monkeypatch.setattr(referee, "install", lambda peer, release: Path(f"{peer}-{release}"))
+    monkeypatch.setattr(referee, "release_of", lambda peer, folder: "9.9")
+    monkeypatch.setattr(referee, "compare", compare)
+    monkeypatch.setattr(sys, "argv", ["referee", "--latest", "--check"])
+    assert referee.main() == 1
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[-1] == "verl (was 0.9.1): verl did not run: ModuleNotFoundError: No module named 'verl.trainer'"
+    assert [line.partition(" 9.9: ")[0] for line in printed[:-1]] == ["TRL", "OpenRLHF", "AReaL", "SkyRL"]

@@ -22,7 +22,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "migration.md"
 LOSSES = [
     pytest.param(row, tool, id=f"{tool} {row}")
     for (row, tool), cell in CELLS.items()
-    if tool in TOOLS and isinstance(cell, Cell) and ROWS[row].kind == "policy"
+    if tool in TOOLS and tool != "areal" and isinstance(cell, Cell) and ROWS[row].kind == "policy"
 ]
 
 
@@ -49,6 +49,38 @@ def test_an_imported_config_of_preferences_has_the_loss_that_the_referee_compare
     torch.testing.assert_close(gradient, expected_gradient, atol=1e-6, rtol=1e-5)
 
 
+AREAL = {
+    "grpo": {"actor.reward_norm.mean_level": "group", "actor.reward_norm.std_level": "group"},
+    "dr_grpo": {"actor.reward_norm.mean_level": "group", "actor.reward_norm.std_level": None},
+    "ppo": {"critic.path": "m", "actor.kl_ctl": 0.05, "actor.gae_lambda": 0.95, "actor.adv_norm.mean_level": "batch"},
+}
+"""Configs of AReaL, whose names have sections, for cells of the referee."""
+
+
+@pytest.mark.parametrize("row", AREAL)
+def test_an_imported_config_of_areal_has_the_loss_that_the_referee_compared(row):
+    cell, batch = CELLS[row, "areal"], batches.batch(ROWS[row].batch, 0)
+    imported = translated("areal", {"actor.kl_ctl": 0.0} | AREAL[row])
+    assert not imported.refused
+    assert not imported.by_hand
+    loss, gradient = ours.run("policy", batch, (*imported.overrides, "interfaces.actor.n_minibatches=1"))
+    expected, expected_gradient = ours.run("policy", batch, overrides_of(ROWS[row], cell))
+    assert loss == pytest.approx(expected.item(), abs=1e-6)
+    torch.testing.assert_close(gradient, expected_gradient, atol=1e-6, rtol=1e-5)
+
+
+def test_a_section_has_its_own_defaults_and_values_can_name_others(tmp_path):
+    path = tmp_path / "grpo.yaml"
+    path.write_text(
+        "actor: {max_new_tokens: '${gconfig.max_new_tokens}', adv_norm: {eps: 1e-4}}\ngconfig: {max_new_tokens: 9}"
+    )
+    given = import_config._of_file(str(path))
+    assert given["actor.max_new_tokens"] == 9
+    found = words(translated("areal", {"actor.adv_norm.eps": 1e-4}))
+    assert found["interfaces.actor.adv_norm"].startswith("{mean: batch, std: batch, ")
+    assert found["interfaces.actor.advantage.reward_norm"].startswith("{mean: none, std: none, ")
+
+
 @pytest.mark.parametrize(("row", "tool"), LOSSES)
 def test_an_imported_config_has_the_loss_that_the_referee_compared_with_the_tool(row, tool):
     cell, batch = CELLS[row, tool], batches.batch(ROWS[row].batch, 0)
@@ -66,7 +98,16 @@ def settings_of(rule: dict) -> dict:
     """Return settings to which a rule applies, if its tool's defaults do not contradict."""
     chosen = {name: values[0] for name, values in rule.get("when", {}).items()}
     other = {"beta": 0.04, "delta": 3.0, "loss_scale_factor": 512, "init_coef": 0.01, "dual_clip": 3.0}
-    other |= {"label_smoothing": 0.1, "loss_weights": [0.5], "ld_alpha": 0.5, "use_weighting": True}
+    other |= {
+        "c_clip": 3.0,
+        "kl_ctl": 0.1,
+        "upper": 2.0,
+        "m2_threshold": 0.1,
+        "label_smoothing": 0.1,
+        "loss_weights": [0.5],
+        "ld_alpha": 0.5,
+        "use_weighting": True,
+    }
     for name, values in rule.get("unless", {}).items():
         short = name.rpartition(".")[2]
         texts = {"estimator": "k3" if ".kl." in name else "reinforce", "kl_loss_type": "full", "adv_estimator": "rloo"}
