@@ -39,7 +39,7 @@ TRAIN = "train"
 """The default command."""
 COMMANDS: Mapping[str, Command] = MappingProxyType(
     {
-        TRAIN: Command("train:train", ("config_dir", "multirun", "cfg", "info")),
+        TRAIN: Command("train:train", ("config_dir", "multirun", "trials", "cfg", "info")),
         "check": Command("check:check", ("config_dir",)),
         "graph": Command("commands:graph", ("config_dir", "format", "out")),
         "plan": Command("plan:plan", ("config_dir",), "realign.planning.options.PlanOptions"),
@@ -70,6 +70,7 @@ OPTIONS: Mapping[tuple[str, ...], Mapping[str, Any]] = MappingProxyType(
         ("--version",): SWITCH,
         ("--debug",): SWITCH,
         ("--multirun", "-m"): SWITCH,
+        ("--trials",): {"type": int},
         ("--resolve",): SWITCH,
         ("--merge",): SWITCH,
         ("--rescore",): SWITCH,

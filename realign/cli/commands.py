@@ -212,11 +212,16 @@ def _dispatch(argv: list[str], start: Start) -> int:
         return _say(MENU)
     if command in ON_EXPERIMENT and not (words or args.cfg or args.info):
         raise ConfigError("no overrides. Start from experiment=NAME; `realign --help` lists the experiments.")
-    if args.multirun:
+    if args.multirun or args.trials is not None:
         from realign.cli.sweep import sweep
 
+        debug = args.debug or full_errors()
         with terminated_by_exception():
-            return sweep(words, args.config_dir, start, args.debug or full_errors())
+            if args.trials is not None:
+                from realign.cli.search import search
+
+                return search(words, args.config_dir, start, debug, args.trials)
+            return sweep(words, args.config_dir, start, debug)
     module, _, name = COMMANDS[command].function.partition(":")
     with uncollected() if command in BRIEF else nullcontext():
         function = getattr(import_module(f"realign.cli.{module}"), name)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
@@ -53,30 +53,32 @@ def sweep(words: Sequence[str], config_dir: str | None, start: Start, debug: boo
     Raises:
         ConfigError: a run is invalid; names the key.
     """
-    composed, jobs = composed_runs(words, config_dir)
-    _check(composed)
-    for run in jobs:
+    composed, runs = composed_runs(words, config_dir)
+    for run in runs:
         run.resolve()
-    folders: list[Path] = []
 
-    def job(config: DictConfig) -> None:
-        from hydra.core.hydra_config import HydraConfig
+    def launch(launcher: Launcher) -> None:
+        size = launcher.batch or len(runs)
+        for first in range(0, len(runs), size):
+            launcher.launch(runs[first : first + size])
 
-        tree = OmegaConf.to_container(config, resolve=False)
-        assert isinstance(tree, dict)
-        resolved = resolve({str(key): value for key, value in tree.items()})
-        resolved.output_dir = HydraConfig.get().runtime.output_dir  # each run of a sweep has a separate folder
-        folders.append(Path(resolved.output_dir))
-        if code := guarded(lambda: start(resolved, build(resolved), lambda: None), debug):
-            raise SystemExit(code)  # Hydra would note an Exception, and start the next run
+    return launched(composed, start, debug, launch)
 
+
+def launched(composed: Composed, start: Start, debug: bool, launch: Callable[[Launcher], None]) -> int:
+    """Let `launch` start runs that share the overrides of `composed`, print their table, and return the exit code.
+
+    Raises:
+        ConfigError: the sweep cannot start.
+    """
+    _check(composed)
+    launcher = Launcher(composed, start, debug)
     try:
-        done = _launch(composed, jobs, job)
-        folders = folders or done  # a launcher may have started the runs in other processes
+        launch(launcher)
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 1
     finally:
-        if (table := sweep_table(folders)) is not None:
+        if (table := sweep_table(launcher.folders)) is not None:
             Console().print(table)
     return 0
 
@@ -117,7 +119,9 @@ def _choices(override: Override) -> list[str]:
     if not override.is_sweep_override():
         return [str(override.input_line)]
     if not override.is_discrete_sweep():
-        raise ConfigError(f"{override.input_line}: a sweep lists its values: {key}=a,b.")
+        raise ConfigError(
+            f"{override.input_line}: a sweep lists its values: {key}=a,b. --trials N searches an interval."
+        )
     return [f"{key}={value}" for value in override.sweep_string_iterator()]
 
 
@@ -144,7 +148,7 @@ def _check(composed: Composed) -> None:
 class _Jobs:
     """The part of Hydra's `ConfigLoader` and callbacks that its launchers use. Launchers may pickle it."""
 
-    configs: Mapping[tuple[str, ...], DictConfig]
+    configs: dict[tuple[str, ...], DictConfig]
 
     def load_sweep_config(self, master_config: DictConfig, sweep_overrides: Sequence[str]) -> DictConfig:
         """Return the config of a run, with the time of the sweep in its folder."""
@@ -160,24 +164,61 @@ class _Jobs:
         """Do nothing."""
 
 
-def _launch(composed: Composed, runs: Sequence[Composed], job: Any) -> list[Path]:
-    """Start the runs in batches, and return their folders."""
-    from hydra.core.plugins import Plugins
-    from hydra.types import HydraContext
+class Launcher:
+    """Starts runs of a sweep with a launcher of Hydra."""
 
-    config = _with_all(composed, all_settings(composed.launcher))
-    jobs = _Jobs({_words(run): _with_all(run, config.hydra) for run in runs})
-    launcher = Plugins.instance().instantiate_launcher(HydraContext(jobs, jobs), job, config)
-    folder = Path(str(config.hydra.sweep.dir))
-    folder.mkdir(parents=True, exist_ok=True)
-    OmegaConf.save(config, folder / "multirun.yaml")
-    size = config.hydra.sweeper.max_batch_size or len(runs)
-    folders = []
-    for first in range(0, len(runs), size):
-        for done in launcher.launch([_words(run) for run in runs[first : first + size]], initial_job_idx=first):
+    def __init__(self, composed: Composed, start: Start, debug: bool) -> None:
+        """Prepare the folder of the sweep; the arguments are those of `launched`."""
+        from hydra.core.plugins import Plugins
+        from hydra.types import HydraContext
+
+        self._started: list[Path] = []
+        self._done: list[Path] = []
+        self._jobs = _Jobs({})
+        self._config = _with_all(composed, all_settings(composed.launcher))
+        started = self._started
+
+        def job(config: DictConfig) -> None:
+            from hydra.core.hydra_config import HydraConfig
+
+            tree = OmegaConf.to_container(config, resolve=False)
+            assert isinstance(tree, dict)
+            resolved = resolve({str(key): value for key, value in tree.items()})
+            resolved.output_dir = HydraConfig.get().runtime.output_dir  # each run of a sweep has a separate folder
+            started.append(Path(resolved.output_dir))
+            if code := guarded(lambda: start(resolved, build(resolved), lambda: None), debug):
+                raise SystemExit(code)  # Hydra would note an Exception, and start the next run
+
+        context = HydraContext(self._jobs, self._jobs)
+        self._launcher = Plugins.instance().instantiate_launcher(context, job, self._config)
+        folder = Path(str(self._config.hydra.sweep.dir))
+        folder.mkdir(parents=True, exist_ok=True)
+        OmegaConf.save(self._config, folder / "multirun.yaml")
+
+    @property
+    def batch(self) -> int | None:
+        """Number of runs to launch at once; None if the config leaves it open."""
+        size: int | None = self._config.hydra.sweeper.max_batch_size
+        return size
+
+    @property
+    def folders(self) -> list[Path]:
+        """Folders of the runs so far."""
+        return self._started or self._done  # a launcher may have started the runs in other processes
+
+    def launch(self, runs: Sequence[Composed]) -> list[Path]:
+        """Start runs, wait for them, and return their folders.
+
+        Raises:
+            SystemExit: a run failed, with its exit code.
+        """
+        self._jobs.configs |= {_words(run): _with_all(run, self._config.hydra) for run in runs}
+        folders = []
+        for done in self._launcher.launch([_words(run) for run in runs], initial_job_idx=len(self._done)):
             _ = done.return_value  # raises the exception of a failed run
             folders.append(Path(done.hydra_cfg.hydra.runtime.output_dir))
-    return folders
+        self._done += folders
+        return folders
 
 
 def _with_all(composed: Composed, hydra: DictConfig) -> DictConfig:
@@ -211,6 +252,11 @@ class SweptRun:
         with suppress(ValueError):  # cut off by a full disk
             summary = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
         return cls(folder, dict(word.lstrip("+").partition("=")[::2] for word in words or []), summary)
+
+    def best(self, metric: str) -> float | None:
+        """Return the best value of the metric of `save_best`; None if it was never measured."""
+        courses = (self.summary or {}).get("metrics", ())
+        return next((course["best"] for course in courses if course["name"] == metric), None)
 
 
 def sweep_table(folders: Sequence[Path]) -> RenderableType | None:
