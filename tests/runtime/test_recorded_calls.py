@@ -150,6 +150,23 @@ def test_a_run_of_two_ranks_is_replayed_in_one_process(words, tmp_path):
             assert now[name] == pytest.approx(then[name], rel=1e-4, abs=1e-6), name
 
 
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_run_on_ray_is_replayed_in_one_process(devices, words, tmp_path):
+    """Its samples and rewards are recorded. On one worker, training is the same bit for bit."""
+    out = tmp_path / "run"
+    overrides = ["runtime=ray", f"+runtime.placement.actor.devices={devices}", f"output_dir={out}"]
+    run(build_experiment(compose([*words["rewards"], *overrides])))
+    for replayed in replay_steps(build_experiment(compose([str(out / "config.yaml")])), out, [3, 4]):
+        now, then = of_training(replayed.metrics), of_training(recorded(out, replayed.step))
+        if devices == 1:
+            assert {name: then[name] for name in now} == now
+        else:
+            for name in ("reward", "response_tokens", "rollout_tokens", "grad_norm", "loss", "entropy"):
+                assert now[name] == pytest.approx(then[name], rel=1e-4, abs=1e-6), name
+
+
 def test_calls_are_read_as_they_were_written(tmp_path):
     batch = SequenceSample.from_sequences(
         ["a", ("b", 1)], {"input_ids": [[[1, 2], [3]], [[4]]], "rewards": [[[0.5], [float("nan")]], [[2.0]]]}
