@@ -149,19 +149,19 @@ class DataSource(FileSource):
     """Prompt format: auto (chat messages use the tokenizer's chat template, and strings are plain text) | plain | chat
     (a string becomes a user message)."""
     prefix: str = ""
-    """Text before a prompt that is a string."""
+    """Text to put before a prompt that is a string."""
     suffix: str = ""
-    """Text after a prompt that is a string."""
+    """Text to put after a prompt that is a string."""
     system: str = ""
-    """Text of a system message before the chat messages; empty adds no message."""
+    """System message to put before the chat messages; empty adds none."""
     template_options: dict[str, Any] = field(default_factory=dict)
     """Additional arguments of the chat template, such as `{enable_thinking: false}`."""
     too_long: TooLong = TooLong.drop
-    """Handling of a row over the length limit: drop | truncate_left | error."""
+    """What to do with a row over the length limit: drop | truncate_left | error."""
     streaming: bool = False
     """Read, tokenize and shuffle rows during training, with bounded memory, for data larger than memory."""
     shuffle_buffer: Count = 10_000
-    """Number of rows that are shuffled together if streaming=true. They are kept in memory."""
+    """With streaming=true, shuffle this many rows together. They are kept in memory."""
     excerpt: Excerpt | None = None
     """Excerpt of the prompt column to use, such as `{max_tokens: 64, end: "."}`. It replaces the text in the row.
     null uses the whole text."""

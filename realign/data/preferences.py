@@ -98,7 +98,7 @@ class PreferenceData(DataSource):
     """Maximum length in tokens of prompt plus longest response of a row; null sets no limit. Responses are never
     truncated, and all responses of a row share the same truncated prompt."""
     append_eos: bool = True
-    """Append the tokenizer's EOS token to each response that does not already end with it."""
+    """Append the tokenizer's EOS token to responses that don't end with it."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

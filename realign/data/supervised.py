@@ -37,23 +37,23 @@ class SupervisedData(ImageSource):
     """
 
     messages_column: str | None = None
-    """Column with whole conversations, a list of chat messages. null recognizes it."""
+    """Column with whole conversations (lists of chat messages). null finds it by name."""
     response_column: str | None = None
-    """Column with the response: a string, or a list of chat messages by the assistant (and tools). null recognizes
-    it."""
+    """Column with the response: a string, or a list of chat messages by the assistant (and tools). null finds it by
+    name."""
     train_on_turns: Turns = Turns.all
-    """Assistant turns in the loss: all | last | each (all, each in a separate sequence that ends with it). `each` also
-    trains with chat templates that shorten earlier turns, such as their reasoning."""
+    """Which assistant turns to learn: all | last | each (all, each in a sequence of its own that ends with it). `each`
+    also works with chat templates that shorten earlier turns, such as their reasoning."""
     assistant_masks: AssistantMasks = AssistantMasks.auto
-    """How assistant turns are found: auto (token prefixes, compared with `{% generation %}` blocks if the template has
+    """How to find assistant turns: auto (token prefixes, compared with `{% generation %}` blocks if the template has
     them) | prefixes | generation_blocks."""
     max_tokens: Count | None = None
-    """Maximum length of a sequence in tokens; null sets no limit. Only the text before the first trained token is
-    truncated. A row is dropped if no token of this text would remain."""
+    """Longest allowed sequence in tokens; null sets no limit. Only the text before the first trained token is ever
+    truncated, and a row is dropped if none of it would remain."""
     append_eos: bool = True
-    """Append the tokenizer's EOS token to each response that does not already end with it."""
+    """Append the tokenizer's EOS token to responses that don't end with it, so that the model learns to stop."""
     train_on_prompt: bool = False
-    """Whether the loss includes prompt tokens. It never includes the first token of a sequence."""
+    """Learn prompt tokens, too. (The first token of a sequence is never in the loss.)"""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -43,7 +43,7 @@ class SFTInterface(ModelInterface):
     reads_images: ClassVar[bool] = True
 
     n_minibatches: Count = 1
-    """Optimizer steps per batch of prompts."""
+    """Optimizer steps per batch."""
     aggregation: Aggregation = field(default_factory=TokenMean)
     """Weights of tokens and sequences in the loss: token_mean, seq_mean_token_mean, seq_mean_token_sum or constant."""
 

@@ -123,7 +123,7 @@ class TopLayers(Trained):
     keeps_start: ClassVar[bool] = True  # the layers below do not train
 
     layers: Count
-    """Number of top layers that train."""
+    """Train this many of the top layers."""
 
     @override
     def prepare(self, module: Any, *, path: str, seed: int) -> None:
@@ -142,11 +142,11 @@ class Lora(Trained):
     only_adds: ClassVar[bool] = True
 
     rank: Count = 16
-    """Rank of the low-rank update."""
+    """Rank of the updates: more is more capacity and memory."""
     alpha: Count = 32
-    """LoRA alpha; the update is multiplied by alpha / rank."""
+    """Updates are multiplied by alpha / rank."""
     target_modules: str | list[str] = "all-linear"
-    """Names or name suffixes of the adapted layers. all-linear adapts every linear layer and the experts of a
+    """Which layers to adapt, by name or end of the name. all-linear adapts every linear layer and the experts of a
     mixture-of-experts model, but not the head."""
     dropout: Annotated[float, Range(ge=0, lt=1)] = 0.0
     """Dropout probability on the input of A, only in training."""

@@ -21,22 +21,22 @@ class InProcessSampling(SamplerSpec):
     external: ClassVar[bool] = False
 
     max_slots: Count | None = None
-    """Maximum number of sequences decoded concurrently; null: as many as fit the KV cache, which has 1 GiB on a CPU."""
+    """Decode at most this many sequences at once; null: as many as fit the KV cache, which has 1 GiB on a CPU."""
     cache_fraction: Annotated[float, Range(gt=0, le=1)] = 0.5
-    """Fraction of the free memory of a GPU for the KV cache if `max_slots` is null. It is read when a rollout starts,
-    after the weights are loaded. Ignored on a CPU."""
+    """Without `max_slots`, use this fraction of a GPU's free memory for the KV cache, as measured when a rollout
+    starts. Ignored on a CPU."""
 
     sync_every: Count | None = None
-    """Decode steps after which the host reads which responses have ended; null: 8 on an accelerator, 1 on a CPU. In
-    between, steps start without waiting for the device, and responses that have ended occupy their slots. Samples do
-    not depend on it. Rollouts with stop strings or router_replay use 1."""
+    """Check every this many decode steps which responses have ended; null: 8 on an accelerator, 1 on a CPU. In between,
+    steps start without waiting for the device, and ended responses keep their slots. Samples don't depend on it.
+    Rollouts with stop strings or router_replay use 1."""
     compiled_decode: CompiledDecode = CompiledDecode.auto
-    """Whether decode steps on a CPU run in a library that the first rollout compiles and caches: auto | on | off. auto
-    uses torch if no C++ compiler is installed; on raises an error then."""
+    """On a CPU, run decode steps in a library that the first rollout compiles and caches: auto | on | off. Without a
+    C++ compiler, auto uses torch, and on is an error."""
 
     exact: bool = False
-    """Compute log-probs with the same bits in rollouts, scoring and training, so that ratios before the first update
-    are exactly 1. For models on a CPU in float32 whose decode steps can be compiled. A step takes longer."""
+    """Make log-probs of rollouts, scoring and training equal bit for bit, so that ratios before the first update are
+    exactly 1. Slower. For models on a CPU in float32 whose decode steps can be compiled."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

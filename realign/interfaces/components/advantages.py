@@ -212,7 +212,7 @@ class _ValueBased(AdvantageEstimator):
     """Divide the rewards of tokens, KL penalty and dense rewards included, by their population standard deviation over
     the batch; the mean stays (openai/lm-human-preferences)."""
     bootstrap: bool = field(default=False, kw_only=True)
-    """Use the critic's value, instead of 0, for the state after the last token of a truncated response."""
+    """For a truncated response, use the critic's value of its last state, instead of 0."""
 
     @override
     def estimate(self, rewards: Rewards, data: SequenceSample, reduce: Reduce) -> Estimate:
@@ -325,7 +325,7 @@ class GroupRelative(AdvantageEstimator):
     """The reward of a response, to be compared within its prompt's group by `adv_norm` (GRPO, arXiv:2402.03300)."""
 
     min_group_size: Count = 2
-    """Groups with fewer rewarded responses are excluded from the loss."""
+    """Drop groups with fewer rewarded responses from the loss."""
     length_weighted: bool = False
     """Weight each response by its length in the statistics of `adv_norm` (OPO, arXiv:2505.23585)."""
     rescale_degenerate: bool = False

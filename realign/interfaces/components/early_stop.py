@@ -18,9 +18,9 @@ class EarlyStop(Settings):
     """
 
     kl: Positive | None = None
-    """Bound on `approx_kl` (k3 of the old against the current policy) in nats per token; null: none."""
+    """Stop when `approx_kl` exceeds this (k3 of the old against the current policy), in nats per token; null: don't."""
     ratio: Annotated[float, Range(gt=1)] | None = None
-    """Bound on the mean probability ratio `ratio_mean` (realhf: 5); null: none."""
+    """Stop when the mean probability ratio `ratio_mean` exceeds this (realhf: 5); null: don't."""
 
     @property
     def bounded(self) -> bool:

@@ -49,24 +49,25 @@ class KLPenalty(Settings):
     """KL penalty against the reference policy."""
 
     place: KLPlace = KLPlace.none
-    """Where the penalty is applied: none, reward or loss. The dataflow then includes the reference model."""
+    """Where to apply the penalty: none, reward or loss. With either of the last two, a reference model is loaded."""
     coef: NonNegative = 0.05
-    """KL coefficient, in reward (or loss) per nat; the initial value if `target` is set. 0 is the same as place=none:
-    no reference model is loaded, and the KL is not measured (1e-9 measures it)."""
+    """Weight of the penalty, in reward (or loss) per nat; with `target`, its initial value. 0 is the same as
+    place=none: no reference model is loaded, and the KL isn't measured (1e-9 measures it)."""
     estimator: KLEstimator | None = None
-    """KL estimator per token: k1, k2, k3 or abs. Unset: k1 in the reward, k3 in the loss. A class with its own
-    `estimate` decides whether to use it."""
+    """How to estimate the KL of a token: k1, k2, k3 or abs. Unset: k1 in the reward, k3 in the loss. A class with its
+    own `estimate` may ignore it."""
     full_vocabulary: bool = False
-    """Compute KL(policy || reference) over the whole vocabulary at every token, instead of an estimate from the sampled
-    token (place=loss). The reference then returns its hidden states."""
+    """Compute the exact KL(policy || reference) over the whole vocabulary at every token, instead of an estimate from
+    the sampled token (place=loss). The reference then returns its hidden states."""
     importance_weighted: bool = False
     """Multiply the penalty in the loss by the ratio of the current to the old policy, through which the gradient flows
     (DeepSeek-V3.2, arXiv:2512.02556; TRL's use_bias_correction_kl). With k1 or k3, the gradient is then that of the KL.
     """
     target: Positive | None = None
-    """Target KL per sequence of the adaptive controller, in nats (arXiv:1909.08593); null: `coef` is constant."""
+    """Adapt `coef` so that the KL per sequence stays near this, in nats (arXiv:1909.08593); null: `coef` is
+    constant."""
     horizon: Count = 10_000
-    """Horizon of the adaptive controller, in sequences; larger values adapt the coefficient more slowly."""
+    """How fast `coef` adapts to `target`, in sequences; larger is slower."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -20,11 +20,11 @@ class Normalization(Settings):
     """
 
     mean: Scope = Scope.batch
-    """Scope of the mean that is subtracted: none, batch or group."""
+    """Which mean to subtract: over the batch, over the group, or none."""
     std: Scope = Scope.batch
-    """Scope of the standard deviation (around that scope's own mean) that divides: none, batch or group."""
+    """Which standard deviation to divide by: over the batch, over the group (around that scope's own mean), or none."""
     leave_one_out: bool = False
-    """Subtract the mean of the other elements of the scope (RLOO, arXiv:2402.14740)."""
+    """Leave each element out of the mean that is subtracted from it (RLOO, arXiv:2402.14740)."""
     unbiased: bool = False
     """Use the sample standard deviation (divided by K - 1) instead of the population's."""
     eps: NonNegative = 1e-8

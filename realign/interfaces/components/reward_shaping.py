@@ -44,15 +44,15 @@ class RewardShaping(Settings):
     bias: Finite = 0.0
     """Added to every score."""
     gain: Finite = 1.0
-    """Multiplies the sum of score and bias."""
+    """Factor of score plus bias."""
     clip: Positive | None = None
-    """Bound on the absolute value after that (trlX: 10, DeepSpeed-Chat: 5); null: none."""
+    """Clip scores to this absolute value after that (trlX: 10, DeepSpeed-Chat: 5); null: don't."""
     scale: RewardScale = RewardScale.none
-    """Divisor: none, running or ref (trlX's scale_reward)."""
+    """Divide by a standard deviation: none, running or ref (trlX's scale_reward)."""
     center: bool = False
-    """Subtract the mean of the scores of `scale` before the division."""
+    """Before dividing, subtract the mean of the same scores."""
     baseline: RewardBaseline = RewardBaseline.none
-    """Baseline subtracted from a score: none or greedy. With greedy, the dataflow includes the greedy response."""
+    """Subtract a baseline: none, or greedy, the score of a greedy response, which is then sampled too."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

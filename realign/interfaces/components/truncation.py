@@ -55,19 +55,18 @@ class TruncatedReward(StrEnum):
 
 @dataclass
 class Truncation(Settings):
-    """Treatment of responses that reached the length limit (`truncated`); applied to shaped scores."""
+    """What to do with responses that hit the length limit (`truncated`); applied to shaped scores."""
 
     reward: TruncatedReward = TruncatedReward.keep
-    """Score of a truncated response: keep, zero, add or set."""
+    """Score of a truncated response: keep it, set it to zero, add `penalty`, or set it to `penalty`."""
     penalty: Finite | None = None
-    """Value that reward=add adds to the score (negative values punish), or that reward=set assigns."""
+    """Number that reward=add adds to the score (negative punishes), or that reward=set makes the score."""
     mask: bool = False
-    """Exclude truncated responses from the loss and its divisor (overlong filtering, arXiv:2503.14476)."""
+    """Drop truncated responses from the loss and its divisor (overlong filtering, arXiv:2503.14476)."""
     overlong_buffer: NonNegativeInt = 0
-    """Length in tokens of the range before the length limit in which a penalty grows linearly; 0: off. See
-    arXiv:2503.14476, eq. 13."""
+    """Let a penalty grow linearly over this many tokens before the length limit; 0: off (arXiv:2503.14476, eq. 13)."""
     overlong_penalty: NonNegative = 1.0
-    """Penalty at the limit, a positive number that is subtracted from the score."""
+    """What to subtract from the score at the limit, a positive number."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
