@@ -100,19 +100,19 @@ class RunSettings(Settings):
     steps: Count
     """Number of training steps (passes over the graph)."""
     batch_prompts: Count
-    """Number of prompts per step."""
+    """Number of prompts per step, over all devices."""
     microbatch: MicroBatchLimits = field(default_factory=MicroBatchLimits)
     """Token budget of a forward pass, shared by all roles."""
     models: Mapping[str, Any]
     """Role -> component that loads its model, such as realign.engines.TransformersModel, the default in a config."""
     interfaces: Mapping[str, Any]
-    """Role -> ModelInterface component that implements its algorithm."""
+    """Role -> its algorithm: a ModelInterface component, such as grpo, ppo, sft or rule_reward."""
     graph: Any
     """Dataflow graph: the calls of a step. In a config, `_target_` is a function annotated `-> DataflowGraph`, and the
     other keys are its arguments; unset: the function `dataflow` beside the actor's class."""
     sync: Mapping[str, Any] = field(default_factory=dict)
-    """Role that is not trained -> update of its weights from a trained role at the end of a step: of, weight,
-    every_steps. In a config, `_target_` defaults to realign.api.Sync."""
+    """Role that isn't trained -> how it follows a trained role at the end of a step: of, weight, every_steps. In a
+    config, `_target_` defaults to realign.api.Sync."""
     data: Any
     """Training data: prompts, or the rows that the algorithm learns from."""
     shuffle: bool = True
@@ -126,11 +126,11 @@ class RunSettings(Settings):
     evaluations: Mapping[str, Any] = field(default_factory=dict)
     """More evaluations by name, with metrics eval/NAME/..."""
     calibration: Any = None
-    """Calibration of the gain and bias of a reward model, before or after training. In a config, `_target_` defaults to
+    """Calibrate the gain and bias of a reward model, before or after training. In a config, `_target_` defaults to
     realign.runtime.RewardCalibration; empty or null disables it."""
     skip_together: bool = False
-    """Whether an optimizer step that one model skips, because its loss or gradient is not finite, is skipped by all
-    models that the graph trains (DeepSpeed-Chat: align_overflow). Their gradients are in memory at the same time."""
+    """If one model skips an optimizer step, because its loss or gradient isn't finite, skip it for all models that the
+    graph trains (DeepSpeed-Chat: align_overflow). Their gradients are then in memory at the same time."""
     save_every_steps: Count | None = None
     """Save the trained models every this many steps; null saves them only at the end."""
     keep_saves: Count | None = None

@@ -12,6 +12,7 @@ import numpy
 import pandas
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -158,6 +159,13 @@ def test_a_run_resumes_with_an_equal_model_object_only(folder):
     next(iter(model.parameters())).data.mul_(2)
     with pytest.raises(CheckpointError, match=r"models.actor.path was"):
         realign.train("grpo", model=model, resume="auto", **{**given, "steps": 4})
+
+
+def test_a_model_object_of_peft_is_an_adapter_to_continue(folder):
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained("model"), LoraConfig(r=4, target_modules="all-linear"))
+    experiment = realign.load_experiment("sft", model=model, data="rows.jsonl", steps=1)
+    assert experiment.models["actor"].tokenizer == "model"
+    assert (Path(experiment.models["actor"].path) / "adapter_config.json").is_file()
 
 
 def test_a_model_object_without_a_name_needs_its_tokenizer(folder):

@@ -95,7 +95,7 @@ class Handle(Protocol):
         """Return the tokens so far.
 
         Returns:
-            A copy: all tokens of a finished response, or the tokens before the cancellation of a cancelled one. For
+            A copy: all tokens of a finished response, or the tokens before the cancellation of a canceled one. For
             an unfinished response, none if the sampler does not report its tokens (`Capabilities.abort`).
         """
         ...
@@ -110,7 +110,7 @@ class Handle(Protocol):
             The finished response.
 
         Raises:
-            concurrent.futures.CancelledError: the response was cancelled.
+            concurrent.futures.CancelledError: the response was canceled.
             TimeoutError: the response did not finish within `timeout_s`. Sampling continues.
             RuntimeError: the sampler was closed or failed.
             ValueError: the sampler cannot serve the request.
@@ -121,7 +121,7 @@ class Handle(Protocol):
         """Cancel the response; `result` then raises `CancelledError`. Other responses are not affected.
 
         Returns:
-            Whether this call cancelled it; False if the response already finished, failed or was cancelled.
+            Whether this call canceled it; False if the response already finished, failed or was canceled.
         """
         ...
 

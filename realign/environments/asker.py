@@ -139,7 +139,7 @@ class Slots:
             with self._lock:
                 if (task, turn) in self._waiting:
                     self._waiting.remove((task, turn))
-                self._release(task)  # the slot may have been granted before the task was cancelled
+                self._release(task)  # the slot may have been granted before the task was canceled
             raise
 
     async def __aexit__(self, *raised: object) -> None:
@@ -178,7 +178,7 @@ def _grant(turn: asyncio.Future[None]) -> None:
 
 
 GRACE_S = 5.0
-"""Seconds beyond `timeout_s` that a cancelled call has to end, and that an event loop may be blocked."""
+"""Seconds beyond `timeout_s` that a canceled call has to end, and that an event loop may be blocked."""
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ class Limits:
 class Asker:
     """Calls environments concurrently on one event loop.
 
-    A coroutine function runs on the loop and is cancelled at its deadline. If it ignores the cancellation, it is left
+    A coroutine function runs on the loop and is canceled at its deadline. If it ignores the cancellation, it is left
     running and no longer awaited. A plain function runs in a thread (`DaemonThreads`). At its deadline it is left
     running, since threads cannot be stopped.
 

@@ -29,7 +29,7 @@ IDLE_S = 5.0
 LOOK_S = 0.5
 """Seconds between two checks that a loop runs callbacks."""
 SHUT_S = 1.0
-"""Seconds that cancelled tasks have to end while their loop is being closed."""
+"""Seconds that canceled tasks have to end while their loop is being closed."""
 MOST_BLOCKED = 16
 """Blocked threads of one environment above which the run stops. Each keeps its memory until its call returns."""
 

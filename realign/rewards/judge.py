@@ -309,7 +309,7 @@ class JudgeFunction(Prepared):
             answer.set_result(await self._ask(request))
         except BaseException as error:
             self._answers.pop(key, None)
-            answer.set_exception(error if isinstance(error, Exception) else Unreachable("the request was cancelled"))
+            answer.set_exception(error if isinstance(error, Exception) else Unreachable("the request was canceled"))
             answer.exception()  # other callers may not exist, and asyncio logs a failure that is never read
             raise
         self._write(key, sent, answer.result())

@@ -166,13 +166,13 @@ def _check_update(case: SamplerCase) -> None:
 def _check_cancel(case: SamplerCase) -> None:
     """Check that cancelling ends a response and does not affect other responses."""
     generated, requests = case.generate(), case.requests()
-    case.sampler.pause()  # else the responses could end before they are cancelled
+    case.sampler.pause()  # else the responses could end before they are canceled
     handles = [case.sampler.submit(r) for r in requests]
     cancelled = {0, len(handles) - 1}
-    _require(all(handles[i].cancel() for i in sorted(cancelled)), "an unfinished response cannot be cancelled")
+    _require(all(handles[i].cancel() for i in sorted(cancelled)), "an unfinished response cannot be canceled")
     case.sampler.resume()
     for i in sorted(cancelled):
-        _raises(CancelledError, partial(case.result, handles[i]), "result of a cancelled response")
+        _raises(CancelledError, partial(case.result, handles[i]), "result of a canceled response")
         _require(handles[i].done and not handles[i].cancel(), "a response can be cancelled twice")
         handles[i].tokens()
     others = [i for i in range(len(handles)) if i not in cancelled]

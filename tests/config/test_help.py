@@ -44,7 +44,7 @@ def test_a_number_has_its_type_default_range_and_what_the_experiment_sets():
     coef = section("interfaces.actor.kl.coef", ["experiment=grpo"]).own
     assert coef is not None
     assert (coef.type, coef.default, coef.valid, coef.given) == ("float", "0.05", "at least 0 and finite", "0.001")
-    assert coef.text.startswith("KL coefficient, in reward (or loss) per nat")
+    assert coef.text.startswith("Weight of the penalty, in reward (or loss) per nat")
 
 
 def test_choices_have_their_meaning():

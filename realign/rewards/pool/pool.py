@@ -110,7 +110,7 @@ class RewardPool:
             can be pickled.
         workers: number of processes; 0 runs the function in this process.
         timeout_s: time limit of one call in seconds, after which its worker is stopped. Accurate to about 0.2 s. The
-            call of an `async def` function is cancelled, and its worker is stopped 5 s later if it still runs.
+            call of an `async def` function is canceled, and its worker is stopped 5 s later if it still runs.
         memory_mb: address space in MiB that a worker may use, in addition to its usage after importing the function;
             None sets no limit. Linux only; ignored with a warning on other platforms.
         max_failed_fraction: `score` raises once more than this fraction of its items has failed. If a batch is scored

@@ -187,7 +187,7 @@ class Concurrency(NamedTuple):
     calls: int
     """Calls at a time."""
     timeout_s: float
-    """Time limit of one call, after which it is cancelled. After the same time, a chunk starts no further call."""
+    """Time limit of one call, after which it is canceled. After the same time, a chunk starts no further call."""
 
 
 def answer(function: Callable[..., Any], item: RewardCall) -> Answer:
@@ -230,7 +230,7 @@ async def _awaited(function: Callable[..., Any], item: RewardCall, timeout_s: fl
         raise
     except BaseException as error:
         if isinstance(error, TimeoutError) and limit.expired():
-            return Problem(FailureKind.timeout, f"no answer within timeout_s={timeout_s} s; the call was cancelled")
+            return Problem(FailureKind.timeout, f"no answer within timeout_s={timeout_s} s; the call was canceled")
         return _problem(error)
 
 

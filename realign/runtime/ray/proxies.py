@@ -205,11 +205,11 @@ class RemoteSampler:
             self._end(handle, error)
 
     def _end(self, handle: FutureHandle, outcome: Completion | BaseException) -> None:
-        """Complete a handle, unless it was cancelled or the sampler was closed."""
+        """Complete a handle, unless it was canceled or the sampler was closed."""
         with self._lock:
             waited = handle in self._waiting
             self._waiting.discard(handle)
-        # `close` may have ended the handle, or a caller cancelled it, while the worker was still sampling
+        # `close` may have ended the handle, or a caller canceled it, while the worker was still sampling
         if not waited or not handle.future.set_running_or_notify_cancel():
             return
         if isinstance(outcome, Completion):

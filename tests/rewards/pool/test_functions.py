@@ -220,7 +220,7 @@ def test_every_failure_of_a_concurrent_call_stays_alone(workers):
     assert {f.index: f.kind for f in found.failures} == {i: kind for i, (_, kind) in bad.items()}
     assert found.values == [None if i in bad else float(i) for i in range(40)]
     message = {f.index: f.message for f in found.failures}
-    assert "no answer within timeout_s=2.0 s; the call was cancelled" in message[5]
+    assert "no answer within timeout_s=2.0 s; the call was canceled" in message[5]
     assert "TimeoutError: of the function" in message[9]
 
 
