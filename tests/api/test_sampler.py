@@ -64,7 +64,7 @@ class KeepsWeights(TableSampler):
     [
         (NoVersions, "generate returns keys"),
         (ByOrder, "equal calls of generate differ"),
-        (NeverPauses, "an unfinished response cannot be cancelled|paused"),
+        (NeverPauses, "an unfinished response cannot be canceled|paused"),
         (ForgetsVersion, "version is not 1 after an update to version 1"),
         (KeepsWeights, "an update does not change the log-probs"),
     ],
