@@ -73,7 +73,7 @@ class Rollout(NamedTuple):
     values: Tensor
     """[B, R]."""
     scores: Tensor
-    """[B]."""
+    """[B], at the last token; or [B, R], at each token."""
     sampler_kl: Tensor
     """[B] KL to the reference along the response, of the distributions that are sampled: with temperature."""
 
@@ -202,7 +202,10 @@ class PaddedPPO:
         """Return the loss of a mini-batch, and tensors for the metrics."""
         c = self.constants
         rewards = -self.kl_coef * (batch.logprobs - batch.ref_logprobs)
-        rewards[:, -1] += batch.scores
+        if batch.scores.ndim == 1:
+            rewards[:, -1] += batch.scores
+        else:
+            rewards = rewards + batch.scores
         rewards = whitened(rewards, shift_mean=False)
         advantages, returns = advantages_and_returns(rewards, batch.values, c.gamma, c.lam)
         advantages = whitened(advantages)

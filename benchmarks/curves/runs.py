@@ -100,10 +100,15 @@ def runtime_of(run: Run, folder: Path) -> LocalRuntime:
 
 def realign_record(values: dict[str, float]) -> Record:
     """Translate the metrics of a step of realign to the names of the independent implementation."""
-    names = {"score": "reward", "kl": "ref_kl_per_sequence", "kl_coef": "kl_coef", "clipfrac": "clip_fraction"}
+    names = {"score": "reward", "kl": "ref_kl_per_sequence", "kl_coef": "kl_coef"}
+    names |= {name: name for name in ("policy_loss", "value_loss", "entropy", "return_mean")}
+    return {name: values[source] for name, source in names.items()} | ratio_record(values)
+
+
+def ratio_record(values: dict[str, float]) -> Record:
+    """Return the ten metrics of the reproduction study from those of a step of realign."""
     same = [name for name in TABLE if name not in ("approxkl", "clipfrac", "logprob_diff_max")]
-    names |= {name: name for name in (*same, "policy_loss", "value_loss", "entropy", "return_mean")}
-    record = {name: values[source] for name, source in names.items()}
+    record = {"clipfrac": values["clip_fraction"], **{name: values[name] for name in same}}
     # approx_kl is another estimator, and logprob_diff_max is of absolute values
     record["approxkl"] = 0.5 * (values["logprob_diff_var"] + values["logprob_diff_mean"] ** 2)
     record["logprob_diff_max"] = math.log(values["ratio_max"])

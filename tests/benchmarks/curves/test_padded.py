@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from benchmarks.curves import padded, runs, task
+from benchmarks.curves import recorded as recorded_batches
+from realign.errors import DataError
 
 STEPS = 20
 TOLERANCE = 1e-5
@@ -156,3 +159,39 @@ def test_the_first_step_of_adam_differs_by_the_place_of_epsilon():
         found[tensorflow] = -float(weight)
     assert found[True] == pytest.approx(gradient / (gradient + eps / 0.001**0.5))
     assert found[False] == pytest.approx(gradient / (gradient + eps))
+
+
+@pytest.mark.parametrize("adam", ["tensorflow", "pytorch"])
+def test_on_recorded_queries_responses_and_rewards_both_implementations_are_equal(adam, folder, tmp_path):
+    """The arrays have the shapes and the padding of those of openai/lm-human-preferences."""
+    generator = torch.Generator().manual_seed(0)
+    words = len(runs.vocabulary(folder))
+    queries = torch.randint(words, (17, 12), generator=generator)
+    for row, query in enumerate(queries):
+        query[12 - row % 5 :] = words + 2  # padding on the right
+    arrays = {
+        "queries": queries,
+        "responses": torch.randint(words, (17, 9), generator=generator),
+        "rewards": torch.randn(17, 9, generator=generator),
+    }
+    for name, array in arrays.items():
+        np.save(tmp_path / f"{name}.npy", array.numpy())
+    batches = recorded_batches.read(tmp_path, vocabulary=words, batch=8)
+    assert [len(batch.queries) for batch in batches] == [8, 8]
+    assert [len(query) for query in batches[0].queries[:5]] == [12, 11, 10, 9, 8]
+    run = replace(RUN, adam=adam, batch=8, steps=2, lr=1e-3)
+    ours = list(recorded_batches.realign_records(run, 0.7, folder / "model", batches))
+    theirs = list(recorded_batches.padded_records(run, 0.7, folder / "model", batches))
+    assert len(ours) == len(theirs) == 2
+    assert ours[0]["ratio_var"] > 1e-5
+    for own, other in zip(ours, theirs, strict=True):
+        assert own.keys() == other.keys()
+        for name, value in own.items():
+            assert value == pytest.approx(other[name], rel=TOLERANCE, abs=TOLERANCE), name
+
+
+def test_recorded_arrays_of_other_shapes_are_refused(tmp_path):
+    for name, shape in (("queries", (4, 3)), ("responses", (4, 2)), ("rewards", (4,))):
+        np.save(tmp_path / f"{name}.npy", np.zeros(shape))
+    with pytest.raises(DataError, match=r"rewards \(4,\): expected \[N, Q\], \[N, R\] and \[N, R\]"):
+        recorded_batches.read(tmp_path, vocabulary=10, batch=2)
