@@ -258,7 +258,7 @@ def write_zeros(folder: Path, sizes: Mapping[str, int]) -> None:
     config.architectures = [type(module).__name__]
     config.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
-    files = plan_files(module, module.state_dict(), names, None)
+    files = plan_files(module, module.state_dict(), names, module.num_parameters())
     assert files is not None
     files.create(folder)
 

@@ -183,6 +183,7 @@ class TransformersModel(Settings, ModelSpec):
             )
         if ranks > 1:
             self.sharding.check_heads(name, shape.heads)
+            self.sharding.check_layers(name, shape.layers)
         value_head = self._value_head
         settings = self._settings(device).allowed(load_balancing=self.load_balancing is not None)
         # As in the engine: passes run one after another on several ranks, and with a value head that has layers (ADR
@@ -202,6 +203,7 @@ class TransformersModel(Settings, ModelSpec):
             sampling=self._sampling,
             offload=self.sharding.offload,
             reshard=self.sharding.reshard,
+            pipeline=self.sharding.pipeline if ranks > 1 else 1,
             replicate=self.sharding.replicate if ranks > 1 else 1,
             context=self.sharding.context if ranks > 1 else 1,
             tensor=self.sharding.tensor if ranks > 1 else 1,

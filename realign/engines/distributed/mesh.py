@@ -2,6 +2,7 @@
 
 | dimension | what differs between its ranks | what they sum |
 |---|---|---|
+| `pipeline` | layers, with their weights | squares of gradients, gradients of tied embeddings |
 | `replicate` | prompts | gradients, losses, metrics |
 | `shard` | prompts, slices of weights | gradients, losses, metrics, squares of gradients |
 | `context` | tokens of a micro-batch, slices of weights | gradients, results per token, squares of gradients |
@@ -21,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from realign.engines.distributed.sharding import Sharding
 from realign.engines.host import Host
@@ -32,7 +32,7 @@ class Mesh:
     """The place of this rank among all ranks of the default process group.
 
     Attributes:
-        slices: the ranks by the weights that they have: `replicate`, `shard` (with `context`) and `tensor`.
+        slices: the ranks by the weights that they have: `pipeline`, `replicate`, `shard` (with `context`) and `tensor`.
         parts: the same ranks by the tokens that they compute: `data`, `context` and `tensor`. It is `slices` if these
             are the same groups, since each group of ranks takes memory on a GPU.
         experts: the same ranks by the experts that they have: `replicate`, `shard` and `expert`. It is `slices` if only
@@ -55,19 +55,21 @@ class Mesh:
             ConfigError: see `Sharding.sizes`.
         """
         sizes = sharding.sizes(role, dist.get_world_size())
-        replicate, shard, context, tensor = sizes.values()
+        stages, replicate, shard, context, tensor = sizes.values()
 
         def grid(**sizes: int) -> DeviceMesh:
             return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
         # The last dimensions communicate most, so their ranks are neighbors, usually in one node.
-        slices = grid(replicate=replicate, shard=shard * context, tensor=tensor)
+        slices = grid(pipeline=stages, replicate=replicate, shard=shard * context, tensor=tensor)
         parts = experts = slices
         if replicate * context > 1:
-            parts = grid(data=replicate * shard, context=context, tensor=tensor)
+            parts = grid(pipeline=stages, data=replicate * shard, context=context, tensor=tensor)
         if sharding.expert > 1:
             expert = sharding.expert
-            experts = grid(replicate=replicate, shard=shard * context // expert, expert=expert * tensor)
+            experts = grid(
+                pipeline=stages, replicate=replicate, shard=shard * context // expert, expert=expert * tensor
+            )
         return cls(slices, parts, experts, device, host)
 
     @property
@@ -94,6 +96,11 @@ class Mesh:
     def tensor(self) -> DeviceMesh:
         """The ranks that compute each layer together."""
         return self.slices["tensor"]
+
+    @cached_property
+    def pipeline(self) -> DeviceMesh | None:
+        """The ranks with the layers of different stages, for the same tokens; None if every rank has all layers."""
+        return self.slices["pipeline"] if self.slices["pipeline"].size() > 1 else None
 
     @property
     def data(self) -> DeviceMesh:
@@ -124,17 +131,14 @@ class Mesh:
         return x
 
     def gather(self, x: Any) -> list[Any]:
-        """Return the values of the ranks with different prompts, in the order of the parts of a batch."""
-        return self.host.gather(x, self.data.get_group())
+        """Return the values of the ranks with different prompts, in the order of the parts of a batch.
 
-    def after(self, like: DTensor) -> list[int]:
-        """Return the place in the mesh of a weight of the rank after this one; the first comes after the last."""
-        rank = (dist.get_rank() + 1) % dist.get_world_size()
-        names = like.device_mesh.mesh_dim_names or ()
-        ranks = self.experts if "expert" in names else self.slices
-        place = dict(zip(ranks.mesh_dim_names or (), (ranks.mesh == rank).nonzero()[0].tolist(), strict=True))
-        return [place[name] for name in names]
+        Of the stages of a pipeline, the last one has the results of a pass.
+        """
+        if self.pipeline is not None:
+            x = self.host.gather(x, self.pipeline.get_group())[-1]
+        return self.host.gather(x, self.data.get_group())
 
 
 def _fsdp(mesh: DeviceMesh) -> DeviceMesh:
-    return mesh["shard"] if mesh.size(0) == 1 else mesh["replicate", "shard"]
+    return mesh["shard"] if mesh["replicate"].size() == 1 else mesh["replicate", "shard"]

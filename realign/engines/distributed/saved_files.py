@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import product
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
@@ -27,7 +28,7 @@ from typing_extensions import override
 from realign.engines.distributed.sharding import is_part, slices_of
 from realign.engines.files.unread import INDEX, WEIGHTS
 from realign.engines.files.weight_files import Header
-from realign.engines.network.value_head import FILE, ValueNetwork
+from realign.engines.network.value_head import FILE
 from realign.engines.training.weights import VALUE_HEAD
 
 LARGEST_FILE = "50GB"
@@ -145,15 +146,22 @@ class SavedFiles:
 
 
 def plan_files(
-    module: Any, weights: Mapping[str, Tensor], names: Sequence[str], value_head: ValueNetwork | None
+    module: Any,
+    weights: Mapping[str, Tensor],
+    names: Sequence[str],
+    total: int,
+    value_head: Mapping[str, Tensor] = MappingProxyType({}),
+    metadata: Mapping[str, str] = MappingProxyType({}),
 ) -> SavedFiles | None:
     """Return the files that transformers would save, or None if a saved tensor is more than a part of a weight.
 
     Args:
         module: the transformers model.
-        weights: its weights, sharded or not.
+        weights: its weights, or tensors of their shapes and dtypes.
         names: names of those to save; of weights that are tied, one.
-        value_head: value head to save with the model, in a separate file.
+        total: number of weights of the model.
+        value_head: the weights of a value head to save with the model, in a separate file; empty for none.
+        metadata: metadata of that file.
     """
     traced = {name: _Traced.of(weights[name]) for name in names}
     names_by_memory = {_memory(x): name for name, x in traced.items()}
@@ -179,13 +187,14 @@ def plan_files(
             places[weight].append(SavedTensor(file, headers[file].offsets[name], tuple(x.shape), *where))
     index = None
     if split.is_sharded:
-        metadata = {"total_parameters": sum(p.numel() for p in module.parameters()), **split.metadata}
-        content = {"metadata": metadata, "weight_map": split.tensor_to_filename}
+        content = {
+            "metadata": {"total_parameters": total, **split.metadata},
+            "weight_map": split.tensor_to_filename,
+        }
         index = json.dumps(content, indent=2, sort_keys=True) + "\n"
-    if value_head is not None:
-        state = value_head.state_dict()
-        headers[FILE] = Header.of({name: (x.dtype, x.shape) for name, x in state.items()}, value_head.metadata)
-        for name, x in state.items():
+    if value_head:
+        headers[FILE] = Header.of({name: (x.dtype, x.shape) for name, x in value_head.items()}, metadata)
+        for name, x in value_head.items():
             saved = SavedTensor(FILE, headers[FILE].offsets[name], tuple(x.shape), (0,) * x.ndim, tuple(range(x.ndim)))
             places[f"{VALUE_HEAD}{name}"].append(saved)
     return SavedFiles(headers, index, dict(places))

@@ -6,6 +6,7 @@ single-process result. `accumulate` and the methods whose names end in `_part` r
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
 from realign.api.engine import (
@@ -30,10 +32,11 @@ from realign.api.sample import TOKENS, SequenceSample, Shards, shard
 from realign.api.seeds import derive_seed
 from realign.api.stats import Stats, keep_traces, merge_stats, on_host, with_responses
 from realign.engines.distributed.consistency import check_same_batch, check_same_weights
+from realign.engines.distributed.pipeline_parallel import one_forward_one_backward
 from realign.engines.distributed.ranks import current
 from realign.engines.distributed.sharded_network import ShardedNetwork
 from realign.engines.distributed.sharded_state import ShardedSaver, ShardedState
-from realign.engines.distributed.sharding import Sharding, is_part, part_of, whole
+from realign.engines.distributed.sharding import Sharding, is_part, part_of
 from realign.engines.files.unread import Unread
 from realign.engines.host import Host
 from realign.engines.network.network import Network
@@ -168,6 +171,11 @@ class ShardedEngine(TransformersEngine):
             )
         return partial(self._forward_part, run=self.network.reference(layers))
 
+    @property
+    def _has_results(self) -> bool:
+        """Whether this rank computes results: in a pipeline, those of the last stage do."""
+        return self.network.stage is None or self.network.stage.last
+
     @torch.no_grad()
     def _forward_part(self, part: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook, run: Any) -> Any:
         passes = self.network.passes(part, mb_spec)
@@ -175,13 +183,15 @@ class ShardedEngine(TransformersEngine):
         try:
             for here, layout in passes:
                 moved = here.to(self.device)
-                results.append(added(post_hook(run(here, moved, layout), moved), moved))
+                output = run(here, moved, layout)
+                if self._has_results:
+                    results.append(added(post_hook(output, moved), moved))
             for _ in idle:
                 self.network.idle()
         finally:
             self.network.rest()
-        # Only now: a rank without prompts has taken part in the passes of the others.
-        if not len(part):
+        # Only now: a rank without prompts or results has taken part in the passes of the others.
+        if not len(part) or not self._has_results:
             return SequenceSample(())
         return self._restored_to(part[TOKENS].device, passes, results)
 
@@ -207,24 +217,40 @@ class ShardedEngine(TransformersEngine):
         load = self._start_load(passes, idle)
         losses: list[Tensor] = []
         metrics: list[Any] = []
-        rounds = len(passes.batches) + len(idle)
-        with self._training(), listening(load):
-            for here, layout in passes:
-                self._reduce_after(len(losses) + 1, rounds)
-                moved = here.to(self.device)
-                with counting(load, layout):
-                    output = self.network.run(here, moved, layout, training=True)
-                loss, stats = loss_fn(output, moved)
-                check_loss(loss)
-                self.network.differentiate(output.hidden_RH, loss / weight)
-                losses.append(loss.detach().float())
-                metrics.append(keep_traces(stats, moved, mb_spec))
-            # Other ranks gather layers and reduce gradients in these rounds, and wait for this rank in each of them.
-            for number in idle:
-                self._reduce_after(len(losses) + number + 1, rounds)
+        # Other ranks gather layers and reduce gradients in the idle rounds, and wait for this rank in each of them.
+        rounds: list[tuple[SequenceSample, Layout] | None] = [*passes, *(None for _ in idle)]
+        todo = iter(rounds)
+        begun: deque[tuple[Layout, Tensor, Tensor | None]] = deque()
+        done = 0
+
+        def compute() -> tuple[Layout, Tensor, Tensor | None]:
+            """Run the next pass. Return its layout, its hidden states and the loss to differentiate."""
+            if (micro_batch := next(todo)) is None:
                 with counting(load, NO_ROWS):
-                    hidden_RH = self.network.idle(training=True)
-                self.network.differentiate(hidden_RH, None)
+                    return NO_ROWS, self.network.idle(training=True), None
+            here, layout = micro_batch
+            moved = here.to(self.device)
+            with counting(load, layout):
+                output = self.network.run(here, moved, layout, training=True)
+            if not self._has_results:
+                return layout, output.hidden_RH, None
+            loss, stats = loss_fn(output, moved)
+            check_loss(loss)
+            losses.append(loss.detach().float())
+            metrics.append(keep_traces(stats, moved, mb_spec))
+            return layout, output.hidden_RH, loss / weight
+
+        with self._training(), listening(load):
+            for forward in one_forward_one_backward(len(rounds), self.network.later_stages):
+                if forward:
+                    begun.append(compute())
+                    continue
+                done += 1
+                self._reduce_after(done, len(rounds))
+                layout, hidden_RH, loss = begun.popleft()
+                if load is not None:
+                    load.weigh(layout)  # layers that are recomputed for the gradient
+                self.network.differentiate(hidden_RH, loss)
         self.network.take_gradients()
         self._accumulated = Accumulated(passes, losses, loss_fn)
         return merge_stats(metrics) | self._counts(part, passes) | self._load_metrics(load) | self._replay_metrics()
@@ -246,10 +272,11 @@ class ShardedEngine(TransformersEngine):
 
     @override
     def _sum_ranks(self, x: Tensor) -> Tensor:
-        """Return the sum over the ranks that compute different tokens."""
+        """Return the sum over the ranks that compute different tokens or layers."""
         mesh = self.network.mesh
-        x = mesh.sum(x, mesh.data)
-        return x if mesh.context is None else mesh.sum(x, mesh.context)
+        for ranks in (mesh.data, mesh.context, mesh.pipeline):
+            x = x if ranks is None else mesh.sum(x, ranks)
+        return x
 
     @override
     def _replay_metrics(self) -> Stats:
@@ -277,8 +304,11 @@ class ShardedEngine(TransformersEngine):
         return range(self.host.most(own) - own)
 
     def _total_loss(self, losses: Sequence[Tensor]) -> Tensor:
-        # Over ranks with different prompts only: those that divide tokens or layers have the same loss.
-        return self.network.mesh.sum(super()._total_loss(losses), self.network.mesh.data)
+        # Over ranks with different prompts only: those that divide tokens or weights have the same loss, and only the
+        # last stage of a pipeline has one.
+        mesh = self.network.mesh
+        total = mesh.sum(super()._total_loss(losses), mesh.data)
+        return total if mesh.pipeline is None else mesh.sum(total, mesh.pipeline)
 
     def _nonfinite_origin(self, done: Accumulated, weight: Tensor) -> str:
         """Name the prompts in micro-batches with a non-finite loss.
@@ -287,7 +317,7 @@ class ShardedEngine(TransformersEngine):
         """
         if (name := self.network.nonfinite_weight()) is not None:
             return f"the model: weight {name!r} is not finite"
-        pairs = zip(done.passes, done.losses, strict=True)
+        pairs = zip(done.passes, done.losses, strict=True) if self._has_results else ()
         own = [i for (part, _), loss in pairs if not bool(loss.isfinite()) for i in part.ids]
         culprits = dict.fromkeys(i for ids in self.network.mesh.gather(own) for i in ids)
         if not culprits:
@@ -296,10 +326,10 @@ class ShardedEngine(TransformersEngine):
 
     @override
     def dropout_seed(self) -> int:
-        """Return a different seed on each rank with different tokens."""
+        """Return a different seed on each rank with different tokens or layers."""
         # Ranks that split layers must draw the same masks for a batch, and they have the same `data_rank`.
-        steps, context = self._trained().optimizer_steps, self.network.mesh.context
-        place = (self.data_rank,) if context is None else (self.data_rank, context.get_local_rank())
+        steps, mesh = self._trained().optimizer_steps, self.network.mesh
+        place = [self.data_rank, *(of.get_local_rank() for of in (mesh.context, mesh.pipeline) if of is not None)]
         return derive_seed(self._seed, self.name, "dropout", steps, *place)
 
     @override
@@ -310,16 +340,22 @@ class ShardedEngine(TransformersEngine):
     def generate_part(self, part: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
         """Run `generate` for the prompts of this rank, with a full copy of the weights.
 
-        Ranks that divide the tokens of a micro-batch have the same prompts, and divide them here. Without prompts, it
-        returns a sample without keys.
+        Ranks that divide the tokens or the layers of a micro-batch have the same prompts, and divide them here. Without
+        prompts, it returns a sample without keys.
         """
+        mesh = self.network.mesh
+        together = [ranks for ranks in (mesh.pipeline, mesh.context) if ranks is not None]
+
+        def generate(prompts: SequenceSample, over: Sequence[DeviceMesh]) -> SequenceSample:
+            if not over or not len(prompts):
+                return self._generate_own(prompts, config, seed=seed)
+            ranks, *others = over
+            shares = shard(prompts, ranks.size(), PROMPTS)
+            own = generate(shares[ranks.get_local_rank()], others)
+            return shares.restore(self.host.gather(own, ranks.get_group()))
+
         try:
-            context = self.network.mesh.context
-            if context is None or not len(part):
-                return self._generate_own(part, config, seed=seed)
-            shares = shard(part, context.size(), PROMPTS)
-            own = self._generate_own(shares[context.get_local_rank()], config, seed=seed)
-            return shares.restore(self.host.gather(own, context.get_group()))
+            return generate(part, together)
         finally:
             if not self.sharding.keeps_rollout:
                 self._free_copy()
@@ -371,12 +407,12 @@ class ShardedEngine(TransformersEngine):
     @override
     def weights(self) -> dict[str, Tensor]:
         """Return full tensors on every rank."""
-        return {name: whole(x) for name, x in named_weights(self.module, self.value_head).items()}
+        return self.network.full_weights()
 
     @override
     def load_weights(self, weights: Mapping[str, Tensor], mix: float = 1.0) -> None:
         own = named_weights(self.module, self.value_head)
-        check_weights(self.name, shapes_of(own), shapes_of(weights), mix)
+        check_weights(self.name, self.network.shapes(), shapes_of(weights), mix)
         # In place on the local slices: the optimizer holds the same memory.
         slices = {name: x.to_local() if is_part(x) else x for name, x in own.items()}
         mix_into(slices, {name: _slice(weights[name], x) for name, x in own.items()}, mix)
@@ -395,6 +431,11 @@ class ShardedStepper(Stepper):
             raise ConfigError(
                 f"models.{name}.optimizer={spec.label}: it updates whole weights or blocks of them, but each process "
                 f"has only shards. Use one process, or an optimizer that works element by element, such as AdamW."
+            )
+        if stages := network.untrained_stages():
+            raise ConfigError(
+                f"models.{name}.sharding.pipeline={network.stages}: no weight of stage {stages[0]} trains with "
+                f"trains={network.trains}. Remove this key, or set trains=lora."
             )
         super().__init__(name, spec, network.owned(), host=host)
         self._network = network

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -27,7 +28,8 @@ from realign.engines.distributed.consistency import check_same_slices
 from realign.engines.distributed.context_parallel import Ulysses, summed
 from realign.engines.distributed.expert_parallel import divide_experts, experts_of
 from realign.engines.distributed.mesh import Mesh
-from realign.engines.distributed.sharding import Sharding, from_slice, slices_of, whole
+from realign.engines.distributed.pipeline_parallel import Cut, PartOfStage, Stage, first_rank, in_stages
+from realign.engines.distributed.sharding import Sharding, divide_layers, from_slice, slices_of, whole
 from realign.engines.distributed.tensor_parallel import split_layers, split_vocabulary
 from realign.engines.files.unread import Unread
 from realign.engines.host import Host
@@ -37,13 +39,27 @@ from realign.engines.network.kernels import CONTEXT
 from realign.engines.network.network import Network
 from realign.engines.network.output import RowsOfRank, ScalarHead
 from realign.engines.network.passes import Layout, Passes, rewrites_rope
-from realign.engines.network.probe import TOLERANCE, probe_divided
+from realign.engines.network.probe import TOLERANCE, probe_divided, probe_stages
 from realign.engines.network.settings import NetworkSettings
 from realign.engines.network.trains import adapted_layers
 from realign.engines.network.value_head import ValueNetwork
 from realign.engines.sampling.compiled.fusion import Fusion
+from realign.engines.training.weights import VALUE_HEAD, named_weights
 from realign.errors import ConfigError
 from realign.functional.logprobs import LMHead, WordShard
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A weight of the whole model, on whichever ranks it is."""
+
+    like: Tensor
+    """A tensor of its shape and dtype, without memory."""
+    trained: bool
+    """Whether it requires a gradient."""
+    stages: Sequence[int]
+    """The stages that have it: one, or for tied embeddings the first and the last."""
+
 
 NOTHING = SequenceSample(("nothing",), {TOKENS: torch.zeros(0, dtype=torch.int64)}, {TOKENS: Lengths.of([[0]])})
 """A micro-batch without tokens. A pass over it runs the collectives of a normal pass, and changes nothing."""
@@ -79,6 +95,11 @@ class ShardedNetwork(Network):
             raise ConfigError(
                 f"models.{name}.sharding: torch {torch.__version__} is too old. Install torch 2.13 or later."
             )
+        if sharding.pipeline > 1 and settings.torch_compile.compiles:
+            raise ConfigError(
+                f"models.{name}.sharding.pipeline={sharding.pipeline}: not supported with torch_compile. Set "
+                f"models.{name}.torch_compile=off."
+            )
         super().__init__(name, module, settings, value_head, probed, host)
         self.images = None  # its vision layers would run outside the FSDP root
         if self.unpacked is not None:
@@ -92,6 +113,12 @@ class ShardedNetwork(Network):
         # Before the modules are sharded: this is an ordinary copy of their classes, without memory.
         self.gathered = GatheredCopy(module, self.value_head)
         unread = self._set_aside()
+        # A loss may use any of the heads or none, so their gradients are tracked apart from those of the trunk.
+        trunk = {id(p) for p in read_body(module).parameters()}
+        self._heads = [name for name, p in self.named_parameters() if id(p) not in trunk and p.requires_grad]
+        self._counts, self._words = super().counts(), super().words
+        self._rows = len(module.get_input_embeddings().weight)
+        self.stage, self.placed = self._cut(layers, sharding, module if probed is None else probed)
         self._word_shard: WordShard | None = None
         self._summed: dict[str, DeviceMesh] = {}
         """Weights that ranks have in full and apply to different heads or experts: the gradient is the sum over these
@@ -102,9 +129,6 @@ class ShardedNetwork(Network):
         self._read(unread)
         self.sharded: dict[str, Any] = dict(self.named_parameters())
         """The slices by name, as `DTensor`s."""
-        # A loss may use any of the heads or none, so their gradients are tracked apart from those of the trunk.
-        trunk = {id(p) for p in read_body(module).parameters()}
-        self._heads = [name for name, p in self.sharded.items() if id(p) not in trunk and p.requires_grad]
         self._reached: set[str] = set()
         self._reduces, self._unreduced = True, False
         # Plain tensors in the memory of the shards: an optimizer step on them is one on the network. A `DTensor`
@@ -136,6 +160,49 @@ class ShardedNetwork(Network):
                 "mixes tokens. Remove this key."
             )
 
+    def _cut(self, layers: nn.ModuleList, sharding: Sharding, probed: Any) -> tuple[Stage | None, dict[str, Placed]]:
+        """Remove the weights of other stages of the pipeline.
+
+        Returns:
+            The stage of this rank, and all weights of the model by name.
+
+        Raises:
+            ConfigError: the layers cannot be divided, or a setting is not supported.
+        """
+        first: dict[int, str] = {id(p): name for name, p in self.named_parameters()}
+        self.names = {name: first[id(p)] for name, p in self.named_parameters(remove_duplicate=False)}
+        """The name in `placed` of each weight, which may have another name if it is tied."""
+        if self.mesh.pipeline is None:
+            return None, {name: _placed(p, [0]) for name, p in self.named_parameters()}
+        sharding.check_layers(self.name, len(layers))
+        key = f"models.{self.name}.sharding.pipeline={sharding.pipeline}"
+        if not probe_stages(probed, in_stages) <= TOLERANCE:  # also for NaN
+            family = f"model family {probed.config.model_type!r}"
+            raise ConfigError(f"{key}: {family} computes other results if its layers are apart. Remove this key.")
+        stage = Stage(self.mesh.pipeline, self.mesh.slices, self._width, self.device)
+        counts = [sum(p.numel() for p in layer.parameters()) for layer in layers]
+        for end, part in ((0, self.module.get_input_embeddings()), (-1, self.module.get_output_embeddings())):
+            counts[end] += 0 if part is None else part.weight.numel()
+        stages = divide_layers(counts, stage.stages)
+        branch = 0 if self.value_head is None else self.value_head.spec.layers
+        if branch > len(stages[-1]):
+            raise ConfigError(
+                f"{key}: the last stage has {len(stages[-1])} layers, but the value head of models.{self.name} copies "
+                f"{branch}. Set head.value_head.layers to at most {len(stages[-1])}."
+            )
+        cut = Cut(self, self.module, stages)
+        placed = {name: _placed(p, cut.owners(p)) for name, p in self.named_parameters()}
+        cut.drop(stage.index)
+        cut.pass_through(stage.index, stage)
+        self.replay, self.no_replay = None, f"{key}: the stages would count changed choices apart."
+        return stage, placed
+
+    @property
+    def _width(self) -> int:
+        """Size of the hidden states between layers."""
+        width: int = self.module.config.get_text_config().hidden_size
+        return width
+
     def _divide(self, layers: nn.ModuleList, sharding: Sharding) -> list[nn.Module]:
         """Divide layers and vocabulary by the dimensions `tensor` and `expert`; return the parts with experts."""
         mesh, divides = self.mesh, sharding.expert > 1
@@ -154,7 +221,14 @@ class ShardedNetwork(Network):
         if sharding.tensor > 1:
             copied = split_layers(self.name, self.module, layers, mesh.tensor, adapted=adapted, experts=experts)
             self._summed |= {f"{above}.{path}": mesh.tensor for path in copied}
-            self._word_shard = split_vocabulary(self.name, self.module, mesh.tensor, self.words or None)
+            self._word_shard = split_vocabulary(
+                self.name,
+                self.module,
+                mesh.tensor,
+                self._rows,
+                self.words or None,
+                embeds=self.stage is None or self.stage.first,
+            )
         return list(experts.values())
 
     def _shard(
@@ -167,6 +241,8 @@ class ShardedNetwork(Network):
         offload = CPUOffloadPolicy() if sharding.offload else OffloadPolicy()
         parts = [*((part, self.mesh.expert_fsdp) for part in experts), *((layer, self.mesh.fsdp) for layer in layers)]
         for part, mesh in parts:
+            if next(part.parameters(), None) is None:
+                continue  # on another stage
             fully_shard(
                 part,
                 mesh=mesh,
@@ -204,15 +280,20 @@ class ShardedNetwork(Network):
                 places.setdefault(id(p), []).append((module, name))
         digests: dict[str, str] = {}
         expected: dict[str, str] = {}
+        own = {name: slices_of(like) for name, like in self.named_parameters() if name in unread}  # type: ignore[arg-type]
+        everyone = self.host.gather(own) if unread else [own]
+        after = everyone[(dist.get_rank() + 1) % len(everyone)]
         for name, weight in unread.items():
-            like: Any = self.get_parameter(name)
-            own = weight.read(slices_of(like))
-            digests[name] = self.host.digest(own)
-            part = nn.Parameter(from_slice(own.to(self.device), like), like.requires_grad)
-            for module, attribute in places[id(like)]:  # several for tied weights
-                setattr(module, attribute, part)
+            if name in own:
+                like: Any = self.get_parameter(name)
+                values = weight.read(own[name])
+                digests[name] = self.host.digest(values)
+                part = nn.Parameter(from_slice(values.to(self.device), like), like.requires_grad)
+                for module, attribute in places[id(like)]:  # several for tied weights
+                    setattr(module, attribute, part)
             # Reads a slice that this rank doesn't keep: its neighbor reads it too, and must find the same bytes.
-            expected[name] = self.host.digest(weight.read(slices_of(like, self.mesh.after(like))))
+            if name in after:
+                expected[name] = self.host.digest(weight.read(after[name]))
         if unread:
             self.load_state_dict({}, strict=False)  # FSDP looks at its parameters again after it
             named = tuple({k.removeprefix("module."): x for k, x in read.items()} for read in (digests, expected))
@@ -232,14 +313,49 @@ class ShardedNetwork(Network):
         """Return this rank's slices as plain tensors, for optimizers that work element by element."""
         return self._owned
 
+    @property
+    def stages(self) -> int:
+        """Number of stages of the pipeline."""
+        return 1 if self.stage is None else self.stage.stages
+
+    @property
+    def first_rank(self) -> int:
+        """The first rank of the stage of this rank."""
+        ranks = self.mesh.pipeline
+        return 0 if ranks is None else first_rank(ranks, ranks.get_local_rank())
+
+    def untrained_stages(self) -> list[int]:
+        """Return the stages without a weight that trains."""
+        train = {stage for placed in self.placed.values() if placed.trained for stage in placed.stages}
+        return [stage for stage in range(self.stages) if stage not in train]
+
+    @property
+    def later_stages(self) -> int:
+        """Number of stages after that of this rank."""
+        return 0 if self.stage is None else self.stages - 1 - self.stage.index
+
     def like(self, own: Tensor, place: int) -> DTensor:
         """Wrap a tensor shaped like this rank's slice of `owned()[place]` as a shard of the full tensor."""
         return from_slice(own, list(self.sharded.values())[place])
 
     @override
+    def counts(self) -> tuple[int, int]:
+        return self._counts
+
+    @property
+    @override
+    def words(self) -> int:
+        return self._words
+
+    @override
+    def limited(self, head: LMHead) -> LMHead:
+        # A stage before the last one has no weight of the head, and computes no results.
+        return super().limited(head) if self.stage is None or self.stage.last else head
+
+    @override
     def read_head(self, *, dropout: bool) -> LMHead | ScalarHead:
         head = super().read_head(dropout=dropout)
-        if self._word_shard is None or not isinstance(head, LMHead):
+        if self._word_shard is None or not isinstance(head, LMHead) or head.weight_VH is None:
             return head
         weight_VH: Any = head.weight_VH
         bias_V: Any = head.bias_V
@@ -265,10 +381,19 @@ class ShardedNetwork(Network):
 
     def _hidden(self, moved: SequenceSample, layout: Layout) -> Tensor:
         if layout.pieces.any():
-            return super()._hidden(moved, layout)
+            return self._hidden_of_stage(moved, layout)
         # All ranks must call the layers together. One without tokens computes a single token, and drops it.
         token = moved.with_data({TOKENS: moved[TOKENS].new_zeros(1)}, lengths=Lengths.of([[1]]))
-        return super()._hidden(token, self._divided(Layout.plain(token.lengths[TOKENS])))[:0]
+        return self._hidden_of_stage(token, self._divided(Layout.plain(token.lengths[TOKENS])))[:0]
+
+    def _hidden_of_stage(self, moved: SequenceSample, layout: Layout) -> Tensor:
+        """Return the hidden states after the layers of this stage, which it has sent to the next one."""
+        if self.stage is None:
+            return super()._hidden(moved, layout)
+        self.stage.receive(layout.rows if layout.own is None else len(layout.own))
+        hidden_RH = super()._hidden(moved, layout)
+        self.stage.pass_on(hidden_RH)
+        return hidden_RH
 
     @override
     def _inputs(self, tokens_T: Tensor, layout: Layout) -> dict[str, Any]:
@@ -296,6 +421,8 @@ class ShardedNetwork(Network):
         """
         root: Any = self
         root.reshard()
+        if self.stage is not None:
+            self.stage.settle()
 
     def reduce_gradients(self, wanted: bool) -> None:
         """Set whether `differentiate` sums gradients over the ranks, or keeps them for a later call."""
@@ -311,15 +438,22 @@ class ShardedNetwork(Network):
         """
         # The backward pass also starts from the hidden states, with a gradient of 0: every rank then passes through all
         # layers and reduces the same tensors, whichever outputs its loss uses (ADR 15).
-        hooks = [self._listen(name) for name in self._heads]
+        roots = [(hidden_RH, torch.zeros_like(hidden_RH))]
+        if loss is not None and loss.requires_grad:
+            roots.append((loss, torch.ones_like(loss)))
+        received = None
+        if self.stage is not None:
+            received, own_RH = self.stage.begun()
+            if not self.stage.last:
+                roots = [(own_RH, self.stage.receive_gradient(own_RH).to(own_RH.dtype))]
+        hooks = [self._listen(name) for name in self._heads if name in self.sharded]
         try:
-            if loss is None or not loss.requires_grad:
-                torch.autograd.backward([hidden_RH], [torch.zeros_like(hidden_RH)])
-            else:
-                torch.autograd.backward([hidden_RH, loss], [torch.zeros_like(hidden_RH), torch.ones_like(loss)])
+            torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
         finally:
             for hook in hooks:
                 hook.remove()
+        if self.stage is not None:
+            self.stage.return_gradient(received)
         self._unreduced = not self._reduces
 
     def _listen(self, name: str) -> Any:
@@ -336,6 +470,8 @@ class ShardedNetwork(Network):
         if self._unreduced:
             raise RuntimeError(f"models.{self.name}: gradients of a training step that failed are left. Load it again.")
         self._reached.clear()
+        if self.stage is not None:
+            self.stage.forget()
         for p, own in zip(self.sharded.values(), self._owned, strict=True):
             p.grad = own.grad = None
 
@@ -346,24 +482,31 @@ class ShardedNetwork(Network):
         for (name, p), own in zip(self.sharded.items(), self._owned, strict=True):
             if p.grad is not None and counts.get(name, 1):
                 gradient = p.grad.to_local()
-                own.grad = (
-                    self.mesh.sum(gradient, self._summed[name]).to(own.device) if name in self._summed else gradient
-                )
+                if name in self._summed:
+                    gradient = self.mesh.sum(gradient, self._summed[name]).to(own.device)
+                if len(self.placed[name].stages) > 1:
+                    assert self.stage is not None
+                    gradient = self.stage.added_to_other_end(gradient.to(self.device)).to(own.device)
+                own.grad = gradient
             p.grad = None
+        if self.stage is not None:
+            self.stage.settle()
 
     def gradient_norm(self) -> Tensor:
         """Return the norm of the whole gradient, the same on every rank."""
         tensor = self.mesh.tensor.size()
         ranks = self.mesh.shard.size() * tensor
         squares = [torch.zeros((), device=self.device)]
-        for p, own in zip(self.sharded.values(), self._owned, strict=True):
+        for (name, p), own in zip(self.sharded.items(), self._owned, strict=True):
             if own.grad is not None:
                 # Ranks that compute layers together have some weights in full, and the sum counts these several times.
                 placed = zip(p.device_mesh.shape, p.placements, strict=True)
                 slices = math.prod(n for n, placement in placed if not placement.is_replicate())
-                squares.append(own.grad.norm().square().to(self.device) / (ranks // slices))
+                copies = ranks // slices * len(self.placed[name].stages)
+                squares.append(own.grad.norm().square().to(self.device) / copies)
         total = self.mesh.sum(torch.stack(squares).sum(), self.mesh.shard)
-        return (total if tensor == 1 else self.mesh.sum(total, self.mesh.tensor)).sqrt()
+        total = total if tensor == 1 else self.mesh.sum(total, self.mesh.tensor)
+        return (total if self.mesh.pipeline is None else self.mesh.sum(total, self.mesh.pipeline)).sqrt()
 
     @override
     def nonfinite_weight(self) -> str | None:
@@ -371,9 +514,88 @@ class ShardedNetwork(Network):
         name = next((name for name in self.host.gather(own) if name is not None), None)
         return None if name is None else name.removeprefix("module.")
 
+    def part(self, name: str, own: DTensor | None, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a tensor that is divided as a weight is, such as its moments, as this rank sees it.
+
+        Args:
+            name: name of the weight in `placed`.
+            own: this rank's shard; None if the weight is on other stages.
+            dtype: dtype of the tensor; None means that of the weight.
+        """
+        if self.mesh.pipeline is None:
+            assert own is not None
+            return own
+        placed, stage = self.placed[name], self.mesh.pipeline.get_local_rank()
+        shard = own if stage == placed.stages[0] else None
+        return PartOfStage.of(placed.like.to(dtype), shard, placed.stages[0], self.mesh.pipeline)
+
+    def weight(self, name: str) -> Tensor:
+        """Return a weight as this rank sees it; `whole` gathers it."""
+        own: Any = self.sharded.get(name)
+        return self.part(name, None if own is None else own.detach())
+
+    def full(self, name: str) -> Tensor:
+        """Return a full weight on the device of every rank; collective."""
+        return whole(self.weight(name))
+
+    @override
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        self.placed = {name: replace(placed, trained=requires_grad) for name, placed in self.placed.items()}
+        return super().requires_grad_(requires_grad)
+
+    @override
+    def module_state(self, *, fixed: bool) -> dict[str, Tensor]:
+        own = super().module_state(fixed=fixed)
+        if self.stage is None:
+            return own
+        state = {}
+        for name in self.gathered.module.state_dict():
+            of = self.names.get(f"module.{name}")
+            if of is None and name in own:  # a buffer
+                state[name] = own[name]
+            elif of is not None and self.placed[of].trained != fixed:
+                state[name] = self.weight(of)
+        return state
+
+    @override
+    def value_head_state(self) -> dict[str, Tensor]:
+        if self.stage is None or self.gathered.value_head is None:
+            return super().value_head_state()
+        return {name: self.weight(f"{VALUE_HEAD}{name}") for name in self.gathered.value_head.state_dict()}
+
+    def base_weights(self) -> dict[str, Tensor]:
+        """Return tensors like the weights that a saved folder has, without those of adapters, and the buffers.
+
+        They are equal objects for tied weights. Only buffers have values.
+        """
+        copy, buffers = self.gathered, dict(self.named_buffers())
+        likes: dict[int, Tensor] = {id(p): self.placed[name].like for name, p in copy.named_parameters()}
+        likes |= {id(x): buffers[name] for name, x in copy.named_buffers()}
+        return {name: likes[id(x)] for name, x in self.trains.base_weights(copy.module).items()}
+
+    def saves(self, x: Tensor) -> bool:
+        """Return whether the stage of this rank writes a weight into saved folders; tied embeddings are on two."""
+        name = next((name for name, p in self.sharded.items() if p is x), None)
+        return name is None or self.stage is None or self.placed[name].stages[0] == self.stage.index
+
+    def full_weights(self) -> dict[str, Tensor]:
+        """Return all weights in full, and the buffers, by the names of `named_weights`; collective."""
+        own = named_weights(self.module, self.value_head)
+        return {name: own[name] if of is None else self.full(of) for name, of in self._all_names()}
+
+    def shapes(self) -> dict[str, torch.Size]:
+        """Return the shapes of all weights and buffers, by the names of `named_weights`."""
+        own = named_weights(self.module, self.value_head)
+        return {name: own[name].shape if of is None else self.placed[of].like.shape for name, of in self._all_names()}
+
+    def _all_names(self) -> list[tuple[str, str | None]]:
+        """Return all names of `named_weights`, each with the name in `placed`; None for a buffer."""
+        names = named_weights(self.gathered.module, self.gathered.value_head)
+        return [(name, self.names.get(name if name.startswith(VALUE_HEAD) else f"module.{name}")) for name in names]
+
     def gather(self, device: torch.device | None, names: Collection[str] | None = None) -> GatheredCopy:
         """Gather the weights with these names, or all, on `device`. With None, the rank only participates."""
-        wanted = {name: p for name, p in self.sharded.items() if names is None or name in names}
+        wanted = ((name, self.full(name)) for name in self.placed if names is None or name in names)
         self.gathered.fill(wanted, dict(self.named_buffers()), device)
         return self.gathered
 
@@ -395,7 +617,7 @@ class ShardedNetwork(Network):
     def gather_outer(self) -> None:
         """See `Lender`."""
         layers = set(self.gathered.names(read_stack(self.gathered.module).layers))
-        self.gather(self.device, self.sharded.keys() - layers)
+        self.gather(self.device, self.placed.keys() - layers)
 
     @contextmanager
     def lend(self, layer: nn.Module) -> Iterator[None]:
@@ -406,6 +628,10 @@ class ShardedNetwork(Network):
             yield
         finally:
             self.gathered.empty(names)
+
+
+def _placed(p: Tensor, stages: Sequence[int]) -> Placed:
+    return Placed(torch.empty(p.shape, dtype=p.dtype, device="meta"), p.requires_grad, stages)
 
 
 class GatheredCopy:
@@ -431,6 +657,7 @@ class GatheredCopy:
         self.module: Any = parts["module"]
         self.value_head: ValueNetwork | None = parts.get("value_head")
         self._all = nn.ModuleDict(parts)
+        self.named_parameters, self.named_buffers = self._all.named_parameters, self._all.named_buffers
         self.current = False
 
     def names(self, part: nn.Module) -> list[str]:
@@ -443,14 +670,20 @@ class GatheredCopy:
         self.current = False
 
     @torch.no_grad()
-    def fill(self, sharded: Mapping[str, Tensor], buffers: Mapping[str, Tensor], device: torch.device | None) -> None:
-        """Gather the current weights on `device`, one by one; collective. With None, the rank only participates."""
+    def fill(
+        self, weights: Iterable[tuple[str, Tensor]], buffers: Mapping[str, Tensor], device: torch.device | None
+    ) -> None:
+        """Store weights on `device`. With None, the rank only participates in gathering them.
+
+        Args:
+            weights: full weights by name; gathered one by one, so that the accelerator never holds more than one if
+                `device` is the host.
+            buffers: buffers, by name.
+            device: where to store the weights.
+        """
         self.outdate()
         own = dict(self._all.named_parameters())
-        # All ranks gather in the same order. One by one: if `device` is the host, the accelerator never holds more than
-        # one full weight.
-        for name, part in sharded.items():
-            x = whole(part.detach())
+        for name, x in weights:
             if device is not None:
                 own[name].data = x.to(device)
         for name, buffer in self._all.named_buffers():

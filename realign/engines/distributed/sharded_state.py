@@ -36,58 +36,112 @@ class ShardedState:
         self._average = average
 
     def wrapped(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a state of this rank with optimizer moments and averages as `DTensor`s."""
-        out = dict(state)
+        """Return a state of this rank with optimizer moments and averages as shards, numbered as in one process."""
+        out, network = dict(state), self._network
         if self._stepper is not None:
-            torch_state, places = state["optimizer"]["optimizer"], self._places(self._stepper)
+            torch_state, numbers = state["optimizer"]["optimizer"], self._numbers(self._stepper)
+            names = dict(zip(numbers, self._names(self._stepper), strict=True))
+            own = {numbers[i]: moments for i, moments in torch_state["state"].items()}
             moments = {
-                i: {name: self._as_shard(x, places[i]) for name, x in moment.items()}
-                for i, moment in torch_state["state"].items()
+                number: {key: self._as_shard(x, names[number]) for key, x in values.items()}
+                for number, values in own.items()
             }
             out["optimizer"] = {**state["optimizer"], "optimizer": {**torch_state, "state": moments}}
+            if network.mesh.pipeline is not None:
+                out["optimizer"]["optimizer"] = self._of_all_stages(moments, torch_state["param_groups"][0])
         if self._average is not None:
-            trained = [i for i, p in enumerate(self._network.owned()) if p.requires_grad]
-            average = zip(state["ema"]["average"], trained, strict=True)
-            out["ema"] = {"average": [self._network.like(x, i) for x, i in average]}
+            names_of_own = [name for name in network.sharded if network.placed[name].trained]
+            average = dict(zip(names_of_own, state["ema"]["average"], strict=True))
+            shards = {name: from_slice(x, network.sharded[name]) for name, x in average.items()}
+            out["ema"] = {"average": [network.part(name, shards.get(name)) for name in self._trained()]}
         return out
+
+    def _of_all_stages(self, moments: dict[int, Any], group: Mapping[str, Any]) -> dict[str, Any]:
+        """Add what other stages have to the optimizer state of this one, without values; `group` has its settings."""
+        network, trained = self._network, self._trained_in_order()
+        of_other = {
+            number: {key: x.dtype if is_part(x) else x for key, x in values.items()}
+            for number, values in moments.items()
+        }
+        assert network.mesh.pipeline is not None
+        for stage in network.host.gather(of_other, network.mesh.pipeline.get_group()):
+            for number, values in stage.items():
+                moments.setdefault(
+                    number,
+                    {
+                        key: network.part(trained[number], None, x) if isinstance(x, torch.dtype) else x
+                        for key, x in values.items()
+                    },
+                )
+        matrices = sum(network.placed[name].like.ndim >= 2 for name in trained)
+        groups = [list(range(matrices)), list(range(matrices, len(trained)))]
+        return {
+            "state": dict(sorted(moments.items())),
+            "param_groups": [{**group, "params": numbers} for numbers in groups if numbers],
+        }
 
     def own(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return this rank's shards of a state of full tensors, or of `Saved` references to files.
 
         Weights become `DTensor`s. Optimizer moments and averages become plain tensors.
         """
-        reader, own = _Reader(), dict(state)
-        for name, part in (("module", self._network.module), ("value_head", self._network.value_head)):
+        reader, own, network = _Reader(), dict(state), self._network
+        for name, part in (("module", network.module), ("value_head", network.value_head)):
             if part is not None and state[name] is not None:
                 now = part.state_dict()
-                # Names that the model lacks stay in the state, so that loading it reports them.
-                own[name] = {k: reader.weight(x, now[k]) if k in now else x for k, x in state[name].items()}
-        slices = list(self._network.sharded.values())
+                # Names that no stage has stay in the state, so that loading it reports them.
+                own[name] = {
+                    k: reader.weight(x, now[k]) if k in now else x
+                    for k, x in state[name].items()
+                    if k in now or f"{name}.{k}" not in network.names
+                }
         if self._stepper is not None and state["optimizer"] is not None:
-            torch_state, places = state["optimizer"]["optimizer"], self._places(self._stepper)
-            if unknown := torch_state["state"].keys() - places.keys():
+            torch_state, places = state["optimizer"]["optimizer"], dict(enumerate(self._names(self._stepper)))
+            numbers = {number: i for i, number in enumerate(self._numbers(self._stepper))}
+            if unknown := torch_state["state"].keys() - set(range(len(self._trained()))):
                 raise ValueError(f"the saved optimizer has moments of parameter {min(unknown)}, which the model lacks")
             moments = {
-                i: {k: reader.plain(x, slices[places[i]]) for k, x in moment.items()}
-                for i, moment in torch_state["state"].items()
+                numbers[number]: {
+                    k: reader.plain(x, network.sharded[places[numbers[number]]]) for k, x in moment.items()
+                }
+                for number, moment in torch_state["state"].items()
+                if number in numbers
             }
-            own["optimizer"] = {**state["optimizer"], "optimizer": {**torch_state, "state": moments}}
+            groups = torch_state["param_groups"]
+            if network.mesh.pipeline is not None:  # those of the whole model have the weights of other stages
+                groups = self._stepper.optimizer.state_dict()["param_groups"]
+            own["optimizer"] = {**state["optimizer"], "optimizer": {"state": moments, "param_groups": groups}}
         if self._average is not None and state["ema"] is not None:
-            trained = [p for p in slices if p.requires_grad]
-            average = zip(state["ema"]["average"], trained, strict=True)
-            own["ema"] = {"average": [reader.plain(x, p) for x, p in average]}
+            average = zip(state["ema"]["average"], self._trained(), strict=True)
+            slices = network.sharded
+            own["ema"] = {"average": [reader.plain(x, slices[name]) for x, name in average if name in slices]}
         reader.read()
         return own
 
-    def _places(self, stepper: Stepper) -> dict[int, int]:
-        """Map parameter indices in the optimizer's state to indices in `ShardedNetwork.owned`."""
-        # The optimizer numbers its parameters by group (matrices, then vectors), not in the order of the network.
-        at = {id(p): place for place, p in enumerate(self._network.owned())}
-        return dict(enumerate(at[id(p)] for group in stepper.optimizer.param_groups for p in group["params"]))
+    def _trained(self) -> list[str]:
+        """Return the names of all weights that train, on whichever stage."""
+        return [name for name, placed in self._network.placed.items() if placed.trained]
 
-    def _as_shard(self, x: Any, place: int) -> Any:
+    def _trained_in_order(self) -> list[str]:
+        """Return them in the order in which the optimizer of one process numbers them: matrices, then vectors."""
+        return sorted(self._trained(), key=lambda name: self._network.placed[name].like.ndim < 2)
+
+    def _names(self, stepper: Stepper) -> list[str]:
+        """Return the names of the parameters of this rank's optimizer, in its order."""
+        pairs = zip(self._network.sharded, self._network.owned(), strict=True)
+        names = {id(p): name for name, p in pairs}
+        return [names[id(p)] for group in stepper.optimizer.param_groups for p in group["params"]]
+
+    def _numbers(self, stepper: Stepper) -> list[int]:
+        """Return the numbers, in the optimizer of one process, of the parameters of this rank's optimizer."""
+        numbers = {name: number for number, name in enumerate(self._trained_in_order())}
+        return [numbers[name] for name in self._names(stepper)]
+
+    def _as_shard(self, x: Any, name: str) -> Any:
         """Wrap a moment as a shard; counts and absent moments stay unchanged."""
-        return self._network.like(x, place) if isinstance(x, Tensor) and x.ndim else x
+        if not isinstance(x, Tensor) or not x.ndim:
+            return x
+        return self._network.part(name, from_slice(x, self._network.sharded[name]), x.dtype)
 
 
 class _Reader:
@@ -157,7 +211,7 @@ class ShardedSaver(ModelSaver):
     def _begun(self, new: Path, target: Path, with_value_head: bool) -> SavedFiles | None:
         """Write all files but the weights, and create those; None if ranks cannot write slices into them."""
         network, module = self._network, self._network.gathered.module
-        weights = network.trains.base_weights(network.module)
+        weights = network.base_weights()
         # One value in place of each weight: transformers then writes the other files, and drops the names that it does
         # not save. Tied weights have the same.
         stand_ins = {id(x): torch.zeros(1, dtype=x.dtype) for x in weights.values()}
@@ -168,7 +222,12 @@ class ShardedSaver(ModelSaver):
             saved = load_file(new / WEIGHTS).keys()
             (new / WEIGHTS).unlink()
             names = [name for name in weights if name in saved]
-            files = plan_files(network.module, weights, names, network.value_head if with_value_head else None)
+            total, _ = network.counts()
+            if network.value_head is not None and with_value_head:
+                head = (network.value_head_state(), network.value_head.metadata)
+                files = plan_files(network.module, weights, names, total, *head)
+            else:
+                files = plan_files(network.module, weights, names, total)
             if files is not None:
                 self._add_tokenizer(new, target)
                 files.create(new)
@@ -179,12 +238,16 @@ class ShardedSaver(ModelSaver):
         weights = network.trains.base_weights(network.module)
         updates = {}
         if updated and network.trains.only_adds:
-            added = [name for name in self._added(weights) if name.startswith("module.")]
+            added = [name for name in self._added(network.base_weights()) if name.startswith("module.")]
             updates = network.trains.updates(network.gather(network.device, added).module)
         if network.value_head is not None:
             head = network.value_head.state_dict(keep_vars=True)
             weights |= {f"{VALUE_HEAD}{name}": x for name, x in head.items()}
-        own = {name: x for name, x in weights.items() if name in files.places and writes(x, self._ranks)}
+        own = {
+            name: x
+            for name, x in weights.items()
+            if name in files.places and network.saves(x) and writes(x, self._ranks, network.first_rank)
+        }
 
         @torch.no_grad()
         def write() -> None:
@@ -200,7 +263,7 @@ class ShardedSaver(ModelSaver):
     def _write_gathered(self, new: Path, target: Path, content: Content, with_value_head: bool) -> None:
         """Let rank 0 write a folder: adapters, which are few, or a model that ranks cannot write in slices."""
         network = self._network
-        weights = network.trains.base_weights(network.module)
+        weights = network.base_weights()
         heads = tuple(f"{name}." for name in SCALAR_HEADS)
         base = {name: x for name, x in weights.items() if not name.startswith(heads)}
         names = self._added(base) if content is Content.adapters else None
@@ -218,6 +281,6 @@ class ShardedSaver(ModelSaver):
             gathered.empty()
 
     def _added(self, base: Mapping[str, Tensor]) -> list[str]:
-        """Return the names, in the network, of the weights that are not in `base`."""
+        """Return the names, in the network, of the weights that `base` (`ShardedNetwork.base_weights`) lacks."""
         known = set(map(id, base.values()))
-        return [name for name, p in self._network.sharded.items() if id(p) not in known]
+        return [name for name, placed in self._network.placed.items() if id(placed.like) not in known]

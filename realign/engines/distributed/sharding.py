@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from torch import Tensor
@@ -25,6 +26,8 @@ class Sharding(Settings):
     """Sharding of one model's weights over several processes; ignored in a single-process run.
 
     Attributes:
+        pipeline: number of stages. The ranks of a stage have some consecutive layers, and send hidden states to the
+            ranks of the next stage. The other dimensions divide the ranks of a stage.
         replicate: number of groups of ranks that each have all weights. Weights are then gathered within a group, such
             as one machine, and only gradients are summed over all groups (HSDP).
         context: number of ranks that divide each micro-batch, also within a sequence. They exchange tokens for heads
@@ -45,6 +48,7 @@ class Sharding(Settings):
         tensor_parallel: former name of `tensor`.
     """
 
+    pipeline: Count = 1
     replicate: Count = 1
     context: Count = 1
     tensor: Count = 1
@@ -66,7 +70,8 @@ class Sharding(Settings):
         Raises:
             ConfigError: the dimensions do not divide the number of ranks.
         """
-        sizes = {"replicate": self.replicate, "shard": 1, "context": self.context, "tensor": self.tensor}
+        sizes = {"pipeline": self.pipeline, "replicate": self.replicate, "shard": 1}
+        sizes |= {"context": self.context, "tensor": self.tensor}
         _check_divides(role, sizes, ranks, "ranks")
         sizes["shard"] = ranks // math.prod(sizes.values())
         if sizes["shard"] % self.expert:
@@ -90,10 +95,45 @@ class Sharding(Settings):
         """
         _check_divides(role, {"context": self.context, "tensor": self.tensor}, heads, "attention heads")
 
+    def check_layers(self, role: str, layers: int) -> None:
+        """Check that each stage of the pipeline gets a layer of a model.
+
+        Raises:
+            ConfigError: there are more stages than layers.
+        """
+        if self.pipeline > layers:
+            raise ConfigError(
+                f"models.{role}.sharding.pipeline={self.pipeline}: must be at most the number of layers ({layers})"
+            )
+
     @property
     def keeps_rollout(self) -> bool:
         """Whether the copy stays; true while `auto` is undecided."""
         return self.keep_rollout is not False
+
+
+def divide_layers(sizes: Sequence[int], stages: int) -> list[range]:
+    """Divide consecutive layers into stages of a pipeline, so that the largest stage is as small as possible.
+
+    Args:
+        sizes: number of weights of each layer. The first layer counts with the embeddings, the last one with the heads.
+        stages: number of stages, at most one for each layer.
+    """
+
+    @cache
+    def best(start: int, left: int) -> tuple[int, int, tuple[int, ...]]:
+        """Return the largest stage, the sum of the squares of all, and their ends, of the layers from `start` on."""
+        if left == 1:
+            total = sum(sizes[start:])
+            return total, total**2, (len(sizes),)
+        options = []
+        for end in range(start + 1, len(sizes) - left + 2):
+            own, (largest, squares, ends) = sum(sizes[start:end]), best(end, left - 1)
+            options.append((max(own, largest), own**2 + squares, (end, *ends)))
+        return min(options)
+
+    ends = best(0, stages)[2]
+    return [range(start, end) for start, end in zip((0, *ends), ends, strict=False)]
 
 
 def _check_divides(role: str, sizes: Mapping[str, int], whole: int, what: str) -> None:
@@ -114,6 +154,8 @@ def whole(x: Tensor) -> Tensor:
     from torch.distributed.tensor import Replicate
 
     part: Any = x
+    if not hasattr(part, "redistribute"):  # a tensor of one stage of a pipeline
+        return part.full_tensor()
     if part.device.type != part.device_mesh.device_type:  # offloaded shards communicate through the accelerator
         part = part.to(part.device_mesh.device_type)
     for dim in range(part.device_mesh.ndim):  # gather FSDP first, since it splits last
@@ -156,15 +198,23 @@ def from_slice(own: Tensor, like: DTensor) -> DTensor:
     return DTensor.from_local(own, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
 
 
-def writes(x: Tensor, ranks: Ranks) -> bool:
-    """Return whether this rank writes its shard of a tensor, of which other ranks may have copies."""
+def writes(x: Tensor, ranks: Ranks, first: int = 0) -> bool:
+    """Return whether this rank writes its shard of a tensor, of which other ranks may have copies.
+
+    Args:
+        x: the tensor.
+        ranks: all ranks.
+        first: the first of the ranks that have weights of this stage of a pipeline.
+    """
     if not is_part(x):
         return ranks.leader
     mesh = x.device_mesh
     # Ranks that compute layers together each have a mesh of their own for what FSDP alone divides, such as norms. The
-    # tensors on these meshes are copies, and rank 0 is on the first.
-    first = bool((mesh.mesh == 0).any())
-    return first and all(not at.is_replicate() or not mesh.get_local_rank(dim) for dim, at in enumerate(x.placements))
+    # tensors on these meshes are copies, and the first rank is on the first mesh.
+    on_first = bool((mesh.mesh == getattr(x, "first_rank", first)).any())
+    return on_first and all(
+        not at.is_replicate() or not mesh.get_local_rank(dim) for dim, at in enumerate(x.placements)
+    )
 
 
 def memory_of(x: DTensor) -> tuple[Hashable, ...]:

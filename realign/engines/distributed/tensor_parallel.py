@@ -83,7 +83,10 @@ def split_layers(
             continue
         wanted = next((style for path, style in plan.items() if matches(path, name)), None)
         adapters = adapted.get(name)
-        linear = isinstance(part if adapters is None else adapters.get_base_layer(), nn.Linear)
+        computes: Any = part if adapters is None else adapters.get_base_layer()
+        linear = isinstance(computes, nn.Linear)
+        if linear and next(computes.parameters(), None) is None:
+            continue  # on another stage of the pipeline
         if wanted == COPIED:
             copied |= {path for path in dict(layers.named_parameters()) if f"{path}.".startswith(f"{name}.")}
         elif wanted in COLUMNS and linear:
@@ -149,20 +152,24 @@ def _check_divides(key: str, config: Any, ranks: int) -> None:
             raise ConfigError(f"{key}: must divide {name}={n} of the model")
 
 
-def split_vocabulary(role: str, module: Any, mesh: DeviceMesh, words: int | None) -> WordShard | None:
+def split_vocabulary(
+    role: str, module: Any, mesh: DeviceMesh, total: int, words: int | None, *, embeds: bool
+) -> WordShard | None:
     """Divide the rows of the embeddings, and of the language-model head if there is one, over the ranks of `mesh`.
 
     Args:
         role: role of the model, for messages.
         module: the model.
         mesh: the ranks that compute a layer together.
+        total: number of rows of the embeddings.
         words: number of tokens in the softmax; None if the model has a scalar head.
+        embeds: whether these ranks look up embeddings, and not another stage of a pipeline.
 
     Returns:
         This rank's rows; None if the ranks do not divide the vocabulary evenly. Every rank then has all rows.
     """
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
-    total, ranks = len(embedding.weight), mesh.size()
+    ranks = mesh.size()
     rows = total // ranks
     start = rows * mesh.get_local_rank()
     # The last rank must have a word, also of a softmax over the first words only.
@@ -189,7 +196,8 @@ def split_vocabulary(role: str, module: Any, mesh: DeviceMesh, words: int | None
         sum=lambda x: _summed(x, group),
         complete=lambda x: _AllRows.apply(x, mesh),
     )
-    _look_up_own_rows(embedding, shard)
+    if embeds:
+        _look_up_own_rows(embedding, shard)
     return shard
 
 

@@ -461,6 +461,12 @@ class Network(nn.Module):
             raise ConfigError(f"models.{self.name}: {NO_IMAGES}")
         return {"input_ids": None, **self.images.rows(moved, layout)}  # transformers takes ids or embeddings, not both
 
+    def counts(self) -> tuple[int, int]:
+        """Return the number of weights of the model without its value head, and how many of them are only looked up."""
+        embedding, output = self.module.get_input_embeddings().weight, self.module.get_output_embeddings()
+        looked_up = 0 if output is not None and output.weight is embedding else embedding.numel()
+        return sum(p.numel() for p in self.module.parameters()), looked_up
+
     def outer_ids(self) -> set[int]:
         """Return the ids of the weights outside of the layers: embeddings, heads and the value head."""
         ids = {id(p) for part in self.modules() if isinstance(part, nn.Embedding) for p in part.parameters()}
@@ -481,6 +487,10 @@ class Network(nn.Module):
             return name in names or name.partition(".weight.")[0] + ".weight" in names
 
         return {name: x for name, x in self.module.state_dict().items() if is_fixed(name) == fixed}
+
+    def value_head_state(self) -> dict[str, Tensor]:
+        """Return the weights of the value head; empty without one."""
+        return {} if self.value_head is None else self.value_head.state_dict()
 
     def load_module_state(self, state: Mapping[str, Tensor]) -> None:
         """Restore the result of `module_state(fixed=False)`.

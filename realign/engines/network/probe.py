@@ -8,7 +8,7 @@ both by comparing results, and raises an error. A model that cannot run packed c
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -266,6 +266,25 @@ def probe_divided(model: Any, attend: Callable[[PackedContext], AttentionContext
     known = len(whole_TH[layout.own.start : layout.own.stop])  # the rest is padding
     error_TH = _relative(own_TH[:known], whole_TH[layout.own.start :][:known])
     return error_TH.max().item() if known else 0.0
+
+
+@torch.no_grad()
+def probe_stages(model: Any, run: Callable[[Any, Mapping[str, Any]], Tensor]) -> float:
+    """Return the error of a pass whose layers run in stages, relative to that of an ordinary pass.
+
+    Args:
+        model: a model that has passed `probe`.
+        run: returns the last hidden states [R, H] of the model, given the keywords of a call.
+    """
+    ids_T = _random_ids(model)
+    with full_fp32(ids_T.device):
+        inputs = layout_inputs(ids_T, Layout.plain(Lengths.of(GROUPS)), Backend.sdpa)
+        want_TH = _hidden(model, **inputs)
+        try:
+            got_TH = run(model, inputs)
+        except (RuntimeError, TypeError, AttributeError, IndexError, ValueError):  # layers return other things
+            return float("inf")
+    return _relative(got_TH, want_TH).max().item() if got_TH.shape == want_TH.shape else float("inf")
 
 
 @torch.no_grad()

@@ -52,14 +52,15 @@ class EngineState:
     def state_dict(self) -> dict[str, Any]:
         """See `TransformersEngine.state_dict`."""
         state = {name: None if part is None else part.state_dict() for name, part in self._parts().items()}
+        if state["value_head"] is not None:
+            state["value_head"] = self._network.value_head_state()
         module, fusion = self._network.module_state(fixed=False), self._fusion
         decode = None if fusion is None else fusion.path.saved
         return {"module": module, **state, "fused": fusion is not None and fusion.known, "decode": decode}
 
     def fixed_weights(self) -> dict[str, Any]:
         """See `PipelinableEngine.fixed_weights`."""
-        head = self._network.value_head
-        fixed = head.state_dict() if head is not None and self._stepper is None else {}
+        fixed = self._network.value_head_state() if self._stepper is None else {}
         return {"module": self._network.module_state(fixed=True), "value_head": fixed}
 
     def load_state_dict(self, state: Mapping[str, Any], *, weights_only: bool = False) -> None:

@@ -131,10 +131,14 @@ class StepLoad:
         """Return a context for the passes of the step and their gradients."""
         return self._routers.heard_by(self._hear)
 
+    def weigh(self, layout: Layout) -> None:
+        """Expect the rows of this pass next, which layers recompute for its gradient."""
+        self._weight_R = layout.tokens_per_row(self._routers.device) if layout.pieces.any() else None
+
     @contextmanager
     def of(self, layout: Layout) -> Iterator[None]:
-        """Count the rows of a pass. Its gradient may be computed until the next pass starts."""
-        self._weight_R = layout.tokens_per_row(self._routers.device) if layout.pieces.any() else None
+        """Count the rows of a pass. Its gradient may be computed until the next pass starts, or after `weigh`."""
+        self.weigh(layout)
         self._adds = True
         try:
             yield

@@ -55,11 +55,8 @@ class InferenceEngine(DecodableEngine):
         network = self.network
         language = isinstance(self.head, LMHead)
         head = {"logprobs"} if language else {"values", "scores"}
-        # without the parameters of a value head
-        parameters = {id(p): p.numel() for p in network.module.parameters()}
-        size = f"{_magnitude(sum(parameters.values()))} parameters on {self.device}"
-        embedding, output = network.module.get_input_embeddings().weight, network.module.get_output_embeddings()
-        read = 0 if output is not None and output.weight is embedding else embedding.numel()
+        weights, looked_up = network.counts()
+        size = f"{_magnitude(weights)} parameters on {self.device}"
         has_experts = any(getattr(network.module.config, key, None) for key in EXPERTS)
         return EngineCapabilities(
             outputs=frozenset(head | value_outputs(self.value_head.spec if self.value_head else None)),
@@ -72,7 +69,7 @@ class InferenceEngine(DecodableEngine):
             router_replay=network.replay is not None,
             router_replay_obstacle=network.no_replay,
             sampling_replay=True,
-            products=0 if has_experts else sum(parameters.values()) - read,
+            products=0 if has_experts else weights - looked_up,
             size=size + (", unpacked" if network.unpacked is not None else ""),
         )
 

@@ -158,7 +158,9 @@ class RayEngine(PipelinableEngine):
     def _ask(self, verb: str, of_parts: Sequence[tuple[Any, ...]], hook: Any = None) -> list[Any]:
         """Send each shard of a batch to its data rank, and return one answer per shard."""
         answers = self.group.ask(self.name, verb, [of_parts[part] for part in self._data_rank_of], hook)
-        return [answers[self._data_rank_of.index(part)] for part in range(self._loaded.data_ranks)]
+        # Of the ranks with the same part, the last one is in the last stage of a pipeline, which has the results.
+        of_part = dict(zip(self._data_rank_of, answers, strict=True))
+        return [of_part[part] for part in range(self._loaded.data_ranks)]
 
 
 class RemoteSampler:

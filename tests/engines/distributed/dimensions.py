@@ -1,5 +1,5 @@
-"""Runs for the ranks of a mesh with the dimensions `tensor` and `expert`, and for one process. They return numbers to
-compare."""
+"""Runs for the ranks of a mesh with the dimensions `pipeline`, `tensor` and `expert`, and for one process. They return
+numbers to compare."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ from tests.engines.distributed.scenarios import (
     batch,
     joint_loss,
     load,
+    of_all_stages,
     plain_loss,
     steps,
     train,
@@ -205,7 +206,7 @@ def gradient(model: Model, loss: Any) -> dict[str, Tensor]:
         if own.grad is not None:
             gradients[name] = whole(network.like(own.grad, i)) if current().size > 1 else own.grad.clone()
     engine._accumulated = None
-    return gradients
+    return of_all_stages(gradients)
 
 
 TENSOR = (sft, grpo, dpo, ppo, reward_model, gkd, lora, limited, fused)

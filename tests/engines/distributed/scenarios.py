@@ -264,7 +264,12 @@ def gradient(folder: Path, family: str = "llama", **settings: Any) -> dict[str, 
     whole_or_part = [
         p.grad if current().size == 1 else whole(network.like(p.grad, i)) for i, p in enumerate(network.owned())
     ]
-    return dict(zip(names, whole_or_part, strict=True))
+    return of_all_stages(dict(zip(names, whole_or_part, strict=True)))
+
+
+def of_all_stages(own: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors by name of all ranks, which have equal ones under the same name. This is a collective."""
+    return {name: x for tensors in current().gather(own) for name, x in tensors.items()}
 
 
 def replayed(folder: Path, **settings: Any) -> dict[str, Any]:
@@ -394,6 +399,13 @@ SAVED: dict[str, tuple[dict[str, Any], Any]] = {
 DIVIDED: dict[str, tuple[dict[str, Any], Any]] = {
     "tensor parallel": ({"name": "qwen3", "sharding": Sharding(tensor=2)}, plain_loss),
     "replicated": ({"name": "qwen3", "sharding": Sharding(replicate=2)}, plain_loss),
+    "stages, tied": ({"name": "gpt2", **KEPT, "sharding": Sharding(pipeline=2)}, joint_loss),
+    "stages, lora": ({"trains": Lora(rank=4), "sharding": Sharding(pipeline=2)}, plain_loss),
+    "stages, adapters": (
+        {"trains": Lora(rank=4, merge_on_save=False), "sharding": Sharding(pipeline=2, tensor=2)},
+        plain_loss,
+    ),
+    "stages of experts": ({"name": "qwen3_moe", "sharding": Sharding(pipeline=2)}, plain_loss),
 }
 """The same on meshes of four ranks."""
 

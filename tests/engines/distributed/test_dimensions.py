@@ -1,4 +1,4 @@
-"""Test that a model computes the same on any mesh with the dimensions `tensor` and `expert` as in one process."""
+"""Test that a model computes the same with the dimensions `pipeline`, `tensor` and `expert` as in one process."""
 
 from __future__ import annotations
 
@@ -13,10 +13,14 @@ from safetensors.torch import load_file
 from realign.engines import Sharding
 from tests.engines.distributed import dimensions, scenarios, traffic
 from tests.engines.distributed.comparisons import assert_same
-from tests.engines.distributed.dimensions import EXPERT, RUNS, TENSOR
+from tests.engines.distributed.dimensions import EXPERT, RUNS, TENSOR, lora_of_experts
 from tests.engines.distributed.run_ranks import run_ranks
 
-NAMES = {"tensor": [run.__name__ for run in (*TENSOR, *EXPERT)], "expert": [run.__name__ for run in EXPERT]}
+NAMES = {
+    "tensor": [run.__name__ for run in (*TENSOR, *EXPERT)],
+    "expert": [run.__name__ for run in EXPERT],
+    "pipeline": [run.__name__ for run in (*TENSOR, lora_of_experts)],
+}
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +70,7 @@ def test_two_ranks_with_different_experts_train_as_one_process(folder: Path, alo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dimension", ["tensor", "expert"])
+@pytest.mark.parametrize("dimension", NAMES)
 def test_a_dimension_of_two_ranks(folder: Path, alone: dict[str, Any], dimension: str) -> None:
     check(folder, alone, 2, NAMES[dimension], **{dimension: 2})
 
@@ -81,6 +85,7 @@ def test_a_dimension_of_two_ranks(folder: Path, alone: dict[str, Any], dimension
         ("expert", {"expert": 2, "replicate": 2}),
         ("expert", {"expert": 4}),
         ("expert", {"expert": 2, "tensor": 2}),
+        ("pipeline", {"pipeline": 2, "tensor": 2}),
     ],
     ids=lambda x: " x ".join(f"{name}={n}" for name, n in x.items()) if isinstance(x, dict) else x,
 )

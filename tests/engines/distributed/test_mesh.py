@@ -34,6 +34,8 @@ def mesh_of(sharding: Sharding, ranks: int, rank: int) -> Iterator[Mesh]:
         (Sharding(replicate=2, tensor=2), 8, {"data": [1, 3, 5, 7], "fsdp": [1, 3, 5, 7], "shard": [1, 3]}),
         (Sharding(context=2), 4, {"data": [1, 3], "fsdp": [0, 1, 2, 3], "shard": [0, 1, 2, 3], "context": [2, 3]}),
         (Sharding(replicate=2, context=2), 4, {"data": [1, 3], "shard": [2, 3], "context": [2, 3], "tensor": [3]}),
+        (Sharding(pipeline=2), 4, {"data": [2, 3], "fsdp": [2, 3], "shard": [2, 3], "pipeline": [1, 3], "tensor": [3]}),
+        (Sharding(pipeline=2, tensor=2), 4, {"data": [3], "fsdp": [3], "pipeline": [1, 3], "tensor": [2, 3]}),
         (Sharding(context=2, tensor=2), 4, {"data": [3], "shard": [1, 3], "context": [1, 3], "tensor": [2, 3]}),
     ],
 )

@@ -15,7 +15,7 @@ from tests.engines.distributed.run_ranks import run_ranks
 from tests.families import family_model
 from tests.tiny import save_tiny, tiny_tokenizer
 
-PAIRS = {"replicate": Sharding(replicate=2), "context": Sharding(context=2)}
+PAIRS = {"replicate": Sharding(replicate=2), "context": Sharding(context=2), "pipeline": Sharding(pipeline=2)}
 """A dimension each, on two ranks."""
 FOURS = {
     "replicate": Sharding(replicate=2),
@@ -27,8 +27,16 @@ FOURS = {
 DENSE = {
     "replicate, tensor": Sharding(replicate=2, tensor=2),
     "context, tensor": Sharding(context=2, tensor=2),
+    "pipeline, tensor": Sharding(pipeline=2, tensor=2),
 }
 """Further meshes, for models that tensor parallelism can split."""
+PIPELINES = {
+    "pipeline": Sharding(pipeline=2),
+    "pipeline, context": Sharding(pipeline=2, context=2),
+    "pipeline, replicate": Sharding(pipeline=2, replicate=2, reduce_once=True),
+}
+IN_STAGES = tuple(name for name in scenarios.ON_MESHES if name not in ("replayed", "trained layers"))
+"""What a pipeline supports: it can neither replay choices of experts nor leave a stage without weights to train."""
 OF_EXPERTS = ("balanced experts", "balanced experts, recomputed", "routing biases", "replayed")
 OF_DENSE = ("gradient", "grpo", "ppo", "dpo", "value head", "checkpointing")
 
@@ -96,22 +104,45 @@ def test_tensor_parallelism_combines_with_the_other_dimensions(folder: Path, alo
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mesh", PIPELINES)
+def test_every_algorithm_and_network_trains_in_stages_as_in_one_process(folder: Path, alone: Alone, mesh: str) -> None:
+    for results in run_ranks(4, scenarios.on_mesh, folder, PIPELINES[mesh], IN_STAGES, seconds=600):
+        check(results, alone)
+
+
+@pytest.mark.slow
+def test_stages_between_the_first_and_the_last_train_as_in_one_process(folder: Path, alone: Alone) -> None:
+    """The first and the last stage have the tied embeddings of `sft`."""
+    names = ("gradient", "sft", "gspo", "calls", "balanced experts, recomputed", "lora")
+    for results in run_ranks(3, scenarios.on_mesh, folder, Sharding(pipeline=3), names, seconds=600):
+        check(results, alone)
+
+
+@pytest.mark.slow
 def test_ranks_that_divide_tokens_send_them_to_the_ranks_of_their_experts(folder: Path, alone: Alone) -> None:
     for results in run_ranks(4, scenarios.on_mesh, folder, Sharding(context=2, expert=2), OF_EXPERTS, seconds=600):
         check(results, alone)
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_any_mesh_resumes_on_any_other(folder: Path) -> None:
+def test_the_ranks_of_a_stage_divide_its_experts(folder: Path, alone: Alone) -> None:
+    names = [name for name in OF_EXPERTS if name != "replayed"]
+    for results in run_ranks(4, scenarios.on_mesh, folder, Sharding(pipeline=2, expert=2), names, seconds=600):
+        check(results, alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [Sharding(replicate=2, context=2), Sharding(pipeline=2, tensor=2)], ids=str)
+def test_a_checkpoint_of_any_mesh_resumes_on_any_other(folder: Path, tmp_path: Path, mesh: Sharding) -> None:
     """Llama has a plan for tensor parallelism, so every dimension takes part."""
-    one, four = folder / "mesh of 1", folder / "mesh of 4"
+    one, four = tmp_path / "mesh of 1", tmp_path / "mesh of 4"
     expected = scenarios.kept(folder, one, {}, "llama")["end"]
-    mesh = Sharding(replicate=2, context=2)
     for results in run_ranks(4, scenarios.kept, folder, four, {"one": one}, "llama", mesh):
         assert results["problems"] == []
         for start in ("end", "own", "one"):
             assert_same(results[start], expected, start)
-    for other in (Sharding(context=2, tensor=2), Sharding(replicate=2, tensor=2), Sharding()):
+    others = (Sharding(context=2, tensor=2), Sharding(replicate=2, tensor=2), Sharding(pipeline=2), Sharding())
+    for other in others:
         for results in run_ranks(4, scenarios.resumed_on, other, folder, four):
             assert_same(results, expected)
     assert_same(scenarios.going_on(scenarios.restored(folder, four, "llama")), expected)

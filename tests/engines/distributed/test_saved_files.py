@@ -59,7 +59,7 @@ def write(files: SavedFiles, folder: Path, module: Any, cut: tuple[int, int]) ->
 def test_slices_of_any_shape_make_the_files_of_transformers(tmp_path, family):
     module = reloaded(tmp_path / "start", family)
     module.save_pretrained(tmp_path / "whole")
-    files = plan_files(module, module.state_dict(), names_in(module), None)
+    files = plan_files(module, module.state_dict(), names_in(module), module.num_parameters())
     assert files is not None
     for name, cut in CUTS.items():
         (tmp_path / name).mkdir()
@@ -72,7 +72,7 @@ def test_a_large_model_has_the_files_and_the_index_of_transformers(tmp_path, mon
     monkeypatch.setattr(saved_files, "LARGEST_FILE", "100KB")
     module = reloaded(tmp_path / "start", family)
     module.save_pretrained(tmp_path / "whole", max_shard_size="100KB")
-    files = plan_files(module, module.state_dict(), names_in(module), None)
+    files = plan_files(module, module.state_dict(), names_in(module), module.num_parameters())
     assert files is not None
     assert len(files.headers) > 2
     (tmp_path / "slices").mkdir()
@@ -88,4 +88,4 @@ def test_tensors_that_are_no_part_of_a_weight_have_no_plan(monkeypatch, convert)
         return {name: convert(x) for name, x in weights.items() if x.ndim == 2}
 
     monkeypatch.setattr(saved_files, "revert_weight_conversion", converted)
-    assert plan_files(module, module.state_dict(), names_in(module), None) is None
+    assert plan_files(module, module.state_dict(), names_in(module), module.num_parameters()) is None

@@ -20,6 +20,7 @@ class Root(nn.Module):
     """A network of two layers, in place of a `ShardedNetwork`, which needs a process group."""
 
     mesh = SimpleNamespace(fsdp="the ranks of FSDP")
+    stage = None
 
     def __init__(self) -> None:
         super().__init__()
