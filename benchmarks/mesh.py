@@ -49,13 +49,14 @@ MESHES = {
     "replicate=2, shard=2": Sharding(replicate=2),
     "context=4": Sharding(context=4),
     "shard=2, context=2": Sharding(context=2),
+    "pipeline=2, shard=2": Sharding(pipeline=2),
 }
 
 
 class Traffic(TorchDispatchMode):
     """Count the bytes that this rank sends in collectives on tensors, as a ring of ranks transfers them."""
 
-    KINDS = ("_allgather_base_", "_reduce_scatter_base_", "allreduce_", "alltoall_base_")
+    KINDS = ("_allgather_base_", "_reduce_scatter_base_", "allreduce_", "alltoall_base_", "send")
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +68,9 @@ class Traffic(TorchDispatchMode):
     ) -> Any:
         """Call the operation, and count it if it is a collective."""
         kind = func._schema.name.removeprefix("c10d::")
-        if kind in self.KINDS:
+        if kind == "send":
+            self.sent[kind] += sum(x.numel() * x.element_size() for x in args[0])
+        elif kind in self.KINDS:
             first = args[0][0] if kind == "allreduce_" else max(args[:2], key=Tensor.numel)
             group = dist.ProcessGroup.unbox(args[1 if kind == "allreduce_" else 2])
             rounds = 2 if kind == "allreduce_" else 1
@@ -138,7 +141,8 @@ def expected_traffic(tokens: int, sharding: Sharding, scenario: Scenario = WIDE)
 
     FSDP gathers each layer for its forward and its backward pass, and the other weights once, and reduces the gradients
     of all. HSDP then sums the gradients of its slices. Context parallelism exchanges queries, keys, values and outputs
-    of attention, and their gradients, and sums one number per token.
+    of attention, and their gradients, and sums one number per token. Each of two stages sends hidden states, or their
+    gradients, and has half of the weights.
 
     Args:
         tokens: tokens of the micro-batches of all ranks.
@@ -146,21 +150,22 @@ def expected_traffic(tokens: int, sharding: Sharding, scenario: Scenario = WIDE)
         scenario: sizes of the model.
     """
     sizes = sharding.sizes("actor", RANKS)
-    replicate, shard, context, _ = sizes.values()
+    stages, replicate, shard, context, _ = sizes.values()
     hidden, head = scenario.hidden, scenario.hidden // scenario.heads
     attention = hidden * (2 * hidden + 2 * scenario.kv_heads * head) + hidden + 2 * scenario.kv_heads * head
     layer = attention + 3 * hidden * scenario.mlp + 2 * hidden
-    layers, rest = scenario.layers * layer, 2 * scenario.vocabulary * hidden + hidden
+    layers, rest = scenario.layers * layer / stages, (2 * scenario.vocabulary * hidden + hidden) / stages
     own = shard * context
     key_heads = math.lcm(scenario.kv_heads, context)  # repeated for the ranks
-    of_rank = tokens / RANKS
-    exchanged = 2 * scenario.layers * of_rank * (2 * scenario.heads + 2 * key_heads) * head
-    results = 2 * tokens * context / RANKS  # of a micro-batch
+    of_rank = tokens * stages / RANKS
+    exchanged = 2 * scenario.layers / stages * of_rank * (2 * scenario.heads + 2 * key_heads) * head
+    results = 2 * of_rank * context  # of a micro-batch
     return {
         "_allgather_base_": 4 * (2 * layers + rest) * (own - 1) / own,
         "_reduce_scatter_base_": 4 * (layers + rest) * (own - 1) / own,
         "allreduce_": 4 * (2 * (layers + rest) / own * (replicate - 1) / replicate + results * (context - 1) / context),
         "alltoall_base_": 4 * exchanged * (context - 1) / context,
+        "send": 4 * of_rank * hidden * (stages - 1),
     }
 
 

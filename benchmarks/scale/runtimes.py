@@ -12,7 +12,7 @@ from benchmarks.report import table
 from benchmarks.scale.task import ON_RAY, common
 
 PROMPTS, GROUP = 16, 8
-DIMENSIONS = ("replicate", "context", "tensor")
+DIMENSIONS = ("replicate", "context", "tensor", "pipeline")
 """Dimensions of the mesh, besides that of the weights' shards."""
 LIMIT = 2e-4
 """Largest difference of final weights that rounding explains. Adam divides by gradients that may be close to 0."""

@@ -23,7 +23,7 @@ GB = 1e9
 INEXPRESSIBLE = (
     "rollout workers and the in-process sampler compute with tensor parallelism (each needs all weights)",
     "servers share the devices of the trainer (sleep and wake)",
-    "pipeline parallelism, and other meshes of single roles in one group",
+    "other meshes than shard, for roles on separate devices",
 )
 """Placements that no config expresses."""
 

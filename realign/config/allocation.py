@@ -35,10 +35,8 @@ def allocation_answer(value: str) -> str | None:
         visible = f"CUDA_VISIBLE_DEVICES={_numbers(0, ranks)} " if servers and numbered else ""
         words.append(f"{visible}torchrun --nproc-per-node {ranks} -m realign")
         dims = {"tensor": trained.get("t", trained.get("m", 1)), "context": trained.get("c", 1)}
-        dims["expert"] = trained.get("e", 1)
+        dims |= {"expert": trained.get("e", 1), "pipeline": trained.get("p", 1)}
         words += [f"models.actor.sharding.{name}={n}" for name, n in dims.items() if n > 1]
-    if trained.get("p", 1) > 1:
-        notes.append("realign has no pipeline stages: the other ranks shard the weights (FSDP) instead.")
     if ranks > MACHINE:
         notes.append(f"For several machines, divide the {ranks} ranks by --nnodes.")
     for backend in servers:

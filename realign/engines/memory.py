@@ -47,6 +47,8 @@ class MemoryModel:
     offload: bool = False
     reshard: bool = True
     keep_rollout: bool = True
+    pipeline: int = 1
+    """Number of stages."""
     replicate: int = 1
     """Number of groups of ranks that each have all weights."""
     context: int = 1
@@ -57,8 +59,31 @@ class MemoryModel:
     """Number of ranks with different prompts that each have some experts."""
 
     def estimate(self, work: MemoryWork) -> RoleMemory:
-        """Return the memory of a role that does this work."""
-        shape, ranks, shards = self.shape, work.ranks, work.ranks // self.replicate
+        """Return the memory of a role that does this work; in a pipeline, of the stage that needs most."""
+        if self.pipeline == 1:
+            memory = self._of_stage(work, 1)
+        else:
+            stages = enumerate(self.shape.stages(self.pipeline))
+            memory = max(
+                (self._stage(index, own)._of_stage(work, self.pipeline - index) for index, own in stages),
+                key=lambda memory: memory.kept + memory.computing,
+            )
+        return self._with_rollout(memory, work) if work.samples else memory
+
+    def _stage(self, index: int, own: range) -> MemoryModel:
+        last = index == self.pipeline - 1
+        shape = self.shape.of_stage(own, first=index == 0, last=last)
+        return replace(self, shape=shape, value_head=self.value_head if last else None)
+
+    def _of_stage(self, work: MemoryWork, waiting: int) -> RoleMemory:
+        """Return the memory without that of rollouts.
+
+        Args:
+            work: what the role does.
+            waiting: largest number of micro-batches of a step that wait for their gradient.
+        """
+        shape, ranks, shards = self.shape, work.ranks, work.ranks // self.replicate // self.pipeline
+        waiting = max(1, min(waiting, work.optimizer_step_tokens // max(1, work.tokens)))
         trained = (shape.trained + self._value_weights if self.optimizer is not None else 0) // shards
         lanes = self._lanes(work)
         accumulates = work.optimizer_step_tokens > work.tokens or lanes > 1
@@ -79,7 +104,7 @@ class MemoryModel:
                 moments=on_device * round(trained * moment_bytes(self.optimizer)),
                 average=on_device * FP32 * trained * (self.optimizer.ema_decay is not None),
                 gradients=FP32 * trained * copies + rank._embedding_gradient,
-                activations=rank._activations(work.tokens, work),
+                activations=rank._activations(work.tokens, work, waiting),
                 head=rank._head(work.tokens, lanes),
             )
             if ranks > 1:
@@ -87,7 +112,7 @@ class MemoryModel:
         if work.scores:
             scoring = rank._scoring(work.tokens, lanes) + rank._running_pairs(work.tokens, work)
             memory = replace(memory, scoring=scoring)
-        return self._with_rollout(memory, work) if work.samples else memory
+        return memory
 
     @property
     def _bytes(self) -> int:
@@ -188,16 +213,18 @@ class MemoryModel:
         alone = tokens if self.shape.unpacked else min(tokens, work.prompt + work.response)
         return RUNNING_PAIRS * self._attention_pairs(alone, work)
 
-    def _activations(self, tokens: int, work: MemoryWork) -> int:
+    def _activations(self, tokens: int, work: MemoryWork, waiting: int = 1) -> int:
         """Return the memory of the tensors that autograd saves, and of the gradients of one layer's tensors."""
         shape, size = self.shape, self._bytes
         layer = self._layer_token
         inputs = FP32 * shape.hidden
-        saved = shape.layers * (inputs if self.gradient_checkpointing else layer)
+        saved = waiting * shape.layers * (inputs if self.gradient_checkpointing else layer)
+        if self.pipeline > 1:  # hidden states that were received or sent, and their gradients
+            saved += (waiting + 3) * inputs
         saved += layer if self.gradient_checkpointing else 0
         branch = 0 if self.value_head is None else self.value_head.layers * layer
         final = FP32 * 4 * shape.hidden
-        of_layers = shape.pair_tensors * (1 if self.gradient_checkpointing else shape.layers)
+        of_layers = shape.pair_tensors * (1 if self.gradient_checkpointing else waiting * shape.layers)
         attention = of_layers * self._attention_pairs(tokens, work) + self._running_pairs(tokens, work)
         return tokens * (saved + branch + final + size * 3 * shape.mlp) + attention
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from realign.engines.distributed.sharding import divide_layers
 from realign.engines.files.model_folder import quiet_transformers
 from realign.engines.network.heads import Head, is_encoder_decoder
 from realign.engines.network.trains import All, Trained
@@ -91,6 +92,44 @@ class ModelShape:
             words=self.words // words,
             embeddings=self.embeddings // words,
         )
+
+    def of_stage(self, own: range, *, first: bool, last: bool) -> ModelShape:
+        """Return the sizes of a stage of a pipeline with some of the layers.
+
+        Args:
+            own: the layers.
+            first: whether the stage has the embeddings.
+            last: whether it has the head.
+        """
+        of_layers = len(own) / self.layers
+        head = self.words * self.hidden
+        embeddings = self.embeddings if self.tied or not self.words else self.embeddings - head
+        outside = self.parameters - self.in_layers - self.embeddings  # the final norm and a scalar head
+        in_layers = round(self.in_layers * of_layers)
+        parameters = in_layers + first * embeddings + last * (head + outside)
+        of_all = self.trained * parameters // self.parameters
+        return replace(
+            self,
+            parameters=parameters,
+            in_layers=in_layers,
+            in_experts=round(self.in_experts * of_layers),
+            matrices=round(self.matrices * of_layers),
+            trained=round(self.trained * of_layers) if self.adapters else of_all,
+            adapters=round(self.adapters * of_layers),
+            layers=len(own),
+            words=last * self.words,
+            embeddings=first * embeddings + last * head,
+            tied=False,
+            head_trains=last and self.head_trains,
+        )
+
+    def stages(self, n: int) -> list[range]:
+        """Return the layers of each stage of a pipeline."""
+        sizes = [self.layer] * self.layers
+        head = self.words * self.hidden
+        sizes[0] += self.embeddings if self.tied or not self.words else self.embeddings - head
+        sizes[-1] += head
+        return divide_layers(sizes, n)
 
 
 def read_shape(

@@ -47,6 +47,7 @@ class PlannedMesh:
     context: int = 1
     tensor: int = 1
     expert: int = 1
+    pipeline: int = 1
 
 
 @dataclass(frozen=True)
@@ -77,12 +78,11 @@ class PlannedPlacement:
 
     def data_ranks(self, group: PlannedGroup) -> int:
         """Return the number of ranks of a group with different prompts."""
-        return max(1, group.devices // (self.mesh.context * self.mesh.tensor))
+        return max(1, group.devices // (self.mesh.context * self.mesh.tensor * self.mesh.pipeline))
 
     def meshed(self, model: MemoryModel) -> MemoryModel:
         """Return the memory of a model on the mesh."""
-        mesh = self.mesh
-        return replace(model, replicate=mesh.replicate, context=mesh.context, tensor=mesh.tensor, expert=mesh.expert)
+        return replace(model, **vars(self.mesh))
 
     @property
     def runtime(self) -> str:
@@ -158,7 +158,7 @@ def meshes(groups: Sequence[PlannedGroup], load: Workload, options: PlanOptions)
     """Return the meshes of a single group of roles; roles on separate devices only divide their weights.
 
     Ranks that compute a sequence or a layer together, or exchange tokens for experts, are in one node. Weights are
-    replicated over nodes, over all ranks, or not at all.
+    replicated over nodes, over all ranks, or not at all; or each node has some of the layers.
     """
     devices, shapes = groups[0].devices, [role.model.shape for role in load.roles.values()]
     if len(groups) > 1:
@@ -169,8 +169,11 @@ def meshes(groups: Sequence[PlannedGroup], load: Workload, options: PlanOptions)
         if devices % inside or inside > options.devices_per_node:
             continue
         if all(_divides(shape, context, tensor, expert) for shape in shapes):
-            copies = sorted({1, _nodes(devices, options), devices // inside})
+            nodes = _nodes(devices, options)
+            copies = sorted({1, nodes, devices // inside})
             possible += [PlannedMesh(n, context, tensor, expert) for n in copies if devices // inside % n == 0]
+            if 1 < nodes <= min(shape.layers for shape in shapes) and devices % (nodes * inside) == 0:
+                possible.append(PlannedMesh(1, context, tensor, expert, nodes))
     return possible
 
 

@@ -211,7 +211,10 @@ def collectives_s(placement: PlannedPlacement, load: Workload, cluster: Cluster)
         group = next(group for group in placement.groups if call.role in group.roles)
         if group.devices > 1:
             collectives += (
-                _gathers(call, load) * microbatches(group, placement, load) * load.roles[call.role].network.layers
+                _gathers(call, load)
+                * microbatches(group, placement, load)
+                * load.roles[call.role].network.layers
+                / placement.mesh.pipeline
             )
     return collectives * cluster.device.assumed.collective_s
 
@@ -261,7 +264,7 @@ def token_s(
     """Return the seconds per packed token of a call on a group of devices.
 
     Transfers of weights and gradients overlap with the computation, so that the longer of both counts. Those within
-    layers (context, tensor, expert) do not.
+    layers (context, tensor, expert) do not. The stages of a pipeline wait for the first and the last micro-batch.
     """
     device, assumed, mesh = cluster.device.accelerator, cluster.device.assumed, placement.mesh
     compute_s = call.operations * load.roles[call.role].network.weights / (device.flops * assumed.flops_used)
@@ -275,11 +278,14 @@ def token_s(
         link = device.node_link if span <= cluster.options.devices_per_node else device.link
         return size / (link * assumed.link_used * tokens)
 
-    together = mesh.context * mesh.tensor
-    weights_s = seconds(sent.shard, group.devices // mesh.replicate) + seconds(sent.replicate, group.devices)
+    together, stage = mesh.context * mesh.tensor, group.devices // mesh.pipeline
+    weights_s = seconds(sent.shard, stage // mesh.replicate) + seconds(sent.replicate, stage)
     inside_s = seconds(sent.context, together) + seconds(sent.tensor, mesh.tensor)
     inside_s += seconds(sent.expert, together * mesh.expert)
-    return (max(compute_s / together, weights_s) + inside_s) / ranks
+    inside_s += seconds(sent.pipeline, group.devices) if mesh.pipeline > 1 else 0.0
+    passes = microbatches(group, placement, load)
+    waits = (passes + mesh.pipeline - 1) / passes
+    return waits * (max(compute_s / (together * mesh.pipeline), weights_s) + inside_s) / ranks
 
 
 __all__ = ["Cluster", "Prediction", "Scale", "costs_of", "predict"]

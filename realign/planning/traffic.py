@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from realign.engines.memory import FP32, MemoryModel
 
@@ -22,17 +22,23 @@ class Traffic:
     """Sums of the outputs of layers, and of the gradients of their inputs."""
     expert: float = 0.0
     """Tokens for the experts of other ranks, their results, and the gradients of both."""
+    pipeline: float = 0.0
+    """Hidden states between stages, and their gradients, in fp32."""
 
 
 def traffic(model: MemoryModel, ranks: int, tokens: float, *, trains: bool) -> Traffic:
     """Return the traffic of a micro-batch on one of `ranks` ranks.
 
     Args:
-        model: the model with its mesh: the fields `replicate`, `context`, `tensor` and `expert`.
+        model: the model with its mesh: the fields `pipeline`, `replicate`, `context`, `tensor` and `expert`.
         ranks: number of ranks of the mesh.
         tokens: tokens of the micro-batch, of all ranks that compute it together.
         trains: whether the pass is differentiated.
     """
+    if (stages := model.pipeline) > 1:  # on average over the stages, which divide all weights and layers
+        together = traffic(replace(model, pipeline=1), ranks // stages, tokens, trains=trains)
+        hidden = _sent(stages) * FP32 * tokens / model.context * model.shape.hidden * (1 + trains)
+        return replace(Traffic(*(sent / stages for sent in vars(together).values())), pipeline=hidden)
     whole, own = model.shape, model.shape.of_rank(model.tensor, model.expert)
     shards = ranks // model.replicate // model.tensor
     copies = shards // model.expert  # ranks among which the experts of a rank are divided

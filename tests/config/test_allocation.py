@@ -48,9 +48,11 @@ def test_seed_e9_an_allocation_string_is_answered_with_settings_that_compose(val
         assert "sampler" not in actor
 
 
+def test_stages_of_a_pipeline_are_those_of_the_allocation():
+    assert "--nproc-per-node 4 -m realign models.actor.sharding.pipeline=2" in allocation_answer("megatron:d2p2")
+
+
 def test_what_has_no_equal_is_said():
-    assert "realign has no pipeline stages" in allocation_answer("megatron:d2p2")
-    assert "--nproc-per-node 4 " in allocation_answer("megatron:d2p2")
     large = allocation_answer("sglang:d16+fsdp:d16")
     assert "divide the 16 ranks by --nnodes" in large
     assert "devices=[" not in large

@@ -50,6 +50,8 @@ class SentBytes(TorchDispatchMode):
             n = self._tensor if functional else dist.ProcessGroup.unbox(group).size()
             times = 1.0 if name in GATHERS else (2 if name in SUMS else 1) / n
             self.total += times * (n - 1) * x.numel() * x.element_size()
+        if name == "send":
+            self.total += sum(x.numel() * x.element_size() for x in args[0])
         return func(*args, **(kwargs or {}))
 
 
@@ -78,6 +80,8 @@ def sent(folder: Path, model: str, sharding: Mapping[str, int]) -> tuple[float, 
         ("llama", {"context": 2, "tensor": 2}),
         ("llama", {"tensor": 2}),
         ("llama", {"replicate": 2, "tensor": 2}),
+        ("llama", {"pipeline": 2}),
+        ("llama", {"pipeline": 2, "tensor": 2}),
         ("qwen3_moe", {}),
         ("qwen3_moe", {"expert": 2}),
         ("qwen3_moe", {"tensor": 2}),

@@ -67,6 +67,7 @@ def test_one_device_has_both_roles_and_the_larger_of_their_calls():
         (PlannedMesh(tensor=2), 2),
         (PlannedMesh(context=2, tensor=2), 1),
         (PlannedMesh(expert=2), 4),
+        (PlannedMesh(pipeline=2), 2),
     ],
 )
 def test_ranks_divide_prompts_and_what_the_mesh_says(mesh, parts):

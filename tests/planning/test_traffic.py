@@ -60,3 +60,11 @@ def test_ranks_with_different_experts_exchange_tokens_instead_of_weights():
     assert sent.shard == 0.75 * ((4 + 4) * 20 + (4 + 4) * 50) + 0.5 * (4 + 4) * 40
     assert sent.expert == 0.5 * 4 * (2 * 64 * 2 * 10 * 5) * 2
     assert traffic(model, 4, 64, trains=False).expert == 0.5 * 4 * (2 * 64 * 2 * 10 * 5)
+
+
+def test_stages_send_hidden_states_and_gradients_and_have_a_part_of_the_weights_each():
+    model = replace(MODEL, pipeline=2)
+    sent = traffic(model, 4, 64, trains=True)
+    assert sent.shard == traffic(MODEL, 2, 64, trains=True).shard / 2
+    assert sent.pipeline == 0.5 * 4 * 64 * 10 * 2  # half of the stages have one after them
+    assert traffic(model, 4, 64, trains=False).pipeline == 0.5 * 4 * 64 * 10

@@ -26,6 +26,7 @@ from realign.api import Lengths, MicroBatchSpec, SequenceSample
 from realign.api.memory import MemoryWork
 from realign.engines import Causal, OptimizerSpec
 from realign.engines.distributed.sharded_engine import ShardedEngine
+from realign.engines.distributed.sharded_network import ShardedNetwork
 from realign.engines.distributed.sharding import Sharding
 from realign.engines.files.unread import Slices, Unread
 from realign.engines.host import Host
@@ -59,6 +60,10 @@ class Case:
     checkpointing: bool = True
     sharding: Sharding = field(default_factory=Sharding)
     sequences: int = 8
+    """Sequences of a micro-batch."""
+    microbatches: int = 1
+    stage: int = 0
+    """Stage of the pipeline whose rank counts."""
 
 
 @dataclass(frozen=True)
@@ -159,6 +164,7 @@ def estimated(case: Case, config: Any) -> int:
         torch.bfloat16,
         optimizer=OptimizerSpec(),
         gradient_checkpointing=case.checkpointing,
+        pipeline=case.sharding.pipeline,
         replicate=case.sharding.replicate,
         context=case.sharding.context,
         tensor=case.sharding.tensor,
@@ -169,7 +175,7 @@ def estimated(case: Case, config: Any) -> int:
         scores=False,
         samples=False,
         tokens=case.tokens,
-        optimizer_step_tokens=case.tokens,
+        optimizer_step_tokens=case.tokens * case.microbatches,
         response=case.tokens // case.sequences,
         ranks=case.ranks,
     )
@@ -182,7 +188,8 @@ def tracked(case: Case, config: Any) -> Bytes:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    torch.distributed.init_process_group("fake", rank=0, world_size=case.ranks, store=FakeStore())
+    rank = case.stage * case.ranks // case.sharding.pipeline
+    torch.distributed.init_process_group("fake", rank=rank, world_size=case.ranks, store=FakeStore())
     try:
         loading = Allocated()  # `MemTracker` refuses the passes of a probe
         with torch.device("meta"):
@@ -214,7 +221,7 @@ def tracked(case: Case, config: Any) -> Bytes:
         for _ in range(2):
             step = MemTracker()
             step.track_external(*engine.resident())
-            with mode, step, Unpinned(), _of_leaves_only():
+            with mode, step, Unpinned(), _of_leaves_only(), _of_several_passes(step):
                 engine.accumulate(data, MicroBatchSpec(case.tokens), _loss, torch.ones(()))
                 engine.apply(torch.ones(()))
         return Bytes(loading.peak, _peak(step))
@@ -231,6 +238,17 @@ def _of_leaves_only() -> Any:
         return register(x, hook) if x.is_leaf else SimpleNamespace(remove=lambda: None)
 
     return patch.object(Tensor, "register_post_accumulate_grad_hook", of_leaf)
+
+
+def _of_several_passes(tracker: MemTracker) -> Any:
+    """Return a context of passes after each other, which `MemTracker` would take for a module that calls itself."""
+    hidden = ShardedNetwork._hidden
+
+    def after_reset(self: ShardedNetwork, *arguments: Any) -> Tensor:
+        tracker.reset_mod_stats()
+        return hidden(self, *arguments)
+
+    return patch.object(ShardedNetwork, "_hidden", after_reset)
 
 
 def full_depth(case: Case, sizes: Mapping[str, Mapping[str, Any]] = SIZES) -> Bytes:
@@ -257,7 +275,7 @@ def _leave_unread(module: nn.Module, mode: FakeTensorMode) -> None:
 
 
 def _batch(case: Case) -> SequenceSample:
-    tokens, sequences = case.tokens, case.sequences
+    tokens, sequences = case.tokens * case.microbatches, case.sequences * case.microbatches
     ids = torch.zeros(tokens, dtype=torch.int64, device=CUDA)
     lengths = Lengths.of([[tokens // sequences]] * sequences)
     sample = SequenceSample(tuple(range(sequences))).with_data({"input_ids": ids}, lengths=lengths)

@@ -46,6 +46,18 @@ def test_the_estimate_follows_the_mesh(checkpointing, sharding):
     assert estimated(case, config_of("7B", layers=2)) == pytest.approx(tracked(case, config_of("7B", 2)).step, rel=0.15)
 
 
+@pytest.mark.parametrize(
+    ("microbatches", "checkpointing"),
+    [(4, True), pytest.param(4, False, marks=pytest.mark.slow), pytest.param(1, True, marks=pytest.mark.slow)],
+)
+def test_the_estimate_of_a_pipeline_is_that_of_the_stage_that_needs_most(microbatches, checkpointing):
+    sharding = Sharding(pipeline=2)
+    case = Case("7B", ranks=8, checkpointing=checkpointing, sharding=sharding, microbatches=microbatches)
+    config = config_of("7B", layers=6)
+    counted = [tracked(replace(case, stage=stage), config).step for stage in range(2)]
+    assert estimated(case, config) == pytest.approx(max(counted), rel=0.15), counted
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [8, 64])
 @pytest.mark.parametrize("model", SIZES)
