@@ -58,6 +58,46 @@ class Faulty(GRPOActorInterface):
 def reward(prompt, response, row):
     return float(len(response))
 """
+KILLED = """\
+import os
+import signal
+from dataclasses import dataclass
+from realign.testing import BigramEngine
+from tests.config_parts import Bigram
+
+class Killed(BigramEngine):
+    phase = ""
+    trained = False
+
+    def generate(self, data, config, *, seed):
+        kill_in(self, "rollout" if self.trained else "evaluation")
+        return super().generate(data, config, seed=seed)
+
+    def train_batch(self, *arguments):
+        if self.trained:
+            kill_in(self, "training")
+        self.trained = True
+        return super().train_batch(*arguments)
+
+    def save(self, path):
+        kill_in(self, "saving")
+        super().save(path)
+
+def kill_in(engine, phase):
+    if engine.phase == phase and os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+@dataclass
+class Killing(Bigram):
+    phase: str = ""
+
+    def load(self, name, *, seed):
+        kill_in(self, "loading")
+        model = super().load(name, seed=seed)
+        model.engine.__class__ = Killed
+        model.engine.phase = self.phase
+        return model
+"""
 STOPPING = """\
 import os
 import signal
@@ -86,6 +126,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_experiment(tmp_path / "conf")
     (tmp_path / "slow.py").write_text(STOPPING)
     (tmp_path / "faulty.py").write_text(FAULTY)
+    (tmp_path / "killing.py").write_text(KILLED)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     sys.modules.pop("slow", None)  # another test may have imported its own file of this name
@@ -160,6 +201,23 @@ def test_a_rank_that_is_killed_ends_the_other_and_both_can_be_started_again(here
     assert "step_000001. Next step: 2 of 4." in done.stdout
     assert [record["step"] for record in untimed(Path("runs/bigram/metrics.jsonl"))] == [0, 1, 2, 3, 4]
     assert last_failure(Path("runs/bigram")) is None  # the run succeeded in the end
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["loading", "evaluation", "rollout", "training", "saving"])
+def test_a_rank_that_is_killed_in_any_phase_ends_the_other_with_one_message_and_exit_code_75(here, phase):
+    evaluation = "evaluation={data: {_target_: tests.config_parts.Prompts, n: 3}, every_steps: 100}"
+    model = ("models.actor._target_=killing.Killing", f"+models.actor.phase={phase}")
+    words = ("--config-dir=conf", "experiment=bigram", "steps=3", "checkpoint.every_steps=1")
+    codes, said = Ranks(here, *words, *model, evaluation).ended()
+    assert codes == [75, -signal.SIGKILL], said
+    (line,) = said[0].splitlines()
+    assert line.startswith("error: rank 0 of 2 lost another rank, which was killed or whose machine failed")
+    assert line.endswith("Restart the run with resume=auto.")
+    # the last checkpoint comes after the models of `final`
+    done = {"rollout": 1, "training": 1, "saving": 2}.get(phase)
+    checkpoints = [checkpoint.step for checkpoint in list_checkpoints(Path("runs/bigram/checkpoints"))]
+    assert checkpoints[-1:] == ([] if done is None else [done])
 
 
 ALL = (0, 1, 2)
