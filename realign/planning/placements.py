@@ -207,7 +207,7 @@ def groupings(load: Workload, devices: int) -> Iterator[tuple[PlannedGroup, ...]
 
 def _sized(load: Workload, choice: Sequence[tuple[str, ...]], devices: int) -> tuple[PlannedGroup, ...]:
     need = [
-        sum(call.operations * load.roles[call.role].network.weights for call in load.calls if call.role in roles)
+        sum(call.operations * load.roles[call.role].network.active for call in load.calls if call.role in roles)
         for roles in choice
     ]
     sizes = [1] * len(choice)

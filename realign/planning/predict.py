@@ -267,7 +267,7 @@ def token_s(
     layers (context, tensor, expert) do not. The stages of a pipeline wait for the first and the last micro-batch.
     """
     device, assumed, mesh = cluster.device.accelerator, cluster.device.assumed, placement.mesh
-    compute_s = call.operations * load.roles[call.role].network.weights / (device.flops * assumed.flops_used)
+    compute_s = call.operations * load.roles[call.role].network.active / (device.flops * assumed.flops_used)
     if group.devices == 1:
         return compute_s
     ranks, sent = placement.data_ranks(group), pass_traffic(call, group, placement, load)

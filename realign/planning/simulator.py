@@ -168,15 +168,22 @@ class Report:
 
 @dataclass(frozen=True)
 class NetworkSizes:
-    """Sizes of a dense model. Defaults: bf16, 7 billion weights and the shape of Qwen2.5-7B (from its config.json)."""
+    """Sizes of a model. Defaults: bf16, 7 billion weights and the shape of Qwen2.5-7B (from its config.json)."""
 
     weights: float = 7.6e9
+    idle_experts: float = 0.0
+    """Weights of the experts that do not compute a token; 0 for a dense model."""
     layers: int = 28
     kv_heads: int = 4
     head_size: int = 128
     hidden: int = 3584
     number_bytes: int = 2
     """Bytes of a number in matrix products and in the KV cache."""
+
+    @property
+    def active(self) -> float:
+        """Return the number of weights that compute a token."""
+        return self.weights - self.idle_experts
 
     @property
     def bytes_per_token(self) -> float:
@@ -191,9 +198,9 @@ def decoding(network: NetworkSizes, device: Accelerator, assumed: Assumed, devic
     together_s = assumed.tensor_parallel_layer_s * network.layers if devices > 1 else 0.0
     return Costs(
         decode_step_s=assumed.decode_call_s + together_s + network.number_bytes * network.weights / read,
-        decode_row_s=2 * network.weights / compute,
+        decode_row_s=2 * network.active / compute,
         decode_context_s=network.bytes_per_token / read,
-        prefill_token_s=2 * network.weights / compute,
+        prefill_token_s=2 * network.active / compute,
     )
 
 

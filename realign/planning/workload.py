@@ -202,6 +202,7 @@ def _role(experiment: Experiment, role: str, device: DeviceKind) -> RoleLoad:
             trained = 1.0
     network = NetworkSizes(
         weights=float(shape.parameters),
+        idle_experts=shape.in_experts * (1 - shape.experts_per_token / shape.experts) if shape.experts else 0.0,
         layers=shape.layers,
         kv_heads=shape.keys * shape.heads // shape.queries,
         head_size=shape.queries // shape.heads,

@@ -10,7 +10,7 @@ from realign.planning.options import PlanOptions
 from realign.planning.placements import PlannedGroup, PlannedMesh, PlannedPlacement, Sampling
 from realign.planning.predict import Cluster, Scale, costs_of, engines, predict, schedule
 from realign.planning.simulator import Costs
-from tests.planning.cluster import CLUSTER, DEVICE, LOAD
+from tests.planning.cluster import CLUSTER, DEVICE, LOAD, NETWORK
 
 TOGETHER = PlannedGroup(("actor", "ref"), 1)
 APART = (PlannedGroup(("actor",), 1), PlannedGroup(("ref",), 1))
@@ -24,6 +24,16 @@ def test_costs_of_one_device_by_hand():
     assert found.train_token_s == pytest.approx((2 + 6) * 100 / 50)
     assert found.train_step_s == pytest.approx(3 + 28 * 100 / 10)
     assert found.sync_s == 0
+
+
+def test_a_token_costs_only_the_operations_of_its_own_experts():
+    experts = replace(NETWORK, idle_experts=75.0)
+    roles = {name: replace(role, network=experts) for name, role in LOAD.roles.items()}
+    found = costs_of(PlannedPlacement((TOGETHER,)), replace(LOAD, roles=roles), CLUSTER)
+    dense = costs_of(PlannedPlacement((TOGETHER,)), LOAD, CLUSTER)
+    for of_token in ("decode_row_s", "prefill_token_s", "train_token_s"):
+        assert getattr(found, of_token) == pytest.approx(getattr(dense, of_token) / 4)
+    assert (found.decode_step_s, found.train_step_s) == (dense.decode_step_s, dense.train_step_s)
 
 
 def test_more_devices_divide_training_and_gather_weights():

@@ -21,6 +21,13 @@ def test_the_sizes_of_a_model_come_from_its_config_without_weights(tmp_path):
     assert load_for(tmp_path / "model", "models.actor.dtype=float32").roles["actor"].network.number_bytes == 4
 
 
+def test_the_experts_that_a_token_does_not_choose_are_idle(tmp_path):
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    write_model(tmp_path, architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", **experts)
+    network = workload_of(built(words_for(tmp_path)), PlanOptions()).roles["actor"].network
+    assert network.weights - network.active == 4 * 6 * (3 * 64 * 32)
+
+
 def test_the_work_of_a_step_comes_from_the_experiment_and_the_options(tmp_path):
     more = ("batch_prompts=6", "interfaces.actor.generation.n=5", "interfaces.actor.generation.max_new_tokens=40")
     load = load_for(tmp_path / "model", *more, prompt_tokens=10, length_sigma=0.3, reward_s=2.0)
