@@ -55,12 +55,13 @@ class ExactModel:
             raise ConfigError(f"{self._where}: incompatible with {obstacle}.")
         assert fusion is not None
         self._fusion = fusion
+        self._network = network
         self._length = 1
         self.read()
-        self.head(network.limited(_language_head(network)))
+        self.head(self._network_head())
 
     def read(self, length: int = 1) -> CompiledTrunk:
-        """Copy the current weights of the layers, for texts of up to `length` tokens."""
+        """Copy the current weights of the layers and the head, for texts of up to `length` tokens."""
         self._length = max(self._length, length)
         try:
             trunk = self._fusion.trunk(self._length, torch.float32)
@@ -68,7 +69,13 @@ class ExactModel:
             raise ConfigError(f"{self._where}: {error}") from error
         assert isinstance(trunk, CompiledTrunk)  # `compiled_decode=on` raises otherwise
         self._trunk = trunk
+        self._head = ExactHead(self._network_head().weight_VH)
         return trunk
+
+    def _network_head(self) -> LMHead:
+        head = self._network.head
+        assert isinstance(head, LMHead)  # `Network.fuses`
+        return self._network.limited(head)
 
     def hidden(self, ids_R: Tensor, layout: Layout) -> Tensor:
         """Return the last hidden states [R, H] of a pass, with the weights of the last `read`; thread-safe."""
@@ -82,16 +89,12 @@ class ExactModel:
         """
         if head.bias_V is not None or head.scale != 1 or head.softcap is not None:
             raise ConfigError(f"{self._where}: the head has a bias, a scale or a softcap.")
-        return replace(head, exact=ExactHead(head.weight_VH))
+        # one copy for all micro-batches of a step: the weights don't change between `read` and the last of them
+        return replace(head, exact=self._head if self._head.is_of(head.weight_VH) else ExactHead(head.weight_VH))
 
     def decoder(self, length: int) -> ExactDecoder:
         """Return the decoder of a rollout with the current weights, for `length` positions."""
         return ExactDecoder(self.read(length))
-
-
-def _language_head(network: Network) -> LMHead:
-    assert isinstance(network.head, LMHead)  # `Network.fuses`
-    return network.head
 
 
 class ExactDecoder(PackedDecoder):
@@ -119,7 +122,12 @@ class ExactHead:
         library = load_library()
         assert not isinstance(library, LibraryError)  # `ExactModel.read` needs it too
         self._library: ctypes.CDLL = library
+        self._memory = (weight_VH.data_ptr(), weight_VH.shape)
         self._weight_HV = weight_VH.detach().t().contiguous()
+
+    def is_of(self, weight_VH: Tensor) -> bool:
+        """Return whether it was copied from the memory of this weight."""
+        return self._memory == (weight_VH.data_ptr(), weight_VH.shape)
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
         """Return the product [N, V] with the weight."""

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
 
-from realign.api import GenerationConfig, MicroBatchSpec, SequenceSample
+from realign.api import GenerationConfig, MicroBatchSpec, SequenceSample, stat_values
 from realign.engines import Causal, OptimizerSpec, TransformersModel, ValueHead
 from realign.engines.network.passes import SharedPrompts
 from realign.engines.sampling.background import StreamingEngine
+from realign.engines.sampling.compiled import exact
+from realign.engines.sampling.compiled.exact import ExactHead
 from realign.engines.sampling.compiled.library import CompiledDecode
 from realign.engines.sampling.in_process import InProcessSampling
 from realign.errors import ConfigError, SettingsError
@@ -117,6 +120,21 @@ def test_trained_weights_are_read_again():
         assert torch.equal(scored(policy, out, MicroBatchSpec(60)), out["logprobs"])
         policy.train_batch(out, MicroBatchSpec(60), loss, lambda data: torch.tensor(30.0))
         assert not torch.equal(scored(policy, out, MicroBatchSpec(60)), out["logprobs"])
+
+
+def test_the_head_is_copied_once_for_all_micro_batches_of_a_step():
+    policy, copies = engine(), []
+
+    class Counted(ExactHead):
+        def __init__(self, weight_VH):
+            copies.append(len(weight_VH))
+            super().__init__(weight_VH)
+
+    out = policy.generate(prompts(), CONFIG, seed=0)
+    with patch.object(exact, "ExactHead", Counted):
+        metrics = stat_values(policy.train_batch(out, MicroBatchSpec(25), loss, lambda part: part["loss_mask"].sum()))
+    assert metrics["n_microbatches"] > 3
+    assert len(copies) == 1
 
 
 def test_asynchronous_rollouts_have_the_same_bits():
