@@ -77,7 +77,7 @@ test: $(VENV)/.installed
 
 # Extras that only slow tests need.
 $(VENV)/.slow: $(VENV)/.installed
-	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS),deepspeed,mcp,tools]'
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS),deepspeed,mcp,search,tools]'
 	@touch $@
 
 # Tests that take long, and the property tests with 100 instead of 30 examples. SLOW="slow and not ray" selects some;
