@@ -21,10 +21,13 @@ from realign.api import (
     Role,
     RoleModel,
     Sync,
+    Weights,
 )
+from realign.api.engine import role_of_hidden
 from realign.data import DataSpec
 from realign.engines.files.folders import AVERAGED, check_name
 from realign.engines.shared_model import SharedModel, check_shared
+from realign.engines.transformers_model import TransformersModel
 from realign.errors import ConfigError, SettingsError
 from realign.run_settings import MicroBatchLimits, RunSettings
 from realign.runtime.checkpoint.folder import CHECKPOINTS
@@ -129,6 +132,7 @@ class Experiment(RunSettings):
         check_keys(self.graph, self.interfaces)
         check_minibatches(self.graph, self.interfaces, self.batch_prompts)
         check_exact_sampling(self.graph, self.interfaces)
+        self._check_cache()
 
     @override
     def ineffective(self) -> dict[str, str]:
@@ -156,6 +160,14 @@ class Experiment(RunSettings):
             raise SettingsError(
                 f"save_best={self.save_best}: the run has no evaluation that measures this metric. Configure an "
                 "evaluation, or choose another metric."
+            )
+
+    def _check_cache(self) -> None:
+        if self.cache_reference and not self.cached_roles:
+            raise SettingsError(
+                "cache_reference=true: no role is a frozen model of its own that only computes log-probs of the rows, "
+                "as in DPO and KTO. It does not work with sync, trains=lora or top_layers, images, data.streaming and "
+                "runtime=ray. Set cache_reference=false."
             )
 
     def _check_names(self) -> None:
@@ -214,6 +226,33 @@ class Experiment(RunSettings):
         """Trained roles that are called on the way to rewards; each needs a background sampler."""
         owners = dict.fromkeys(self.owner_of(rpc.model) for rpc in self.graph.leading_to("rewards"))
         return tuple(owner for owner in owners if owner in self.trained_roles)
+
+    @property
+    def cached_roles(self) -> tuple[str, ...]:
+        """Roles whose log-probs of rows are cached; empty without `cache_reference`."""
+        fixed = self.dynamic_sampling is None and not (self.data.streams or self.data.has_images)
+        if not self.cache_reference or not fixed or self.rollout.ahead or self.runtime.starts_workers:
+            return ()
+        used = {
+            *self.trained_roles,
+            *self.graph.sync,
+            *(self.owner_of(r) for r in self.models if self.owner_of(r) != r),
+        }
+        used |= {evaluation.role for evaluation in self.all_evaluations.values()}
+        return tuple(role for role in self.roles if role not in used and self._only_scores_rows(role))
+
+    def _only_scores_rows(self, role: str) -> bool:
+        """Return whether all calls of a role compute log-probs of the rows under frozen weights."""
+        interface, spec = self.interfaces.get(role), self.models.get(role)
+        if interface is None or type(spec) is not TransformersModel or spec.facts().trainable:
+            return False
+        frozen = interface.plan().weights is Weights.frozen and interface.outputs() == {"logprobs"}
+        rows = set(self.graph.dataset_keys)
+        return frozen and all(
+            rpc.method == "inference" and rows.issuperset(rpc.inputs) and not any(map(role_of_hidden, rpc.outputs))
+            for rpc in self.graph.rpcs
+            if rpc.model == role
+        )
 
     @property
     def all_evaluations(self) -> dict[str, Evaluator]:

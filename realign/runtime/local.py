@@ -45,6 +45,7 @@ from realign.runtime.models import external_samplers, load_models, save_on_all_r
 from realign.runtime.out_of_memory import SMALLER, memory_limited
 from realign.runtime.processes.watchdog import Watch
 from realign.runtime.recorded_calls import ROLLOUT, RecordedCall, call_key, is_recorded, only
+from realign.runtime.reference_cache import load_with_cache, score_rows
 from realign.runtime.rollout.asynchronous import RolloutAhead, load_background_sampler
 from realign.runtime.rollout.prompts import PromptStream
 from realign.runtime.rollout.spec import Async
@@ -154,6 +155,9 @@ class LocalRuntime:
             self.prompts = PromptStream(self.dataset, experiment.prompts_at_once, experiment.seed, experiment.shuffle)
             self.known_answers = check_verifiers(experiment, self.models, self.datasets.held_out, self.prompts)
             """A line with the rewards of known answers for each interface with `known_answer`."""
+            with memory_limited("scoring the rows with the reference", SMALLER):
+                self.cached_references = score_rows(experiment, self.models, self.batch, self.datasets)
+                """A line for each role whose log-probs are cached."""
             if isinstance(rollout := experiment.rollout, Async):
                 samplers = {role: self._background_sampler(rollout, role) for role in experiment.sampled_roles}
                 self.ahead = RolloutAhead(
@@ -199,7 +203,8 @@ class LocalRuntime:
 
     def _load_models(self) -> dict[str, Model]:
         """Load the model of every role; a runtime with remote models returns proxies."""
-        return load_models(decided(self.experiment))
+        experiment = decided(self.experiment)
+        return load_models(experiment, partial(load_with_cache, experiment))
 
     @property
     def graph(self) -> DataflowGraph:

@@ -200,6 +200,7 @@ def _opened(
     if console is not None:
         show_row(console, runtime.first_row(), runtime.dataset.describe())
         show_lines(console, [f"Known answers: {line}" for line in runtime.known_answers])
+        show_lines(console, [f"Cache: {line}" for line in runtime.cached_references])
     ranks.lead(partial(experiment.output_dir.mkdir, parents=True, exist_ok=True))
     if not is_there:
         ranks.lead(hold)

@@ -1,0 +1,421 @@
+"""Log-probs of a frozen model on disk, so that later runs on the same rows compute and load nothing.
+
+A log-prob depends only on the weights, how they are computed, the tokens and the temperature. Their hashes are its
+address, so runs with other data, seeds or batch sizes share entries.
+
+    XDG_CACHE_HOME/realign/logprobs/<hash of model and machine>/<hash of the file>.safetensors
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from realign.api.engine import (
+    EngineCapabilities,
+    LossFn,
+    LossWeightFn,
+    ModelOutput,
+    PipelinableEngine,
+    PostHook,
+    StepIf,
+)
+from realign.api.generation import GenerationConfig
+from realign.api.microbatch import MicroBatchSpec
+from realign.api.model import Model
+from realign.api.sample import TOKENS, SequenceSample
+from realign.api.stats import Stats
+from realign.cache_folder import cache_folder, why_not_private
+from realign.engines.distributed.ranks import current
+from realign.engines.files.adapters import find_adapter
+from realign.engines.transformers_model import TransformersModel
+from realign.errors import ConfigError, DataError
+from realign.version import installed_version, version_of
+
+LIMIT_BYTES = 16 << 30
+"""Size of all cached log-probs on the disk: those of about four billion tokens."""
+_PART_BYTES = 8 << 20
+"""Size from which entries are written: a run that is killed loses no more than this."""
+_WHERE = "cached_where"
+_NOT_SCORING = {
+    "path",
+    "tokenizer",
+    "inherited",
+    "sampler",
+    "fused_rollout",
+    "gradient_checkpointing",
+    "optimizer",
+    "trains",
+}
+"""Settings of a model that do not affect its log-probs, or whose files are hashed instead."""
+
+
+def fingerprint(role: str, spec: TransformersModel) -> str | None:
+    """Return a hash of what determines the log-probs of a model; None if its files are not on this machine.
+
+    It covers the files of the model folder (weights, config and tokenizer), those of an adapter's base model, the
+    settings of the role, the kind of device, and the versions of the packages that compute.
+    """
+    adapter = find_adapter(f"models.{role}.path={spec.path!r}", spec.path)
+    digest = hashlib.sha256()
+    for path in [spec.path] if adapter is None else [spec.path, adapter.base]:
+        folder = _local_folder(path)
+        if folder is None:
+            return None
+        for file in sorted(folder.iterdir()):
+            if file.suffix in (".safetensors", ".bin", ".json", ".py") and file.is_file():
+                with file.open("rb") as content:
+                    digest.update(f"{file.name}\0{hashlib.file_digest(content, 'sha256').hexdigest()}\0".encode())
+    compute = spec.facts().compute
+    device = None if compute is None else compute.device
+    facts = {
+        "settings": {f.name: repr(getattr(spec, f.name)) for f in fields(spec) if f.name not in _NOT_SCORING},
+        "compute": str(compute),
+        "machine": torch.cuda.get_device_name() if device == "cuda" else torch.backends.cpu.get_cpu_capability(),
+        "versions": [installed_version(), torch.__version__, version_of("transformers")],
+    }
+    digest.update(json.dumps(facts, sort_keys=True).encode())
+    return digest.hexdigest()
+
+
+def _local_folder(path: str) -> Path | None:
+    from huggingface_hub import try_to_load_from_cache
+
+    if (folder := Path(path).expanduser()).is_dir():
+        return folder
+    config = try_to_load_from_cache(path, "config.json")
+    return Path(config).parent if isinstance(config, str) else None
+
+
+class LogprobStore:
+    """The cached log-probs of one model: from the hash of a sequence to its log-probs.
+
+    The name of a file is the hash of its content. Files are never changed, so processes may read, write and remove
+    them at the same time; the same entry may be in two files. Damaged files are removed.
+    """
+
+    def __init__(self, model: str) -> None:
+        """Open the entries of the model with this fingerprint.
+
+        Raises:
+            ConfigError: the folder is not writable, or another user could write to it.
+        """
+        self._folder = cache_folder() / "logprobs" / model
+        self._files: dict[str, Any] = {}
+        self._paths: dict[str, Path] = {}
+        self._new: dict[str, Tensor] = {}
+        self._bytes = 0
+        self._used: set[Path] = set()
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for folder in (self._folder, self._folder.parent):
+                if (why := why_not_private(folder)) is not None:
+                    raise ConfigError(f"cache_reference=true: {why}. {_CURE}")
+            for path in sorted(self._folder.glob("*.safetensors")):
+                self._open(path)
+        except OSError as error:
+            raise _unusable(self._folder, error) from error
+
+    def _open(self, path: Path) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with path.open("rb") as content:
+                if hashlib.file_digest(content, "sha256").hexdigest() != path.stem:
+                    path.unlink(missing_ok=True)  # damaged
+                    return
+            file = safe_open(path, framework="pt")
+        except (FileNotFoundError, SafetensorError):  # another process has removed it, or nobody here wrote it
+            return
+        for key in file.keys():  # noqa: SIM118 (not a mapping)
+            self._files[key], self._paths[key] = file, path
+
+    def get(self, key: str, n: int) -> Tensor | None:
+        """Return the `n` log-probs of an entry; None if the store has none with this key and number."""
+        logprobs = self._new.get(key)
+        if logprobs is None and key in self._files:
+            logprobs = self._files[key].get_tensor(key)
+            if (path := self._paths[key]) not in self._used:
+                self._used.add(path)
+                with suppress(OSError):
+                    os.utime(path)  # the least recently used files are removed first
+        fits = logprobs is not None and logprobs.dtype is torch.float32 and logprobs.shape == (n,)
+        return logprobs if fits else None
+
+    def put(self, key: str, logprobs: Tensor) -> None:
+        """Add an entry, and write the new entries once they are many.
+
+        Raises:
+            ConfigError: the folder is not writable.
+        """
+        self._new[key] = logprobs.contiguous().clone()
+        self._bytes += logprobs.nbytes
+        if self._bytes >= _PART_BYTES:
+            self.write()
+
+    def write(self) -> None:
+        """Write the new entries, and remove the least recently used files over the limit.
+
+        Raises:
+            ConfigError: the folder is not writable.
+        """
+        from safetensors.torch import save
+
+        if self._new:
+            content = save(self._new)
+            path = self._folder / f"{hashlib.sha256(content).hexdigest()}.safetensors"
+            try:
+                self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                handle, temporary = tempfile.mkstemp(dir=self._folder, suffix=".tmp")
+                try:
+                    with os.fdopen(handle, "wb") as file:
+                        file.write(content)
+                    os.replace(temporary, path)
+                finally:
+                    Path(temporary).unlink(missing_ok=True)
+            except OSError as error:
+                raise _unusable(self._folder, error) from error
+            self._open(path)
+            self._new, self._bytes = {}, 0
+        _remove_oldest(self._folder.parent)
+
+
+_CURE = "Select another folder with XDG_CACHE_HOME, or set cache_reference=false."
+
+
+def _unusable(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"cache_reference=true: {folder} is not writable ({error.strerror}). {_CURE}")
+
+
+def _remove_oldest(folder: Path) -> None:
+    """Remove the least recently used files until the rest is within `LIMIT_BYTES`. Open files remain readable."""
+    files = []
+    for path in folder.glob("*/*"):
+        with suppress(FileNotFoundError):  # removed by another process
+            status = path.stat()
+            files.append((status.st_mtime_ns, status.st_size, path))
+    excess = sum(size for _, size, _ in files) - LIMIT_BYTES
+    for _, size, path in sorted(files):
+        if excess <= 0:
+            return
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+        excess -= size
+
+
+class CachedEngine(PipelinableEngine):
+    """A frozen model that answers with cached log-probs. It loads its network when an entry is missing."""
+
+    def __init__(self, name: str, spec: TransformersModel, load: Callable[[], Model]) -> None:
+        """Open the cache of a role.
+
+        Args:
+            name: the role.
+            spec: the settings of its model.
+            load: loads the model.
+
+        Raises:
+            ConfigError: see `LogprobStore`.
+        """
+        self.name = name
+        self.cached = 0
+        """Number of sequences that came from the cache."""
+        self.computed = 0
+        """Number of sequences that the network scored."""
+        self._outputs, self._load = spec.head.outputs, load
+        self._model: Model | None = None
+        self._store: LogprobStore | None = None  # on rank 0, so that all ranks agree on what is missing
+        address = current().lead(partial(fingerprint, name, spec))
+        if address is None:
+            self._network()  # downloads the model
+            address = current().lead(partial(fingerprint, name, spec))
+        if address is None:
+            raise ConfigError(
+                f"cache_reference=true: the files of models.{name}.path={spec.path!r} are not in the cache of the hub. "
+                "Set the path to a folder, or set cache_reference=false."
+            )
+        self._address = address
+        current().lead(self._open)
+
+    def _open(self) -> None:
+        self._store = LogprobStore(self._address)
+
+    def _network(self) -> PipelinableEngine:
+        if self._model is None:
+            self._model = self._load()
+        return self._model.engine
+
+    def release(self) -> None:
+        """Write the new entries, and free the network.
+
+        Raises:
+            ConfigError: the cache is not writable.
+        """
+        current().lead(lambda: None if self._store is None else self._store.write())
+        if self._model is not None:
+            self._model = None
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+
+    @override
+    def capabilities(self) -> EngineCapabilities:
+        return EngineCapabilities(outputs=self._outputs, trainable=False)
+
+    @override
+    def forward(self, data: SequenceSample, mb_spec: MicroBatchSpec, post_hook: PostHook) -> SequenceSample:
+        """Call `post_hook` once on all of `data`, with an output that has log-probs only."""
+        hooked = post_hook(cast("ModelOutput", _CachedOutput(self, data, mb_spec)), data)
+        return hooked.select(hooked.keys - data.keys)
+
+    def logprobs(self, data: SequenceSample, mb_spec: MicroBatchSpec, temperature: float, where_T: Tensor) -> Tensor:
+        """Return the log-probs of a batch, and 0 outside of `where_T`: [T] fp32.
+
+        Raises:
+            DataError: a sequence is longer than the context window of the model.
+        """
+        lengths = data.lengths[TOKENS]
+        counts = [int(where_N.sum()) for where_N in where_T.split(lengths.flat.tolist())]
+        keys = _addresses(data, temperature, where_T)
+        entries = current().lead(partial(self._read, keys, counts))
+        missing = [s for s, entry in enumerate(entries) if entry is None]
+        if missing:
+            # whole prompts, since their sequences are scored together
+            prompts = sorted({int(lengths.prompt_of_sequence[s]) for s in missing})
+            scored = self._score(data.with_tokens(**{_WHERE: where_T}).take(prompts), mb_spec, temperature)
+            chosen = set(prompts)
+            sequences = [s for s, p in enumerate(lengths.prompt_of_sequence.tolist()) if p in chosen]
+            for s, entry in zip(sequences, scored, strict=True):
+                entries[s] = entry
+            current().lead(partial(self._write, {keys[s]: entries[s] for s in missing}))
+        self.computed += len(missing)
+        self.cached += len(keys) - len(missing)
+        logprobs_T = torch.zeros(len(where_T))
+        logprobs_T[where_T] = torch.cat([logprobs_T[:0], *entries])
+        return logprobs_T
+
+    def _read(self, keys: Sequence[str], counts: Sequence[int]) -> list[Any]:
+        assert self._store is not None
+        return [self._store.get(key, n) for key, n in zip(keys, counts, strict=True)]
+
+    def _write(self, entries: Mapping[str, Tensor]) -> None:
+        assert self._store is not None
+        for key, logprobs in entries.items():
+            self._store.put(key, logprobs)
+
+    def _score(self, data: SequenceSample, mb_spec: MicroBatchSpec, temperature: float) -> list[Tensor]:
+        """Return the log-probs of the marked tokens of each sequence."""
+        network, longest = self._network(), int(data.lengths[TOKENS].flat.max())
+        limit = network.capabilities().positions
+        if limit is not None and longest > limit:
+            raise DataError(
+                f"models.{self.name}: a row has {longest} tokens, but the model reads at most {limit}. Set a lower "
+                "data.max_tokens."
+            )
+
+        def post_hook(output: ModelOutput, mb: SequenceSample) -> SequenceSample:
+            return mb.with_tokens(logprobs=output.logprobs(temperature=temperature, where_T=mb[_WHERE]))
+
+        scored = data.merge(network.forward(data, mb_spec, post_hook))
+        pairs = zip(scored.sequences("logprobs"), scored.sequences(_WHERE), strict=True)
+        return [logprobs_N[where_N] for logprobs_N, where_N in pairs]
+
+    @override
+    def train_batch(
+        self,
+        data: SequenceSample,
+        mb_spec: MicroBatchSpec,
+        loss_fn: LossFn,
+        loss_weight_fn: LossWeightFn,
+        step_if: StepIf | None = None,
+    ) -> Stats:
+        """Raise ValueError, since the model is frozen."""
+        raise self._refusal("cannot train")
+
+    @override
+    def generate(self, data: SequenceSample, config: GenerationConfig, *, seed: int) -> SequenceSample:
+        """Raise ValueError, since samples are not cached."""
+        raise self._refusal("cannot sample")
+
+    @override
+    def weights(self) -> dict[str, Tensor]:
+        """Return the weights of the network, which is loaded if necessary."""
+        return self._network().weights()
+
+    @override
+    def load_weights(self, weights: Mapping[str, Tensor], mix: float = 1.0) -> None:
+        """Raise ValueError, since the cache contains the log-probs of other weights."""
+        raise self._refusal("cannot change its weights")
+
+    @override
+    def fixed_weights(self) -> dict[str, Any]:
+        """Return the address of the weights in the cache, which depends on their content."""
+        return {"address": torch.tensor(list(bytes.fromhex(self._address)), dtype=torch.uint8)}
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """Return an empty dict, since the model does not change."""
+        return {}
+
+    @override
+    def load_state_dict(self, state: Mapping[str, Any], *, weights_only: bool = False) -> None:
+        """Raise ValueError for a state that is not empty."""
+        if state:
+            raise self._refusal("has no state")
+
+    @override
+    def save(self, path: Path) -> None:
+        """Write the model, which is loaded if necessary."""
+        self._network().save(path)
+
+    def _refusal(self, what: str) -> ValueError:
+        return ValueError(f"models.{self.name} {what}, since cache_reference=true")
+
+
+class _CachedOutput:
+    """The part of `ModelOutput` that the cache has."""
+
+    def __init__(self, engine: CachedEngine, data: SequenceSample, mb_spec: MicroBatchSpec) -> None:
+        self._engine, self._data, self._mb_spec = engine, data, mb_spec
+
+    def logprobs(self, *, temperature: float = 1.0, where_T: Tensor | None = None) -> Tensor:
+        """See `ModelOutput.logprobs`."""
+        where_T = torch.ones(len(self._data[TOKENS]), dtype=torch.bool) if where_T is None else where_T
+        return self._engine.logprobs(self._data, self._mb_spec, temperature, where_T)
+
+    def __getattr__(self, name: str) -> Any:
+        # an interface of a user, since those of the package that need more are not cached
+        raise ConfigError(
+            f"cache_reference=true: interfaces.{self._engine.name} reads {name!r} of its model, but only log-probs are "
+            "cached. Set cache_reference=false."
+        )
+
+
+def _addresses(data: SequenceSample, temperature: float, where_T: Tensor) -> list[str]:
+    """Return the address of each sequence: a hash of its tokens, of the scored ones, and of the temperature."""
+    cut = data.lengths[TOKENS].flat.tolist()
+    packed = [data[key].split(cut) for key in sorted(data.data)] + [where_T.split(cut)]
+    start = repr((sorted(data.data), float(temperature))).encode()
+    addresses = []
+    for tensors in zip(*packed, strict=True):
+        digest = hashlib.sha256(start)
+        for x_N in tensors:
+            digest.update(f"{x_N.dtype}{tuple(x_N.shape)}".encode() + x_N.contiguous().numpy().tobytes())
+        addresses.append(digest.hexdigest())
+    return addresses
+
+
+__all__ = ["LIMIT_BYTES", "CachedEngine", "LogprobStore", "fingerprint"]

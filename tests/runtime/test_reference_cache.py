@@ -1,0 +1,223 @@
+"""`cache_reference=true`: the reference scores each row once, in any number of epochs and runs."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from realign.config import build_experiment, compose
+from realign.engines import cached_logprobs
+from realign.engines.cached_logprobs import LogprobStore
+from realign.engines.training.transformers_engine import TransformersEngine
+from realign.engines.transformers_model import TransformersModel
+from realign.errors import ConfigError, SettingsError
+from realign.runtime import run
+from tests.tiny import save_tiny
+
+ROWS = [{"prompt": f"{a}+{11 + a}=", "chosen": f"{11 + 2 * a}.", "rejected": f"{a}{11 + a}"} for a in range(8)]
+LABELS = [{"prompt": row["prompt"], "completion": row["chosen"], "label": True} for row in ROWS[:4]]
+LABELS += [{"prompt": row["prompt"], "completion": row["rejected"], "label": False} for row in ROWS[4:]]
+
+
+@pytest.fixture
+def counts(monkeypatch, tmp_path):
+    """Count the models that are loaded and the sequences that each role scores, in a cache of the test's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    counts: Counter[str] = Counter()
+    load, forward = TransformersModel.load, TransformersEngine.forward
+
+    def counting_load(self, name, *, seed):
+        counts[f"load {name}"] += 1
+        return load(self, name, seed=seed)
+
+    def counting_forward(self, data, *args, **kwargs):
+        counts[f"score {self.name}"] += data.n_sequences
+        return forward(self, data, *args, **kwargs)
+
+    monkeypatch.setattr(TransformersModel, "load", counting_load)
+    monkeypatch.setattr(TransformersEngine, "forward", counting_forward)
+    return counts
+
+
+@pytest.fixture
+def files(tmp_path):
+    save_tiny(tmp_path / "model")
+    for name, rows in (("dpo", ROWS), ("kto", LABELS)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return tmp_path
+
+
+def train(files, name: str, algorithm: str = "dpo", **changes):
+    """Train two epochs of four steps, and return the metrics and the weights."""
+    settings = {"models.actor.path": files / "model", "data.path": files / f"{algorithm}.jsonl", "steps": 8}
+    settings |= {"batch_prompts": 2, "models.actor.optimizer.lr": 1e-2, "output_dir": files / name}
+    settings |= {"save_every_steps": "null", **changes}
+    words = [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in settings.items()]
+    result = run(build_experiment(compose([f"experiment={algorithm}", *words])))
+    timeless = [{k: v for k, v in step.items() if "_s" not in k and "time" not in k} for step in result.history]
+    return timeless, load_file(files / name / "final" / "actor" / "model.safetensors")
+
+
+def same(a, b) -> bool:
+    return a[0] == b[0] and all(torch.equal(a[1][key], b[1][key]) for key in a[1] | b[1])
+
+
+def cache_files(files):
+    return sorted((files / "cache").rglob("*.safetensors"))
+
+
+def test_each_row_is_scored_once_in_two_epochs_and_never_in_later_runs(files, counts):
+    plain = train(files, "plain")
+    assert (counts.pop("load ref"), counts.pop("score ref")) == (1, 32)  # two responses of eight rows, in two epochs
+    first = train(files, "first", cache_reference=True)
+    assert (counts.pop("load ref"), counts.pop("score ref")) == (1, 16)
+    second = train(files, "second", cache_reference=True)
+    other_order = train(files, "third", cache_reference=True, seed=1, batch_prompts=4, steps=4)
+    assert counts["load ref"] == counts["score ref"] == 0
+    assert same(plain, first)
+    assert same(plain, second)
+    assert not same(plain, other_order)
+
+
+def test_mismatched_pairs_of_kto_are_cached_too(files, counts):
+    plain = train(files, "plain", "kto")
+    first = train(files, "first", "kto", cache_reference=True)
+    before = counts["score ref"]
+    second = train(files, "second", "kto", cache_reference=True)
+    assert counts["score ref"] == before
+    assert counts["load ref"] == 2
+    assert same(plain, first)
+    assert same(plain, second)
+
+
+def test_rows_of_an_evaluation_are_scored_before_training(files, counts):
+    held_out = files / "held_out.jsonl"
+    held_out.write_text(json.dumps({"prompt": "9+9=", "chosen": "18.", "rejected": "99"}) + "\n")
+    plain = train(files, "plain", **{"evaluation.data.path": held_out})
+    counts.clear()
+    assert same(plain, train(files, "first", cache_reference=True, **{"evaluation.data.path": held_out}))
+    assert (counts["load ref"], counts["score ref"]) == (1, 18)
+
+
+def test_other_weights_settings_and_temperatures_have_other_entries(files, counts):
+    train(files, "first", cache_reference=True)
+    for changes in (
+        {"interfaces.actor.temperature": 0.5},
+        {"models.actor.attention": "sdpa", "models.actor.shared_prompts": "off"},
+    ):
+        counts.clear()
+        train(files, "changed", cache_reference=True, overwrite=True, **changes)
+        assert counts["score ref"] == 16
+    weights = load_file(files / "model" / "model.safetensors")
+    weights["model.norm.weight"][0] += 1
+    save_file(weights, files / "model" / "model.safetensors", metadata={"format": "pt"})
+    counts.clear()
+    assert same(
+        train(files, "new", cache_reference=True), train(files, "plain", **{"models.actor.path": files / "model"})
+    )
+    assert counts["score ref"] == 16 + 32
+
+
+def test_a_moved_model_keeps_its_entries(files, counts):
+    train(files, "first", cache_reference=True)
+    counts.clear()
+    (files / "model").rename(files / "moved")
+    train(files, "second", cache_reference=True, **{"models.actor.path": files / "moved"})
+    assert counts["load ref"] == 0
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "empty", "removed"])
+def test_damaged_files_are_removed_and_their_entries_computed_again(files, counts, damage):
+    plain = train(files, "plain")
+    train(files, "first", cache_reference=True)
+    [path] = cache_files(files)
+    content = path.read_bytes()
+    changed = content[:-1] + bytes([content[-1] ^ 1])
+    path.write_bytes({"cut": content[:-7], "changed": changed, "empty": b"", "removed": content}[damage])
+    if damage == "removed":
+        path.unlink()
+    counts.clear()
+    assert same(plain, train(files, "second", cache_reference=True))
+    assert counts["score ref"] == 16
+    assert [file.read_bytes() for file in cache_files(files)] == [content]
+
+
+def test_a_resumed_run_takes_log_probs_from_the_cache(files, counts):
+    schedule = {"models.actor.optimizer.schedule.total": 8}
+    plain = train(files, "plain", **schedule)
+    train(files, "resumed", cache_reference=True, steps=3, **schedule)
+    counts.clear()
+    resumed = train(files, "resumed", cache_reference=True, resume="auto", **schedule)
+    assert counts["score ref"] == 4  # the two rows that three steps did not read
+    assert all(torch.equal(resumed[1][key], weight) for key, weight in plain[1].items())
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "changes"),
+    [
+        ("dpo", {"models.actor.trains": "lora"}),
+        ("dpo", {"sync": "{ref: {of: actor, weight: 0.5, every_steps: 2}}"}),
+        ("dpo", {"data.streaming": True}),
+        ("dpo", {"interfaces.actor.reference_free": True}),
+    ],
+)
+def test_a_reference_that_cannot_be_cached_is_an_error(files, counts, algorithm, changes):
+    with pytest.raises(SettingsError, match="cache_reference=true: no role is a frozen model of its own"):
+        train(files, "run", algorithm, cache_reference=True, **changes)
+
+
+def test_a_folder_that_another_user_can_write_to_is_refused(files, counts):
+    folder = files / "cache" / "realign" / "logprobs"
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+    with pytest.raises(ConfigError, match="cache_reference=true: other users can write to"):
+        train(files, "run", cache_reference=True)
+
+
+@pytest.fixture
+def store(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return lambda name="a": LogprobStore(name)
+
+
+def test_processes_that_write_at_the_same_time_keep_the_entries_of_both(store):
+    first, second = store(), store()
+    for one, keys in ((first, "ab"), (second, "bc")):
+        for key in keys:
+            one.put(key, torch.tensor([float(ord(key))]))
+    first.write()
+    second.write()
+    third = store()
+    assert [third.get(key, 1).item() for key in "abc"] == [97, 98, 99]
+
+
+def test_the_least_recently_used_files_are_removed_beyond_the_limit(store, monkeypatch, tmp_path):
+    for time, name in enumerate("abc"):
+        written = store(name)
+        written.put("key", torch.zeros(1000))
+        written.write()
+        [path] = (tmp_path / "cache" / "realign" / "logprobs" / name).iterdir()
+        os.utime(path, (time, time))
+    reader = store("b")
+    assert store("a").get("key", 1000) is not None  # now the most recently used
+    monkeypatch.setattr(cached_logprobs, "LIMIT_BYTES", 10_000)
+    last = store("d")
+    last.put("key", torch.zeros(1000))
+    last.write()
+    assert [store(name).get("key", 1000) is not None for name in "abcd"] == [True, False, False, True]
+    assert reader.get("key", 1000) is not None  # opened before it was removed
+
+
+def test_an_entry_of_another_type_or_length_is_no_entry(store, tmp_path):
+    written = store()
+    written.put("key", torch.zeros(3))
+    written.put("double", torch.zeros(3, dtype=torch.float64))
+    written.write()
+    assert written.get("key", 3) is not None
+    assert written.get("key", 2) is None
+    assert written.get("double", 3) is None
