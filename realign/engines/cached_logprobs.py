@@ -66,8 +66,8 @@ _NOT_SCORING = {
 def fingerprint(role: str, spec: TransformersModel) -> str | None:
     """Return a hash of what determines the log-probs of a model; None if its files are not on this machine.
 
-    It covers the files of the model folder (weights, config and tokenizer), those of an adapter's base model, the
-    settings of the role, the kind of device, and the versions of the packages that compute.
+    It covers the files of the model folder (weights, config and tokenizer) and those of an adapter's base model. It
+    also covers the settings of the role, the kind of device, and the versions of the packages that compute.
     """
     adapter = find_adapter(f"models.{role}.path={spec.path!r}", spec.path)
     digest = hashlib.sha256()

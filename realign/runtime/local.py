@@ -155,9 +155,6 @@ class LocalRuntime:
             self.prompts = PromptStream(self.dataset, experiment.prompts_at_once, experiment.seed, experiment.shuffle)
             self.known_answers = check_verifiers(experiment, self.models, self.datasets.held_out, self.prompts)
             """A line with the rewards of known answers for each interface with `known_answer`."""
-            with memory_limited("scoring the rows with the reference", SMALLER):
-                self.cached_references = score_rows(experiment, self.models, self.batch, self.datasets)
-                """A line for each role whose log-probs are cached."""
             if isinstance(rollout := experiment.rollout, Async):
                 samplers = {role: self._background_sampler(rollout, role) for role in experiment.sampled_roles}
                 self.ahead = RolloutAhead(
@@ -233,6 +230,12 @@ class LocalRuntime:
         batches, and rows that the step has already used are not yet removed here.
         """
         return self.dataset.sample(self.prompts.rows(number - 1))
+
+    def cache_references(self) -> list[str]:
+        """Let references with `cache_reference` score the rows of the whole run; return a line for each of them."""
+        doing = self.watch.doing("scoring the rows with the reference")
+        with doing, memory_limited("scoring the rows with the reference", SMALLER):
+            return score_rows(self.experiment, self.models, self.batch, self.datasets)
 
     def step(self, step: int) -> tuple[dict[str, float], SequenceSample]:
         """Execute the graph once, on the next prompts.

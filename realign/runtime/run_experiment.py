@@ -200,7 +200,11 @@ def _opened(
     if console is not None:
         show_row(console, runtime.first_row(), runtime.dataset.describe())
         show_lines(console, [f"Known answers: {line}" for line in runtime.known_answers])
-        show_lines(console, [f"Cache: {line}" for line in runtime.cached_references])
+    if experiment.cached_roles:
+        with _status(console if ranks.leader else None, "scoring the rows with the reference"):
+            cached = runtime.cache_references()
+        if console is not None:
+            show_lines(console, [f"Cache: {line}" for line in cached])
     ranks.lead(partial(experiment.output_dir.mkdir, parents=True, exist_ok=True))
     if not is_there:
         ranks.lead(hold)

@@ -18,6 +18,7 @@ from realign.engines.transformers_model import TransformersModel
 from realign.errors import ConfigError, SettingsError
 from realign.runtime import run
 from tests.tiny import save_tiny
+from tests.torchrun_ranks import torchrun
 
 ROWS = [{"prompt": f"{a}+{11 + a}=", "chosen": f"{11 + 2 * a}.", "rejected": f"{a}{11 + a}"} for a in range(8)]
 LABELS = [{"prompt": row["prompt"], "completion": row["chosen"], "label": True} for row in ROWS[:4]]
@@ -52,15 +53,24 @@ def files(tmp_path):
     return tmp_path
 
 
-def train(files, name: str, algorithm: str = "dpo", **changes):
-    """Train two epochs of four steps, and return the metrics and the weights."""
+def words(files, name: str, algorithm: str = "dpo", **changes) -> list[str]:
+    """Return the words of a run of two epochs of four steps."""
     settings = {"models.actor.path": files / "model", "data.path": files / f"{algorithm}.jsonl", "steps": 8}
     settings |= {"batch_prompts": 2, "models.actor.optimizer.lr": 1e-2, "output_dir": files / name}
     settings |= {"save_every_steps": "null", **changes}
-    words = [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in settings.items()]
-    result = run(build_experiment(compose([f"experiment={algorithm}", *words])))
+    given = [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in settings.items()]
+    return [f"experiment={algorithm}", *given]
+
+
+def train(files, name: str, algorithm: str = "dpo", **changes):
+    """Train, and return the metrics and the weights."""
+    result = run(build_experiment(compose(words(files, name, algorithm, **changes))))
     timeless = [{k: v for k, v in step.items() if "_s" not in k and "time" not in k} for step in result.history]
-    return timeless, load_file(files / name / "final" / "actor" / "model.safetensors")
+    return timeless, trained(files, name)
+
+
+def trained(files, name: str):
+    return load_file(files / name / "final" / "actor" / "model.safetensors")
 
 
 def same(a, b) -> bool:
@@ -155,6 +165,19 @@ def test_a_resumed_run_takes_log_probs_from_the_cache(files, counts):
     resumed = train(files, "resumed", cache_reference=True, resume="auto", **schedule)
     assert counts["score ref"] == 4  # the two rows that three steps did not read
     assert all(torch.equal(resumed[1][key], weight) for key, weight in plain[1].items())
+
+
+@pytest.mark.slow
+def test_two_ranks_fill_and_read_the_cache(files, counts):
+    _, alone = train(files, "alone")
+    for name, line in (("first", "scored 16 sequences; 16 were"), ("second", "scored 0 sequences; 32 were")):
+        done, _ = torchrun(files, *words(files, name, cache_reference=True))
+        assert done.returncode == 0, done.stderr
+        assert f"Cache: models.ref {line} in the cache" in done.stdout
+    first, second = (trained(files, name) for name in ("first", "second"))
+    for key, weight in alone.items():
+        torch.testing.assert_close(first[key], weight, rtol=0, atol=1e-4)  # sums of two ranks round differently
+        assert torch.equal(second[key], first[key])
 
 
 @pytest.mark.parametrize(
