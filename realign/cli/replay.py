@@ -279,17 +279,25 @@ def _changed_settings(run: Path, start: StartLink) -> list[str]:
     """Return a sentence if config.yaml has other settings of training than the run."""
     from realign.runtime.chain import settings_hash
     from realign.runtime.checkpoint.folder import CHECKPOINTS, list_checkpoints
-    from realign.runtime.resume import training_settings
+    from realign.runtime.resume import added_keys, training_settings
     from realign.runtime.run_checkpoints import config_of
+    from realign.version import installed_version
 
-    settings = training_settings(config_of(experiment_of(run)))
+    config = config_of(experiment_of(run))
+    settings = training_settings(config)
     if settings_hash(settings) == start.settings:
         return []
+    another_version = json_object(run / "run.json").get("versions", {}).get("realign") != installed_version()
     # the checkpoints say which one
     for checkpoint in reversed(list_checkpoints(run / CHECKPOINTS)):
-        before = training_settings(checkpoint.read()["config"])
+        saved = checkpoint.read()["config"]
+        before = training_settings(saved)
         if settings_hash(before) == start.settings:
+            added = added_keys(saved, config) if another_version else []
             keys = sorted(key for key in before.keys() | settings.keys() if before.get(key) != settings.get(key))
+            keys = [key for key in keys if key not in added]
+            if not keys:
+                return []
             values = [f"{key} was {before.get(key, 'unset')}, is {settings.get(key, 'unset')}" for key in keys]
             return [f"config.yaml: {'; '.join(values)}"]
     return ["config.yaml: it has other settings than the run"]

@@ -280,14 +280,19 @@ def write_pack(path: Path, about: Mapping[str, Any], capture: StepCapture, folde
     """
     content = {"format": 1, **about, "calls": capture.calls, "weights": capture.states}
     state, tensors, _ = pack(content, copy=False)
-    with zipfile.ZipFile(path, "x", zipfile.ZIP_STORED) as archive:
-        archive.writestr(PACK, json.dumps(state, allow_nan=False, indent=1))
-        with archive.open(TENSORS, "w", force_zip64=True) as file:
-            write_tensors(file.write, tensors, {"format": "pt"})
-        for role, folder in folders.items():
-            for source in sorted(folder.iterdir()):
-                if source.is_file() and MODEL_FILE.fullmatch(source.name):
-                    archive.write(source, f"{WEIGHTS}/{role}/{source.name}")
+    try:
+        with zipfile.ZipFile(path, "x", zipfile.ZIP_STORED) as archive:
+            archive.writestr(PACK, json.dumps(state, allow_nan=False, indent=1))
+            with archive.open(TENSORS, "w", force_zip64=True) as file:
+                write_tensors(file.write, tensors, {"format": "pt"})
+            for role, folder in folders.items():
+                for source in sorted(folder.iterdir()):
+                    if source.is_file() and MODEL_FILE.fullmatch(source.name):
+                        archive.write(source, f"{WEIGHTS}/{role}/{source.name}")
+    except BaseException as error:  # such as a full disk or Ctrl-C
+        if not isinstance(error, FileExistsError):
+            path.unlink(missing_ok=True)
+        raise
 
 
 PATH = re.compile(r"[/\\~]|\.(py|jsonl?|ya?ml|csv|parquet|arrow|txt|safetensors)(:|$)")

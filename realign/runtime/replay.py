@@ -124,8 +124,8 @@ def check_settings(run: Path, step: int) -> None:
         since = same_settings_since(read_chain(run))
     if step <= since:
         raise CheckpointError(
-            f"step {step}: {run.name} took it with other settings, which resume_allow changed after step {since}. "
-            "config.yaml has only the new ones, so only later steps can be recomputed."
+            f"step {step}: {run.name} took it with other settings, which resume_allow or another version of realign "
+            f"changed after step {since}. config.yaml has only the new ones, so only later steps can be recomputed."
         )
 
 

@@ -82,7 +82,16 @@ def find_start(experiment: Experiment) -> Start | None:
     complete = not new_run and (checkpoint.step >= experiment.steps or _stopped_by(experiment, state) is not None)
     if complete:
         _check_complete(experiment, checkpoint, state, own)
-    check_config(state["config"], config_of(experiment), experiment.resume_allow)
+    present = config_of(experiment)
+    added = [] if state["realign"] == installed_version() else added_keys(state["config"], present)
+    check_config(state["config"], present, [*experiment.resume_allow, *added])
+    if added:
+        values = ", ".join(f"{key}={value}" for key, value in _leaves(present) if key in added)
+        warnings.warn(
+            f"{checkpoint.path} was written by realign {state['realign']}, which lacks some settings of this version. "
+            f"The run continues with {values}.",
+            stacklevel=2,
+        )
     warn_of_another_environment(state["environment"])
     return Start(checkpoint, state, own, new_run, complete)
 
@@ -169,6 +178,13 @@ def check_version(path: str, state: Mapping[str, Any], present: Mapping[str, Any
             f"{path} was written by realign {written}; realign {running} has no keys {names}. Resume the run with "
             f"realign {minor}, or start a new one"
         )
+
+
+def added_keys(saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[str]:
+    """Return the keys that a config of this version has, and a config of another one lacks, in sections of both."""
+    before = dict(_leaves(saved))
+    sections = {""} | {key[:end] for key in before for end in _ends(key)}
+    return [key for key, _ in _leaves(present) if key not in before and key.rpartition(".")[0] in sections]
 
 
 def check_config(saved: Mapping[str, Any], present: Mapping[str, Any], allow: Iterable[str]) -> None:

@@ -141,6 +141,19 @@ def test_a_file_that_does_not_belong_into_a_pack_is_refused(name, content, optio
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step.zip"]
 
 
+def test_a_pack_that_cannot_be_written_leaves_no_file(packed, task, tmp_path, monkeypatch, capsys):
+    packed("grpo")
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.chdir(task)
+    monkeypatch.setattr("realign.runtime.packed_step.write_tensors", full)
+    assert main(["pack", "runs/grpo", "3", "-o", str(tmp_path / "step.zip")]) == 75
+    assert "No space left on device" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 def test_files_that_say_they_are_larger_than_the_pack_are_not_extracted(packed, tmp_path):
     path = shutil.copy(packed("grpo"), tmp_path / "step.zip")
     with zipfile.ZipFile(path, "a") as archive:

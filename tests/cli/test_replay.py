@@ -12,7 +12,10 @@ from safetensors.torch import load_file
 
 from realign.cli import main
 from realign.cli.replay import _of_machine
+from realign.runtime.chain import _linked, settings_hash
+from realign.runtime.checkpoint.folder import Checkpoint, facts_of, folder_name, rendered_manifest
 from realign.runtime.replay import ReplayRuntime
+from realign.runtime.resume import training_settings
 
 
 def weights(run):
@@ -135,7 +138,57 @@ def test_steps_before_a_setting_was_changed_are_not_replayed_with_it(train, task
     assert "metrics equal to the recorded ones" in capsys.readouterr().out
     for words in (["replay", "runs/changed", "3"], ["fork", "runs/changed", "1", "output_dir=runs/none"]):
         assert main(words) == 2
-        assert "other settings, which resume_allow changed after step 3" in capsys.readouterr().err
+        assert (
+            "other settings, which resume_allow or another version of realign changed after step 3"
+            in capsys.readouterr().err
+        )
+
+
+@pytest.fixture
+def of_another_version(finished, tmp_path, monkeypatch):
+    """Return a copy of the run without a setting, as if a version without this setting had written it."""
+
+    def without(node):
+        return {key: without(x) for key, x in node.items() if key != "shuffle"} if isinstance(node, dict) else node
+
+    monkeypatch.chdir(finished)
+    run = shutil.copytree("runs/a", tmp_path / "a")
+    hashes = {}
+    for checkpoint in (run / "checkpoints").iterdir():
+        state = json.loads((checkpoint / "state.json").read_text())
+        config = state["tree"]["config"]
+        settings = training_settings(config)
+        config["interfaces"]["reward"] = without(config["interfaces"]["reward"])
+        hashes[settings_hash(settings)] = settings_hash(training_settings(config))
+        state["tree"]["realign"] = "0.0.1"
+        (checkpoint / "state.json").write_text(json.dumps(state))
+        manifest = json.loads((checkpoint / "manifest.json").read_text())
+        del manifest["sha256"]
+        manifest["files"]["state.json"] = facts_of(checkpoint / "state.json")
+        (checkpoint / "manifest.json").write_bytes(rendered_manifest(manifest))
+    info = json.loads((run / "run.json").read_text())
+    info["versions"]["realign"] = "0.0.1"
+    (run / "run.json").write_text(json.dumps(info))
+    # the chain of that version has the hashes of its own files
+    records, last = [json.loads(line) for line in (run / "chain.jsonl").read_text().splitlines()], ""
+    for record in records:
+        if record["kind"] == "start":
+            record["settings"] = hashes[record["settings"]]
+        if record["kind"] == "checkpoint":
+            record["files"] = Checkpoint(run / "checkpoints" / folder_name(record["step"]), record["step"]).hashes()
+        last = record["link"] = _linked(last, {key: value for key, value in record.items() if key != "link"})
+    (run / "chain.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return run
+
+
+def test_a_run_of_a_version_with_fewer_settings_is_replayed_and_verified(of_another_version, capsys):
+    told = r"realign 0\.0\.1, which lacks some .* continues with interfaces\.reward\.shuffle=false"
+    with pytest.warns(UserWarning, match=told):
+        assert main(["replay", str(of_another_version), "5"]) == 0
+    assert "metrics equal to the recorded ones" in capsys.readouterr().out
+    with pytest.warns(UserWarning, match=told):
+        assert main(["verify", str(of_another_version), "--steps", "5"]) == 0
+    assert capsys.readouterr().out.count("agrees") == 5
 
 
 def test_a_run_from_the_weights_of_another_is_replayed_from_them(finished, train, monkeypatch, capsys):

@@ -39,6 +39,7 @@ from realign.runtime.output_folder import alone_in
 from realign.runtime.processes.watchdog import WorkerLost
 from realign.runtime.resume import (
     Attempts,
+    added_keys,
     check_config,
     check_version,
     find_start,
@@ -303,6 +304,12 @@ def test_another_environment_gives_a_warning():
 def test_a_package_without_metadata_has_a_version_that_checkpoints_and_chains_accept(monkeypatch):
     monkeypatch.setattr("realign.runtime.run_checkpoints.version_of", lambda _: None)
     assert environment()["torch"] == "unknown"
+
+
+def test_only_new_keys_of_sections_that_the_checkpoint_has_are_new_settings():
+    saved = {"actor": {"kl": {"coef": 0.1}}, "callbacks": {}}
+    present = {"actor": {"kl": {"coef": 0.2, "cap": 1.0}, "trains": {"rank": 4}}, "skip_together": False}
+    assert added_keys(saved, present) == ["actor.kl.cap", "skip_together"]
 
 
 # --- other data, other weights ---
