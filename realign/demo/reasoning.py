@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,18 +54,11 @@ def prepare(folder: Path, *, seed: int, held_out: int = 200) -> ReasoningTask:
     Raises:
         ConfigError: reasoning-gym is not installed.
     """
-    try:
-        import reasoning_gym
-    except ImportError as error:
-        raise ConfigError("the task needs the package reasoning-gym: pip install 'realign-rl[tasks]'") from error
-    entries = reasoning_gym.create_dataset(TASK, seed=seed, size=DRAWN, **SETTINGS)
-    rows = [_row(entry) for entry in entries]
-    # By prompt, since questions repeat, and a held-out one must not be among those that train.
-    asked = dict(list({row["prompt"]: row for row in rows}.items())[:held_out])
+    rows = questions(TASK, seed=seed, size=DRAWN, **SETTINGS)
+    train, asked = split(rows, held_out)
     task = ReasoningTask.of(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    write_rows(task.held_out, asked.values())
-    train = [row for row in rows if row["prompt"] not in asked]
+    write_rows(task.held_out, asked)
     write_rows(task.train, train)
     write_rows(task.demonstrations, ({"messages": [*_question(row), _answer(row["answer"])]} for row in train))
     rng = random.Random(seed)
@@ -72,13 +66,31 @@ def prepare(folder: Path, *, seed: int, held_out: int = 200) -> ReasoningTask:
     return task
 
 
-def _row(entry: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "prompt": entry["question"],
-        "answer": entry["answer"],
-        "task": TASK,
-        "metadata": {"source_dataset": TASK, "source_index": entry["metadata"]["source_index"]},
-    }
+def questions(task: str, *, seed: int, size: int, **settings: int) -> list[dict[str, Any]]:
+    """Return rows of a task of reasoning-gym, for the rewards of `realign.rewards.reasoning`; some may repeat.
+
+    Raises:
+        ConfigError: reasoning-gym is not installed.
+    """
+    try:
+        import reasoning_gym
+    except ImportError as error:
+        raise ConfigError("the task needs the package reasoning-gym: pip install 'realign-rl[tasks]'") from error
+    return [
+        {
+            "prompt": entry["question"],
+            "answer": entry["answer"],
+            "task": task,
+            "metadata": {"source_dataset": task, "source_index": entry["metadata"]["source_index"]},
+        }
+        for entry in reasoning_gym.create_dataset(task, seed=seed, size=size, **settings)
+    ]
+
+
+def split(rows: Sequence[dict[str, Any]], held_out: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the rows to train on, and the first `held_out` different questions, none of which is among them."""
+    asked = dict(list({row["prompt"]: row for row in rows}.items())[:held_out])
+    return [row for row in rows if row["prompt"] not in asked], list(asked.values())
 
 
 def _pair(row: dict[str, Any], rng: random.Random) -> dict[str, Any]:
