@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import override
 
+from realign.array_cache import key_of
 from realign.data.columns import Row, read_column
 from realign.data.dataset import Collected, Dataset, DataSpec, LoadReport, PackedDataset, collect_tables
 from realign.data.encoding import DroppedRow, Ending, LengthLimit, RowEncoder, RowText, TooLong
@@ -18,6 +20,7 @@ from realign.data.order import Mixture
 from realign.data.rendering import AssistantMasks, Segment
 from realign.data.row_sources import RowSource, Split, Table, as_sources, titles
 from realign.data.streaming import StreamedDataset, StreamSource
+from realign.data.token_cache import CachedEncoder, tokenizer_identity
 from realign.data.writer import Template, Writer, Written
 from realign.errors import ConfigError, DataError, SettingsError, TransientError
 from realign.settings import Count
@@ -162,6 +165,9 @@ class DataSource(FileSource):
     """Read, tokenize and shuffle rows during training, with bounded memory, for data larger than memory."""
     shuffle_buffer: Count = 10_000
     """With streaming=true, shuffle this many rows together. They are kept in memory."""
+    cache: bool = False
+    """Keep the tokens in the cache folder, so that the next run with the same rows, tokenizer and format reads them.
+    REALIGN_CACHE_GB limits its size."""
     excerpt: Excerpt | None = None
     """Excerpt of the prompt column to use, such as `{max_tokens: 64, end: "."}`. It replaces the text in the row.
     null uses the whole text."""
@@ -169,7 +175,11 @@ class DataSource(FileSource):
     @override
     def ineffective(self) -> dict[str, str]:
         unused = "with template=plain. Set template=chat"
-        return {"system": unused, "template_options": unused} if self.template is Template.plain else {}
+        plain = {"system": unused, "template_options": unused} if self.template is Template.plain else {}
+        for name, value in (("streaming=true", self.streaming), ("excerpt", self.excerpt), ("images", self.has_images)):
+            if value:
+                return {**plain, "cache": f"with {name}. Set cache=false"}
+        return plain
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -258,8 +268,18 @@ class DataSource(FileSource):
                 for name, source in zip(names, self.sources, strict=True)
             ]
             return StreamedDataset(streams, encoder, self.pack, self.shuffle_buffer, keep_rows=self.keeps_rows)
-        collected, report, sizes = collect_tables(self.tables(), encoder, keep_rows=self.keeps_rows)
+        cached = self.cache and "cache" not in self.ineffective()
+        rows = self._cached(encoder, tokenizer) if cached else encoder
+        collected, report, sizes = collect_tables(self.tables(), rows, keep_rows=self.keeps_rows)
         return self.pack(replace(collected, mixture=mixture_of(self.sources, sizes)), report)
+
+    def _cached(self, encoder: RowEncoder, tokenizer: PreTrainedTokenizerBase) -> RowEncoder | CachedEncoder:
+        """Return an encoder that keeps tokens on disk, if all that decides about them can be told."""
+        identity = tokenizer_identity(tokenizer)
+        if identity is None or not type(self).__module__.startswith("realign."):  # a user may change her class
+            return encoder
+        settings = {f.name: repr(getattr(self, f.name)) for f in fields(self) if f.name not in _OF_ROWS}
+        return CachedEncoder(encoder, key_of(identity, type(self).__name__, json.dumps(settings)))
 
     @abstractmethod
     def pack(self, collected: Collected, report: LoadReport) -> PackedDataset:
@@ -272,6 +292,8 @@ class DataSource(FileSource):
         return read_column(row, self.tools_column) if self.tools_column else None
 
 
+_OF_ROWS = {f.name for f in fields(FileSource)} | {"cache", "streaming", "shuffle_buffer"}
+"""Settings that decide which rows are read, and not what their tokens are."""
 _IMAGE_TOKEN = "<|image_pad|>"
 """Text of an image token, if the tokenizer defines no other."""
 

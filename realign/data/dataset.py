@@ -26,6 +26,7 @@ from realign.data.encoding import DroppedRow, Encoded, RowEncoder
 from realign.data.images import RowImages
 from realign.data.order import EpochOrder, Mixture, RowOrder
 from realign.data.row_sources import Table
+from realign.data.token_cache import CachedEncoder
 from realign.errors import DataError
 from realign.settings import Settings
 
@@ -420,7 +421,7 @@ def collect(encoded: Iterable[Encoded], *, keep_rows: bool = False) -> Collected
 
 
 def collect_tables(
-    tables: Sequence[Table], encoder: RowEncoder, *, keep_rows: bool = False
+    tables: Sequence[Table], encoder: RowEncoder | CachedEncoder, *, keep_rows: bool = False
 ) -> tuple[Collected, LoadReport, list[int]]:
     """Return the rows of several tables in packed arrays, the report on them, and the number of rows of each table.
 

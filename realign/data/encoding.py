@@ -29,8 +29,8 @@ from realign.text import part_over
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Number of rows that are tokenized together.
-_CHUNK = 512
+CHUNK = 512
+"""Number of rows that are tokenized together."""
 
 _EQUAL_PAIR = "chosen equals rejected"
 
@@ -198,13 +198,14 @@ class RowEncoder:
         write: Returns a row as text, or why it is dropped.
         limit: Length limit of the sequences.
         end: Ending of responses; None if the rows are prompts.
+        warned: Whether a row caused the warning about the end of a turn.
     """
 
     tokenizer: PreTrainedTokenizerBase
     write: Callable[[Row], RowText | DroppedRow]
     limit: LengthLimit
     end: Ending | None = None
-    _warned: bool = field(default=False, init=False, repr=False)
+    warned: bool = field(default=False, init=False, repr=False)
 
     @cached_property
     def _start(self) -> list[int]:
@@ -228,7 +229,7 @@ class RowEncoder:
             DataError: a row is invalid; names its place.
         """
         source = iter(rows)
-        while chunk := list(islice(source, _CHUNK)):
+        while chunk := list(islice(source, CHUNK)):
             written: list[RowText | DroppedRow] = []
             for place, row in chunk:
                 with _named(place):
@@ -285,8 +286,8 @@ class RowEncoder:
     def _ended(self, turn: list[int]) -> list[int]:
         """Warn once if a turn before the last one does not end with EOS, at which generation stops."""
         eos = self.tokenizer.eos_token_id
-        if self.end is not None and self.end.append_eos and turn[-1:] != [eos] and not self._warned:
-            self._warned = True
+        if self.end is not None and self.end.append_eos and turn[-1:] != [eos] and not self.warned:
+            self.warned = True
             warnings.warn(
                 f"The chat template ends an assistant turn with {self.tokenizer.decode(turn[-1:])!r}, but the EOS "
                 f"token of the tokenizer is {self.tokenizer.eos_token!r}. Only the last turn of a conversation gets "

@@ -1,0 +1,137 @@
+"""Arrays that never change, on disk under the hash of all that they follow from; runs and processes share them.
+
+An entry is a safetensors file in a private folder. It appears by a rename, so a reader sees all of it or nothing. What
+is missing, damaged or writable by others counts as absent, and the caller computes it again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from realign.cache_folder import cache_folder, why_not_private
+from realign.errors import ConfigError
+
+Arrays: TypeAlias = dict[str, npt.NDArray[Any]]
+
+LIMIT = "REALIGN_CACHE_GB"
+"""Environment variable with the size limit of all entries in GB: a property of the machine, and of no run."""
+DEFAULT_GB = 10.0
+_DIGEST = "sha256"
+
+
+def size_limit() -> int:
+    """Return the size limit of all entries in bytes.
+
+    Raises:
+        ConfigError: the environment variable is not a number of at least 0.
+    """
+    text = os.environ.get(LIMIT) or str(DEFAULT_GB)
+    with suppress(ValueError):
+        if 0 <= float(text) < float("inf"):
+            return int(float(text) * 1e9)
+    raise ConfigError(f"{LIMIT}={text!r}: expected a number of gigabytes, 0 or larger. The default is {DEFAULT_GB:g}.")
+
+
+class ArrayCache:
+    """Entries of arrays by key. Reading and writing never raise: a full or unwritable disk only costs the entry."""
+
+    def __init__(self) -> None:
+        """Open the cache of this user."""
+        self.folder = cache_folder() / "arrays"
+        self._limit = size_limit()
+        self._unchecked = self._limit  # bytes written since the sizes were last summed; the first entry sums them
+
+    def read(self, key: str) -> Arrays | None:
+        """Return the arrays of an entry, which becomes the most recently used; None if there is no valid one."""
+        path = self._path(key)
+        with suppress(OSError, SafetensorError, ValueError, KeyError, TypeError):
+            if why_not_private(self.folder) is not None or why_not_private(path) is not None or not path.is_file():
+                return None
+            arrays = load(path.read_bytes())
+            if arrays.pop(_DIGEST).tobytes() == _digest(key, arrays):
+                os.utime(path)
+                return arrays
+        return None
+
+    def write(self, key: str, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Store an entry, and remove the least recently used ones above the size limit."""
+        content = save({**arrays, _DIGEST: np.frombuffer(_digest(key, arrays), dtype=np.uint8)})
+        if len(content) > self._limit:
+            return
+        with suppress(OSError):
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if why_not_private(self.folder) is not None:
+                return
+            handle, new = tempfile.mkstemp(dir=self.folder, suffix=".tmp")
+            try:
+                with os.fdopen(handle, "wb") as file:
+                    file.write(content)
+                os.replace(new, self._path(key))
+            finally:
+                Path(new).unlink(missing_ok=True)
+            self._unchecked += len(content)
+            if self._unchecked > self._limit // 100:  # summing the sizes for each entry would be quadratic
+                self._unchecked = 0
+                self._remove_oldest()
+
+    def _path(self, key: str) -> Path:
+        return self.folder / f"{key}.safetensors"
+
+    def _remove_oldest(self) -> None:
+        entries = []
+        for entry in os.scandir(self.folder):
+            with suppress(FileNotFoundError):  # another process removes entries too
+                status = entry.stat(follow_symlinks=False)
+                entries.append((status.st_mtime_ns, status.st_size, entry.path))
+        total = sum(size for _, size, _ in entries)
+        for _, size, path in sorted(entries):
+            if total <= self._limit:
+                return
+            Path(path).unlink(missing_ok=True)
+            total -= size
+
+
+def _digest(key: str, arrays: Mapping[str, npt.NDArray[Any]]) -> bytes:
+    """Return a hash of an entry: safetensors reads flipped bytes without an error."""
+    digest = hashlib.sha256(key.encode())
+    for name, array in sorted(arrays.items()):
+        digest.update(f"\n{name} {array.dtype.str} {array.shape}\n".encode())
+        digest.update(np.ascontiguousarray(array).tobytes())
+    return digest.digest()
+
+
+@cache
+def code_version() -> str:
+    """Return a hash of the source of this package and of the versions of the packages that compute for it."""
+    digest, root = hashlib.sha256(), Path(__file__).parent
+    for path in sorted(root.rglob("*.py")):
+        digest.update(f"\n{path.relative_to(root)}\n".encode() + path.read_bytes())
+    for package in ("torch", "transformers", "tokenizers", "jinja2", "numpy", "flash-attn", "peft"):
+        with suppress(PackageNotFoundError):
+            digest.update(f"{package} {version(package)}\n".encode())
+    return digest.hexdigest()
+
+
+def key_of(*parts: str) -> str:
+    """Return the key of what follows from these texts."""
+    digest = hashlib.sha256()
+    for part in parts:
+        content = part.encode(errors="surrogatepass")
+        digest.update(f"{len(content)} ".encode() + content)
+    return digest.hexdigest()
+
+
+__all__ = ["LIMIT", "ArrayCache", "Arrays", "code_version", "key_of", "size_limit"]
