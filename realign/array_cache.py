@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
@@ -21,28 +20,11 @@ import numpy.typing as npt
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from realign.cache_folder import cache_folder, why_not_private
-from realign.errors import ConfigError
+from realign.cache_folder import cache_folder, remove_least_recently_used, size_limit, why_not_private, write_shared
 
 Arrays: TypeAlias = dict[str, npt.NDArray[Any]]
 
-LIMIT = "REALIGN_CACHE_GB"
-"""Environment variable with the size limit of all entries in GB: a property of the machine, and of no run."""
-DEFAULT_GB = 10.0
 _DIGEST = "sha256"
-
-
-def size_limit() -> int:
-    """Return the size limit of all entries in bytes.
-
-    Raises:
-        ConfigError: the environment variable is not a number of at least 0.
-    """
-    text = os.environ.get(LIMIT) or str(DEFAULT_GB)
-    with suppress(ValueError):
-        if 0 <= float(text) < float("inf"):
-            return int(float(text) * 1e9)
-    raise ConfigError(f"{LIMIT}={text!r}: expected a number of gigabytes, 0 or larger. The default is {DEFAULT_GB:g}.")
 
 
 class ArrayCache:
@@ -75,33 +57,14 @@ class ArrayCache:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if why_not_private(self.folder) is not None:
                 return
-            handle, new = tempfile.mkstemp(dir=self.folder, suffix=".tmp")
-            try:
-                with os.fdopen(handle, "wb") as file:
-                    file.write(content)
-                os.replace(new, self._path(key))
-            finally:
-                Path(new).unlink(missing_ok=True)
+            write_shared(self._path(key), content)
             self._unchecked += len(content)
             if self._unchecked > self._limit // 100:  # summing the sizes for each entry would be quadratic
                 self._unchecked = 0
-                self._remove_oldest()
+                remove_least_recently_used()
 
     def _path(self, key: str) -> Path:
         return self.folder / f"{key}.safetensors"
-
-    def _remove_oldest(self) -> None:
-        entries = []
-        for entry in os.scandir(self.folder):
-            with suppress(FileNotFoundError):  # another process removes entries too
-                status = entry.stat(follow_symlinks=False)
-                entries.append((status.st_mtime_ns, status.st_size, entry.path))
-        total = sum(size for _, size, _ in entries)
-        for _, size, path in sorted(entries):
-            if total <= self._limit:
-                return
-            Path(path).unlink(missing_ok=True)
-            total -= size
 
 
 def _digest(key: str, arrays: Mapping[str, npt.NDArray[Any]]) -> bytes:
@@ -134,4 +97,4 @@ def key_of(*parts: str) -> str:
     return digest.hexdigest()
 
 
-__all__ = ["LIMIT", "ArrayCache", "Arrays", "code_version", "key_of", "size_limit"]
+__all__ = ["ArrayCache", "Arrays", "code_version", "key_of"]

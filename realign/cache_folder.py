@@ -1,10 +1,20 @@
-"""The user's cache folder, and who may write to it."""
+"""The user's cache folder: who may write to it, and its files of limited size that runs and processes share."""
 
 from __future__ import annotations
 
 import os
 import stat
+import tempfile
+from contextlib import suppress
 from pathlib import Path
+
+from realign.errors import ConfigError
+
+LIMIT = "REALIGN_CACHE_GB"
+"""Environment variable with the size limit of the shared files in GB: a property of the machine, and of no run."""
+DEFAULT_GB = 10.0
+_SHARED = ("arrays/*", "logprobs/*/*")
+"""Files that count toward the limit."""
 
 
 def cache_folder() -> Path:
@@ -27,4 +37,58 @@ def why_not_private(path: Path) -> str | None:
     return None
 
 
-__all__ = ["cache_folder", "why_not_private"]
+def size_limit() -> int:
+    """Return the size limit of all shared files together, in bytes.
+
+    Raises:
+        ConfigError: the environment variable is not a number of at least 0.
+    """
+    text = os.environ.get(LIMIT) or str(DEFAULT_GB)
+    with suppress(ValueError):
+        if 0 <= float(text) < float("inf"):
+            return int(float(text) * 1e9)
+    raise ConfigError(f"{LIMIT}={text!r}: expected a number of gigabytes, 0 or larger. The default is {DEFAULT_GB:g}.")
+
+
+def write_shared(path: Path, content: bytes) -> None:
+    """Write a file that other processes may read, replace or remove. They see all of it or nothing.
+
+    Raises:
+        OSError: the folder is not writable, or the disk is full.
+    """
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.replace(temporary, path)
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+
+
+def remove_least_recently_used() -> None:
+    """Remove shared files until the rest is within the limit. Open files remain readable."""
+    files = []
+    for pattern in _SHARED:
+        for path in cache_folder().glob(pattern):
+            with suppress(FileNotFoundError):  # other processes remove files too
+                status = path.lstat()
+                files.append((status.st_mtime_ns, status.st_size, path))
+    excess = sum(size for _, size, _ in files) - size_limit()
+    for _, size, path in sorted(files):
+        if excess <= 0:
+            return
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+        excess -= size
+
+
+__all__ = [
+    "DEFAULT_GB",
+    "LIMIT",
+    "cache_folder",
+    "remove_least_recently_used",
+    "size_limit",
+    "why_not_private",
+    "write_shared",
+]

@@ -8,7 +8,8 @@ import os
 import numpy as np
 import pytest
 
-from realign.array_cache import LIMIT, ArrayCache, key_of
+from realign.array_cache import ArrayCache, key_of
+from realign.cache_folder import LIMIT
 from realign.errors import ConfigError
 
 

@@ -12,7 +12,6 @@ import gc
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
@@ -38,15 +37,13 @@ from realign.api.microbatch import MicroBatchSpec
 from realign.api.model import Model
 from realign.api.sample import TOKENS, SequenceSample
 from realign.api.stats import Stats
-from realign.cache_folder import cache_folder, why_not_private
+from realign.cache_folder import cache_folder, remove_least_recently_used, why_not_private, write_shared
 from realign.engines.distributed.ranks import current
 from realign.engines.files.adapters import find_adapter
 from realign.engines.transformers_model import TransformersModel
 from realign.errors import ConfigError, DataError
 from realign.version import installed_version, version_of
 
-LIMIT_BYTES = 16 << 30
-"""Size of all cached log-probs on the disk: those of about four billion tokens."""
 _PART_BYTES = 8 << 20
 """Size from which entries are written: a run that is killed loses no more than this."""
 _WHERE = "cached_where"
@@ -178,19 +175,12 @@ class LogprobStore:
             content = save(self._new)
             path = self._folder / f"{hashlib.sha256(content).hexdigest()}.safetensors"
             try:
-                self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-                handle, temporary = tempfile.mkstemp(dir=self._folder, suffix=".tmp")
-                try:
-                    with os.fdopen(handle, "wb") as file:
-                        file.write(content)
-                    os.replace(temporary, path)
-                finally:
-                    Path(temporary).unlink(missing_ok=True)
+                write_shared(path, content)
             except OSError as error:
                 raise _unusable(self._folder, error) from error
             self._open(path)
             self._new, self._bytes = {}, 0
-        _remove_oldest(self._folder.parent)
+        remove_least_recently_used()
 
 
 _CURE = "Select another folder with XDG_CACHE_HOME, or set cache_reference=false."
@@ -198,22 +188,6 @@ _CURE = "Select another folder with XDG_CACHE_HOME, or set cache_reference=false
 
 def _unusable(folder: Path, error: OSError) -> ConfigError:
     return ConfigError(f"cache_reference=true: {folder} is not writable ({error.strerror}). {_CURE}")
-
-
-def _remove_oldest(folder: Path) -> None:
-    """Remove the least recently used files until the rest is within `LIMIT_BYTES`. Open files remain readable."""
-    files = []
-    for path in folder.glob("*/*"):
-        with suppress(FileNotFoundError):  # removed by another process
-            status = path.stat()
-            files.append((status.st_mtime_ns, status.st_size, path))
-    excess = sum(size for _, size, _ in files) - LIMIT_BYTES
-    for _, size, path in sorted(files):
-        if excess <= 0:
-            return
-        with suppress(OSError):
-            path.unlink(missing_ok=True)
-        excess -= size
 
 
 class CachedEngine(PipelinableEngine):
@@ -418,4 +392,4 @@ def _addresses(data: SequenceSample, temperature: float, where_T: Tensor) -> lis
     return addresses
 
 
-__all__ = ["LIMIT_BYTES", "CachedEngine", "LogprobStore", "fingerprint"]
+__all__ = ["CachedEngine", "LogprobStore", "fingerprint"]

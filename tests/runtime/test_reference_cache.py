@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from realign.config import build_experiment, compose
-from realign.engines import cached_logprobs
 from realign.engines.cached_logprobs import LogprobStore
 from realign.engines.training.transformers_engine import TransformersEngine
 from realign.engines.transformers_model import TransformersModel
@@ -228,7 +227,7 @@ def test_the_least_recently_used_files_are_removed_beyond_the_limit(store, monke
         os.utime(path, (time, time))
     reader = store("b")
     assert store("a").get("key", 1000) is not None  # now the most recently used
-    monkeypatch.setattr(cached_logprobs, "LIMIT_BYTES", 10_000)
+    monkeypatch.setenv("REALIGN_CACHE_GB", "1e-5")
     last = store("d")
     last.put("key", torch.zeros(1000))
     last.write()
