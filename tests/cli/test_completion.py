@@ -20,7 +20,7 @@ CHECKOUT = Path(__file__).parents[2]
     ("line", "expected"),
     [
         ("realign che", ["check", "checkpoint."]),
-        ("realign pr", ["print_samples_every_steps=", "profile"]),
+        ("realign pr", ["precompute_ref_log_probs=", "print_samples_every_steps=", "profile"]),
         (
             "realign experiment=grpo_",
             [
