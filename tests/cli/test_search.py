@@ -27,6 +27,7 @@ def values(folder, number):
     return yaml.safe_load((folder / "all" / str(number) / "config.yaml").read_text())
 
 
+@pytest.mark.slow  # `make test-slow` installs optuna
 def test_seed_b21_a_search_tries_values_of_intervals_and_lists_and_names_the_best_run(here, capsys):
     pytest.importorskip("optuna", reason="needs the extra search")
     searched = [
@@ -56,6 +57,7 @@ def test_seed_b21_a_search_tries_values_of_intervals_and_lists_and_names_the_bes
     assert [run["models"]["actor"]["lr"] for run in again] == first
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "message"),
     [
