@@ -17,9 +17,9 @@ TITLES: Mapping[str, str] = {
     "grpo": "GRPO",
     "rloo": "RLOO",
     "ppo": "PPO",
-    "grpo_control": "control: GRPO, shuffled rewards",
+    "grpo_control": "control: rewards shuffled",
     "sft_grpo": "SFT, then GRPO",
-    "sft_grpo_control": "control: SFT, then GRPO, shuffled rewards",
+    "sft_grpo_control": "control after SFT: rewards shuffled",
 }
 """Title of a group of runs, without its task."""
 CONSTANT = "best constant answer"
@@ -138,8 +138,7 @@ def draw(records: Sequence[Record], path: Path) -> None:
                     kind = name.split("_", 1)[1]
                     _curve(ax, members, TITLES[kind], colors[kind], "--" if kind.endswith("control") else "-")
             if task in constant:
-                label = f"always “{constant[task]['constant']}”"
-                ax.axhline(constant[task]["share"], color="#111827", linestyle=":", linewidth=1.2, label=label)
+                ax.axhline(constant[task]["share"], color="#111827", linestyle=":", linewidth=1.2, label=CONSTANT)
             ax.set_title(TASKS[task].title)
             ax.set_ylabel("share of right answers")
             ax.set_yticks([tick for tick in ax.get_yticks() if 0 <= tick <= 1])
@@ -155,7 +154,7 @@ def _curve(ax: Any, members: Sequence[Record], title: str, color: str, style: st
     kernel = np.ones(WINDOW) / WINDOW
     smooth = np.stack([np.convolve(row, kernel, mode="valid") for row in rewards])
     steps = np.arange(WINDOW // 2 + 1, WINDOW // 2 + 1 + smooth.shape[1])
-    label = f"{title} (seeds: {len(members)})"
+    label = f"{title} ({len(members)})"
     ax.plot(steps, smooth.mean(0), color=color, linestyle=style, linewidth=1.6, label=label)
     if len(members) > 1:
         error = smooth.std(0, ddof=1) / math.sqrt(len(members))

@@ -49,7 +49,7 @@ class Task:
 
 TASKS: Mapping[str, Task] = {
     "sums": Task(
-        "Sums of two or three digits",
+        "Sums of two or three numbers",
         "chain_sum",
         last_number,
         16,
