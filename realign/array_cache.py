@@ -20,7 +20,14 @@ import numpy.typing as npt
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from realign.cache_folder import cache_folder, remove_least_recently_used, size_limit, why_not_private, write_shared
+from realign.cache_folder import (
+    cache_folder,
+    make_private,
+    remove_least_recently_used,
+    size_limit,
+    why_not_private,
+    write_shared,
+)
 
 Arrays: TypeAlias = dict[str, npt.NDArray[Any]]
 
@@ -54,7 +61,7 @@ class ArrayCache:
         if len(content) > self._limit:
             return
         with suppress(OSError):
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private(self.folder)
             if why_not_private(self.folder) is not None:
                 return
             write_shared(self._path(key), content)

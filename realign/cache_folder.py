@@ -18,7 +18,7 @@ _SHARED = ("arrays/*", "logprobs/*/*")
 
 
 def cache_folder() -> Path:
-    """Return the folder of cached files: `realign` in XDG_CACHE_HOME, or in `~/.cache`. Make it with mode 0o700."""
+    """Return the folder of cached files: `realign` in XDG_CACHE_HOME, or in `~/.cache`. See `make_private`."""
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return (Path(home) / "realign").expanduser()
 
@@ -35,6 +35,19 @@ def why_not_private(path: Path) -> str | None:
     if status.st_uid not in (0, os.geteuid()):
         return f"{path} belongs to another user (uid {status.st_uid})"
     return None
+
+
+def make_private(folder: Path) -> None:
+    """Make a folder below `cache_folder`, and those between, which no other user can write to, whatever the umask.
+
+    Raises:
+        OSError: a folder cannot be made.
+    """
+    root = cache_folder()
+    root.parent.mkdir(parents=True, exist_ok=True)
+    for part in reversed([folder, *folder.parents]):
+        if part == root or root in part.parents:
+            part.mkdir(mode=0o700, exist_ok=True)  # `parents=True` would give the mode to the last one only
 
 
 def size_limit() -> int:
@@ -56,7 +69,7 @@ def write_shared(path: Path, content: bytes) -> None:
     Raises:
         OSError: the folder is not writable, or the disk is full.
     """
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_private(path.parent)
     handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
     try:
         with os.fdopen(handle, "wb") as file:
@@ -87,6 +100,7 @@ __all__ = [
     "DEFAULT_GB",
     "LIMIT",
     "cache_folder",
+    "make_private",
     "remove_least_recently_used",
     "size_limit",
     "why_not_private",

@@ -37,7 +37,7 @@ from realign.api.microbatch import MicroBatchSpec
 from realign.api.model import Model
 from realign.api.sample import TOKENS, SequenceSample
 from realign.api.stats import Stats
-from realign.cache_folder import cache_folder, remove_least_recently_used, why_not_private, write_shared
+from realign.cache_folder import cache_folder, make_private, remove_least_recently_used, why_not_private, write_shared
 from realign.engines.distributed.ranks import current
 from realign.engines.files.adapters import find_adapter
 from realign.engines.transformers_model import TransformersModel
@@ -89,12 +89,21 @@ def fingerprint(role: str, spec: TransformersModel) -> str | None:
 
 
 def _local_folder(path: str) -> Path | None:
+    """Return the folder of a model; None for a model of the hub of which weights are not on this machine yet."""
     from huggingface_hub import try_to_load_from_cache
 
     if (folder := Path(path).expanduser()).is_dir():
         return folder
     config = try_to_load_from_cache(path, "config.json")
-    return Path(config).parent if isinstance(config, str) else None
+    if not isinstance(config, str):
+        return None
+    folder = Path(config).parent
+    # The memory estimate downloads the config alone, and models with equal configs have different weights.
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        return folder if all((folder / name).is_file() for name in names) else None
+    return folder if any(folder.glob("*.safetensors")) or any(folder.glob("*.bin")) else None
 
 
 class LogprobStore:
@@ -117,7 +126,7 @@ class LogprobStore:
         self._bytes = 0
         self._used: set[Path] = set()
         try:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private(self._folder)
             for folder in (self._folder, self._folder.parent):
                 if (why := why_not_private(folder)) is not None:
                     raise ConfigError(f"cache_reference=true: {why}. {_CURE}")

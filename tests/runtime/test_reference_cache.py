@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from realign.config import build_experiment, compose
-from realign.engines.cached_logprobs import LogprobStore
+from realign.engines.cached_logprobs import LogprobStore, fingerprint
 from realign.engines.training.transformers_engine import TransformersEngine
 from realign.engines.transformers_model import TransformersModel
 from realign.errors import ConfigError, SettingsError
@@ -216,6 +216,36 @@ def test_processes_that_write_at_the_same_time_keep_the_entries_of_both(store):
     second.write()
     third = store()
     assert [third.get(key, 1).item() for key in "abc"] == [97, 98, 99]
+
+
+def test_folders_are_private_whatever_the_umask(store, tmp_path):
+    before = os.umask(0o002)
+    try:
+        store("model").write()
+    finally:
+        os.umask(before)
+    for folder in ("realign", "realign/logprobs", "realign/logprobs/model"):
+        assert (tmp_path / "cache" / folder).stat().st_mode & 0o777 == 0o700
+
+
+def test_a_model_of_the_hub_has_no_address_before_all_its_weights_are_here(monkeypatch, tmp_path):
+    """The memory estimate of a run downloads the config alone; models with equal configs have different weights."""
+    save_tiny(tmp_path / "model")
+    hub = tmp_path / "hub"
+    hub.mkdir()
+    (hub / "config.json").write_bytes((tmp_path / "model" / "config.json").read_bytes())
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda path, name: str(hub / name))
+    spec = TransformersModel(path="some/model")
+    assert fingerprint("ref", spec) is None
+    index = hub / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}')
+    (hub / "one.safetensors").write_bytes(b"1")
+    assert fingerprint("ref", spec) is None
+    (hub / "two.safetensors").write_bytes(b"2")
+    complete = fingerprint("ref", spec)
+    assert complete is not None
+    (hub / "two.safetensors").write_bytes(b"3")
+    assert fingerprint("ref", spec) not in (None, complete)
 
 
 def test_the_least_recently_used_files_are_removed_beyond_the_limit(store, monkeypatch, tmp_path):
