@@ -121,9 +121,12 @@ class Stage:
     def added_to_other_end(self, x: Tensor) -> Tensor:
         """Return the sum of the tensors of the first and the last stage, which both call this."""
         other, theirs = self.stages - 1 - self.index, torch.empty_like(x)
-        work: Any = dist.isend(x, group=self._back, group_dst=other)
-        dist.recv(theirs, group=self._back, group_src=other)
-        work.wait()
+        if self.first:  # one of them receives first: on a GPU, a send may wait for the receiver
+            dist.send(x, group=self._back, group_dst=other)
+            dist.recv(theirs, group=self._back, group_src=other)
+        else:
+            dist.recv(theirs, group=self._back, group_src=other)
+            dist.send(x, group=self._back, group_dst=other)
         return x + theirs
 
     def _receive(self, rows: int, stage: int, group: Any) -> Tensor:
