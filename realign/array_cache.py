@@ -89,7 +89,17 @@ def code_version() -> str:
     digest, root = hashlib.sha256(), Path(__file__).parent
     for path in sorted(root.rglob("*.py")):
         digest.update(f"\n{path.relative_to(root)}\n".encode() + path.read_bytes())
-    for package in ("torch", "transformers", "tokenizers", "jinja2", "numpy", "flash-attn", "peft"):
+    for package in (
+        "torch",
+        "transformers",
+        "tokenizers",
+        "jinja2",
+        "numpy",
+        "flash-attn",
+        "kernels",
+        "peft",
+        "bitsandbytes",
+    ):
         with suppress(PackageNotFoundError):
             digest.update(f"{package} {version(package)}\n".encode())
     return digest.hexdigest()

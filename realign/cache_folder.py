@@ -13,8 +13,8 @@ from realign.errors import ConfigError
 LIMIT = "REALIGN_CACHE_GB"
 """Environment variable with the size limit of the shared files in GB: a property of the machine, and of no run."""
 DEFAULT_GB = 10.0
-_SHARED = ("arrays/*", "logprobs/*/*")
-"""Files that count toward the limit."""
+_SHARED = ("arrays/*.safetensors", "logprobs/*/*.safetensors")
+"""Files that count toward the limit: not those that a process is writing."""
 
 
 def cache_folder() -> Path:

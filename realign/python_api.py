@@ -440,7 +440,9 @@ def _saved(thing: _Pretrained, composed: Composed) -> Path:
                     f"{file.relative_to(written)} {hashlib.file_digest(content, 'sha256').hexdigest()}\n".encode()
                 )
         named = folder / digest.hexdigest()[:16]
-        return named if named.exists() else written.replace(named)
+        with suppress(OSError):  # an equal one is there, perhaps since another process wrote it a moment ago
+            written.rename(named)
+        return named
 
 
 def _file_of(key: str, rows: Any) -> Any:

@@ -50,16 +50,18 @@ def check(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         print_derived(experiment, console)
         disable_progress_bar()
         preflight(experiment, console)
-    console.print(f"\n{verdict(len(shown))}", markup=False, highlight=False, soft_wrap=True)
+    caches = experiment.cache_reference or getattr(experiment.data, "cache", False)
+    console.print(f"\n{verdict(len(shown), caches=caches)}", markup=False, highlight=False, soft_wrap=True)
     return 0
 
 
-def verdict(n: int) -> str:
-    """Return the last line of the check."""
+def verdict(n: int, *, caches: bool = False) -> str:
+    """Return the last line of the check after `n` warnings; with `caches`, it may have added to the cache folder."""
+    done = f"nothing was trained, nothing was written{' outside of the cache folder' * caches}."
     if not n:
-        return "All good: nothing was trained, nothing was written."
+        return f"All good: {done}"
     count = "1 warning" if n == 1 else f"{n} warnings"
-    return f"Finished with {count} (see above): nothing was trained, nothing was written."
+    return f"Finished with {count} (see above): {done}"
 
 
 @contextmanager

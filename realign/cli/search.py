@@ -42,7 +42,8 @@ def search(words: Sequence[str], config_dir: str | None, start: Start, debug: bo
     space = {x.get_key_element(): _values(x) for x in given if x.is_sweep_override()}
     if not space:
         raise ConfigError("--trials: no key to search. Give one several values: KEY=a,b or 'KEY=interval(a,b)'.")
-    shared = compose_layers(fixed, config_dir)
+    # with a value of each key, since the experiment may need one
+    shared = compose_layers([*fixed, *(f"{key}={_first(values)}" for key, values in space.items())], config_dir)
     settings = shared.resolve()
     if settings.save_best is None:
         raise ConfigError("--trials: which runs are better? Set save_best, such as save_best=eval/reward.")
@@ -93,6 +94,11 @@ def _values(override: Override) -> Any:
             f"{override.input_line}: --trials searches lists (a,b), range(a,b), interval(a,b) and int(interval(a,b))."
         )
     return CategoricalDistribution(list(override.sweep_string_iterator()))
+
+
+def _first(values: Any) -> Any:
+    """Return a value of a distribution."""
+    return values.choices[0] if hasattr(values, "choices") else values.low
 
 
 __all__ = ["search"]

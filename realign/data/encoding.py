@@ -199,6 +199,7 @@ class RowEncoder:
         limit: Length limit of the sequences.
         end: Ending of responses; None if the rows are prompts.
         warned: Whether a row caused the warning about the end of a turn.
+        wrong_end: The tokens of that end, of the last such row; empty without one.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -206,6 +207,7 @@ class RowEncoder:
     limit: LengthLimit
     end: Ending | None = None
     warned: bool = field(default=False, init=False, repr=False)
+    wrong_end: list[int] = field(default_factory=list, init=False, repr=False)
 
     @cached_property
     def _start(self) -> list[int]:
@@ -285,17 +287,22 @@ class RowEncoder:
 
     def _ended(self, turn: list[int]) -> list[int]:
         """Warn once if a turn before the last one does not end with EOS, at which generation stops."""
-        eos = self.tokenizer.eos_token_id
-        if self.end is not None and self.end.append_eos and turn[-1:] != [eos] and not self.warned:
+        if self.end is not None and self.end.append_eos and turn[-1:] != [self.tokenizer.eos_token_id]:
+            self.wrong_end = turn[-1:]
+            self.warn_of(self.wrong_end)
+        return turn
+
+    def warn_of(self, end: Sequence[int]) -> None:
+        """Warn, if nothing has, of turns before the last one that end with these tokens instead of EOS."""
+        if not self.warned:
             self.warned = True
             warnings.warn(
-                f"The chat template ends an assistant turn with {self.tokenizer.decode(turn[-1:])!r}, but the EOS "
+                f"The chat template ends an assistant turn with {self.tokenizer.decode(list(end))!r}, but the EOS "
                 f"token of the tokenizer is {self.tokenizer.eos_token!r}. Only the last turn of a conversation gets "
                 "EOS, so the model may not stop after earlier turns. Training continues. Set the EOS token of the "
                 "tokenizer to the end-of-turn token, or set train_on_turns=each.",
                 stacklevel=2,
             )
-        return turn
 
 
 @contextmanager

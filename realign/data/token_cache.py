@@ -53,9 +53,11 @@ class CachedEncoder:
             key = self._key(plain)
             encoded = None if key is None else self._read(key, plain)
             if encoded is None:
+                self.encoder.wrong_end = []
                 encoded = list(self.encoder.encode(chunk))
-                if key is not None and not self.encoder.warned:  # the next run must warn too
-                    self._cache.write(key, _packed(encoded))
+                if key is not None:
+                    wrong_end = np.array(self.encoder.wrong_end, dtype=np.int64)
+                    self._cache.write(key, _packed(encoded) | {_WRONG_END: wrong_end})
             yield from encoded
 
     def _key(self, rows: Sequence[Row]) -> str | None:
@@ -69,10 +71,15 @@ class CachedEncoder:
         if arrays is None:
             return None
         with suppress(ValueError, LookupError, TypeError):
-            return _unpacked(arrays, rows)
+            wrong_end = arrays.pop(_WRONG_END).tolist()
+            encoded = _unpacked(arrays, rows)
+            if wrong_end:  # as the run did that wrote the entry
+                self.encoder.warn_of(wrong_end)
+            return encoded
         return None
 
 
+_WRONG_END = "wrong_end"
 _FORM: dict[str, tuple[Any, int]] = {
     "dropped": (np.uint8, 1),
     "truncated": (np.uint8, 1),

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -37,16 +37,17 @@ from realign.api.microbatch import MicroBatchSpec
 from realign.api.model import Model
 from realign.api.sample import TOKENS, SequenceSample
 from realign.api.stats import Stats
+from realign.array_cache import code_version, key_of
 from realign.cache_folder import cache_folder, make_private, remove_least_recently_used, why_not_private, write_shared
 from realign.engines.distributed.ranks import current
 from realign.engines.files.adapters import find_adapter
 from realign.engines.transformers_model import TransformersModel
 from realign.errors import ConfigError, DataError
-from realign.version import installed_version, version_of
 
 _PART_BYTES = 8 << 20
 """Size from which entries are written: a run that is killed loses no more than this."""
 _WHERE = "cached_where"
+_WEIGHTS = (".safetensors", ".bin")
 _NOT_SCORING = {
     "path",
     "tokenizer",
@@ -60,32 +61,43 @@ _NOT_SCORING = {
 """Settings of a model that do not affect its log-probs, or whose files are hashed instead."""
 
 
-def fingerprint(role: str, spec: TransformersModel) -> str | None:
-    """Return a hash of what determines the log-probs of a model; None if its files are not on this machine.
+class Fingerprint(NamedTuple):
+    """Hashes of a frozen model."""
 
-    It covers the files of the model folder (weights, config and tokenizer) and those of an adapter's base model. It
-    also covers the settings of the role, the kind of device, and the versions of the packages that compute.
+    weights: str
+    """Of the files with its weights."""
+    address: str
+    """Of all that determines its log-probs."""
+
+
+def fingerprint(role: str, spec: TransformersModel) -> Fingerprint | None:
+    """Return the hashes of a model; None if its files are not on this machine.
+
+    The address covers the files of the model folder (weights, config and tokenizer) and those of an adapter's base
+    model. It also covers the settings of the role, the kind of device, the code of this package, and the versions of
+    the packages that compute.
     """
     adapter = find_adapter(f"models.{role}.path={spec.path!r}", spec.path)
-    digest = hashlib.sha256()
+    weights, others = hashlib.sha256(), hashlib.sha256()
     for path in [spec.path] if adapter is None else [spec.path, adapter.base]:
         folder = _local_folder(path)
         if folder is None:
             return None
         for file in sorted(folder.iterdir()):
-            if file.suffix in (".safetensors", ".bin", ".json", ".py") and file.is_file():
+            if file.suffix in (*_WEIGHTS, ".json", ".py") and file.is_file():
                 with file.open("rb") as content:
-                    digest.update(f"{file.name}\0{hashlib.file_digest(content, 'sha256').hexdigest()}\0".encode())
+                    line = f"{file.name}\0{hashlib.file_digest(content, 'sha256').hexdigest()}\0".encode()
+                (weights if file.suffix in _WEIGHTS else others).update(line)
     compute = spec.facts().compute
     device = None if compute is None else compute.device
     facts = {
         "settings": {f.name: repr(getattr(spec, f.name)) for f in fields(spec) if f.name not in _NOT_SCORING},
         "compute": str(compute),
         "machine": torch.cuda.get_device_name() if device == "cuda" else torch.backends.cpu.get_cpu_capability(),
-        "versions": [installed_version(), torch.__version__, version_of("transformers")],
+        "code": code_version(),
     }
-    digest.update(json.dumps(facts, sort_keys=True).encode())
-    return digest.hexdigest()
+    address = key_of(weights.hexdigest(), others.hexdigest(), json.dumps(facts, sort_keys=True))
+    return Fingerprint(weights.hexdigest(), address)
 
 
 def _local_folder(path: str) -> Path | None:
@@ -103,7 +115,7 @@ def _local_folder(path: str) -> Path | None:
     if index.is_file():
         names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         return folder if all((folder / name).is_file() for name in names) else None
-    return folder if any(folder.glob("*.safetensors")) or any(folder.glob("*.bin")) else None
+    return folder if any(file.suffix in _WEIGHTS for file in folder.iterdir()) else None
 
 
 class LogprobStore:
@@ -221,20 +233,20 @@ class CachedEngine(PipelinableEngine):
         self._outputs, self._load = spec.head.outputs, load
         self._model: Model | None = None
         self._store: LogprobStore | None = None  # on rank 0, so that all ranks agree on what is missing
-        address = current().lead(partial(fingerprint, name, spec))
-        if address is None:
+        found = current().lead(partial(fingerprint, name, spec))
+        if found is None:
             self._network()  # downloads the model
-            address = current().lead(partial(fingerprint, name, spec))
-        if address is None:
+            found = current().lead(partial(fingerprint, name, spec))
+        if found is None:
             raise ConfigError(
                 f"cache_reference=true: the files of models.{name}.path={spec.path!r} are not in the cache of the hub. "
                 "Set the path to a folder, or set cache_reference=false."
             )
-        self._address = address
+        self._fingerprint = found
         current().lead(self._open)
 
     def _open(self) -> None:
-        self._store = LogprobStore(self._address)
+        self._store = LogprobStore(self._fingerprint.address)
 
     def _network(self) -> PipelinableEngine:
         if self._model is None:
@@ -345,8 +357,8 @@ class CachedEngine(PipelinableEngine):
 
     @override
     def fixed_weights(self) -> dict[str, Any]:
-        """Return the address of the weights in the cache, which depends on their content."""
-        return {"address": torch.tensor(list(bytes.fromhex(self._address)), dtype=torch.uint8)}
+        """Return the hash of the files with the weights, so that a resumed run notices others."""
+        return {"files": torch.tensor(list(bytes.fromhex(self._fingerprint.weights)), dtype=torch.uint8)}
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -283,7 +283,10 @@ def token_s(
     inside_s = seconds(sent.context, together) + seconds(sent.tensor, mesh.tensor)
     inside_s += seconds(sent.expert, together * mesh.expert)
     inside_s += seconds(sent.pipeline, group.devices) if mesh.pipeline > 1 else 0.0
+    # the pipeline fills and drains in each optimizer step
     passes = microbatches(group, placement, load)
+    if call.optimizer_steps:
+        passes = max(1, round(passes * load.epochs / call.optimizer_steps))
     waits = (passes + mesh.pipeline - 1) / passes
     return waits * (max(compute_s / (together * mesh.pipeline), weights_s) + inside_s) / ranks
 

@@ -20,6 +20,7 @@ from tests.tiny import tiny_model
 )
 def test_the_last_line_counts_warnings(n, line):
     assert verdict(n) == line
+    assert verdict(n, caches=True) == line.replace("written.", "written outside of the cache folder.")
 
 
 def test_distinct_warnings_are_counted_and_still_shown(caplog):

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from realign.cli import commands as cli
-from tests.config_parts import write_experiment
+from tests.config_parts import EXPERIMENT, write_experiment
 
 WORDS = ["--config-dir=conf", "experiment=bigram", "steps=2", "hydra.sweep.dir=all"]
 METRIC = "save_best=reward"
@@ -71,6 +71,14 @@ def test_a_search_that_cannot_start_says_what_to_set(words, message, capsys):
     pytest.importorskip("optuna", reason="needs the extra search")
     assert cli.main([*WORDS, *words]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_key_without_a_value_in_the_experiment_can_be_searched(here, capsys):
+    pytest.importorskip("optuna", reason="needs the extra search")
+    write_experiment(here / "conf", text=EXPERIMENT.replace("batch_prompts: 4", "batch_prompts: ???"))
+    assert cli.main([*WORDS, METRIC, "--trials", "2", "batch_prompts=4,8"]) == 0, capsys.readouterr().err
+    assert {values(here, number)["batch_prompts"] for number in range(2)} <= {4, 8}
 
 
 def test_without_optuna_the_error_names_the_extra(monkeypatch, capsys):

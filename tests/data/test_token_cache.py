@@ -146,8 +146,10 @@ def test_an_entry_that_fits_no_rows_is_computed_again(damage, write, tokenized):
     assert tokenized
 
 
-def test_a_warning_about_the_template_comes_in_each_run(write):
+def test_a_warning_about_the_template_comes_in_each_run(write, tokenized):
     path = write({"messages": [user("1"), assistant("2"), user("3"), assistant("4")]})
-    for _ in range(2):
+    for first in (True, False):
         with pytest.warns(UserWarning, match="The chat template ends an assistant turn with"):
             SupervisedData(path, cache=True).load(chat_tokenizer(CHATML, eos="<|endoftext|>"))
+        assert bool(tokenized) == first
+        tokenized.clear()

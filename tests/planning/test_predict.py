@@ -8,7 +8,7 @@ import pytest
 
 from realign.planning.options import PlanOptions
 from realign.planning.placements import PlannedGroup, PlannedMesh, PlannedPlacement, Sampling
-from realign.planning.predict import Cluster, Scale, costs_of, engines, predict, schedule
+from realign.planning.predict import Cluster, Scale, costs_of, engines, microbatches, predict, schedule, token_s
 from realign.planning.simulator import Costs
 from tests.planning.cluster import CLUSTER, DEVICE, LOAD, NETWORK
 
@@ -126,3 +126,17 @@ def test_asynchronous_rollout_takes_the_time_of_its_slower_half():
     assert free.step_s < sync.step_s
     assert free.step_s < shared.step_s
     assert 0 < free.staleness <= 2
+
+
+def test_a_pipeline_fills_and_drains_in_each_optimizer_step():
+    group = replace(TOGETHER, devices=2)
+    placement = PlannedPlacement((group,), mesh=PlannedMesh(pipeline=2))
+    load = replace(LOAD, budget=int(LOAD.tokens) // 4)
+    assert microbatches(group, placement, load) == 4
+
+    def waiting(steps: int) -> float:
+        return token_s(replace(load.calls[1], optimizer_steps=steps), group, placement, load, CLUSTER)
+
+    assert load.epochs == 1
+    assert waiting(1) / waiting(4) == pytest.approx((5 / 4) / (2 / 1))
+    assert waiting(2) / waiting(4) == pytest.approx((3 / 2) / (2 / 1))

@@ -435,7 +435,7 @@ class ShardedStepper(Stepper):
         if stages := network.untrained_stages():
             raise ConfigError(
                 f"models.{name}.sharding.pipeline={network.stages}: no weight of stage {stages[0]} trains with "
-                f"trains={network.trains}. Remove this key, or set trains=lora."
+                f"trains={network.trains}. Remove this key, or set models.{name}.trains=lora."
             )
         super().__init__(name, spec, network.owned(), host=host)
         self._network = network

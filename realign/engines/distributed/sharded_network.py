@@ -188,7 +188,7 @@ class ShardedNetwork(Network):
         if branch > len(stages[-1]):
             raise ConfigError(
                 f"{key}: the last stage has {len(stages[-1])} layers, but the value head of models.{self.name} copies "
-                f"{branch}. Set head.value_head.layers to at most {len(stages[-1])}."
+                f"{branch}. Set models.{self.name}.head.value_head.layers to at most {len(stages[-1])}."
             )
         cut = Cut(self, self.module, stages)
         placed = {name: _placed(p, cut.owners(p)) for name, p in self.named_parameters()}

@@ -74,11 +74,11 @@ class ShardedState:
                     },
                 )
         matrices = sum(network.placed[name].like.ndim >= 2 for name in trained)
-        groups = [list(range(matrices)), list(range(matrices, len(trained)))]
-        return {
-            "state": dict(sorted(moments.items())),
-            "param_groups": [{**group, "params": numbers} for numbers in groups if numbers],
-        }
+        groups = [  # as in `parameter_groups`
+            {**group, "params": list(range(matrices))},
+            {**group, "params": list(range(matrices, len(trained))), "weight_decay": 0.0},
+        ]
+        return {"state": dict(sorted(moments.items())), "param_groups": [group for group in groups if group["params"]]}
 
     def own(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return this rank's shards of a state of full tensors, or of `Saved` references to files.

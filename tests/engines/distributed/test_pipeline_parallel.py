@@ -153,9 +153,10 @@ def test_what_stages_do_not_support_is_refused_in_one_line_on_every_rank(tmp_pat
     scenarios.write_models(tmp_path)
     key = "models.actor.sharding.pipeline=2"
     expected = {
-        "layers": f"{key}: no weight of stage 0 trains with trains=top_layers. Remove this key, or set trains=lora.",
+        "layers": f"{key}: no weight of stage 0 trains with trains=top_layers. Remove this key, or set "
+        "models.actor.trains=lora.",
         "branch": f"{key}: the last stage has 2 layers, but the value head of models.actor copies 3. Set "
-        "head.value_head.layers to at most 2.",
+        "models.actor.head.value_head.layers to at most 2.",
         "compiled": f"{key}: not supported with torch_compile. Set models.actor.torch_compile=off.",
         "replay": f"models.actor: choices of experts cannot be replayed: {key}: the stages would count changed "
         "choices apart.",

@@ -178,6 +178,9 @@ class Fusion:
             layers = self._joined
             if layers is None:
                 self._check(dtype)
+                if self.lender is not None and not self.known and self._difference is None:
+                    # comparing is collective, and a rank without prompts is not here
+                    raise _Unknown("the memory of some rank did not suffice to join the layers")
                 self._compare()
                 assert self._args is not None
                 layers = list(_read_layers(self._model, self._args, dtype))
