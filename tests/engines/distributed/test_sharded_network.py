@@ -50,7 +50,11 @@ def test_layers_are_freed_after_their_forward_pass_and_slices_wait_on_the_cpu_as
 
 @pytest.mark.parametrize(
     ("dtype", "size", "keeps"),
-    [("bfloat16", 2, False), pytest.param("bfloat16", 2, True, marks=pytest.mark.slow), ("float32", 4, False)],
+    [
+        ("bfloat16", 2, False),
+        pytest.param("bfloat16", 2, True, marks=pytest.mark.slow),
+        pytest.param("float32", 4, False, marks=pytest.mark.slow),
+    ],
 )
 def test_a_rollout_gathers_one_copy_of_the_layers_in_the_dtype_of_products(
     tmp_path: Path, dtype: str, size: int, keeps: bool
