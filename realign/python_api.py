@@ -47,6 +47,7 @@ from realign.report.page import write_report
 from realign.rewards.pool.functions import SessionFunction, source_of
 from realign.runtime import Experiment
 from realign.runtime.metrics.samples import spoken
+from realign.runtime.output_folder import START
 
 StrPath: TypeAlias = str | os.PathLike[str]
 _PLAIN = re.compile(r"[A-Za-z_./][\w./:@-]*", re.ASCII)
@@ -242,6 +243,9 @@ def load_experiment(
 ) -> Experiment:
     """Return the experiment that `realign.train` would run with the same arguments, without loading model or data.
 
+    A model or tokenizer given as an object is saved below `output_dir`, and rows in the cache folder, since an
+    experiment names files only.
+
     Raises:
         ConfigError: a setting is wrong; names the key.
     """
@@ -428,7 +432,7 @@ def _trained(composed: Composed) -> str:
 
 def _saved(thing: _Pretrained, composed: Composed) -> Path:
     """Return a folder below `output_dir` with a model or tokenizer. Equal ones have the same, as resuming needs."""
-    folder = Path(str(OmegaConf.select(composed.with_hydra(), "output_dir")), "start")
+    folder = Path(str(OmegaConf.select(composed.with_hydra(), "output_dir")), START)
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         written = Path(scratch, "written")
@@ -440,8 +444,11 @@ def _saved(thing: _Pretrained, composed: Composed) -> Path:
                     f"{file.relative_to(written)} {hashlib.file_digest(content, 'sha256').hexdigest()}\n".encode()
                 )
         named = folder / digest.hexdigest()[:16]
-        with suppress(OSError):  # an equal one is there, perhaps since another process wrote it a moment ago
+        try:
             written.rename(named)
+        except OSError:  # an equal one is there, perhaps since another process wrote it a moment ago
+            if not named.is_dir():
+                raise
         return named
 
 

@@ -159,6 +159,8 @@ def test_a_run_resumes_with_an_equal_model_object_only(folder):
     next(iter(model.parameters())).data.mul_(2)
     with pytest.raises(CheckpointError, match=r"models.actor.path was"):
         realign.train("grpo", model=model, resume="auto", **{**given, "steps": 4})
+    new = realign.train("grpo", model=model, overwrite=True, **{**given, "steps": 1})
+    assert len([*(new.folder / "start").iterdir()]) == 1
 
 
 def test_a_model_object_of_peft_is_an_adapter_to_continue(folder):

@@ -7,7 +7,7 @@ import logging
 import shutil
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from functools import cache
 from pathlib import Path
@@ -50,9 +50,15 @@ def check(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         print_derived(experiment, console)
         disable_progress_bar()
         preflight(experiment, console)
-    caches = experiment.cache_reference or getattr(experiment.data, "cache", False)
+    caches = experiment.cache_reference or keeps_tokens(experiment.resolved)
     console.print(f"\n{verdict(len(shown), caches=caches)}", markup=False, highlight=False, soft_wrap=True)
     return 0
+
+
+def keeps_tokens(node: Any) -> bool:
+    """Return whether some data of a config has `cache=true`."""
+    inner = node.values() if isinstance(node, Mapping) else node if isinstance(node, list) else ()
+    return (isinstance(node, Mapping) and node.get("cache") is True) or any(map(keeps_tokens, inner))
 
 
 def verdict(n: int, *, caches: bool = False) -> str:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from realign.cli.arguments import without_names
-from realign.cli.sweep import Launcher, SweptRun, launched
+from realign.cli.sweep import Launcher, SweptRun, launched, sweep_overrides
 from realign.cli.train import Start
-from realign.config.composition import compose_layers, parse_sweep
+from realign.config.composition import compose_layers
 from realign.config.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -19,7 +18,8 @@ def search(words: Sequence[str], config_dir: str | None, start: Start, debug: bo
     """Start the runs of a search, and print their table and the best of them by the metric of `save_best`.
 
     Args:
-        words: Overrides of the command line; those with several values or an interval are searched.
+        words: Overrides of the command line. Keys with several values or an interval are searched, also those of
+            `hydra.sweeper.params`.
         config_dir: As for `compose`.
         start: Runs an experiment.
         debug: Whether to print the traceback of every error.
@@ -37,8 +37,8 @@ def search(words: Sequence[str], config_dir: str | None, start: Start, debug: bo
         raise ConfigError(f"--trials needs {error.name}. Run pip install 'realign-rl[search]'.") from error
     if trials < 1:
         raise ConfigError(f"--trials {trials}: must be at least 1")
-    given = parse_sweep(words := without_names(words, config_dir))
-    fixed = [word for word, override in zip(words, given, strict=True) if not override.is_sweep_override()]
+    _, given = sweep_overrides(words, config_dir)
+    fixed = [str(override.input_line) for override in given if not override.is_sweep_override()]
     space = {x.get_key_element(): _values(x) for x in given if x.is_sweep_override()}
     if not space:
         raise ConfigError("--trials: no key to search. Give one several values: KEY=a,b or 'KEY=interval(a,b)'.")
@@ -89,7 +89,7 @@ def _values(override: Override) -> Any:
         if isinstance(value.start, int) and isinstance(value.end, int):
             return IntDistribution(value.start, value.end, log=log)
         return FloatDistribution(float(value.start), float(value.end), log=log)
-    if isinstance(value, Glob) or override.is_hydra_override():
+    if isinstance(value, Glob):
         raise ConfigError(
             f"{override.input_line}: --trials searches lists (a,b), range(a,b), interval(a,b) and int(interval(a,b))."
         )

@@ -89,6 +89,20 @@ def composed_runs(words: Sequence[str], config_dir: str | None) -> tuple[Compose
     Raises:
         ConfigError: a run is invalid; names the key.
     """
+    shared, given = sweep_overrides(words, config_dir)
+    hydra = [str(override.input_line) for override in given if override.is_hydra_override()]
+    choices = [_choices(override) for override in given if not override.is_hydra_override()]
+    return shared, [compose_layers([*hydra, *run], config_dir) for run in product(*choices)]
+
+
+def sweep_overrides(words: Sequence[str], config_dir: str | None) -> tuple[Composed, list[Override]]:
+    """Compose the words that all runs of a sweep share, and return the overrides of its runs.
+
+    The overrides are those of `hydra.sweeper.params` and of the words, of which each key has the last one.
+
+    Raises:
+        ConfigError: a word is invalid, or varies a setting of Hydra.
+    """
     given = parse_sweep(words := without_names(words, config_dir))
     if swept := [override for override in given if override.is_sweep_override() and override.is_hydra_override()]:
         raise ConfigError(f"{swept[0].input_line}: a sweep cannot vary settings of Hydra. Choose one value.")
@@ -96,13 +110,9 @@ def composed_runs(words: Sequence[str], config_dir: str | None) -> tuple[Compose
         [word for word, override in zip(words, given, strict=True) if not override.is_sweep_override()], config_dir
     )
     params = (shared.hydra.get("sweeper") or {}).get("params") or {}
-    of_files = parse_sweep([f"{key}={_text(values)}" for key, values in params.items()])
-    choices = {}
-    for override in [*of_files, *given]:  # the command line has precedence
-        if not override.is_hydra_override():
-            choices[override.get_key_element()] = _choices(override)
-    hydra = [word for word, override in zip(words, given, strict=True) if override.is_hydra_override()]
-    return shared, [compose_layers([*hydra, *run], config_dir) for run in product(*choices.values())]
+    parsed = parse_sweep([f"{key}={_text(values)}" for key, values in params.items()])
+    of_files = [override for override in parsed if not override.is_hydra_override()]
+    return shared, list({override.get_key_element(): override for override in [*of_files, *given]}.values())
 
 
 def _text(values: Any) -> str:

@@ -20,16 +20,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+_PLACES = {"name_or_path", "is_local", "local_files_only", "cache_dir"}
+"""Settings of a tokenizer that say where it came from, as do those whose names end in `_file`."""
+
+
 def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str | None:
     """Return a hash of all that a tokenizer and its chat template compute; None if it cannot be told."""
     core = getattr(tokenizer, "backend_tokenizer", None)
     if core is None:  # written in Python, and any attribute may matter
         return None
-    template = str(tokenizer.chat_template)
-    # a template that writes the date gives other tokens tomorrow
-    today = date.today().isoformat() if "strftime_now" in template else ""
-    settings = json.dumps([tokenizer.init_kwargs, tokenizer.special_tokens_map], default=str, sort_keys=True)
-    return key_of(type(tokenizer).__qualname__, core.to_str(), template, settings, today)
+    given = tokenizer.init_kwargs.items()
+    own = {name: value for name, value in given if name not in _PLACES and not name.endswith("_file")}
+    settings = json.dumps([own, tokenizer.special_tokens_map], default=str, sort_keys=True)
+    return key_of(type(tokenizer).__qualname__, core.to_str(), str(tokenizer.chat_template), settings)
 
 
 @dataclass
@@ -47,23 +50,25 @@ class CachedEncoder:
 
     def encode(self, rows: Iterable[tuple[str, Row]]) -> Iterator[Encoded]:
         """Yield rows as token sequences, in order; see `RowEncoder.encode`."""
+        # a template that writes the date gives other tokens tomorrow
+        dated = "strftime_now" in str(self.encoder.tokenizer.chat_template)
         source = iter(rows)
         while chunk := list(islice(source, CHUNK)):
-            plain = [row for _, row in chunk]
-            key = self._key(plain)
+            plain, today = [row for _, row in chunk], _today(dated)
+            key = self._key(plain, today)
             encoded = None if key is None else self._read(key, plain)
             if encoded is None:
                 self.encoder.wrong_end = []
                 encoded = list(self.encoder.encode(chunk))
-                if key is not None:
+                if key is not None and today == _today(dated):
                     wrong_end = np.array(self.encoder.wrong_end, dtype=np.int64)
                     self._cache.write(key, _packed(encoded) | {_WRONG_END: wrong_end})
             yield from encoded
 
-    def _key(self, rows: Sequence[Row]) -> str | None:
+    def _key(self, rows: Sequence[Row], today: str) -> str | None:
         """Return the key of a chunk of rows; None if they contain other values than those of JSON."""
         with suppress(TypeError, ValueError, RecursionError):
-            return key_of("tokens", code_version(), self.format, json.dumps(rows, ensure_ascii=False))
+            return key_of("tokens", code_version(), self.format, today, json.dumps(rows, ensure_ascii=False))
         return None
 
     def _read(self, key: str, rows: Sequence[Row]) -> list[Encoded] | None:
@@ -77,6 +82,10 @@ class CachedEncoder:
                 self.encoder.warn_of(wrong_end)
             return encoded
         return None
+
+
+def _today(dated: bool) -> str:
+    return date.today().isoformat() if dated else ""
 
 
 _WRONG_END = "wrong_end"

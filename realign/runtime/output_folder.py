@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,6 +15,10 @@ from realign.runtime.checkpoint.folder import CHECKPOINTS
 from realign.runtime.checkpoint.schema import RECORDS
 from realign.runtime.experiment import AUTO, CheckpointPart, Experiment
 from realign.runtime.recorded_calls import CALLS
+
+
+START = "start"
+"""Folder below `output_dir` with the models and tokenizers that `realign.train` got as objects."""
 
 
 def check_output_folder(experiment: Experiment) -> None:
@@ -44,12 +48,19 @@ def check_output_folder(experiment: Experiment) -> None:
         raise ConfigError(f"{problem}, and resume={resume!r} starts a new one. Choose another folder.")
 
 
-def clear_output_folder(out: Path) -> None:
-    """Remove the files of an earlier run from an output folder, so that they do not mix with those of a new run."""
+def clear_output_folder(out: Path, used: Collection[str] = ()) -> None:
+    """Remove the files of an earlier run from an output folder, so that they do not mix with those of a new run.
+
+    Args:
+        out: the folder.
+        used: folders of models and tokenizers that the new run reads, which remain.
+    """
     records = [f"{name}.jsonl" for name in RECORDS]
     for name in (*records, "curves.png", "last_failure.json", "summary.json", "run.json", "report.html"):
         (out / name).unlink(missing_ok=True)
-    for folder in (*_model_folders(out), out / "tensorboard", out / CHECKPOINTS, out / CALLS):
+    read = {Path(path).absolute() for path in used}
+    starts = [folder for folder in (out / START).glob("[0-9a-f]" * 16) if folder.absolute() not in read]
+    for folder in (*_model_folders(out), out / "tensorboard", out / CHECKPOINTS, out / CALLS, *starts):
         if folder.is_dir():
             shutil.rmtree(folder)
 

@@ -20,6 +20,7 @@ from typing import Any, Self
 import torch
 
 from realign.api import Model
+from realign.engines.cached_logprobs import CachedEngine
 from realign.engines.distributed.ranks import current
 from realign.engines.shared_model import ReferenceEngine
 from realign.errors import CheckpointError, TransientError
@@ -222,7 +223,8 @@ def cpu_model() -> str:
 def frozen_weights(runtime: LocalRuntime) -> dict[str, Any]:
     """Return path and hash of the frozen weights, which checkpoints do not contain.
 
-    If the initial policy of a model also serves as a separate frozen role, the hash covers all its weights. Call this
+    The hash of a reference whose log-probs are cached is that of its files, since its weights may not be loaded. If the
+    initial policy of a model also serves as a separate frozen role, the hash covers all its weights. Call this
     before the first step and before `restore`.
     """
     origins = {}
@@ -233,7 +235,8 @@ def frozen_weights(runtime: LocalRuntime) -> dict[str, Any]:
         tree = {"fixed": model.engine.fixed_weights(), "trained": model.engine.state_dict() if origin else {}}
         if any(True for _ in tensors_of(tree)):
             path = runtime.experiment.models[role].facts().path
-            origins[role] = {"path": path, "sha256": hash_of(tree)}
+            of_files = {"of_files": True} if isinstance(model.engine, CachedEngine) else {}
+            origins[role] = {"path": path, "sha256": hash_of(tree), **of_files}
     return origins
 
 
@@ -245,7 +248,13 @@ def check_frozen(saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
     """
     for role, then in saved.items():
         now = present.get(role)
-        if now is None or now["sha256"] != then["sha256"]:
+        if now is not None and now.get("of_files") != then.get("of_files"):
+            warnings.warn(
+                f"models.{role}: its weights are not compared with those that the run started with, since "
+                "cache_reference was changed.",
+                stacklevel=2,
+            )
+        elif now is None or now["sha256"] != then["sha256"]:
             where = "" if now is None else f" from {now['path']!r}"
             raise CheckpointError(
                 f"models.{role}: the weights loaded{where} differ from those that the run started with (sha256 "

@@ -126,7 +126,9 @@ class TrainingLoop:
             pack({"interfaces": interface_states(runtime), "callbacks": self.callbacks.state_dict()}, copy=False)
         # after loading and restoring, so that a start that fails there leaves the earlier run as it was
         if start is None or not start.own:
-            self.ranks.lead(partial(clear_output_folder, self.out))
+            sources = [spec.tokenizer_source(role) for role, spec in e.models.items()]
+            read = [spec.facts().path for spec in e.models.values()] + [s.path for s in sources if s is not None]
+            self.ranks.lead(partial(clear_output_folder, self.out, [path for path in read if path is not None]))
         self.result = RunResult(self.out)
         self.records: Records | None = None
         self.details: RunDetails | None = None

@@ -5,7 +5,7 @@ import warnings
 import pytest
 
 from realign.cli import commands as cli
-from realign.cli.check import counted_warnings, verdict
+from realign.cli.check import counted_warnings, keeps_tokens, verdict
 from tests.data.chat_templates import CHATML, assistant, chat_tokenizer, user
 from tests.tiny import tiny_model
 
@@ -21,6 +21,12 @@ from tests.tiny import tiny_model
 def test_the_last_line_counts_warnings(n, line):
     assert verdict(n) == line
     assert verdict(n, caches=True) == line.replace("written.", "written outside of the cache folder.")
+
+
+def test_the_last_line_knows_whether_some_data_keeps_tokens():
+    data = {"path": "a.jsonl", "cache": False}
+    assert not keeps_tokens({"data": data, "evaluations": {"a": {"data": None}}})
+    assert keeps_tokens({"data": data, "evaluations": {"a": {"data": {"prompts": {**data, "cache": True}}}}})
 
 
 def test_distinct_warnings_are_counted_and_still_shown(caplog):

@@ -81,6 +81,19 @@ def test_a_key_without_a_value_in_the_experiment_can_be_searched(here, capsys):
     assert {values(here, number)["batch_prompts"] for number in range(2)} <= {4, 8}
 
 
+@pytest.mark.slow
+def test_parameters_of_the_experiments_file_are_searched_too(here, capsys):
+    pytest.importorskip("optuna", reason="needs the extra search")
+    params = "{batch_prompts: '4,8', 'interfaces.actor.epochs': 'int(interval(2,4))', seed: 5, steps: 3}"
+    write_experiment(here / "conf", text=f"{EXPERIMENT}hydra: {{sweeper: {{params: {params}}}}}\n")
+    assert cli.main([*WORDS, METRIC, "--trials", "3"]) == 0, capsys.readouterr().err
+    for number in range(3):
+        run = values(here, number)
+        assert run["batch_prompts"] in (4, 8)
+        assert run["interfaces"]["actor"]["epochs"] in (2, 3, 4)
+        assert (run["seed"], run["steps"]) == (5, 2)  # the command line has precedence
+
+
 def test_without_optuna_the_error_names_the_extra(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "optuna", None)
     assert cli.main([*WORDS, METRIC, "--trials", "2", "seed=1,2"]) == 2

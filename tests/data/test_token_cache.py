@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from datetime import date
 
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
 from realign.array_cache import ArrayCache
 from realign.data import Excerpt, PreferenceData, PromptData, SupervisedData, UnpairedData
@@ -106,6 +108,35 @@ def test_another_tokenizer_or_template_has_tokens_of_its_own(write):
         assert content_hash(cached) == content_hash(SupervisedData(path).load(tokenizer))
         hashes.add(content_hash(cached))
     assert len(hashes) == 4
+
+
+def test_a_tokenizer_that_was_moved_keeps_its_tokens(write, tokenized, tmp_path):
+    path = write({"prompt": "123 45", "completion": "2"})
+    make_tokenizer().save_pretrained(tmp_path / "here")
+    for folder in ("here", "there"):
+        tokenized.clear()
+        SupervisedData(path, cache=True).load(AutoTokenizer.from_pretrained(tmp_path / folder))
+        assert bool(tokenized) == (folder == "here")
+        if folder == "here":
+            (tmp_path / "here").rename(tmp_path / "there")
+
+
+def test_a_template_with_the_date_has_tokens_of_each_day(write, tokenized, monkeypatch):
+    """A chunk that was rendered around midnight is not kept, since its rows may have either date."""
+    days = iter(["1", "1", "1", "2", "3", "2", "2"])  # before and after the rows, if they are not in the cache
+
+    class Clock(date):
+        @classmethod
+        def today(cls):
+            return date(2026, 11, int(next(days)))
+
+    monkeypatch.setattr("realign.data.token_cache.date", Clock)
+    path = write({"messages": [user("1"), assistant("2")]})
+    dated = "{% if strftime_now %}{% endif %}" + CHATML
+    for new in (True, False, True, True):
+        tokenized.clear()
+        SupervisedData(path, cache=True).load(chat_tokenizer(dated))
+        assert bool(tokenized) == new
 
 
 class OwnData(SupervisedData):

@@ -78,12 +78,14 @@ def test_the_empty_folder_of_a_failed_save_holds_no_models_that_a_resume_would_r
 
 
 def test_clearing_a_folder_removes_the_files_of_a_run_and_no_others(tmp_path):
-    for name in ("final", "step_000002", "checkpoints", "mine"):
-        (tmp_path / name).mkdir()
+    used = tmp_path / "start" / "0123456789abcdef"
+    for name in ("final", "step_000002", "checkpoints", "mine", used, "start/0123456789abcdee", "start/mine"):
+        (tmp_path / name).mkdir(parents=True)
     for name in ("metrics.jsonl", "curves.png", "notes.txt"):
         (tmp_path / name).write_text("x")
-    clear_output_folder(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "notes.txt"]
+    clear_output_folder(tmp_path, [str(used)])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "notes.txt", "start"]
+    assert sorted(path.name for path in (tmp_path / "start").iterdir()) == [used.name, "mine"]
 
 
 HOLDER = """

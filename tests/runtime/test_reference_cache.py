@@ -14,7 +14,7 @@ from realign.config import build_experiment, compose
 from realign.engines.cached_logprobs import LogprobStore, fingerprint
 from realign.engines.training.transformers_engine import TransformersEngine
 from realign.engines.transformers_model import TransformersModel
-from realign.errors import ConfigError, SettingsError
+from realign.errors import CheckpointError, ConfigError, SettingsError
 from realign.runtime import run
 from tests.tiny import save_tiny
 from tests.torchrun_ranks import torchrun
@@ -164,6 +164,22 @@ def test_a_resumed_run_takes_log_probs_from_the_cache(files, counts):
     resumed = train(files, "resumed", cache_reference=True, resume="auto", **schedule)
     assert counts["score ref"] == 4  # the two rows that three steps did not read
     assert all(torch.equal(resumed[1][key], weight) for key, weight in plain[1].items())
+
+
+def test_a_run_resumes_after_an_upgrade_but_not_with_other_weights(files, counts, monkeypatch):
+    train(files, "run", cache_reference=True, steps=2)
+    monkeypatch.setattr("realign.engines.cached_logprobs.code_version", lambda: "that of another torch")
+    counts.clear()
+    train(files, "run", cache_reference=True, steps=3, resume="auto")
+    assert counts["score ref"] == 12  # all pairs of three steps again
+    without = {"cache_reference": False, "steps": 4, "resume": "auto"}
+    with pytest.warns(UserWarning, match=r"models\.ref: its weights are not compared with .* cache_reference was"):
+        train(files, "run", resume_allow="[cache_reference]", **without)
+    weights = load_file(files / "model" / "model.safetensors")
+    weights["model.norm.weight"][0] += 1
+    save_file(weights, files / "model" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"models\.ref: the weights loaded from .* differ"):
+        train(files, "run", **{**without, "steps": 5})
 
 
 @pytest.mark.slow

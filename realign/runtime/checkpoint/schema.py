@@ -152,6 +152,8 @@ class _ModelState(_Record):
 class _Frozen(_Record):
     path: Text | None
     sha256: Text
+    of_files: bool = False
+    """Whether the hash is that of the files with the weights."""
 
 
 # --- position in the data --------------------------------------------------------------------------------------------
