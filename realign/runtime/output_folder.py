@@ -16,7 +16,6 @@ from realign.runtime.checkpoint.schema import RECORDS
 from realign.runtime.experiment import AUTO, CheckpointPart, Experiment
 from realign.runtime.recorded_calls import CALLS
 
-
 START = "start"
 """Folder below `output_dir` with the models and tokenizers that `realign.train` got as objects."""
 
