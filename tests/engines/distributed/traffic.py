@@ -1,4 +1,4 @@
-"""Counts the bytes that a rank gives to collectives, and the formula of `docs/guides/distributed.md` for them."""
+"""Counts the bytes that a rank gives to collectives, and the formula of `docs/adr/0044-mesh.md` for them."""
 
 from __future__ import annotations
 
