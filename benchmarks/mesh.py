@@ -5,15 +5,15 @@
 
 memory    Peak bytes of the tensors that a step on one sequence creates, in one process and on 4 ranks with context=4.
 limit     Whether this step runs if a process may allocate only half of what one process needs (Linux).
-traffic   Bytes that a rank sends in a step on 4 ranks, counted, beside the formula in `expected_traffic`.
+traffic   Bytes that a rank sends in a step on 4 ranks, counted, beside the formula of `realign plan`.
 
 Counts and bytes do not depend on the load of the machine. The attention of 32,768 tokens takes CPU minutes.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
-import math
 import resource
 import sys
 from collections import Counter
@@ -30,13 +30,16 @@ from benchmarks.memory import MemoryCount, resident
 from benchmarks.peer.work import Scenario
 from benchmarks.report import arguments, facts, table
 from realign.api import MicroBatchSpec, SequenceSample
-from realign.engines import OptimizerSpec, Sharding
+from realign.engines import Causal, OptimizerSpec, Sharding
 from realign.engines.distributed.ranks import current
 from realign.engines.distributed.sharded_engine import ShardedEngine
+from realign.engines.memory import MemoryModel
+from realign.engines.model_shape import shape_of
 from realign.engines.network.attention import ATTENTION
 from realign.engines.network.passes import ParallelPasses
 from realign.engines.network.settings import NetworkSettings
 from realign.engines.training.transformers_engine import TransformersEngine
+from realign.planning.traffic import traffic
 from tests.engines.distributed.run_ranks import run_ranks
 
 RANKS = 4
@@ -53,10 +56,17 @@ MESHES = {
 }
 
 
-class Traffic(TorchDispatchMode):
-    """Count the bytes that this rank sends in collectives on tensors, as a ring of ranks transfers them."""
+OPERATIONS = {
+    "shard": ("_allgather_base_", "_reduce_scatter_base_"),
+    "replicate": ("allreduce_",),
+    "context": ("alltoall_base_",),
+    "pipeline": ("send",),
+}
+"""Operations of each dimension."""
 
-    KINDS = ("_allgather_base_", "_reduce_scatter_base_", "allreduce_", "alltoall_base_", "send")
+
+class SentBytes(TorchDispatchMode):
+    """Count the bytes that this rank sends in collectives on tensors, as a ring of ranks transfers them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +80,7 @@ class Traffic(TorchDispatchMode):
         kind = func._schema.name.removeprefix("c10d::")
         if kind == "send":
             self.sent[kind] += sum(x.numel() * x.element_size() for x in args[0])
-        elif kind in self.KINDS:
+        elif kind in itertools.chain(*OPERATIONS.values()):
             first = args[0][0] if kind == "allreduce_" else max(args[:2], key=Tensor.numel)
             group = dist.ProcessGroup.unbox(args[1 if kind == "allreduce_" else 2])
             rounds = 2 if kind == "allreduce_" else 1
@@ -131,42 +141,36 @@ def runs_within(limit: int, tokens: int, sharding: Sharding) -> bool:
 def traffic_of_step(tokens: int, sequences: int, sharding: Sharding) -> Counter[str]:
     """Return the bytes that this rank sends in a step, by operation."""
     engine = trainer(WIDE, sharding)
-    with Traffic() as traffic:
+    with SentBytes() as counted:
         step(engine, tokens, sequences)
-    return traffic.sent
+    return counted.sent
 
 
-def expected_traffic(tokens: int, sharding: Sharding, scenario: Scenario = WIDE) -> dict[str, float]:
-    """Return the bytes that a rank sends in a step of one micro-batch, by operation.
-
-    FSDP gathers each layer for its forward and its backward pass, and the other weights once, and reduces the gradients
-    of all. HSDP then sums the gradients of its slices. Context parallelism exchanges queries, keys, values and outputs
-    of attention, and their gradients, and sums one number per token. Each of two stages sends hidden states, or their
-    gradients, and has half of the weights.
+def expected_traffic(tokens: int, sharding: Sharding) -> dict[str, float]:
+    """Return the bytes that `realign plan` expects a rank to send in a step of one micro-batch, by dimension.
 
     Args:
         tokens: tokens of the micro-batches of all ranks.
         sharding: the mesh.
-        scenario: sizes of the model.
     """
     sizes = sharding.sizes("actor", RANKS)
-    stages, replicate, shard, context, _ = sizes.values()
-    hidden, head = scenario.hidden, scenario.hidden // scenario.heads
-    attention = hidden * (2 * hidden + 2 * scenario.kv_heads * head) + hidden + 2 * scenario.kv_heads * head
-    layer = attention + 3 * hidden * scenario.mlp + 2 * hidden
-    layers, rest = scenario.layers * layer / stages, (2 * scenario.vocabulary * hidden + hidden) / stages
-    own = shard * context
-    key_heads = math.lcm(scenario.kv_heads, context)  # repeated for the ranks
-    of_rank = tokens * stages / RANKS
-    exchanged = 2 * scenario.layers / stages * of_rank * (2 * scenario.heads + 2 * key_heads) * head
-    results = 2 * of_rank * context  # of a micro-batch
-    return {
-        "_allgather_base_": 4 * (2 * layers + rest) * (own - 1) / own,
-        "_reduce_scatter_base_": 4 * (layers + rest) * (own - 1) / own,
-        "allreduce_": 4 * (2 * (layers + rest) / own * (replicate - 1) / replicate + results * (context - 1) / context),
-        "alltoall_base_": 4 * exchanged * (context - 1) / context,
-        "send": 4 * of_rank * hidden * (stages - 1),
-    }
+    mesh = {name: sizes[name] for name in ("pipeline", "replicate", "context", "tensor")}
+    shape = shape_of(WIDE.config(), Causal())
+    model = MemoryModel(shape, torch.device("cpu"), torch.float32, optimizer=OptimizerSpec(), **mesh)
+    parts = sizes["replicate"] * sizes["shard"]
+    return {name: size for name, size in vars(traffic(model, RANKS, tokens / parts, trains=True)).items() if size}
+
+
+def counted_traffic(tokens: int, sequences: int, sharding: Sharding) -> dict[str, float]:
+    """Return the bytes that a rank sends in a step on average over the ranks, by dimension.
+
+    The sums of a number per token over the ranks of `context` are left out.
+    """
+    ranks = run_ranks(RANKS, traffic_of_step, tokens, sequences, sharding)
+    sent: Counter[str] = sum(ranks, Counter())
+    kinds = {name: kinds for name, kinds in OPERATIONS.items() if name != "replicate" or sharding.replicate > 1}
+    means = {name: sum(sent[kind] for kind in kinds) / RANKS for name, kinds in kinds.items()}
+    return {name: size for name, size in means.items() if size}
 
 
 def main(given: Sequence[str] | None = None) -> None:
@@ -196,14 +200,13 @@ def main(given: Sequence[str] | None = None) -> None:
         short, sequences = 2048, 8
         lines = []
         for name, sharding in MESHES.items():
-            sent = max(run_ranks(RANKS, traffic_of_step, short, sequences, sharding), key=Counter.total)
-            formula = expected_traffic(short, sharding)
-            for kind, expected in formula.items():
-                if sent[kind] > MIB / 100 or expected:
-                    ratio = f"{expected / sent[kind]:.3f}" if sent[kind] else "-"
-                    lines.append((name, kind, f"{sent[kind] / MIB:.2f}", f"{expected / MIB:.2f}", ratio))
-            found.setdefault("traffic", {})[name] = {"counted": dict(sent), "formula": formula}
-        print(table(("mesh", "operation", "MiB sent", "formula", "ratio"), lines), flush=True)
+            counted, formula = counted_traffic(short, sequences, sharding), expected_traffic(short, sharding)
+            lines += [
+                (name, dimension, f"{counted[dimension] / MIB:.2f}", f"{formula[dimension] / MIB:.2f}")
+                for dimension in counted | formula
+            ]
+            found.setdefault("traffic", {})[name] = {"counted": counted, "formula": formula}
+        print(table(("mesh", "dimension", "MiB sent", "formula"), lines), flush=True)
     print(json.dumps({**facts(), **found}))
 
 
