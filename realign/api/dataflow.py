@@ -66,6 +66,12 @@ class RPC:
             )
         self._check_rename()
 
+    @property
+    def own_keys(self) -> frozenset[str]:
+        """Return the names of its inputs and outputs in the interface."""
+        own = {graph: interface for interface, graph in self.rename.items()}
+        return frozenset(own.get(key, key) for key in (*self.inputs, *self.outputs))
+
     def _check_rename(self) -> None:
         """Check that the interface sees unique names, and one name for each key of the graph."""
         declared = (*self.outputs, *self.inputs)

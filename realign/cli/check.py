@@ -27,8 +27,9 @@ from realign.engines.shared_model import shared_roles
 from realign.runtime import Experiment, LocalRuntime
 from realign.runtime.calls import call
 from realign.runtime.checks.auto_memory import decided
-from realign.runtime.checks.before_loading import check_ready, meshes, writable
+from realign.runtime.checks.before_loading import check_ready, writable
 from realign.runtime.checks.device_estimate import DeviceEstimate, estimate, free_memory, longest_prompt, show
+from realign.runtime.checks.meshes import describe_meshes
 from realign.runtime.metrics.samples import show_row, spoken
 from realign.runtime.resume import find_start
 from realign.runtime.run_checkpoints import check_frozen, frozen_weights, restore
@@ -110,7 +111,7 @@ def preflight(experiment: Experiment, console: Console) -> None:
     say("\nGraph\n" + to_text(experiment.graph, shared_roles(experiment.models)))
     say("Disk\n  " + disk_line(experiment.output_dir))
     say("\nDevices\n  " + devices_line())
-    for role, mesh in meshes(experiment).items():
+    for role, mesh in describe_meshes(experiment).items():
         say(f"  {role}: {mesh}")
     free = cache(free_memory)  # also of the second estimate: the memory before the models are loaded
     settled = decided(experiment, free)

@@ -44,7 +44,7 @@ def plan(args: argparse.Namespace, words: Sequence[str]) -> int:
         options = with_measured_lengths(options, steps, load)
         load = workload_of(experiment, options)
         cluster = calibrated(Cluster(options, options.described_device()), load, steps)
-    result = search(load, cluster, servers=True)
+    result = search(load, cluster, servers=load.servers)
 
     def say(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from realign.engines.distributed.sharding import divide_layers
+from realign.engines.distributed.sharding import divide_layers, sizes_for_stages
 from realign.engines.files.model_folder import quiet_transformers
 from realign.engines.network.heads import Head, is_encoder_decoder
 from realign.engines.network.trains import All, Trained
@@ -41,6 +42,8 @@ class ModelShape:
     adapters: int
     """Weights of the adapters."""
     layers: int
+    sizes: tuple[int, ...]
+    """Weights of each layer by which stages are divided; see `sizes_for_stages`."""
     hidden: int
     queries: int
     """Query heads times head size."""
@@ -125,11 +128,7 @@ class ModelShape:
 
     def stages(self, n: int) -> list[range]:
         """Return the layers of each stage of a pipeline."""
-        sizes = [self.layer] * self.layers
-        head = self.words * self.hidden
-        sizes[0] += self.embeddings if self.tied or not self.words else self.embeddings - head
-        sizes[-1] += head
-        return divide_layers(sizes, n)
+        return divide_layers(self.sizes, n)
 
 
 def read_shape(
@@ -147,11 +146,34 @@ def read_shape(
     Raises:
         OSError: the config cannot be read.
     """
+    config = _read_config(path, head, trust_remote_code=trust_remote_code)
+    return shape_of(config, head, trust_remote_code=trust_remote_code, trains=trains, trainable=trainable, path=path)
+
+
+def without_memory(path: str, head: Head, *, trust_remote_code: bool, trains: Trained) -> Any:
+    """Return the model in a folder or hub repository, prepared to train, on the meta device.
+
+    Raises:
+        OSError: the config cannot be read.
+    """
+    config = _read_config(path, head, trust_remote_code=trust_remote_code)
+    with _on_meta():
+        module = head.auto_class(config).from_config(config, trust_remote_code=trust_remote_code, dtype=torch.float32)
+        trains.prepare(module, path=path, seed=0)
+    return module
+
+
+def _read_config(path: str, head: Head, *, trust_remote_code: bool) -> Any:
     from transformers import AutoConfig
 
     labels = {"num_labels": 1} if head.is_scalar else {}
-    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **labels)
-    return shape_of(config, head, trust_remote_code=trust_remote_code, trains=trains, trainable=trainable, path=path)
+    return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **labels)
+
+
+@contextmanager
+def _on_meta() -> Iterator[None]:
+    with torch.random.fork_rng(devices=[]), torch.device("meta"), quiet_transformers():
+        yield
 
 
 def shape_of(
@@ -164,7 +186,7 @@ def shape_of(
     path: str = "",
 ) -> ModelShape:
     """Return the sizes of the model with this transformers config; see `read_shape`."""
-    with torch.random.fork_rng(devices=[]), torch.device("meta"), quiet_transformers():
+    with _on_meta():
         kind = head.auto_class(config)
         module = kind.from_config(config, trust_remote_code=trust_remote_code, dtype=torch.float32)
         # Counted before `prepare`, which adds adapters.
@@ -194,6 +216,7 @@ def shape_of(
         trained=trained,
         adapters=sum(p.numel() for p in module.parameters()) - loaded,
         layers=len(layers) if pair else text.num_hidden_layers,
+        sizes=tuple(sizes_for_stages(module, layers)),
         hidden=text.hidden_size,
         queries=queries * size,
         keys=(getattr(text, "num_key_value_heads", None) or queries) * size,
@@ -252,4 +275,4 @@ def _mlp_tensors(config: Any, layers: nn.Module) -> int:
     return 2 if len(matrices) == 2 and getattr(config, "activation_function", None) not in PYTHON_ACTIVATIONS else 4
 
 
-__all__ = ["ModelShape", "read_shape", "shape_of"]
+__all__ = ["ModelShape", "read_shape", "shape_of", "without_memory"]

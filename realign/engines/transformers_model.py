@@ -43,6 +43,7 @@ from realign.errors import ConfigError, SettingsError
 from realign.settings import Auto, Settings
 
 if TYPE_CHECKING:
+    from realign.engines.distributed.divisions import Divisions
     from realign.engines.memory import MemoryModel
     from realign.engines.training.transformers_engine import TransformersEngine
 
@@ -162,7 +163,7 @@ class TransformersModel(Settings, ModelSpec):
         """Estimate the memory from the config of the model.
 
         Raises:
-            ConfigError: the config cannot be read, or its attention heads cannot be divided among the ranks.
+            ConfigError: the config cannot be read.
         """
         return self.memory_model(name, pick_device(self.device), work.ranks).estimate(work)
 
@@ -171,8 +172,7 @@ class TransformersModel(Settings, ModelSpec):
         from realign.engines.memory import MemoryModel
         from realign.engines.model_shape import read_shape
 
-        adapter = self._find_adapter(name)
-        path = self.path if adapter is None else adapter.base
+        path = self._base_path(name)
         with readable(f"models.{name}: cannot read the config in {path!r}"):
             shape = read_shape(
                 path,
@@ -181,9 +181,6 @@ class TransformersModel(Settings, ModelSpec):
                 trains=self.trains,
                 trainable=self.optimizer is not None,
             )
-        if ranks > 1:
-            self.sharding.check_heads(name, shape.heads)
-            self.sharding.check_layers(name, shape.layers)
         value_head = self._value_head
         settings = self._settings(device).allowed(load_balancing=self.load_balancing is not None)
         # As in the engine: passes run one after another on several ranks, and with a value head that has layers (ADR
@@ -209,6 +206,30 @@ class TransformersModel(Settings, ModelSpec):
             tensor=self.sharding.tensor if ranks > 1 else 1,
             expert=self.sharding.expert if ranks > 1 else 1,
         )
+
+    def divisions(self, name: str, *, replays: bool) -> Divisions:
+        """Return what decides whether ranks can divide the model, from its config.
+
+        Args:
+            name: the role, for messages.
+            replays: whether the role replays choices of experts.
+
+        Raises:
+            ConfigError: the config cannot be read.
+        """
+        from realign.engines.distributed.divisions import Divisions
+        from realign.engines.model_shape import without_memory
+
+        path = self._base_path(name)
+        with readable(f"models.{name}: cannot read the config in {path!r}"):
+            module = without_memory(path, self.head, trust_remote_code=self.trust_remote_code, trains=self.trains)
+        value_layers = 0 if self._value_head is None else self._value_head.layers
+        return Divisions(name, module, self.trains, value_layers, self.torch_compile.compiles, replays, self.optimizer)
+
+    def _base_path(self, name: str) -> str:
+        """Return the folder or hub name of the model, which is another one than `path` for an adapter."""
+        adapter = self._find_adapter(name)
+        return self.path if adapter is None else adapter.base
 
     @property
     def checkpoints(self) -> bool:

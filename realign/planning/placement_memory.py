@@ -64,14 +64,13 @@ def _work(
     """Return the largest calls of a role on one rank."""
     calls = [call for call in load.calls if call.role == role.name]
     ranks = placement.data_ranks(group)
-    steps = max((call.optimizer_steps for call in calls), default=0)
-    optimized = load.tokens * load.epochs / max(1, steps) / ranks
+    parts = min((call.minibatches for call in calls if call.optimizer_steps), default=1) * ranks
     return MemoryWork(
-        trains=steps > 0,
+        trains=any(call.optimizer_steps for call in calls),
         scores=any(not call.optimizer_steps for call in calls),
         samples=placement.sampling is Sampling.trainer and role.name == load.sampled,
         tokens=math.ceil(load.tokens_per_pass(ranks)),
-        optimizer_step_tokens=math.ceil(optimized),
+        optimizer_step_tokens=math.ceil(load.tokens / parts),
         prompts=math.ceil(load.work.batch_prompts / ranks),
         sequences=math.ceil(load.sequences / ranks),
         prompt=math.ceil(load.longest_prompt),

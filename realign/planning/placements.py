@@ -8,7 +8,6 @@ from enum import StrEnum
 from itertools import product
 
 from realign.engines.memory import MemoryModel
-from realign.engines.model_shape import ModelShape
 from realign.planning.options import DeviceKind, PlanOptions
 from realign.planning.workload import Workload
 
@@ -155,36 +154,31 @@ def widths(devices: int, options: PlanOptions) -> list[int]:
 
 
 def meshes(groups: Sequence[PlannedGroup], load: Workload, options: PlanOptions) -> list[PlannedMesh]:
-    """Return the meshes of a single group of roles; roles on separate devices only divide their weights.
+    """Return the meshes that the launch accepts. Roles on separate devices only divide their weights.
 
     Ranks that compute a sequence or a layer together, or exchange tokens for experts, are in one node. Weights are
-    replicated over nodes, over all ranks, or not at all; or each node has some of the layers.
+    replicated over nodes, over all ranks, or not at all. In a pipeline, each node has one stage or several.
     """
-    devices, shapes = groups[0].devices, [role.model.shape for role in load.roles.values()]
-    if len(groups) > 1:
-        return [PlannedMesh()]
-    possible = []
+    possible = [PlannedMesh()] if len(groups) > 1 else _possible(groups[0].devices, options)
+    return [
+        mesh
+        for mesh in possible
+        if all(load.accepts(role, group.devices, tuple(vars(mesh).items())) for group in groups for role in group.roles)
+    ]
+
+
+def _possible(devices: int, options: PlanOptions) -> Iterator[PlannedMesh]:
+    nodes = _nodes(devices, options)
     for context, tensor, expert in product(widths(devices, options), repeat=3):
         inside = context * tensor * expert
         if devices % inside or inside > options.devices_per_node:
             continue
-        if all(_divides(shape, context, tensor, expert) for shape in shapes):
-            nodes = _nodes(devices, options)
-            copies = sorted({1, nodes, devices // inside})
-            possible += [PlannedMesh(n, context, tensor, expert) for n in copies if devices // inside % n == 0]
-            if 1 < nodes <= min(shape.layers for shape in shapes) and devices % (nodes * inside) == 0:
-                possible.append(PlannedMesh(1, context, tensor, expert, nodes))
-    return possible
-
-
-def _divides(shape: ModelShape, context: int, tensor: int, expert: int) -> bool:
-    """Return whether ranks can divide the heads and the experts of a model."""
-    kv_heads = shape.keys * shape.heads // shape.queries
-    if shape.heads % (context * tensor) or kv_heads % tensor:
-        return False
-    if not shape.experts:
-        return expert == 1
-    return shape.experts % (tensor * expert) == 0
+        for copies in sorted({1, nodes, devices // inside}):
+            if devices // inside % copies == 0:
+                yield PlannedMesh(copies, context, tensor, expert)
+        for stages in (nodes * width for width in widths(devices // nodes, options)):
+            if stages > 1 and devices % (stages * inside) == 0:
+                yield PlannedMesh(1, context, tensor, expert, stages)
 
 
 def groupings(load: Workload, devices: int) -> Iterator[tuple[PlannedGroup, ...]]:
@@ -227,8 +221,12 @@ def overrides(placement: PlannedPlacement, load: Workload, options: PlanOptions,
     """
     words = _runtime_words(placement, options)
     roles = [role for group in placement.groups for role in group.roles if load.roles[role].configured]
-    sizes = {name: size for name, size in vars(placement.mesh).items() if size > 1}
-    words += [f"models.{role}.sharding.{name}={size}" for role in roles for name, size in sizes.items()]
+    words += [
+        f"models.{role}.sharding.{name}={size}"
+        for role in roles
+        for name, size in vars(placement.mesh).items()
+        if size != getattr(load.roles[role].sharding, name)
+    ]
     if placement.sampling is Sampling.servers:
         words += _server_words(placement, f"models.{load.sampled}.sampler", server)
     if placement.max_staleness is None:

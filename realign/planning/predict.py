@@ -211,17 +211,14 @@ def collectives_s(placement: PlannedPlacement, load: Workload, cluster: Cluster)
         group = next(group for group in placement.groups if call.role in group.roles)
         if group.devices > 1:
             collectives += (
-                _gathers(call, load)
-                * microbatches(group, placement, load)
+                GATHERS[call.optimizer_steps > 0]
+                * microbatches(call, group, placement, load)
+                * call.minibatches
+                * call.epochs
                 * load.roles[call.role].network.layers
                 / placement.mesh.pipeline
             )
     return collectives * cluster.device.assumed.collective_s
-
-
-def _gathers(call: CallLoad, load: Workload) -> int:
-    """Return how often a call gathers or reduces each layer for one micro-batch."""
-    return GATHERS[True] * load.epochs if call.optimizer_steps else GATHERS[False]
 
 
 def _needs_proximal(placement: PlannedPlacement, load: Workload) -> bool:
@@ -229,10 +226,10 @@ def _needs_proximal(placement: PlannedPlacement, load: Workload) -> bool:
     return bool(placement.max_staleness) and not load.corrects_staleness
 
 
-def microbatches(group: PlannedGroup, placement: PlannedPlacement, load: Workload) -> int:
-    """Return the number of micro-batches of a pass over the batch."""
-    ranks = placement.data_ranks(group)
-    return math.ceil(load.tokens / ranks / load.tokens_per_pass(ranks))
+def microbatches(call: CallLoad, group: PlannedGroup, placement: PlannedPlacement, load: Workload) -> int:
+    """Return the number of micro-batches of a rank in an optimizer step, or of the batch in a call without one."""
+    parts = placement.data_ranks(group) * call.minibatches
+    return math.ceil(load.tokens / parts / load.tokens_per_pass(parts))
 
 
 def pass_traffic(call: CallLoad, group: PlannedGroup, placement: PlannedPlacement, load: Workload) -> Traffic:
@@ -243,7 +240,7 @@ def pass_traffic(call: CallLoad, group: PlannedGroup, placement: PlannedPlacemen
     # `auto` recomputes where memory is scarce, which is where ranks compute a sequence together
     checkpoints = role.model.gradient_checkpointing or role.auto.checkpoints
     model = replace(placement.meshed(role.model), gradient_checkpointing=checkpoints)
-    tokens = load.tokens_per_pass(placement.data_ranks(group))
+    tokens = load.tokens_per_pass(placement.data_ranks(group) * call.minibatches)
     return traffic(model, group.devices, tokens, trains=call.optimizer_steps > 0)
 
 
@@ -254,7 +251,7 @@ def step_traffic(placement: PlannedPlacement, load: Workload) -> float:
     for call in load.calls:
         if call.role in group.roles:
             sent = sum(vars(pass_traffic(call, group, placement, load)).values())
-            total += sent * microbatches(group, placement, load) * (load.epochs if call.optimizer_steps else 1)
+            total += sent * microbatches(call, group, placement, load) * call.minibatches * call.epochs
     return total
 
 
@@ -271,7 +268,7 @@ def token_s(
     if group.devices == 1:
         return compute_s
     ranks, sent = placement.data_ranks(group), pass_traffic(call, group, placement, load)
-    tokens = load.tokens_per_pass(ranks) / (load.epochs if call.optimizer_steps else 1)
+    tokens = load.tokens_per_pass(ranks * call.minibatches) / call.epochs
 
     def seconds(size: float, span: int) -> float:
         """Return the seconds of a transfer among ranks of which the farthest are `span` ranks apart."""
@@ -283,10 +280,7 @@ def token_s(
     inside_s = seconds(sent.context, together) + seconds(sent.tensor, mesh.tensor)
     inside_s += seconds(sent.expert, together * mesh.expert)
     inside_s += seconds(sent.pipeline, group.devices) if mesh.pipeline > 1 else 0.0
-    # the pipeline fills and drains in each optimizer step
-    passes = microbatches(group, placement, load)
-    if call.optimizer_steps:
-        passes = max(1, round(passes * load.epochs / call.optimizer_steps))
+    passes = microbatches(call, group, placement, load)  # the pipeline fills and drains in each optimizer step
     waits = (passes + mesh.pipeline - 1) / passes
     return waits * (max(compute_s / (together * mesh.pipeline), weights_s) + inside_s) / ranks
 

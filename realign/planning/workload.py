@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
+from typing import Any, TypeAlias
 
 import torch
 
-from realign.engines import All, DType, InProcessSampling, Lora, TopLayers, TransformersModel
+from realign.engines import All, DType, InProcessSampling, Lora, Sharding, TopLayers, TransformersModel
 from realign.engines.files.adapters import find_adapter
 from realign.engines.files.model_folder import check_path, quiet_transformers, readable
 from realign.engines.memory import MemoryModel
@@ -16,6 +18,7 @@ from realign.engines.network.heads import is_encoder_decoder
 from realign.errors import ConfigError
 from realign.planning.options import DeviceKind, PlanOptions
 from realign.planning.simulator import NetworkSizes, Tail, Work
+from realign.runtime.checks.meshes import MeshChecks
 from realign.runtime.experiment import Experiment
 from realign.settings import Auto
 
@@ -23,6 +26,8 @@ FORWARD = 2.0
 """Floating-point operations per weight and token of a forward pass."""
 BACKWARD = 4.0
 """Floating-point operations per weight and token of a backward pass; half of them are for gradients of weights."""
+MeshSizes: TypeAlias = tuple[tuple[str, int], ...]
+"""Dimensions of a mesh, by name."""
 LORA_FRACTION = 0.01
 """Assumed fraction of trained weights with LoRA."""
 
@@ -48,6 +53,8 @@ class RoleLoad:
     trained: float = 0.0
     """Fraction of the weights that train; 0 for a frozen model."""
     auto: AutoMemory = AutoMemory()
+    sharding: Sharding = field(default_factory=Sharding)
+    """The mesh in the config."""
     configured: bool = True
     """Whether the config has a node for it. Roles added by default copy the settings of another role."""
 
@@ -64,6 +71,13 @@ class CallLoad:
     optimizer_steps: int = 0
     after: tuple[str, ...] = ()
     """Calls that it waits for."""
+    epochs: int = 1
+    """Passes over the batch."""
+
+    @property
+    def minibatches(self) -> int:
+        """Return the number of parts of the batch with an optimizer step each; 1 without optimizer steps."""
+        return max(1, self.optimizer_steps // self.epochs)
 
 
 @dataclass(frozen=True)
@@ -87,10 +101,18 @@ class Workload:
     """Setting `max_slots` of the in-process sampler."""
     cache_fraction: float = InProcessSampling.cache_fraction
     """Setting `cache_fraction` of the in-process sampler."""
-    epochs: int = 1
     corrects_staleness: bool = True
     correction_key: str | None = None
     """Config key that enables the correction of stale samples; None if the interface has no such field."""
+    servers: bool = True
+    """Whether servers return what the algorithm records. They don't return choices of experts."""
+    accepts: Callable[[str, int, MeshSizes], bool] = lambda role, ranks, mesh: True
+    """Whether the launch accepts a number of ranks of a role, with these sizes of its mesh by name."""
+
+    @property
+    def epochs(self) -> int:
+        """Return the largest number of epochs of a training call."""
+        return max(call.epochs for call in self.calls)
 
     @property
     def sequences(self) -> int:
@@ -102,9 +124,9 @@ class Workload:
         """Return the tokens of the longest response."""
         return math.ceil(self.work.lengths.most)
 
-    def tokens_per_pass(self, ranks: int) -> float:
-        """Return the tokens of a micro-batch if this many ranks have different prompts."""
-        return min(self.budget, self.tokens / ranks)
+    def tokens_per_pass(self, parts: int) -> float:
+        """Return the tokens of a micro-batch of one of several parts of the batch."""
+        return min(self.budget, self.tokens / parts)
 
     @property
     def tokens(self) -> float:
@@ -133,8 +155,7 @@ def workload_of(experiment: Experiment, options: PlanOptions) -> Workload:
     assert isinstance(spec, TransformersModel)  # `_role` has checked it
     corrects = any(experiment.interfaces[rpc.model].plan().corrects_staleness for rpc in graph.order)
     own = spec.sampler if isinstance(spec.sampler, InProcessSampling) else InProcessSampling()
-    correctable = any(field.name == "correction" for field in fields(interface))  # type: ignore[arg-type]
-    training = [experiment.interfaces[rpc.model].plan() for rpc in graph.order if rpc.method == "train_step"]
+    correctable = any(setting.name == "correction" for setting in fields(interface))  # type: ignore[arg-type]
     return Workload(
         # Each further sampling call, such as the greedy baseline of ReMax, adds one response per prompt.
         work=_work(experiment, options, (plan.responses_per_prompt or 1) + len(sampling) - 1, lead),
@@ -148,10 +169,29 @@ def workload_of(experiment: Experiment, options: PlanOptions) -> Workload:
         budget=experiment.microbatch.max_tokens_per_microbatch or 2**62,
         max_slots=own.max_slots,
         cache_fraction=own.cache_fraction,
-        epochs=max(trained.epochs for trained in training),
         corrects_staleness=corrects,
         correction_key=f"interfaces.{lead}.correction" if correctable else None,
+        servers=plan.generation is None or not plan.generation.router_replay,
+        accepts=_accepts(experiment, roles),
     )
+
+
+def _accepts(experiment: Experiment, roles: Mapping[str, RoleLoad]) -> Callable[[str, int, MeshSizes], bool]:
+    checks = MeshChecks(experiment)
+
+    @cache
+    def accepts(role: str, ranks: int, mesh: MeshSizes) -> bool:
+        load = roles[role]
+        if ranks > 1 and load.model.shape.unpacked:
+            return False
+        sizes: dict[str, Any] = dict(mesh)
+        try:
+            checks.check(role, replace(load.sharding, **sizes), ranks)
+        except ConfigError:
+            return False
+        return True
+
+    return accepts
 
 
 def _work(experiment: Experiment, options: PlanOptions, group: int, lead: str) -> Work:
@@ -176,12 +216,12 @@ def _calls(experiment: Experiment, roles: Mapping[str, RoleLoad], own_calls: set
         if rpc.name not in own_calls or rpc.method in ("generate", "credit"):
             continue
         role, plan = experiment.owner_of(rpc.model), experiment.interfaces[rpc.model].plan()
-        operations, steps = FORWARD, 0
+        operations, steps, epochs = FORWARD, 0, 1
         if rpc.method == "train_step":
             # Gradients of activations go through all layers; those of weights are needed for trained ones only.
             partly = BACKWARD / 2 * (1 + roles[role].trained)
-            operations, steps = plan.epochs * (FORWARD + partly), plan.optimizer_steps
-        loads.append(CallLoad(rpc.name, role, operations, steps, tuple(graph.edges[rpc.name])))
+            operations, steps, epochs = plan.epochs * (FORWARD + partly), plan.optimizer_steps, plan.epochs
+        loads.append(CallLoad(rpc.name, role, operations, steps, tuple(graph.edges[rpc.name]), epochs))
     return loads
 
 
@@ -210,7 +250,7 @@ def _role(experiment: Experiment, role: str, device: DeviceKind) -> RoleLoad:
         number_bytes=model.dtype.itemsize,
     )
     auto = AutoMemory(spec.sharding.keep_rollout is Auto.auto, spec.gradient_checkpointing is Auto.auto)
-    return RoleLoad(role, network, model, trained, auto, configured=role not in experiment.filled_roles)
+    return RoleLoad(role, network, model, trained, auto, spec.sharding, configured=role not in experiment.filled_roles)
 
 
 def _memory_model(role: str, spec: TransformersModel, device: DeviceKind) -> MemoryModel:

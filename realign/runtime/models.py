@@ -203,8 +203,7 @@ def check_models_replay(graph: DataflowGraph, models: Mapping[str, Model]) -> No
         ConfigError: a model is dense, its family is not supported, or an engine has no sampling masks.
     """
     for rpc in graph.rpcs:
-        own = {theirs: ours for ours, theirs in rpc.rename.items()}
-        keys = {own.get(key, key) for key in (*rpc.inputs, *rpc.outputs)}
+        keys = rpc.own_keys
         if rpc.model not in models or not keys & {ROUTER_EXPERTS, SAMPLING_MASK}:
             continue
         capabilities = models[rpc.model].engine.capabilities()

@@ -26,6 +26,7 @@ SHAPE = ModelShape(
     trained=100,
     adapters=0,
     layers=5,
+    sizes=(20, 20, 20, 20, 20),
     hidden=10,
     queries=8,
     keys=8,

@@ -154,9 +154,9 @@ def test_meshes_divide_the_devices_and_the_heads_and_replicate_over_nodes_or_all
         }
 
     assert of(1, 1) == {(1, 1, 1, 1, 1)}
-    assert of(2, 1) == {(1, 1, 1, 1, 1), (2, 1, 1, 1, 1), (1, 2, 1, 1, 1), (1, 1, 2, 1, 1)}
+    assert of(2, 1) == {(1, 1, 1, 1, 1), (2, 1, 1, 1, 1), (1, 2, 1, 1, 1), (1, 1, 2, 1, 1), (1, 1, 1, 1, 2)}
     in_a_node = {(1, 2, 1, 1, 1), (2, 2, 1, 1, 1), (1, 1, 2, 1, 1), (2, 1, 2, 1, 1)}
-    stages = {(1, 1, 1, 1, 2), (1, 2, 1, 1, 2), (1, 1, 2, 1, 2)}  # one of each node
+    stages = {(1, 1, 1, 1, 2), (1, 2, 1, 1, 2), (1, 1, 2, 1, 2), (1, 1, 1, 1, 4)}  # one of each node, or two
     assert of(4, 2) == {(1, 1, 1, 1, 1), (2, 1, 1, 1, 1), (4, 1, 1, 1, 1), *in_a_node, *stages}
     assert {(context, tensor) for _, context, tensor, *_ in of(16, 2)} == {(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)}
     apart = (PlannedGroup(("actor",), 2), PlannedGroup(("ref",), 2))

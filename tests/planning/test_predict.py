@@ -8,7 +8,17 @@ import pytest
 
 from realign.planning.options import PlanOptions
 from realign.planning.placements import PlannedGroup, PlannedMesh, PlannedPlacement, Sampling
-from realign.planning.predict import Cluster, Scale, costs_of, engines, microbatches, predict, schedule, token_s
+from realign.planning.predict import (
+    Cluster,
+    Scale,
+    collectives_s,
+    costs_of,
+    engines,
+    microbatches,
+    predict,
+    schedule,
+    token_s,
+)
 from realign.planning.simulator import Costs
 from tests.planning.cluster import CLUSTER, DEVICE, LOAD, NETWORK
 
@@ -131,12 +141,22 @@ def test_asynchronous_rollout_takes_the_time_of_its_slower_half():
 def test_a_pipeline_fills_and_drains_in_each_optimizer_step():
     group = replace(TOGETHER, devices=2)
     placement = PlannedPlacement((group,), mesh=PlannedMesh(pipeline=2))
-    load = replace(LOAD, budget=int(LOAD.tokens) // 4)
-    assert microbatches(group, placement, load) == 4
+    load = replace(LOAD, budget=48)  # of 240 tokens
+    train = load.calls[1]
+    # (m + p - 1) / m of the time, with m micro-batches in an optimizer step and p = 2 stages
+    for minibatches, passes in ((1, 5), (2, 3), (4, 2), (5, 1), (8, 1)):
+        for epochs in (1, 3):
+            call = replace(train, optimizer_steps=minibatches * epochs, epochs=epochs, operations=6.0 * epochs)
+            assert call.minibatches == minibatches
+            assert microbatches(call, group, placement, load) == passes
+            expected = (passes + 1) / passes * epochs * 6 * 100 / 50 / 2
+            assert token_s(call, group, placement, load, CLUSTER) == pytest.approx(expected)
 
-    def waiting(steps: int) -> float:
-        return token_s(replace(load.calls[1], optimizer_steps=steps), group, placement, load, CLUSTER)
 
-    assert load.epochs == 1
-    assert waiting(1) / waiting(4) == pytest.approx((5 / 4) / (2 / 1))
-    assert waiting(2) / waiting(4) == pytest.approx((3 / 2) / (2 / 1))
+def test_every_optimizer_step_gathers_the_layers_for_each_of_its_micro_batches():
+    placement = PlannedPlacement((replace(TOGETHER, devices=2),))
+    train = replace(LOAD.calls[1], optimizer_steps=6, epochs=2)  # three mini-batches of 80 tokens
+    load = replace(LOAD, budget=30, calls=(train,))  # a rank has 40 of them: two micro-batches
+    assert collectives_s(placement, load, CLUSTER) == pytest.approx(0.5 * 5 * 3 * 2 * 6)
+    call = replace(train, optimizer_steps=2)  # 120 tokens on a rank: four micro-batches
+    assert collectives_s(placement, replace(load, calls=(call,)), CLUSTER) == pytest.approx(0.5 * 5 * 3 * 4 * 2)

@@ -34,14 +34,29 @@ def experts_of(module: Any, layers: nn.ModuleList) -> dict[str, Any]:
     return {name: part for name, part in layers.named_modules() if any(matches(path, name) for path in owners)}
 
 
-def divide_experts(
-    key: str, experts: Any, ranks: DeviceMesh, tensor: DeviceMesh, host: Host, *, adapted: bool
-) -> list[str]:
-    """Leave each rank its experts of a layer, and let the layer exchange rows with the other ranks.
+def check_experts(key: str, total: int, ranks: int, *, adapted: bool) -> None:
+    """Check that ranks can divide the experts of a layer.
 
     Args:
         key: the setting that divides the experts, for messages.
-        experts: the part of a layer that contains the experts.
+        total: number of experts.
+        ranks: number of ranks.
+        adapted: whether the experts have LoRA adapters.
+
+    Raises:
+        ConfigError: they can't.
+    """
+    if total % ranks:
+        raise ConfigError(f"{key}: {ranks} ranks divide the experts of a layer, but it has {total}.")
+    if adapted and ranks == total:  # peft would take the weights of one expert for those of a plain layer
+        raise ConfigError(f"{key}: LoRA needs at least two experts on each rank, but {ranks} ranks divide {total}.")
+
+
+def divide_experts(experts: Any, ranks: DeviceMesh, tensor: DeviceMesh, host: Host, *, adapted: bool) -> list[str]:
+    """Leave each rank its experts of a layer, and let the layer exchange rows with the other ranks.
+
+    Args:
+        experts: the part of a layer that contains the experts, which `check_experts` accepts.
         ranks: the ranks that divide them.
         tensor: those among them that compute the layer together.
         host: agrees on numbers of rows.
@@ -49,16 +64,9 @@ def divide_experts(
 
     Returns:
         Names of parameters that every rank has in full, and whose gradient is summed over `ranks`.
-
-    Raises:
-        ConfigError: the number of experts is not a multiple of the number of ranks.
     """
-    total, n = experts.num_experts, ranks.size()
-    own = total // n
-    if total % n:
-        raise ConfigError(f"{key}: {n} ranks divide the experts of a layer, but it has {total}.")
-    if adapted and own == 1:  # peft then takes their weights for those of a plain layer
-        raise ConfigError(f"{key}: LoRA needs at least two experts on each rank, but {n} ranks divide {total}.")
+    total = experts.num_experts
+    own = total // ranks.size()
     base = experts.get_base_layer() if adapted else experts
     for name, p in list(base.named_parameters(recurse=False)):
         setattr(base, name, divide(p, ranks))

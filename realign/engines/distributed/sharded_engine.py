@@ -32,11 +32,12 @@ from realign.api.sample import TOKENS, SequenceSample, Shards, shard
 from realign.api.seeds import derive_seed
 from realign.api.stats import Stats, keep_traces, merge_stats, on_host, with_responses
 from realign.engines.distributed.consistency import check_same_batch, check_same_weights
+from realign.engines.distributed.divisions import check_elementwise
 from realign.engines.distributed.pipeline_parallel import one_forward_one_backward
 from realign.engines.distributed.ranks import current
 from realign.engines.distributed.sharded_network import ShardedNetwork
 from realign.engines.distributed.sharded_state import ShardedSaver, ShardedState
-from realign.engines.distributed.sharding import Sharding, is_part, part_of
+from realign.engines.distributed.sharding import Sharding, check_reference, is_part, part_of
 from realign.engines.files.unread import Unread
 from realign.engines.host import Host
 from realign.engines.network.network import Network
@@ -164,11 +165,7 @@ class ShardedEngine(TransformersEngine):
         Raises:
             ConfigError: the model has no adapters.
         """
-        if not self.network.trains.only_adds:
-            raise ConfigError(
-                f"models.{self.name}.trains={self.network.trains}: branch=reference of a sharded model requires "
-                f"trains=lora. Set models.{self.name}.trains=lora, or use a separate model as the reference."
-            )
+        check_reference(self.name, self.network.trains)
         return partial(self._forward_part, run=self.network.reference(layers))
 
     @property
@@ -427,16 +424,8 @@ class ShardedStepper(Stepper):
     """A stepper over the shards of one rank. The gradient norm is taken over all ranks."""
 
     def __init__(self, name: str, spec: OptimizerSpec, network: ShardedNetwork, host: Host) -> None:
-        if not spec.elementwise:
-            raise ConfigError(
-                f"models.{name}.optimizer={spec.label}: it updates whole weights or blocks of them, but each process "
-                f"has only shards. Use one process, or an optimizer that works element by element, such as AdamW."
-            )
-        if stages := network.untrained_stages():
-            raise ConfigError(
-                f"models.{name}.sharding.pipeline={network.stages}: no weight of stage {stages[0]} trains with "
-                f"trains={network.trains}. Remove this key, or set models.{name}.trains=lora."
-            )
+        check_elementwise(name, spec)
+        network.check_trained()
         super().__init__(name, spec, network.owned(), host=host)
         self._network = network
 

@@ -26,11 +26,12 @@ from realign.api.microbatch import MicroBatchSpec
 from realign.api.sample import TOKENS, SequenceSample
 from realign.engines.distributed.consistency import check_same_slices
 from realign.engines.distributed.context_parallel import Ulysses, summed
+from realign.engines.distributed.divisions import Divisions, check_trained_stages, no_replay
 from realign.engines.distributed.expert_parallel import divide_experts, experts_of
 from realign.engines.distributed.mesh import Mesh
 from realign.engines.distributed.pipeline_parallel import Cut, PartOfStage, Stage, first_rank, in_stages
-from realign.engines.distributed.sharding import Sharding, divide_layers, from_slice, slices_of, whole
-from realign.engines.distributed.tensor_parallel import split_layers, split_vocabulary
+from realign.engines.distributed.sharding import Sharding, from_slice, slices_of, whole
+from realign.engines.distributed.tensor_parallel import split_layers, split_styles, split_vocabulary
 from realign.engines.files.unread import Unread
 from realign.engines.host import Host
 from realign.engines.network.branches import read_stack
@@ -38,7 +39,7 @@ from realign.engines.network.heads import read_body
 from realign.engines.network.kernels import CONTEXT
 from realign.engines.network.network import Network
 from realign.engines.network.output import RowsOfRank, ScalarHead
-from realign.engines.network.passes import Layout, Passes, rewrites_rope
+from realign.engines.network.passes import Layout, Passes
 from realign.engines.network.probe import TOLERANCE, probe_divided, probe_stages
 from realign.engines.network.settings import NetworkSettings
 from realign.engines.network.trains import adapted_layers
@@ -95,11 +96,6 @@ class ShardedNetwork(Network):
             raise ConfigError(
                 f"models.{name}.sharding: torch {torch.__version__} is too old. Install torch 2.13 or later."
             )
-        if sharding.pipeline > 1 and settings.torch_compile.compiles:
-            raise ConfigError(
-                f"models.{name}.sharding.pipeline={sharding.pipeline}: not supported with torch_compile. Set "
-                f"models.{name}.torch_compile=off."
-            )
         super().__init__(name, module, settings, value_head, probed, host)
         self.images = None  # its vision layers would run outside the FSDP root
         if self.unpacked is not None:
@@ -107,6 +103,9 @@ class ShardedNetwork(Network):
                 f"models.{name}.sharding: requires a model that can run packed. {self.unpacked.reason.rstrip('.')}. "
                 "Use one process."
             )
+        branch = 0 if value_head is None else value_head.spec.layers
+        divisions = Divisions(name, module, self.trains, branch, settings.torch_compile.compiles)
+        divisions.check(sharding, dist.get_world_size())
         layers = read_stack(module).layers
         self.mesh = Mesh.of(name, sharding, self.device, self.host)
         self._check_context(module if probed is None else probed)
@@ -118,7 +117,7 @@ class ShardedNetwork(Network):
         self._heads = [name for name, p in self.named_parameters() if id(p) not in trunk and p.requires_grad]
         self._counts, self._words = super().counts(), super().words
         self._rows = len(module.get_input_embeddings().weight)
-        self.stage, self.placed = self._cut(layers, sharding, module if probed is None else probed)
+        self.stage, self.placed = self._cut(divisions, sharding, module if probed is None else probed)
         self._word_shard: WordShard | None = None
         self._summed: dict[str, DeviceMesh] = {}
         """Weights that ranks have in full and apply to different heads or experts: the gradient is the sum over these
@@ -145,10 +144,6 @@ class ShardedNetwork(Network):
             return
         key = f"models.{self.name}.sharding.context={context.size()}"
         family = f"model family {probed.config.model_type!r}"
-        if rewrites_rope(probed):
-            raise ConfigError(
-                f"{key}: {family} changes its rotary positions for the longest sequence. Remove this key."
-            )
         attend = partial(Ulysses, group=context.get_group())
         try:
             error = probe_divided(probed, attend, context.size(), context.get_local_rank())
@@ -160,41 +155,31 @@ class ShardedNetwork(Network):
                 "mixes tokens. Remove this key."
             )
 
-    def _cut(self, layers: nn.ModuleList, sharding: Sharding, probed: Any) -> tuple[Stage | None, dict[str, Placed]]:
+    def _cut(self, divisions: Divisions, sharding: Sharding, probed: Any) -> tuple[Stage | None, dict[str, Placed]]:
         """Remove the weights of other stages of the pipeline.
 
         Returns:
             The stage of this rank, and all weights of the model by name.
 
         Raises:
-            ConfigError: the layers cannot be divided, or a setting is not supported.
+            ConfigError: the layers of this family cannot be computed apart.
         """
         first: dict[int, str] = {id(p): name for name, p in self.named_parameters()}
         self.names = {name: first[id(p)] for name, p in self.named_parameters(remove_duplicate=False)}
         """The name in `placed` of each weight, which may have another name if it is tied."""
         if self.mesh.pipeline is None:
             return None, {name: _placed(p, [0]) for name, p in self.named_parameters()}
-        sharding.check_layers(self.name, len(layers))
-        key = f"models.{self.name}.sharding.pipeline={sharding.pipeline}"
-        if not probe_stages(probed, in_stages) <= TOLERANCE:  # also for NaN
-            family = f"model family {probed.config.model_type!r}"
-            raise ConfigError(f"{key}: {family} computes other results if its layers are apart. Remove this key.")
-        stage = Stage(self.mesh.pipeline, self.mesh.slices, self._width, self.device)
-        counts = [sum(p.numel() for p in layer.parameters()) for layer in layers]
-        for end, part in ((0, self.module.get_input_embeddings()), (-1, self.module.get_output_embeddings())):
-            counts[end] += 0 if part is None else part.weight.numel()
-        stages = divide_layers(counts, stage.stages)
-        branch = 0 if self.value_head is None else self.value_head.spec.layers
-        if branch > len(stages[-1]):
+        if self.host.most(int(not probe_stages(probed, in_stages) <= TOLERANCE)):  # also for NaN
+            key, family = f"sharding.pipeline={sharding.pipeline}", f"model family {probed.config.model_type!r}"
             raise ConfigError(
-                f"{key}: the last stage has {len(stages[-1])} layers, but the value head of models.{self.name} copies "
-                f"{branch}. Set models.{self.name}.head.value_head.layers to at most {len(stages[-1])}."
+                f"models.{self.name}.{key}: {family} computes other results if its layers are apart. Remove this key."
             )
-        cut = Cut(self, self.module, stages)
+        stage = Stage(self.mesh.pipeline, self.mesh.slices, self._width, self.device)
+        cut = Cut(self, self.module, divisions.stages(stage.stages))
         placed = {name: _placed(p, cut.owners(p)) for name, p in self.named_parameters()}
         cut.drop(stage.index)
         cut.pass_through(stage.index, stage)
-        self.replay, self.no_replay = None, f"{key}: the stages would count changed choices apart."
+        self.replay, self.no_replay = None, no_replay(self.name, sharding)
         return stage, placed
 
     @property
@@ -205,22 +190,17 @@ class ShardedNetwork(Network):
 
     def _divide(self, layers: nn.ModuleList, sharding: Sharding) -> list[nn.Module]:
         """Divide layers and vocabulary by the dimensions `tensor` and `expert`; return the parts with experts."""
-        mesh, divides = self.mesh, sharding.expert > 1
-        key = f"models.{self.name}.sharding." + (
-            f"expert={sharding.expert}" if divides else f"tensor={sharding.tensor}"
-        )
+        mesh = self.mesh
         experts = experts_of(self.module, layers) if mesh.expert.size() > 1 else {}
-        if divides and not experts:
-            family = repr(self.module.config.model_type)
-            raise ConfigError(f"{key}: transformers has no expert plan for model family {family}. Remove this key.")
         adapted = {} if self.trains.adapter_rank is None else adapted_layers(layers)
         above = next(path for path, part in self.named_modules() if part is layers)
         for path, part in experts.items():
-            names = divide_experts(key, part, mesh.expert, mesh.tensor, self.host, adapted=path in adapted)
+            names = divide_experts(part, mesh.expert, mesh.tensor, self.host, adapted=path in adapted)
             self._summed |= {f"{above}.{path}.{name}": mesh.expert for name in names}
         if sharding.tensor > 1:
-            copied = split_layers(self.name, self.module, layers, mesh.tensor, adapted=adapted, experts=experts)
-            self._summed |= {f"{above}.{path}": mesh.tensor for path in copied}
+            split = split_styles(self.name, self.module, layers, sharding.tensor, adapted=adapted, experts=experts)
+            split_layers(layers, mesh.tensor, split)
+            self._summed |= {f"{above}.{path}": mesh.tensor for path in split.copied}
             self._word_shard = split_vocabulary(
                 self.name,
                 self.module,
@@ -324,10 +304,10 @@ class ShardedNetwork(Network):
         ranks = self.mesh.pipeline
         return 0 if ranks is None else first_rank(ranks, ranks.get_local_rank())
 
-    def untrained_stages(self) -> list[int]:
-        """Return the stages without a weight that trains."""
-        train = {stage for placed in self.placed.values() if placed.trained for stage in placed.stages}
-        return [stage for stage in range(self.stages) if stage not in train]
+    def check_trained(self) -> None:
+        """Check that each stage has a weight that trains; see `check_trained_stages` for errors."""
+        trained = [placed.stages for placed in self.placed.values() if placed.trained]
+        check_trained_stages(self.name, self.trains, trained, self.stages)
 
     @property
     def later_stages(self) -> int:

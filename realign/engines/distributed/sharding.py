@@ -6,12 +6,12 @@ Importing this file does not import torch.distributed.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from realign.engines.distributed.ranks import Ranks
 from realign.errors import ConfigError
@@ -19,6 +19,8 @@ from realign.settings import Auto, Count, Settings
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+
+    from realign.engines.network.trains import Trained
 
 
 @dataclass
@@ -95,17 +97,6 @@ class Sharding(Settings):
         """
         _check_divides(role, {"context": self.context, "tensor": self.tensor}, heads, "attention heads")
 
-    def check_layers(self, role: str, layers: int) -> None:
-        """Check that each stage of the pipeline gets a layer of a model.
-
-        Raises:
-            ConfigError: there are more stages than layers.
-        """
-        if self.pipeline > layers:
-            raise ConfigError(
-                f"models.{role}.sharding.pipeline={self.pipeline}: must be at most the number of layers ({layers})"
-            )
-
     @property
     def keeps_rollout(self) -> bool:
         """Whether the copy stays; true while `auto` is undecided."""
@@ -134,6 +125,30 @@ def divide_layers(sizes: Sequence[int], stages: int) -> list[range]:
 
     ends = best(0, stages)[2]
     return [range(start, end) for start, end in zip((0, *ends), ends, strict=False)]
+
+
+def check_reference(role: str, trains: Trained) -> None:
+    """Check that a sharded model can compute its own start, which a `SharedModel` with branch=reference needs.
+
+    Raises:
+        ConfigError: it has no adapters.
+    """
+    if not trains.only_adds:
+        raise ConfigError(
+            f"models.{role}.trains={trains}: branch=reference of a sharded model requires trains=lora. Set "
+            f"models.{role}.trains=lora, or use a separate model as the reference."
+        )
+
+
+def sizes_for_stages(module: Any, layers: Iterable[nn.Module]) -> list[int]:
+    """Return the numbers of weights that decide which layers make a stage.
+
+    The first layer counts with the embeddings, the last one with the head.
+    """
+    sizes = [sum(p.numel() for p in layer.parameters()) for layer in layers]
+    for end, part in ((0, module.get_input_embeddings()), (-1, module.get_output_embeddings())):
+        sizes[end] += 0 if part is None else part.weight.numel()
+    return sizes
 
 
 def _check_divides(role: str, sizes: Mapping[str, int], whole: int, what: str) -> None:

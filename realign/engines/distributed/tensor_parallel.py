@@ -10,7 +10,7 @@ import copy
 import logging
 import re
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -40,16 +40,26 @@ COPIED = "replicated_with_grad_allreduce"
 """Name, in a plan, of a part that every rank stores in full and applies to its own heads."""
 
 
-def split_layers(
+class SplitStyles(NamedTuple):
+    """How to split the linear layers of a model, by name in the list of its layers."""
+
+    styles: dict[str, ParallelStyle]
+    copied: set[str]
+    """Replicated parameters whose gradient is summed over ranks."""
+    columns: dict[str, str]
+    """The linear layers that are split by outputs, each with the part of a layer that contains it."""
+
+
+def split_styles(
     role: str,
     module: Any,
     layers: nn.ModuleList,
-    mesh: DeviceMesh,
+    ranks: int,
     *,
     adapted: Mapping[str, Any],
     experts: Collection[str],
-) -> set[str]:
-    """Split the linear layers in `layers` by the plan that transformers has for the model family.
+) -> SplitStyles:
+    """Return how to split linear layers by the plan that transformers has for the model family.
 
     Norms and scalar heads are replicated on every rank. Packed attention runs on the local heads only.
 
@@ -57,27 +67,23 @@ def split_layers(
         role: role of the model, for messages.
         module: the model.
         layers: its layers.
-        mesh: the ranks that compute a layer together.
+        ranks: number of ranks that compute a layer together.
         adapted: the layers with LoRA adapters, by name in `layers`.
         experts: names in `layers` of the parts that contain experts, which are divided as wholes.
-
-    Returns:
-        Names, in `layers`, of replicated parameters whose gradient is summed over ranks.
 
     Raises:
         ConfigError: the family has no plan, the plan has an unsupported style, or the heads do not divide evenly.
     """
-    key, family = f"models.{role}.sharding.tensor={mesh.size()}", repr(module.config.model_type)
+    key, family = f"models.{role}.sharding.tensor={ranks}", repr(module.config.model_type)
     plan = getattr(module.config, "base_model_tp_plan", None)
     if not plan:
         raise ConfigError(
             f"{key}: transformers has no tensor-parallel plan for model family {family}. Remove this key."
         )
-    _check_divides(key, module.config, mesh.size())
+    _check_divides(key, module.config, ranks)
     inside = tuple(f"{name}." for name in (*adapted, *experts))
     parts: dict[str, object] = {**dict(layers.named_parameters()), **dict(layers.named_modules())}
-    styles: dict[str, ParallelStyle] = {}
-    copied, columns = set(), {}
+    split = SplitStyles({}, set(), {})
     for name, part in parts.items():
         if name in experts or name.startswith(inside):
             continue
@@ -88,31 +94,35 @@ def split_layers(
         if linear and next(computes.parameters(), None) is None:
             continue  # on another stage of the pipeline
         if wanted == COPIED:
-            copied |= {path for path in dict(layers.named_parameters()) if f"{path}.".startswith(f"{name}.")}
+            split.copied.update(path for path in dict(layers.named_parameters()) if f"{path}.".startswith(f"{name}."))
         elif wanted in COLUMNS and linear:
             # An adapter A reads what the layer reads, and B writes what it writes: only one of them is split. The ranks
             # share the values between A and B, so the gradient of the other one is complete on every rank.
-            split = [] if adapters is None else [f"{name}.lora_B.{adapter}" for adapter in adapters.lora_B]
+            added = [] if adapters is None else [f"{name}.lora_B.{adapter}" for adapter in adapters.lora_B]
             base = name if adapters is None else f"{name}.base_layer"
-            styles |= {path: COLUMNS[wanted]() for path in (base, *split)}
-            columns[base] = name.rpartition(".")[0]
+            split.styles.update({path: COLUMNS[wanted]() for path in (base, *added)})
+            split.columns[base] = name.rpartition(".")[0]
         elif wanted in ROWS and linear:
-            split = [] if adapters is None else [f"{name}.lora_A.{adapter}" for adapter in adapters.lora_A]
+            added = [] if adapters is None else [f"{name}.lora_A.{adapter}" for adapter in adapters.lora_A]
             base = name if adapters is None else f"{name}.base_layer"
-            styles |= {path: ROWS[wanted]() for path in (base, *split)}
+            split.styles.update({path: ROWS[wanted]() for path in (base, *added)})
         elif wanted is not None or linear:
             style = "no style" if wanted is None else f"style {wanted!r}"
             raise ConfigError(
                 f"{key}: the plan of model family {family} has {style} for {name!r} ({type(part).__name__}). "
                 f"Supported: {', '.join((*COLUMNS, *ROWS))} for plain linear layers, and {COPIED}. Remove this key."
             )
-    parallelize_module(layers, mesh, styles)
+    return split
+
+
+def split_layers(layers: nn.ModuleList, mesh: DeviceMesh, split: SplitStyles) -> None:
+    """Split linear layers over the ranks of `mesh`."""
+    parallelize_module(layers, mesh, split.styles)
     shared = _SharedInput(mesh)
-    for name in columns:
+    for name in split.columns:
         layers.get_submodule(name).register_forward_pre_hook(shared, prepend=True)
-    for name in set(columns.values()):
+    for name in set(split.columns.values()):
         layers.get_submodule(name).register_forward_hook(shared.forget)
-    return copied
 
 
 class _SharedInput:

@@ -19,17 +19,17 @@ from realign.api.router_experts import ROUTER_EXPERTS
 from realign.api.sample import TOKENS
 from realign.api.sampler import ConfiguresSampler, samples_externally
 from realign.api.sampling_mask import SAMPLING_MASK
-from realign.engines.distributed.ranks import current, expected_size
+from realign.engines.distributed.ranks import current
 from realign.engines.shared_model import Share, SharedModel
 from realign.engines.training.optimizer import ScheduleUnit
-from realign.engines.transformers_model import TransformersModel
 from realign.errors import ConfigError
+from realign.runtime.checks.meshes import check_meshes
 from realign.runtime.evaluation.base import Evaluator, in_set
 from realign.runtime.evaluation.calibration import RewardCalibration
 from realign.runtime.experiment import Experiment
 from realign.runtime.graph_checks import located
 from realign.runtime.models import check_optimizers, check_outputs
-from realign.runtime.processes.placement import check_runtime, plan_groups
+from realign.runtime.processes.placement import check_runtime
 from realign.runtime.rollout.spec import Async
 
 OF_REWARDS = ("reward", "reward_ema", "missing_rewards")
@@ -43,7 +43,6 @@ def check_ready(experiment: Experiment) -> None:
         OSError: `output_dir` is not writable.
     """
     check_runtime(experiment)
-    meshes(experiment)
     check_optimizers(experiment)
     check_roles(experiment)
     check_responses(experiment)
@@ -57,26 +56,10 @@ def check_ready(experiment: Experiment) -> None:
     for role in experiment.roles:
         if role in experiment.models:
             experiment.models[role].check(role)
+    check_meshes(experiment)
     experiment.data.check("data")
     calibration = {} if experiment.calibration is None else {"calibration": experiment.calibration}
     check_held_out({**experiment.all_evaluations, **calibration})
-
-
-def meshes(experiment: Experiment) -> dict[str, str]:
-    """Describe the ranks of each role's model, for roles on several ranks; see `Sharding.describe`.
-
-    Raises:
-        ConfigError: the dimensions of a role do not divide its number of ranks.
-    """
-    together = [(tuple(experiment.roles), expected_size())]
-    if experiment.runtime.starts_workers:
-        together = [(group.roles, group.devices) for group in plan_groups(experiment)]
-    return {
-        role: spec.sharding.describe(role, ranks)
-        for roles, ranks in together
-        for role in roles
-        if ranks > 1 and isinstance(spec := experiment.models.get(role), TransformersModel)
-    }
 
 
 def check_held_out(owners: Mapping[str, Evaluator | RewardCalibration]) -> None:

@@ -1,20 +1,12 @@
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from realign.engines.distributed.expert_parallel import divide_experts, experts_of
-from realign.engines.host import Host
+from realign.engines.distributed.expert_parallel import check_experts, experts_of
 from realign.engines.network.branches import read_stack
-from realign.engines.network.trains import Lora
 from realign.errors import ConfigError
 from tests.families import family_model
-from tests.tiny import tiny_model
 
 FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3", "olmoe", "glm4_moe", "gpt_oss")
 
@@ -37,20 +29,8 @@ def test_the_result_of_experts_is_the_weighted_sum_of_each(family: str) -> None:
 
 
 def test_a_number_of_ranks_divides_the_experts() -> None:
-    dist.init_process_group("fake", rank=0, world_size=3, store=FakeStore())
-    try:
-        mesh = init_device_mesh("cpu", (3, 1), mesh_dim_names=("expert", "tensor"))
-
-        def divide(experts: int, **settings: Any) -> None:
-            model: Any = tiny_model("qwen3_moe", num_experts=experts)
-            if adapted := settings.get("adapted", False):
-                Lora(rank=2).prepare(model, path="", seed=0)
-            (part, *_) = experts_of(model, read_stack(model).layers).values()
-            divide_experts("sharding.expert=3", part, mesh["expert"], mesh["tensor"], Host(), adapted=adapted)
-
-        with pytest.raises(ConfigError, match=r"^sharding.expert=3: 3 ranks divide the experts .*, but it has 4\.$"):
-            divide(4)
-        with pytest.raises(ConfigError, match="LoRA needs at least two experts on each rank, but 3 ranks divide 3"):
-            divide(3, adapted=True)
-    finally:
-        dist.destroy_process_group()
+    check_experts("sharding.expert=2", 4, 2, adapted=True)
+    with pytest.raises(ConfigError, match=r"^sharding.expert=3: 3 ranks divide the experts .*, but it has 4\.$"):
+        check_experts("sharding.expert=3", 4, 3, adapted=False)
+    with pytest.raises(ConfigError, match="LoRA needs at least two experts on each rank, but 3 ranks divide 3"):
+        check_experts("sharding.expert=3", 3, 3, adapted=True)

@@ -40,14 +40,6 @@ def test_ranks_that_cannot_divide_the_heads_are_refused() -> None:
         Sharding(context=16).check_heads("ref", 28)
 
 
-def test_a_stage_needs_a_layer() -> None:
-    Sharding(pipeline=4).check_layers("actor", 4)
-    with pytest.raises(
-        ConfigError, match=r"^models.ref.sharding.pipeline=4: must be at most the number of layers \(3\)$"
-    ):
-        Sharding(pipeline=4).check_layers("ref", 3)
-
-
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=7), st.data())
 def test_the_largest_stage_is_as_small_as_in_the_best_of_all_divisions(sizes: list[int], data: st.DataObject) -> None:
     stages = data.draw(st.integers(1, len(sizes)))
