@@ -4,12 +4,15 @@
     python -m benchmarks.curves parts=match seeds=2 steps=10 folder=runs/curves_small
     python -m benchmarks.curves parts=match rewards=descriptiveness seeds=10 first_seed=11
     python -m benchmarks.curves parts=recorded data=FOLDER model=GPT2_FOLDER
+    python -m benchmarks.curves parts=smollm2 steps=20 batch=16 seeds=1
+    python -m benchmarks.curves parts=smollm2 steps=20 batch=128 seeds=1 device=cuda
 
 match        Both implementations on two reward functions: agreement of the curves, and the ten metrics.
 adam         TensorFlow's Adam and PyTorch's: the ten metrics of the first update, and curves.
 temperature  Log-probs with and without division of the logits by the sampling temperature.
 size         The effect of the Adam variant on the first update of models of several widths.
 recorded     Both implementations on recorded queries, responses and rewards (see recorded.py); only with data=FOLDER.
+smollm2      Both implementations on SmolLM2-135M and identical samples (see replay.py); model=FOLDER for another model.
 
 Existing records in `folder` are reused. Figures are written to `images`. The last line is one JSON object.
 """
@@ -27,9 +30,11 @@ from typing import Any
 from benchmarks.curves import picture
 from benchmarks.curves import recorded as recorded_data
 from benchmarks.curves.comparison import compare, table
-from benchmarks.curves.runs import CURVES, TABLE, Record, Run, seeds_of, series
+from benchmarks.curves.replay import DIFFERENCES, language_model_records
+from benchmarks.curves.runs import CURVES, NAMES, TABLE, Record, Run, seeds_of, series
 from benchmarks.report import arguments, facts
 from benchmarks.report import table as text_table
+from realign.demo.smollm2 import smollm2 as pretrained
 
 Seeds = list[list[Record]]
 
@@ -47,8 +52,8 @@ DEFAULTS = {
     "batch": "64",
     "lr": "1e-5",
     "temperature": "1.0",
+    "device": "cpu",
 }
-NAMES = {"realign": "realign (packed)", "padded": "independent (padded)"}
 
 
 @dataclass(frozen=True)
@@ -64,7 +69,7 @@ class Study:
     widths: tuple[int, ...]
     """Model sizes of `size`."""
     given: Mapping[str, str]
-    """Words of the command line, for `recorded`."""
+    """Words of the command line, for `recorded` and `smollm2`."""
 
     def records(self, **changes: Any) -> Seeds:
         """Return the records of every seed of a run."""
@@ -182,12 +187,40 @@ def recorded(study: Study) -> dict[str, Any]:
     return found
 
 
+def smollm2(study: Study) -> dict[str, Any]:
+    """Compare both implementations on SmolLM2-135M, step by step, on identical samples."""
+    words, found = study.given, {}
+    for seed in study.seeds:
+        run = Run(seed=seed, steps=study.run.steps, batch=int(words["batch"]), lr=float(words["lr"]), horizon=10_000)
+        path = study.folder / "records" / f"smollm2_{seed}_{run.steps}_{run.batch}_{run.lr}.jsonl"
+        if not path.exists():
+            model = Path(words["model"]) if words["model"] else pretrained()
+            path.parent.mkdir(parents=True, exist_ok=True)
+            unfinished = path.with_suffix(".part")
+            with unfinished.open("w", encoding="utf-8") as file:
+                for record in language_model_records(run, study.folder / path.stem, model, words["device"]):
+                    print(json.dumps({"seed": seed, **record, **facts()}), file=file, flush=True)
+            unfinished.rename(path)
+        records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        rows = [
+            [str(step), *(f"{records[step - 1][name]:.1e}" for name in DIFFERENCES)]
+            for step in sorted({1, 2, 5, 10, run.steps} & set(range(1, run.steps + 1)))
+        ]
+        print(f"SmolLM2-135M, seed {seed}, {run.batch} responses per step: after a step")
+        print(text_table(["step", *DIFFERENCES.values()], rows), "\n", flush=True)
+        picture.draw_replay(records, study.images / f"curves_smollm2_{seed}.png")
+        found[str(seed)] = {name: max(record[name] for record in records) for name in DIFFERENCES}
+        found[str(seed)]["scores_that_differ"] = sum(record["scores_that_differ"] for record in records)
+    return found
+
+
 PARTS: Mapping[str, Callable[[Study], dict[str, Any]]] = {
     "match": match,
     "adam": adam,
     "temperature": temperature,
     "size": size,
     "recorded": recorded,
+    "smollm2": smollm2,
 }
 
 

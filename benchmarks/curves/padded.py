@@ -1,8 +1,8 @@
 """Padded PPO: an independent implementation of the training loop of openai/lm-human-preferences.
 
 Written from its descriptions: Ziegler et al. 2019 (arXiv:1909.08593), and "The N Implementation Details of RLHF with
-PPO" (Hugging Face, 2023). It is a reference for tests and curves. It uses torch, the GPT-2 of transformers as network,
-and no code of realign:
+PPO" (Hugging Face, 2023). It is a reference for tests and curves. It uses torch, a language model of transformers as
+network, and no code of realign:
 
 - Batches are padded to fixed query and response lengths. Padding is left of the query, or between query and response.
 - Position ids are an exclusive cumulative sum of the mask. The state before a token is the hidden state of the last
@@ -126,18 +126,20 @@ def advantages_and_returns(rewards: Tensor, values: Tensor, gamma: float, lam: f
 class PaddedPPO:
     """Policy, reference, value head, optimizer and KL coefficient."""
 
-    def __init__(self, folder: Path, constants: Constants, *, seed: int = 0) -> None:
+    def __init__(self, folder: Path, constants: Constants, *, seed: int = 0, device: str = "cpu") -> None:
         """Load the initial policy from a model folder; `seed` is for sampling and permutations."""
-        from transformers import GPT2LMHeadModel
+        from transformers import AutoModelForCausalLM
 
         self.constants, self.kl_coef, self.updates_done = constants, constants.kl_coef, 0
-        self.policy: Any = GPT2LMHeadModel.from_pretrained(folder).float().eval()  # eval: without dropout
+        policy: Any = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
+        self.policy = policy.float().eval().to(device)  # eval: without dropout
         self.reference = copy.deepcopy(self.policy).requires_grad_(False)
-        self.value_weight = torch.zeros(self.policy.config.n_embd, requires_grad=True)
-        self.value_bias = torch.zeros((), requires_grad=True)
+        self.value_weight = torch.zeros(self.policy.config.hidden_size, device=device, requires_grad=True)
+        self.value_bias = torch.zeros((), device=device, requires_grad=True)
         self.parameters = [*self.policy.parameters(), self.value_weight, self.value_bias]
         self.adam = Adam(self.parameters, constants)
-        self.random = torch.Generator().manual_seed(seed)
+        self.device = torch.device(device)
+        self.random = torch.Generator(self.device).manual_seed(seed)
 
     def pad(self, queries: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
         """Return padded queries [B, Q] and their mask [B, Q]."""
@@ -146,14 +148,14 @@ class PaddedPPO:
         for row, query in enumerate(queries):
             columns = slice(width - len(query), width) if self.constants.pad_left else slice(len(query))
             ids[row, columns], mask[row, columns] = torch.tensor(query), True
-        return ids, mask
+        return ids.to(self.device), mask.to(self.device)
 
     @torch.no_grad()
     def sample(self, queries: Sequence[Sequence[int]]) -> Tensor:
         """Sample responses [B, R] at the temperature, without stopping at any token."""
         ids, mask = self.pad(queries)
         positions = mask.long().cumsum(1) - mask.long()
-        out = self.policy.transformer(ids, attention_mask=mask.long(), position_ids=positions, use_cache=True)
+        out = self.policy.base_model(ids, attention_mask=mask.long(), position_ids=positions, use_cache=True)
         hidden = _at(out.last_hidden_state, _last_present(mask)[:, -1:])[:, 0]
         next_position, drawn = mask.sum(1, keepdim=True), []
         for _ in range(self.constants.response_tokens):
@@ -162,7 +164,7 @@ class PaddedPPO:
             drawn.append(token)
             mask = torch.cat([mask, torch.ones_like(token).bool()], 1)
             cache = out.past_key_values
-            out = self.policy.transformer(
+            out = self.policy.base_model(
                 token, attention_mask=mask.long(), position_ids=next_position, past_key_values=cache, use_cache=True
             )
             hidden, next_position = out.last_hidden_state[:, -1], next_position + 1
@@ -172,7 +174,7 @@ class PaddedPPO:
         """Return logits [B, R, V] of the responses' tokens and hidden states [B, R, H] before them."""
         response = self.constants.response_tokens
         positions = mask.long().cumsum(1) - mask.long()
-        states = network.transformer(ids, attention_mask=mask.long(), position_ids=positions).last_hidden_state
+        states = network.base_model(ids, attention_mask=mask.long(), position_ids=positions).last_hidden_state
         hidden = _at(states, _last_present(mask)[:, -response - 1 : -1])
         return network.lm_head(hidden), hidden
 
@@ -228,7 +230,7 @@ class PaddedPPO:
         lr = c.lr * (1 - self.updates_done / c.updates)
         parts: list[dict[str, Tensor]] = []
         for _ in range(c.epochs):
-            for index in torch.randperm(size, generator=self.random).chunk(c.minibatches):
+            for index in torch.randperm(size, generator=self.random, device=self.device).chunk(c.minibatches):
                 loss, found = self.loss(batch.rows(index))
                 self.adam.step(torch.autograd.grad(loss, self.parameters), lr)
                 parts.append(found)
@@ -278,20 +280,24 @@ def queries(texts: Sequence[str], vocabulary: dict[str, int], length: int) -> li
 
 
 def scores(
-    responses: Tensor, words: Sequence[str], reward: Callable[[str], float], *, after: int = 16, penalty: float = -1.0
+    responses: Tensor,
+    decode: Callable[[list[int]], str],
+    reward: Callable[[str], float],
+    *,
+    after: int = 16,
+    penalty: float = -1.0,
 ) -> Tensor:
     """Return scores [B]: the reward of a response up to its first full stop from token `after` on, else the penalty."""
     found = []
     for row in responses.tolist():
-        text = [words[token] for token in row]
-        end = next((i for i in range(after, len(text)) if text[i] == "."), None)
-        found.append(penalty if end is None else reward(" ".join(text[: end + 1])))
+        end = next((i for i in range(after, len(row)) if decode([row[i]]) == "."), None)
+        found.append(penalty if end is None else reward(decode(row[: end + 1])))
     return torch.tensor(found)
 
 
 def _last_present(mask: Tensor) -> Tensor:
     """Return, for each column, the index of the last present token at or before it [B, Q+R]."""
-    return (torch.arange(mask.shape[1]) * mask).cummax(1).values
+    return (torch.arange(mask.shape[1], device=mask.device) * mask).cummax(1).values
 
 
 def _at(states: Tensor, index: Tensor) -> Tensor:

@@ -23,6 +23,8 @@ TABLE += tuple(f"logprob_diff_{x}" for x in ("mean", "var", "max", "min"))
 """The ten metrics of the reproduction study, by its names."""
 CURVES = {"score": "score", "kl": "KL to the reference (nats per response)", "kl_coef": "KL coefficient"}
 """Compared curves, with their titles."""
+NAMES = {"realign": "realign (packed)", "padded": "independent (padded)"}
+"""Implementations, with their titles."""
 QUERY_TOKENS = 16
 
 
@@ -136,7 +138,7 @@ def padded_records(run: Run, folder: Path) -> Iterator[Record]:
     for step in range(run.steps):
         asked = [every[order[i % len(order)]] for i in range(step * run.batch, (step + 1) * run.batch)]
         responses = trainer.sample(asked)
-        scores = padded.scores(responses, words, reward)
+        scores = padded.scores(responses, lambda ids: " ".join(words[i] for i in ids), reward)
         yield trainer.update(trainer.rollout(asked, responses, scores))
 
 

@@ -10,6 +10,7 @@ is an excerpt of a passage, and a response continues it. The reward functions co
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -47,9 +48,14 @@ SIGNS = dict.fromkeys(_words(Tone.good), 1) | dict.fromkeys(_words(Tone.bad), -1
 DESCRIPTIVE = frozenset(word for words in ADJECTIVES.values() for word in words) | {*STRONGER, *WEAKER}
 
 
+def _tokens(text: str) -> list[str]:
+    """Return the words and punctuation marks of a text, in lower case."""
+    return re.findall(r"\w+|[^\w\s]", text.lower())
+
+
 def sentiment(prompt: str, response: str, row: Mapping[str, Any]) -> float:
     """Return the number of positive minus negative words."""
-    words = response.split()
+    words = _tokens(response)
     total = 0
     for i, word in enumerate(words):
         flipped = not NEGATIONS.isdisjoint(words[max(0, i - 2) : i])
@@ -59,7 +65,7 @@ def sentiment(prompt: str, response: str, row: Mapping[str, Any]) -> float:
 
 def descriptiveness(prompt: str, response: str, row: Mapping[str, Any]) -> float:
     """Return half the number of different adjectives and adverbs of degree."""
-    return len(DESCRIPTIVE.intersection(response.split())) / 2
+    return len(DESCRIPTIVE.intersection(_tokens(response))) / 2
 
 
 REWARDS = {"sentiment": sentiment, "descriptiveness": descriptiveness}

@@ -10,6 +10,7 @@ import torch
 
 from benchmarks.curves import padded, runs, task
 from benchmarks.curves import recorded as recorded_batches
+from benchmarks.curves.replay import replay, trained
 from realign.errors import DataError
 
 STEPS = 20
@@ -32,17 +33,9 @@ def recorded(folder):
 
 
 def record(run, folder):
-    """Train the preset. Return the run, and of each step the samples, the metrics and the new weights."""
-    runtime, steps = runs.runtime_of(run, folder), []
-    machine = runtime.models["actor"].engine
-    for step in range(1, STEPS + 1):
-        values, batch = runtime.step(step)
-        rows = list(zip(batch.sequences("input_ids"), batch.sequences("prompt_mask"), strict=True))
-        queries = [ids[prompt].tolist() for ids, prompt in rows]
-        responses = torch.stack([ids[~prompt] for ids, prompt in rows])
-        new = [*machine.module.parameters(), machine.value_head.head[0].weight[0], machine.value_head.head[0].bias[0]]
-        weights = torch.cat([p.detach().flatten() for p in new])
-        steps.append((queries, responses, batch["rewards"], runs.realign_record(values), weights))
+    """Train the preset. Return the run and its steps."""
+    runtime = runs.runtime_of(run, folder)
+    steps = list(trained(runtime, STEPS))
     runtime.close()
     return run, steps
 
@@ -53,14 +46,8 @@ def difference(run, steps, folder, **changes):
     Return the largest difference of a metric, relative above 1, and of a weight.
     """
     trainer = padded.PaddedPPO(folder / "model", replace(run.constants(), **changes))
-    metric, weight = 0.0, 0.0
-    for queries, responses, scores, found, weights in steps:
-        expected = trainer.update(trainer.rollout(queries, responses, scores))
-        errors = [abs(found[name] - expected[name]) / max(1.0, abs(expected[name])) for name in found]
-        metric = max(metric, *errors)
-        own = torch.cat([p.detach().flatten() for p in trainer.parameters])
-        weight = max(weight, float((own - weights).abs().max()))
-    return metric, weight
+    differences = [replay(trainer, step) for step in steps]
+    return max(x.metric for x in differences), max(x.weight for x in differences)
 
 
 @pytest.mark.parametrize(
@@ -75,9 +62,9 @@ def test_on_identical_samples_losses_metrics_and_weights_of_the_preset_are_those
     adam, pad_left, recorded, folder
 ):
     run, steps = recorded if adam == RUN.adam else record(replace(RUN, adam=adam), folder)
-    moved = (steps[-1][-1] - steps[0][-1]).abs().max()
+    moved = (steps[-1].weights - steps[0].weights).abs().max()
     assert moved > 1e-2
-    assert {len(query) for query in steps[0][0]} != {len(steps[0][0][0])}  # some queries are padded
+    assert {len(query) for query in steps[0].queries} != {len(steps[0].queries[0])}  # some queries are padded
     metric, weight = difference(run, steps, folder, pad_left=pad_left)
     assert metric < TOLERANCE
     assert weight < TOLERANCE
@@ -111,20 +98,24 @@ def test_the_comparison_detects_a_change_of_any_constant(changes, recorded, fold
     assert max(metric, weight) > 3 * TOLERANCE
 
 
+def spoken(words):
+    return lambda ids: " ".join(words[i] for i in ids)
+
+
 def test_scores_of_the_preset_are_those_of_the_independent_cut(recorded, folder):
     run, steps = recorded
     words = list(runs.vocabulary(folder))
-    for _, responses, rewards, _, _ in steps:
-        scores = padded.scores(responses, words, lambda text: runs.score_text(run.reward, text))
-        assert torch.equal(scores, rewards)
-    assert any((rewards == -1).any() and (rewards != -1).any() for _, _, rewards, _, _ in steps)
+    for step in steps:
+        scores = padded.scores(step.responses, spoken(words), lambda text: runs.score_text(run.reward, text))
+        assert torch.equal(scores, step.scores)
+    assert any((step.scores == -1).any() and (step.scores != -1).any() for step in steps)
 
 
 def test_queries_of_the_preset_are_those_of_the_independent_excerpt(recorded, folder):
     _, steps = recorded
     texts = list(task.passages(200, 0))
     every = {tuple(query) for query in padded.queries(texts, runs.vocabulary(folder), runs.QUERY_TOKENS)}
-    assert {tuple(query) for queries, *_ in steps for query in queries} == every
+    assert {tuple(query) for step in steps for query in step.queries} == every
 
 
 def test_a_query_ends_with_a_full_stop_after_the_first_one():
@@ -135,7 +126,7 @@ def test_a_query_ends_with_a_full_stop_after_the_first_one():
 
 def test_a_response_is_scored_up_to_its_first_full_stop_after_a_position():
     words = [".", "a"]
-    found = padded.scores(torch.tensor([[1, 0, 1, 0, 1], [0, 0, 1, 1, 1]]), words, len, after=2)
+    found = padded.scores(torch.tensor([[1, 0, 1, 0, 1], [0, 0, 1, 1, 1]]), spoken(words), len, after=2)
     assert found.tolist() == [len("a . a ."), -1.0]
 
 
