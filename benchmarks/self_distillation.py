@@ -138,6 +138,7 @@ def execute(kind: str, seed: int, model: str, words: Mapping[str, str]) -> Recor
         "kind": kind,
         "seed": seed,
         "device": words["device"],
+        "questions": int(words["held_out"]),
         **{
             name: {line["step"]: round(line[metric], 4) for line in lines if metric in line}
             for name, metric in (("held_out", "eval/reward"), ("hinted", "eval/hinted/reward"))
@@ -159,7 +160,7 @@ def by_kind(records: Sequence[Record]) -> dict[str, list[Record]]:
 def shares(members: Sequence[Record], key: str) -> dict[int, Share]:
     """Return the share of right answers at each evaluation, and its standard error."""
     steps = list(members[0][key])
-    return {int(step): share([record[key][step] for record in members]) for step in steps}
+    return {int(step): share([record[key][step] for record in members], members[0]["questions"]) for step in steps}
 
 
 def table(records: Sequence[Record]) -> str:

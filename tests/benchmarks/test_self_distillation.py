@@ -20,6 +20,7 @@ def made(kind, seed, after):
         "run": f"{kind}_{seed}",
         "kind": kind,
         "seed": seed,
+        "questions": 200,
         "held_out": {"0": 0.1, "2": after},
         "hinted": {"0": 0.9, "2": 0.9},
         "divergence": [0.5, 0.4],
