@@ -1,1 +1,1 @@
-"""Compares the losses of TRL, verl, OpenRLHF, AReaL and SkyRL with those of realign."""
+"""Compares the losses of TRL, verl, OpenRLHF, AReaL, SkyRL and slime with those of realign."""

@@ -2,6 +2,7 @@
 
     python -m benchmarks.referee                     the releases of results.json; writes it, and docs/equivalence.md
     python -m benchmarks.referee --latest --check    the newest releases; a line for each cell that changed, and exit 1
+    python -m benchmarks.referee slime=PATH          a checkout of slime, which has no wheel
 
 Each peer's wheel is installed without dependencies into a folder of its own, .bench/referee/PEER-VERSION, and its
 losses run in a process of their own, which does not import realign. A process imports torch and transformers of this
@@ -28,7 +29,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from benchmarks.referee import batches, ours
-from benchmarks.referee.cells import CELLS, EDGE_CELLS, EDGES, PEERS, ROWS, Cell, Row, overrides_of
+from benchmarks.referee.cells import CELLS, EDGE_CELLS, EDGES, PEERS, ROWS, WHEELS, Cell, Row, overrides_of
 from benchmarks.referee.page import PAGE, render
 
 HERE = Path(__file__).parent
@@ -70,6 +71,24 @@ def release_of(peer: str, folder: Path) -> str:
     """Return the installed release."""
     found = {d.name.lower().replace("_", "-"): d.version for d in distributions(path=[str(folder)])}
     return found[side(peer).PACKAGES[0]]
+
+
+def checkout(word: str) -> tuple[Path, str]:
+    """Return the folder of `slime=PATH` and its commit, or else its name.
+
+    Raises:
+        ValueError: it is no checkout of slime.
+    """
+    key, _, path = word.partition("=")
+    folder, files = Path(path).absolute(), side("slime").FILES
+    if key != "slime" or not path:
+        raise ValueError(f"{word}: expected slime=PATH, with PATH a checkout of slime")
+    if missing := [file for file in files if not (folder / file).is_file()]:
+        raise ValueError(f"{word}: {missing[0]} is missing. A checkout of slime has {', '.join(files)}")
+    if not (folder / ".git").exists():  # the archives of GitHub are named slime-COMMIT
+        return folder, folder.name.removeprefix("slime-")
+    command = ["git", "-C", str(folder), "rev-parse", "--short=8", "HEAD"]
+    return folder, subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def run_theirs(peer: str, folder: Path, jobs: list[dict[str, Any]], data: Mapping[str, Mapping[str, Tensor]]) -> Any:
@@ -195,7 +214,8 @@ def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[str
 def main() -> int:
     """Compare, and write the results and the page, or say what changed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peers", nargs="+", default=list(PEERS), choices=list(PEERS))
+    parser.add_argument("--peers", nargs="+", choices=WHEELS, help="all by default, or none with slime=PATH")
+    parser.add_argument("slime", nargs="?", metavar="slime=PATH", help="a checkout of slime")
     parser.add_argument("--latest", action="store_true", help="the newest releases instead of those of results.json")
     parser.add_argument("--check", action="store_true", help="write nothing, and fail if a cell changed")
     parser.add_argument("--prove", choices=["-"], help=argparse.SUPPRESS)  # a request of `realign import` on stdin
@@ -206,16 +226,27 @@ def main() -> int:
     before = json.loads(RESULTS.read_text())
     after: dict[str, Any] = {"torch": version("torch"), "transformers": version("transformers"), "peers": {}}
     broken = list[str]()
-    for peer in arguments.peers:
+    peers = list(arguments.peers or ([] if arguments.slime else WHEELS))
+    try:
+        checkouts = {"slime": checkout(arguments.slime)} if arguments.slime else {}
+    except ValueError as error:
+        parser.error(str(error))
+    for peer in [*peers, *checkouts]:
+        was = before["peers"][peer]
         try:
-            folder = install(peer, None if arguments.latest else before["peers"][peer]["version"])
+            if peer in checkouts:
+                folder, release = checkouts[peer]
+            else:
+                folder = install(peer, None if arguments.latest else was["version"])
+                release = release_of(peer, folder)
             found = {
-                "version": release_of(peer, folder),
+                "version": release,
+                **({"note": was["note"]} if "note" in was and release == was["version"] else {}),
                 "stubs": list(side(peer).STUBS),
                 "cells": compare(peer, folder),
             }
         except (RuntimeError, subprocess.CalledProcessError) as error:  # the other peers are compared all the same
-            broken.append(f"{PEERS[peer]} (was {before['peers'][peer]['version']}): {error}")
+            broken.append(f"{PEERS[peer]} (was {was['version']}): {error}")
             continue
         after["peers"][peer] = found
         verdicts = [cell["verdict"] for cell in found["cells"].values()]

@@ -20,7 +20,9 @@ Result = tuple[Tensor, Tensor]
 """A loss and its gradient [S, R]."""
 Formula = Callable[[dict[str, Tensor], tuple[str, ...]], Result]
 
-PEERS = {"trl": "TRL", "verl": "verl", "openrlhf": "OpenRLHF", "areal": "AReaL", "skyrl": "SkyRL"}
+PEERS = {"trl": "TRL", "verl": "verl", "openrlhf": "OpenRLHF", "areal": "AReaL", "skyrl": "SkyRL", "slime": "slime"}
+WHEELS = [peer for peer in PEERS if peer != "slime"]
+"""Those that are installed from PyPI."""
 ACTOR = "interfaces.actor."
 GROUP = {"mean_level": "group", "std_level": "group", "std_unbiased": True, "eps": 1e-5, "group_size": 4}
 """AReaL's normalization within groups."""
@@ -151,6 +153,18 @@ EDGES: dict[str, Row] = {
         batch="far from the reference",
         note="realign bounds the log-ratio by 20 nats, and k3 not at all.",
     ),
+    "dual": Row(
+        "a dual clip at 3",
+        ("experiment=grpo", "algorithm=grpo", *actor("kl.place=none", DUAL)),
+        note="realign bounds the ratio by 3 where the advantage is negative.",
+    ),
+    "sizes": Row(
+        "groups of different sizes",
+        ("experiment=grpo", "algorithm=grpo"),
+        "advantages",
+        "ragged",
+        "realign compares the responses of one prompt.",
+    ),
     "whiten": Row(
         "advantages whitened over the batch",
         ("experiment=grpo", *actor("advantage=gae", "adv_norm={mean: batch, std: batch}", "kl.place=none")),
@@ -220,19 +234,20 @@ def rewards_alone(batch: dict[str, Tensor], overrides: tuple[str, ...]) -> Resul
     return torch.zeros(()), torch.where((sizes == 1)[:, None], alone, found)
 
 
-def gae_over_tools(batch: dict[str, Tensor], values_of_tools: bool, eps: float, unbiased: bool) -> Tensor:
-    """GAE in which each tool token is a step, then whitening over the trained tokens; in plain torch."""
+def gae_over_tools(
+    batch: dict[str, Tensor], values_of_tools: bool, eps: float, unbiased: bool, whitened: str, kl_of: str = "mask"
+) -> Tensor:
+    """GAE in which each tool token is a step, then whitening over some tokens; in plain torch."""
     mask = batch["mask"].float()
     last = batch["exists"].sum(-1, keepdim=True) - 1
-    rewards = -0.05 * (batch["old"] - batch["ref"]) * mask
+    rewards = -0.05 * (batch["old"] - batch["ref"]) * batch[kl_of]
     rewards = rewards.scatter_add(1, last, batch["rewards"][:, None])
     values = batch["values"] * (batch["exists"] if values_of_tools else mask)
     found, later, following = torch.zeros_like(values), torch.zeros(len(values)), torch.zeros(len(values))
     for t in reversed(range(values.shape[1])):
         later = rewards[:, t] + following - values[:, t] + 0.95 * later
         found[:, t], following = later, values[:, t]
-    where = (batch["exists"] if unbiased else batch["mask"]).bool()
-    x = found[where].double()
+    x = found[batch[whitened]].double()
     return (found - x.mean()) / (x.var(correction=int(unbiased)) + eps).sqrt()
 
 
@@ -249,12 +264,28 @@ def with_advantages(batch: dict[str, Tensor], advantages: Tensor, low: float = 0
 
 def openrlhf_tools(batch: dict[str, Tensor], overrides: tuple[str, ...]) -> Result:
     """A tool token is a step of GAE with a value of 0."""
-    return with_advantages(batch, gae_over_tools(batch, False, 0.0, False))
+    return with_advantages(batch, gae_over_tools(batch, False, 0.0, False, "mask"))
 
 
 def skyrl_tools(batch: dict[str, Tensor], overrides: tuple[str, ...]) -> Result:
     """A tool token is a step of GAE with its own value, and counts in the whitening."""
-    return with_advantages(batch, gae_over_tools(batch, True, 1e-8, True))
+    return with_advantages(batch, gae_over_tools(batch, True, 1e-8, True, "exists"))
+
+
+def slime_tools(batch: dict[str, Tensor], overrides: tuple[str, ...]) -> Result:
+    """A tool token is a step of GAE with its own value and its own KL penalty."""
+    return with_advantages(batch, gae_over_tools(batch, True, 1e-8, True, "mask", "exists"))
+
+
+def doubled(batch: dict[str, Tensor], overrides: tuple[str, ...]) -> Result:
+    """Twice realign's value loss."""
+    loss, gradient = ours.run("value", batch, overrides)
+    return 2 * loss, 2 * gradient
+
+
+def one_group(batch: dict[str, Tensor], overrides: tuple[str, ...]) -> Result:
+    """All responses of the batch are one group."""
+    return ours.run("advantages", {**batch, "group": torch.zeros_like(batch["group"])}, overrides)
 
 
 def mean_over_padding(batch: dict[str, Tensor], overrides: tuple[str, ...]) -> Result:
@@ -301,6 +332,16 @@ SKY_GAE = {
     "kl_loss_coef": 0.05,
     "kl_estimator_type": "k1",
 }
+SLIME_TOKENS = {"calculate_per_token_loss": True}
+SLIME_KL = {**SLIME_TOKENS, "use_kl_loss": True, "kl_loss_coef": 0.1}
+SLIME_GAE = {
+    **SLIME_TOKENS,
+    "advantage_estimator": "ppo",
+    "lambd": 0.95,
+    "kl_coef": 0.05,
+    "kl_loss_type": "k1",
+    "normalize_advantages": True,
+}
 EPS_TRL = "TRL adds 1e-4 to the standard deviation, and the preset 1e-6"
 EPS_RLHF = "OpenRLHF adds 1e-9 to the standard deviation, and the preset 1e-6"
 EPS_AREAL = "AReaL adds 1e-5 to the standard deviation, and the preset 1e-6"
@@ -309,6 +350,7 @@ DUAL_VERL = "verl's dual clip is always on: where the advantage is negative, it 
 TRL_LINE = "trl/trainer/grpo_trainer.py:2787"
 VERL_LINE = "verl/trainer/ppo/core_algos.py:1323"
 RLHF_LINE = "openrlhf/trainer/ppo_utils/experience_maker.py:274"
+SLIME_LOSS = "slime/backends/megatron_utils/loss.py"
 AREAL_LINE = "areal/api/cli_args.py:70"
 NOT_TRL = Absent("which removed its PPO trainer")
 
@@ -353,6 +395,7 @@ CELLS: dict[tuple[str, str], Cell | Absent] = {
     ("grpo", "skyrl"): Cell(
         {**SKY_GRPO, "loss_reduction": "sequence_mean", "kl_loss_coef": 0.04, "kl_estimator_type": "k3"}, batch="ragged"
     ),
+    ("grpo", "slime"): Cell({"use_kl_loss": True, "kl_loss_coef": 0.04, "kl_loss_type": "k3"}),
     ("dr_grpo", "trl"): Cell(
         {"loss_type": "dr_grpo", "scale_rewards": "none", "beta": 0.0, "max_completion_length": 512}
     ),
@@ -390,6 +433,16 @@ CELLS: dict[tuple[str, str], Cell | Absent] = {
         },
         batch="ragged",
     ),
+    ("dr_grpo", "slime"): Cell(
+        {"grpo_std_normalization": False},
+        differs="slime only leaves out the standard deviation, and takes the mean within each response. "
+        "`examples/DrGRPO/custom_reducer.py` divides by 1000 instead (read, not run)",
+        where="slime/ray/rollout.py",
+        instead=(
+            "experiment=grpo",
+            *actor("kl.place=none", "adv_norm.std=none", "aggregation=seq_mean_token_mean"),
+        ),
+    ),
     ("dapo", "trl"): Cell(
         {"loss_type": "dapo", "scale_rewards": "group", "beta": 0.0, "epsilon_high": 0.28},
         actor("adv_norm.eps=1e-4"),
@@ -413,6 +466,7 @@ CELLS: dict[tuple[str, str], Cell | Absent] = {
         AREAL_LINE,
     ),
     ("dapo", "skyrl"): Cell({**SKY_GRPO, **REST, "eps_clip_high": 0.28}, batch="ragged"),
+    ("dapo", "slime"): Cell({**SLIME_TOKENS, "eps_clip_high": 0.28}),
     ("gspo", "trl"): Cell(
         {
             "loss_type": "grpo",
@@ -469,6 +523,7 @@ CELLS: dict[tuple[str, str], Cell | Absent] = {
         },
         batch="ragged",
     ),
+    ("gspo", "slime"): Cell({"advantage_estimator": "gspo", "eps_clip": 3e-4, "eps_clip_high": 4e-4}),
     ("cispo", "trl"): Cell(
         {"loss_type": "cispo", "beta": 0.0, "epsilon_high": 5.0},
         actor("adv_norm.eps=1e-4"),
@@ -502,6 +557,12 @@ CELLS: dict[tuple[str, str], Cell | Absent] = {
         "skyrl/train/config/config.py:543",
         batch="ragged",
     ),
+    ("cispo", "slime"): Cell(
+        {**SLIME_TOKENS, "advantage_estimator": "cispo"},
+        actor("objective.low=0.2", "objective.high=0.2"),
+        "slime bounds the weight from both sides, by default by PPO's 0.2",
+        f"{SLIME_LOSS}:708",
+    ),
     ("group_advantage", "trl"): Cell({"scale_rewards": "group"}, actor("adv_norm.eps=1e-4"), EPS_TRL, TRL_LINE),
     ("group_advantage", "verl"): Cell(VERL_GRPO, batch="ragged"),
     ("group_advantage", "openrlhf"): Cell(RLHF_GRPO, actor("adv_norm.eps=1e-9"), EPS_RLHF, RLHF_LINE),
@@ -509,6 +570,7 @@ CELLS: dict[tuple[str, str], Cell | Absent] = {
         {"reward_norm": GROUP, "kl_ctl": 0.0}, actor("adv_norm.eps=1e-5"), EPS_AREAL, AREAL_LINE
     ),
     ("group_advantage", "skyrl"): Cell(SKY_GRPO, batch="ragged"),
+    ("group_advantage", "slime"): Cell({"advantage_estimator": "grpo"}),
     ("ppo", "trl"): NOT_TRL,
     ("ppo", "verl"): Cell(
         VERL_GAE,
@@ -529,6 +591,12 @@ CELLS: dict[tuple[str, str], Cell | Absent] = {
         "SkyRL whitens with the sample variance plus 1e-8",
         "skyrl/backends/skyrl_train/utils/ppo_utils.py:149",
     ),
+    ("ppo", "slime"): Cell(
+        SLIME_GAE,
+        actor("adv_norm.unbiased=true", "adv_norm.eps_inside_sqrt=true"),
+        "slime whitens with the sample variance plus 1e-8",
+        "slime/utils/distributed_utils.py",
+    ),
     ("value", "trl"): NOT_TRL,
     ("value", "verl"): Cell({"critic.cliprange_value": 0.2}),
     ("value", "openrlhf"): Cell({"critic.value_clip": 0.2}),
@@ -538,6 +606,12 @@ CELLS: dict[tuple[str, str], Cell | Absent] = {
         ("interfaces.critic.aggregation=seq_mean_token_mean",),
         "SkyRL takes the mean over sequences, whatever `loss_reduction` is",
         "skyrl/backends/skyrl_train/utils/ppo_utils.py:172",
+    ),
+    ("value", "slime"): Cell(
+        {**SLIME_TOKENS, "value_clip": 0.2},
+        differs="slime doesn't halve the squared error, so its loss and gradient are twice as large",
+        where=f"{SLIME_LOSS}:879",
+        formula=doubled,
     ),
     ("kl_k3", "trl"): Cell(
         {"loss_type": "dapo", "beta": 0.1},
@@ -559,6 +633,7 @@ CELLS: dict[tuple[str, str], Cell | Absent] = {
         formula=kl_by_sequence,
         batch="ragged",
     ),
+    ("kl_k3", "slime"): Cell({**SLIME_KL, "kl_loss_type": "k3"}),
     ("kl_k2", "trl"): Absent("which has only k3"),
     ("kl_k2", "verl"): Cell(
         {**VERL_GRPO, **VERL_KL, f"{VERL}kl_loss_type": "mse"}, actor(DUAL), DUAL_VERL, VERL_LINE, batch="ragged"
@@ -574,6 +649,7 @@ CELLS: dict[tuple[str, str], Cell | Absent] = {
         formula=kl_by_sequence,
         batch="ragged",
     ),
+    ("kl_k2", "slime"): Cell({**SLIME_KL, "kl_loss_type": "k2"}),
     ("dpo", "trl"): Cell({"beta": 0.1, "loss_type": ["sigmoid"]}),
     ("dpo", "openrlhf"): Cell({"beta": 0.1}),
     ("dpo", "areal"): Cell({"beta": 0.1}),
@@ -586,7 +662,7 @@ CELLS: dict[tuple[str, str], Cell | Absent] = {
     ),
     ("ipo", "areal"): Cell({"beta": 0.1, "loss_type": "ipo"}),
     ("kto", "trl"): Cell({"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0}),
-    **{(row, peer): Absent() for row in ("dpo", "ipo", "kto") for peer in ("verl", "skyrl")},
+    **{(row, peer): Absent() for row in ("dpo", "ipo", "kto") for peer in ("verl", "skyrl", "slime")},
     ("kto", "openrlhf"): Absent(),
     ("kto", "areal"): Absent(),
 }
@@ -606,6 +682,9 @@ EDGE_CELLS: dict[tuple[str, str], Cell] = {
         SKY_GRPO,
         differs=EQUAL_WORDS.format(eps="1e-6"),
         where="skyrl/backends/skyrl_train/utils/ppo_utils.py:1331",
+    ),
+    ("equal", "slime"): Cell(
+        {"advantage_estimator": "grpo"}, differs=EQUAL_WORDS.format(eps="1e-6"), where="slime/ray/rollout.py"
     ),
     ("one", "verl"): Cell(
         VERL_GRPO,
@@ -645,6 +724,12 @@ EDGE_CELLS: dict[tuple[str, str], Cell] = {
         where="skyrl/backends/skyrl_train/utils/ppo_utils.py:1137",
         formula=truncated_count,
     ),
+    ("truncated", "slime"): Cell(
+        {"use_kl_loss": True, "kl_loss_coef": 0.04, "kl_loss_type": "k3"},
+        differs=f"{COUNT_WORDS}, if a filter of yours sets their `remove_sample`",
+        where="slime/ray/rollout.py",
+        formula=truncated_count,
+    ),
     ("tools", "verl"): Cell(VERL_GAE, actor("adv_norm.unbiased=true", "adv_norm.eps_inside_sqrt=true", DUAL)),
     ("tools", "openrlhf"): Cell(
         RLHF_GAE,
@@ -658,6 +743,12 @@ EDGE_CELLS: dict[tuple[str, str], Cell] = {
         differs="each token of it is a step with its own value, and counts in the whitening",
         where="skyrl/backends/skyrl_train/utils/ppo_utils.py:1275",
         formula=skyrl_tools,
+    ),
+    ("tools", "slime"): Cell(
+        SLIME_GAE,
+        differs="each token of it is a step with its own value and its own KL penalty",
+        where=f"{SLIME_LOSS}:463",
+        formula=slime_tools,
     ),
     ("longest", "areal"): Cell(
         {**AREAL_GAE, "longest counts as truncated": True},
@@ -692,6 +783,24 @@ EDGE_CELLS: dict[tuple[str, str], Cell] = {
         differs=f"{BOUND_WORDS}; the KL is a mean over sequences",
         where="skyrl/backends/skyrl_train/utils/ppo_utils.py:117",
         formula=k3(10, by_sequence=True),
+    ),
+    ("far", "slime"): Cell(
+        {**SLIME_KL, "kl_loss_type": "low_var_kl"},
+        differs=f"{BOUND_WORDS}, with `kl_loss_type=low_var_kl`",
+        where="slime/utils/ppo_utils.py:49",
+        formula=k3(10),
+    ),
+    ("dual", "slime"): Cell(
+        {"eps_clip_c": 3.0},
+        differs="its `eps_clip_c` has no effect, since it isn't passed to the loss",
+        where=f"{SLIME_LOSS}:710",
+        instead=("experiment=grpo", "algorithm=grpo", *actor("kl.place=none")),
+    ),
+    ("sizes", "slime"): Cell(
+        {"advantage_estimator": "grpo"},
+        differs="once the number of responses isn't prompts times samples, all of the batch are one group",
+        where="slime/ray/rollout.py",
+        formula=one_group,
     ),
     ("whiten", "skyrl"): Cell(
         {**SKY_GRPO, "advantage_batch_normalize": True},

@@ -45,9 +45,13 @@ SURPRISES = """\
    matrix (`skyrl/train/trainer.py:1451`), so advantages depend on the longest response in the batch.
 4. **A group of one response isn't ignored** in verl (`verl/trainer/ppo/core_algos.py:315`) and SkyRL: its advantage is
    the raw reward, next to advantages of about 1.
-5. **The tokens that drifted furthest feel no KL.** verl, OpenRLHF and SkyRL cap k3 at 10, which a token reaches once
-   the reference finds it about 13 times likelier. Beyond that its KL gradient is 0
+5. **The tokens that drifted furthest feel no KL.** verl, OpenRLHF, SkyRL and slime (with `low_var_kl`) cap k3 at 10,
+   which a token reaches once the reference finds it about 13 times likelier. Beyond that its KL gradient is 0
    (`verl/trainer/ppo/core_algos.py:2245`).
+6. **slime's `--eps-clip-c` does nothing.** The flag of the dual clip is parsed and the function takes it, but the loss
+   doesn't pass it on (`slime/backends/megatron_utils/loss.py:710`).
+7. **Groups of different sizes are one group in slime.** Once the number of responses isn't prompts times samples per
+   prompt, rewards are normalized over the whole batch (`slime/ray/rollout.py`, `_post_process_rewards`).
 """
 EDGE_INTRO = """\
 ## Corner cases
@@ -62,6 +66,7 @@ METHOD = """\
 ```text
 python -m benchmarks.referee                     # the releases in the table
 python -m benchmarks.referee --latest --check    # the newest ones, and a line for each cell that changed
+python -m benchmarks.referee slime=PATH          # a checkout of slime
 ```
 
 The batches are made from seeds. Groups have 2 to 6 responses, or 4 where a framework needs one size. Lengths have a
@@ -72,13 +77,14 @@ gradient, relative to the largest element (1 means that the largest element is o
 
 On realign's side, the settings are composed as on the command line, and the interface runs a whole train step. On the
 other side runs the code of the wheel from PyPI, with torch {torch} and transformers {transformers}, in its own process.
+slime has no wheel: its column is a checkout, of which the files with its losses are imported.{slime}
 Packages that a framework imports but whose code its losses don't call are stubs, and a stub fails if it's called:
 
 {stubs}
 
 What that leaves out: networks, several GPUs, micro-batches, and everything before rewards. KTO compares with the same
 responses of other prompts on both sides, which the frameworks choose differently. A job reruns all of this every week
-with the newest releases.
+with the newest releases, except for slime.
 """
 
 
@@ -91,7 +97,8 @@ def render(results: Mapping[str, Any]) -> str:
         f"- {PEERS[peer]}: {', '.join(f'`{name}`' for name in found['stubs']) or 'none'}"
         for peer, found in peers.items()
     )
-    method = METHOD.format(torch=results["torch"], transformers=results["transformers"], stubs=stubs)
+    slime = f" In it, {note}" if (note := peers["slime"].get("note")) else ""
+    method = METHOD.format(torch=results["torch"], transformers=results["transformers"], stubs=stubs, slime=slime)
     details = "".join(_section(name, row, peers) for name, row in ROWS.items())
     return f"{head}{details}{EDGE_INTRO}{_edges(peers)}{method}"
 

@@ -30,7 +30,7 @@ def test_the_results_have_every_cell_and_nothing_differs_unexplained():
         if of == peer
     }
     assert {key for key, found in verdicts.items() if found in ("differs", "error")} == {
-        ("equal", peer) for peer in ("trl", "verl", "openrlhf", "skyrl")
+        ("equal", peer) for peer in ("trl", "verl", "openrlhf", "skyrl", "slime")
     }
     assert {(row, peer) for row in ROWS for peer in PEERS} == CELLS.keys()
 
@@ -130,3 +130,114 @@ def test_a_release_that_does_not_run_is_a_line_and_the_others_are_compared(monke
     printed = capsys.readouterr().out.splitlines()
     assert printed[-1] == "verl (was 0.9.1): verl did not run: ModuleNotFoundError: No module named 'verl.trainer'"
     assert [line.partition(" 9.9: ")[0] for line in printed[:-1]] == ["TRL", "OpenRLHF", "AReaL", "SkyRL"]
+
+
+CHECKOUT = {
+    "slime/backends/megatron_utils/cp_utils.py": """
+from megatron.core import mpu
+
+def get_mean(lengths, masks):
+    assert mpu.get_context_parallel_world_size() == 1
+    return lambda x: sum((row * mask).sum() / mask.sum() for row, mask in zip(x.split(lengths), masks))
+""",
+    "slime/utils/distributed_utils.py": """
+import torch.distributed as dist
+
+def total(x):
+    dist.all_reduce(x)
+    return x
+""",
+    "slime/utils/ppo_utils.py": """
+import torch
+
+@torch.compile(dynamic=True)
+def policy_loss(new, old, advantages):
+    return -(new - old).exp() * advantages
+""",
+    "slime/backends/megatron_utils/loss.py": """
+import torch
+from slime.utils.distributed_utils import total
+from slime.utils.later import correction
+from slime.utils.ppo_utils import policy_loss
+from slime.utils.types import RolloutBatch
+
+from .cp_utils import get_mean
+
+def get_log_probs_and_entropy(logits):
+    raise AssertionError("replaced")
+
+def compute_advantages_and_returns(args, data: RolloutBatch):
+    data["advantages"] = [reward * torch.ones_like(x) for x, reward in zip(data["log_probs"], data["rewards"])]
+
+def loss_function(args, batch, num_microbatches, logits):
+    if args.use_opsm:
+        correction()
+    new = get_log_probs_and_entropy(logits)[1]["log_probs"]
+    token = policy_loss(*(torch.cat(x) for x in (new, batch["log_probs"], batch["advantages"])))
+    summed = get_mean(batch["response_lengths"], batch["loss_masks"])(token)
+    return summed, total(torch.tensor(args.global_batch_size)), {}
+""",
+    "slime/ray/rollout.py": """
+import ray
+from sglang.srt.constants import WEIGHTS
+
+@ray.remote
+class RolloutManager:
+    def _post_process_rewards(self, samples):
+        assert len(samples) == self.args.n_samples_per_prompt * self.args.rollout_batch_size
+        raw = [sample.get_reward_value(self.args) for sample in samples]
+        return raw, [x - 0.5 for x in raw]
+""",
+}
+"""A checkout of slime with the calls of its losses, and the simplest contents."""
+
+
+@pytest.fixture
+def slime(tmp_path):
+    for name, text in CHECKOUT.items():
+        file = tmp_path / "slime-0123abcd" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+        # the packages of a checkout import Megatron and more
+        (file.parent / "__init__.py").write_text("raise AssertionError('imported')\n")
+    return tmp_path / "slime-0123abcd"
+
+
+def test_the_losses_of_a_checkout_of_slime_run_and_what_is_missing_in_it_is_named(slime):
+    assert referee.checkout(f"slime={slime}") == (slime, "0123abcd")
+    batch = batches.batch("groups", 0)
+    jobs = [
+        {"id": "a", "batch": "b", "kind": "policy", "settings": {}},
+        {"id": "c", "batch": "b", "kind": "policy", "settings": {"use_opsm": True}},
+        {"id": "d", "batch": "b", "kind": "advantages", "settings": {}},
+    ]
+    losses, errors, tensors = referee.run_theirs("slime", slime, jobs, {"b": batch})
+    leaf, mask = batch["new"].clone().requires_grad_(), batch["mask"]
+    token = -(leaf - batch["old"]).exp() * (batch["rewards"] - 0.5)[:, None] * mask
+    expected = (token.sum(-1) / mask.sum(-1)).mean()
+    expected.backward()
+    assert losses["a"] == pytest.approx(expected.item(), abs=1e-5)
+    assert torch.allclose(tensors["a"], leaf.grad, atol=1e-6)
+    assert torch.equal(tensors["d"], (batch["rewards"] - 0.5)[:, None] * mask)
+    assert errors == {
+        "c": "RuntimeError: the loss calls slime.utils.later.correction, which the referee replaced by a stub"
+    }
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("slime=SLIME/none", "slime/backends/megatron_utils/cp_utils.py is missing. A checkout of slime has "),
+        ("slime=SLIME", "slime/utils/ppo_utils.py is missing. A checkout of slime has "),
+        ("slime=", "expected slime=PATH, with PATH a checkout of slime"),
+        ("slim=SLIME", "expected slime=PATH, with PATH a checkout of slime"),
+    ],
+)
+def test_what_is_no_checkout_of_slime_is_refused_in_one_line(slime, monkeypatch, capsys, word, said):
+    (slime / "slime/utils/ppo_utils.py").unlink()
+    word = word.replace("SLIME", str(slime))
+    monkeypatch.setattr(sys, "argv", ["referee", word])
+    with pytest.raises(SystemExit, match="2"):
+        referee.main()
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
+    assert f"error: {word}: {said}" in line
