@@ -131,6 +131,7 @@ def _advance(run: Path, out: Path, step: int, checkpoint: Checkpoint | None) -> 
     from realign.runtime import run as train_run
     from realign.runtime.replay import ReplayRuntime, StopAfter, check_settings, last_checkpoint
     from realign.runtime.run_experiment import open_runtime
+    from realign.runtime.run_report import parent_record
 
     first = 1 if checkpoint is None else checkpoint.step + 1
     check_settings(run, first)
@@ -155,7 +156,7 @@ def _advance(run: Path, out: Path, step: int, checkpoint: Checkpoint | None) -> 
             f"{out}: no checkpoint at step {step} was written. Set checkpoint.every_steps in the run."
         )
     # the steps before are those of the parent, although the fork took some of them again
-    info = json_object(out / "run.json") | {"parent": {"run": str(run), "step": step}}
+    info = json_object(out / "run.json") | {"parent": parent_record(run, step)}
     (out / "run.json").write_text(json.dumps(info, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return reached
 
@@ -205,15 +206,22 @@ def _print_settings(first: Path, second: Path) -> None:
 
 def _first_metric(first: Path, second: Path) -> tuple[int | None, str, tuple[object, object]]:
     """Return the first step whose metrics differ, with a metric; None and what was compared if none does."""
-    a, b = ({line.get("step"): line for line in json_lines(run / "metrics.jsonl")} for run in (first, second))
-    shared = sorted(step for step in a.keys() & b.keys() if isinstance(step, int) and step > 0)
+    a, b = (
+        {step: line for line in json_lines(run / "metrics.jsonl") if isinstance(step := line.get("step"), int)}
+        for run in (first, second)
+    )
+    shared = sorted(step for step in a.keys() & b.keys() if step > 0)
     if not shared:
         raise ConfigError(f"{first} and {second} have no step in common")
     for step in shared:
         for name in a[step].keys() & b[step].keys():
             if not _of_machine(name) and not name.startswith("eval") and a[step][name] != b[step][name]:
                 return step, name, (a[step][name], b[step][name])
-    return None, f"the metrics of all {len(shared)} common steps are equal", (None, None)
+    said = f"the metrics of all {len(shared)} common steps are equal"
+    last, longer = (max(a), second) if max(b) > max(a) else (max(b), first)
+    if max(a) != max(b):
+        said += f". {longer.name} goes on after step {last}, to step {max(*a, *b)}"
+    return None, said, (None, None)
 
 
 def _of_machine(name: str) -> bool:

@@ -266,10 +266,16 @@ def _shared_steps(first: Mapping[str, Any], second: Mapping[str, Any]) -> int | 
     """Return the number of steps that two branches share; None if neither is a fork of the other or of its parent."""
     folders = [Path(run["folder"]).absolute() for run in (first, second)]
     forks = [parent_of(folder) for folder in folders]
-    parents, steps = [fork and fork[0] for fork in forks], [fork[1] if fork else 0 for fork in forks]
-    if parents[1] == folders[0]:
+    steps = [fork[1] if fork else 0 for fork in forks]
+    # by id if there is one, since a run and its forks may be in other folders than before
+    own = [(run["info"]["id"], folder) for run, folder in zip((first, second), folders, strict=True)]
+    parents = [
+        fork and ((run["info"]["parent"] or {}).get("id") or fork[0])
+        for run, fork in zip((first, second), forks, strict=True)
+    ]
+    if parents[1] in own[0]:
         return steps[1]
-    if parents[0] == folders[1]:
+    if parents[0] in own[1]:
         return steps[0]
     return min(steps) if parents[0] and parents[0] == parents[1] else None
 

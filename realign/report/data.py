@@ -85,6 +85,7 @@ def run_line(folder: Path, key: str) -> dict[str, Any]:
         "key": key,
         "name": info["name"] or end["name"] or folder.name,
         "folder": str(folder.absolute()),
+        "id": info["id"],
         "parent": info["parent"] or {},
         "status": status(folder, info, end),
         "step": (curves["step"] or [0])[-1],

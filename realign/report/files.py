@@ -190,6 +190,7 @@ def _records(**fields: Read) -> Read:
 
 RUN_INFO = _record(
     name=text,
+    id=text,
     steps=number,
     seed=number,
     versions=_by_name(text),
@@ -199,7 +200,7 @@ RUN_INFO = _record(
     headline=_each(text),
     panels=_records(title=text, metrics=_by_name(text)),
     larger_is_better=_by_name(_flag),
-    parent=_record(run=text, step=number),
+    parent=_record(run=text, id=text, step=number),
     attempts=_records(
         **dict.fromkeys(("started", "ended", "status", "reason", "host"), text),
         **dict.fromkeys(("first_step", "last_step", "pid"), number),

@@ -165,7 +165,7 @@ def _line(folder: Path, key: str) -> dict[str, Any]:
     except Exception as error:  # whatever the files of one folder cause
         state = {"state": "unreadable", "reason": type(error).__name__}
         empty: dict[str, Any] = {"step": 0, "steps": None, "seconds": None, "started": "", "metric": None, "curve": []}
-        empty |= {"folder": str(folder.absolute()), "parent": {}, "last": {}, "config": {}, "alerts": []}
+        empty |= {"folder": str(folder.absolute()), "id": "", "parent": {}, "last": {}, "config": {}, "alerts": []}
         return {"key": key, "name": folder.name, "status": state, **empty}
 
 

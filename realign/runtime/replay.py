@@ -46,7 +46,7 @@ from realign.runtime.recorded_calls import CALLS, ROLLOUT, RecordedCall, call_ke
 from realign.runtime.resume import find_start
 from realign.runtime.rollout.spec import Sync
 from realign.runtime.run_checkpoints import continue_from, frozen_weights
-from realign.runtime.run_report import parent_of
+from realign.runtime.run_report import RUN_JSON, parent_of, run_json
 from realign.runtime.runtime_spec import Local
 
 
@@ -394,9 +394,10 @@ def write(replayed: ReplayedStep, run: Path, out: Path) -> None:
     for name, records in lines.items():
         texts = (_json({"step": replayed.step, **record}) + "\n" for record in records)
         (out / f"{name}.jsonl").write_text("".join(texts), encoding="utf-8")
-    for name in ("run.json", "config.yaml"):
-        if (run / name).is_file():
-            (out / name).write_bytes((run / name).read_bytes())
+    info = {key: value for key, value in run_json(run).items() if key != "id"}  # this folder isn't the run
+    (out / RUN_JSON).write_text(_json(info, indent=1), encoding="utf-8")
+    if (run / "config.yaml").is_file():
+        (out / "config.yaml").write_bytes((run / "config.yaml").read_bytes())
 
 
 def _json(value: Any, indent: int | None = None) -> str:

@@ -11,6 +11,7 @@ import platform
 import shlex
 import socket
 import subprocess
+import uuid
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -56,7 +57,7 @@ class RunInfo:
         command: words of the command line; None for a run that was not started by a command.
         first: first step of this attempt.
         fresh: whether this is a new run, whose file replaces an earlier one.
-        parent: run and step from which a new run continues.
+        parent: run, its id, and the step from which a new run continues.
     """
 
     def __init__(
@@ -83,8 +84,13 @@ class RunInfo:
             "host": socket.gethostname(),
             "pid": os.getpid(),
         }
-        parent = parent or (None if fresh else run_json(folder).get("parent"))
-        self._content = _described(runtime) | {"parent": parent, "attempts": [*earlier, self._attempt]}
+        before = {} if fresh else run_json(folder)
+        # a random one, and not the folder: both a run and its forks may be moved
+        self._content = _described(runtime) | {
+            "id": before.get("id") or uuid.uuid4().hex,
+            "parent": parent or before.get("parent"),
+            "attempts": [*earlier, self._attempt],
+        }
         self._write()
 
     def end(self, event: EndEvent) -> None:
@@ -117,16 +123,35 @@ def run_json(folder: Path) -> dict[str, Any]:
     return {}
 
 
+def parent_record(run: Path, step: int) -> dict[str, Any]:
+    """Return what the run.json of a fork says about the run that it continues after `step`."""
+    return {"run": str(run), "id": run_json(run).get("id"), "step": step}
+
+
 def parent_of(run: Path) -> tuple[Path, int] | None:
     """Return the run that a run continues, and after which step; None if it continues none.
 
-    A parent that isn't where it was is looked for beside the run, since both may have been moved.
+    A parent that isn't where it was is looked for beside the run, also under another name, since both may have been
+    moved. If it isn't there either, the folder is the one beside the run that has its name.
     """
     try:
-        folder, step = Path(run_json(run)["parent"]["run"]), int(run_json(run)["parent"]["step"])
+        parent = run_json(run)["parent"]
+        folder, step = Path(parent["run"]), int(parent["step"])
     except (LookupError, TypeError, ValueError):
         return None
-    return (folder if folder.is_dir() else run.parent / folder.name), step
+    beside = run.parent / folder.name
+    for place in (folder, beside):
+        if place.is_dir() and is_parent(parent, place):
+            return place, step
+    others = (path for path in sorted(run.parent.iterdir()) if path != run and (path / RUN_JSON).is_file())
+    named = parent.get("id") is not None
+    return next((path for path in others if named and is_parent(parent, path)), beside), step
+
+
+def is_parent(parent: Mapping[str, Any], folder: Path) -> bool:
+    """Return whether a folder contains the run that a fork names as its parent. Earlier versions wrote no id."""
+    recorded = run_json(folder).get("id")
+    return recorded is None or parent.get("id") in (None, recorded)
 
 
 def _described(runtime: LocalRuntime) -> dict[str, Any]:

@@ -46,7 +46,7 @@ from realign.runtime.run_checkpoints import (
     frozen_weights,
     interface_states,
 )
-from realign.runtime.run_report import RunInfo, RunReport
+from realign.runtime.run_report import RunInfo, RunReport, parent_record
 
 
 def activity(watch: Watch, graph: DataflowGraph, interfaces: Mapping[str, ModelInterface], *, first_step: bool) -> str:
@@ -159,7 +159,7 @@ class TrainingLoop:
         details = RunDetails(self.experiment.records, lead, decode, self.runtime.spans, records, self.report.log)
         self.details = stack.enter_context(details)
         fresh = start is None or not start.own or self.fresh
-        parent = None if start is None or start.own or self.fresh else {"run": str(start.run), "step": start.step}
+        parent = None if start is None or start.own or self.fresh else parent_record(start.run, start.step)
         command = self.report.command
         self.info = RunInfo(self.out, self.runtime, command, self.first, fresh=fresh, parent=parent)
         if self.experiment.resolved:

@@ -29,7 +29,9 @@ def test_a_fork_without_changes_is_the_run_and_one_with_changes_shares_its_steps
         torch.equal(x, weights(finished / "runs/same")[name]) for name, x in weights(finished / "runs/a").items()
     )
     info = json.loads((finished / "runs/same/run.json").read_text())
-    assert info["parent"] == {"run": str(finished / "runs/a"), "step": 3}
+    a = json.loads((finished / "runs/a/run.json").read_text())
+    assert info["parent"] == {"run": str(finished / "runs/a"), "id": a["id"], "step": 3}
+    assert info["id"] != a["id"]
     assert main(["fork", "runs/a", "2", "interfaces.actor.adv_norm.std=none"]) == 0
     lines = {
         name: [json.loads(line) for line in (finished / "runs" / name / "metrics.jsonl").read_text().splitlines()]

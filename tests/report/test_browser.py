@@ -329,6 +329,13 @@ def test_the_list_of_runs_draws_forks_below_their_parents(tmp_path):
     fork = "fork at step 2: both curves"
     shown = [f"└ m {fork}", f"\u00a0\u00a0└ z {fork}", f"\u00a0\u00a0\u00a0\u00a0└ c {fork}"]
     assert [html.unescape(text) for text in dumped(runs, LIST, tmp_path / "browser")] == ["a", *shown, "b"]
+    moved = (runs / "a").rename(runs / "q")  # and all forks, so that the parents named in run.json are gone
+    for name, parent in {"q": None, "c": "z", "m": "q", "z": "m"}.items():
+        fork = parent and {"run": f"/gone/{'a' if parent == 'q' else parent}", "id": f"id of {parent}", "step": 2}
+        (runs / name / "run.json").write_text(json.dumps({"id": f"id of {name}", "parent": fork}))
+    listed = [html.unescape(text) for text in dumped(runs, LIST, tmp_path / "browser")]
+    assert sorted(listed) == sorted(["b", moved.name, *shown])
+    assert listed[listed.index("q") :][:4] == ["q", *shown]
 
 
 def _wait_for(address: str) -> None:

@@ -148,5 +148,11 @@ def test_a_fork_and_its_parent_are_compared_step_by_step(tmp_path):
     said = shown(comparison(folders))
     assert "reward: 0.6 ± 0.1 in 2 steps (b minus a)" in said
     assert "minus c" not in said
+    info = json.loads((tmp_path / "b/run.json").read_text())
+    info["parent"] = {"run": "/gone/x", "id": "of a", "step": 2}
+    (tmp_path / "b/run.json").write_text(json.dumps(info))
+    assert "minus" not in shown(comparison(folders))
+    (tmp_path / "a/run.json").write_text(json.dumps({"id": "of a", "headline": ["reward"]}))
+    assert "reward: 0.6 ± 0.1 in 2 steps (b minus a)" in shown(comparison(folders))
     assert paired([1.0, 3.0]) == "2 ± 1"
     assert paired([float(i // 10) for i in range(100)]) == paired([float(i) for i in range(10)])

@@ -13,6 +13,7 @@ from rich.console import Console
 from realign.api import Callback, CallbackResult
 from realign.engines.distributed.ranks import Ranks, command_words
 from realign.runtime import Interrupted, run
+from realign.runtime.run_report import parent_of
 from tests.toys import experiment
 
 COMMAND = ["experiment=toy", "steps=3", "overwrite=true", "output_dir=a b", "resume=auto"]
@@ -110,3 +111,26 @@ def test_a_run_from_python_suggests_no_command_line(tmp_path):
         "look at curves and samples",
         "chat with the model",
     }
+
+
+def test_a_resumed_run_keeps_its_id_and_a_new_run_in_its_folder_gets_another(tmp_path):
+    ids = []
+    for changes in ({}, {"steps": 4, "resume": "auto"}, {"overwrite": True}):
+        run(experiment(tmp_path, **changes), console=Console(file=io.StringIO()))
+        ids.append(json.loads((tmp_path / "run" / "run.json").read_text())["id"])
+    assert ids[0] == ids[1] != ids[2]
+
+
+def test_a_moved_parent_is_found_by_its_id_and_another_run_in_its_place_is_not_taken_for_it(tmp_path):
+    def write(name, **info):
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / "run.json").write_text(json.dumps(info))
+        return tmp_path / name
+
+    fork = write("fork", id="2", parent={"run": "/gone/a", "id": "1", "step": 3})
+    assert parent_of(fork) == (tmp_path / "a", 3)  # nothing to find: a message names this folder
+    write("a", id="7", parent=None)
+    renamed = write("renamed", id="1", parent=None)
+    assert parent_of(fork) == (renamed, 3)
+    write("fork", id="2", parent={"run": "/gone/a", "step": 3})  # of an earlier version
+    assert parent_of(fork) == (tmp_path / "a", 3)

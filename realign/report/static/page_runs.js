@@ -80,8 +80,14 @@
 
   /* Each run, and its forks below it. A run whose parent is not listed stands alone. */
   function branches(listed) {
-    const known = new Map(listed.map((run) => [run.folder, run]));
-    const parentOf = (run) => known.get(run.parent.run);
+    const byFolder = new Map(listed.map((run) => [run.folder, run])), byId = new Map(listed.map((run) => [run.id, run]));
+    const parentOf = ({ folder, parent }) => {
+      if (!parent.run) return undefined;
+      // both may have been moved; runs of earlier versions have no id
+      const beside = folder.replace(/[^/]*$/, "") + parent.run.split("/").pop();
+      return [byFolder.get(parent.run), byFolder.get(beside), parent.id && byId.get(parent.id)]
+        .find((run) => run && (!parent.id || !run.id || run.id === parent.id));
+    };
     const rows = [], seen = new Set();
     const add = (run, parent, depth) => {
       if (seen.has(run)) return;  // files of runs can name each other as parents
