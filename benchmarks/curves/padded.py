@@ -139,7 +139,7 @@ class PaddedPPO:
         self.parameters = [*self.policy.parameters(), self.value_weight, self.value_bias]
         self.adam = Adam(self.parameters, constants)
         self.device = torch.device(device)
-        self.random = torch.Generator(self.device).manual_seed(seed)
+        self.random = torch.Generator().manual_seed(seed)  # of the host, on every device
 
     def pad(self, queries: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
         """Return padded queries [B, Q] and their mask [B, Q]."""
@@ -160,7 +160,7 @@ class PaddedPPO:
         next_position, drawn = mask.sum(1, keepdim=True), []
         for _ in range(self.constants.response_tokens):
             probabilities = (self.policy.lm_head(hidden) / self.constants.temperature).softmax(-1)
-            token = torch.multinomial(probabilities, 1, generator=self.random)
+            token = torch.multinomial(probabilities.cpu(), 1, generator=self.random).to(self.device)
             drawn.append(token)
             mask = torch.cat([mask, torch.ones_like(token).bool()], 1)
             cache = out.past_key_values
@@ -230,7 +230,7 @@ class PaddedPPO:
         lr = c.lr * (1 - self.updates_done / c.updates)
         parts: list[dict[str, Tensor]] = []
         for _ in range(c.epochs):
-            for index in torch.randperm(size, generator=self.random, device=self.device).chunk(c.minibatches):
+            for index in torch.randperm(size, generator=self.random).to(self.device).chunk(c.minibatches):
                 loss, found = self.loss(batch.rows(index))
                 self.adam.step(torch.autograd.grad(loss, self.parameters), lr)
                 parts.append(found)
