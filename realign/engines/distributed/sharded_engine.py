@@ -407,6 +407,11 @@ class ShardedEngine(TransformersEngine):
         return self.network.full_weights()
 
     @override
+    def shards(self) -> dict[str, Tensor]:
+        """Return the weights of the model without its value head as this rank sees them; not a collective."""
+        return self.network.shards()
+
+    @override
     def load_weights(self, weights: Mapping[str, Tensor], mix: float = 1.0) -> None:
         own = named_weights(self.module, self.value_head)
         check_weights(self.name, self.network.shapes(), shapes_of(weights), mix)

@@ -563,6 +563,15 @@ class ShardedNetwork(Network):
         own = named_weights(self.module, self.value_head)
         return {name: own[name] if of is None else self.full(of) for name, of in self._all_names()}
 
+    def shards(self) -> dict[str, Tensor]:
+        """Return all weights and buffers of the model as this rank sees them, by the names of `named_weights`."""
+        own = named_weights(self.module, None)
+        return {
+            name: own[name] if of is None else self.weight(of)
+            for name, of in self._all_names()
+            if not name.startswith(VALUE_HEAD)
+        }
+
     def shapes(self) -> dict[str, torch.Size]:
         """Return the shapes of all weights and buffers, by the names of `named_weights`."""
         own = named_weights(self.module, self.value_head)

@@ -189,6 +189,8 @@ def slices_of(like: DTensor, at: Sequence[int] | None = None) -> list[slice]:
         like: a tensor that is sharded in the same way.
         at: place of the rank in the tensor's mesh; None means this rank.
     """
+    if not _is_here(like):
+        return [slice(0, 0)] * like.ndim
     mesh = like.device_mesh
     bounds = [range(n) for n in like.shape]
     for dim in reversed(range(mesh.ndim)):
@@ -198,6 +200,11 @@ def slices_of(like: DTensor, at: Sequence[int] | None = None) -> list[slice]:
             per_rank = -(-len(rows) // mesh.size(dim))  # as `torch.chunk` divides them
             bounds[placement.dim] = rows[rank * per_rank : (rank + 1) * per_rank]
     return [slice(rows.start, rows.stop) for rows in bounds]
+
+
+def _is_here(x: Tensor) -> bool:
+    """Return whether this rank may have a slice; it has none of a tensor of another stage of a pipeline."""
+    return getattr(x, "part", x) is not None
 
 
 def part_of(x: Tensor, like: DTensor) -> Tensor:
@@ -223,6 +230,8 @@ def writes(x: Tensor, ranks: Ranks, first: int = 0) -> bool:
     """
     if not is_part(x):
         return ranks.leader
+    if not _is_here(x):
+        return False
     mesh = x.device_mesh
     # Ranks that compute layers together each have a mesh of their own for what FSDP alone divides, such as norms. The
     # tensors on these meshes are copies, and the first rank is on the first mesh.

@@ -121,13 +121,13 @@ def loss(output, data):
     return -output.logprobs(temperature=1.0, where_T=data["loss_mask"]).sum(), {}
 
 
-def trained(folder, *, lr=0.1, tensor=1, **config):
+def trained(folder, *, lr=0.1, sharding=None, **config):
     """Load a tiny model as the engine of a policy."""
     if current().leader:
         save_tiny(folder / "llama", family="llama", **config)
     current().barrier()
-    sharding = Sharding(tensor=tensor)
-    spec = TransformersModel(str(folder / "llama"), device="cpu", optimizer=OptimizerSpec(lr=lr), sharding=sharding)
+    more = {"optimizer": OptimizerSpec(lr=lr), "sharding": sharding or Sharding()}
+    spec = TransformersModel(str(folder / "llama"), device="cpu", **more)
     return spec.load("actor", seed=0).engine
 
 
@@ -260,9 +260,9 @@ def test_there_is_no_delta_if_it_is_larger_than_the_weights_or_the_dtype_changed
     assert folders.write(engine, 2).base is None
 
 
-def write_shards(folder, tensor):
+def write_shards(folder, sharding, config):
     """Write weights of a sharded engine, with a fault on rank 1 in between. Return the errors, and what was changed."""
-    engine = trained(folder, lr=1e-5, tensor=tensor)
+    engine = trained(folder, lr=1e-5, sharding=sharding, **config)
     folders = WeightFolders(str(folder), current(), deltas=True)
     folders.dtype = torch.bfloat16
     copy = {name: x.clone() for name, x in mapped_folder(folders.write(engine, 0).folder).items()}
@@ -284,8 +284,16 @@ def write_shards(folder, tensor):
     return errors, len(list(written.delta.iterdir()))
 
 
-@pytest.mark.parametrize("tensor", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_all_ranks_write_their_shards_and_an_error_on_one_rank_is_raised_on_all(tmp_path, tensor):
-    for errors, files in run_ranks(2, write_shards, tmp_path, tensor):
+@pytest.mark.parametrize(
+    ("sharding", "config"),
+    [
+        (Sharding(), {}),
+        pytest.param(Sharding(tensor=2), {}, marks=pytest.mark.slow),
+        (Sharding(pipeline=2), {}),
+        pytest.param(Sharding(pipeline=2), {"tie_word_embeddings": True}, marks=pytest.mark.slow),
+    ],
+)
+def test_all_ranks_write_their_shards_and_an_error_on_one_rank_is_raised_on_all(tmp_path, sharding, config):
+    for errors, files in run_ranks(2, write_shards, tmp_path, sharding, config):
         assert len(errors) == 1
         assert files == 2
