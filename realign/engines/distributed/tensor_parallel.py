@@ -48,6 +48,8 @@ class SplitStyles(NamedTuple):
     """Replicated parameters whose gradient is summed over ranks."""
     columns: dict[str, str]
     """The linear layers that are split by outputs, each with the part of a layer that contains it."""
+    dropouts: list[nn.Module]
+    """Dropout of adapters whose input is split."""
 
 
 def split_styles(
@@ -83,7 +85,7 @@ def split_styles(
     _check_divides(key, module.config, ranks)
     inside = tuple(f"{name}." for name in (*adapted, *experts))
     parts: dict[str, object] = {**dict(layers.named_parameters()), **dict(layers.named_modules())}
-    split = SplitStyles({}, set(), {})
+    split = SplitStyles({}, set(), {}, [])
     for name, part in parts.items():
         if name in experts or name.startswith(inside):
             continue
@@ -106,6 +108,8 @@ def split_styles(
             added = [] if adapters is None else [f"{name}.lora_A.{adapter}" for adapter in adapters.lora_A]
             base = name if adapters is None else f"{name}.base_layer"
             split.styles.update({path: ROWS[wanted]() for path in (base, *added)})
+            if adapters is not None and wanted == "rowwise":
+                split.dropouts.extend(adapters.lora_dropout.values())
         elif wanted is not None or linear:
             style = "no style" if wanted is None else f"style {wanted!r}"
             raise ConfigError(
@@ -123,6 +127,25 @@ def split_layers(layers: nn.ModuleList, mesh: DeviceMesh, split: SplitStyles) ->
         layers.get_submodule(name).register_forward_pre_hook(shared, prepend=True)
     for name in set(split.columns.values()):
         layers.get_submodule(name).register_forward_hook(shared.forget)
+    for dropout in split.dropouts:
+        if isinstance(dropout, nn.Dropout):
+            _draw_whole_masks(dropout, mesh)
+
+
+def _draw_whole_masks(dropout: Any, mesh: DeviceMesh) -> None:
+    """Let dropout on this rank's features use its part of the mask that one process draws.
+
+    All ranks draw the same numbers, so a mask of its own features would be that of the features of the other ranks.
+    """
+    ranks, rank = mesh.size(), mesh.get_local_rank()
+
+    def forward(x: Tensor) -> Tensor:
+        if not dropout.training:
+            return x
+        ones = x.new_ones(*x.shape[:-1], ranks * x.shape[-1])
+        return x * nn.functional.dropout(ones, dropout.p).chunk(ranks, -1)[rank]
+
+    dropout.forward = forward
 
 
 class _SharedInput:

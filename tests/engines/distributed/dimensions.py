@@ -4,8 +4,10 @@ numbers to compare."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from safetensors.torch import load_file
@@ -15,7 +17,9 @@ from realign.api import GenerationConfig, Model, SequenceSample, stat_values
 from realign.engines import Causal, LoadBalancing, Lora, Score, Sharding, Value, ValueHead
 from realign.engines.distributed.ranks import current
 from realign.engines.distributed.shard_files import shards_to_write
+from realign.engines.distributed.sharded_engine import ShardedEngine
 from realign.engines.distributed.sharding import whole
+from realign.engines.training.transformers_engine import TransformersEngine
 from realign.interfaces.components import JSD
 from realign.interfaces.critic import PPOCriticInterface
 from realign.interfaces.dpo import DPOInterface
@@ -120,6 +124,14 @@ def lora(folder: Path, **settings: Any) -> dict[str, Any]:
     return found
 
 
+def dropped(folder: Path, **settings: Any) -> dict[str, Any]:
+    """Train adapters with dropout. Every number of ranks has the same seed."""
+    with ExitStack() as stack:
+        for engine in (TransformersEngine, ShardedEngine):
+            stack.enter_context(patch.object(engine, "dropout_seed", lambda self: self._stepper.optimizer_steps))
+        return steps(load(folder, "dense", trains=Lora(rank=4, dropout=0.4), **settings), entropy_loss, n=3)
+
+
 def limited(folder: Path, **settings: Any) -> dict[str, Any]:
     """Train with a smaller vocabulary than the embeddings have rows, a value head and logits of all tokens."""
 
@@ -213,7 +225,7 @@ TENSOR = (sft, grpo, dpo, ppo, reward_model, gkd, lora, limited, fused)
 """Runs that depend on the dimension `tensor`."""
 EXPERT = (experts, recomputed_experts, lora_of_experts)
 """Runs that depend on both dimensions."""
-RUNS = {run.__name__: run for run in (*TENSOR, *EXPERT, low)}
+RUNS = {run.__name__: run for run in (*TENSOR, *EXPERT, low, dropped)}
 
 
 def of_mesh(folder: Path, names: Sequence[str], sharding: Mapping[str, int]) -> dict[str, Any]:

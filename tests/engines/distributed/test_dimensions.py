@@ -65,6 +65,12 @@ def test_two_ranks_that_compute_layers_together_train_as_one_process(folder: Pat
     assert configs[0] == configs[1]
 
 
+def test_two_ranks_that_divide_the_input_of_an_adapter_drop_what_one_process_drops(
+    folder: Path, alone: dict[str, Any]
+) -> None:
+    check(folder, alone, 2, ["dropped"], tensor=2)
+
+
 def test_two_ranks_with_different_experts_train_as_one_process(folder: Path, alone: dict[str, Any]) -> None:
     check(folder, alone, 2, ["experts"], expert=2)
 
