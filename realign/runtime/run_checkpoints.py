@@ -344,7 +344,7 @@ class RunCheckpoints:
         Also adds the checkpoints that have been written to the chain.
         """
         if self._writer is not None:
-            self._chain_written(self._writer)
+            self._ranks.lead(partial(self._chain_written, self._writer))
         stalled, self._stalled = self._stalled, {}
         return stalled
 

@@ -9,7 +9,7 @@ import pytest
 
 from realign.engines.distributed.ranks import is_of_another_rank
 from realign.interfaces.grpo import GRPOActorInterface, dataflow
-from realign.runtime import run
+from realign.runtime import CheckpointSpec, run
 from realign.runtime.processes.watchdog import Watch
 from realign.runtime.training import activity
 from tests.engines.distributed.run_ranks import run_ranks
@@ -46,12 +46,13 @@ FAILS_ON_RANK_0 = {
     "samples": "realign.runtime.training.TrainingLoop._warn",
     "details": "realign.runtime.metrics.details.RunDetails.after_step",
     "chain": "realign.runtime.chain.Chain.step",
+    "chain of checkpoints": "realign.runtime.chain.Chain.checkpoint",
 }
 
 
 def error_of_rank_0(folder: Path, name: str) -> tuple[str, bool]:
     with patch(name, side_effect=OSError("no space left")), pytest.raises(OSError, match="no space") as caught:
-        run(experiment(folder, steps=3))
+        run(experiment(folder, steps=3, checkpoint=CheckpointSpec(every_steps=1)))
     return str(caught.value), is_of_another_rank(caught.value)
 
 
