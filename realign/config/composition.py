@@ -170,6 +170,9 @@ def _with_command_line(below: _FileLayers, words: Sequence[str], parsed: Sequenc
     if len(known) < len(values):
         raise ConfigError(_unknown(below, values, known))
     config, tree = _applied(below, known)
+    typed_roots = _typed_roots(known)
+    if unknown_keys(tree, [root for root in typed_roots if root not in ROOTS]):
+        raise ConfigError(joined(unknown_keys(tree, typed_roots)))  # those of the components, too
     check_values(tree)
     choices = {group: ",".join(below.choices[group]) or None for group in GROUPS}
     typed = [word for word, override in zip(words, parsed, strict=True) if not override.is_hydra_override()]
@@ -343,10 +346,15 @@ def _unknown(below: _FileLayers, overrides: Sequence[Override], known: Sequence[
     tree: dict[str, Any] = {}
     with suppress(ConfigError):  # which is reported when the names of these keys are right
         _, tree = _applied(below, known)
-    typed = {_root(override.key_or_group) for override in known if "." in override.key_or_group}
-    nested = unknown_keys(tree, [root for root in ROOTS if root in typed])
+    nested = unknown_keys(tree, _typed_roots(known))
     unknown = dict.fromkeys(_root(override.key_or_group) for override in overrides if override not in known)
     return joined([*(_unknown_root(root, tree) for root in unknown), *nested])
+
+
+def _typed_roots(overrides: Sequence[Override]) -> list[str]:
+    """Return the root keys below which overrides set something."""
+    typed = {_root(override.key_or_group) for override in overrides if "." in override.key_or_group}
+    return [root for root in ROOT_KEYS if root in typed]
 
 
 def _root(word: str) -> str:

@@ -95,7 +95,7 @@ def has_experiment(config: Mapping[str, Any]) -> bool:
 
 
 def unknown_keys(config: Mapping[str, Any], roots: Iterable[str] = ROOTS) -> list[str]:
-    """Return a message for each key of the components that their classes do not have.
+    """Return a message for each key of the components and nested settings that their classes do not have.
 
     Skips components whose class is unknown, such as one that cannot be imported; building them reports their keys. The
     class of an evaluation depends on the graph, and the graph on the interfaces.
@@ -109,7 +109,7 @@ def unknown_keys(config: Mapping[str, Any], roots: Iterable[str] = ROOTS) -> lis
         node = config.get(root)
         if not isinstance(node, Mapping) or root.startswith("evaluation") or (root == "graph" and TARGET not in node):
             continue
-        if ROOTS[root].per_role:
+        if root in ROOTS and ROOTS[root].per_role:
             for role, below in node.items():
                 messages += _unknown_below(place_of((root, str(role))), below)
         else:

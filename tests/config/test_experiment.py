@@ -101,6 +101,7 @@ def test_a_misspelled_tracker_is_an_error_with_the_nearest(tmp_path):
     ("words", "keys"),
     [
         (["checkpoint.evry_steps=3", "checkpoint.kep=2"], ["checkpoint.evry_steps", "checkpoint.kep"]),
+        (["checkpoint.kep=2", "models.actor.pth=x", "data.pth=x"], ["checkpoint.kep", "models.actor.pth", "data.pth"]),
         (["stepps=3", "data.pth=x", "models.actor.pth=x"], ["stepps", "models.actor.pth", "data.pth"]),
     ],
 )

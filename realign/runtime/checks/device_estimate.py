@@ -34,7 +34,7 @@ class DeviceEstimate:
     Attributes:
         device: device, such as `cpu` or `cuda:0`.
         roles: memory of each role that has weights there; `rollout` is the copy that samples asynchronously.
-        offloaded: roles whose weights are in host memory between calls.
+        offloaded: roles whose weights are on the device only during their calls.
         processes: number of processes that use this device.
         free: free memory in bytes; None if unknown.
     """
@@ -142,7 +142,9 @@ def estimate(experiment: Experiment, longest: int | None = None, free: Free | No
         )
     ranks = expected_size()
     held = (*experiment.roles, ROLLOUT) if experiment.rollout.ahead else experiment.roles
-    return _devices(_roles(experiment, held, ranks, longest, free), ranks, free)
+    # a cached reference is freed once it has scored the rows
+    freed = frozenset(experiment.cached_roles)
+    return _devices(_roles(experiment, held, ranks, longest, free), ranks, free, freed)
 
 
 def _on_one_host(devices: list[DeviceEstimate]) -> list[DeviceEstimate]:

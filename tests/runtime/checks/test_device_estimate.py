@@ -81,6 +81,15 @@ def test_worker_groups_on_the_cpu_share_the_memory_of_the_host(here, monkeypatch
     assert [g.free for g in groups] == [10**9 - groups[1].peak, 10**9 - groups[0].peak]
 
 
+def test_a_cached_reference_uses_memory_only_while_it_scores(here):
+    words = ["experiment=dpo", "models.actor.path=model", "data.path=a.jsonl", "batch_prompts=4"]
+    [resident] = estimate(build_experiment(compose(words)))
+    [cached] = estimate(build_experiment(compose([*words, "cache_reference=true"])))
+    assert resident.kept - cached.kept == cached.roles["ref"].kept > 0
+    assert cached.during("actor", 0) == cached.kept
+    assert cached.during("ref", 0) == resident.kept
+
+
 def test_an_offloaded_role_uses_the_device_only_during_its_calls():
     actor, ref = RoleMemory("cpu", weights=100, gradients=30), RoleMemory("cpu", weights=80, scoring=5)
     both = DeviceEstimate("cpu", {"actor": actor, "ref": ref})
