@@ -41,7 +41,7 @@ class Serve(Settings):
     generation: GenerationConfig = field(default_factory=lambda: GenerationConfig(max_new_tokens=2048))
     """Sampling settings of requests that set none. `max_new_tokens` is also the maximum that a request can set."""
     template_options: dict[str, Any] = field(default_factory=dict)
-    """Variables of the chat template."""
+    """Variables for the chat template."""
     response_template: str = ""
     """Format of tool calls and reasoning in responses, as in `AgentInterface`; empty: the tokenizer's own one."""
     name: str = ""

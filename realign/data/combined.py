@@ -31,7 +31,7 @@ _TEXTS = ("input_ids", "loss_mask")
 
 @dataclass
 class WithPretraining(DataSpec):
-    """Combination of two data nodes (config node): every prompt comes with rows of pretraining text.
+    """Prompts, each with rows of pretraining text, for PPO-ptx.
 
     Samples have the keys of the prompts, `ptx_input_ids` and `ptx_loss_mask`. The text rows of a prompt are a pure
     function of `seed`, its row and its epoch. An epoch of n prompts uses the next `n * sequences_per_prompt` rows of
@@ -40,13 +40,13 @@ class WithPretraining(DataSpec):
     """
 
     prompts: DataSpec
-    """Data node of the prompts, such as `realign.data.PromptData`."""
+    """Where the prompts come from, such as `realign.data.PromptData`."""
     pretraining: DataSpec
-    """Data node with keys `input_ids` and `loss_mask`: `realign.data.TextData` or `realign.data.SupervisedData`."""
+    """Where the pretraining text comes from: `realign.data.TextData` or `realign.data.SupervisedData`."""
     sequences_per_prompt: Count = 1
-    """Number of `pretraining` rows per prompt."""
+    """Rows of pretraining text per prompt."""
     seed: int = 0
-    """Seed of the order of the texts; `${seed}` uses the seed of the run."""
+    """Seed that shuffles the texts; `${seed}` uses the seed of the run."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -164,14 +164,14 @@ _GIVEN = ("input_ids", "prompt_mask", "loss_mask")
 
 @dataclass
 class PromptsWithResponses(DataSpec):
-    """Supervised data as prompts with given responses (config node).
+    """Supervised data as prompts that come with a response, for distillation that mixes given and sampled responses.
 
     Samples have the keys `prompt_ids`, the tokens before the first token of the response, and `data_input_ids`,
     `data_prompt_mask` and `data_loss_mask`, the sequence with the given response.
     """
 
     responses: DataSpec
-    """Data node of the prompts and responses, such as `realign.data.SupervisedData`."""
+    """Where prompts and responses come from, such as `realign.data.SupervisedData`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

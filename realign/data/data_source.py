@@ -134,7 +134,7 @@ def mixture_of(sources: Sequence[RowSource], sizes: Sequence[int]) -> Mixture | 
 
 @dataclass
 class DataSource(FileSource):
-    """A file of rows, and the format of a prompt (config node).
+    """A file of rows, and the format of a prompt.
 
     A prompt is a string, or a list of chat messages with role and content (also in the ShareGPT format, with from and
     value). `question.text` selects an item of a column.
@@ -152,13 +152,13 @@ class DataSource(FileSource):
     """Prompt format: auto (chat messages use the tokenizer's chat template, and strings are plain text) | plain | chat
     (a string becomes a user message)."""
     prefix: str = ""
-    """Text to put before a prompt that is a string."""
+    """Put this before each prompt that is a string."""
     suffix: str = ""
-    """Text to put after a prompt that is a string."""
+    """Put this after each prompt that is a string."""
     system: str = ""
-    """System message to put before the chat messages; empty adds none."""
+    """System message to begin each chat with; empty adds none."""
     template_options: dict[str, Any] = field(default_factory=dict)
-    """Additional arguments of the chat template, such as `{enable_thinking: false}`."""
+    """Variables for the chat template, such as `{enable_thinking: false}`."""
     too_long: TooLong = TooLong.drop
     """What to do with a row over the length limit: drop | truncate_left | error."""
     streaming: bool = False
@@ -166,11 +166,11 @@ class DataSource(FileSource):
     shuffle_buffer: Count = 10_000
     """With streaming=true, shuffle this many rows together. They are kept in memory."""
     cache: bool = False
-    """Keep the tokens in the cache folder, so that the next run with the same rows, tokenizer and format reads them.
-    REALIGN_CACHE_GB limits its size."""
+    """Keep the tokens on disk: the next run with the same rows, tokenizer and format reads them instead of tokenizing.
+    REALIGN_CACHE_GB limits the size."""
     excerpt: Excerpt | None = None
-    """Excerpt of the prompt column to use, such as `{max_tokens: 64, end: "."}`. It replaces the text in the row.
-    null uses the whole text."""
+    """Use only a part of the prompt column, such as `{max_tokens: 64, end: "."}`. The part replaces the text in the
+    row, also for the reward function. null uses the whole text."""
 
     @override
     def ineffective(self) -> dict[str, str]:
@@ -300,7 +300,7 @@ _IMAGE_TOKEN = "<|image_pad|>"
 
 @dataclass
 class ImageSource(DataSource):
-    """A file of rows that may have images (config node)."""
+    """A file of rows that may have images."""
 
     images_column: str | None = None
     """Column with the images of the conversation: a list of paths, PIL images, or objects with `bytes` or `path`, one

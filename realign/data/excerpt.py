@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Excerpt(Settings):
-    """Excerpt of a longer text, as openai/lm-human-preferences extracts its queries (config node).
+    """Excerpt of a longer text, as openai/lm-human-preferences extracts its queries.
 
     The excerpt begins after the first token that decodes to `start`. If that token is the last one, the excerpt begins
     at the start of the text. The excerpt has at most `max_tokens` tokens, and ends with the last of them that decodes
@@ -26,11 +26,11 @@ class Excerpt(Settings):
     """
 
     start: str | None = None
-    """Text of the token after which the excerpt begins; null begins at the start of the text."""
+    """Begin after the first token with exactly this text; null begins at the start."""
     max_tokens: Count | None = None
-    """Maximum length in tokens, excluding start tokens, prefix and suffix; null sets no limit."""
+    """Maximum length in tokens, without start tokens, prefix and suffix; null sets no limit."""
     end: str | None = None
-    """Text of the token with which the excerpt ends (its last occurrence); null cuts at `max_tokens` only."""
+    """End with the last token with exactly this text; null only cuts at `max_tokens`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -62,7 +62,7 @@ class RatedPairs(StrEnum):
 
 @dataclass
 class PreferenceData(DataSource):
-    """A file of prompts with labeled responses (config node).
+    """A file of prompts with labeled responses.
 
     With kind=pairs, a row has columns `chosen` and `rejected`: strings, lists of chat messages, or lists of several of
     them. Messages may be the responses only, or whole conversations. Without a column `prompt`, the prompt is the
@@ -79,7 +79,8 @@ class PreferenceData(DataSource):
     """Column with the prompt: a string or a list of chat messages. null uses the column `prompt` if a row has it; ""
     takes the prompt from the start of the responses (kind=pairs)."""
     kind: LabelKind = LabelKind.pairs
-    """Meaning of the labels: pairs | best_of_n | scalar_rating | scalar_compare."""
+    """What the labels mean: pairs (chosen and rejected) | best_of_n (the best one has label 1) | scalar_rating
+    (a rating of each response) | scalar_compare (neighbors are pairs, and their labels differ by the rating)."""
     chosen_column: str | None = None
     """Column with the preferred response, or a list of responses (kind=pairs). null uses `chosen`."""
     rejected_column: str | None = None

@@ -25,7 +25,7 @@ from realign.settings import Count
 
 @dataclass
 class PromptData(ImageSource):
-    """A file of prompts (config node). Samples also contain the whole row, for the reward function.
+    """A file of prompts. Samples also contain the whole row, for the reward function.
 
     Without column settings, the prompt is the column `prompt`. If a row has none, it is the column `messages` (or
     `conversations`, `conversation`), a conversation that ends with a user or tool message.

@@ -37,10 +37,10 @@ _PATTERN = re.compile(r"[*?[]")
 
 @dataclass
 class RowSource(Settings):
-    """One of several sources of rows (config node)."""
+    """One of several sources of rows."""
 
     path: str
-    """Path of a file or folder, pattern of paths such as `data/*.jsonl`, or hub name such as `org/name`."""
+    """A file, a folder, a pattern such as `data/*.jsonl`, or a hub name such as `org/name`."""
     subset: str | None = None
     """Subset (configuration) of a hub dataset, such as main; null uses the only one or the default."""
     split: str | None = None
@@ -49,13 +49,14 @@ class RowSource(Settings):
     revision: str | None = None
     """Branch, tag or commit of a hub dataset; null uses the main branch."""
     limit: Count | None = None
-    """Maximum number of rows to read from the start of the source; null reads all."""
+    """Read only this many rows from the start; null reads all."""
     columns: dict[str, str] = field(default_factory=dict)
-    """Columns to rename: new name -> column of the source, such as `{prompt: question, response: answers.0}`."""
+    """Columns to rename, as new name: old name, such as `{prompt: question, response: answers.0}`."""
     weight: Positive | None = None
-    """Relative frequency of prompts of this source in training. All sources of a list have a weight, or none has."""
+    """How often to draw from this source, relative to the weights of the others. Either all sources of a list have a
+    weight, or none."""
     name: str = ""
-    """Name of the source in metrics; empty uses the last part of the path."""
+    """Name in metrics; empty uses the last part of the path."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -292,7 +293,7 @@ class Table:
 
 @dataclass
 class Split(Settings):
-    """One of several disjoint, randomly assigned parts of the rows of a file (config node).
+    """One of several disjoint, randomly assigned parts of the rows of a file.
 
     All stages set the same `weights` and `seed`, and a different `part`. The parts together contain every row once.
     DeepSpeed-Chat uses 20%, 40% and 40% of the rows for SFT, reward model and RLHF.

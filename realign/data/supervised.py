@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class SupervisedData(ImageSource):
-    """A file of conversations, or of prompts and responses (config node).
+    """A file of conversations, or of prompts and responses.
 
     Without column settings, the columns of a row decide: `messages` (or `conversations`, `conversation`) is a whole
     conversation, and `prompt` with `completion` or `response` is a prompt with its response. Rows that fit both are an
@@ -136,7 +136,7 @@ class Blocks(StrEnum):
 
 @dataclass
 class TextData(FileSource):
-    """A file of texts (config node).
+    """A file of texts.
 
     Each text begins with the tokenizer's start tokens and, with `append_eos`, ends with EOS. A block is a row of the
     dataset. The loss includes all its tokens except the first. In joined blocks, tokens also attend to the previous

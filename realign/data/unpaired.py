@@ -32,7 +32,7 @@ _TEXT_LABELS = {"true": 1, "false": 0, "1": 1, "0": 0}
 
 @dataclass
 class UnpairedData(DataSource):
-    """A file of prompts, each with one response and whether it is desirable (config node).
+    """A file of prompts, each with one response and whether it is desirable.
 
     Without column settings, a row has the columns `prompt`, `completion` (or `response`) and `label`. Responses are
     tokenized as in `SupervisedData`.
@@ -110,7 +110,7 @@ class UnpairedDataset(SequenceDataset):
 
 @dataclass
 class RewardedData(UnpairedData):
-    """A file of prompts, each with one response and its reward (config node).
+    """A file of prompts, each with one response and its reward.
 
     Without column settings, a row has the columns `prompt`, `completion` (or `response`) and `reward`. Responses are
     tokenized as in `SupervisedData`.

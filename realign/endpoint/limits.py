@@ -23,16 +23,16 @@ _DRAINED = 8
 
 @dataclass
 class EndpointLimits(Settings):
-    """Limits of requests to an endpoint."""
+    """Limits on requests to the endpoint."""
 
     max_body_mb: Positive = 16.0
-    """Maximum size of a request body in MB (10^6 bytes)."""
+    """Reject request bodies larger than this, in MB (10^6 bytes)."""
     body_timeout_s: Positive = 30.0
-    """Time limit for receiving a request body in seconds."""
+    """Time limit for receiving a request body, in seconds."""
     timeout_s: Positive = 600.0
-    """Time limit of a request in seconds, including sampling and sending the response."""
+    """Time limit of a whole request, in seconds: sampling and sending the response included."""
     max_concurrent: Count = 512
-    """Maximum number of concurrent requests; further ones are rejected with status 429."""
+    """Answer at most this many requests at a time; more get status 429."""
 
     @property
     def max_body_bytes(self) -> int:

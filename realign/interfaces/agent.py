@@ -62,7 +62,7 @@ class AgentInterface(ModelInterface):
     """Function `agent(base_url, api_key, row)` that returns a reward, `package.module:function` or
     `path/to/file.py:function`. Set either this or `command`."""
     arguments: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the function."""
+    """Keyword arguments to call the function with."""
     command: list[str] = field(default_factory=list)
     """Program and arguments that run one episode. The program reads the row as JSON from stdin, and prints the reward
     as its last line."""
@@ -80,23 +80,22 @@ class AgentInterface(ModelInterface):
     """Sampling settings of a call (`${interfaces.actor.generation}`): `n` is the number of episodes per prompt,
     `max_new_tokens` the limit of one response in tokens. Requests cannot change `temperature`, `top_p` and `seed`."""
     max_calls: Count = 64
-    """Maximum number of calls of one episode; the endpoint rejects further ones."""
+    """Maximum number of model calls per episode; the endpoint rejects more."""
     max_sequence_tokens: Count = 4096
-    """Maximum number of tokens of a prompt and its response; the endpoint rejects longer prompts."""
+    """Maximum number of tokens of a prompt with its response; the endpoint rejects prompts that leave no room."""
     template_options: dict[str, Any] = field(default_factory=dict)
-    """Variables of the chat template."""
+    """Variables for the chat template."""
     response_template: str = ""
     """Format of tool calls and reasoning in responses: `auto`, which finds it by the chat template, a family such as
     `qwen3`, or a JSON file with a response template of transformers. Empty: the tokenizer's own one."""
     same_seed: bool = False
-    """Pass one seed to the agents of all episodes of a prompt; false: one seed per episode. Only for functions with a
-    parameter `seed`."""
+    """Give all episodes of a prompt the same seed; false gives each its own. For functions with a parameter `seed`."""
     timeout_s: Positive = 600.0
     """Time limit of one episode in seconds."""
     concurrency: Count = 256
     """Maximum number of concurrent episodes, also with `rollout=async`."""
     max_failed_fraction: Fraction = 0.5
-    """Fraction of a batch's episodes in which the agent may fail; the run stops above it."""
+    """Stop the run if the agent fails in a larger fraction of a batch's episodes."""
     limits: EndpointLimits = field(default_factory=lambda: EndpointLimits(max_concurrent=4096))
     """Limits of requests to the endpoint."""
 

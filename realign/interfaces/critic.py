@@ -98,15 +98,16 @@ class PPOCriticInterface(ModelInterface):
     PANELS = VALUE_PANELS
 
     epochs: Count = 1
-    """Passes over the rollout batch."""
+    """How often to train on each rollout batch."""
     n_minibatches: Count = 1
-    """Optimizer steps per pass; prompts are randomly permuted in each."""
+    """Optimizer steps per pass. Each pass shuffles the prompts."""
     objective: ValueObjective = field(default_factory=ValueObjective)
     """Error measure and clipping of the value loss."""
     normalization: ValueNormalization = field(default_factory=ValueNormalization)
     """Normalization of the values by running moments of the returns."""
     aggregation: Aggregation = field(default_factory=TokenMean)
-    """Weights of tokens and sequences in the loss: token_mean, seq_mean_token_mean, seq_mean_token_sum or constant."""
+    """How to average the loss over tokens and sequences: token_mean, seq_mean_token_mean, seq_mean_token_sum or
+    constant."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -137,23 +137,25 @@ class DPOInterface(ModelInterface):
     n_minibatches: Count = 1
     """Optimizer steps per batch of prompts."""
     kind: DPOLoss = DPOLoss.sigmoid
-    """Loss function: sigmoid (DPO), ipo, robust (sigmoid, unbiased under wrong labels) or odds_ratio (ORPO)."""
+    """Which loss: sigmoid (DPO), ipo, robust (DPO that expects some wrong labels) or odds_ratio (ORPO)."""
     beta: Positive = 0.1
-    """Strength of the regularization toward the reference; smaller values allow larger deviations. With
-    kind=odds_ratio: weight of the loss (ORPO's lambda)."""
+    """How strongly the policy is held to the reference: smaller lets it move farther. With kind=odds_ratio: the weight
+    of the loss (ORPO's lambda)."""
     reference_free: bool = False
-    """Compare log-probs of the policy alone, without a reference model (SimPO, CPO, ORPO)."""
+    """Train without a reference model, on the policy's own log-probs (SimPO, CPO, ORPO)."""
     length_normalized: bool = False
-    """Divide the log-ratio of a response by its length in tokens."""
+    """Divide the log-ratio of each response by its length in tokens, so that long responses don't count more."""
     target_margin: NonNegative = 0.0
-    """Margin between the rewards of a pair that the loss aims at (SimPO's gamma; kind=sigmoid or robust)."""
+    """By how much the chosen response's reward should exceed the rejected one's (SimPO's gamma; kind=sigmoid or
+    robust)."""
     label_smoothing: Annotated[float, Range(ge=0, lt=0.5)] = 0.0
-    """Assumed probability that a label is wrong, below 0.5 (kind=sigmoid: conservative DPO; kind=robust)."""
+    """Probability that a pair is labeled the wrong way round, below 0.5 (conservative DPO with kind=sigmoid, or
+    kind=robust)."""
     temperature: Annotated[float, Range(ge=0.01, lt=math.inf)] = 1.0
-    """Temperature of all log-probs, which divides the logits. Must equal the reference's; this is checked at launch."""
+    """Divide all logits by this temperature. Must equal the reference's, which the launch checks."""
     sft_coef: NonNegative = 0.0
-    """Weight of the negative log-likelihood of the chosen response, averaged over its tokens (arXiv:2404.19733, CPO,
-    ORPO)."""
+    """Also maximize the likelihood of the chosen response, with this weight on its mean negative log-likelihood per
+    token (arXiv:2404.19733, CPO, ORPO)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

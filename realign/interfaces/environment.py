@@ -61,7 +61,7 @@ class EnvironmentInterface(ModelInterface):
     """Environment class, `package.module:Class` or `path/to/file.py:Class` (`realign.api.environment.Environment`). One
     instance is created per episode."""
     arguments: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the environment class."""
+    """Keyword arguments to create the environment with."""
     tools: list[str] = field(default_factory=list)
     """Python functions with type hints and docstrings, `package.module:function` or `path/to/file.py:function`. The
     environment gets them as the parameter `tools` of `reset` (`realign.environments.Toolbox`)."""
@@ -71,7 +71,7 @@ class EnvironmentInterface(ModelInterface):
     """Sampling settings of a turn (`${interfaces.actor.generation}`): `n` is the number of episodes per prompt,
     `max_new_tokens` the limit of one turn in tokens."""
     max_turns: Count = 8
-    """Maximum number of policy turns; an unfinished episode is then truncated (`truncated`)."""
+    """End an episode after this many turns of the policy, and mark it as truncated if it isn't finished."""
     max_episode_tokens: Count = 1024
     """Maximum number of sampled and observation tokens of an episode. If a turn of `max_new_tokens` would exceed it,
     the episode is truncated before the turn."""
@@ -82,20 +82,20 @@ class EnvironmentInterface(ModelInterface):
     role: str = "tool"
     """Role of the chat message for a plain-text observation, with `chat=true`."""
     template_options: dict[str, Any] = field(default_factory=dict)
-    """Variables of the chat template, as in the data settings."""
+    """Variables for the chat template, as in the data settings."""
     response_template: str = ""
     """Format of tool calls and reasoning in a turn, from which `Response.tool_calls` follows: `auto`, a family such as
     `qwen3`, or a JSON file, as in `AgentInterface`. Empty: the tokenizer's own one."""
     same_seed: bool = False
-    """Use one seed for all episodes of a prompt, so that a group is compared from the same initial state; false: one
-    seed per episode."""
+    """Give all episodes of a prompt the same seed, so that a group is compared from the same initial state; false gives
+    each its own."""
     timeout_s: Positive = 30.0
     """Time limit of one environment call in seconds. A coroutine that blocks its event loop for 5 s more fails all
     unfinished episodes of the batch."""
     concurrency: Count = 64
     """Maximum number of concurrent environment calls, also with `rollout=async`."""
     max_failed_fraction: Fraction = 0.5
-    """Fraction of a batch's episodes in which the environment may fail; the run stops above it."""
+    """Stop the run if the environment fails in a larger fraction of a batch's episodes."""
     reward: ModelInterface | None = None
     """Interface that also scores finished episodes, such as `RuleRewardInterface`. Its rewards are added to those of
     the environment, which are then reported as `rewards/environment`. null: only the environment rewards."""

@@ -65,18 +65,20 @@ class GKDInterface(ModelInterface):
     )
 
     generation: GenerationConfig = field(default_factory=GenerationConfig)
-    """Sampling settings, without restrictions; `generation.temperature` also divides the logits of both models in the
-    loss."""
+    """How to sample responses; all settings are allowed. `generation.temperature` also divides the logits of both
+    models in the loss."""
     on_policy_fraction: Fraction = 1.0
-    """Probability that the student responds to a prompt (lambda); else the response of the dataset is used."""
+    """Fraction of prompts that the student answers itself (lambda in the paper); the others use the response in the
+    data."""
     divergence: Divergence = field(default_factory=ReverseKL)
-    """Divergence per token: forward_kl, reverse_kl, jsd, or your own."""
+    """What to minimize at each token: forward_kl, reverse_kl, jsd, or your own."""
     epochs: Count = 1
-    """Passes over the batch."""
+    """How often to train on each batch."""
     n_minibatches: Count = 1
-    """Optimizer steps per pass; prompts are randomly permuted in each."""
+    """Optimizer steps per pass. Each pass shuffles the prompts."""
     aggregation: Aggregation = field(default_factory=TokenMean)
-    """Weights of tokens and sequences in the loss: token_mean, seq_mean_token_mean, seq_mean_token_sum or constant."""
+    """How to average the loss over tokens and sequences: token_mean, seq_mean_token_mean, seq_mean_token_sum or
+    constant."""
 
     @override
     def keys(self, method: str) -> Keys:

@@ -82,24 +82,26 @@ class ILQLInterface(ModelInterface):
     )
 
     epochs: Count = 1
-    """Passes over the batch."""
+    """How often to train on each batch."""
     n_minibatches: Count = 1
-    """Optimizer steps per pass; prompts are randomly permuted in each."""
+    """Optimizer steps per pass. Each pass shuffles the prompts."""
     gamma: Fraction = 0.99
     """Discount per response token."""
     tau: Annotated[float, Range(gt=0, lt=1)] = 0.7
-    """Expectile of the action values that V learns. 0.5 is their mean under the data; larger values are closer to the
-    best action in the data."""
+    """How optimistic V is: the expectile of the action values that it learns. 0.5 is their mean; toward 1, the value of
+    the best action in the data."""
     cql_coef: NonNegative = 0.1
-    """Weight of the conservative term, which lowers the values of tokens that the data does not choose."""
+    """Weight of the conservative term (CQL), which lowers the values of tokens that the data doesn't contain."""
     awac_coef: NonNegative = 1.0
-    """Weight of the policy's loss."""
+    """Weight of the policy's loss, which imitates the data."""
     awac_beta: NonNegative = 0.0
-    """Advantage factor in the exponent of the policy's weights. 0 clones the behavior of the data."""
+    """How much more the policy learns from tokens with a large advantage: each has the weight exp(awac_beta *
+    advantage). 0 imitates all tokens alike."""
     awac_max_weight: Positive = 100.0
-    """Maximum weight of a token in the policy's loss."""
+    """Upper bound on these weights."""
     aggregation: Aggregation = field(default_factory=TokenMean)
-    """Weights of tokens and sequences in the loss: token_mean, seq_mean_token_mean, seq_mean_token_sum or constant."""
+    """How to average the loss over tokens and sequences: token_mean, seq_mean_token_mean, seq_mean_token_sum or
+    constant."""
 
     @override
     def plan(self) -> Plan:

@@ -160,14 +160,14 @@ class KTOInterface(ModelInterface):
     n_minibatches: Count = 1
     """Optimizer steps per batch of prompts."""
     beta: Positive = 0.1
-    """Strength of the regularization toward the reference; smaller values allow larger deviations."""
+    """How strongly the policy is held to the reference: smaller lets it move farther."""
     desirable_weight: NonNegative = 1.0
     """Weight of desirable responses in the loss."""
     undesirable_weight: NonNegative = 1.0
-    """Weight of undesirable responses in the loss. The paper keeps the ratio of (weight x number) of desirable to
-    undesirable responses between 1 and 3/2."""
+    """Weight of undesirable responses in the loss. The paper recommends that (weight x number) of desirable responses
+    is 1 to 1.5 times that of undesirable ones."""
     temperature: Annotated[float, Range(ge=0.01, lt=math.inf)] = 1.0
-    """Temperature of all log-probs, which divides the logits. Must equal the reference's; this is checked at launch."""
+    """Divide all logits by this temperature. Must equal the reference's, which the launch checks."""
 
     @override
     def roles(self) -> Mapping[str, Role]:

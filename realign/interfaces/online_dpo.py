@@ -52,7 +52,8 @@ class OnlineDPOInterface(DPOInterface):
     PANELS = (Panel("reward", {"reward": "sampled responses"}), *DPOInterface.PANELS)
 
     generation: GenerationConfig = field(default_factory=lambda: GenerationConfig(n=2))
-    """Sampling settings, without restrictions; `generation.n` is at least 2. `temperature` is the loss's own."""
+    """How to sample responses; all settings are allowed, with `generation.n` of at least 2. `temperature` is the loss's
+    own."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -142,7 +142,8 @@ class PolicyInterface(ModelInterface):
     critic_warmup_steps: NonNegativeInt = field(default=0, repr=False, metadata={SETTING_OF: PPO})
     ptx_coef: float = field(default=0.0, repr=False, metadata={SETTING_OF: PPO})
     aggregation: Aggregation = field(default_factory=TokenMean)
-    """Weights of tokens and sequences in the loss: token_mean, seq_mean_token_mean, seq_mean_token_sum or constant."""
+    """How to average the loss over tokens and sequences: token_mean, seq_mean_token_mean, seq_mean_token_sum or
+    constant."""
     early_stop: EarlyStop = field(default_factory=EarlyStop)
     """Bounds beyond which the rest of a rollout batch is skipped."""
 

@@ -52,19 +52,19 @@ class RAFTActorInterface(SFTInterface):
     reads_images: ClassVar[bool] = False
 
     generation: GenerationConfig = field(default_factory=lambda: GenerationConfig(n=8))
-    """Sampling settings, without restrictions; `generation.n` is the K of best-of-K."""
+    """How to sample responses; all settings are allowed. `generation.n` is the K of best-of-K."""
     epochs: Count = 1
-    """Passes over the selected responses."""
+    """How often to train on the selected responses."""
     keep_best: Count | None = 1
-    """Number of responses kept per prompt, those with the highest rewards; ties keep the first. Set null to use
-    `keep_share`."""
+    """Train on this many responses per prompt, those with the highest rewards; of equal ones, on the first. null uses
+    `keep_share` instead."""
     keep_share: Annotated[float, Range(gt=0, le=1)] | None = None
-    """Fraction of the batch's rewarded responses to keep, over all prompts, rounded up (LMFlow's
-    `top_reward_percentage`). Ties are broken at random. null: use `keep_best`."""
+    """Train on this fraction of the batch's rewarded responses, whatever their prompts, rounded up (LMFlow's
+    `top_reward_percentage`). Ties are broken at random. null uses `keep_best` instead."""
     min_reward: Finite | None = None
-    """Minimum reward of a kept response; null: no limit."""
+    """Never train on responses with a smaller reward; null sets no limit."""
     skip_equal_rewards: bool = False
-    """Skip prompts whose rewarded responses all have the same reward, since none is better than another."""
+    """Skip prompts whose responses all have the same reward: none is better than another."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

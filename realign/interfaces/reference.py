@@ -44,7 +44,7 @@ class ReferenceInterface(ModelInterface):
     `package.module:function` or `path/to/file.py:function` that gets `row` and the text `response` and returns it.
     Empty: the prompt of the policy."""
     template_options: dict[str, Any] = field(default_factory=dict)
-    """Variables of the chat template, for prompts of chat messages."""
+    """Variables for the chat template, for prompts that are chat messages."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -59,17 +59,18 @@ class RFTActorInterface(SFTInterface):
     reads_images: ClassVar[bool] = False
 
     generation: GenerationConfig = field(default_factory=lambda: GenerationConfig(n=32))
-    """Sampling settings, without restrictions; a step adds at most `generation.n` responses per prompt to the pool."""
+    """How to sample responses; all settings are allowed. A step adds at most `generation.n` responses per prompt to the
+    pool."""
     epochs: Count = 1
-    """Passes over the selected responses in each improvement."""
+    """How often to train on the selected responses in each improvement."""
     n_improve_steps: Count = 4
-    """Improvements per step, each with its own threshold."""
+    """Selections per step, each with a threshold of its own."""
     start_percentile: Fraction = 0.7
-    """Percentile, as a fraction, of a prompt's pooled rewards that a response must reach in the first improvement."""
+    """First threshold: a response must reach this percentile of its prompt's pooled rewards, as a fraction."""
     end_percentile: Fraction = 0.95
-    """Percentile, as a fraction, in the last improvement; it rises linearly in between."""
+    """Last threshold, as a fraction; it rises linearly in between."""
     min_reward: Finite | None = None
-    """Minimum reward of a selected response; null: no limit."""
+    """Never train on responses with a smaller reward; null sets no limit."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -45,7 +45,8 @@ class SFTInterface(ModelInterface):
     n_minibatches: Count = 1
     """Optimizer steps per batch."""
     aggregation: Aggregation = field(default_factory=TokenMean)
-    """Weights of tokens and sequences in the loss: token_mean, seq_mean_token_mean, seq_mean_token_sum or constant."""
+    """How to average the loss over tokens and sequences: token_mean, seq_mean_token_mean, seq_mean_token_sum or
+    constant."""
 
     @override
     def plan(self) -> Plan:

@@ -133,7 +133,7 @@ class Structured(ScoreReader):
 
 @dataclass
 class Judge(RewardTerm):
-    """A reward term: an LLM scores each response (config node). Its calls run concurrently."""
+    """A reward term: an LLM scores each response. Its calls run concurrently."""
 
     model: str
     """Name of the model on the server."""

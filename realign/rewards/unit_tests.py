@@ -67,7 +67,7 @@ passes = UnitTestsFunction()
 
 @dataclass
 class UnitTests(RewardTerm):
-    """A reward term: 1 if the code of a response passes the tests of its row, in a sandbox (config node)."""
+    """A reward term: 1 if the code of a response passes the tests of its row, in a sandbox."""
 
     sandbox: SandboxMode = SandboxMode.required
     """required | off. required ends the run before it loads a model if the machine does not support the bubblewrap

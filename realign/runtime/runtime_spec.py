@@ -68,9 +68,9 @@ class Ray(RuntimeSpec):
     process. Other unlisted roles share the process of the first role that has one. `rollout` places the workers of
     rollout=async."""
     placement_timeout_s: Positive = 60.0
-    """Seconds to wait until the cluster has resources for all workers."""
+    """Wait at most this many seconds for the cluster's resources."""
     max_recoveries: NonNegativeInt = 3
-    """Maximum number of times that a run continues from its last checkpoint after a worker died."""
+    """Continue from the last checkpoint at most this many times after a worker died."""
 
     @property
     @override

@@ -28,25 +28,24 @@ class Sharding(Settings):
     """Sharding of one model's weights over several processes; ignored in a single-process run.
 
     Attributes:
-        pipeline: number of stages. The ranks of a stage have some consecutive layers, and send hidden states to the
-            ranks of the next stage. The other dimensions divide the ranks of a stage.
-        replicate: number of groups of ranks that each have all weights. Weights are then gathered within a group, such
-            as one machine, and only gradients are summed over all groups (HSDP).
-        context: number of ranks that divide each micro-batch, also within a sequence. They exchange tokens for heads
-            around attention, so it must divide the number of attention heads.
-        tensor: number of ranks that compute each layer together, each with some of its heads, neurons and experts, and
+        pipeline: cut the layers into this many stages, each on its own ranks, which send hidden states to the next. The
+            other dimensions divide the ranks of a stage.
+        replicate: keep this many copies of the weights, each sharded over a group of ranks such as one machine. Only
+            gradients travel between the groups (HSDP).
+        context: divide each micro-batch, also within a sequence, over this many ranks, which exchange tokens for heads
+            around attention. Must divide the number of attention heads.
+        tensor: compute each layer on this many ranks together, each with some of its heads, neurons and experts, and
             some rows of the embeddings and the head. Must divide the numbers of heads, neurons and experts.
-        expert: number of ranks with different prompts that each have some experts of every layer, and exchange the
-            tokens that these compute. Requires a mixture of experts. The other weights are sharded as without it.
+        expert: divide the experts of every layer over this many ranks, which have different prompts and send each
+            other the tokens. Needs a mixture of experts; the other weights are sharded as without it.
         offload: keep weights, gradients and optimizer moments in host memory between uses (CUDA only).
-        reshard: free the gathered weights of a layer after its forward pass, and gather them again for its backward
-            pass. false keeps them between the passes, which is faster but needs memory for all layers.
-        reduce_once: sum gradients over the ranks once in each training step, after its last micro-batch, instead of
-            after every micro-batch. Faster with many micro-batches and slow links, but each rank then keeps the
-            gradients of all its weights in fp32: 4 bytes for each weight, in addition to its part of the gradients.
-        keep_rollout: true | false | auto. Keep the copy of the weights from which responses are sampled in memory
-            between rollouts. false frees it after each rollout. auto frees it on CUDA if training or scoring would not
-            fit beside it, and keeps it otherwise.
+        reshard: free a layer's gathered weights after its forward pass, and gather them again for its backward pass.
+            false keeps them in between: faster, but needs memory for all layers.
+        reduce_once: sum gradients over the ranks once per training step, instead of after every micro-batch. Faster
+            with many micro-batches and slow links, but each rank then holds the gradients of all weights in fp32 (4
+            bytes per weight) besides its part.
+        keep_rollout: true | false | auto. Keep the copy of the weights that responses are sampled from between
+            rollouts. auto frees it on CUDA if training or scoring wouldn't fit beside it.
         tensor_parallel: former name of `tensor`.
     """
 

@@ -41,21 +41,22 @@ class ValueHidden(StrEnum):
 
 @dataclass
 class QHeads(Settings):
-    """Heads for the value of each token of the vocabulary after a state, with a target head each, as in ILQL."""
+    """Heads that predict the value of choosing each token, each with a target head that follows it slowly (ILQL)."""
 
     n: Count = 2
-    """Number of Q heads. The smallest value of the target heads counts."""
+    """Number of Q heads. The smallest of their target values counts."""
     target_rate: Annotated[float, Range(gt=0, le=1)] = 0.005
-    """Fraction of a Q head's weights that its target head receives after each optimizer step (Polyak averaging)."""
+    """How fast target heads follow: the fraction of a Q head's weights that its target takes over per optimizer step
+    (Polyak averaging)."""
 
 
 @dataclass
 class ValueHead(Settings):
-    """Head for the value of the state before each token, on the trunk of a language model or a branch of its top."""
+    """A head that predicts the value of the state before each token, on a language model or a copy of its top."""
 
     layers: NonNegativeInt = 0
-    """Number of top layers that the head copies, with the final norm. The copies start with the trunk's weights.
-    gradient_checkpointing does not recompute them. With 0 the head reads the trunk's last hidden states."""
+    """Give the head its own copy of this many top layers and the final norm, which start with the model's weights and
+    aren't recomputed by gradient_checkpointing. With 0, the head reads the model's last hidden states."""
     hidden: ValueHidden = ValueHidden.linear
     """Architecture of the head: linear | mlp."""
     init: HeadInit = HeadInit.zero
@@ -109,8 +110,8 @@ class Causal(Head):
     is_scalar: ClassVar[bool] = False
 
     value_head: ValueHead | None = None
-    """Head that computes values in the same forward pass as the log-probs. It is saved in the model folder and loaded
-    from there. null means no value head."""
+    """A value head, which computes values in the same forward pass as the log-probs, and is saved with the model. null
+    means none."""
     vocabulary: Count | None = None
     """Number of tokens in the softmax, counted from token id 0. Higher ids, such as padding tokens and unused rows of
     the embedding, are never sampled. The reference model needs the same number. null means all tokens."""

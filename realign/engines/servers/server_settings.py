@@ -43,54 +43,54 @@ class Updates(StrEnum):
 
 @dataclass
 class ServerSettings(SamplerSpec):
-    """Settings of a sampler over servers. The environment variable `REALIGN_SERVER_KEYS` contains their API keys."""
+    """Settings of a sampler on inference servers. API keys go into the environment variable `REALIGN_SERVER_KEYS`."""
 
     urls: list[str] = field(default_factory=list)
-    """URLs of running servers, such as `http://127.0.0.1:8000`. Empty: the run starts servers."""
+    """URLs of servers that already run, such as `http://127.0.0.1:8000`. Empty: the run starts its own."""
     launch: str | None = None
-    """Command that starts a server, with `{model}` (folder of the weights) and `{port}`. Null: the usual command of the
-    server, with `{python}` as Python interpreter."""
+    """Command that starts a server; `{model}`, `{port}` and `{python}` stand for the model folder, the port and the
+    interpreter. null uses the server's usual command."""
     python: str | None = None
-    """Python interpreter of the environment in which the server is installed; null: that of the run."""
+    """Python interpreter of the environment that has the server installed; null uses the one of the run."""
     arguments: str = ""
-    """Further arguments of the command, such as `--max-model-len 4096`."""
+    """More arguments for the command, such as `--max-model-len 4096`."""
     environment: dict[str, str] = field(default_factory=dict)
-    """Further environment variables of the servers that the run starts."""
+    """Extra environment variables for the servers that the run starts."""
     servers: Count = 1
-    """Number of servers to start. Server i gets the environment variable `REALIGN_SERVER_INDEX=i`."""
+    """Start this many servers. Each finds its number in the environment variable `REALIGN_SERVER_INDEX`, from 0."""
     devices: list[str] = field(default_factory=list)
-    """`CUDA_VISIBLE_DEVICES` of each server that the run starts, such as `["0,1", "2,3"]` for two servers with two
-    GPUs each. Empty: the value of the run."""
+    """`CUDA_VISIBLE_DEVICES` of each server, such as `["0,1", "2,3"]` for two servers with two GPUs each. Empty: the
+    same GPUs as the run."""
     weights_dir: str | None = None
-    """Folder in which weights are written for the servers, which must be able to read it. Null: shared memory, or the
-    temporary folder. Required if a server runs on another machine."""
+    """Folder through which servers get new weights. Required, on a file system that both can read, if a server is on
+    another machine; null uses shared memory, or the temporary folder without it."""
     lora: LoraTransport = LoraTransport.merged
-    """How servers get a policy with LoRA adapters: merged | adapter. See `LoraTransport`."""
+    """How to send a policy with LoRA adapters: merged (as a whole model) | adapter (only the adapter). See
+    `LoraTransport`."""
     updates: Updates = Updates.full
-    """What servers get in an update: full | delta. See `Updates`."""
+    """What to send in a weight update: full (all weights) | delta (only what changed). See `Updates`."""
     sleep_level: Annotated[int, Range(ge=0, le=2)] = 0
-    """Memory that servers free while the role sleeps, which it does while models train if rollout is synchronous. 0:
-    none. 1: KV cache, and weights, which vLLM keeps in the memory of the host. 2: KV cache and weights."""
+    """What servers free on the GPU while models train (rollout=sync): 0: nothing. 1: the KV cache and the weights, of
+    which vLLM keeps a copy in host memory. 2: both, without a copy."""
     untie: bool = False
-    """Send tied output embeddings as separate weights. Servers of vLLM that compute on a CPU need this: they do not
-    update tied output embeddings."""
+    """Send tied output embeddings as separate weights. vLLM on a CPU needs this, since it doesn't update tied ones."""
     probe_tolerance: Positive | None = 0.005
-    """After each update, the server scores a fixed text and samples a response. For the text, the mean difference to
-    the log-probs of the trainer, in nats, may be at most this plus 4 times that of the first weights. For the response,
-    it may be at most 1. Null: no such checks."""
+    """Check after each update that servers have the new weights: their log-probs of a fixed text may differ from the
+    trainer's by at most this, in nats per token, plus 4 times the difference at the first weights. A sampled response
+    may differ by 1. null skips the check."""
     concurrency: Count = 256
     """Maximum number of concurrent requests per server."""
     request_timeout_s: Positive = 1800.0
-    """Seconds that one request may take; then the server counts as failed."""
+    """Time limit of one request in seconds. A request that exceeds it counts as a failure of the server."""
     update_timeout_s: Positive = 600.0
-    """Seconds that a server may take to load weights."""
+    """Time limit for loading new weights, in seconds."""
     start_timeout_s: Positive = 900.0
-    """Seconds that a server may take until it answers for the first time."""
+    """Time limit for the start of a server until its first answer, in seconds."""
     patience_s: Positive = 300.0
-    """Seconds without any working server after which the run stops with exit code 75. A server that fails three or more
-    requests and completes none does not work."""
+    """Stop the run with exit code 75 after this many seconds without a working server: one that completes requests, or
+    hasn't failed three yet."""
     restarts: NonNegativeInt = 3
-    """How often a server that the run has started is started again after it ended."""
+    """Maximum number of restarts per server (of those that the run starts)."""
 
     protocol: ClassVar[type[ServerProtocol]]
     package: ClassVar[str]

@@ -20,7 +20,8 @@ class LoadBalancing(Settings):
     """
 
     coef: NonNegative = 0.001
-    """Weight of the auxiliary loss. 0 reports the metrics without the loss. Requires softmax routers."""
+    """Weight of the auxiliary loss; 0 only reports the load. Needs softmax routers."""
     bias_rate: NonNegative = 0.0
-    """Change of routing biases (arXiv:2408.15664): each optimizer step adds it to the bias of experts with less than
-    the mean load of their layer, and subtracts it from the others. Requires routers with biases, as in deepseek_v3."""
+    """Balance by routing biases instead (arXiv:2408.15664): each optimizer step adds this to the bias of experts with
+    less than the mean load of their layer, and subtracts it from the others. Needs routers with biases, as in
+    deepseek_v3."""

@@ -40,7 +40,7 @@ class Divergence(Settings, ABC):
 
 @dataclass
 class ForwardKL(Divergence):
-    """KL(teacher || policy): covers all tokens that the teacher finds likely."""
+    """KL(teacher || policy): the policy covers everything that the teacher finds likely."""
 
     @override
     def per_token(self, output: ModelOutput, data: SequenceSample, temperature: float) -> Tensor:
@@ -53,7 +53,7 @@ class ForwardKL(Divergence):
 
 @dataclass
 class ReverseKL(Divergence):
-    """KL(policy || teacher): avoids tokens that the teacher finds unlikely."""
+    """KL(policy || teacher): the policy avoids what the teacher finds unlikely."""
 
     @override
     def per_token(self, output: ModelOutput, data: SequenceSample, temperature: float) -> Tensor:
@@ -69,8 +69,8 @@ class JSD(Divergence):
     """Generalized Jensen-Shannon divergence: beta KL(teacher || m) + (1 - beta) KL(policy || m) (arXiv:2306.13649)."""
 
     beta: Annotated[float, Range(gt=0, lt=1)] = 0.5
-    """Weight of the teacher in the mixture m = beta teacher + (1 - beta) policy; small values resemble the forward KL,
-    large ones the reverse KL, both with a gradient that shrinks with beta (1 - beta)."""
+    """Weight of the teacher in the mixture m = beta teacher + (1 - beta) policy. Small values act like forward_kl,
+    large ones like reverse_kl; near 0 and 1 the gradient vanishes."""
 
     @override
     def per_token(self, output: ModelOutput, data: SequenceSample, temperature: float) -> Tensor:

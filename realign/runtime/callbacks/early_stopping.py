@@ -30,11 +30,11 @@ class EarlyStopping(Callback):
     metric: str = "eval/reward"
     """Metric to watch. An evaluation metric (`eval/...`) is measured at every evaluation, any other at every step."""
     patience: Count = 3
-    """Number of measurements in a row without an improvement after which the run stops."""
+    """Stop after this many measurements in a row without an improvement."""
     mode: Goal = Goal.max
     """max: larger values are better. min: smaller values are better."""
     min_delta: NonNegative = 0.0
-    """Smallest change of the metric that counts as an improvement, in units of the metric."""
+    """Changes smaller than this don't count as an improvement."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -64,7 +64,7 @@ class Evaluator(Settings, ABC):
     """Whether the rows may have images."""
 
     data: DataSpec
-    """Held-out rows: a data node such as `realign.data.PromptData`."""
+    """Held-out rows, such as `realign.data.PromptData`."""
     every_steps: Count = field(default=10, kw_only=True)
     """Steps between evaluations; there is always one before and one after training."""
     role: str = field(default="actor", kw_only=True)

@@ -26,10 +26,10 @@ LABEL_ROWS = 1024
 
 @dataclass
 class RewardCalibration(Settings):
-    """Calibration of a reward model's gain and bias on sampled responses, before or after training (config node)."""
+    """Calibrates a reward model's gain and bias on sampled responses, before or after training."""
 
     data: DataSpec
-    """Prompts: a data node such as `realign.data.PromptData`."""
+    """Prompts, such as `realign.data.PromptData`."""
     role: str = "reward"
     """Role of the reward model, whose interface must be `Calibratable`, such as `RewardModelInterface`."""
     policy: str = "policy"

@@ -15,7 +15,7 @@ from realign.runtime.evaluation.scores import SEQUENCE_METRICS, Scored, named_me
 
 @dataclass
 class EpisodeEvaluation(SamplingEvaluator):
-    """Evaluation of a role in an environment, with separate sampling settings (config node)."""
+    """Evaluates a role in an environment, with sampling settings of its own."""
 
     episodes: ModelInterface = field(kw_only=True)
     """Interface that samples and scores episodes, such as `EnvironmentInterface`. Any sampling settings are allowed,

@@ -34,7 +34,7 @@ from realign.runtime.evaluation.base import Evaluator, LoadedRun
 
 @dataclass
 class LossEvaluation(Evaluator):
-    """Loss and training metrics of `role` on held-out rows of the same format as its training data (config node)."""
+    """Measures the loss and training metrics of `role` on held-out rows in the format of its training data."""
 
     reads_prompts: ClassVar[bool] = False
     reads_images: ClassVar[bool] = True

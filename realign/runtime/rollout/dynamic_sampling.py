@@ -31,25 +31,23 @@ Draw: TypeAlias = Callable[[int], SequenceSample | None]
 
 @dataclass
 class DynamicSampling(Settings):
-    """Filter of prompt groups, and limits of the sampling per step (config node)."""
+    """Dynamic sampling: samples until enough prompts pass a filter on their rewards."""
 
     min_reward_std: NonNegative | None = 0.0
-    """Minimum population standard deviation of the rewards of a group (exclusive). At 0, groups whose rewards are all
-    equal up to rounding fail. null disables this filter."""
+    """Keep groups whose rewards have a larger standard deviation than this; 0 drops those whose rewards are all equal.
+    null: no such filter."""
     min_mean_reward: Finite | None = None
-    """Minimum mean reward of a group (exclusive); null disables it. With rewards 0 and 1 the mean is the success
-    rate."""
+    """Keep groups with a larger mean reward than this (with rewards 0 and 1, the success rate). null: no such filter.
+    """
     max_mean_reward: Finite | None = None
-    """Maximum mean reward of a group (exclusive); null disables it."""
+    """Keep groups with a smaller mean reward than this. null: no such filter."""
     min_group_size: Count = 2
-    """Minimum number of responses of a group that have a reward and a trained token; same as the GRPO field of that
-    name."""
+    """Keep groups with at least this many responses that have a reward and a trained token (as GRPO's setting of this
+    name)."""
     max_batches: Count = 10
-    """Maximum number of batches sampled per step. After them, the step trains on the groups that passed, if there are
-    any."""
+    """Sample at most this many batches per step, then train on the groups that passed, if any."""
     generation_prompts: Count | None = None
-    """Prompts sampled together; null uses `batch_prompts`. A larger value needs fewer rounds, but drops more surplus
-    groups."""
+    """Prompts to sample at a time; null uses `batch_prompts`. More need fewer rounds, but waste more groups."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -52,10 +52,10 @@ class Async(RolloutSpec):
     """Asynchronous rollout: a possibly stale copy of the policy samples responses during training."""
 
     max_staleness: NonNegativeInt = 1
-    """Maximum staleness: training steps between the start of a response and the step that trains on it. 0 gives the
-    same results as `Sync`. See `realign.runtime.rollout.staleness`."""
+    """How stale a response may be: training steps between its start and the step that trains on it. 0 gives the same
+    results as `Sync`. See `realign.runtime.rollout.staleness`."""
     on_update: OnUpdate = OnUpdate.recompute
-    """What happens to the KV cache of unfinished responses when the weights change: recompute | keep."""
+    """What to do with the KV cache of unfinished responses when the weights change: recompute | keep."""
 
     @property
     @override
