@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from realign.api.sample import on_device
 from realign.engines.network.attention import AttentionContext
+from realign.engines.network.decode_graphs import DecodeGraphs
 from realign.engines.network.heads import read_body
 from realign.engines.network.images import ImageInputs, ImagePrompt, PromptInput, ids_of
 from realign.engines.network.kernels import CONTEXT, PAGE
@@ -223,14 +224,22 @@ class PackedDecoder(Decoder):
         trunk: the layers.
         images: reads the images of prompts; None if the model does not support images.
         paged: whether keys and values are in pages.
+        graphs: runs the steps; None runs the operators of the trunk.
     """
 
     def __init__(
-        self, trunk: Trunk, routers: Routers | None = None, images: ImageInputs | None = None, *, paged: bool = False
+        self,
+        trunk: Trunk,
+        routers: Routers | None = None,
+        images: ImageInputs | None = None,
+        *,
+        paged: bool = False,
+        graphs: DecodeGraphs | None = None,
     ) -> None:
         """Run `trunk`, and record the choices of its `routers`, if any."""
         self.trunk = trunk
         self.paged = paged
+        self.graphs = graphs
         self.images = images
         self._routers = routers
         self.record_width = 0 if routers is None else routers.width
@@ -287,9 +296,12 @@ class PackedDecoder(Decoder):
 
     @override
     def step(self, cache: PackedCache, tokens_B: Tensor, positions_B: Tensor, longest: int) -> Tensor:
-        # only fused trunks have pages, and those have neither recurrent states nor images (`shifts`)
+        # only fused trunks have graphs or pages, and those have neither recurrent states nor images (`shifts`)
+        if self.graphs is not None:
+            return self.graphs.step(cache.kv, tokens_B, positions_B, longest)
         if isinstance(cache.kv, PagedKVCache):
-            return self._run(tokens_B, positions_B, PagedDecodeContext(cache.kv, positions_B))
-        context = DecodeContext(cache.kv, positions_B, longest, cache.states)
+            context = PagedDecodeContext(cache.kv, positions_B, *cache.kv.advance(len(positions_B)))
+            return self._run(tokens_B, positions_B, context)
+        slots = DecodeContext(cache.kv, positions_B, longest, cache.states)
         rotary_B = positions_B if cache.shifts is None else positions_B + cache.shifts[: len(positions_B)]
-        return self._run(tokens_B, rotary_B, context)
+        return self._run(tokens_B, rotary_B, slots)

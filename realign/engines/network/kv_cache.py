@@ -36,6 +36,8 @@ class KVCache:
     def __init__(self, like: KeyValues, slots: int, length: int) -> None:
         self.slots = slots
         self.length = length
+        self.memory = object()
+        """Another object whenever keys and values move to new memory."""
         self._layers = {layer: (self._empty(k), self._empty(v)) for layer, (k, v) in like.items()}
         self._ready = 0
         self._clean = slots  # the first `_clean` slots are initialized up to `_ready`
@@ -89,7 +91,8 @@ class KVCache:
             for cache, x in zip(self._layers[layer], kv, strict=True):
                 # the rest was never initialized, and copying it would commit its memory
                 cache[: self._clean, :, : self._ready] = x[: self._clean, :, : self._ready]
-        self._rows, self._part, self._views = {}, (0, 0), {}  # all of them refer to the old memory or its shape
+        # all of them refer to the old memory or its shape
+        self.memory, self._rows, self._part, self._views = object(), {}, (0, 0), {}
 
     def move(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
         """Copy the first `length` tokens of the slots `sources` to the slots `targets`."""
@@ -125,9 +128,11 @@ class PagedKVCache:
         self.slots = slots
         self.length = length
         self._limit = pages
-        pages = self._count(slots, length)
+        self.memory = object()
+        """Another object whenever pages move to new memory."""
+        pages = 1 + self._count(slots, length)
         self._pools = {layer: k.new_zeros(pages, PAGE, 2 * k.shape[0], k.shape[2]) for layer, (k, _) in like.items()}
-        self._free = list(range(pages))
+        self._free = list(range(1, pages))  # no text has page 0, to which rows without a text write
         self._pages: list[list[int]] = [[] for _ in range(slots)]
         self._tokens = [0] * slots
         """Tokens of each slot. A row that has ended since the last synchronization may have fewer."""
@@ -197,7 +202,8 @@ class PagedKVCache:
     def resize(self, slots: int, length: int) -> None:
         """See `SlotCache.resize`."""
         first = len(next(iter(self._pools.values())))
-        more = max(0, self._count(slots, length) - first)
+        more = max(0, 1 + self._count(slots, length) - first)
+        self.memory = object()
         self._pools = {i: torch.cat([x, x.new_zeros(more, *x.shape[1:])]) for i, x in self._pools.items()}
         self._free += range(first, first + more)
         self._pages += [[] for _ in range(slots - self.slots)]
@@ -224,7 +230,7 @@ class PagedKVCache:
         # at most `length`: a row at its limit repeats its last step until the host sees that it has ended
         self._tokens[:rows] = [min(n + 1, self.length) for n in self._tokens[:rows]]
         if self._table is None:
-            # page 0 stands for pages that a row does not have; `Pages.lengths_B` keeps attention from reading them
+            # 0 for pages that a row does not have; `Pages.lengths_B` keeps attention from reading them
             table = torch.zeros(self.slots, max(map(len, self._pages)), dtype=torch.int32)
             for slot, pages in enumerate(self._pages):
                 table[slot, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
@@ -337,10 +343,9 @@ class DecodeContext:
 class PagedDecodeContext:
     """Attention of one new token in each of B rows to that row's pages, for one decode step."""
 
-    def __init__(self, cache: PagedKVCache, positions_B: Tensor) -> None:
-        """Set the positions of the B new tokens."""
+    def __init__(self, cache: PagedKVCache, positions_B: Tensor, table_BW: Tensor, longest: int) -> None:
+        """Set the positions of the B new tokens, and what `PagedKVCache.advance` returned for them."""
         self._cache = cache
-        table_BW, longest = cache.advance(len(positions_B))
         page_B = table_BW.gather(1, (positions_B // PAGE)[:, None])[:, 0]
         self._cell_B = page_B * PAGE + positions_B % PAGE
         bounds = torch.arange(len(positions_B) + 1, dtype=torch.int32, device=positions_B.device)

@@ -31,8 +31,9 @@ class InProcessSampling(SamplerSpec):
     steps start without waiting for the device, and ended responses keep their slots. Samples don't depend on it.
     Rollouts with stop strings or router_replay use 1."""
     compiled_decode: CompiledDecode = CompiledDecode.auto
-    """On a CPU, run decode steps in a library that the first rollout compiles and caches: auto | on | off. Without a
-    C++ compiler, auto uses torch, and on is an error."""
+    """Start a decode step at once instead of operator by operator: auto | on | off. On a CPU, a library does this that
+    the first rollout compiles and caches; on CUDA, a graph that is captured for each power of two of rows. Where
+    neither works, such as without a C++ compiler, auto uses operators, and on is an error."""
 
     exact: bool = False
     """Make log-probs of rollouts, scoring and training equal bit for bit, so that ratios before the first update are

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from realign.api.engine import PipelinableEngine
 from realign.api.generation import GenerationConfig
 from realign.engines.network.attention import AttentionContext
+from realign.engines.network.decode_graphs import Capture, DecodeGraphs
 from realign.engines.network.decoder import Decoder, ModuleTrunk, PackedDecoder, Trunk
 from realign.engines.network.heads import read_head
 from realign.engines.network.images import ImageInputs
@@ -21,7 +22,7 @@ from realign.engines.network.routers import Routers
 from realign.engines.network.unpacked import OwnCache
 from realign.engines.sampling.compiled.exact import ExactModel
 from realign.engines.sampling.compiled.fused_layers import FusedTrunk, for_few_rows
-from realign.engines.sampling.compiled.fusion import Fusion, copies_limit
+from realign.engines.sampling.compiled.fusion import DecodePath, Fusion, copies_limit
 from realign.engines.sampling.in_process import InProcessSampling
 from realign.functional.logprobs import LMHead
 
@@ -114,7 +115,9 @@ class RolloutModel:
         trunk = self.fusion.trunk(length, dtype)
         head = replace(head, weight_VH=for_few_rows(head.weight_VH.detach()))
         paged = self.routers is None and isinstance(trunk, FusedTrunk) and trunk.runs_paged
-        return PackedDecoder(cores.saved_by(trunk), self.routers, self.images, paged=paged), head
+        replays = isinstance(trunk, FusedTrunk) and self.fusion.path.now is DecodePath.graphs
+        graphs = DecodeGraphs(trunk, Capture(device)) if replays else None
+        return PackedDecoder(cores.saved_by(trunk), self.routers, self.images, paged=paged, graphs=graphs), head
 
 
 def product_dtype(device: torch.device) -> torch.dtype:

@@ -75,7 +75,7 @@ def test_attention_to_pages_equals_attention_to_slots(heads, window):
     for _ in range(12):
         q, k, v = (torch.randn(3, n, 16) for n in (queries, keys, keys))
         want = DecodeContext(slots, positions, int(positions.max())).attend_rows(0, q, k, v, args)
-        got = PagedDecodeContext(pages, positions).attend_joined(0, q, torch.cat([k, v], 1), args)
+        got = PagedDecodeContext(pages, positions, *pages.advance(3)).attend_joined(0, q, torch.cat([k, v], 1), args)
         torch.testing.assert_close(got, want)
         positions = positions + 1
 
@@ -95,9 +95,9 @@ def test_each_page_belongs_to_one_slot_or_is_free_and_rows_hold_what_they_use():
             if row < active:
                 cache.move([active], [row], 40)
         elif active:
-            PagedDecodeContext(cache, torch.tensor(cache._tokens[:active]).clamp(max=39))
+            cache.advance(active)
         held = [page for pages in cache._pages for page in pages]
-        assert sorted(held + cache._free) == list(range(14))
+        assert sorted(held + cache._free) == list(range(1, 15))
         assert all(cache.pages_of(n) <= len(p) for n, p in zip(cache._tokens[:active], cache._pages, strict=False))
         assert not any(cache._pages[active:])
         assert len(held) <= sum(cache.pages_of(min(n + 2, 40)) for n in cache._tokens[:active])
@@ -129,7 +129,7 @@ def test_rows_that_need_the_same_page_wait_and_sample_the_same(in_pages, monkeyp
     monkeypatch.setattr(decode, "CACHE_BYTES", 16 * page)
     check_equal(engine.generate(sample_of(prompts()), CONFIG, seed=0), want)
     assert interrupted
-    assert len(in_pages[-1][0]) == 16
+    assert len(in_pages[-1][0]) == 1 + 16
 
 
 def test_a_group_that_needs_more_pages_than_there_are_starts_in_parts(in_pages, monkeypatch):

@@ -22,6 +22,7 @@ from typing_extensions import override
 
 from realign.engines.device import free_bytes, full_fp32
 from realign.engines.network.attention import PackedContext
+from realign.engines.network.decode_graphs import why_no_graphs
 from realign.engines.network.decoder import ModuleTrunk, Trunk
 from realign.engines.network.kernels import AttentionArgs
 from realign.engines.network.kv_cache import DecodeContext, KVCache, PrefillContext
@@ -65,6 +66,8 @@ class DecodePath(StrEnum):
     """`FusedTrunk`, with operators of torch."""
     compiled = "compiled"
     """`CompiledTrunk`, with the compiled library."""
+    graphs = "graphs"
+    """`FusedTrunk`, with CUDA graphs."""
 
 
 Lend: TypeAlias = Callable[[nn.Module], AbstractContextManager[object]]
@@ -202,7 +205,7 @@ class DecodeChoice:
 
     Args:
         model: name of the model's class, for the log.
-        compiled: whether decode steps of a fused trunk run in the compiled library, see `CompiledTrunk`.
+        compiled: whether decode steps of a fused trunk run in the compiled library or as CUDA graphs.
     """
 
     def __init__(self, model: str, compiled: CompiledDecode) -> None:
@@ -224,22 +227,29 @@ class DecodeChoice:
     def fastest(self, trunk: FusedTrunk) -> Trunk:
         """Return the trunk with compiled decode steps, if the setting allows them and this machine has the library.
 
+        On CUDA it is the same trunk, and `now` tells whether its steps can be graphs.
+
         Raises:
-            ConfigError: the setting requires the library.
+            ConfigError: the setting requires what this machine does not have.
         """
         if self.compiled is CompiledDecode.off:
             self.record(DecodePath.fused, "compiled_decode=off")
             return trunk
+        device = trunk.embedding.device
         try:
-            compiled = self._compiled_trunk(trunk)
+            if device.type != "cuda":
+                compiled = self._compiled_trunk(trunk)
+                self.record(DecodePath.compiled, "a compiled library is available")
+                return compiled
+            if (obstacle := why_no_graphs(device)) is not None:
+                raise ValueError(obstacle)
+            self.record(DecodePath.graphs, "the device replays CUDA graphs")
         except ValueError as error:
             self.record(DecodePath.fused, str(error))
             if self._logged != str(error):
                 logger.info("Decode steps of %s run in torch, since %s", self._model, error)
             self._logged = str(error)
-            return trunk
-        self.record(DecodePath.compiled, "a compiled library is available")
-        return compiled
+        return trunk
 
     def _compiled_trunk(self, trunk: FusedTrunk) -> CompiledTrunk:
         """Return the trunk with compiled decode steps.

@@ -36,12 +36,12 @@ TIMEOUT_S = 300
 
 
 class CompiledDecode(StrEnum):
-    """Whether decode steps on a CPU run in a compiled library."""
+    """Whether decode steps run in a compiled library (on a CPU) or as CUDA graphs."""
 
     auto = "auto"
-    """If a C++ compiler is installed, or the library is in the cache."""
+    """On a CPU, if a C++ compiler is installed or the library is in the cache; on CUDA, if graphs work."""
     on = "on"
-    """Always; without the library, the first rollout raises an error."""
+    """Always; without library or graphs, the first rollout raises an error."""
     off = "off"
 
 
