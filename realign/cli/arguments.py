@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
@@ -37,6 +38,20 @@ class Command(NamedTuple):
 
 TRAIN = "train"
 """The default command."""
+
+
+def tolerance(text: str) -> float:
+    """Return the value of `--tolerance`.
+
+    Raises:
+        argparse.ArgumentTypeError: it is no number, or negative.
+    """
+    with suppress(ValueError):
+        if float(text) >= 0:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"expected a number of at least 0, such as 1e-4, found {text!r}")
+
+
 COMMANDS: Mapping[str, Command] = MappingProxyType(
     {
         TRAIN: Command("train:train", ("config_dir", "multirun", "trials", "cfg", "info")),
@@ -82,7 +97,7 @@ OPTIONS: Mapping[tuple[str, ...], Mapping[str, Any]] = MappingProxyType(
         ("--config-dir", "-cd"): {},
         ("--package", "-p"): {},
         ("--break",): {"dest": "break_in"},
-        ("--tolerance",): {"type": float, "default": 0.0},
+        ("--tolerance",): {"type": tolerance, "default": 0.0},
         ("--cfg", "-c"): {"choices": ("job", "hydra", "all")},
         ("--info", "-i"): {"nargs": "?", "const": "all"},
         ("--format",): {"choices": ("text", "mermaid", "svg")},

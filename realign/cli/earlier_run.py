@@ -62,4 +62,22 @@ def run_folder(run: Path) -> Path:
     return run
 
 
-__all__ = ["experiment_of", "run_and_step", "run_folder"]
+def chosen_out(out: str | None) -> Path | None:
+    """Return the absolute path of `--out`, before `run_folder` changes to another folder."""
+    return Path(out).absolute() if out else None
+
+
+def check_writable(folder: Path) -> None:
+    """Check that a folder can be written to or created, before a step is recomputed for it.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    nearest = next(path for path in (folder, *folder.parents) if path.exists())
+    if not nearest.is_dir():
+        raise ConfigError(f"--out {folder}: {nearest} is a file. Choose another folder.")
+    if not os.access(nearest, os.W_OK):
+        raise ConfigError(f"--out {folder}: {nearest} cannot be written to. Choose another folder.")
+
+
+__all__ = ["check_writable", "chosen_out", "experiment_of", "run_and_step", "run_folder"]

@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from realign.cli.earlier_run import experiment_of, run_and_step
+from realign.cli.earlier_run import check_writable, chosen_out, experiment_of, run_and_step
 from realign.config.errors import ConfigError
 from realign.config.words import TARGET
 from realign.report.files import json_object
@@ -35,10 +35,12 @@ def pack(args: argparse.Namespace, words: Sequence[str]) -> int:
     from realign.runtime.run_checkpoints import environment
     from realign.version import installed_version
 
+    chosen = chosen_out(args.out)
     run, step = run_and_step("pack", words)
-    out = Path(args.out) if args.out else run / f"{run.name}-step{step}.zip"
+    out = chosen or run / f"{run.name}-step{step}.zip"
     if out.exists():
         raise ConfigError(f"--out {out}: this file exists. Choose another name.")
+    check_writable(out.parent)
     experiment = experiment_of(run)
     nodes = {
         key: {role: without_paths(as_node(part), looks_secret) for role, part in getattr(experiment, key).items()}
@@ -70,6 +72,7 @@ def pack(args: argparse.Namespace, words: Sequence[str]) -> int:
         "settings": without_paths(experiment.resolved, looks_secret),
         "metrics": finite(replayed.metrics),
     }
+    out.parent.mkdir(parents=True, exist_ok=True)
     write_pack(out, about, capture, folders)
     contains = "with the weights" if args.weights else "without weights"
     print(f"step {step} of {visible(str(run))}, {contains}: {visible(str(out))} ({out.stat().st_size / 1e6:.1f} MB)")

@@ -15,7 +15,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from realign.cli.earlier_run import experiment_of, run_and_step, run_folder
+from realign.cli.earlier_run import check_writable, chosen_out, experiment_of, run_and_step, run_folder
 from realign.cli.train import is_one_of_many
 from realign.config.command_line import quoted_text
 from realign.config.errors import ConfigError
@@ -41,8 +41,10 @@ def replay(args: argparse.Namespace, words: Sequence[str]) -> int:
         from realign.cli.pack import replay_pack
 
         return replay_pack(Path(words[0]), args.tolerance)
+    chosen = chosen_out(args.out)
     run, step = run_and_step("replay", words)
-    out = Path(args.out) if args.out else run / "replay" / f"step_{step:06d}"
+    out = chosen or run / "replay" / f"step_{step:06d}"
+    check_writable(out)
     replayed = _replayed(run, step, args.break_in, rescore=args.rescore)
     write(replayed, run, out)
     recorded = next((line for line in json_lines(run / "metrics.jsonl") if line.get("step") == step), None)
@@ -87,9 +89,13 @@ def fork_words(words: Sequence[str]) -> list[str]:
             "realign fork runs in one process. Under torchrun, set resume=RUN/checkpoints/step_N, output_dir, and "
             "resume_allow=[...] with the changed keys."
         )
+    here = Path.cwd()
     flags = [word for word in words if word.startswith("--")]
     overrides = [word for word in words if ("=" in word or word.startswith("~")) and word not in flags]
     run, step = run_and_step("fork", [word for word in words if word not in (*flags, *overrides)])
+    if Path.cwd() != here:  # the paths in a config are relative to the folder where the run was started, but not this
+        out = re.compile(r"output_dir=([\w./-]+)")
+        overrides = [f"output_dir={_path(here / m[1])}" if (m := out.fullmatch(word)) else word for word in overrides]
     if not any(word.startswith("output_dir=") for word in overrides):
         pairs = [word.partition("=") for word in overrides]
         label = "-".join(f"{key.rpartition('.')[2]}-{value}" for key, _, value in pairs)[:60] or "again"
@@ -97,6 +103,10 @@ def fork_words(words: Sequence[str]) -> list[str]:
         overrides.append(f"output_dir={_path(run.with_name(f'{run.name}-fork{step}-{safe}'))}")
     config = str(run / "config.yaml")
     forked = experiment_of(run, *overrides)
+    if forked.output_dir.resolve() == run.resolve():
+        raise ConfigError(f"output_dir={forked.output_dir}: this is the run itself. Choose another folder.")
+    if step > (steps := experiment_of(run).steps):
+        raise CheckpointError(f"step {step}: the run has steps 1 to {steps}.")
     if step >= forked.steps:
         raise ConfigError(f"step {step}: the fork would end at step {forked.steps}. Set a larger steps.")
     checkpoint = origin(run, step)
@@ -167,11 +177,11 @@ def bisect(args: argparse.Namespace, words: Sequence[str]) -> int:
     With --run, `realign bisect RUN --run COMMAND` finds the first step of one run for which a command fails, as git
     does: each step that is tried is recomputed, and the command runs in its folder (`step.json`, `batch.safetensors`).
     """
-    if args.run:
+    if args.run is not None:
         return _bisect_by_command(args, words)
     if len(words) != 2:
         raise ConfigError(f"realign bisect expects two runs, such as runs/a runs/b, found {list(words) or 'none'}")
-    first, second = (run_folder(Path(word)) for word in words)
+    first, second = (run_folder(folder) for folder in [Path(word).absolute() for word in words])
     _print_settings(first, second)
     step, name, values = _first_metric(first, second)
     if step is None:
@@ -180,7 +190,9 @@ def bisect(args: argparse.Namespace, words: Sequence[str]) -> int:
     print(f"first step that differs: {step} ({name}: {values[0]} and {values[1]})")
     from realign.runtime.replay import differences
 
-    parts = differences(_replayed(first, step), _replayed(second, step), args.tolerance)
+    # `run_folder` changes to the folder where a run was started, to which its paths are relative
+    both = [_replayed(run_folder(_taken_by(run, step)), step) for run in (first, second)]
+    parts = differences(both[0], both[1], args.tolerance)
     if not parts:
         print("both steps were recomputed, and agree. The difference did not come from training: look at the logs.")
         return 0
@@ -190,6 +202,17 @@ def bisect(args: argparse.Namespace, words: Sequence[str]) -> int:
         size = f" ({part.size})" if part.size else ""
         print(visible(f"  {part.what}{where}: {part.values[0]} and {part.values[1]}{size}"))
     return 0
+
+
+def _taken_by(run: Path, step: int) -> Path:
+    """Return the run that took a step of a run: of the steps up to a fork, its parent."""
+    from realign.runtime.run_report import parent_of
+
+    seen = set[Path]()  # files of runs can name each other as parents
+    while (parent := parent_of(run)) is not None and step <= parent[1] and run not in seen:
+        seen.add(run)
+        run = parent[0]
+    return run
 
 
 def _print_settings(first: Path, second: Path) -> None:
@@ -234,6 +257,8 @@ def _bisect_by_command(args: argparse.Namespace, words: Sequence[str]) -> int:
 
     if len(words) != 1:
         raise ConfigError(f"realign bisect --run expects one run, found {list(words) or 'none'}")
+    if not args.run.strip():
+        raise ConfigError(f"--run {args.run!r}: expected a command, such as 'python check_step.py'")
     run = run_folder(Path(words[0]))
     steps = [line["step"] for line in json_lines(run / "metrics.jsonl") if isinstance(line.get("step"), int)]
     parent = parent_of(run)
@@ -260,7 +285,9 @@ def verify(args: argparse.Namespace, words: Sequence[str]) -> int:
 
     numbers = [word.removeprefix("steps=") for word in words if word.startswith("steps=")]
     folders = [word for word in words if not word.startswith("steps=")]
-    if len(folders) != 1 or not all(number.isdecimal() for number in numbers):
+    if wrong := [number for number in numbers if not number.isdecimal()]:
+        raise ConfigError(f"--steps {wrong[0]}: expected a number of steps of at least 0")
+    if len(folders) != 1:
         raise ConfigError(f"realign verify expects a run, such as runs/NAME --steps 5, found {list(words) or 'none'}")
     run = run_folder(Path(folders[0]))
     links = read_chain(run)

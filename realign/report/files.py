@@ -59,6 +59,8 @@ def check_run(folder: Path) -> None:
     Raises:
         ConfigError: it does not exist, or contains no run.
     """
+    if folder.is_file():
+        raise ConfigError(f"{str(folder)!r}: this is a file. Name the folder of a run, such as runs/NAME.")
     if not folder.is_dir():
         raise ConfigError(f"{str(folder)!r}: this folder does not exist. Name the folder of a run, such as runs/NAME.")
     if not is_run(folder):

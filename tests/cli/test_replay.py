@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from realign.cli import main
+from realign.cli import replay as command
 from realign.cli.replay import _of_machine
 from realign.runtime.chain import _linked, settings_hash
 from realign.runtime.checkpoint.folder import Checkpoint, facts_of, folder_name, rendered_manifest
@@ -46,9 +48,22 @@ def test_a_fork_without_changes_is_the_run_and_one_with_changes_shares_its_steps
     assert "first step that differs: 3" in out
     assert out.index("advantage in the loss of actor at prompt") < out.index("gradient norm of actor")
     assert main(["bisect", "runs/a", "runs/same"]) == 0
-    assert "the metrics of all 5 common steps are equal" in capsys.readouterr().out
+    assert capsys.readouterr().out.splitlines()[-1] == "the metrics of all 5 common steps are equal"
     assert main(["replay", "runs/a-fork2-std-none", "1"]) == 2
     assert "is a fork" in capsys.readouterr().err
+
+
+def test_bisect_says_which_of_two_runs_goes_on_after_their_common_steps(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name, steps in {"short": 3, "long": 5}.items():
+        (tmp_path / name).mkdir()
+        lines = [{"step": step, "reward": step / 10, "step_s": steps} for step in range(1, steps + 1)]
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (tmp_path / name / "config.yaml").write_text(f"steps: {steps}\n")
+    expected = "the metrics of all 3 common steps are equal. long goes on after step 3, to step 5"
+    for words in (["short", "long"], ["long", "short"]):
+        assert main(["bisect", *words]) == 0
+        assert capsys.readouterr().out.splitlines()[-1] == expected
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +88,10 @@ def test_a_fork_of_a_fork_has_the_steps_and_settings_of_both(forked, monkeypatch
         # the same gradients, and another learning rate
         assert f"first step that differs: {int(step) + 1} (lr: " in found
         assert found.splitlines()[-1].startswith("  weights of actor after the step: ")
+    assert main(["bisect", "runs/a", out]) == 0  # step 3 is one of runs/fork
+    found = capsys.readouterr().out
+    assert "first step that differs: 3 (" in found
+    assert "advantage in the loss of actor at prompt" in found
 
 
 def test_a_step_of_the_parent_is_not_replayed_or_forked_in_a_fork(forked, monkeypatch, capsys):
@@ -125,9 +144,10 @@ def test_a_run_and_its_fork_can_be_moved(forked, tmp_path, monkeypatch, capsys):
         info = (run / "run.json").read_text().replace(str(forked), "/gone")
         (run / "run.json").write_text(info)
     monkeypatch.chdir(tmp_path.parent)
-    assert main(["replay", str(tmp_path / "runs/fork"), "3"]) == 0
+    assert main(["replay", str(tmp_path / "runs/fork"), "3", "--out", f"{tmp_path.name}/replayed"]) == 0
     assert "metrics equal to the recorded ones" in capsys.readouterr().out
     assert Path.cwd() == tmp_path
+    assert (tmp_path / "replayed/step.json").is_file()
 
 
 def test_steps_before_a_setting_was_changed_are_not_replayed_with_it(train, task, monkeypatch, capsys):
@@ -255,12 +275,48 @@ def test_a_command_bisects_the_steps_of_a_run(finished, monkeypatch, capsys):
         (["bisect", "runs/a", "runs/a", "--break", "actor"], "--break does not apply to realign bisect"),
         (["fork", "runs/a", "2", "interfaces.actor.adv_nrm.std=none"], "adv_norm"),
         (["fork", "runs/a", "5"], "the fork would end at step 5. Set a larger steps."),
+        (["fork", "runs/a", "7", "steps=9"], "step 7: the run has steps 1 to 5"),
+        (["fork", "runs/a", "2", "output_dir=./runs/../runs/a"], "runs/a: this is the run itself. Choose another"),
+        (["bisect", "runs/a", "--run", " "], "--run ' ': expected a command"),
+        (["bisect", "runs/a", "runs/a", "--tolerance", "-1"], "--tolerance: expected a number of at least 0"),
+        (["replay", "runs/a", "2", "--tolerance", "nan"], "such as 1e-4, found 'nan'"),
+        (["replay", "reward.py", "1"], "this is a file. Name the folder of a run"),
+        (["replay", "runs/a", "2", "--out", "reward.py"], "reward.py is a file. Choose another folder"),
+        (["pack", "runs/a", "2", "-o", "reward.py/step.zip"], "reward.py is a file. Choose another folder"),
+        (["verify", "runs/a", "--steps", "-1"], "--steps -1: expected a number of steps"),
     ],
 )
 def test_mistakes_are_one_line(words, message, finished, monkeypatch, capsys):
     monkeypatch.chdir(finished)
     assert main(words) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused_before_the_step_is_recomputed(finished, monkeypatch, capsys):
+    monkeypatch.chdir(finished)
+    monkeypatch.setattr("os.access", lambda path, mode: mode != os.W_OK)
+    monkeypatch.setattr(command, "_replayed", None)
+    assert main(["replay", "runs/a", "2"]) == 2
+    assert "runs/a cannot be written to. Choose another folder" in capsys.readouterr().err
+
+
+def test_paths_of_a_command_are_relative_to_the_folder_where_it_starts(finished, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = command.fork_words([str(finished / "runs/a"), "2", "output_dir=runs/mine"])
+    assert f"output_dir={tmp_path}/runs/mine" in words
+    for name in ("one", "two"):
+        run = shutil.copytree(finished / "runs/a", tmp_path / name / "runs" / "a")
+        info = json.loads((run / "run.json").read_text())
+        (run / "run.json").write_text(json.dumps(info | {"folder": str(tmp_path / name)}))
+    lines = (tmp_path / "two/runs/a/metrics.jsonl").read_text().splitlines()
+    changed = [json.dumps(json.loads(line) | {"reward": 9.0}) for line in lines]
+    (tmp_path / "two/runs/a/metrics.jsonl").write_text("\n".join(changed))
+    places = []
+    monkeypatch.setattr(command, "_replayed", lambda run, step: places.append((run, Path.cwd())))
+    monkeypatch.setattr("realign.runtime.replay.differences", lambda *_: [])
+    monkeypatch.chdir(tmp_path)
+    assert main(["bisect", "one/runs/a", "two/runs/a"]) == 0
+    assert places == [(tmp_path / name / "runs/a", tmp_path / name) for name in ("one", "two")]
 
 
 def test_loads_of_experts_are_compared_and_durations_are_not():
