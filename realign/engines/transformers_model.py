@@ -13,7 +13,7 @@ from realign.api.memory import MemoryWork, RoleMemory
 from realign.api.model import Compute, Model, ModelFacts, ModelSpec, TokenizerSource
 from realign.api.sampler import Sampler, SamplerSpec
 from realign.api.seeds import derive_seed
-from realign.engines.device import DType, enable_tf32, pick_device, products_dtype, use_deterministic_algorithms
+from realign.engines.device import DType, disable_tf32, pick_device, products_dtype, use_deterministic_algorithms
 from realign.engines.distributed.ranks import current
 from realign.engines.distributed.sharding import Sharding
 from realign.engines.files.adapters import AdapterFolder, AdapterStart, check_continues, find_adapter, is_adapter
@@ -408,7 +408,7 @@ class TransformersModel(Settings, ModelSpec):
         self.check(name)
         adapter, device = self._find_adapter(name), pick_device(self.device)
         settings = self._settings(device)
-        enable_tf32(device)
+        disable_tf32(device)
         if self.deterministic:
             use_deterministic_algorithms()
         reader = ModuleReader(

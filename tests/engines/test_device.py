@@ -8,7 +8,7 @@ import torch
 from realign.config import build_experiment, compose
 from realign.config.files import list_experiments
 from realign.engines import Backend, OptimizerSpec, SharedModel, TransformersModel
-from realign.engines.device import CUBLAS, DType, enable_tf32, full_fp32, pick_device, products_dtype
+from realign.engines.device import CUBLAS, DType, disable_tf32, pick_device, products_dtype
 from realign.engines.network import kernels
 from realign.errors import ConfigError
 from tests.config_parts import MUST_BE_GIVEN
@@ -58,16 +58,14 @@ def test_rocm_computes_in_bf16(monkeypatch):
     assert products_dtype(DType.auto, CUDA) == torch.bfloat16
 
 
-def test_tf32_is_allowed_on_cuda_and_disabled_for_comparisons(tf32):
-    enable_tf32(CPU)
-    assert not torch.backends.cuda.matmul.allow_tf32
-    enable_tf32(CUDA)
-    assert torch.backends.cuda.matmul.allow_tf32
-    with full_fp32(CPU):
-        assert torch.backends.cuda.matmul.allow_tf32
-    with full_fp32(CUDA):
-        assert (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32) == (False, False)
-    assert (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32) == (True, True)
+def test_models_on_cuda_compute_without_tf32(tf32):
+    flags = torch.backends.cuda.matmul, torch.backends.cudnn
+    for flag in flags:
+        flag.allow_tf32 = True
+    disable_tf32(CPU)
+    assert all(flag.allow_tf32 for flag in flags)
+    disable_tf32(CUDA)
+    assert not any(flag.allow_tf32 for flag in flags)
 
 
 def test_a_model_on_the_cpu_computes_in_fp32_by_default(tmp_path):

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from realign.api.lengths import Lengths
-from realign.engines.device import full_fp32
 from realign.engines.network.attention import (
     ATTENTION,
     AttentionContext,
@@ -75,34 +74,33 @@ def probe(
         NotPackableError: the family cannot run packed.
         ConfigError: the results differ. The message names the family and what differs.
     """
-    with full_fp32(next(model.parameters()).device):
-        family = f"model family {model.config.model_type!r}"
-        ids_T = _random_ids(model)
-        with _own_attention(model, family):
-            alone_TH, own = _alone(model, ids_T)
-        # Compared in fp32, where rounding hides nothing. With autocast, the kernel may support half precision only.
-        packed_TH = _packed(model, ids_T, Backend.sdpa if autocast else attention, family)
-        error = _relative(packed_TH, alone_TH).max().item()
-        # not `error > tolerance`, which is False for NaN
-        if not error <= TOLERANCE:
-            raise NotPackableError(
-                f"{family} cannot run packed: hidden states of packed sequences differ by {error:.1e} (relative) from "
-                "hidden states of single sequences."
-            )
-        if isinstance(head, LMHead):
-            _probe_decoding(model, ids_T, alone_TH, family)
-        if share:
-            _probe_shared(model, ids_T, alone_TH, Backend.sdpa if autocast else attention, family)
-        _probe_head(model, head, alone_TH, own)
-        if autocast is None:
-            return
-        with autocast():
-            error = _relative(_packed(model, ids_T, attention, family), alone_TH).median().item()
-        if not error <= _TOLERANCE_BF16:
-            raise ConfigError(
-                f"{family} with attention={attention.value} in bfloat16 differs by {error:.1e} (relative) from fp32. "
-                "Set dtype=float32."
-            )
+    family = f"model family {model.config.model_type!r}"
+    ids_T = _random_ids(model)
+    with _own_attention(model, family):
+        alone_TH, own = _alone(model, ids_T)
+    # Compared in fp32, where rounding hides nothing. With autocast, the kernel may support half precision only.
+    packed_TH = _packed(model, ids_T, Backend.sdpa if autocast else attention, family)
+    error = _relative(packed_TH, alone_TH).max().item()
+    # not `error > tolerance`, which is False for NaN
+    if not error <= TOLERANCE:
+        raise NotPackableError(
+            f"{family} cannot run packed: hidden states of packed sequences differ by {error:.1e} (relative) from "
+            "hidden states of single sequences."
+        )
+    if isinstance(head, LMHead):
+        _probe_decoding(model, ids_T, alone_TH, family)
+    if share:
+        _probe_shared(model, ids_T, alone_TH, Backend.sdpa if autocast else attention, family)
+    _probe_head(model, head, alone_TH, own)
+    if autocast is None:
+        return
+    with autocast():
+        error = _relative(_packed(model, ids_T, attention, family), alone_TH).median().item()
+    if not error <= _TOLERANCE_BF16:
+        raise ConfigError(
+            f"{family} with attention={attention.value} in bfloat16 differs by {error:.1e} (relative) from fp32. "
+            "Set dtype=float32."
+        )
 
 
 def small_model(
@@ -151,8 +149,7 @@ def small_model(
 @torch.no_grad()
 def probe_head(model: Any, head: LMHead | ScalarHead) -> None:
     """Check the head of a model that runs unpacked; see `probe`."""
-    with full_fp32(next(model.parameters()).device):
-        _probe_head(model, head, *_alone(model, _random_ids(model)))
+    _probe_head(model, head, *_alone(model, _random_ids(model)))
 
 
 @torch.no_grad()
@@ -169,13 +166,12 @@ def probe_shared(model: Any, *, attention: Backend, autocast: Autocast | None) -
     """
     family = f"model family {model.config.model_type!r}"
     ids_T = _random_ids(model)
-    with full_fp32(ids_T.device):
-        packed_TH = _packed(model, ids_T, Backend.sdpa if autocast else attention, family)
-        _probe_shared(model, ids_T, packed_TH, Backend.sdpa if autocast else attention, family)
-        if autocast is None:
-            return
-        with autocast():
-            difference_TH = _relative(_shared(model, ids_T, attention), packed_TH)
+    packed_TH = _packed(model, ids_T, Backend.sdpa if autocast else attention, family)
+    _probe_shared(model, ids_T, packed_TH, Backend.sdpa if autocast else attention, family)
+    if autocast is None:
+        return
+    with autocast():
+        difference_TH = _relative(_shared(model, ids_T, attention), packed_TH)
     # The median over all tokens would not see an error of the tokens after a shared prefix, which are fewer than half.
     after_T = torch.cat([torch.arange(n) >= PREFIX for n in GROUPS[-1]]).to(ids_T.device)
     error = difference_TH[-len(after_T) :][after_T].median().item()
@@ -258,10 +254,9 @@ def probe_divided(model: Any, attend: Callable[[PackedContext], AttentionContext
     """
     ids_T = _random_ids(model)
     layout = Layout.plain(Lengths.of(GROUPS)).divided(parts, index)
-    with full_fp32(ids_T.device):
-        whole_TH = _packed(model, ids_T, Backend.sdpa, f"model family {model.config.model_type!r}")
-        inputs = layout_inputs(ids_T, layout, Backend.sdpa)
-        own_TH = _hidden(model, **inputs | {CONTEXT: attend(inputs[CONTEXT])})
+    whole_TH = _packed(model, ids_T, Backend.sdpa, f"model family {model.config.model_type!r}")
+    inputs = layout_inputs(ids_T, layout, Backend.sdpa)
+    own_TH = _hidden(model, **inputs | {CONTEXT: attend(inputs[CONTEXT])})
     assert layout.own is not None
     known = len(whole_TH[layout.own.start : layout.own.stop])  # the rest is padding
     error_TH = _relative(own_TH[:known], whole_TH[layout.own.start :][:known])
@@ -277,13 +272,12 @@ def probe_stages(model: Any, run: Callable[[Any, Mapping[str, Any]], Tensor]) ->
         run: returns the last hidden states [R, H] of the model, given the keywords of a call.
     """
     ids_T = _random_ids(model)
-    with full_fp32(ids_T.device):
-        inputs = layout_inputs(ids_T, Layout.plain(Lengths.of(GROUPS)), Backend.sdpa)
-        want_TH = _hidden(model, **inputs)
-        try:
-            got_TH = run(model, inputs)
-        except (RuntimeError, TypeError, AttributeError, IndexError, ValueError):  # layers return other things
-            return float("inf")
+    inputs = layout_inputs(ids_T, Layout.plain(Lengths.of(GROUPS)), Backend.sdpa)
+    want_TH = _hidden(model, **inputs)
+    try:
+        got_TH = run(model, inputs)
+    except (RuntimeError, TypeError, AttributeError, IndexError, ValueError):  # layers return other things
+        return float("inf")
     return _relative(got_TH, want_TH).max().item() if got_TH.shape == want_TH.shape else float("inf")
 
 
@@ -300,10 +294,9 @@ def probe_branch(model: Any, branch: Branch) -> None:
     """
     family = f"model family {model.config.model_type!r}"
     ids_T = _random_ids(model)
-    with full_fp32(ids_T.device):
-        with branch.listening() as heard:
-            trunk_TH = _packed(model, ids_T, Backend.sdpa, family)
-        error = _relative(branch(heard), trunk_TH).max().item()
+    with branch.listening() as heard:
+        trunk_TH = _packed(model, ids_T, Backend.sdpa, family)
+    error = _relative(branch(heard), trunk_TH).max().item()
     if not error <= TOLERANCE:
         raise ConfigError(
             f"{family} cannot have a branch: a copy of its top layers differs by {error:.1e} (relative) from the model"
@@ -322,15 +315,14 @@ def compile_probed(model: Any, backend: TorchCompile) -> None:
         ConfigError: the layers cannot be compiled, or the results differ.
     """
     ids_T, layout = _random_ids(model), Layout.plain(Lengths.of(GROUPS))
-    with full_fp32(ids_T.device):
-        want_TH = _hidden(model, **layout_inputs(ids_T, layout, Backend.sdpa))
-        compile_layers(model, backend)
-        try:
-            got_TH = _hidden(model, **layout_inputs(ids_T, layout, Backend.sdpa))
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # compilers fail in many ways, for example without a C++ compiler
-            raise ConfigError(f"the layers cannot be compiled: {describe(error)}.") from error
+    want_TH = _hidden(model, **layout_inputs(ids_T, layout, Backend.sdpa))
+    compile_layers(model, backend)
+    try:
+        got_TH = _hidden(model, **layout_inputs(ids_T, layout, Backend.sdpa))
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # compilers fail in many ways, for example without a C++ compiler
+        raise ConfigError(f"the layers cannot be compiled: {describe(error)}.") from error
     difference = _relative(got_TH, want_TH).max().item()
     if not difference <= TOLERANCE:
         raise ConfigError(f"hidden states of compiled layers differ by {difference:.1e} (relative).")

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from realign.api.router_experts import ROUTER_EXPERTS, experts_per_token
 from realign.api.sample import SequenceSample
 from realign.api.stats import Mean, Stats, merge_stats
-from realign.engines.device import full_fp32
 from realign.engines.files.unread import read_now
 from realign.engines.network.passes import Layout
 from realign.errors import ConfigError
@@ -97,7 +96,7 @@ class Routers:
             raise ConfigError(f"{family} has no routers of experts that transformers can record.")
         sizes = set()
         self.device: torch.device = next(module.parameters()).device
-        with torch.no_grad(), full_fp32(self.device):
+        with torch.no_grad():
             for router in self.modules:
                 read_now(router)  # small, and checked by its results
                 sizes.add(_check(router, family))

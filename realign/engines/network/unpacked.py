@@ -27,7 +27,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from realign.api.lengths import IntArray
-from realign.engines.device import full_fp32
 from realign.engines.network.attention import ATTENTION, use_attention
 from realign.engines.network.decoder import Decoder, SlotCache
 from realign.engines.network.heads import read_body
@@ -127,9 +126,9 @@ class UnpackedModel:
 
 @contextmanager
 def probing(module: Any) -> Iterator[None]:
-    """Run a model without gradients in full precision; an error becomes a ConfigError that names the model family."""
+    """Run a model without gradients; an error becomes a ConfigError that names the model family."""
     try:
-        with torch.no_grad(), full_fp32(next(module.parameters()).device):
+        with torch.no_grad():
             yield
     except torch.OutOfMemoryError:
         raise
@@ -264,19 +263,18 @@ class OwnCache(Decoder):
         words, device = self._module.get_input_embeddings().weight.shape[0], next(self._module.parameters()).device
         ids_ML = torch.randint(1, words, (3, PROMPT + STEPS), generator=torch.Generator().manual_seed(0)).to(device)
         ids_ML[:, :PROMPT] = ids_ML[0, :PROMPT]
-        with full_fp32(device):
-            want_MLH = self._whole(ids_ML)
-            hidden, states = self.prefill([ids_ML[0, :PROMPT]])
-            cache = self.new_cache(states[0], 3, PROMPT + STEPS)
-            cache.fill(0, 3, states[0])
-            errors = [hidden[0] - want_MLH[0, PROMPT - 1]]
-            slots = torch.arange(3, device=device)
-            for at in range(PROMPT, PROMPT + STEPS):
-                if at == PROMPT + STEPS // 2:  # the first response ends
-                    cache.move([2], [0], at)
-                    slots = slots[[2, 1]]
-                hidden = self.step(cache, ids_ML[slots, at], torch.full_like(slots, at), at)
-                errors.append((hidden - want_MLH[slots, at]).flatten())
+        want_MLH = self._whole(ids_ML)
+        hidden, states = self.prefill([ids_ML[0, :PROMPT]])
+        cache = self.new_cache(states[0], 3, PROMPT + STEPS)
+        cache.fill(0, 3, states[0])
+        errors = [hidden[0] - want_MLH[0, PROMPT - 1]]
+        slots = torch.arange(3, device=device)
+        for at in range(PROMPT, PROMPT + STEPS):
+            if at == PROMPT + STEPS // 2:  # the first response ends
+                cache.move([2], [0], at)
+                slots = slots[[2, 1]]
+            hidden = self.step(cache, ids_ML[slots, at], torch.full_like(slots, at), at)
+            errors.append((hidden - want_MLH[slots, at]).flatten())
         return float(torch.cat(errors).abs().max() / want_MLH.abs().max().clamp(min=1e-30))
 
     def _whole(self, ids_ML: Tensor) -> Tensor:

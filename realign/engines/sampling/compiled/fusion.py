@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 from typing_extensions import override
 
-from realign.engines.device import free_bytes, full_fp32
+from realign.engines.device import free_bytes
 from realign.engines.network.attention import PackedContext
 from realign.engines.network.decode_graphs import why_no_graphs
 from realign.engines.network.decoder import ModuleTrunk, Trunk
@@ -332,7 +332,7 @@ def _compared(model: Any, lend: Lend | None) -> list[AttentionArgs]:
     cu_seqlens = cu_seqlens_of(PROBE_LENGTHS).to(device)
     positions_T = position_ids(cu_seqlens)
     recorder = _Recorder(cu_seqlens, lengths=PROBE_LENGTHS)
-    with no_autocast(ids_T), full_fp32(device):
+    with no_autocast(ids_T):
         with ExitStack() as hooks:
             if lend is not None:
                 for layer in model.base_model.layers:
