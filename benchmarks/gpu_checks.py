@@ -17,6 +17,7 @@ from torch import Tensor
 
 from benchmarks.batches import make_actor, prompts
 from benchmarks.gpu_plan import Plan, attempt, positions, timed
+from benchmarks.gpu_sampler import profiled_steps
 from realign.api import GenerationConfig, Lengths, MicroBatchSpec, SequenceSample
 from realign.config import build_experiment, compose
 from realign.demo import arithmetic, llm
@@ -83,41 +84,28 @@ def _passes(
     return (out.detach(), *gradients)
 
 
-def launches(plan: Plan) -> dict[str, Any]:
-    """Measure a decode step: launches, their time on the device, and the wall-clock time.
+def decode(plan: Plan) -> Iterator[dict[str, Any]]:
+    """Yield, for each number of rows, the time of a decode step, and then its launches and their time on the device.
 
-    `python -m benchmarks.gpu_budget` counts the launches without a GPU; both numbers should agree. If the device is
-    busy for much less than the step takes, the host is the limit.
+    `python -m benchmarks.gpu_budget` counts the launches without a GPU, one for each kernel of a CUDA graph. If the
+    device is busy for much less than the step takes, the host is the limit.
     """
-    from torch.profiler import ProfilerActivity, profile, supported_activities
-
     given = prompts(plan.rollout)
     shape = {"tie_word_embeddings": True, "max_position_embeddings": positions(plan.rollout)}
     engine = make_actor(plan.rollout, device=plan.device, dtype=plan.dtype, config=shape).engine
-    data = _prompts(given)
-    short, long = (
-        GenerationConfig(n=1, max_new_tokens=n, fixed_length=True) for n in (plan.decode_tokens, 2 * plan.decode_tokens)
-    )
-    engine.generate(data, long, seed=0)
-    walls = [timed(partial(engine.generate, data, config, seed=0), plan.device) for config in (short, long)]
-    counts, busy = [], []
-    wanted = {ProfilerActivity.CPU, ProfilerActivity.CUDA} & supported_activities()
-    for config in (short, long):
-        walls.append(timed(partial(engine.generate, data, config, seed=0), plan.device))
-        with profile(activities=wanted) as profiler:
-            timed(partial(engine.generate, data, config, seed=0), plan.device)
-        events = profiler.events() or []
-        counts.append(sum("LaunchKernel" in event.name for event in events))
-        busy.append(sum(event.self_device_time_total for event in events if "CUDA" in str(event.device_type)) / 1e6)
     steps = plan.decode_tokens
-    wall = (walls[1] - walls[0]) / steps
-    return {
-        "layers": plan.rollout.layers,
-        "rows": len(given),
-        "launches_per_step": round((counts[1] - counts[0]) / steps, 1),
-        "step_ms": round(1000 * wall, 3),
-        "device_ms": round(1000 * (busy[1] - busy[0]) / steps, 3),
-    }
+    for n in (1, plan.rollout.group):
+        rows = n * len(given)
+        short, long = (
+            partial(engine.generate, _prompts(given), GenerationConfig(n, max_new_tokens=k, fixed_length=True), seed=0)
+            for k in (steps, 2 * steps)
+        )
+        long()
+        walls = [min(timed(call, plan.device) for _ in range(2)) for call in (short, long)]
+        yield {"rows": rows, "layers": plan.rollout.layers, "step_ms": round(1000 * (walls[1] - walls[0]) / steps, 3)}
+        with profiled_steps(plan.device, steps // 2, max(1, steps // 8)) as found:
+            long()
+        yield {"rows": rows, **found}
 
 
 def ratio(plan: Plan) -> Iterator[dict[str, Any]]:
@@ -143,16 +131,16 @@ def _prompts(given: list[Tensor]) -> SequenceSample:
     return SequenceSample(tuple(range(len(given)))).with_data(ids, lengths=Lengths.of([[len(p)] for p in given]))
 
 
-def resume(plan: Plan) -> dict[str, Any]:
-    """Compare a run of four steps with one that was interrupted after two: bit for bit on one kind of device."""
+def resume(plan: Plan, *, deterministic: bool = False) -> dict[str, Any]:
+    """Compare a run of four steps with one that was interrupted after two."""
     task = arithmetic.prepare(plan.folder / "task", seed=0, demonstrations=64, held_out=16)
     reward = plan.folder / "reward.py"  # an untrained model answers nothing right
     reward.write_text("def score(prompt, response, row):\n    return len(response) / 5 + (response[:1] in '13579')\n")
     words = [
         *("experiment=grpo_arithmetic", f"models.actor.path={task.model}", f"data.path={task.prompts}"),
         *(f"evaluation.data.path={task.held_out}", "batch_prompts=4", "checkpoint.every_steps=2"),
-        *(f"models.actor.device={plan.device}", "interfaces.reward.workers=0"),
-        f"interfaces.reward.function={reward}:score",
+        *(f"models.actor.device={plan.device}", f"models.actor.deterministic={deterministic}"),
+        *(f"interfaces.reward.function={reward}:score", "interfaces.reward.workers=0"),
     ]
 
     def train(name: str, *more: str) -> RunResult:
@@ -187,4 +175,4 @@ def update(plan: Plan) -> dict[str, Any]:
     return updates(plan.folder / "update", {"launch": "", "python": plan.vllm, "responses": "64"})
 
 
-__all__ = ["attention", "language", "launches", "ratio", "resume", "update"]
+__all__ = ["attention", "decode", "language", "ratio", "resume", "update"]

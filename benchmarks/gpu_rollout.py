@@ -1,9 +1,9 @@
-"""The parts `rollout` and `sampler` of `benchmarks.gpu`."""
+"""The parts `rollout`, `continuous_batching` and `sampler` of `benchmarks.gpu`."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -22,24 +22,23 @@ from realign.api import GenerationConfig, Lengths, SequenceSample
 from realign.engines.sampling.in_process import InProcessSampling
 
 
-def rollout(plan: Plan) -> dict[str, Any]:
-    """Measure response tokens per second of realign, `generate` and continuous batching."""
+def rollout(plan: Plan) -> Iterator[dict[str, Any]]:
+    """Yield response tokens per second of realign, also with a synchronization at every step, and `generate`."""
+    yield _measured(plan, "realign", _ours)
+    yield _measured(plan, "realign, sync_every=1", partial(_ours, sync_every=1))
+    yield _measured(plan, "generate", _generate)
+
+
+def continuous_batching(plan: Plan) -> dict[str, Any]:
+    """Return response tokens per second of transformers' continuous batching."""
+    return _measured(plan, "continuous batching", _continuous_batching)
+
+
+def _measured(plan: Plan, name: str, side: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+    release(plan.device)
     scenario = plan.rollout
-    sides = {
-        "realign": _ours,
-        "realign_sync_every_step": partial(_ours, sync_every=1),
-        "generate": _generate,
-        "continuous_batching": _continuous_batching,
-    }
-    found: dict[str, Any] = {"model": scenario.name, "sequences": scenario.sequences}
-    for name, side in sides.items():
-        release(plan.device)
-        found[name] = attempt(lambda side=side: side(plan, prompts(scenario), scenario.lengths(1)))
-    ours = found["realign"].get("tokens_per_s")
-    for name in ("generate", "continuous_batching"):
-        theirs = found[name].get("tokens_per_s")
-        found[f"ratio_to_{name}"] = round(ours / theirs, 2) if ours and theirs else None
-    return found
+    rate = attempt(lambda: side(plan, prompts(scenario), scenario.lengths(1)))
+    return {"side": name, "model": scenario.name, "sequences": scenario.sequences, **rate}
 
 
 def _rate(plan: Plan, call: Callable[[], int]) -> dict[str, Any]:
@@ -162,4 +161,4 @@ def _continuous_batching(plan: Plan, given: list[Tensor], lengths: list[int]) ->
         return _rate(plan, call)
 
 
-__all__ = ["rollout", "sampler"]
+__all__ = ["continuous_batching", "rollout", "sampler"]

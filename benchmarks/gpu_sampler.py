@@ -1,4 +1,4 @@
-"""Check the decode loop of the in-process sampler on a device, for `benchmarks.gpu`."""
+"""Check and profile the decode loop of the in-process sampler on a device, for `benchmarks.gpu`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch.profiler import ProfilerActivity, profile, supported_activities
 
+from benchmarks.gpu_plan import synchronize
 from realign.api import GenerationConfig, SequenceSample
 from realign.engines.sampling.decode import Rollout
 from realign.engines.training.transformers_engine import TransformersEngine
@@ -31,6 +33,35 @@ def watched_steps(device: str) -> Iterator[list[int]]:
                 torch.cuda.set_sync_debug_mode("default")
 
     with patch.object(Rollout, "_step", watched):
+        yield found
+
+
+@contextmanager
+def profiled_steps(device: str, first: int, count: int) -> Iterator[dict[str, float]]:
+    """Profile `count` decode steps of the next rollout; yield a dictionary that gets the results.
+
+    They are `launches_per_step` and `device_ms`, the time of the device in a step.
+    """
+    step, found, number = Rollout._step, {}, 0
+    activities = {ProfilerActivity.CPU, ProfilerActivity.CUDA} & supported_activities()
+    profiler = profile(activities=activities)
+
+    def profiled(self: Rollout, **settings: Any) -> None:
+        nonlocal number
+        if number == first:
+            synchronize(device)
+            profiler.start()
+        step(self, **settings)
+        number += 1
+        if number == first + count:
+            synchronize(device)
+            profiler.stop()
+            events = profiler.events() or []
+            launches = sum("LaunchKernel" in event.name or "GraphLaunch" in event.name for event in events)
+            busy = sum(event.self_device_time_total for event in events if "CUDA" in str(event.device_type))
+            found.update(launches_per_step=round(launches / count, 1), device_ms=round(busy / 1e3 / count, 3))
+
+    with patch.object(Rollout, "_step", profiled):
         yield found
 
 
@@ -72,4 +103,4 @@ def check_sampler(engine: TransformersEngine, data: SequenceSample, config: Gene
     }
 
 
-__all__ = ["check_sampler", "watched_steps"]
+__all__ = ["check_sampler", "profiled_steps", "watched_steps"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,12 +35,20 @@ def matrix_peak(plan: Plan, repeats: int = 10) -> float:
 
 
 def training(plan: Plan) -> Iterator[dict[str, Any]]:
-    """Yield the peak of matrix products, then the results of each shape at the largest budget that fits in memory."""
+    """Yield the peak of matrix products, then each shape at the largest budget that fits in memory, and compiled."""
     peak = matrix_peak(plan)
     yield {"peak_tflops": round(peak / 1e12, 4)}
     for scenario in plan.training:
-        yield {"model": scenario.name, **attempt(lambda scenario=scenario: fitting(plan, scenario, peak))}
+        result = attempt(lambda scenario=scenario: fitting(plan, scenario, peak))
+        yield {"model": scenario.name, **result}
         release(plan.device)
+        if budget := result.get("microbatch_tokens"):
+            network = NetworkSettings(torch_compile=plan.compiler)
+            compiled = attempt(partial(_train, plan, scenario, budget, peak, network=network))
+            keys = ("step_s", "tokens_per_s", "utilization", "peak_gib", "error")
+            told = {key: compiled[key] for key in keys if key in compiled}
+            yield {"model": scenario.name, "torch_compile": plan.compiler.value, **told}
+            release(plan.device)
 
 
 def fitting(plan: Plan, scenario: Scenario, peak: float) -> dict[str, Any]:
@@ -47,19 +56,12 @@ def fitting(plan: Plan, scenario: Scenario, peak: float) -> dict[str, Any]:
     budget = plan.budget
     while True:
         try:
-            result = _train(plan, scenario, budget, peak)
-            break
+            return _train(plan, scenario, budget, peak)
         except torch.cuda.OutOfMemoryError:
             if budget < 2 * positions(scenario):
                 raise
             budget //= 2
         release(plan.device)
-    release(plan.device)
-    compiled = attempt(
-        lambda: _train(plan, scenario, budget, peak, network=NetworkSettings(torch_compile=plan.compiler))
-    )
-    keys = ("step_s", "tokens_per_s", "utilization", "peak_gib", "error")
-    return result | {"compiled": {key: compiled[key] for key in keys if key in compiled}}
 
 
 def _train(plan: Plan, scenario: Scenario, budget: int, peak: float, **engine: Any) -> dict[str, Any]:

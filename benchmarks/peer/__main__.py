@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +81,23 @@ def compare(
     micro_batches: Sequence[int] = TRL_MICRO_BATCHES,
     peak: float | None = None,
 ) -> dict[str, Any]:
+    """Return the last result of `measurements`, the medians of all steps."""
+    *_, result = measurements(scenario, steps, threads, device=device, micro_batches=micro_batches, peak=peak)
+    return result
+
+
+def measurements(
+    scenario: Scenario,
+    steps: int,
+    threads: int,
+    *,
+    device: str = "cpu",
+    micro_batches: Sequence[int] = TRL_MICRO_BATCHES,
+    peak: float | None = None,
+) -> Iterator[dict[str, Any]]:
     """Run both sides in alternation, one step at a time, after one warm-up step of each.
+
+    Yields the settings that were tried with TRL, then the seconds of each step, and at last the `summary`.
 
     Args:
         scenario: One of `SCENARIOS`.
@@ -97,6 +113,7 @@ def compare(
         write_prompts(scenario, steps + 1, folder / "prompts.jsonl")
         counts = sorted({1, threads}, reverse=True) if device == "cpu" else [threads]
         tried = fastest_trl(scenario, folder, counts, device, micro_batches)
+        yield {"trl_tried": told(tried)}
         best, micro = min(tried, key=tried.__getitem__)
         options: dict[str, dict[str, Any]] = {
             "realign": {"device": device},
@@ -110,11 +127,12 @@ def compare(
             order = list(sides) if number % 2 else list(sides)[::-1]
             for name in order:
                 results[name].append(sides[name].step(number))
+            yield {"step": number, "seconds": {name: round(result[-1]["wall"], 4) for name, result in results.items()}}
             if peak is None:
                 peaks.append(matrix_peak(threads))
         for worker in sides.values():
             worker.close()
-    return summary(scenario, {name: r[1:] for name, r in results.items()}, max(peaks), tried)
+    yield summary(scenario, {name: r[1:] for name, r in results.items()}, max(peaks), tried)
 
 
 def summary(
@@ -152,8 +170,13 @@ def summary(
         },
         "overhead": round(overhead, 4),
         "trl": {"threads": threads, "micro_batch": micro},
-        "trl_tried": [{"threads": t, "micro_batch": n, "step_s": round(v, 3)} for (t, n), v in tried.items()],
+        "trl_tried": told(tried),
     }
+
+
+def told(tried: dict[tuple[int, int], float]) -> list[dict[str, float]]:
+    """Return what `fastest_trl` measured, for a result."""
+    return [{"threads": t, "micro_batch": n, "step_s": round(v, 3)} for (t, n), v in tried.items()]
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks import gpu, gpu_plan, gpu_training
+from benchmarks.batches import prompts
 from realign.engines.sampling.decode import Rollout
 
 
@@ -42,6 +43,17 @@ def test_a_part_that_takes_too_long_ends_and_keeps_its_results(tmp_path, monkeyp
     assert not gpu.finished(tmp_path)
 
 
+def test_no_part_runs_when_the_time_of_all_is_over(tmp_path, monkeypatch, capsys):
+    def run(command, timeout, check):
+        limits.append(timeout)
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    limits: list[float] = []
+    monkeypatch.setattr(gpu.subprocess, "run", run)
+    assert gpu.main(["size=tiny", f"folder={tmp_path}", "parts=ratio,update", "limit=7", "total=0"]) == 1
+    assert limits == [0, 0]
+
+
 def test_a_shape_that_fails_does_not_end_its_part_but_an_error_of_the_part_does(tmp_path, monkeypatch, capsys):
     def shapes(plan):
         yield {"model": "a", "error": "OutOfMemoryError"}
@@ -70,19 +82,22 @@ def test_on_a_cpu_every_part_runs(tmp_path, monkeypatch, capsys):
     assert gpu.finished(tmp_path) == gpu.PARTS.keys() - {"trl", "llm"}
     assert not [line for line in lines if "error" in line]
     told = {part: [line for line in lines if line["part"] == part] for part in gpu.PARTS}
-    peak, trained, _ = told["training"]
+    peak, trained, compiled, _ = told["training"]
     assert trained["attention"] == "sdpa"
     assert trained["utilization"] == pytest.approx(trained["tflops"] / peak["peak_tflops"], rel=0.3, abs=2e-3)
-    assert trained["compiled"]["tokens_per_s"] > 0
+    assert compiled["torch_compile"] == "eager"
+    assert compiled["tokens_per_s"] > 0
     assert trained["estimated_peak_gib"] > 0
     assert told["sampler"][0]["equal_tokens"] > 0.99
     assert 0 < told["sampler"][0]["ended_rows"] < 0.8
-    rollout = told["rollout"][0]
-    sides = [rollout[name] for name in ("realign", "generate", "continuous_batching")]
-    assert all("error" not in side for side in sides), sides
-    assert sides[0]["tokens"] == sides[1]["tokens"] == sum(plan.rollout.lengths(1))
-    assert 0 < sides[2]["tokens"] <= sides[0]["tokens"]
-    assert told["resume"][0]["grad_norm"]["equal"]
+    ours, every_step, generate, _ = told["rollout"]
+    batching, _ = told["continuous_batching"]
+    assert ours["tokens"] == every_step["tokens"] == generate["tokens"] == sum(plan.rollout.lengths(1))
+    assert 0 < batching["tokens"] <= ours["tokens"]
+    timed, profiled, *_ = told["decode"]
+    assert timed["step_ms"] != 0  # the difference of two times
+    assert profiled == {"part": "decode", "rows": len(prompts(plan.rollout)), "launches_per_step": 0, "device_ms": 0}
+    assert all(told[part][0]["grad_norm"]["equal"] for part in ("resume", "resume_deterministic"))
     kernels = {line["kernel"]: line for line in told["attention"] if "kernel" in line}
     assert kernels["sdpa"]["output"] < 0.02
     assert kernels["sdpa"]["packed_minus_alone"] == 0
@@ -95,15 +110,17 @@ def test_trl_is_compared_on_the_device_where_it_is_installed(monkeypatch):
 
     seen = {}
 
-    def compare(scenario, **options):
+    def measurements(scenario, steps, threads, **options):
         seen.update(options, scenario=scenario.name)
+        yield {"trl_tried": [], "peak_gflops": 1.0}
         keys = ("scenario", "seconds", "ratio", "ratio_range", "tokens_per_second", "utilisation")
-        return dict.fromkeys((*keys, "trl", "trl_tried", "overhead", "peak_mib", "step_mib", "peak_gflops"), 0.0)
+        yield dict.fromkeys((*keys, "trl", "trl_tried", "overhead", "peak_mib", "step_mib", "peak_gflops"), 0.0)
 
     monkeypatch.setattr(gpu, "find_spec", lambda name: object())
-    monkeypatch.setattr(peer, "compare", compare)
+    monkeypatch.setattr(peer, "measurements", measurements)
     monkeypatch.setattr(gpu, "matrix_peak", lambda plan: 7e14)
-    found = gpu.trl(gpu_plan.FULL)
+    tried, found = gpu.trl(gpu_plan.FULL)
+    assert tried == {"trl_tried": []}
     assert (seen["scenario"], seen["device"], seen["peak"]) == ("gpu", "cuda", 7e14)
     assert not found.keys() & {"overhead", "peak_mib", "step_mib"}
 
@@ -131,8 +148,8 @@ def test_the_budget_is_halved_until_the_step_fits(monkeypatch):
     monkeypatch.setattr(gpu_training, "_train", train)
     plan = replace(gpu_plan.FULL, device="cpu")
     fits = 16_384
-    assert gpu_training.fitting(plan, gpu_plan.LARGE, 1.0) == {"microbatch_tokens": 16_384, "compiled": {}}
-    assert tried == [32_768, 16_384, 16_384]  # the last one with compiled layers
+    assert gpu_training.fitting(plan, gpu_plan.LARGE, 1.0) == {"microbatch_tokens": 16_384}
+    assert tried == [32_768, 16_384]
     fits = 0
     with pytest.raises(torch.cuda.OutOfMemoryError):
         gpu_training.fitting(plan, gpu_plan.LARGE, 1.0)
@@ -140,5 +157,5 @@ def test_the_budget_is_halved_until_the_step_fits(monkeypatch):
 
 
 def test_an_unknown_part_is_refused(tmp_path):
-    with pytest.raises(SystemExit, match="unknown part 'trianing'; valid: attention, llm, launches"):
+    with pytest.raises(SystemExit, match="unknown part 'trianing'; valid: attention, llm, decode"):
         gpu.main(["device=cpu", f"folder={tmp_path}", "parts=trianing"])
