@@ -117,6 +117,9 @@ class RunSettings(Settings):
     """Training data: prompts, or the rows that the algorithm learns from."""
     shuffle: bool = True
     """Shuffle the rows in each epoch. The order depends only on seed and epoch."""
+    curriculum: Any = None
+    """Curriculum: which prompts come how often, by their rolling pass rate (`pass_rate`) or a rule of your own. Any key
+    below it turns it on; empty or null takes every prompt once per epoch."""
     cache_reference: bool = False
     """Let the frozen reference of DPO or KTO score the rows once before training, and free it. Its log-probs stay in
     the cache folder, so later runs with this model and these rows don't load it (TRL: precompute_ref_log_probs)."""

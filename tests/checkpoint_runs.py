@@ -15,7 +15,16 @@ import torch
 from safetensors.torch import load_file
 
 from realign.api import GenerationConfig, ModelInterface, Sync
-from realign.data import LabelKind, PreferenceData, PromptData, SupervisedData, TextData, WithPretraining
+from realign.data import (
+    LabelKind,
+    PassRate,
+    Prefer,
+    PreferenceData,
+    PromptData,
+    SupervisedData,
+    TextData,
+    WithPretraining,
+)
 from realign.engines import Causal, HeadInit, Lora, Score, SharedModel, TopLayers, TransformersModel, Value, ValueHead
 from realign.engines.shared_model import Share
 from realign.engines.training.optimizer import OptimizerSpec, Schedule, ScheduleKind, ScheduleUnit
@@ -256,6 +265,15 @@ def of_dynamic_sampling(files: Path) -> dict[str, Any]:
     }
 
 
+def of_a_curriculum(files: Path) -> dict[str, Any]:
+    curriculum = PassRate(pass_reward=0.5, prefer=Prefer.hard, min_weight=0.05)
+    return of_grpo(files) | {"curriculum": curriculum, "evaluation": None}
+
+
+def of_a_curriculum_with_dynamic_sampling(files: Path) -> dict[str, Any]:
+    return of_dynamic_sampling(files) | {"curriculum": PassRate(window=1), "sample_prompts": BATCH}
+
+
 RUNS: Mapping[str, Callable[[Path], dict[str, Any]]] = {
     "sft": of_sft,
     "grpo": of_grpo,
@@ -268,6 +286,8 @@ RUNS: Mapping[str, Callable[[Path], dict[str, Any]]] = {
     "dpo": of_dpo,
     "reward model": of_a_reward_model,
     "dynamic sampling": of_dynamic_sampling,
+    "curriculum": of_a_curriculum,
+    "curriculum with dynamic sampling": of_a_curriculum_with_dynamic_sampling,
 }
 
 

@@ -40,6 +40,8 @@ def derived_rows(experiment: Experiment) -> list[tuple[str, str]]:
         rows["classes of your own"] = "; ".join(classes)
     if e.rollout.ahead:
         rows["responses are sampled"] = e.rollout.describe()
+    if e.curriculum is not None:
+        rows["curriculum"] = e.curriculum.describe()
     if e.dynamic_sampling is not None:
         rows["dynamic sampling"] = (
             f"groups with {e.dynamic_sampling.describe()}, out of up to {e.dynamic_sampling.max_batches} batches of "

@@ -22,6 +22,7 @@ EXAMPLES: Mapping[str, str] = MappingProxyType(
         "graph": "graph._target_=realign.interfaces.grpo.dataflow",
         "sync": "sync.ref.of=actor",
         "data": "data.path=FILE",
+        "curriculum": "curriculum=pass_rate",
         "dynamic_sampling": "dynamic_sampling.max_batches=5",
         "evaluation": "evaluation.every_steps=20",
         "evaluations": "evaluations.NAME.data.path=FILE",
@@ -33,7 +34,7 @@ EXAMPLES: Mapping[str, str] = MappingProxyType(
     }
 )
 """Example override for each root key of components."""
-OPTIONAL = ("dynamic_sampling", "evaluation", "calibration")
+OPTIONAL = ("curriculum", "dynamic_sampling", "evaluation", "calibration")
 
 
 def suggest(word: str, known: Iterable[object]) -> str:

@@ -68,6 +68,7 @@ class ExperimentConfig(RunSettings):
     graph: dict[str, Any] = field(default_factory=dict)
     sync: dict[str, Any] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict)
+    curriculum: dict[str, Any] | None = field(default_factory=dict)
     dynamic_sampling: dict[str, Any] | None = field(default_factory=dict)
     evaluation: dict[str, Any] | None = field(default_factory=dict)
     evaluations: dict[str, Any] = field(default_factory=dict)
@@ -214,6 +215,7 @@ def _build(config: ExperimentConfig) -> Experiment:
         models=models,
         sync=_roles(config, "sync"),
         data=data,
+        curriculum=_one(config, "curriculum") if config.curriculum else None,
         dynamic_sampling=dynamic_sampling,
         evaluation=evaluation,
         evaluations=evaluations,

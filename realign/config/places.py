@@ -46,6 +46,8 @@ class Root(NamedTuple):
     """Import path of the class to use without `_target_`."""
     per_role: bool = False
     """Whether the root key maps names to components."""
+    by_word: bool = False
+    """Whether a word at the root key chooses a class beside its kind."""
 
 
 ROOTS: Mapping[str, Root] = MappingProxyType(
@@ -55,6 +57,7 @@ ROOTS: Mapping[str, Root] = MappingProxyType(
         "graph": Root("realign.api.DataflowGraph"),
         "sync": Root("realign.api.Sync", "realign.api.Sync", per_role=True),
         "data": Root("realign.data.DataSpec"),
+        "curriculum": Root("realign.data.curriculum.Curriculum", "realign.data.curriculum.PassRate", by_word=True),
         "dynamic_sampling": Root("realign.runtime.DynamicSampling", "realign.runtime.DynamicSampling"),
         "evaluation": Root("realign.runtime.evaluation.base.Evaluator", "realign.runtime.Evaluation"),
         "evaluations": Root("realign.runtime.evaluation.base.Evaluator", "realign.runtime.Evaluation", per_role=True),
@@ -225,11 +228,13 @@ def with_target(override: str) -> str:
 
 
 def _base(path: tuple[str, ...]) -> Definition | None:
-    """Return the base class of a root component whose words are names of modules; None for other keys."""
+    """Return the base class of a root component that a word chooses; None for other keys."""
     if path[0] not in ROOTS or len(path) != 1 + ROOTS[path[0]].per_role:
         return None
     base = place_of(path).declared[0][0].definition
-    return base if base is not None and base.path in PACKAGES and PACKAGES[base.path].ending else None
+    if base is None or ROOTS[path[0]].by_word:
+        return base
+    return base if base.path in PACKAGES and PACKAGES[base.path].ending else None
 
 
 def _of_word(path: tuple[str, ...], word: Any) -> str | None:

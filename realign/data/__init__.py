@@ -6,6 +6,7 @@ from realign.data.combined import (
     PromptsWithResponsesDataset,
     WithPretraining,
 )
+from realign.data.curriculum import Curriculum, PassRate, Prefer, PromptHistory
 from realign.data.data_source import DataSource
 from realign.data.dataset import Dataset, DataSpec, LoadReport, PackedDataset, PackedTokens, SequenceDataset
 from realign.data.encoding import DroppedRow, EncodedRow, RowEncoder, TooLong
@@ -23,6 +24,7 @@ from realign.data.writer import Template, Turns
 __all__ = [
     "AssistantMasks",
     "Blocks",
+    "Curriculum",
     "DataSource",
     "DataSpec",
     "Dataset",
@@ -33,10 +35,13 @@ __all__ = [
     "LoadReport",
     "PackedDataset",
     "PackedTokens",
+    "PassRate",
+    "Prefer",
     "PreferenceData",
     "PreferenceDataset",
     "PromptData",
     "PromptDataset",
+    "PromptHistory",
     "PromptsWithPretraining",
     "PromptsWithResponses",
     "PromptsWithResponsesDataset",

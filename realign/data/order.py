@@ -13,6 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +54,11 @@ class RowOrder(ABC):
     @abstractmethod
     def rows(self, places: Sequence[int]) -> list[tuple[int, Any]]:
         """Return the (epoch, row) at each place, for `Dataset.sample`."""
+
+    def exhausted(self, used: AbstractSet[Any]) -> bool:
+        """Return whether no row is left besides those in `used`."""
+        n = self.rows_per_epoch
+        return n is not None and len(used) >= n
 
     def metrics(self) -> dict[str, float]:
         """Return metrics of the rows that the last call of `rows` returned."""

@@ -220,7 +220,7 @@ SUMMARY = _record(
 """Schema of summary.json."""
 _SAMPLE = _record(
     **dict.fromkeys(("id", "prompt", "response", "evaluation"), text),
-    **dict.fromkeys(("step", "reward", "kl"), number),
+    **dict.fromkeys(("step", "reward", "kl", "pass_rate"), number),
     rewards=_by_name(number),
 )
 _TOKEN_VALUES = (
@@ -268,8 +268,9 @@ def usable(name: str, records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]
         converted = [{key: value for key, value in entry.items() if value is not None} for entry in converted]
         complete = [entry for entry in converted if 0 < len(entry["tokens"]) == len(entry["text"])]
         return [entry for entry in complete if any(x is not None for key in _TOKEN_VALUES for x in entry.get(key, ()))]
-    optional = ("kl", "rewards", "evaluation") if name in ("samples", "eval_samples") else ()
-    return [{key: value for key, value in entry.items() if value or key not in optional} for entry in converted]
+    optional = ("kl", "rewards", "evaluation", "pass_rate") if name in ("samples", "eval_samples") else ()
+    absent = (None, "", {})
+    return [{k: value for k, value in entry.items() if k not in optional or value not in absent} for entry in converted]
 
 
 __all__ = [

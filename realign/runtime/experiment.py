@@ -25,6 +25,7 @@ from realign.api import (
 )
 from realign.api.engine import role_of_hidden
 from realign.data import DataSpec
+from realign.data.curriculum import Curriculum
 from realign.engines.files.folders import AVERAGED, check_name
 from realign.engines.shared_model import SharedModel, check_shared
 from realign.engines.transformers_model import TransformersModel
@@ -87,6 +88,7 @@ class Experiment(RunSettings):
     sync: Mapping[str, Sync] = field(default_factory=dict)
     """Entries are added to the weight syncs of `graph`."""
     data: DataSpec
+    curriculum: Curriculum | None = None
     dynamic_sampling: DynamicSampling | None = None
     evaluation: Evaluator | None = None
     evaluations: Mapping[str, Evaluator] = field(default_factory=dict)
@@ -129,6 +131,7 @@ class Experiment(RunSettings):
         check_temperatures(self.temperatures)
         check_calibration(self.calibration, self.graph, self.interfaces, self.models)
         check_dynamic_sampling(self.dynamic_sampling, self.graph, self.interfaces)
+        self._check_curriculum()
         check_keys(self.graph, self.interfaces)
         check_minibatches(self.graph, self.interfaces, self.batch_prompts)
         check_exact_sampling(self.graph, self.interfaces)
@@ -166,8 +169,22 @@ class Experiment(RunSettings):
         if self.cache_reference and not self.cached_roles:
             raise SettingsError(
                 "cache_reference=true: no role is a frozen model of its own that only computes log-probs of the rows, "
-                "as in DPO and KTO. It does not work with sync, trains=lora or top_layers, images, data.streaming and "
-                "runtime=ray. Set cache_reference=false."
+                "as in DPO and KTO. It does not work with sync, trains=lora or top_layers, images, data.streaming, "
+                "curriculum and runtime=ray. Set cache_reference=false."
+            )
+
+    def _check_curriculum(self) -> None:
+        if self.curriculum is None:
+            return
+        if self.data.streams:
+            raise ConfigError(
+                "curriculum: it chooses among all rows, which data.streaming=true does not keep in memory. Set "
+                "data.streaming=false, or curriculum=null."
+            )
+        if self.curriculum.needs_rewards and "rewards" not in self.graph.producers:
+            raise ConfigError(
+                "curriculum: no RPC of the graph writes the key 'rewards', from which it learns. Add such an RPC, or "
+                "set curriculum=null."
             )
 
     def _check_names(self) -> None:
@@ -230,7 +247,8 @@ class Experiment(RunSettings):
     @property
     def cached_roles(self) -> tuple[str, ...]:
         """Roles whose log-probs of rows are cached; empty without `cache_reference`."""
-        fixed = self.dynamic_sampling is None and not (self.data.streams or self.data.has_images)
+        fixed = self.curriculum is None and self.dynamic_sampling is None
+        fixed = fixed and not (self.data.streams or self.data.has_images)
         if not self.cache_reference or not fixed or self.rollout.ahead or self.runtime.starts_workers:
             return ()
         used = {

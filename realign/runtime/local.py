@@ -152,7 +152,13 @@ class LocalRuntime:
                 self.models = self._load_models()
                 self.sync = WeightSync(experiment.graph.sync, self.models)
             self.datasets = load_datasets(experiment, self.models)
-            self.prompts = PromptStream(self.dataset, experiment.prompts_at_once, experiment.seed, experiment.shuffle)
+            self.prompts = PromptStream(
+                self.dataset,
+                experiment.prompts_at_once,
+                experiment.seed,
+                experiment.shuffle,
+                curriculum=experiment.curriculum,
+            )
             self.known_answers = check_verifiers(experiment, self.models, self.datasets.held_out, self.prompts)
             """A line with the rewards of known answers for each interface with `known_answer`."""
             if isinstance(rollout := experiment.rollout, Async):
@@ -226,10 +232,10 @@ class LocalRuntime:
     def batch(self, number: int) -> SequenceSample:
         """Return batch `number` of the prompts (counted from 1), which depends only on seed and number.
 
-        Without dynamic sampling this is the batch of step `number`. With dynamic sampling a step may draw several
-        batches, and rows that the step has already used are not yet removed here.
+        Without dynamic sampling and a curriculum this is the batch of step `number`. With dynamic sampling a step may
+        draw several batches, and rows that the step has already used are not yet removed here.
         """
-        return self.dataset.sample(self.prompts.rows(number - 1))
+        return self.prompts.preview(self.prompts.places(number - 1))
 
     def cache_references(self) -> list[str]:
         """Let references with `cache_reference` score the rows of the whole run; return a line for each of them."""
@@ -255,10 +261,12 @@ class LocalRuntime:
         with self.spans.span("step", "phase"):
             batch, calls = self._begun(step, values)
             batch = self._calls(calls, batch, values)
+            # before the next prompts start, which a curriculum chooses by these rewards
+            self.prompts.record(batch)
             if self.ahead is not None:
                 self.ahead.advance()
             # after the calls, because dynamic sampling draws during them
-            values |= self.prompts.order.metrics()
+            values |= self._order_metrics()
             with memory_limited("weight sync", SMALLER), self.spans.span("weight sync", "phase"):
                 values |= self.sync.after_step(step)
             if "rewards" in batch:
@@ -291,12 +299,22 @@ class LocalRuntime:
         used: set[int] = set()  # no row repeats within the step
 
         def draw(number: int) -> SequenceSample | None:
-            prompts = self.prompts.draw_new(used)
-            return None if prompts is None else self._calls(leading, prompts, values, number)
+            if (prompts := self.prompts.draw_new(used)) is None:
+                return None
+            scored = self._calls(leading, prompts, values, number)
+            self.prompts.record(scored)  # also those that the filter drops
+            return scored
 
         batch, sampling_metrics = sampling.fill(self.experiment.batch_prompts, draw)
         values |= sampling_metrics
         return batch, rest
+
+    def _order_metrics(self) -> dict[str, float]:
+        """Return metrics of the rows that were drawn. The record of asynchronous rollout has them too, for a replay."""
+        metrics = self.prompts.order.metrics()
+        if (rollout := self.to_record.get(ROLLOUT)) is not None:
+            self.to_record[ROLLOUT] = rollout._replace(metrics={**rollout.metrics, **metrics})
+        return metrics
 
     def _calls(
         self, rpcs: Sequence[RPC], batch: SequenceSample, values: dict[str, float], draw: int = 0

@@ -151,6 +151,10 @@ class ReplayRuntime(LocalRuntime):
         return rollout.batch, [rpc for rpc in self.graph.order if rpc not in leading]
 
     @override
+    def _order_metrics(self) -> dict[str, float]:
+        return {} if ROLLOUT in self._recorded else super()._order_metrics()
+
+    @override
     def _call(self, rpc: RPC, batch: SequenceSample, draw: int = 0) -> CallResult:
         started = time.perf_counter()
         if (recorded := self._recorded.get(call_key(rpc, draw))) is None:

@@ -89,6 +89,10 @@ CASES = {
         "rewards",
         ["rollout=async", "rollout.max_staleness=2", "dynamic_sampling.max_batches=3"],
     ),
+    "asynchronous rollout with a curriculum": (
+        "rewards",
+        ["rollout=async", "rollout.max_staleness=1", "data.limit=6", "curriculum=pass_rate"],
+    ),
     "episodes": ("episodes", []),
     "asynchronous episodes": ("episodes", ["rollout=async", "rollout.max_staleness=1"]),
 }
@@ -100,7 +104,7 @@ def recorded(folder, step):
 
 
 def of_training(metrics):
-    machine = ("time/", "rollout/", "eval", "step", "seconds", "data/")
+    machine = ("time/", "rollout/", "eval", "step", "seconds")
     return {k: v for k, v in metrics.items() if not k.startswith(machine) and k[-2:] != "_s"}
 
 

@@ -28,6 +28,13 @@ CASES = {
     ],
     "lora": ["models.actor.trains=lora", "models.actor.trains.rank=4"],
     "dynamic sampling": ["dynamic_sampling.max_batches=3"],
+    "curriculum": ["data.limit=6", "curriculum=pass_rate", "curriculum.prefer=hard"],
+    "curriculum with dynamic sampling": [
+        "data.limit=12",
+        "curriculum.pass_reward=0.7",
+        "dynamic_sampling={}",
+        "dynamic_sampling.generation_prompts=2",
+    ],
     "asynchronous rollout": ["rollout=async", "rollout.max_staleness=0"],
     "moments of rewards": ["interfaces.actor.reward.scale=running", "interfaces.actor.kl.place=reward"],
 }

@@ -144,7 +144,8 @@
     return el("article", { class: "card group" },
       el("header", {}, el("h3", {}, "Prompt ", el("code", {}, report.visible(String(group.id)))),
         el("span", { class: "muted" }, "step ", group.step, " · ", report.plural(group.responses.length, "response"),
-          count ? [" · mean reward ", report.number(mean), " · std ", report.number(std)] : "")),
+          count ? [" · mean reward ", report.number(mean), " · std ", report.number(std)] : "",
+          report.isNumber(group.responses[0].pass_rate) && el("span", { title: "rolling pass rate, by which the curriculum chose this prompt" }, " · pass rate before ", report.number(group.responses[0].pass_rate)))),
       el("pre", { class: "prompt" }, report.visible(group.prompt)),
       el("div", { class: "responses" }, responses.map((r) => response(run, group, r, mean, largest))));
   }

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal, Protocol, TypeAlias, get_args
 
+import torch
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -203,6 +204,37 @@ class OrderState(_Record):
         return anchors
 
 
+class _Curriculum(_Record):
+    """The choices of a curriculum that wait for their rewards, and the pass rates of the rows."""
+
+    next: Count
+    cursor: Count
+    waiting: list[Annotated[list[Count], Field(min_length=2, max_length=2)]]
+    """Place of the stream, and place of the usual order."""
+    outcomes: Tensor
+    visits: Tensor
+
+    @field_validator("waiting")
+    @classmethod
+    def _chosen_once(cls, waiting: list[list[int]], info: ValidationInfo) -> list[list[int]]:
+        ends = info.data.get("next", 0), info.data.get("cursor", 0)
+        if any(value >= end for pair in waiting for value, end in zip(pair, ends, strict=True)):
+            raise ValueError(f"expected places below next={ends[0]} and cursor={ends[1]}")
+        if any(len(set(column)) < len(waiting) for column in zip(*waiting, strict=True)):
+            raise ValueError("expected distinct places")
+        return waiting
+
+    @field_validator("outcomes", "visits")
+    @classmethod
+    def _rates(cls, x: Tensor, info: ValidationInfo) -> Tensor:
+        kind = torch.float64 if info.field_name == "outcomes" else torch.int64
+        if x.dtype != kind or x.ndim != (2 if kind.is_floating_point else 1) or x.layout != torch.strided:
+            raise ValueError(f"expected numbers of type {kind}")
+        if ((x < 0) | ((x > 1) if kind.is_floating_point else (x > 10**12))).any():  # NaN: no visit
+            raise ValueError("expected rates from 0 to 1, and counts")
+        return x
+
+
 class _Data(_Record):
     """A position in the data. A wrong one would train on other prompts, or read streamed data without end."""
 
@@ -214,6 +246,7 @@ class _Data(_Record):
     seed: Annotated[int, Field(ge=-(2**63), le=2**64)]
     sha256: Text | None
     order: OrderState | None = None
+    curriculum: _Curriculum | None = None
 
     @field_validator("index")
     @classmethod

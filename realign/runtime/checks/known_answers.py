@@ -56,7 +56,7 @@ def check_verifiers(
         interface = experiment.interfaces[role]
         if isinstance(interface, Verifier) and interface.known_answer is not None:
             size = prompts.dataset.size  # None: a stream, of which only the first batch is read
-            data = prompts.at(range(prompts.batch_prompts if size is None else min(size, READ)))
+            data = prompts.preview(range(prompts.batch_prompts if size is None else min(size, READ)))
             lines.append(check_known_answers(f"interfaces.{role}", interface, models[role], data))
     for where, evaluation in experiment.all_evaluations.items():
         for key, judge in evaluation.judges.items():

@@ -79,7 +79,8 @@ def readable(batch: SequenceSample, prompts: int, decode: Callable[..., str]) ->
     Each record contains the prompt's `id`, `prompt`, `response` (all text after the prompt) and `reward` (None if it
     is missing). If the batch has named rewards, it also contains `rewards`, by name. If the batch has reference
     log-probs, it also contains `kl`: the log-prob differences, summed over the response (nats). A multi-turn record
-    also contains `turns`: policy turns and observations, alternating.
+    also contains `turns`: policy turns and observations, alternating. With a curriculum, `pass_rate` is the rolling
+    pass rate that the prompt had when it was chosen, None if it was new.
     """
     if not {"input_ids", "prompt_mask", "rewards"} <= batch.keys or prompts == 0:
         return []
@@ -102,6 +103,8 @@ def readable(batch: SequenceSample, prompts: int, decode: Callable[..., str]) ->
         }
         if len(turns) > 1:
             record["turns"] = [decode(turn, skip_special_tokens=True) for turn in turns]
+        if "pass_rate" in part.metadata:
+            record["pass_rate"] = part.metadata["pass_rate"][owner]
         records.append(record)
     for key, named_S in named_rewards(part).items():
         for record, value in zip(records, named_S.tolist(), strict=True):

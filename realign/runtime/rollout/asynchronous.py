@@ -376,6 +376,7 @@ class RolloutAhead:
                 self.staleness.finish(place)
             else:
                 self.staleness.drop(place)
+                self._prompts.record(sample)
 
     def _called(self, rpc: RPC, batch: SequenceSample, version: int) -> SequenceSample:
         """Execute one RPC, with the background sampler if the RPC uses the policy."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -12,11 +14,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from realign.api import GenerationConfig, ModelInterface
+from realign.data import PassRate
+from realign.data.curriculum import CurriculumOrder
 from realign.engines import TransformersModel
 from realign.engines.training.optimizer import OptimizerSpec
 from realign.errors import CheckpointError, RunError
@@ -24,6 +29,7 @@ from realign.interfaces.components import GAE
 from realign.interfaces.decoupled_ppo import DecoupledPPOActorInterface
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.runtime import Async, CheckpointSpec, DynamicSampling, Interrupted, OnUpdate, run
+from realign.runtime.checkpoint.folder import list_checkpoints
 from realign.runtime.local import LocalRuntime
 from realign.runtime.processes import signals
 from realign.runtime.rollout.spec import Sync
@@ -310,3 +316,68 @@ def test_the_sampler_keeps_or_recomputes_the_cache_as_the_rollout_says(
     run = LocalRuntime(toy(tmp_path, models={"actor": Copied()}, seed=3))
     assert run._background_sampler(Async(2, on_update), "actor") == ("actor", 3, recompute)
     run.close()
+
+
+@dataclass
+class Parity(ModelInterface):
+    """Reward 1 for responses whose tokens have an even sum."""
+
+    needs_engine = False
+
+    def inference(self, model, data, mb_spec):
+        pairs = zip(data.sequences("input_ids"), data.sequences("prompt_mask"), strict=True)
+        rewards = torch.tensor([float(int(ids[~given].sum()) % 2 == 0) for ids, given in pairs])
+        return data.with_sequences(rewards=rewards).select(["rewards"])
+
+
+def with_curriculum(tmp_path, policy, name, steps=6, **changes):
+    curriculum = PassRate(min_weight=0.05)
+    settings = {"data": Prompts(6), "curriculum": curriculum, "sample_prompts": 4, "output_dir": tmp_path / name}
+    return experiment(tmp_path, policy, reward=Parity(), **(settings | {"steps": steps} | changes))
+
+
+def samples(folder):
+    return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+
+
+def test_asynchronous_rollout_without_staleness_chooses_the_same_prompts(tmp_path, policy):
+    for name, changes in (("sync", {}), ("async", {"rollout": ahead(0)})):
+        run(with_curriculum(tmp_path, policy, name, **changes))
+    assert samples(tmp_path / "sync") == samples(tmp_path / "async")
+
+
+def test_prompts_of_asynchronous_rollout_are_chosen_from_the_rewards_of_the_steps_before_they_start(tmp_path, policy):
+    """With staleness 2, two batches run ahead: batch i is chosen from the rewards of steps 1 to i - 2."""
+    run(with_curriculum(tmp_path, policy, "run", steps=8, rollout=ahead(2)))
+    records = samples(tmp_path / "run")
+    trained: dict[int, dict[str, list[float]]] = {}
+    for record in records:
+        trained.setdefault(record["step"], {}).setdefault(record["id"], []).append(record["reward"])
+    order = CurriculumOrder(PassRate(min_weight=0.05), Prompts(6), 0, True)
+    started: dict[str, int] = {}
+    for number in range(8):
+        if number > 2:
+            for prompt, rewards in trained[number - 2].items():
+                order.record(started[prompt], np.array(rewards))
+        places = range(4 * number, 4 * number + 4)
+        started |= {f"{row}@{epoch}": place for place, (epoch, row) in zip(places, order.rows(places), strict=True)}
+    assert sorted(prompt for step in trained.values() for prompt in step) == sorted(started)
+
+
+@pytest.mark.parametrize("more", [{}, {"dynamic_sampling": DynamicSampling(min_reward_std=0.2), "batch_prompts": 3}])
+def test_asynchronous_rollout_with_a_curriculum_goes_on_after_a_stop(tmp_path, policy, more):
+    """No prompt is lost or trained on twice, and the resumed run keeps the pass rates."""
+    changes = {"rollout": ahead(2), "checkpoint": CheckpointSpec(every_steps=1, keep=99), **more}
+    run(with_curriculum(tmp_path, policy, "run", steps=9, **changes))
+    for checkpoint in list_checkpoints(tmp_path / "run" / "checkpoints"):
+        state = checkpoint.read()
+        rates, begun = state["data"]["curriculum"], state["rollout"]["untrained"]
+        assert int(rates["visits"].sum()) >= state["rollout"]["trained"]
+        assert sorted(place for place, _ in rates["waiting"]) == begun
+        assert begun or checkpoint.step == 9
+        if checkpoint.step > 3:
+            shutil.rmtree(checkpoint.path)
+    run(with_curriculum(tmp_path, policy, "run", steps=9, resume="auto", **changes))
+    assert {record["step"] for record in samples(tmp_path / "run")} == set(range(1, 10))
+    chosen = [(record["step"], record["id"]) for record in samples(tmp_path / "run")]
+    assert len({i for _, i in chosen}) == len(set(chosen))

@@ -1,15 +1,23 @@
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realign.api import SequenceSample
-from realign.data import Dataset, batch_indices
-from realign.errors import CheckpointError
+from realign.config import build_experiment, compose
+from realign.data import Dataset, PassRate, batch_indices
+from realign.errors import CheckpointError, ConfigError
+from realign.interfaces import sft
+from realign.runtime import run
 from realign.runtime.rollout.prompts import PromptStream
+from tests import toys
+from tests.tiny import save_tiny
+from tests.torchrun_ranks import torchrun
 
 
 @dataclass
@@ -23,6 +31,13 @@ class Rows(Dataset):
 
     def sample(self, rows) -> SequenceSample:
         return SequenceSample(tuple(rows))
+
+
+@dataclass
+class Streamed(toys.Prompts):
+    @property
+    def streams(self) -> bool:
+        return True
 
 
 def test_batches_come_in_the_order_of_the_data_and_the_position_is_one_number():
@@ -113,3 +128,82 @@ def test_prompts_that_are_taken_one_by_one_go_on_anywhere():
 def test_another_number_of_rows_has_another_order():
     with pytest.raises(CheckpointError, match="the dataset has 5 rows, but the checkpoint was written with 4"):
         PromptStream(Rows(5), 2, 0, True).load_state_dict(PromptStream(Rows(4), 2, 0, True).state_dict())
+
+
+def of_curriculum(tmp_path, name, steps=6, **changes):
+    """Build a run on six prompts, whose reward says by row and chance whether a response passes."""
+    curriculum = PassRate(pass_reward=1.0, min_weight=0.05)
+    settings = {"data": toys.Prompts(6), "batch_prompts": 4, "evaluation": None, "curriculum": curriculum}
+    more = {"steps": steps, "sample_prompts": 4, "output_dir": tmp_path / name}
+    return toys.experiment(tmp_path, **(settings | more | changes))
+
+
+def lines(folder, name):
+    return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+
+
+def test_a_run_with_a_curriculum_records_why_it_chose_its_prompts(tmp_path):
+    """The pass rates in samples.jsonl are those of the rewards in its earlier lines."""
+    run(of_curriculum(tmp_path, "run"))
+    past: dict[str, list[float]] = {}
+    for step in range(1, 7):
+        groups: dict[str, list[dict[str, float]]] = {}
+        for record in lines(tmp_path / "run", "samples"):
+            if record["step"] == step:
+                groups.setdefault(record["id"], []).append(record)
+        assert len(groups) == 4
+        expected = []
+        for prompt, records in groups.items():
+            last = past.get(prompt.split("@")[0], [])[-2:]
+            rate = sum(last) / len(last) if last else None
+            assert {record["pass_rate"] for record in records} == {rate}
+            expected += [] if rate is None else [rate]
+        for prompt, records in groups.items():
+            past.setdefault(prompt.split("@")[0], []).append(sum(r["reward"] >= 1 for r in records) / len(records))
+        (metrics,) = [record for record in lines(tmp_path / "run", "metrics") if record["step"] == step]
+        assert metrics.get("curriculum/pass_rate", None) == (sum(expected) / len(expected) if expected else None)
+        assert metrics["curriculum/new_fraction"] == 1 - len(expected) / 4
+    usual = [f"{row}@{epoch}" for step in range(6) for epoch, row in batch_indices(6, 4, step, 0, True)]
+    chosen = list(dict.fromkeys(record["id"] for record in lines(tmp_path / "run", "samples")))
+    assert chosen[:6] == usual[:6]
+    assert chosen != usual
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data": Streamed(6)}, "curriculum: it chooses among all rows, which data.streaming=true"),
+        ({"graph": sft.dataflow()}, "curriculum: no RPC of the graph writes the key 'rewards'"),
+    ],
+)
+def test_a_curriculum_needs_rows_in_memory_and_rewards(tmp_path, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        of_curriculum(tmp_path, "run", **changes)
+
+
+@pytest.mark.slow
+def test_two_ranks_choose_and_resume_as_one_process(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save_tiny(tmp_path / "model")
+    Path("parity.py").write_text("def score(prompt, response, row):\n    return float(len(response) % 2)\n")
+    Path("rows.jsonl").write_text("".join(json.dumps({"prompt": f"{i}+{i}="}) + "\n" for i in range(6)))
+    words = [
+        *("experiment=grpo", "models.actor.path=model", "data.path=rows.jsonl", "evaluation=null", "threads=1"),
+        *("interfaces.reward.function=parity:score", "interfaces.reward.workers=0", "batch_prompts=4"),
+        *("interfaces.actor.generation.n=4", "interfaces.actor.generation.max_new_tokens=4", "sample_prompts=4"),
+        *("models.actor.gradient_checkpointing=false", "checkpoint.every_steps=1", "curriculum=pass_rate"),
+    ]
+    monkeypatch.syspath_prepend(str(tmp_path))
+    run(build_experiment(compose([*words, "steps=6", "output_dir=alone"])))
+    for steps in (3, 6):
+        done, _ = torchrun(tmp_path, *words, f"steps={steps}", "resume=auto", "output_dir=ranks")
+        assert done.returncode == 0, done.stderr
+    alone, ranks = (lines(tmp_path / name, "samples") for name in ("alone", "ranks"))
+    shown = ("step", "id", "reward", "pass_rate")
+    assert [[record[key] for key in shown] for record in alone] == [[record[key] for key in shown] for record in ranks]
+    assert len({record["pass_rate"] for record in alone}) > 2
+    losses = [
+        [record["loss"] for record in lines(tmp_path / name, "metrics") if record["step"]]
+        for name in ("alone", "ranks")
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3, abs=1e-6)

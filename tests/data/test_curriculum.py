@@ -1,0 +1,420 @@
+"""A curriculum chooses what a plain-Python reference chooses, and goes on so after a resume at any step."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import random
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from realign.api import SequenceSample
+from realign.api.seeds import derive_seed
+from realign.config.construct import import_target
+from realign.config.places import place_of
+from realign.config.words import words_of
+from realign.data import (
+    Curriculum,
+    Dataset,
+    PassRate,
+    Prefer,
+    PromptData,
+    PromptsWithPretraining,
+    RowSource,
+    TextData,
+    batch_indices,
+)
+from realign.data.curriculum import CurriculumOrder
+from realign.data.order import EpochOrder
+from realign.errors import CheckpointError, ConfigError, RunError, SettingsError
+from realign.runtime.checkpoint.schema import _Curriculum, check
+from realign.runtime.rollout.prompts import PromptStream
+from tests.data.text_tokenizer import make_tokenizer
+
+unhurried = settings(deadline=None)
+(KIND,) = place_of(("curriculum",)).declared[0]
+SHIPPED = [import_target(cls.path, "curriculum") for cls in words_of(KIND.definition).values()]
+"""Every curriculum that a word chooses."""
+STEPS, N, BATCH = 14, 11, 4
+
+
+@dataclass
+class Rows(Dataset):
+    keys = ("prompt_ids",)
+
+    n: int
+
+    def __len__(self) -> int:
+        return self.n
+
+    def sample(self, rows) -> SequenceSample:
+        data = SequenceSample(tuple(f"{row}@{epoch}" for epoch, row in rows))
+        return data.with_metadata(row=[{"level": row % 3} for _, row in rows])
+
+
+@dataclass
+class Fixed(Curriculum):
+    """Weights that never change."""
+
+    needs_rewards = False
+    numbers: list[float] = field(default_factory=list)
+
+    def weights(self, history):
+        return np.array(self.numbers)
+
+
+def rows_of(batch: SequenceSample) -> list[tuple[int, int]]:
+    return [(int(epoch), int(row)) for row, epoch in (str(i).split("@") for i in batch.ids)]
+
+
+def group(row: int, visit: int, n: int = 4) -> list[float]:
+    """Rewards of a row, from 0 to 1, that depend on nothing else than how often it was sampled."""
+    noise = random.Random(100 * row + visit)
+    return [round(noise.random() + row / N * 0.6, 3) for _ in range(n)]
+
+
+def scored(batch: SequenceSample, visits: dict[int, int]) -> SequenceSample:
+    groups = []
+    for _, row in rows_of(batch):
+        groups.append(group(row, visits.get(row, 0)))
+        visits[row] = visits.get(row, 0) + 1
+    tokens = [[[1] for _ in rewards] for rewards in groups]
+    rewards = [[[reward] for reward in rewards] for rewards in groups]
+    return SequenceSample.from_sequences(batch.ids, {"input_ids": tokens, "rewards": rewards})
+
+
+def stream(curriculum: Curriculum, n: int = N, batch: int = BATCH, seed: int = 0, *, shuffle: bool = True):
+    return PromptStream(Rows(n), batch, seed, shuffle, curriculum=curriculum)
+
+
+def trained(prompts: PromptStream, steps: int, visits: dict[int, int] | None = None) -> list[list[tuple[int, int]]]:
+    visits = {} if visits is None else visits
+    batches = []
+    for _ in range(steps):
+        batch = prompts.draw()
+        prompts.record(scored(batch, visits))
+        batches.append(rows_of(batch))
+    return batches
+
+
+def reference(curriculum: PassRate, n: int, batch: int, seed: int, steps: int, *, shuffle: bool):
+    """The definition, row by row: walk along the usual order, and keep a row with chance weight / largest weight."""
+    usual = EpochOrder(n, seed, shuffle)
+    past: dict[int, list[float]] = {row: [] for row in range(n)}
+    visits: dict[int, int] = {}
+    place = 0
+    for _ in range(steps):
+        weights = []
+        for row in range(n):
+            last = past[row][-curriculum.window :]
+            p = sum(last) / len(last) if last else math.nan
+            weight = 4 * p * (1 - p) if curriculum.prefer is Prefer.learnable else 1 - p
+            weight = max(weight, curriculum.min_weight) if last else 1.0
+            limit = curriculum.no_resampling_pass_rate
+            weights.append(0.0 if last and limit is not None and p >= limit else weight)
+        rows = []
+        while len(rows) < batch:
+            block, inside = divmod(place, 1024)
+            bits = derive_seed(derive_seed(seed, "curriculum"), "chance", block)
+            chance = np.random.RandomState([bits % 2**32, bits >> 32]).random_sample(1024)[inside]
+            ((epoch, row),) = usual.rows([place])
+            if chance * max(weights) < weights[row]:
+                rows.append((epoch, row))
+            place += 1
+        for _, row in rows:
+            rewards = group(row, visits.get(row, 0))
+            visits[row] = visits.get(row, 0) + 1
+            past[row].append(sum(reward >= curriculum.pass_reward for reward in rewards) / len(rewards))
+        yield rows
+
+
+@unhurried
+@given(
+    st.integers(1, 12),
+    st.integers(1, 6),
+    st.integers(0, 2**63 - 1),
+    st.booleans(),
+    st.builds(
+        PassRate,
+        window=st.integers(1, 3),
+        pass_reward=st.sampled_from([0.3, 0.8, 1.2]),
+        prefer=st.sampled_from(Prefer),
+        min_weight=st.sampled_from([0.05, 0.5, 1.0]),
+    ),
+)
+def test_the_rows_are_those_of_the_definition(n, batch, seed, shuffle, curriculum):
+    expected = list(reference(curriculum, n, batch, seed, 8, shuffle=shuffle))
+    assert trained(stream(curriculum, n, batch, seed, shuffle=shuffle), 8) == expected
+
+
+@pytest.mark.parametrize("limit", [0.25, 0.5])
+def test_a_solved_row_does_not_come_again(limit):
+    curriculum = PassRate(no_resampling_pass_rate=limit, window=1, pass_reward=1.1)
+    batches = trained(stream(curriculum), STEPS)
+    assert batches == list(reference(curriculum, N, BATCH, 0, STEPS, shuffle=True))
+    solved: set[int] = set()
+    visits: dict[int, int] = {}
+    for batch in batches:
+        rows = [row for _, row in batch]
+        assert solved.isdisjoint(rows)
+        for row in rows:
+            rewards = group(row, visits.get(row, 0))
+            visits[row] = visits.get(row, 0) + 1
+            if sum(reward >= 1.1 for reward in rewards) / len(rewards) >= limit:
+                solved.add(row)
+    assert solved
+
+
+@unhurried
+@given(st.integers(1, 20), st.integers(1, 9), st.integers(0, 2**63 - 1), st.booleans(), st.floats(0.01, 100))
+def test_with_equal_weights_the_order_is_the_usual_one(n, batch, seed, shuffle, weight):
+    prompts = stream(Fixed(numbers=[weight] * n), n, batch, seed, shuffle=shuffle)
+    assert [rows_of(prompts.draw()) for _ in range(6)] == [batch_indices(n, batch, i, seed, shuffle) for i in range(6)]
+
+
+@unhurried
+@given(st.lists(st.sampled_from([0.0, 0.1, 0.7, 1.0]), min_size=1, max_size=9).filter(any), st.integers(0, 2**32))
+def test_no_row_comes_twice_in_an_epoch_and_the_heaviest_come_in_each(numbers, seed):
+    prompts = stream(Fixed(numbers=numbers), len(numbers), 5, seed)
+    rows = [pair for _ in range(20) for pair in rows_of(prompts.draw())]
+    assert len(set(rows)) == len(rows)
+    last = max(epoch for epoch, _ in rows)
+    heaviest = {row for row, weight in enumerate(numbers) if weight == max(numbers)}
+    for epoch in range(last):
+        assert heaviest <= {row for e, row in rows if e == epoch}
+    assert {row for _, row in rows} <= {row for row, weight in enumerate(numbers) if weight}
+
+
+def test_rows_come_as_often_as_their_weights_say():
+    prompts = stream(Fixed(numbers=[4.0, 2.0, 1.0, 0.0]), 4, 50, seed=2)
+    rows = [row for _ in range(140) for _, row in rows_of(prompts.draw())]
+    counts = np.bincount(rows, minlength=4)
+    assert counts[3] == 0
+    # 4,000 epochs: the standard deviation of the number of visits to a row is at most 32
+    assert counts[:3] / counts[0] == pytest.approx([1, 0.5, 0.25], abs=0.04)
+
+
+def other(name: str, value: Any) -> Any:
+    """Another valid value of a setting, for any curriculum: the next enum member, a larger window, a middle rate."""
+    if isinstance(value, Enum):
+        members = list(type(value))
+        return members[(members.index(value) + 1) % len(members)]
+    return value + 1 if isinstance(value, int) else 0.5 if value != 0.5 else 0.9
+
+
+KEYS = [(cls, f.name) for cls in SHIPPED for f in dataclasses.fields(cls)]
+
+
+@pytest.mark.parametrize(("cls", "name"), KEYS, ids=[f"{cls.__name__}.{name}" for cls, name in KEYS])
+def test_every_setting_changes_the_rows(cls, name):
+    usual = cls(pass_reward=0.8)
+    changed = replace(usual, **{name: other(name, getattr(usual, name))})
+    assert trained(stream(usual), STEPS) != trained(stream(changed), STEPS)
+
+
+@pytest.mark.parametrize("cls", SHIPPED)
+@pytest.mark.parametrize("step", range(STEPS))
+def test_a_run_resumed_at_any_step_chooses_the_same_rows(cls, step):
+    """The state passes through the forms of a checkpoint: JSON and tensors."""
+    visits: dict[int, int] = {}
+    first = stream(cls(pass_reward=0.8))
+    before = trained(first, step, visits)
+    state = saved(first)
+    second = stream(cls(pass_reward=0.8))
+    second.load_state_dict(state)
+    after = trained(second, STEPS - step, visits)
+    assert before + after == trained(stream(cls(pass_reward=0.8)), STEPS)
+
+
+def saved(prompts: PromptStream) -> dict[str, Any]:
+    state = prompts.state_dict()
+    own = state.pop("curriculum")
+    check(_Curriculum, own)
+    tensors = {key: own.pop(key).clone() for key in ("outcomes", "visits")}
+    return json.loads(json.dumps(state)) | {"curriculum": json.loads(json.dumps(own)) | tensors}
+
+
+def test_the_state_does_not_grow_with_the_run():
+    prompts = stream(PassRate(window=3))
+    sizes = set()
+    for _ in range(STEPS):
+        trained(prompts, 1)
+        own = prompts.state_dict()["curriculum"]
+        assert own["waiting"] == []
+        sizes.add((own["outcomes"].shape, own["visits"].shape))
+    assert sizes == {((N, 3), (N,))}
+    assert not prompts._places
+
+
+def test_prompts_drawn_one_by_one_wait_for_their_rewards_also_in_a_checkpoint():
+    """As in asynchronous rollout: later places are chosen before the rewards of earlier ones."""
+    prompts = stream(PassRate(pass_reward=0.8))
+    begun = {place: prompts.at([place]) for place in range(9)}
+    order, visits = prompts.order, {}
+    for place in (3, 0, 7):
+        prompts.record(scored(begun[place], visits))
+    resumed = stream(PassRate(pass_reward=0.8))
+    resumed.load_state_dict(saved(prompts), 9, cut=True)
+    assert sorted(place for place, _ in resumed.state_dict()["curriculum"]["waiting"]) == [1, 2, 4, 5, 6, 8]
+    for place in (1, 8):  # sampled again
+        assert resumed.at([place]).ids == begun[place].ids
+    for place in (1, 2, 4):
+        for each in (prompts, resumed):
+            each.at([place])
+            each.record(scored(begun[place], {}))
+    assert resumed.at(range(9, 30)).ids == prompts.at(range(9, 30)).ids
+    assert isinstance(order, CurriculumOrder)
+    with pytest.raises(KeyError):
+        order.rows([3])
+
+
+def test_missing_rewards_do_not_count_and_a_group_without_any_is_no_visit():
+    prompts = stream(PassRate(window=2), n=2, batch=2, shuffle=False)
+    batch = prompts.draw()
+    rewards = [[[1.0], [math.nan], [0.0]], [[math.nan], [math.nan], [math.nan]]]
+    prompts.record(SequenceSample.from_sequences(batch.ids, {"input_ids": [[[1]] * 3] * 2, "rewards": rewards}))
+    assert prompts.draw().metadata["pass_rate"] == (0.5, None)
+    assert prompts.order.state_dict()["visits"].tolist() == [1, 0]
+
+
+def test_used_rows_are_passed_over_and_forgotten():
+    """Dynamic sampling draws until no row with a weight is left."""
+    prompts = stream(Fixed(numbers=[1.0, 0.2, 0.0, 1.0, 0.5]), n=5, batch=2)
+    used: set[int] = set()
+    drawn = []
+    while (batch := prompts.draw_new(used)) is not None:
+        drawn += [row for _, row in rows_of(batch)]
+        prompts.record(batch)
+    assert sorted(drawn) == [0, 1, 3, 4]
+    assert prompts.state_dict()["curriculum"]["waiting"] == []
+
+
+def test_a_run_may_turn_a_curriculum_on_or_off_and_change_its_window():
+    plain = PromptStream(Rows(N), BATCH, 0, True)
+    for _ in range(3):
+        plain.draw()
+    on = stream(PassRate())
+    on.load_state_dict(plain.state_dict())
+    assert rows_of(on.draw()) == batch_indices(N, BATCH, 3, 0, True)
+    first = stream(PassRate(window=3))
+    trained(first, 9)
+    state = saved(first)
+    off = PromptStream(Rows(N), BATCH, 0, True)
+    off.load_state_dict(state)
+    assert rows_of(off.draw()) == batch_indices(N, BATCH, 9, 0, True)
+    for window in (1, 5):
+        resumed = stream(PassRate(window=window))
+        resumed.load_state_dict(state)
+        n = min(window, 3)
+        kept = resumed.state_dict()["curriculum"]["outcomes"]
+        assert torch.equal(kept[:, :n].nan_to_num(-1), state["curriculum"]["outcomes"][:, :n].nan_to_num(-1))
+        assert kept[:, n:].isnan().all()
+    with pytest.raises(CheckpointError, match=r"11 rows, but the checkpoint has pass rates of 7"):
+        on.order.load_state_dict(stream(PassRate(), n=7).state_dict()["curriculum"])
+
+
+def test_metrics_describe_the_rows_and_their_pass_rates():
+    """Rows 0 and 1 always pass, and row 2 never does."""
+    prompts = stream(PassRate(window=1, min_weight=0.5), n=4, batch=3, shuffle=False)
+
+    def record(batch: SequenceSample) -> None:
+        rewards = [[[float(row < 2)]] for _, row in rows_of(batch)]
+        prompts.record(SequenceSample.from_sequences(batch.ids, {"input_ids": [[[1]]] * 3, "rewards": rewards}))
+
+    record(prompts.draw())
+    assert prompts.order.metrics() == {
+        "curriculum/seen_fraction": 0.75,
+        "curriculum/solved_fraction": 2 / 3,
+        "curriculum/unsolved_fraction": 1 / 3,
+        "curriculum/new_fraction": 1.0,
+        "curriculum/passed_over_prompts": 0.0,
+    }
+    batch = prompts.draw()
+    rates = [{0: 1.0, 1: 1.0, 2: 0.0, 3: None}[row] for _, row in rows_of(batch)]
+    assert batch.metadata["pass_rate"] == tuple(rates)
+    record(batch)
+    values, known = prompts.order.metrics(), [rate for rate in rates if rate is not None]
+    assert values["curriculum/pass_rate"] == sum(known) / len(known)
+    assert values["curriculum/new_fraction"] == 1 - len(known) / 3
+    last = next(place for place in range(99) if divmod(place, 4) == rows_of(batch)[-1])
+    assert values["curriculum/passed_over_prompts"] == last + 1 - 6
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        ([0.0] * 4, r"none of the 4 rows has a weight above 0, so no prompt is left"),
+        ([1.0] * 3, r"Fixed\.weights returned an array of shape \(3,\) with values from 1 to 1\. .* the 4 rows"),
+        ([1.0, -1.0, 1.0, 1.0], r"values from -1 to 1\. Return one finite number of at least 0"),
+        ([1.0, math.inf, 1.0, 1.0], r"values from 1 to inf"),
+        ([1.0, math.nan, 1.0, 1.0], r"values from nan to nan"),
+    ],
+)
+def test_weights_that_choose_nothing_are_an_error(numbers, message):
+    with pytest.raises(RunError, match=message):
+        stream(Fixed(numbers=numbers), n=4).draw()
+
+
+def test_a_row_of_weight_whose_source_never_comes_is_an_error(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n')
+    (tmp_path / "b.jsonl").write_text('{"prompt": "b"}\n')
+    sources = [RowSource(str(tmp_path / "a.jsonl"), weight=1e9), RowSource(str(tmp_path / "b.jsonl"), weight=1e-9)]
+    data = PromptData(sources).load(make_tokenizer())
+    prompts = PromptStream(data, 2, 0, True, curriculum=Fixed(numbers=[0.0, 1.0]))
+    with pytest.raises(RunError, match=r"prompts in a row were passed over\. 1 of the 2 rows have a weight above 0"):
+        prompts.draw()
+
+
+def test_settings_out_of_range_are_errors():
+    for wrong in ({"window": 0}, {"min_weight": 1.5}, {"no_resampling_pass_rate": -0.1}, {"prefer": "easy"}):
+        with pytest.raises(SettingsError, match=next(iter(wrong))):
+            PassRate(**wrong)
+
+
+@dataclass
+class EasyFirst(Curriculum):
+    """By a column of the data: level 0 for ten prompts, then level 1 too, and so on."""
+
+    needs_rewards = False
+
+    def weights(self, history):
+        return np.array(history.column("level")) <= history.prompts // 10
+
+
+def test_a_curriculum_may_read_columns_of_the_data():
+    prompts = stream(EasyFirst(), n=30, batch=5)
+    levels = [[row % 3 for _, row in rows_of(prompts.draw())] for _ in range(12)]
+    assert all(max(batch) <= i * 5 // 10 for i, batch in enumerate(levels))
+    assert {level for batch in levels for level in batch} == {0, 1, 2}
+    with pytest.raises(ConfigError, match=r"the data has no column 'lvl' \(columns: level\)"):
+        prompts.order._column("lvl")
+
+
+def test_combined_data_and_mixtures_have_curricula(tmp_path):
+    for name, n in (("a", 6), ("b", 3)):
+        lines = (json.dumps({"prompt": f"{name}{i}"}) + "\n" for i in range(n))
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    (tmp_path / "texts.jsonl").write_text('{"text": "one text"}\n' * 4)
+    tokenizer = make_tokenizer()
+    sources = [RowSource(str(tmp_path / f"{name}.jsonl"), weight=1, name=name) for name in "ab"]
+    mixed = PromptData(sources).load(tokenizer)
+    texts = TextData(str(tmp_path / "texts.jsonl"), block_tokens=4).load(tokenizer)
+    combined = PromptsWithPretraining(mixed, texts, 1, 0)
+    never = Fixed(numbers=[1.0] * 5 + [0.0] + [1.0] * 3)
+    for data in (mixed, combined):
+        prompts = PromptStream(data, 6, 0, True, curriculum=never)
+        for _ in range(10):
+            batch = prompts.draw()
+            rows = [row for _, row in rows_of(batch)]
+            assert 5 not in rows
+            values = prompts.order.metrics()
+            assert values["data/a/fraction"] == pytest.approx(sum(row < 6 for row in rows) / 6)
+    assert "ptx_input_ids" in batch
