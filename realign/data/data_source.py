@@ -67,7 +67,7 @@ class FileSource(DataSpec):
         described = []
         for source in self.sources:
             name = ":".join(filter(None, (source.path, source.split)))
-            weight = "" if source.weight is None else f" (weight {source.weight:g})"
+            weight = "" if source.share is None else f" (weight {source.share:g})"
             described.append(f"{name}{weight}")
         return ", ".join(described)
 
@@ -128,7 +128,7 @@ def mixture_of(sources: Sequence[RowSource], sizes: Sequence[int]) -> Mixture | 
     for source, size in zip(sources, sizes, strict=True):
         if not size:
             raise DataError(f"no row is left of {source.path}. Remove this source, or relax the filters.")
-    weights = tuple(source.weight for source in sources if source.weight is not None)  # all or none have one
+    weights = tuple(source.share for source in sources if source.share is not None)  # all or none have one
     return Mixture(titles(sources), tuple(sizes), weights or None)
 
 
@@ -264,7 +264,7 @@ class DataSource(FileSource):
         if self.streaming:
             names = titles(self.sources)
             streams = [
-                StreamSource(name, source.files(streaming=True), source.weight)
+                StreamSource(name, source.files(streaming=True), source.share)
                 for name, source in zip(names, self.sources, strict=True)
             ]
             return StreamedDataset(streams, encoder, self.pack, self.shuffle_buffer, keep_rows=self.keeps_rows)

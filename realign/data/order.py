@@ -5,6 +5,7 @@ span epochs. So no row is dropped, and a dataset smaller than a batch still fill
 computed without replaying earlier steps, which resuming needs.
 
 A weighted mixture first chooses the source of each place, as a pure function of the weights, the seed and the place.
+Weights may change with the place.
 Each source has its own epochs, so a small source with a large weight repeats more often.
 """
 
@@ -15,9 +16,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from typing_extensions import override
 
 from realign.api.lengths import IntArray
@@ -101,6 +103,22 @@ BLOCK = 1024
 """Places of a block. The number of places of a source in a block differs from its expectation by less than one."""
 
 
+class Ramp(NamedTuple):
+    """Weight of a source that changes linearly during the first prompts of a run."""
+
+    first: float
+    final: float
+    prompts: int
+    """Number of prompts after which the weight is `final`."""
+
+    def at(self, places: IntArray) -> npt.NDArray[np.float64]:
+        """Return the weight at places of the stream."""
+        return np.asarray(self.first + (self.final - self.first) * np.minimum(places / self.prompts, 1))
+
+    def __format__(self, spec: str) -> str:
+        return f"{self.first:{spec}} to {self.final:{spec}} over {self.prompts:,} prompts"
+
+
 @dataclass(frozen=True, eq=False)
 class Mixture:
     """Sources of the rows of a dataset, which contains the rows of one source after another.
@@ -108,12 +126,12 @@ class Mixture:
     Attributes:
         names: Name of each source.
         sizes: Number of rows of each source.
-        weights: Weight of each source; None if every row occurs once per epoch.
+        weights: Weight of each source, which may change; None if every row occurs once per epoch.
     """
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
-    weights: tuple[float, ...] | None
+    weights: tuple[float | Ramp, ...] | None
 
     def order(self, seed: int, shuffle: bool) -> RowOrder:
         """Return the training order of the rows."""
@@ -134,9 +152,10 @@ class SourceChoice:
     A block of `BLOCK` places contains systematic samples of the sources, randomly permuted.
     """
 
-    def __init__(self, weights: Sequence[float], seed: int) -> None:
+    def __init__(self, weights: Sequence[float | Ramp], seed: int) -> None:
         self.weights, self.seed = tuple(weights), seed
-        self._bounds = np.cumsum(self.weights) / sum(self.weights)
+        constant = [weight for weight in self.weights if not isinstance(weight, Ramp)]
+        self._bounds = np.cumsum(constant) / sum(constant) if len(constant) == len(self.weights) else None
         self._before = [np.zeros(len(self.weights), dtype=np.int64)]  # places of each source before each block
         self._block: tuple[int, IntArray, IntArray] = (-1, np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
 
@@ -159,6 +178,11 @@ class SourceChoice:
         bits = derive_seed(self.seed, "mixture", block)
         random = np.random.RandomState([bits & 0xFFFFFFFF, bits >> 32])
         points = (np.arange(BLOCK) + random.random_sample()) / BLOCK
+        if self._bounds is None:
+            points, places = random.permutation(points), np.arange(block * BLOCK, (block + 1) * BLOCK)
+            ramps = [weight if isinstance(weight, Ramp) else Ramp(weight, weight, 1) for weight in self.weights]
+            bounds_KT = np.cumsum([ramp.at(places) for ramp in ramps], axis=0)
+            return (points * bounds_KT[-1] >= bounds_KT[:-1]).sum(0)
         # By rounding, the last bound can be just below 1, and a point above it.
         sources = np.minimum(np.searchsorted(self._bounds, points, side="right"), len(self.weights) - 1)
         return random.permutation(sources).astype(np.int64)
@@ -167,7 +191,7 @@ class SourceChoice:
 class MixtureOrder(RowOrder):
     """Order of the rows of a weighted mixture in memory."""
 
-    def __init__(self, mixture: Mixture, weights: Sequence[float], seed: int, shuffle: bool) -> None:
+    def __init__(self, mixture: Mixture, weights: Sequence[float | Ramp], seed: int, shuffle: bool) -> None:
         self._mixture = mixture
         self._choice = SourceChoice(weights, seed)
         self._starts = np.cumsum([0, *mixture.sizes])

@@ -28,9 +28,9 @@ from realign.data.files import (
     recognize,
 )
 from realign.data.hub import chosen_split, hub_files, is_hub_name, splits_of_folder
-from realign.data.order import epoch_order
+from realign.data.order import Ramp, epoch_order
 from realign.errors import DataError, SettingsError
-from realign.settings import Count, NonNegativeInt, Positive, Settings
+from realign.settings import Count, NonNegative, NonNegativeInt, Settings
 
 _PATTERN = re.compile(r"[*?[]")
 
@@ -52,9 +52,13 @@ class RowSource(Settings):
     """Read only this many rows from the start; null reads all."""
     columns: dict[str, str] = field(default_factory=dict)
     """Columns to rename, as new name: old name, such as `{prompt: question, response: answers.0}`."""
-    weight: Positive | None = None
+    weight: NonNegative | None = None
     """How often to draw from this source, relative to the weights of the others. Either all sources of a list have a
     weight, or none."""
+    final_weight: NonNegative | None = None
+    """The weight changes linearly to this one during the first `ramp_prompts` prompts of training; null: it stays."""
+    ramp_prompts: Count | None = None
+    """Number of prompts after which the weight is `final_weight`."""
     name: str = ""
     """Name in metrics; empty uses the last part of the path."""
 
@@ -62,11 +66,25 @@ class RowSource(Settings):
         super().__post_init__()
         if not self.path:
             raise SettingsError("path='': must be a file, a folder or a hub name")
+        if self.final_weight is None and self.ramp_prompts is None:
+            if self.weight == 0:
+                raise SettingsError("weight=0: must be above 0 and finite, unless final_weight is")
+        elif self.weight is None or self.final_weight is None or self.ramp_prompts is None:
+            raise SettingsError("final_weight: a weight that changes needs weight, final_weight and ramp_prompts")
+        elif not self.weight and not self.final_weight:
+            raise SettingsError("final_weight=0: must be above 0 if weight=0. Remove the source instead")
 
     @property
     def title(self) -> str:
         """Name of the source in metrics and tables."""
         return self.name or (self.path if is_hub_name(self.path) else Path(self.path).name) or self.path
+
+    @property
+    def share(self) -> float | Ramp | None:
+        """The weight, which may change during training; None without weights."""
+        if self.weight is None or self.final_weight is None or self.ramp_prompts is None:
+            return self.weight
+        return Ramp(self.weight, self.final_weight, self.ramp_prompts)
 
     def files(self, *, streaming: bool = False) -> list[RowFile]:
         """Return the files of the source, in order.
@@ -220,7 +238,7 @@ def as_sources(path: str | RowSource | Sequence[str | RowSource], shared: Mappin
         shared: Fields that apply to each source that does not set them.
 
     Raises:
-        SettingsError: the list is empty, or only some of the sources have a weight.
+        SettingsError: the list is empty, only some of the sources have a weight, or none has one in the end.
     """
     listed = [path] if isinstance(path, str | RowSource) else list(path)
     if not listed:
@@ -230,6 +248,10 @@ def as_sources(path: str | RowSource | Sequence[str | RowSource], shared: Mappin
     if weighted and len(weighted) < len(sources):
         without = next(source for source in sources if source.weight is None)
         raise SettingsError(f"path: the source {without.path!r} has no weight, but others have. Set weight for all.")
+    ends = [[x for x in pair if x is not None] for pair in ((s.weight, s.final_weight) for s in weighted)]
+    for name, at in (("weight", 0), ("final_weight", -1)):
+        if weighted and not any(weights[at] for weights in ends):
+            raise SettingsError(f"path: {name}=0 of all sources, so no row could be drawn. Raise one of them.")
     return [
         replace(source, **{name: value for name, value in shared.items() if getattr(source, name) is None})
         for source in sources

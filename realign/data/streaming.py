@@ -26,7 +26,7 @@ from realign.api.seeds import derive_seed
 from realign.data.dataset import Collected, Dataset, LoadReport, PackedDataset, collect
 from realign.data.encoding import DroppedRow, EncodedRow, RowEncoder
 from realign.data.files import Cursor, PlacedRow, Position, RowFile
-from realign.data.order import RowOrder, SourceChoice, epoch_order, fractions
+from realign.data.order import Ramp, RowOrder, SourceChoice, epoch_order, fractions
 from realign.errors import CheckpointError, DataError
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class StreamSource(NamedTuple):
 
     name: str
     files: Sequence[RowFile]
-    weight: float | None = None
+    weight: float | Ramp | None = None
 
 
 class RowKey(NamedTuple):

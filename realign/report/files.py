@@ -269,7 +269,7 @@ def usable(name: str, records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]
         complete = [entry for entry in converted if 0 < len(entry["tokens"]) == len(entry["text"])]
         return [entry for entry in complete if any(x is not None for key in _TOKEN_VALUES for x in entry.get(key, ()))]
     optional = ("kl", "rewards", "evaluation", "pass_rate") if name in ("samples", "eval_samples") else ()
-    absent = (None, "", {})
+    absent: tuple[Any, ...] = (None, "", {})
     return [{k: value for k, value in entry.items() if k not in optional or value not in absent} for entry in converted]
 
 

@@ -1,4 +1,5 @@
 import json
+import math
 from collections import Counter
 
 import numpy as np
@@ -6,9 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realign.data import PromptData, RowSource, Split, SupervisedData, TextData, batch_indices, epoch_order
+from realign.data import (
+    PromptData,
+    PromptsWithPretraining,
+    RowSource,
+    Split,
+    SupervisedData,
+    TextData,
+    batch_indices,
+    epoch_order,
+)
 from realign.data.dataset import content_hash
-from realign.data.order import BLOCK, Mixture, SourceChoice
+from realign.data.order import BLOCK, Mixture, Ramp, SourceChoice
 from realign.errors import DataError, SettingsError
 from tests.data.text_tokenizer import make_tokenizer
 
@@ -98,6 +108,40 @@ def test_the_sources_of_a_block_have_their_share_and_ranks_count_earlier_places(
         assert [rank for s, rank in found if s == source] == list(range(sum(s == source for s, _ in found)))
 
 
+weight_changes = st.builds(Ramp, st.floats(0, 9), st.floats(0, 9), st.integers(1, 3 * BLOCK))
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(weight_changes, min_size=1, max_size=4).map(lambda w: [*w, 0.5]), st.integers(0, 9))
+def test_the_sources_follow_weights_that_change(weights, seed):
+    """Each place draws with the weights at it, so counts of 256 places are within 5 standard deviations."""
+    choice = SourceChoice(weights, seed)
+    found = [choice.of(place) for place in range(4 * BLOCK)]
+
+    def at(place):
+        now = [
+            w if isinstance(w, float) else w.first + (w.final - w.first) * min(place / w.prompts, 1) for w in weights
+        ]
+        return [weight / sum(now) for weight in now]
+
+    for start in range(0, 4 * BLOCK, 256):
+        shares = [at(place) for place in range(start, start + 256)]
+        for source in range(len(weights)):
+            expected = sum(share[source] for share in shares)
+            deviation = math.sqrt(sum(share[source] * (1 - share[source]) for share in shares))
+            count = sum(s == source for s, _ in found[start : start + 256])
+            assert abs(count - expected) <= 5 * deviation + 1
+    for source in range(len(weights)):
+        ranks = [rank for s, rank in found if s == source]
+        assert ranks == list(range(len(ranks)))
+
+
+@given(st.lists(st.sampled_from([0.5, 1.0, 3.0]), min_size=1, max_size=5), st.integers(0, 3), st.integers(1, 99))
+def test_a_change_to_the_same_weight_changes_nothing(weights, seed, prompts):
+    constant, ramps = SourceChoice(weights, seed), SourceChoice([Ramp(w, w, prompts) for w in weights], seed)
+    assert [constant.of(place) for place in range(BLOCK)] == [ramps.of(place) for place in range(BLOCK)]
+
+
 @given(st.integers(0, 4 * BLOCK), st.integers(0, 3))
 def test_the_source_of_a_place_does_not_depend_on_earlier_requests(place, seed):
     fresh, used = SourceChoice([3, 1], seed), SourceChoice([3, 1], seed)
@@ -162,6 +206,47 @@ def test_a_weighted_mixture_draws_rows_by_weight(folder):
     rows = dataset.order(0, True).rows(range(1000))
     assert abs(sum(row < 4 for _, row in rows) - 700) <= 20
     assert len(dataset.sample(rows[:50]).ids) == 50
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_the_weights_of_a_mixture_change_during_training(folder, streaming):
+    """The first 1,000 prompts go from source a to source b, in memory and streamed, alone and combined."""
+    changes = {"ramp_prompts": 1000}
+    sources = [
+        RowSource(f"{folder}/a.jsonl", weight=1, final_weight=0, **changes),
+        RowSource(f"{folder}/b.jsonl", weight=0, final_weight=2, **changes),
+    ]
+    data = PromptData(sources, streaming=streaming, max_prompt_tokens=20)
+    assert "a.jsonl (weight 1 to 0 over 1,000 prompts), " in data.describe_source()
+    dataset = data.load(make_tokenizer())
+    order = dataset.order(0, True)
+    fractions = []
+    for start in range(0, 1500, 100):
+        rows = order.rows(range(start, start + 100))
+        assert all(text.startswith(("a", "b")) for text in (x["prompt"] for x in dataset.sample(rows).metadata["row"]))
+        fractions.append(order.metrics()["data/b.jsonl/fraction"])
+    expected = [2 * t / (1 - t + 2 * t) for t in (i / 10 + 0.05 for i in range(10))]
+    assert fractions[:10] == pytest.approx(expected, abs=0.15)
+    assert fractions[10:] == [1.0] * 5
+    if not streaming:
+        texts = TextData(f"{folder}/a.jsonl", block_tokens=4).load(make_tokenizer())
+        assert PromptsWithPretraining(dataset, texts, 1, 0).order(0, True).rows([3, 999]) == order.rows([3, 999])
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ([{"weight": 1, "final_weight": 0.5}], "needs weight, final_weight and ramp_prompts"),
+        ([{"weight": 1, "ramp_prompts": 5}], "needs weight, final_weight and ramp_prompts"),
+        ([{"final_weight": 1, "ramp_prompts": 5}], "needs weight, final_weight and ramp_prompts"),
+        ([{"weight": 0, "final_weight": 0, "ramp_prompts": 5}], "final_weight=0: must be above 0 if weight=0"),
+        ([{"weight": 1, "final_weight": 0, "ramp_prompts": 5}] * 2, "path: final_weight=0 of all sources"),
+        ([{"weight": 0, "final_weight": 1, "ramp_prompts": 5}] * 2, "path: weight=0 of all sources"),
+    ],
+)
+def test_weights_that_never_or_always_change_to_nothing_are_errors(folder, weights, message):
+    with pytest.raises(SettingsError, match=message):
+        PromptData([RowSource(f"{folder}/a.jsonl", **weight) for weight in weights])
 
 
 def test_weights_and_sizes_are_part_of_the_content_hash(folder):
