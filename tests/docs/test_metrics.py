@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from realign.api import GenerationConfig, MicroBatchSpec, SequenceSample, stat_values
-from realign.data import PromptData, RowSource
+from realign.data import PassRate, PromptData, RowSource
 from realign.engines.training.load_balancing import LoadBalancing
 from realign.engines.training.optimizer import OptimizerSpec
 from realign.engines.training.stepper import REASONS
@@ -105,7 +105,9 @@ def test_every_metric_of_a_run_is_on_the_page(tmp_path):
             calibration=RewardCalibration(Prompts(8), before=True, samples=16, generation=GENERATION, verify=True),
         )
     )
-    for result in (sampled, judged):
+    chosen = run(experiment(tmp_path, overwrite=True, curriculum=PassRate(min_weight=1), steps=4))
+    assert any("curriculum/pass_rate" in record for record in chosen.history)
+    for result in (sampled, judged, chosen):
         found = dict.fromkeys(name for record in result.history for name in record if name != "step")
         assert "step_s" in found
         refuse(unknown(found, ("reward", "ref", "policy")), "a run")
