@@ -105,7 +105,7 @@ def test_every_metric_of_a_run_is_on_the_page(tmp_path):
             calibration=RewardCalibration(Prompts(8), before=True, samples=16, generation=GENERATION, verify=True),
         )
     )
-    chosen = run(experiment(tmp_path, overwrite=True, curriculum=PassRate(min_weight=1), steps=4))
+    chosen = run(experiment(tmp_path, output_dir=tmp_path / "chosen", curriculum=PassRate(min_weight=1), steps=4))
     assert any("curriculum/pass_rate" in record for record in chosen.history)
     for result in (sampled, judged, chosen):
         found = dict.fromkeys(name for record in result.history for name in record if name != "step")
