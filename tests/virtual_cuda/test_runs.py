@@ -1,34 +1,20 @@
-"""Whole runs on the virtual device: every tensor is where CUDA needs it, in bf16 and in fp32."""
+"""Whole runs on the virtual device, or on a GPU: every tensor is where CUDA needs it, in bf16 and in fp32."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-import threading
-from collections.abc import Callable
 
 import pytest
 import torch
 
-from realign.api import GenerationConfig
-from realign.cli.launch_table import derived_rows
 from realign.config import build_experiment, compose
-from realign.demo.arithmetic import prepare
-from realign.engines.sampling.background import StreamingEngine
 from realign.engines.servers.weights import WeightFolders
 from realign.engines.servers.worker.realign_worker import mapped_folder
-from realign.engines.training import transformers_engine
 from realign.engines.transformers_model import TransformersModel
 from realign.errors import RunError
 from realign.runtime import run
-from realign.runtime.checks.auto_memory import CHECKPOINTING, USABLE, decided
-from realign.runtime.checks.device_estimate import estimate
-from realign.runtime.models import load_models
-from tests.engines.sampling.rollouts import numbered_prompts
-from tests.virtual_cuda.device import STREAM, Event, Stream, limit
 
-Compose = Callable[..., list[str]]
 GRPO = "experiment=grpo_arithmetic"
 POLICY = {
     "grpo": [],
@@ -52,26 +38,6 @@ POLICY = {
     "asynchronous rollout": ["rollout=async"],
     "recomputed log-probs": ["interfaces.actor.recompute=true"],
 }
-
-
-@pytest.fixture(scope="session")
-def task(tmp_path_factory):
-    return prepare(tmp_path_factory.mktemp("task"), seed=0, demonstrations=64, held_out=16)
-
-
-@pytest.fixture
-def overrides(task, tmp_path) -> Compose:
-    """Return the overrides of a small run whose rewards differ between untrained answers."""
-    reward = tmp_path / "reward.py"
-    reward.write_text("def score(prompt, response, row):\n    return len(response) / 5 + (response[:1] in '13579')\n")
-
-    def make(experiment: str, *more: str) -> list[str]:
-        prompts = [f"data.path={task.prompts}", f"evaluation.data.path={task.held_out}", "evaluation.batch_prompts=8"]
-        rewards = [f"interfaces.reward.function={reward}:score", "interfaces.reward.workers=0"]
-        sizes = ["steps=2", "batch_prompts=4", f"output_dir={tmp_path / 'run'}"]
-        return [experiment, f"models.actor.path={task.model}", *prompts, *rewards, *sizes, *more]
-
-    return make
 
 
 @pytest.mark.parametrize("case", POLICY)
@@ -107,10 +73,11 @@ def test_servers_get_the_weights_of_the_device(task, tmp_path):
 
 
 def test_a_run_resumes_bit_for_bit(overrides, tmp_path):
-    straight = run(build_experiment(compose(overrides(GRPO, "steps=3", f"output_dir={tmp_path / 'straight'}"))))
+    words = [GRPO, "models.actor.deterministic=true"]  # else sums of attention's backward pass have no order on a GPU
+    straight = run(build_experiment(compose(overrides(*words, "steps=3", f"output_dir={tmp_path / 'straight'}"))))
     parts = [f"output_dir={tmp_path / 'parts'}", "checkpoint.every_steps=1"]
-    run(build_experiment(compose(overrides(GRPO, "steps=2", *parts))))
-    resumed = run(build_experiment(compose(overrides(GRPO, "steps=3", "resume=auto", *parts))))
+    run(build_experiment(compose(overrides(*words, "steps=2", *parts))))
+    resumed = run(build_experiment(compose(overrides(*words, "steps=3", "resume=auto", *parts))))
     assert resumed.series("grad_norm")[-1] == straight.series("grad_norm")[-1]
 
 
@@ -125,61 +92,7 @@ def test_pairs_train_on_the_device(experiment, role, task, tmp_path):
     assert len(result.series("grad_norm")) == 2
 
 
-def test_a_full_device_ends_the_run_with_what_to_lower(overrides):
+def test_a_full_device_ends_the_run_with_what_to_lower(overrides, limit):
     experiment = build_experiment(compose(overrides(GRPO)))
     with limit(100_000), pytest.raises(RunError, match="memory"):
         run(experiment)
-
-
-def test_auto_recomputes_layers_where_the_memory_of_the_device_asks_for_it(overrides, monkeypatch):
-    enabled = []
-    enable = transformers_engine._enable_checkpointing
-    monkeypatch.setattr(
-        transformers_engine, "_enable_checkpointing", lambda *given: (enabled.append(given), enable(*given))[1]
-    )
-    experiment = build_experiment(compose(overrides(GRPO, "batch_prompts=64")))
-    (device,) = estimate(experiment)
-    needed = device.during("actor", device.roles["actor"].training)
-    for free, on in ((2 * needed, False), (round(needed / USABLE) - 10_000, True)):
-        with limit(free):
-            row = dict(derived_rows(experiment))[CHECKPOINTING]
-            load_models(decided(experiment))
-        assert row.startswith("on (auto: " if on else "off (auto: ")
-        assert len(enabled) == on
-
-
-def test_asynchronous_sampling_has_its_own_stream_and_publication_waits(task, monkeypatch):
-    log, threads = [], set()
-
-    class Own(Stream):
-        def wait_stream(self, stream):
-            assert stream is STREAM
-            log.append("the loop waits for the publisher")
-
-        def record_event(self, event=None):
-            log.append("the end of the copy is marked")
-            return Event()
-
-    @contextlib.contextmanager
-    def entered(stream):
-        assert isinstance(stream, Own)
-        threads.add(threading.current_thread().name)
-        yield
-
-    source, copy = (TransformersModel(str(task.model)).load("actor", seed=0).engine for _ in range(2))
-    load = copy.load_weights
-    copy.load_weights = lambda weights: (log.append("weights are copied"), load(weights))
-    monkeypatch.setattr(torch.cuda, "Stream", Own)
-    monkeypatch.setattr(torch.cuda, "stream", entered)
-    monkeypatch.setattr(STREAM, "wait_event", lambda event: log.append("the publisher waits"), raising=False)
-    sampler = StreamingEngine("actor", copy)
-    try:
-        log.clear()  # the stream also waits for the model to be loaded
-        sampler.update(source, 1)
-        order = ["the loop waits for the publisher", "weights are copied", "the end of the copy is marked"]
-        assert log == [*order, "the publisher waits"]
-        out = sampler.generate(numbered_prompts(range(2)), GenerationConfig(max_new_tokens=4), seed=0)
-        assert out["versions"][out["loss_mask"]].eq(1).all()
-        assert threads == {"rollout of actor", threading.current_thread().name}
-    finally:
-        sampler.close()
