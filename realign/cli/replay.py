@@ -151,7 +151,8 @@ def _advance(run: Path, out: Path, step: int, checkpoint: Checkpoint | None) -> 
             f"{run} has no checkpoint at step {step}, and asynchronous rollout would take other steps again. Fork it "
             f"at step {first - 1}, where it has one."
         )
-    print(f"{visible(str(run))} has no checkpoint at step {step}: taking {step - first + 1} steps again")
+    again = f"steps {first} to {step}" if first < step else f"step {step}"
+    print(f"{visible(str(run))} has no checkpoint at step {step}: taking {again} again")
     is_new = not out.exists()
     load = open_runtime if experiment.runtime.starts_workers else partial(ReplayRuntime, run=run)
     try:
@@ -282,6 +283,7 @@ VERIFIED = 5
 def verify(args: argparse.Namespace, words: Sequence[str]) -> int:
     """Run `realign verify RUN`: check the chain of a run, its files, and some random steps by recomputing them."""
     from realign.runtime.chain import StartLink, StepLink, broken_files, read_chain
+    from realign.runtime.run_report import parent_of
 
     numbers = [word.removeprefix("steps=") for word in words if word.startswith("steps=")]
     folders = [word for word in words if not word.startswith("steps=")]
@@ -294,7 +296,9 @@ def verify(args: argparse.Namespace, words: Sequence[str]) -> int:
     steps = {link.step: link for link in links if isinstance(link, StepLink)}  # the last one of a step taken again
     starts = [link for link in links if isinstance(link, StartLink)]
     print(f"{visible(str(run))}: {len(steps)} steps, last link {links[-1].link}")
-    forked = (json_object(run / "run.json").get("parent") or {}).get("step", 0)
+    parent, forked = parent_of(run) or (None, 0)
+    if parent is not None:
+        print(visible(f"a fork of {parent} at step {forked}: verify that run for the steps up to there"))
     problems = [*_changed_settings(run, starts[-1]), *broken_files(run, links, forked)]
     for problem in problems:
         print(visible(f"  changed: {problem}"))
@@ -357,7 +361,8 @@ def _recomputed(
     seconds = [x for line in json_lines(run / "metrics.jsonl") if isinstance(x := line.get("step_s"), int | float)]
     cost = taken * statistics.median(seconds) if seconds else 0.0
     listed = ", ".join(map(str, steps))
-    print(f"recomputing steps {listed}: {taken} steps from {len(passes)} checkpoints, about {cost:.0f} s and loading")
+    total = f"{taken} step{'s' * (taken > 1)} from {len(passes)} checkpoint{'s' * (len(passes) > 1)}"
+    print(f"recomputing step{'s' * (len(steps) > 1)} {listed}: {total}, about {cost:.0f} s and loading")
     another = other_environment(start.environment)
     wrong = False
     for group in passes.values():

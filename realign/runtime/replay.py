@@ -273,6 +273,7 @@ def replay_steps(
         start, skip = _start(experiment, run, checkpoint)
         first = 1 if start is None else start.step + 1
         bare = _bare(experiment, run, range(first, steps[-1] + 1), rescore=rescore)
+        bare.data.check("data")  # a file that was moved is named with its key
         seed_random(bare.seed)
         runtime = ReplayRuntime(bare, run, rescore=rescore)
         stack.callback(runtime.close)

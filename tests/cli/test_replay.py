@@ -292,6 +292,15 @@ def test_mistakes_are_one_line(words, message, finished, monkeypatch, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_a_data_file_that_is_gone_is_named_with_its_key(finished, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)  # run.json says where the run was started
+    run = shutil.copytree(finished / "runs/a", tmp_path / "a")
+    config = (run / "config.yaml").read_text().replace("task/prompts.jsonl", "gone.jsonl")
+    (run / "config.yaml").write_text(config)
+    assert main(["replay", "a", "1"]) == 2
+    assert "data.path: no file or folder 'gone.jsonl'" in capsys.readouterr().err
+
+
 def test_a_folder_that_cannot_be_written_to_is_refused_before_the_step_is_recomputed(finished, monkeypatch, capsys):
     monkeypatch.chdir(finished)
     monkeypatch.setattr("os.access", lambda path, mode: mode != os.W_OK)

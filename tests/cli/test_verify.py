@@ -167,3 +167,19 @@ def test_a_run_without_a_chain_is_one_line(copy, capsys):
     assert "the run has no chain" in capsys.readouterr().err
     assert main(["verify", str(copy), "--steps", "x"]) == 2
     assert "realign verify expects a run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("parent", [{"run": 5, "step": "x"}, [1], {"step": 3}, "text"])
+def test_a_damaged_parent_in_run_json_is_no_parent(parent, copy, capsys):
+    info = json.loads((copy / "run.json").read_text())
+    (copy / "run.json").write_text(json.dumps(info | {"id": {}, "parent": parent}))
+    assert main(["verify", str(copy), "--steps", "0"]) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == ["chain, settings, records and checkpoints agree"]
+
+
+def test_a_fork_is_verified_from_its_first_step_and_says_where_the_others_are(copy, capsys):
+    info = json.loads((copy / "run.json").read_text())
+    (copy / "run.json").write_text(json.dumps(info | {"parent": {"run": "/gone/b", "step": 3}}))
+    assert main(["verify", str(copy), "--steps", "0"]) == 0
+    said = f"a fork of {copy.with_name('b')} at step 3: verify that run for the steps up to there"
+    assert capsys.readouterr().out.splitlines()[1] == said
