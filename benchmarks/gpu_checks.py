@@ -143,11 +143,13 @@ def resume(plan: Plan, *, deterministic: bool = False) -> dict[str, Any]:
         *(f"interfaces.reward.function={reward}:score", "interfaces.reward.workers=0"),
     ]
 
-    def train(name: str, *more: str) -> RunResult:
-        return run(build_experiment(compose([*words, f"output_dir={plan.folder / name}", *more])))
+    folder = plan.folder / ("resume_deterministic" if deterministic else "resume")
 
-    straight = train("straight", "steps=4")
-    train("parts", "steps=2")
+    def train(name: str, *more: str) -> RunResult:
+        return run(build_experiment(compose([*words, f"output_dir={folder / name}", *more])))
+
+    straight = train("straight", "steps=4", "overwrite=true")
+    train("parts", "steps=2", "overwrite=true")
     resumed = train("parts", "steps=4", "resume=auto")
     pairs = {name: (straight.series(name)[-2:], resumed.series(name)[-2:]) for name in ("grad_norm", "reward")}
     return {name: {"straight": list(a), "resumed": list(b), "equal": a == b} for name, (a, b) in pairs.items()}
