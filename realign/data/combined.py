@@ -18,6 +18,7 @@ from typing_extensions import override
 from realign.api.lengths import IntArray, Lengths
 from realign.api.sample import SequenceSample
 from realign.api.seeds import derive_seed
+from realign.data.columns import Row
 from realign.data.dataset import Dataset, DataSpec, SequenceDataset
 from realign.data.order import RowOrder, epoch_order
 from realign.errors import DataError, SettingsError
@@ -111,6 +112,10 @@ class PromptsWithPretraining(Dataset):
     def order(self, seed: int, shuffle: bool) -> RowOrder:
         """Return the training order of the prompts."""
         return self.prompts.order(seed, shuffle)
+
+    @override
+    def source_rows(self) -> Sequence[Row]:
+        return self.prompts.source_rows()
 
     @override
     def describe(self) -> str:

@@ -267,7 +267,7 @@ class CurriculumOrder(RowOrder):
 
     def _column(self, name: str) -> Sequence[Any]:
         if not self._columns:
-            rows = self._dataset.sample([(0, row) for row in range(self._rows)]).metadata.get("row", ())
+            rows = self._dataset.source_rows()
             self._columns = {
                 key: [row.get(key) for row in rows] for key in dict.fromkeys(k for row in rows for k in row)
             }
@@ -284,7 +284,7 @@ class CurriculumOrder(RowOrder):
                 f"curriculum: none of the {self._rows} rows has a weight above 0, so no prompt is left to train on. "
                 "Raise no_resampling_pass_rate or min_weight, add rows, or set curriculum=null."
             )
-        left = most = _FRUITLESS * (self._rows + _BLOCK)
+        left = most = _FRUITLESS * max(self._rows, 100)
         choices: list[_Choice] = []
         while len(choices) < count:
             usual = range(self._cursor, self._cursor + 2 * (count - len(choices)))

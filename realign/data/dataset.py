@@ -56,6 +56,10 @@ class Dataset(ABC):
         """Return a hash that differs if the rows differ, for datasets without their rows in memory; None for others."""
         return None
 
+    def source_rows(self) -> Sequence[Row]:
+        """Return the rows as they were read, with all columns; empty if the dataset doesn't keep them."""
+        return self.sample([(0, row) for row in range(len(self))]).metadata.get("row", ())
+
     @property
     @abstractmethod
     def keys(self) -> Sequence[str]:

@@ -128,6 +128,10 @@ class PromptDataset(PackedDataset):
         )
 
     @override
+    def source_rows(self) -> tuple[Row, ...]:
+        return self.rows
+
+    @override
     def _sample(self, rows: IntArray, ids: tuple[Hashable, ...]) -> SequenceSample:
         tokens_T, lengths = self.tokens.gather(rows)
         return SequenceSample(

@@ -418,3 +418,4 @@ def test_combined_data_and_mixtures_have_curricula(tmp_path):
             values = prompts.order.metrics()
             assert values["data/a/fraction"] == pytest.approx(sum(row < 6 for row in rows) / 6)
     assert "ptx_input_ids" in batch
+    assert [text[0] for text in prompts.order._column("prompt")] == ["a"] * 6 + ["b"] * 3
