@@ -62,7 +62,7 @@ class DecodeGraphs:
             held[count:rows] = 0
         cache.reach(length)
         self._run(cache, rows, length)
-        return self._hidden[:count]
+        return self._hidden[0][:count]
 
     def _begin(self, cache: KVCache | PagedKVCache, tokens_B: Tensor) -> None:
         """Allocate what all graphs of a cache read and write."""
@@ -71,7 +71,7 @@ class DecodeGraphs:
         self._tokens, self._positions = (tokens_B.new_zeros(cache.slots) for _ in range(2))
         pages = cache.pages_of(cache.length) if isinstance(cache, PagedKVCache) else 0
         self._table = torch.zeros(cache.slots, pages, dtype=torch.int32, device=tokens_B.device)
-        self._hidden = torch.empty(0)
+        self._hidden: list[Tensor] = []
 
     def _run(self, cache: KVCache | PagedKVCache, rows: int, length: int) -> None:
         """Run one step of so many rows, of up to `length` tokens with the new one."""
@@ -94,6 +94,8 @@ class DecodeGraphs:
         step()
 
     def _step(self, cache: KVCache | PagedKVCache, rows: int, length: int) -> Work:
+        # without `self`, which would keep weights and cache until the next garbage collection
+        trunk, made = self._trunk, self._hidden
         tokens, positions, table = self._tokens[:rows], self._positions[:rows], self._table[:rows]
 
         def step() -> None:
@@ -102,10 +104,10 @@ class DecodeGraphs:
                 context = PagedDecodeContext(cache, positions, table, length)
             else:
                 context = DecodeContext(cache, positions, length - 1)
-            hidden = self._trunk(tokens, positions, context)
-            if not len(self._hidden):  # in the first step, which is not captured
-                self._hidden = hidden.new_empty(cache.slots, hidden.shape[1])
-            self._hidden[:rows] = hidden
+            hidden = trunk(tokens, positions, context)
+            if not made:  # in the first step, which is not captured
+                made.append(hidden.new_empty(cache.slots, hidden.shape[1]))
+            made[0][:rows] = hidden
 
         return step
 

@@ -120,6 +120,10 @@ class _Average(_Record):
     average: list[AnyTensor]
 
 
+DecodeName: TypeAlias = Literal["modules", "fused", "compiled", "graphs"]
+"""The values of `DecodePath`."""
+
+
 class _EngineState(_Open):
     """State of `TransformersEngine`."""
 
@@ -128,7 +132,7 @@ class _EngineState(_Open):
     optimizer: OptimizerState | None
     ema: _Average | None
     fused: bool
-    decode: Literal["modules", "fused", "compiled"] | None
+    decode: DecodeName | None
 
 
 def _kind_of_engine(value: Any) -> str:

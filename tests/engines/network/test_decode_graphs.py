@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 from typing import Any
 
 import pytest
@@ -109,6 +111,20 @@ def test_a_capture_that_fails_is_not_tried_again_and_the_rollout_goes_on(use_gra
     assert [record.message for record in caplog.records if "CUDA graphs" in record.message] == [
         "decode steps run without CUDA graphs, since capture failed: operation not permitted when stream is capturing"
     ]
+
+
+def test_nothing_keeps_weights_and_cache_after_the_rollout():
+    kv = torch.zeros(1, 4, 2)
+    cache = KVCache({0: (kv, kv)}, 2, 8)
+    graphs, memory = DecodeGraphs(recorded([]), Captures()), weakref.ref(cache)
+    gc.disable()
+    try:
+        for longest in (4, 5, 6):
+            graphs.step(cache, torch.arange(2), torch.full((2,), longest), longest)
+        del graphs, cache
+        assert memory() is None
+    finally:
+        gc.enable()
 
 
 def recorded(seen: list[Any]) -> Any:

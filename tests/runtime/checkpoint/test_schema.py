@@ -8,20 +8,25 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
 from benchmarks.torture.crafted import Place, craft, paths, replaced, sample
+from realign.engines.sampling.compiled.fusion import DecodePath
 from realign.errors import CheckpointError, RealignError
 from realign.runtime import CheckpointSpec, Experiment, run
 from realign.runtime.checkpoint.folder import STATE, list_checkpoints, write_checkpoint
-from realign.runtime.checkpoint.schema import DEPTH
+from realign.runtime.checkpoint.schema import DEPTH, DecodeName
 from tests import checkpoint_runs
 from tests.toys import experiment
 
 EVERY = CheckpointSpec(every_steps=1, keep=9)
+
+
+def test_every_way_to_decode_can_be_in_a_checkpoint():
+    assert set(get_args(DecodeName)) == {path.value for path in DecodePath}
 
 
 def nested(levels: int) -> Any:
