@@ -16,7 +16,7 @@ import ray
 import torch
 
 from realign.api import MicroBatchSpec, Sum, stat_values
-from realign.engines import TransformersModel
+from realign.engines import Sharding, TransformersModel
 from realign.engines.training.optimizer import OptimizerSpec
 from realign.errors import ConfigError, RewardError, RunError, TransientError, is_transient
 from realign.runtime import Async, Local, Ray
@@ -69,12 +69,16 @@ def weight(data):
 
 
 @pytest.mark.slow
-def test_trap_g5_two_ranks_compute_what_one_does_and_the_error_of_one_ends_both(files, tmp_path):
+@pytest.mark.parametrize("sharding", [Sharding(), Sharding(pipeline=2)], ids=["slices", "stages"])
+def test_trap_g5_two_ranks_compute_what_one_does_and_the_error_of_one_ends_both(files, tmp_path, sharding):
     """Cover group statistics and KL of whole batches, a reference in the same processes, and weight transfers."""
     made = {}
     for kind, runtime in (("local", Local()), ("ray", Ray(placement={"actor": {"devices": 2}}))):
         path = str(files / "llama")
-        models = {"actor": TransformersModel(path, optimizer=OptimizerSpec(lr=1e-3)), "ref": TransformersModel(path)}
+        models = {
+            "actor": TransformersModel(path, optimizer=OptimizerSpec(lr=1e-3), sharding=sharding),
+            "ref": TransformersModel(path, sharding=sharding),
+        }
         e = experiment(files, tmp_path / kind, "grpo", evaluation=None, models=models, runtime=runtime)
         seed_random(e.seed)  # the reward draws from the global generators
         with closing(open_runtime(e)) as opened:
