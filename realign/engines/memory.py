@@ -177,14 +177,27 @@ class MemoryModel:
         """Return the memory of a step whose gradients FSDP sums over the ranks, layer by layer.
 
         The backward pass of a layer needs its gradient in fp32 and the tensors of that layer, and the head needs its
-        logits before. The larger of the two counts, since they follow each other.
+        logits before. The larger of the two counts, since they follow each other. So do the rows of experts and the sum
+        of the gradient, during which two more layers are gathered.
         """
         shape, tokens = self.shape, work.tokens
-        reduced = FP32 * shape.layer
+        gathered = 2 * self._bytes * shape.layer * self.reshard
+        reduced = max(FP32 * shape.layer, tokens * self._expert_rows - gathered)
         layer = tokens * (3 * self._bytes * shape.mlp + (self._layer_token if self.gradient_checkpointing else 0))
         gradient = FP32 * shape.words * shape.hidden * shape.head_trains
         alone = max(0, memory.head - gradient - reduced - layer)
         return replace(memory, activations=memory.activations + reduced, head=gradient + alone)
+
+    @property
+    def _expert_rows(self) -> int:
+        """Return the bytes for one token of the rows of its experts in the backward pass of a layer.
+
+        These are the results and their gradient, in fp32 and in the data type of products, and the gradient of the
+        inputs and its sum. Ranks that divide experts also send and receive rows.
+        """
+        shape, exchanged = self.shape, self.tensor * self.expert > 1
+        copies = FP32 + self._bytes * (4 + 2 * exchanged)
+        return copies * shape.experts_per_token * shape.hidden // self.tensor
 
     def _lanes(self, work: MemoryWork) -> int:
         if self.shape.unpacked:

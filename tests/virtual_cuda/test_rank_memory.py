@@ -74,6 +74,15 @@ def test_the_estimate_of_a_mixture_of_experts_whose_ranks_divide_it_is_within_15
 
 
 @pytest.mark.parametrize(
+    "expert", [8, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
+)
+def test_the_estimate_of_few_layers_counts_the_rows_that_travel_to_experts(expert):
+    case = Case("30B of 128 experts", 16, sharding=Sharding(expert=expert))
+    config = config_of(case.model, layers=2)
+    assert estimated(case, config) == pytest.approx(tracked(case, config).step, rel=0.15)
+
+
+@pytest.mark.parametrize(
     ("model", "mesh", "layers"),
     [
         ("7B", PlannedMesh(tensor=4), 2),
