@@ -20,7 +20,7 @@ from realign.cli.train import is_one_of_many
 from realign.config.command_line import quoted_text
 from realign.config.errors import ConfigError
 from realign.errors import CheckpointError, ExitCode
-from realign.report.files import flat_config, json_lines, json_object
+from realign.report.files import flat_config, json_lines, json_object, run_info
 from realign.text import visible
 
 if TYPE_CHECKING:
@@ -49,6 +49,8 @@ def replay(args: argparse.Namespace, words: Sequence[str]) -> int:
     write(replayed, run, out)
     recorded = next((line for line in json_lines(run / "metrics.jsonl") if line.get("step") == step), None)
     print(f"Step {step} of {visible(str(run))}: {_verdict(replayed, recorded, args.tolerance)}")
+    if recorded is not None and _differing(replayed, recorded, args.tolerance) and (reason := _processes(run)):
+        print(reason)
     print(f"batch, rewards, values of tokens, gradients: {visible(str(out))}/batch.safetensors and step.json")
     print(f"look at it: realign view {visible(str(out))}")
     return 0
@@ -58,21 +60,38 @@ def _verdict(replayed: ReplayedStep, recorded: dict[str, object] | None, toleran
     """Return whether the metrics are those that the run recorded, up to a relative tolerance."""
     if recorded is None:
         return "recomputed; the run has no record of it"
-    shared = [name for name in replayed.metrics if name in recorded and not _of_machine(name)]
+    shared = sum(name in recorded and not _of_machine(name) for name in replayed.metrics)
+    wrong = _differing(replayed, recorded, tolerance)
+    if not wrong:
+        within = f" up to {tolerance:g}" if tolerance else ""
+        return f"recomputed, {shared} metrics equal to the recorded ones{within}"
+    name = wrong[0]
+    return (
+        f"recomputed, but {len(wrong)} of {shared} metrics differ from the recorded ones: {name} is "
+        f"{replayed.metrics[name]}, was {recorded[name]}"
+    )
+
+
+def _differing(replayed: ReplayedStep, recorded: Mapping[str, object], tolerance: float) -> list[str]:
+    """Return the metrics of training that differ by more than a relative tolerance."""
 
     def equal(now: float, then: object) -> bool:
         if isinstance(then, int | float):
             return now == then or abs(now - then) <= tolerance * abs(then)
         return not math.isfinite(now)  # null in the record
 
-    wrong = [name for name in shared if not equal(replayed.metrics[name], recorded[name])]
-    if not wrong:
-        within = f" up to {tolerance:g}" if tolerance else ""
-        return f"recomputed, {len(shared)} metrics equal to the recorded ones{within}"
-    name = wrong[0]
+    now = replayed.metrics
+    return [name for name in now if name in recorded and not _of_machine(name) and not equal(now[name], recorded[name])]
+
+
+def _processes(run: Path) -> str:
+    """Return why the numbers of a run that torchrun started differ from those of one process; empty for others."""
+    commands = (attempt["command"] for attempt in run_info(run)["attempts"])
+    if not any(command and command[0] == "torchrun" for command in commands):
+        return ""
     return (
-        f"recomputed, but {len(wrong)} of {len(shared)} metrics differ from the recorded ones: {name} is "
-        f"{replayed.metrics[name]}, was {recorded[name]}"
+        "Several processes of torchrun ran it, and one process recomputes it: sums round differently. "
+        "--tolerance 1e-4 allows for it."
     )
 
 
@@ -377,6 +396,8 @@ def _recomputed(
             f"This machine differs from that of the run: {'; '.join(another)}. Sums round differently there, so this "
             "can be the reason. Verify on a machine like that of the run."
         )
+    if wrong and (reason := _processes(run)):
+        print(reason)
     return wrong
 
 

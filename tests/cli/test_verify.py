@@ -150,6 +150,27 @@ def test_another_machine_is_named_as_the_reason(copy, capsys):
     assert main(["verify", str(copy), "--steps", "1", "--tolerance", "1e-4"]) == 0
 
 
+def test_several_processes_are_named_as_the_reason(copy, capsys):
+    records = links(copy)
+    for record in records:
+        if record["kind"] == "step":
+            record["grad_norm"]["grad_norm"] *= 1 + 1e-6  # as if each rank had summed its part
+    relink(copy, records)
+    assert main(["verify", str(copy), "--steps", "1"]) == 2
+    assert "torchrun" not in capsys.readouterr().out
+    info = json.loads((copy / "run.json").read_text())
+    info["attempts"][0]["command"] = ["torchrun", "--nproc-per-node", "2", "-m", "realign"]
+    (copy / "run.json").write_text(json.dumps(info))
+    said = "Several processes of torchrun ran it, and one process recomputes it: sums round differently"
+    assert main(["verify", str(copy), "--steps", "1"]) == 2
+    assert said in capsys.readouterr().out
+    change_reward(copy)  # of step 3
+    assert main(["replay", str(copy), "3"]) == 0
+    assert said in capsys.readouterr().out
+    assert main(["replay", str(copy), "4"]) == 0
+    assert said not in capsys.readouterr().out
+
+
 def test_a_resumed_run_and_a_fork_continue_the_chain(finished, monkeypatch, capsys):
     monkeypatch.chdir(finished)
     assert main(["fork", "runs/a", "3", "interfaces.actor.adv_norm.std=none", "output_dir=runs/b"]) == 0
