@@ -193,10 +193,10 @@ def _new_layer() -> LinearAttentionLayer:
 
 def _cache_with(layer: int, own: LinearAttentionLayer) -> Cache:
     """Return a cache of transformers with the states of a single layer."""
-    from transformers.cache_utils import Cache, DummyLayer
+    from transformers.cache_utils import Cache
 
     # a layer looks up its states by its index in the model
-    return Cache(layers=[*(DummyLayer() for _ in range(layer)), own])
+    return Cache(layers=[*(_new_layer() for _ in range(layer)), own])
 
 
 def _states_of(own: LinearAttentionLayer) -> dict[str, Tensor]:
