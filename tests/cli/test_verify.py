@@ -187,7 +187,7 @@ def test_a_run_without_a_chain_is_one_line(copy, capsys):
     assert main(["verify", str(copy)]) == 2
     assert "the run has no chain" in capsys.readouterr().err
     assert main(["verify", str(copy), "--steps", "x"]) == 2
-    assert "realign verify expects a run" in capsys.readouterr().err
+    assert "--steps x: expected a number of steps of at least 0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("parent", [{"run": 5, "step": "x"}, [1], {"step": 3}, "text"])
