@@ -15,7 +15,6 @@ from benchmarks.curves import padded, task
 from benchmarks.curves.runs import Record, Run, realign_record, score_text
 from realign.config import build_experiment, compose
 from realign.demo.tiny import write_rows
-from realign.engines.device import full_fp32
 from realign.runtime.local import LocalRuntime
 
 DIFFERENCES = {
@@ -115,18 +114,17 @@ def language_model_records(run: Run, folder: Path, model: Path, device: str) -> 
 
     began = time.perf_counter()
     try:
-        with full_fp32(trainer.device):
-            for step in trained(runtime, run.steps):
-                found = replay(trainer, step)
-                scores = padded.scores(step.responses, decode, lambda text: score_text(run.reward, text))
-                yield {
-                    "realign": step.record,
-                    "padded": found.record,
-                    "metric_difference": found.metric,
-                    "weight_difference": found.weight,
-                    "weight_moved": float((step.weights - start).abs().max()),
-                    "scores_that_differ": int((scores != step.scores.cpu()).sum()),
-                    "seconds": round(time.perf_counter() - began, 1),
-                }
+        for step in trained(runtime, run.steps):
+            found = replay(trainer, step)
+            scores = padded.scores(step.responses, decode, lambda text: score_text(run.reward, text))
+            yield {
+                "realign": step.record,
+                "padded": found.record,
+                "metric_difference": found.metric,
+                "weight_difference": found.weight,
+                "weight_moved": float((step.weights - start).abs().max()),
+                "scores_that_differ": int((scores != step.scores.cpu()).sum()),
+                "seconds": round(time.perf_counter() - began, 1),
+            }
     finally:
         runtime.close()
