@@ -317,13 +317,13 @@ STREAM = Stream()
 CUDA: dict[str, Callable[..., Any]] = {
     "Event": Event,
     "Stream": Stream,
-    "StreamContext": lambda stream: contextlib.nullcontext(),
+    "StreamContext": contextlib.nullcontext,  # a type, as torch.compile asks
     "_lazy_init": lambda: None,
     "can_device_access_peer": lambda a, b: True,
     "current_device": lambda: 0,
     "current_stream": lambda device=None: STREAM,
     "default_stream": lambda device=None: STREAM,
-    "device": lambda device: contextlib.nullcontext(),
+    "device": contextlib.nullcontext,
     "device_count": lambda: 1,
     "empty_cache": lambda: None,
     "get_device_capability": lambda device=None: (9, 0),
