@@ -1,4 +1,4 @@
-"""Self-distillation of SmolLM2-135M-Instruct on sums: docs/algorithms/distillation.md, section "Expected result".
+"""Self-distillation of SmolLM2-135M-Instruct on sums (docs/algorithms/distillation.md).
 
     python -m benchmarks.self_distillation                       # all runs, on a CPU
     python -m benchmarks.self_distillation device=cuda jobs=12   # on a GPU, all at the same time
