@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,10 +17,10 @@ from torch import Tensor
 from realign.engines.network.kernels import PAGE
 from realign.engines.network.kv_cache import DecodeContext, KVCache, PagedDecodeContext, PagedKVCache
 
-if TYPE_CHECKING:
-    from realign.engines.network.decoder import Trunk
-
 logger = logging.getLogger(__name__)
+
+Step: TypeAlias = Callable[[Tensor, Tensor, DecodeContext | PagedDecodeContext], Tensor]
+"""The call of a `decoder.Trunk` for one new token in each row."""
 
 Work: TypeAlias = Callable[[], None]
 """Starts kernels that read and write only memory that stays."""
@@ -34,7 +34,7 @@ class DecodeGraphs:
         capture: returns what repeats the kernels of some work, without running them now; such as `Capture`.
     """
 
-    def __init__(self, trunk: Trunk, capture: Callable[[Work], Work]) -> None:
+    def __init__(self, trunk: Step, capture: Callable[[Work], Work]) -> None:
         self._trunk = trunk
         self._capture = capture
         self._memory: object = None
