@@ -72,20 +72,6 @@ def fastest_trl(
     return seconds | {(count, best): second_step(count, best) for count in threads[1:]}
 
 
-def compare(
-    scenario: Scenario,
-    steps: int,
-    threads: int,
-    *,
-    device: str = "cpu",
-    micro_batches: Sequence[int] = TRL_MICRO_BATCHES,
-    peak: float | None = None,
-) -> dict[str, Any]:
-    """Return the last result of `measurements`, the medians of all steps."""
-    *_, result = measurements(scenario, steps, threads, device=device, micro_batches=micro_batches, peak=peak)
-    return result
-
-
 def measurements(
     scenario: Scenario,
     steps: int,
@@ -226,7 +212,8 @@ def main(given: Sequence[str] | None = None) -> None:
     for name in names:
         started = time.perf_counter()
         if "steps" in parts:
-            found["scenarios"].append(compare(SCENARIOS[name], steps, int(words["threads"])))
+            *_, result = measurements(SCENARIOS[name], steps, int(words["threads"]))
+            found["scenarios"].append(result)
         if "rollouts" in parts:
             found["rollouts"].append(rollouts.compare(SCENARIOS[name], steps))
         print(f"{name}: {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)

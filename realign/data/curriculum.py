@@ -24,7 +24,7 @@ from typing_extensions import override
 from realign.api.lengths import IntArray
 from realign.api.seeds import derive_seed
 from realign.data.dataset import Dataset
-from realign.data.order import RowOrder
+from realign.data.order import FRUITLESS, RowOrder
 from realign.errors import CheckpointError, ConfigError, RunError
 from realign.settings import Count, Finite, Fraction, Settings
 
@@ -122,8 +122,6 @@ class _Choice(NamedTuple):
 
 _BLOCK = 1024
 """Number of places of the usual order whose chances are drawn together."""
-_FRUITLESS = 100
-"""Passing over this many times the rows before one is chosen is an error."""
 
 
 class CurriculumOrder(RowOrder):
@@ -284,7 +282,7 @@ class CurriculumOrder(RowOrder):
                 f"curriculum: none of the {self._rows} rows has a weight above 0, so no prompt is left to train on. "
                 "Raise no_resampling_pass_rate or min_weight, add rows, or set curriculum=null."
             )
-        left = most = _FRUITLESS * max(self._rows, 100)
+        left = most = FRUITLESS * max(self._rows, 100)
         choices: list[_Choice] = []
         while len(choices) < count:
             usual = range(self._cursor, self._cursor + 2 * (count - len(choices)))

@@ -45,6 +45,10 @@ def batch_indices(n: int, batch_prompts: int, step: int, seed: int, shuffle: boo
     return EpochOrder(n, seed, shuffle).rows(range(step * batch_prompts, (step + 1) * batch_prompts))
 
 
+FRUITLESS = 100
+"""Give up after this many times the rows, at least 100 of them, that were drawn without one of use."""
+
+
 class RowOrder(ABC):
     """Rows at the places of an endless stream of prompts, counted from 0."""
 

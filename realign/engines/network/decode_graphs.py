@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable
 from functools import cache
 from typing import TypeAlias
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -94,12 +95,15 @@ class DecodeGraphs:
         step()
 
     def _step(self, cache: KVCache | PagedKVCache, rows: int, length: int) -> Work:
-        # without `self`, which would keep weights and cache until the next garbage collection
-        trunk, made = self._trunk, self._hidden
+        # without `self`, a cycle that would keep the weights until the next garbage collection, and with a weak
+        # reference, since a sampler that sleeps frees its cache
+        trunk, made, held = self._trunk, self._hidden, ref(cache)
         tokens, positions, table = self._tokens[:rows], self._positions[:rows], self._table[:rows]
 
         def step() -> None:
             context: DecodeContext | PagedDecodeContext
+            cache = held()
+            assert cache is not None, "a step runs on the cache with which it was called"
             if isinstance(cache, PagedKVCache):
                 context = PagedDecodeContext(cache, positions, table, length)
             else:
@@ -116,13 +120,14 @@ class Capture:
     """Captures work as CUDA graphs that share the memory of their intermediate results."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)  # one, since memory is reused within a stream only
 
     def __call__(self, work: Work) -> Work:
         """Return the replay of a graph of the work."""
-        with torch.cuda.device(self._device):
-            graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        stream = self._stream
+        with torch.cuda.device(stream.device):
+            graph = torch.cuda.CUDAGraph()
             stream.wait_stream(torch.cuda.current_stream())
             # not `torch.cuda.graph`, which collects garbage and waits for the device at each capture
             with torch.cuda.stream(stream):

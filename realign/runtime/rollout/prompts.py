@@ -13,7 +13,7 @@ from realign.api import SequenceSample
 from realign.api.rewards import total_rewards
 from realign.data import Dataset
 from realign.data.curriculum import Curriculum, CurriculumOrder
-from realign.data.order import RowOrder
+from realign.data.order import FRUITLESS, RowOrder
 from realign.errors import CheckpointError
 
 
@@ -84,11 +84,14 @@ class PromptStream:
         return self.at(self.places(self.drawn - 1))
 
     def draw_new(self, used: set[Any]) -> SequenceSample | None:
-        """Return the next batch without the rows in `used`, and add its rows to `used`; None when every row is used.
+        """Return the next batch without the rows in `used`, and add its rows to `used`; None when no other row comes.
 
-        Used rows can reappear at the border of two epochs. Batches that contain only used rows are skipped.
+        Used rows can reappear at the border of two epochs. Batches that contain only used rows are skipped, but not
+        forever: other rows may belong to a source whose weight has fallen to 0.
         """
-        while not self.order.exhausted(used):
+        for _ in range(-(-FRUITLESS * max(len(used), 100) // self.batch_prompts)):
+            if self.order.exhausted(used):
+                break
             new = {}
             for place, (epoch, row) in zip(self.places(self.drawn), self.rows(self.drawn), strict=True):
                 if row not in used:

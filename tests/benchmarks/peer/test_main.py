@@ -58,7 +58,7 @@ def test_the_fastest_micro_batch_of_trl_is_also_tried_with_fewer_threads(monkeyp
 
 
 def test_only_the_requested_parts_run(monkeypatch, capsys):
-    monkeypatch.setattr(peer, "compare", lambda *_: pytest.fail("parts=rollouts measures no steps"))
+    monkeypatch.setattr(peer, "measurements", lambda *_: pytest.fail("parts=rollouts measures no steps"))
     sides = {"sampler": [{"cpu": 1.0, "wall": 1.0, "lengths": [2], "greedy": [3]}] * 2}
     monkeypatch.setattr(peer.rollouts, "compare", lambda scenario, steps: peer.rollouts.summary(scenario, sides, {}))
     main(["parts=rollouts", "scenarios=tiny"])

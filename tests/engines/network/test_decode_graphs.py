@@ -113,16 +113,22 @@ def test_a_capture_that_fails_is_not_tried_again_and_the_rollout_goes_on(use_gra
     ]
 
 
-def test_nothing_keeps_weights_and_cache_after_the_rollout():
+def test_graphs_do_not_keep_the_cache_nor_themselves():
+    def trunk(ids_N: Tensor, positions_N: Tensor, context: Any) -> Tensor:
+        return ids_N[:, None].float()
+
     kv = torch.zeros(1, 4, 2)
     cache = KVCache({0: (kv, kv)}, 2, 8)
-    graphs, memory = DecodeGraphs(recorded([]), Captures()), weakref.ref(cache)
+    graphs = DecodeGraphs(trunk, Captures())
+    memory, owner = weakref.ref(cache), weakref.ref(graphs)
     gc.disable()
     try:
         for longest in (4, 5, 6):
             graphs.step(cache, torch.arange(2), torch.full((2,), longest), longest)
-        del graphs, cache
+        del cache  # as a sampler that sleeps frees it
         assert memory() is None
+        del graphs
+        assert owner() is None
     finally:
         gc.enable()
 

@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 
 from realign.api import SequenceSample
 from realign.config import build_experiment, compose
-from realign.data import Dataset, PassRate, batch_indices
+from realign.data import Dataset, PassRate, PromptData, RowSource, batch_indices
 from realign.errors import CheckpointError, ConfigError
 from realign.interfaces import sft
 from realign.runtime import run
 from realign.runtime.rollout.prompts import PromptStream
 from tests import toys
+from tests.data.text_tokenizer import make_tokenizer
 from tests.tiny import save_tiny
 from tests.torchrun_ranks import torchrun
 
@@ -207,3 +208,18 @@ def test_two_ranks_choose_and_resume_as_one_process(tmp_path, monkeypatch):
         for name in ("alone", "ranks")
     ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-3, abs=1e-6)
+
+
+@pytest.mark.parametrize("curriculum", [None, PassRate()])
+def test_rows_of_a_source_that_no_longer_comes_are_not_waited_for(curriculum, tmp_path):
+    for name, count in (("stays", 6), ("ends", 3)):
+        rows = "".join(json.dumps({"prompt": f"{name} {i}"}) + "\n" for i in range(count))
+        (tmp_path / f"{name}.jsonl").write_text(rows)
+    stays = RowSource(str(tmp_path / "stays.jsonl"), weight=1)
+    ends = RowSource(str(tmp_path / "ends.jsonl"), weight=1, final_weight=0, ramp_prompts=4)
+    dataset = PromptData([stays, ends]).load(make_tokenizer())
+    stream = PromptStream(dataset, 4, seed=0, shuffle=True, drawn=2, curriculum=curriculum)
+    used: set[int] = set()
+    while stream.draw_new(used) is not None:
+        pass
+    assert used == set(range(6))
