@@ -46,6 +46,20 @@ class BigramModel(ModelSpec):
 
 
 @dataclass
+class Rows(Dataset):
+    """Rows that are only counted: the ids of a sample are what the order asked for."""
+
+    n: int
+    keys = ("prompt_ids",)
+
+    def __len__(self) -> int:
+        return self.n
+
+    def sample(self, rows) -> SequenceSample:
+        return SequenceSample(tuple(rows))
+
+
+@dataclass
 class Prompts(DataSpec, Dataset):
     n: int = 8
     keys: tuple[str, ...] = ("prompt_ids", "row")

@@ -23,7 +23,6 @@ from realign.config.places import place_of
 from realign.config.words import words_of
 from realign.data import (
     Curriculum,
-    Dataset,
     PassRate,
     Prefer,
     PromptData,
@@ -37,6 +36,7 @@ from realign.data.order import EpochOrder
 from realign.errors import CheckpointError, ConfigError, RunError, SettingsError
 from realign.runtime.checkpoint.schema import _Curriculum, check
 from realign.runtime.rollout.prompts import PromptStream
+from tests import toys
 from tests.data.text_tokenizer import make_tokenizer
 
 unhurried = settings(deadline=None)
@@ -47,14 +47,7 @@ STEPS, N, BATCH = 14, 11, 4
 
 
 @dataclass
-class Rows(Dataset):
-    keys = ("prompt_ids",)
-
-    n: int
-
-    def __len__(self) -> int:
-        return self.n
-
+class Rows(toys.Rows):
     def sample(self, rows) -> SequenceSample:
         data = SequenceSample(tuple(f"{row}@{epoch}" for epoch, row in rows))
         return data.with_metadata(row=[{"level": row % 3} for _, row in rows])

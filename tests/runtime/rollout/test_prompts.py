@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realign.api import SequenceSample
 from realign.config import build_experiment, compose
-from realign.data import Dataset, PassRate, PromptData, RowSource, batch_indices
+from realign.data import PassRate, PromptData, RowSource, batch_indices
 from realign.errors import CheckpointError, ConfigError
 from realign.interfaces import sft
 from realign.runtime import run
@@ -19,19 +18,7 @@ from tests import toys
 from tests.data.text_tokenizer import make_tokenizer
 from tests.tiny import save_tiny
 from tests.torchrun_ranks import torchrun
-
-
-@dataclass
-class Rows(Dataset):
-    keys = ("prompt_ids",)
-
-    n: int
-
-    def __len__(self) -> int:
-        return self.n
-
-    def sample(self, rows) -> SequenceSample:
-        return SequenceSample(tuple(rows))
+from tests.toys import Rows
 
 
 @dataclass
