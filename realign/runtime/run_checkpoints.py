@@ -11,7 +11,7 @@ import platform
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cache, partial
 from pathlib import Path
 from types import TracebackType
@@ -46,6 +46,11 @@ def run_state(runtime: LocalRuntime, frozen: Mapping[str, Any]) -> dict[str, Any
         runtime: Runtime between two steps.
         frozen: Result of `frozen_weights` before the first step.
     """
+    sha256 = runtime.data_sha256  # may take long the first time
+    # rollout threads end prompts meanwhile, and a prompt must not be waiting in one of the two states only
+    with nullcontext() if runtime.ahead is None else runtime.ahead.paused():
+        data = runtime.prompts.state_dict() | {"sha256": sha256}
+        rollout = None if runtime.ahead is None else runtime.ahead.state_dict()
     return {
         "realign": installed_version(),
         "environment": environment(),
@@ -55,9 +60,9 @@ def run_state(runtime: LocalRuntime, frozen: Mapping[str, Any]) -> dict[str, Any
         "models": {role: _model_state(model, role in runtime.sync.syncs) for role, model in runtime.models.items()},
         "interfaces": interface_states(runtime),
         "random": random_state(),
-        "data": runtime.prompts.state_dict() | {"sha256": runtime.data_sha256},
+        "data": data,
         "counters": runtime.counters.state_dict(),
-        "rollout": None if runtime.ahead is None else runtime.ahead.state_dict(),
+        "rollout": rollout,
     }
 
 

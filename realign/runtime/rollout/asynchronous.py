@@ -286,6 +286,10 @@ class RolloutAhead:
             if not self._together:
                 self._begin()
 
+    def paused(self) -> AbstractContextManager[object]:
+        """Return a context in which no prompt starts or ends."""
+        return self._changed
+
     def state_dict(self) -> dict[str, Any]:
         """See `Staleness.state_dict`; between two steps."""
         with self._changed:
