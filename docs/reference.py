@@ -24,7 +24,7 @@ PAGES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "data": ("Datasets", ("realign.data",)),
     "components": ("Components of algorithms", ("realign.interfaces.components",)),
     "interfaces": ("Algorithms, reward functions and environments", ("realign.interfaces",)),
-    "rewards": ("Terms of several reward functions", ("realign.rewards",)),
+    "rewards": ("Reward functions, judges and tests in a sandbox", ("realign.rewards",)),
     "environments": ("Environments", ("realign.environments",)),
     "endpoint": ("The endpoint of agents", ("realign.endpoint",)),
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,25 +50,28 @@ def reference() -> list[Section]:
 def shipped_components() -> list[Definition]:
     """Return the classes of realign that a config can select, directly or as a field of another component."""
     kinds = [place_of((name,)).declared[0][0] for name in ROOTS if name != "graph"]
-    shipped = {cls.path: cls for cls in _defined_classes() if any(fits(cls, kind) for kind in kinds)}
+    defined = list(_defined_classes())
+    shipped = {cls.path: cls for cls in defined if any(fits(cls, kind) for kind in kinds)}
     waiting = list(shipped.values())
     while waiting:
         for field in fields_of(waiting.pop()).values():
-            for inner in _component_classes(types_of(field.annotation, field.module)):
+            for inner in _component_classes(types_of(field.annotation, field.module), defined):
                 if inner.path not in shipped:
                     shipped[inner.path] = inner
                     waiting.append(inner)
     return [shipped[path] for path in sorted(shipped)]
 
 
-def _component_classes(types: tuple[Type, ...]) -> Iterator[Definition]:
+def _component_classes(types: tuple[Type, ...], defined: Sequence[Definition]) -> Iterator[Definition]:
     """Yield the component classes that an annotation accepts, also inside of lists and mappings."""
     for member in types:
         for argument in member.arguments:
-            yield from _component_classes(argument)
+            yield from _component_classes(argument, defined)
         if member.definition is not None and member.definition.module.startswith("realign.") and is_component(member):
             for base in [*component_bases((member,)), member.definition]:
                 yield from filter(is_dataclass, words_of(base).values())
+            if is_abstract(member.definition):  # no words for subclasses elsewhere, such as `realign.rewards.judge.Judge`
+                yield from (cls for cls in defined if fits(cls, member))
 
 
 def _defined_classes() -> Iterator[Definition]:

@@ -90,7 +90,7 @@ class Number(ScoreReader):
 class Pattern(ScoreReader):
     """The text of a group of a regular expression."""
 
-    pattern: str = rf"[Ss]core:\s*({_NUMBER})"
+    pattern: str = r"[Ss]core:\s*([-+]?\d+(?:\.\d+)?)"
     """Regular expression whose first group matches the score. The last match in the answer counts."""
 
     def __post_init__(self) -> None:

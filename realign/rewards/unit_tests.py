@@ -71,7 +71,8 @@ class UnitTests(RewardTerm):
 
     sandbox: SandboxMode = SandboxMode.required
     """required | off. required ends the run before it loads a model if the machine does not support the bubblewrap
-    sandbox. off runs programs with your rights, and with the limits of the reward workers only."""
+    sandbox. off runs programs with your rights, and with the limits of the reward workers only; in a YAML file,
+    write it in quotes."""
     timeout_s: Positive = 10.0
     """Time limit of a program and its tests in seconds. In the sandbox, also the CPU time of each process."""
     memory_mb: Count = 1024
