@@ -61,7 +61,9 @@ class TransformersModel(Settings, ModelSpec):
         dtype: Precision of matrix products: auto | float32 | bfloat16 (autocast over fp32 weights). auto picks
             bfloat16 on CUDA devices that support it, and float32 elsewhere. See `DType`.
         device: auto | cpu | cuda | cuda:0 ...; auto uses CUDA if available.
-        attention: Attention kernel: auto | sdpa | flash | flash3 | hub | varlen. See `Backend`.
+        attention: Attention kernel: auto (the fastest that is installed and supports device and layer) | sdpa (always
+            works) | flash (flash-attn 2) | flash3 (flash-attn 3) | varlen (of torch) | hub (downloads and runs
+            flash-attn from the hub).
         deterministic: Use deterministic kernels, also in flash-attn, so that a run repeats bit by bit on the same
             GPU. Slower, and applies to all models in the process. CPU runs are deterministic without it.
         gradient_checkpointing: true | false | auto. Recompute each layer in the backward pass: saves memory, takes
@@ -71,7 +73,8 @@ class TransformersModel(Settings, ModelSpec):
             passes over the same text.
         optimizer: How to train the model; null freezes it.
         trains: Which weights to train: all | top_layers | lora. See `All`, `TopLayers`, `Lora`.
-        adapter: What to do with an adapter folder in `path`: auto | merge | continue. See `AdapterStart`.
+        adapter: What to do with an adapter folder in `path`: auto (continue if trains=lora with merge_on_save=false,
+            otherwise merge) | merge (into the base model) | continue (train it further, with its rank and alpha).
         load_in_4bit: Load linear layers in 4 bits with bitsandbytes (QLoRA). Needs trains=lora,
             trains.merge_on_save=false and the extra `quantization`.
         trust_remote_code: Run model code from the folder or hub repository. It can do anything on your machine.
