@@ -70,7 +70,7 @@ def _component_classes(types: tuple[Type, ...], defined: Sequence[Definition]) -
         if member.definition is not None and member.definition.module.startswith("realign.") and is_component(member):
             for base in [*component_bases((member,)), member.definition]:
                 yield from filter(is_dataclass, words_of(base).values())
-            if is_abstract(member.definition):  # no words for subclasses elsewhere, such as `realign.rewards.judge.Judge`
+            if is_abstract(member.definition):  # subclasses elsewhere have no words: `realign.rewards.judge.Judge`
                 yield from (cls for cls in defined if fits(cls, member))
 
 

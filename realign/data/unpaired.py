@@ -35,8 +35,8 @@ class UnpairedData(DataSource):
     """A file of prompts, each with one response and whether it is desirable.
 
     Without column settings, a row has the columns `prompt`, `completion` (or `response`) and `label`. Responses are
-    tokenized as in `SupervisedData`. Samples have `input_ids`, `prompt_mask` and `loss_mask` per token, and `labels` per
-    sequence (1 desirable, 0 undesirable).
+    tokenized as in `SupervisedData`. Samples have `input_ids`, `prompt_mask` and `loss_mask` per token, and `labels`
+    per sequence (1 desirable, 0 undesirable).
     """
 
     response_column: str | None = None

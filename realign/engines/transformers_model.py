@@ -62,8 +62,8 @@ class TransformersModel(Settings, ModelSpec):
             bfloat16 on CUDA devices that support it, and float32 elsewhere. See `DType`.
         device: auto | cpu | cuda | cuda:0 ...; auto uses CUDA if available.
         attention: Attention kernel: auto (the fastest that is installed and supports device and layer) | sdpa (always
-            works) | flash (flash-attn 2) | flash3 (flash-attn 3) | varlen (of torch) | hub (downloads and runs
-            flash-attn from the hub).
+            works) | flash (flash-attn 2) | flash3 (flash-attn 3) | varlen (of torch) | hub. The last one downloads and
+            runs flash-attn from the hub.
         deterministic: Use deterministic kernels, also in flash-attn, so that a run repeats bit by bit on the same
             GPU. Slower, and applies to all models in the process. CPU runs are deterministic without it.
         gradient_checkpointing: true | false | auto. Recompute each layer in the backward pass: saves memory, takes
