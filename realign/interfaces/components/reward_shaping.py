@@ -48,7 +48,8 @@ class RewardShaping(Settings):
     clip: Positive | None = None
     """Clip scores to this absolute value after that (trlX: 10, DeepSpeed-Chat: 5); null: don't."""
     scale: RewardScale = RewardScale.none
-    """Divide by a standard deviation: none, running or ref (trlX's scale_reward)."""
+    """Divide by the standard deviation of all scores so far (running) or of the first batch (ref); none: don't (trlX's
+    scale_reward)."""
     center: bool = False
     """Before dividing, subtract the mean of the same scores."""
     baseline: RewardBaseline = RewardBaseline.none
