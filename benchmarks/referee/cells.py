@@ -87,7 +87,7 @@ ROWS: dict[str, Row] = {
     "dapo": Row(
         "DAPO",
         ("experiment=grpo", "algorithm=dapo", *actor("truncation.overlong_buffer=64", "truncation.overlong_penalty=0")),
-        note="The loss: clip-higher and a mean over tokens. The length penalty belongs to the reward, and is off here.",
+        note="Without the length penalty, which belongs to the reward.",
     ),
     "gspo": Row("GSPO", ("experiment=grpo", "algorithm=gspo")),
     "cispo": Row("CISPO", ("experiment=grpo", "algorithm=cispo")),
@@ -120,32 +120,32 @@ EDGES: dict[str, Row] = {
         ("experiment=grpo", "algorithm=grpo"),
         "advantages",
         "groups of 7 equal rewards",
-        "The advantage is 0 in realign.",
+        "realign: an advantage of 0.",
     ),
     "one": Row(
         "a group of one response",
         ("experiment=grpo", "algorithm=grpo"),
         "advantages",
         "with a group of one",
-        "The advantage is 0 in realign.",
+        "realign: an advantage of 0.",
     ),
     "truncated": Row(
         "truncated responses are masked",
         ("experiment=grpo", "algorithm=grpo", *actor("truncation.mask=true")),
         batch="truncated",
-        note="realign takes them out of the group's mean and standard deviation and out of the divisor.",
+        note="realign takes them out of the group's mean and standard deviation, and the divisor.",
     ),
     "tools": Row(
         "tool output in a response, with GAE",
         ("experiment=ppo", *actor("n_minibatches=1")),
         batch="single with tools",
-        note="realign skips tokens that the policy did not sample.",
+        note="realign skips tokens that the policy didn't sample.",
     ),
     "longest": Row(
         "the longest response of a batch, with GAE",
         ("experiment=ppo", *actor("n_minibatches=1")),
         batch="single",
-        note="realign uses the sampler's word on which responses were truncated.",
+        note="realign asks the sampler which responses were truncated.",
     ),
     "far": Row(
         "a token that the reference finds over 13 times likelier",
@@ -342,24 +342,15 @@ SLIME_GAE = {
     "kl_loss_type": "k1",
     "normalize_advantages": True,
 }
-EPS_TRL = "TRL adds 1e-4 to the standard deviation, and the preset 1e-6"
-EPS_RLHF = "OpenRLHF adds 1e-9 to the standard deviation, and the preset 1e-6"
-EPS_AREAL = "AReaL adds 1e-5 to the standard deviation, and the preset 1e-6"
-WEIGHTED = "It multiplies the KL by the ratio unless `use_bias_correction_kl=false`"
-DUAL_VERL = "verl's dual clip is always on: where the advantage is negative, it bounds the ratio by 3"
 TRL_LINE = "trl/trainer/grpo_trainer.py:2787"
-VERL_LINE = "verl/trainer/ppo/core_algos.py:1323"
 RLHF_LINE = "openrlhf/trainer/ppo_utils/experience_maker.py:274"
 SLIME_LOSS = "slime/backends/megatron_utils/loss.py"
-AREAL_LINE = "areal/api/cli_args.py:70"
 NOT_TRL = Absent("which removed its PPO trainer")
 
 CELLS: dict[tuple[str, str], Cell | Absent] = {
     ("grpo", "trl"): Cell(
         {"loss_type": "grpo", "scale_rewards": "group", "beta": 0.04},
         actor("adv_norm.eps=1e-4", "kl.importance_weighted=true"),
-        f"{EPS_TRL}. {WEIGHTED}",
-        "trl/trainer/grpo_config.py:973",
     ),
     ("grpo", "verl"): Cell(
         {
@@ -370,8 +361,6 @@ CELLS: dict[tuple[str, str], Cell | Absent] = {
             f"{VERL}kl_loss_coef": 0.04,
         },
         actor(DUAL),
-        DUAL_VERL,
-        VERL_LINE,
         batch="ragged",
     ),
     ("grpo", "openrlhf"): Cell(
@@ -383,12 +372,10 @@ CELLS: dict[tuple[str, str], Cell | Absent] = {
             "algo.kl.estimator": "k3",
         },
         actor("adv_norm.eps=1e-9"),
-        EPS_RLHF,
-        RLHF_LINE,
     ),
     ("grpo", "areal"): Cell(
         {"reward_norm": GROUP, "kl_ctl": 0.0},
-        differs="AReaL takes the mean over tokens and has no KL in the loss; it adds 1e-5 to the standard deviation",
+        differs="it takes the mean over tokens, without a KL in the loss",
         where="areal/utils/functional/functional.py:542",
         instead=(*TOKEN_MEAN, *actor("adv_norm.eps=1e-5")),
     ),
@@ -407,19 +394,19 @@ CELLS: dict[tuple[str, str], Cell | Absent] = {
             f"{VERL}loss_scale_factor": 512,
         },
         actor(DUAL),
-        f"{DUAL_VERL}. Without `loss_scale_factor`, verl divides by the longest response of the batch",
+        "without `loss_scale_factor`, it divides by the longest response of the batch",
         "verl/trainer/ppo/core_algos.py:1191",
         batch="ragged",
     ),
     ("dr_grpo", "openrlhf"): Cell(
         {"algo.advantage.estimator": "dr_grpo", "algo.kl.init_coef": 0.0},
-        differs="OpenRLHF only leaves out the standard deviation, and takes the mean over tokens",
+        differs="it only leaves out the standard deviation, and takes the mean over tokens",
         where=RLHF_LINE,
         instead=("experiment=grpo", *actor("kl.place=none", "adv_norm.std=none")),
     ),
     ("dr_grpo", "areal"): Cell(
         {"reward_norm": {**GROUP, "std_level": None}, "kl_ctl": 0.0},
-        differs="AReaL takes the mean over tokens",
+        differs="it takes the mean over tokens",
         where="areal/utils/functional/functional.py:542",
         instead=("experiment=grpo", *actor("kl.place=none", "adv_norm.std=none")),
     ),
@@ -435,8 +422,7 @@ CELLS: dict[tuple[str, str], Cell | Absent] = {
     ),
     ("dr_grpo", "slime"): Cell(
         {"grpo_std_normalization": False},
-        differs="slime only leaves out the standard deviation, and takes the mean within each response. "
-        "`examples/DrGRPO/custom_reducer.py` divides by 1000 instead (read, not run)",
+        differs="it only leaves out the standard deviation, and takes the mean within each response",
         where="slime/ray/rollout.py",
         instead=(
             "experiment=grpo",
@@ -446,24 +432,16 @@ CELLS: dict[tuple[str, str], Cell | Absent] = {
     ("dapo", "trl"): Cell(
         {"loss_type": "dapo", "scale_rewards": "group", "beta": 0.0, "epsilon_high": 0.28},
         actor("adv_norm.eps=1e-4"),
-        EPS_TRL,
-        TRL_LINE,
     ),
     ("dapo", "verl"): Cell(
         {**VERL_GRPO, f"{VERL}loss_agg_mode": "token-mean", f"{VERL}clip_ratio_high": 0.28},
         actor(DUAL),
-        DUAL_VERL,
-        VERL_LINE,
         batch="ragged",
     ),
-    ("dapo", "openrlhf"): Cell(
-        {**RLHF_GRPO, "actor.eps_clip_low_high": [0.2, 0.28]}, actor("adv_norm.eps=1e-9"), EPS_RLHF, RLHF_LINE
-    ),
+    ("dapo", "openrlhf"): Cell({**RLHF_GRPO, "actor.eps_clip_low_high": [0.2, 0.28]}, actor("adv_norm.eps=1e-9")),
     ("dapo", "areal"): Cell(
         {"reward_norm": GROUP, "kl_ctl": 0.0, "eps_clip_higher": 0.28},
         actor("adv_norm.eps=1e-5"),
-        EPS_AREAL,
-        AREAL_LINE,
     ),
     ("dapo", "skyrl"): Cell({**SKY_GRPO, **REST, "eps_clip_high": 0.28}, batch="ragged"),
     ("dapo", "slime"): Cell({**SLIME_TOKENS, "eps_clip_high": 0.28}),
@@ -476,8 +454,6 @@ CELLS: dict[tuple[str, str], Cell | Absent] = {
             "epsilon_high": 4e-4,
         },
         actor("adv_norm.eps=1e-4"),
-        EPS_TRL,
-        TRL_LINE,
     ),
     ("gspo", "verl"): Cell(
         {
@@ -497,8 +473,6 @@ CELLS: dict[tuple[str, str], Cell | Absent] = {
             "actor.eps_clip_low_high": [3e-4, 4e-4],
         },
         actor("adv_norm.eps=1e-9"),
-        EPS_RLHF,
-        RLHF_LINE,
     ),
     ("gspo", "areal"): Cell(
         {
@@ -508,7 +482,7 @@ CELLS: dict[tuple[str, str], Cell | Absent] = {
             "eps_clip": 3e-4,
             "eps_clip_higher": 4e-4,
         },
-        differs="AReaL weights a sequence by its length (a mean over tokens), and adds 1e-5",
+        differs="it weights a sequence by its length",
         where="areal/utils/functional/functional.py:542",
         instead=(*TOKEN_MEAN, *actor("objective=gspo", "adv_norm.eps=1e-5")),
     ),
@@ -527,7 +501,7 @@ CELLS: dict[tuple[str, str], Cell | Absent] = {
     ("cispo", "trl"): Cell(
         {"loss_type": "cispo", "beta": 0.0, "epsilon_high": 5.0},
         actor("adv_norm.eps=1e-4"),
-        f"{EPS_TRL}. Its `epsilon_high=5` is the bound itself, realign's `high=4` the distance from 1",
+        "`epsilon_high=5` is the bound itself, realign's `high=4` the distance from 1",
         "trl/trainer/grpo_trainer.py:3110",
     ),
     ("cispo", "verl"): Cell(
@@ -538,7 +512,7 @@ CELLS: dict[tuple[str, str], Cell | Absent] = {
             f"{VERL}clip_ratio_high": 0.2,
         },
         actor("objective.low=0.2", "objective.high=0.2"),
-        "verl bounds the weight from both sides, by default by PPO's 0.2",
+        "it bounds the weight from both sides, by PPO's 0.2",
         "verl/trainer/ppo/core_algos.py:2079",
         batch="ragged",
     ),
@@ -553,49 +527,39 @@ CELLS: dict[tuple[str, str], Cell | Absent] = {
             "cispo.cispo_eps_clip_high": 5.0,
         },
         actor("objective.low=0.0", "objective.high=5.0"),
-        "SkyRL's lower bound is 1 - 0 by default, so no weight is below 1, and the upper one is 6",
+        "no weight is below 1 or above 6",
         "skyrl/train/config/config.py:543",
         batch="ragged",
     ),
     ("cispo", "slime"): Cell(
         {**SLIME_TOKENS, "advantage_estimator": "cispo"},
         actor("objective.low=0.2", "objective.high=0.2"),
-        "slime bounds the weight from both sides, by default by PPO's 0.2",
+        "it bounds the weight from both sides, by PPO's 0.2",
         f"{SLIME_LOSS}:708",
     ),
-    ("group_advantage", "trl"): Cell({"scale_rewards": "group"}, actor("adv_norm.eps=1e-4"), EPS_TRL, TRL_LINE),
+    ("group_advantage", "trl"): Cell({"scale_rewards": "group"}, actor("adv_norm.eps=1e-4")),
     ("group_advantage", "verl"): Cell(VERL_GRPO, batch="ragged"),
-    ("group_advantage", "openrlhf"): Cell(RLHF_GRPO, actor("adv_norm.eps=1e-9"), EPS_RLHF, RLHF_LINE),
-    ("group_advantage", "areal"): Cell(
-        {"reward_norm": GROUP, "kl_ctl": 0.0}, actor("adv_norm.eps=1e-5"), EPS_AREAL, AREAL_LINE
-    ),
+    ("group_advantage", "openrlhf"): Cell(RLHF_GRPO, actor("adv_norm.eps=1e-9")),
+    ("group_advantage", "areal"): Cell({"reward_norm": GROUP, "kl_ctl": 0.0}, actor("adv_norm.eps=1e-5")),
     ("group_advantage", "skyrl"): Cell(SKY_GRPO, batch="ragged"),
     ("group_advantage", "slime"): Cell({"advantage_estimator": "grpo"}),
     ("ppo", "trl"): NOT_TRL,
     ("ppo", "verl"): Cell(
         VERL_GAE,
         actor("adv_norm.unbiased=true", "adv_norm.eps_inside_sqrt=true", DUAL),
-        f"verl whitens with the sample variance plus 1e-8; {DUAL_VERL}",
-        "verl/utils/torch_functional.py:343",
     ),
     ("ppo", "openrlhf"): Cell(RLHF_GAE),
     ("ppo", "areal"): Cell(
         AREAL_GAE,
         actor("adv_norm.unbiased=true", "adv_norm.eps=1e-5"),
-        "AReaL divides by the sample standard deviation plus 1e-5",
-        AREAL_LINE,
     ),
     ("ppo", "skyrl"): Cell(
         SKY_GAE,
         actor("adv_norm.unbiased=true", "adv_norm.eps_inside_sqrt=true"),
-        "SkyRL whitens with the sample variance plus 1e-8",
-        "skyrl/backends/skyrl_train/utils/ppo_utils.py:149",
     ),
     ("ppo", "slime"): Cell(
         SLIME_GAE,
         actor("adv_norm.unbiased=true", "adv_norm.eps_inside_sqrt=true"),
-        "slime whitens with the sample variance plus 1e-8",
-        "slime/utils/distributed_utils.py",
     ),
     ("value", "trl"): NOT_TRL,
     ("value", "verl"): Cell({"critic.cliprange_value": 0.2}),
@@ -604,47 +568,37 @@ CELLS: dict[tuple[str, str], Cell | Absent] = {
     ("value", "skyrl"): Cell(
         {"value_clip": 0.2},
         ("interfaces.critic.aggregation=seq_mean_token_mean",),
-        "SkyRL takes the mean over sequences, whatever `loss_reduction` is",
+        "it takes the mean over sequences, whatever `loss_reduction` is",
         "skyrl/backends/skyrl_train/utils/ppo_utils.py:172",
     ),
     ("value", "slime"): Cell(
         {**SLIME_TOKENS, "value_clip": 0.2},
-        differs="slime doesn't halve the squared error, so its loss and gradient are twice as large",
+        differs="it doesn't halve the squared error: loss and gradient are twice as large",
         where=f"{SLIME_LOSS}:879",
         formula=doubled,
     ),
     ("kl_k3", "trl"): Cell(
         {"loss_type": "dapo", "beta": 0.1},
         actor("adv_norm.eps=1e-4", "kl.importance_weighted=true"),
-        f"{EPS_TRL}. {WEIGHTED}",
-        "trl/trainer/grpo_config.py:973",
     ),
-    ("kl_k3", "verl"): Cell(
-        {**VERL_GRPO, **VERL_KL, f"{VERL}kl_loss_type": "low_var_kl"}, actor(DUAL), DUAL_VERL, VERL_LINE, batch="ragged"
-    ),
-    ("kl_k3", "openrlhf"): Cell(
-        {**RLHF_GRPO, **RLHF_KL, "algo.kl.estimator": "k3"}, actor("adv_norm.eps=1e-9"), EPS_RLHF, RLHF_LINE
-    ),
+    ("kl_k3", "verl"): Cell({**VERL_GRPO, **VERL_KL, f"{VERL}kl_loss_type": "low_var_kl"}, actor(DUAL), batch="ragged"),
+    ("kl_k3", "openrlhf"): Cell({**RLHF_GRPO, **RLHF_KL, "algo.kl.estimator": "k3"}, actor("adv_norm.eps=1e-9")),
     ("kl_k3", "areal"): Absent("which has the KL only in the reward"),
     ("kl_k3", "skyrl"): Cell(
         {**SKY_GRPO, "kl_loss_coef": 0.1, "kl_estimator_type": "k3"},
-        differs="SkyRL averages the KL over sequences, also where the policy's term is a mean over tokens",
+        differs="it averages the KL over sequences, the policy's term over tokens",
         where="skyrl/backends/skyrl_train/workers/worker.py:977",
         formula=kl_by_sequence,
         batch="ragged",
     ),
     ("kl_k3", "slime"): Cell({**SLIME_KL, "kl_loss_type": "k3"}),
     ("kl_k2", "trl"): Absent("which has only k3"),
-    ("kl_k2", "verl"): Cell(
-        {**VERL_GRPO, **VERL_KL, f"{VERL}kl_loss_type": "mse"}, actor(DUAL), DUAL_VERL, VERL_LINE, batch="ragged"
-    ),
-    ("kl_k2", "openrlhf"): Cell(
-        {**RLHF_GRPO, **RLHF_KL, "algo.kl.estimator": "k2"}, actor("adv_norm.eps=1e-9"), EPS_RLHF, RLHF_LINE
-    ),
+    ("kl_k2", "verl"): Cell({**VERL_GRPO, **VERL_KL, f"{VERL}kl_loss_type": "mse"}, actor(DUAL), batch="ragged"),
+    ("kl_k2", "openrlhf"): Cell({**RLHF_GRPO, **RLHF_KL, "algo.kl.estimator": "k2"}, actor("adv_norm.eps=1e-9")),
     ("kl_k2", "areal"): Absent("which has the KL only in the reward"),
     ("kl_k2", "skyrl"): Cell(
         {**SKY_GRPO, "kl_loss_coef": 0.1, "kl_estimator_type": "k2"},
-        differs="SkyRL averages the KL over sequences, also where the policy's term is a mean over tokens",
+        differs="it averages the KL over sequences, the policy's term over tokens",
         where="skyrl/backends/skyrl_train/workers/worker.py:977",
         formula=kl_by_sequence,
         batch="ragged",
@@ -656,7 +610,7 @@ CELLS: dict[tuple[str, str], Cell | Absent] = {
     ("ipo", "trl"): Cell({"beta": 0.1, "loss_type": ["ipo"]}),
     ("ipo", "openrlhf"): Cell(
         {"beta": 0.1, "ipo": True},
-        differs="OpenRLHF compares sums of log-ratios, the others means over tokens",
+        differs="it compares sums of log-ratios, the others means over tokens",
         where="openrlhf/models/loss.py:351",
         instead=("experiment=dpo", f"{ACTOR}kind=ipo"),
     ),
@@ -667,9 +621,9 @@ CELLS: dict[tuple[str, str], Cell | Absent] = {
     ("kto", "areal"): Absent(),
 }
 
-EQUAL_WORDS = "the mean of equal numbers is rounded, and {eps} is all that the difference is divided by"
-BOUND_WORDS = "k3 is at most 10, and such a token has no KL gradient"
-COUNT_WORDS = "they stay in the group's mean and standard deviation, and in the divisor"
+EQUAL_WORDS = "the rounding of their mean, divided by {eps}"
+BOUND_WORDS = "k3 is at most 10, without a gradient beyond"
+COUNT_WORDS = "they stay in all three"
 
 EDGE_CELLS: dict[tuple[str, str], Cell] = {
     ("equal", "trl"): Cell({"scale_rewards": "group"}, differs=EQUAL_WORDS.format(eps="1e-4"), where=TRL_LINE),
@@ -714,7 +668,7 @@ EDGE_CELLS: dict[tuple[str, str], Cell] = {
             f"{VERL}kl_loss_coef": 0.04,
         },
         actor(DUAL),
-        f"{COUNT_WORDS}, which is ppo_mini_batch_size",
+        COUNT_WORDS,
         "verl/trainer/ppo/ray_trainer.py:1362",
         formula=truncated_count,
     ),
@@ -726,41 +680,41 @@ EDGE_CELLS: dict[tuple[str, str], Cell] = {
     ),
     ("truncated", "slime"): Cell(
         {"use_kl_loss": True, "kl_loss_coef": 0.04, "kl_loss_type": "k3"},
-        differs=f"{COUNT_WORDS}, if a filter of yours sets their `remove_sample`",
+        differs=f"{COUNT_WORDS}, if your filter sets `remove_sample`",
         where="slime/ray/rollout.py",
         formula=truncated_count,
     ),
     ("tools", "verl"): Cell(VERL_GAE, actor("adv_norm.unbiased=true", "adv_norm.eps_inside_sqrt=true", DUAL)),
     ("tools", "openrlhf"): Cell(
         RLHF_GAE,
-        differs="each token of it is a step with a value of 0",
+        differs="each of its tokens is a step with a value of 0",
         where="openrlhf/trainer/ppo_utils/experience_maker.py:381",
         formula=openrlhf_tools,
     ),
     ("tools", "areal"): Cell(AREAL_GAE, actor("adv_norm.unbiased=true", "adv_norm.eps=1e-5")),
     ("tools", "skyrl"): Cell(
         SKY_GAE,
-        differs="each token of it is a step with its own value, and counts in the whitening",
+        differs="each of its tokens is a step with its own value, and counts in the whitening",
         where="skyrl/backends/skyrl_train/utils/ppo_utils.py:1275",
         formula=skyrl_tools,
     ),
     ("tools", "slime"): Cell(
         SLIME_GAE,
-        differs="each token of it is a step with its own value and its own KL penalty",
+        differs="each of its tokens is a step with its own value and KL penalty",
         where=f"{SLIME_LOSS}:463",
         formula=slime_tools,
     ),
     ("longest", "areal"): Cell(
         {**AREAL_GAE, "longest counts as truncated": True},
         actor("adv_norm.unbiased=true", "adv_norm.eps=1e-5", "advantage.bootstrap=true"),
-        "it always counts as truncated, so a value is added after its last token",
+        "it always counts as truncated: a value follows its last token",
         "areal/trainer/ppo/actor.py:201",
         formula=longest_bootstraps,
     ),
     ("far", "trl"): Cell(
         {"loss_type": "dapo", "beta": 0.1, "use_bias_correction_kl": False},
         actor("adv_norm.eps=1e-4"),
-        "the log-ratio has no bound either",
+        "it doesn't bound the log-ratio",
         "trl/trainer/grpo_trainer.py:3100",
         formula=k3(None),
     ),
@@ -780,7 +734,7 @@ EDGE_CELLS: dict[tuple[str, str], Cell] = {
     ),
     ("far", "skyrl"): Cell(
         {**SKY_GRPO, "kl_loss_coef": 0.1, "kl_estimator_type": "k3"},
-        differs=f"{BOUND_WORDS}; the KL is a mean over sequences",
+        differs=f"{BOUND_WORDS}, and a mean over sequences",
         where="skyrl/backends/skyrl_train/utils/ppo_utils.py:117",
         formula=k3(10, by_sequence=True),
     ),
@@ -792,19 +746,19 @@ EDGE_CELLS: dict[tuple[str, str], Cell] = {
     ),
     ("dual", "slime"): Cell(
         {"eps_clip_c": 3.0},
-        differs="its `eps_clip_c` has no effect, since it isn't passed to the loss",
+        differs="`eps_clip_c` has no effect: the loss doesn't get it",
         where=f"{SLIME_LOSS}:710",
         instead=("experiment=grpo", "algorithm=grpo", *actor("kl.place=none")),
     ),
     ("sizes", "slime"): Cell(
         {"advantage_estimator": "grpo"},
-        differs="once the number of responses isn't prompts times samples, all of the batch are one group",
+        differs="the whole batch is one group, once the number of responses isn't prompts times samples",
         where="slime/ray/rollout.py",
         formula=one_group,
     ),
     ("whiten", "skyrl"): Cell(
         {**SKY_GRPO, "advantage_batch_normalize": True},
-        differs="the mean that it subtracts is over the padded matrix, padding included",
+        differs="the mean that it subtracts is over the padded matrix",
         where="skyrl/train/trainer.py:1451",
         formula=mean_over_padding,
     ),
