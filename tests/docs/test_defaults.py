@@ -13,19 +13,16 @@ from typing import Any
 import pytest
 
 from realign.config.words import snake_case
-from realign.engines import QHeads
 from realign.interfaces.components import GAE, Clip, ImportanceCorrection
 from realign.interfaces.dpo import DPOInterface
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.interfaces.ilql import ILQLInterface
 from realign.interfaces.kto import KTOInterface
-from realign.interfaces.online_dpo import OnlineDPOInterface
 from realign.interfaces.ppo import PPOActorInterface
 from realign.interfaces.raft import RAFTActorInterface
 from realign.interfaces.reward_model import RewardModelInterface
 from realign.interfaces.rft import RFTActorInterface
 from realign.interfaces.rule_reward import RuleRewardInterface
-from realign.interfaces.sft import SFTInterface
 
 DOCS = Path(__file__).parents[2] / "docs"
 VARIANTS = {"clip": Clip, "gae": GAE}
@@ -35,12 +32,10 @@ TABLES: dict[str, list[Any]] = {
     "grpo": [GRPOActorInterface()],
     "decoupled_ppo": [ImportanceCorrection()],
     "dpo": [DPOInterface()],
-    "ilql": [ILQLInterface(), QHeads()],
+    "ilql": [ILQLInterface()],
     "kto": [KTOInterface()],
-    "online_dpo": [OnlineDPOInterface()],
     "raft": [RAFTActorInterface(), RFTActorInterface()],
     "reward_model": [RewardModelInterface()],
-    "sft": [SFTInterface()],
 }
 
 
