@@ -45,7 +45,6 @@ def name_of(page: Path) -> str:
 
 LONG = (
     "docs/guides/library.md",
-    "docs/guides/sizing.md",
     "docs/guides/time-machine.md",
     "docs/quickstart-python.md",
 )
