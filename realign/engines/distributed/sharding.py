@@ -43,7 +43,7 @@ class Sharding(Settings):
             false keeps them in between: faster, but needs memory for all layers.
         reduce_once: sum gradients over the ranks once per training step, instead of after every micro-batch. Faster
             with many micro-batches and slow links, but each rank then holds the gradients of all weights in fp32 (4
-            bytes per weight) besides its part.
+            bytes per weight) besides its part. Larger micro-batches, if they fit, are faster than this.
         keep_rollout: true | false | auto. Keep the copy of the weights that responses are sampled from between
             rollouts. auto frees it on CUDA if training or scoring wouldn't fit beside it.
         tensor_parallel: former name of `tensor`.
