@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import tempfile
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,6 +16,8 @@ LIMIT = "REALIGN_CACHE_GB"
 DEFAULT_GB = 10.0
 _SHARED = ("arrays/*.safetensors", "logprobs/*/*.safetensors")
 """Files that count toward the limit: not those that a process is writing."""
+_TEMPORARY, _ABANDONED_S = ".tmp", 3600
+"""Ending of files that a process is writing, and the age in seconds at which their writer must have been killed."""
 
 
 def cache_folder() -> Path:
@@ -70,7 +73,7 @@ def write_shared(path: Path, content: bytes) -> None:
         OSError: the folder is not writable, or the disk is full.
     """
     make_private(path.parent)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=_TEMPORARY)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(content)
@@ -80,9 +83,13 @@ def write_shared(path: Path, content: bytes) -> None:
 
 
 def remove_least_recently_used() -> None:
-    """Remove shared files until the rest is within the limit. Open files remain readable."""
+    """Remove shared files until the rest is within the limit, and files of killed writers. Open files stay readable."""
     files = []
     for pattern in _SHARED:
+        for path in cache_folder().glob(pattern.replace(".safetensors", _TEMPORARY)):
+            with suppress(OSError):
+                if time.time() - path.lstat().st_mtime > _ABANDONED_S:
+                    path.unlink()
         for path in cache_folder().glob(pattern):
             with suppress(FileNotFoundError):  # other processes remove files too
                 status = path.lstat()

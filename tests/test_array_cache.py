@@ -83,6 +83,17 @@ def test_the_least_recently_used_entries_go_above_the_limit(monkeypatch):
     assert cache.read("e") is None  # larger than the whole cache
 
 
+def test_what_a_killed_writer_left_is_removed_and_what_another_one_is_writing_stays():
+    cache = ArrayCache()
+    cache.write("a", ARRAYS)
+    left, current = (cache.folder / name for name in ("left.tmp", "current.tmp"))
+    for path in (left, current):
+        path.write_bytes(b"half")
+    os.utime(left, (0, 0))
+    ArrayCache().write("b", ARRAYS)
+    assert sorted(path.name for path in cache.folder.iterdir()) == ["a.safetensors", "b.safetensors", current.name]
+
+
 def test_a_limit_of_zero_keeps_nothing_and_a_wrong_one_is_named(monkeypatch):
     monkeypatch.setenv(LIMIT, "0")
     ArrayCache().write("a", ARRAYS)
