@@ -308,7 +308,8 @@ class RunCheckpoints:
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
         if not isinstance(value, KeyboardInterrupt):  # exit at once on an interrupt
-            _warn_of(self.close())
+            # an error may have ended this rank alone, so then none waits for another
+            _warn_of(self._ranks.lead(self.close) if value is None else self.close())
 
     def begin(self) -> None:
         """Write a checkpoint before the first step, so that a run can always be resumed."""

@@ -50,9 +50,9 @@ FAILS_ON_RANK_0 = {
 }
 
 
-def error_of_rank_0(folder: Path, name: str) -> tuple[str, bool]:
+def error_of_rank_0(folder: Path, name: str, every_steps: int = 1) -> tuple[str, bool]:
     with patch(name, side_effect=OSError("no space left")), pytest.raises(OSError, match="no space") as caught:
-        run(experiment(folder, steps=3, checkpoint=CheckpointSpec(every_steps=1)))
+        run(experiment(folder, steps=3, checkpoint=CheckpointSpec(every_steps=every_steps)))
     return str(caught.value), is_of_another_rank(caught.value)
 
 
@@ -62,5 +62,11 @@ def error_of_rank_0(folder: Path, name: str) -> tuple[str, bool]:
 def test_an_error_that_only_rank_0_sees_ends_all_ranks_with_it(tmp_path, what):
     """Otherwise, the others would wait for rank 0 in their next collective, until it is gone."""
     own, other = run_ranks(2, error_of_rank_0, tmp_path, FAILS_ON_RANK_0[what])
+    assert own == ("no space left", False)
+    assert other == ("no space left", True)
+
+
+def test_an_error_of_rank_0_after_the_last_checkpoint_ends_all_ranks_with_it(tmp_path):
+    own, other = run_ranks(2, error_of_rank_0, tmp_path, FAILS_ON_RANK_0["chain of checkpoints"], 10)
     assert own == ("no space left", False)
     assert other == ("no space left", True)
