@@ -26,11 +26,11 @@ class EndpointLimits(Settings):
     """Limits on requests to the endpoint."""
 
     max_body_mb: Positive = 16.0
-    """Reject request bodies larger than this, in MB (10^6 bytes)."""
+    """Reject request bodies larger than this, in MB (10^6 bytes), with status 413."""
     body_timeout_s: Positive = 30.0
-    """Time limit for receiving a request body, in seconds."""
+    """Time limit for receiving a request body, in seconds; slower ones get status 408."""
     timeout_s: Positive = 600.0
-    """Time limit of a whole request, in seconds: sampling and sending the response included."""
+    """Time limit of a whole request, in seconds, sampling and response included; longer ones get status 504."""
     max_concurrent: Count = 512
     """Answer at most this many requests at a time; more get status 429."""
 
