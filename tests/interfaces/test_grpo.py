@@ -159,6 +159,26 @@ def test_length_weighted_statistics_weight_a_response_by_its_length():
     assert advantages(data, adv_norm=spec, advantage=weighted) == pytest.approx([0.25, -0.75])
 
 
+@pytest.mark.parametrize("coef", [0.0, 0.5])
+def test_gae_in_the_group_equals_group_adv_norm_of_realhf(coef):
+    """It normalizes the returns of tokens over all tokens of a group."""
+    data = SequenceSample.from_sequences(["p"], {"input_ids": [[[1, 2, 2, 2], [1, 2, 2]]]})
+    data = data.with_tokens(
+        loss_mask=torch.tensor([False, True, True, True, False, True, True]),
+        logprobs=torch.tensor([0.0, -1.0, -0.5, -1.5, 0.0, -2.0, -0.5]),
+        ref_logprobs=torch.tensor([0.0, -1.5, -0.5, -0.5, 0.0, -1.0, -1.5]),
+    ).with_sequences(rewards=torch.tensor([1.0, 0.0]))
+    rewards = -coef * (data["logprobs"] - data["ref_logprobs"])
+    rewards[[3, 6]] += data["rewards"]  # the score, at the last token of each response
+    returns = torch.cat([part.flip(0).cumsum(0).flip(0) for part in (rewards[1:4], rewards[5:7])])
+    kl = KLPenalty(place="reward", estimator="k1", coef=coef)
+    of_group = Normalization("group", "group", eps=1e-5)
+    actor = GRPOActorInterface(advantage=GAE(gamma=1, lam=1), adv_norm=of_group, kl=kl)
+    found = actor.estimate_advantages(Model("actor", BigramEngine()), data)["advantages"]
+    expected = (returns - returns.mean()) / (returns.std(correction=0) + 1e-5)
+    torch.testing.assert_close(found[data["loss_mask"]], expected)
+
+
 @pytest.mark.parametrize("advantage", [GroupRelative(), GroupRelative(length_weighted=True), GAE(lam=1.0)], ids=str)
 def test_statistics_of_the_batch_are_added_up_over_the_ranks(advantage):
     """A second rank with rewards of 0 reduces the mean. Statistics of a group do not depend on other ranks."""
