@@ -2,15 +2,100 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
+import multiprocessing
 import os
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
+import torch
+
+from realign.cli import commands as cli
 from realign.config.files import experiments_dir
 
 CHECKOUT = experiments_dir().parent
+# Forked processes are copies of one that has imported what takes seconds, such as most of what scenarios of ranks use.
+FAMILIES = [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2", "qwen3", "qwen3_moe")]
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(
+    ["realign.runtime", "peft", "numpy.ma", *FAMILIES, "tests.processes", "tests.engines.distributed.dimensions"]
+)
+
+
+class Command:
+    """`python -m realign` in a forked process. It has the methods of `Popen` that tests use, and writes into files."""
+
+    def __init__(self, folder: Path, *words: str, environment: Mapping[str, str] | None = None) -> None:
+        self._files = tempfile.TemporaryDirectory()
+        self._outputs = [Path(self._files.name, name) for name in ("stdout", "stderr")]
+        for path in self._outputs:
+            path.touch()
+        given = dict(os.environ if environment is None else environment)
+        self._process = FORKS.Process(target=_main, args=(folder, words, given, self._outputs))
+        self._process.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.kill()
+        self._process.join()
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def output(self) -> tuple[str, str]:
+        """Return what stdout and stderr have so far."""
+        out, err = (path.read_text(errors="replace") for path in self._outputs)
+        return out, err
+
+    def communicate(self, timeout: float = 200) -> tuple[str, str]:
+        """Return stdout and stderr of the whole command.
+
+        Raises:
+            TimeoutError: it takes longer.
+        """
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise TimeoutError(self.output())
+        return self.output()
+
+
+def _main(folder: Path, words: tuple[str, ...], environment: dict[str, str], outputs: list[Path]) -> None:
+    gc.freeze()  # a collection would visit millions of objects of imported modules
+    for number, path in enumerate(outputs, 1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), number)
+    os.environ.clear()
+    os.environ |= environment
+    os.chdir(folder)
+    torch.set_num_threads(1)
+    sys.path.insert(0, "")
+    sys.argv = ["realign", *words]
+    try:
+        code = cli.main()
+    finally:
+        atexit._run_exitfuncs()  # multiprocessing runs none
+    sys.exit(code)
 
 
 def python(code: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:

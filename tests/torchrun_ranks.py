@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ import numpy as np
 from realign.cli import commands as cli
 from realign.config.files import experiments_dir
 from tests.checkpoint_runs import untimed
+from tests.processes import Command
 
 CHECKOUT = experiments_dir().parent
 MARK = "REALIGN_TEST_MARK"
@@ -35,15 +37,9 @@ class Ranks:
     def __init__(self, folder: Path, *words: str) -> None:
         self.mark = secrets.token_hex(8)
         meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        given = environment(folder, self.mark) | meeting
         self.processes = [
-            subprocess.Popen(
-                [sys.executable, "-m", "realign", *words],
-                cwd=folder,
-                env={**environment(folder, self.mark), **meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
+            Command(folder, *words, environment={**given, "RANK": str(rank), "LOCAL_RANK": str(rank)})
             for rank in range(2)
         ]
 
@@ -52,16 +48,23 @@ class Ranks:
         deadline = time.monotonic() + 200
         while not path.exists() or len(path.read_bytes().splitlines()) < lines:
             assert all(process.poll() is None for process in self.processes), self.ended()
-            assert time.monotonic() < deadline
+            assert time.monotonic() < deadline, self.ended(0)
             time.sleep(0.02)
 
-    def ended(self, seconds: float = 200) -> tuple[list[int], list[str]]:
+    def ended(self, seconds: float = 200) -> tuple[list[int | None], list[str]]:
         """Wait for all ranks. Return their exit codes and stderr."""
-        try:
+        with ExitStack() as stack:
+            stack.callback(end, self.mark)
+            for process in self.processes:
+                stack.enter_context(process)
             said = [process.communicate(timeout=seconds)[1] for process in self.processes]
-        finally:
-            end(self.mark)
         return [process.returncode for process in self.processes], said
+
+    def succeeded(self) -> str:
+        """Wait for all ranks, and fail if one does not succeed. Return the stdout of rank 0."""
+        codes, said = self.ended()
+        assert codes == [0, 0], said
+        return self.processes[0].output()[0]
 
 
 def torchrun(

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from realign.config.files import experiments_dir
+from tests.processes import Command
 from tests.tiny import save_tiny
 
 SOURCE = """
@@ -61,21 +58,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(folder: Path, name: str, *overrides: str) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, name: str, *overrides: str) -> tuple[int | None, str, str]:
+    """Return exit code, stdout and stderr of a run of the user's file."""
     words = ["experiment=grpo", "models.actor.path=m", "models.actor.device=cpu", "data.path=prompts.jsonl", "steps=2"]
     words += ["batch_prompts=2", "interfaces.actor.generation.max_new_tokens=4", "interfaces.reward.workers=1"]
     words += [f"output_dir=runs/{name}"]
     if not any(word.startswith("interfaces.reward.function") for word in overrides):
         words.append("interfaces.reward.function=own.py:score")
-    return subprocess.run(
-        [sys.executable, "-m", "realign", *words, *overrides],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(experiments_dir().parent)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    with Command(folder, *words, *overrides) as command:
+        out, err = command.communicate()
+    return command.returncode, out, err
 
 
 def line_of(text: str) -> int:
@@ -103,20 +95,20 @@ def line_of(text: str) -> int:
     ids=["objective", "advantage", "constructor"],
 )
 def test_a_bug_in_a_component_ends_with_1_and_points_at_the_line_of_the_user(folder, override, place, error):
-    done = run(folder, place.rpartition(" ")[2], override)
-    assert done.returncode == 1, done.stderr
-    assert "Traceback (most recent call last):" in done.stderr
-    assert f'own.py", line {line_of(place)}, in ' in done.stderr
-    assert error in done.stderr
+    code, _, err = run(folder, place.rpartition(" ")[2], override)
+    assert code == 1, err
+    assert "Traceback (most recent call last):" in err
+    assert f'own.py", line {line_of(place)}, in ' in err
+    assert error in err
     if "constructor" in place:
-        assert "while building interfaces.actor.objective" in done.stderr
+        assert "while building interfaces.actor.objective" in err
 
 
 @pytest.mark.slow
 def test_a_bug_in_a_reward_function_is_logged_with_its_line_before_the_run_ends(folder):
-    done = run(folder, "reward", "interfaces.reward.function=own.py:broken_score")
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.splitlines()[-1].startswith("error: ")
-    for text in (done.stdout, (folder / "runs" / "reward" / "realign.log").read_text()):
+    code, out, err = run(folder, "reward", "interfaces.reward.function=own.py:broken_score")
+    assert code == 2, err
+    assert err.splitlines()[-1].startswith("error: ")
+    for text in (out, (folder / "runs" / "reward" / "realign.log").read_text()):
         assert f'own.py", line {line_of("missing_method")}, in broken_score' in text
         assert text.count("Traceback (most recent call last)") == 1

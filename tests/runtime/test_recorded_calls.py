@@ -17,7 +17,7 @@ from realign.errors import CheckpointError, ConfigError
 from realign.runtime import run
 from realign.runtime.recorded_calls import ROLLOUT, RecordedCall, read_calls, recorded_calls_path, write_calls
 from realign.runtime.replay import replay, replay_steps
-from tests.torchrun_ranks import torchrun
+from tests.torchrun_ranks import Ranks
 
 # os.urandom: neither a seed nor the state of a generator in the checkpoint can repeat it
 REWARD = "import os\n\ndef score(prompt, response, row):\n    return os.urandom(1)[0] / 256\n"
@@ -145,9 +145,7 @@ def test_a_run_that_records_no_calls_calls_again(words, tmp_path):
 def test_a_run_of_two_ranks_is_replayed_in_one_process(words, tmp_path):
     """Its samples are recorded, since sums of two ranks round differently; all else is equal up to that."""
     out = tmp_path / "run"
-    done, left = torchrun(tmp_path, *words["rewards"], f"output_dir={out}")
-    assert done.returncode == 0, done.stderr
-    assert not left
+    Ranks(tmp_path, *words["rewards"], f"output_dir={out}").succeeded()
     for step in (2, 4):
         replayed = replay(build_experiment(compose([str(out / "config.yaml")])), out, step)
         now, then = of_training(replayed.metrics), of_training(recorded(out, step))

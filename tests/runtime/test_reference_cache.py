@@ -17,7 +17,7 @@ from realign.engines.transformers_model import TransformersModel
 from realign.errors import CheckpointError, ConfigError, SettingsError
 from realign.runtime import run
 from tests.tiny import save_tiny
-from tests.torchrun_ranks import torchrun
+from tests.torchrun_ranks import Ranks
 
 ROWS = [{"prompt": f"{a}+{11 + a}=", "chosen": f"{11 + 2 * a}.", "rejected": f"{a}{11 + a}"} for a in range(8)]
 LABELS = [{"prompt": row["prompt"], "completion": row["chosen"], "label": True} for row in ROWS[:4]]
@@ -186,9 +186,8 @@ def test_a_run_resumes_after_an_upgrade_but_not_with_other_weights(files, counts
 def test_two_ranks_fill_and_read_the_cache(files, counts):
     _, alone = train(files, "alone")
     for name, line in (("first", "scored 16 sequences; 16 were"), ("second", "scored 0 sequences; 32 were")):
-        done, _ = torchrun(files, *words(files, name, cache_reference=True))
-        assert done.returncode == 0, done.stderr
-        assert f"Cache: models.ref {line} in the cache" in done.stdout
+        out = Ranks(files, *words(files, name, cache_reference=True)).succeeded()
+        assert f"Cache: models.ref {line} in the cache" in out
     first, second = (trained(files, name) for name in ("first", "second"))
     for key, weight in alone.items():
         torch.testing.assert_close(first[key], weight, rtol=0, atol=1e-4)  # sums of two ranks round differently

@@ -14,7 +14,7 @@ from realign.errors import CheckpointError, ConfigError, DataError
 from realign.runtime import run
 from tests.checkpoint_runs import untimed
 from tests.tiny import save_tiny
-from tests.torchrun_ranks import torchrun
+from tests.torchrun_ranks import Ranks
 
 TRAIN = ["checkpoint.every_steps=1", "threads=1", "batch_prompts=4", "models.actor.gradient_checkpointing=false"]
 SFT = ["experiment=sft", "models.actor.path=model", *TRAIN, "data.streaming=true", "data.max_tokens=40"]
@@ -57,8 +57,7 @@ def test_two_ranks_read_the_same_stream_and_resume_as_one_process(here):
     words = [*SFT, MIXED, "data.shuffle_buffer=5", "models.actor.optimizer.schedule.total=6"]
     run(build_experiment(compose([*words, "output_dir=alone", "steps=6"])))
     for steps in (3, 6):
-        done, _ = torchrun(here, *words, "output_dir=ranks", f"steps={steps}", "resume=auto")
-        assert done.returncode == 0, done.stderr
+        Ranks(here, *words, "output_dir=ranks", f"steps={steps}", "resume=auto").succeeded()
     alone, ranks = (untimed(Path(f"{folder}/metrics.jsonl")) for folder in ("alone", "ranks"))
     for one, other in zip(alone, ranks, strict=True):
         assert {k: v for k, v in one.items() if k.startswith("data/")} == {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import faulthandler
-import multiprocessing
+import gc
 import os
 import signal
 import tempfile
@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-# Ranks are copies of one process that has imported what takes seconds.
-multiprocessing.set_forkserver_preload(["realign.engines", "realign.runtime", "tests.tiny"])
+from tests.processes import FORKS
 
 
 def run_ranks(size: int, function: Callable[..., Any], *arguments: Any, seconds: int = 120) -> list[Any]:
@@ -37,7 +36,7 @@ def run_ranks(size: int, function: Callable[..., Any], *arguments: Any, seconds:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         everything = (size, folder, seconds, dict(os.environ), function, arguments)
-        started = mp.start_processes(_rank, everything, nprocs=size, join=False, start_method="forkserver")
+        started = mp.start_processes(_rank, everything, nprocs=size, join=False, start_method=FORKS.get_start_method())
         try:
             while not started.join():
                 pass
@@ -66,6 +65,7 @@ def _rank(
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> None:
+    gc.freeze()  # a collection would visit millions of objects of imported modules
     os.environ |= environment  # the first process has that of an earlier test
     stacks = (folder / f"{rank}.stacks").open("w")
     faulthandler.enable(stacks)

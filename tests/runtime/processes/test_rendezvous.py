@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import multiprocessing
 import os
 import re
 import signal
@@ -28,7 +27,7 @@ from realign.runtime.processes.agreement import software
 from tests.checkpoint_runs import untimed
 from tests.config_parts import write_experiment
 from tests.engines.distributed.run_ranks import run_ranks
-from tests.torchrun_ranks import ARGS, STEPS, Ranks, assert_same_as_whole, environment, free_port, torchrun
+from tests.torchrun_ranks import ARGS, STEPS, Ranks, assert_same_as_whole, free_port, torchrun
 
 FAULTY = """\
 import os
@@ -183,43 +182,8 @@ def test_a_rank_that_hangs_is_named_with_the_operations_of_all_ranks(here):
     assert failure.message.startswith("call 'actor_train' exceeds runtime.rpc_timeout_minutes=0.1. Restart the run")
 
 
-def forked_rank(folder: Path, words: Sequence[str], given: Mapping[str, str], errors: Path) -> None:
-    os.chdir(folder)
-    os.environ |= given
-    sys.path.insert(0, str(folder))
-    os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    sys.exit(cli.main(list(words)))
-
-
-def forked_ranks(folder: Path, *words: str) -> tuple[list[int | None], list[str]]:
-    """Return exit codes and stderr of two ranks, as `Ranks` does, without importing torch in each."""
-    meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    context = multiprocessing.get_context("forkserver")
-    files = [folder / f"stderr{rank}" for rank in range(2)]
-    ranks = [
-        context.Process(
-            target=forked_rank,
-            args=(
-                folder,
-                words,
-                {**environment(folder, ""), **meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                file,
-            ),
-        )
-        for rank, file in enumerate(files)
-    ]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(200)
-        process.kill()  # if it hangs
-        process.join()
-    return [process.exitcode for process in ranks], [file.read_text() for file in files]
-
-
 def test_a_rank_out_of_memory_ends_both_with_one_line_and_the_record_of_that_rank(here):
-    codes, said = forked_ranks(here, *FAULTS, "interfaces.actor.fault=out of memory")
+    codes, said = Ranks(here, *FAULTS, "interfaces.actor.fault=out of memory").ended()
     message = "RPC 'actor_train' on rank 1 of 2: out of memory (CUDA out of memory. Tried to allocate 20.00 GiB). "
     message += "Lower microbatch.max_tokens_per_microbatch=16384."
     assert (codes, "".join(said)) == ([2, 2], f"error: {message}\n")

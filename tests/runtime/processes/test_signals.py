@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 
 from realign.cli import commands as cli
-from realign.config.files import experiments_dir
 from realign.runtime.checkpoint.folder import list_checkpoints
 from realign.runtime.processes.signals import Interrupted, StopSignals
 from tests.checkpoint_runs import untimed
 from tests.config_parts import write_experiment
+from tests.processes import Command
 from tests.tiny import save_tiny
 from tests.torchrun_ranks import ARGS, STEPS, assert_same_as_whole
 
-CHECKOUT = experiments_dir().parent
 SLOW = """\
 import time
 from dataclasses import dataclass
@@ -54,15 +54,18 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def command(*more: str, args: Sequence[str] = ARGS) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": f"{CHECKOUT}{os.pathsep}{os.getcwd()}", "OMP_NUM_THREADS": "1"}
-    arguments = [sys.executable, "-m", "realign", *args, *more]
-    return subprocess.Popen(
-        arguments, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace"
-    )
+class Start(Protocol):
+    def __call__(self, *more: str, args: Sequence[str] = ARGS) -> Command: ...
 
 
-def wait_for(process: subprocess.Popen[str], path: Path, lines: int) -> None:
+@pytest.fixture
+def command() -> Iterator[Start]:
+    """Return what starts a command line, which the end of the test kills."""
+    with ExitStack() as stack:
+        yield lambda *more, args=ARGS: stack.enter_context(Command(Path.cwd(), *args, *more))
+
+
+def wait_for(process: Command, path: Path, lines: int) -> None:
     """Wait until the file has this number of lines. Fail with the output of the process if it ends before."""
     deadline = time.monotonic() + 120
     while not path.exists() or len(path.read_bytes().splitlines()) < lines:
@@ -72,7 +75,7 @@ def wait_for(process: subprocess.Popen[str], path: Path, lines: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_was_killed_goes_on_bit_for_bit(here):
+def test_a_run_that_was_killed_goes_on_bit_for_bit(here, command):
     process = command("output_dir=run", "resume=auto")  # resume=auto starts a new run if there is no checkpoint
     wait_for(process, Path("run/metrics.jsonl"), 6)
     process.kill()
@@ -86,7 +89,7 @@ def test_a_run_that_was_killed_goes_on_bit_for_bit(here):
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
 )
-def test_a_signal_lets_the_step_end_and_the_run_goes_on_bit_for_bit(here, number, code):
+def test_a_signal_lets_the_step_end_and_the_run_goes_on_bit_for_bit(here, command, number, code):
     process = command("output_dir=run", "checkpoint.every_steps=null")
     wait_for(process, Path("run/metrics.jsonl"), 4)
     process.send_signal(number)
@@ -102,11 +105,11 @@ def test_a_signal_lets_the_step_end_and_the_run_goes_on_bit_for_bit(here, number
 
 
 @pytest.mark.slow
-def test_a_second_signal_ends_the_run_in_the_middle_of_a_step(here):
+def test_a_second_signal_ends_the_run_in_the_middle_of_a_step(here, command):
     process = command("output_dir=run", "interfaces.reward.blocked_by=never")
     wait_for(process, Path("waiting"), 0)
     process.send_signal(signal.SIGTERM)
-    assert "once more" in read_until(process, "stopping after")
+    wait_for_word(process, "once more")
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 143
@@ -154,7 +157,7 @@ def conversing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("conversing")
-def test_a_signal_while_an_environment_blocks_lets_the_step_end_at_the_deadline():
+def test_a_signal_while_an_environment_blocks_lets_the_step_end_at_the_deadline(command):
     process = command("interfaces.agent.timeout_s=2", args=CONVERSE)
     wait_for(process, Path("waiting"), 0)
     process.send_signal(signal.SIGTERM)
@@ -168,11 +171,11 @@ def test_a_signal_while_an_environment_blocks_lets_the_step_end_at_the_deadline(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("conversing")
-def test_a_second_signal_while_an_environment_blocks_ends_the_run_without_waiting():
+def test_a_second_signal_while_an_environment_blocks_ends_the_run_without_waiting(command):
     process = command("interfaces.agent.timeout_s=36000", args=CONVERSE)
     wait_for(process, Path("waiting"), 0)
     process.send_signal(signal.SIGTERM)
-    assert "once more" in read_until(process, "stopping after")
+    wait_for_word(process, "once more")
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 143, err
@@ -182,7 +185,7 @@ def test_a_second_signal_while_an_environment_blocks_ends_the_run_without_waitin
 @pytest.mark.slow
 @pytest.mark.usefixtures("conversing")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_one_signal_is_enough_while_an_environment_blocks_before_the_first_step(number, code):
+def test_one_signal_is_enough_while_an_environment_blocks_before_the_first_step(command, number, code):
     Path("block").touch()
     evaluation = ("_target_=realign.runtime.EpisodeEvaluation", "episodes=${interfaces.agent}", "data=${data}")
     process = command(
@@ -195,12 +198,13 @@ def test_one_signal_is_enough_while_an_environment_blocks_before_the_first_step(
     assert err.splitlines()[-1] == "interrupted"
 
 
-def read_until(process: subprocess.Popen[str], word: str) -> str:
-    assert process.stderr is not None
-    for line in process.stderr:
-        if word in line:
-            return line
-    raise AssertionError(f"{word!r} was not said")
+def wait_for_word(process: Command, word: str) -> None:
+    """Wait until stderr has the word. Fail with the output of the process if it ends before."""
+    deadline = time.monotonic() + 120
+    while word not in process.output()[1]:
+        assert process.poll() is None, process.output()
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
 
 
 def raised(signals: StopSignals, number: int) -> Interrupted | None:

@@ -17,7 +17,7 @@ from realign.runtime.rollout.prompts import PromptStream
 from tests import toys
 from tests.data.text_tokenizer import make_tokenizer
 from tests.tiny import save_tiny
-from tests.torchrun_ranks import torchrun
+from tests.torchrun_ranks import Ranks
 from tests.toys import Rows
 
 
@@ -184,8 +184,7 @@ def test_two_ranks_choose_and_resume_as_one_process(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     run(build_experiment(compose([*words, "steps=6", "output_dir=alone"])))
     for steps in (3, 6):
-        done, _ = torchrun(tmp_path, *words, f"steps={steps}", "resume=auto", "output_dir=ranks")
-        assert done.returncode == 0, done.stderr
+        Ranks(tmp_path, *words, f"steps={steps}", "resume=auto", "output_dir=ranks").succeeded()
     alone, ranks = (lines(tmp_path / name, "samples") for name in ("alone", "ranks"))
     shown = ("step", "id", "reward", "pass_rate")
     assert [[record[key] for key in shown] for record in alone] == [[record[key] for key in shown] for record in ranks]
