@@ -65,6 +65,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {"head_dim": 16, "num_key_value_heads": 2},
     "hunyuan_v1_moe": {"head_dim": 16, "num_key_value_heads": 2},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
+    "kimi_linear": {"linear_head_dim": 16, "linear_num_heads": 4},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
     "mamba2": {"num_heads": 8, "head_dim": 16, "expand": 2},
