@@ -1,4 +1,4 @@
-"""Grids of parameters: pairs of values in `make test`, all combinations in `make test-slow`."""
+"""Grids of parameters: pairs of values in the faster selections of tests, all combinations in the slower ones."""
 
 from __future__ import annotations
 
@@ -60,3 +60,19 @@ def rotating(first: Iterable[Any], second: Iterable[Any]) -> list[Any]:
         for i, a in enumerate(ours)
         for j, b in enumerate(theirs)
     ]
+
+
+def in_turn(places: Sequence[str], names: Sequence[str]) -> list[Any]:
+    """Return cases of a place and some names, all of them slow: the first name in every place, and each other name in
+    one place, or more if there are more places. What each place leaves out is a case of its own that is very slow.
+    """
+    first, *others = names
+    cases = []
+    for i, place in enumerate(places):
+        own = others[i % len(others) :: len(places)]
+        left = tuple(name for name in others if name not in own)
+        cases.append(pytest.param(place, (first, *own), id=place, marks=pytest.mark.slow))
+        if left:
+            marks = [pytest.mark.slow, pytest.mark.very_slow]
+            cases.append(pytest.param(place, left, id=f"{place}, all others", marks=marks))
+    return cases

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,27 @@ from tests.engines.distributed import dimensions, scenarios, traffic
 from tests.engines.distributed.comparisons import assert_same
 from tests.engines.distributed.dimensions import EXPERT, RUNS, TENSOR, lora_of_experts
 from tests.engines.distributed.run_ranks import run_ranks
+from tests.grids import in_turn
 
 NAMES = {
     "tensor": [run.__name__ for run in (*TENSOR, *EXPERT)],
     "expert": [run.__name__ for run in EXPERT],
     "pipeline": [run.__name__ for run in (*TENSOR, lora_of_experts)],
 }
+
+FOURS = [
+    *in_turn(["tensor=2", "tensor=2 x replicate=2", "pipeline=2 x tensor=2"], [run.__name__ for run in TENSOR]),
+    *in_turn(["expert=2", "expert=2 x replicate=2", "expert=4", "expert=2 x tensor=2"], NAMES["expert"]),
+    *(
+        pytest.param(mesh, names, id=f"{mesh}, experts", marks=[pytest.mark.slow, pytest.mark.very_slow])
+        for mesh, names in {
+            "tensor=2": NAMES["expert"],
+            "tensor=2 x replicate=2": NAMES["expert"],
+            "pipeline=2 x tensor=2": ["lora_of_experts"],
+        }.items()
+    ),
+]
+"""Meshes of four ranks and the runs on them."""
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +52,7 @@ def alone(folder: Path) -> dict[str, Any]:
     return {}
 
 
-def check(folder: Path, alone: dict[str, Any], ranks: int, names: list[str], **sharding: int) -> None:
+def check(folder: Path, alone: dict[str, Any], ranks: int, names: Sequence[str], **sharding: int) -> None:
     """Compare some runs on a mesh with those of one process."""
     for name in names:
         if name not in alone:
@@ -81,22 +97,10 @@ def test_a_dimension_of_two_ranks(folder: Path, alone: dict[str, Any], dimension
     check(folder, alone, 2, NAMES[dimension], **{dimension: 2})
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("dimension", "sharding"),
-    [
-        ("tensor", {"tensor": 2}),
-        ("tensor", {"tensor": 2, "replicate": 2}),
-        ("expert", {"expert": 2}),
-        ("expert", {"expert": 2, "replicate": 2}),
-        ("expert", {"expert": 4}),
-        ("expert", {"expert": 2, "tensor": 2}),
-        ("pipeline", {"pipeline": 2, "tensor": 2}),
-    ],
-    ids=lambda x: " x ".join(f"{name}={n}" for name, n in x.items()) if isinstance(x, dict) else x,
-)
-def test_four_ranks(folder: Path, alone: dict[str, Any], dimension: str, sharding: dict[str, int]) -> None:
-    check(folder, alone, 4, NAMES[dimension], **sharding)
+@pytest.mark.parametrize(("mesh", "names"), FOURS)
+def test_four_ranks(folder: Path, alone: dict[str, Any], mesh: str, names: Sequence[str]) -> None:
+    sizes = (size.split("=") for size in mesh.split(" x "))
+    check(folder, alone, 4, names, **{name: int(size) for name, size in sizes})
 
 
 @pytest.mark.slow

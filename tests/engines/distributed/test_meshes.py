@@ -13,15 +13,17 @@ from tests.engines.distributed import scenarios
 from tests.engines.distributed.comparisons import Alone, assert_same
 from tests.engines.distributed.run_ranks import run_ranks
 from tests.families import family_model
+from tests.grids import in_turn
 from tests.tiny import save_tiny, tiny_tokenizer
 
 PAIRS = {"replicate": Sharding(replicate=2), "context": Sharding(context=2), "pipeline": Sharding(pipeline=2)}
 """A dimension each, on two ranks."""
+BOTH = "replicate, context"
 FOURS = {
     "replicate": Sharding(replicate=2),
     "context": Sharding(context=2),
     "context alone": Sharding(context=4, reduce_once=True),
-    "replicate, context": Sharding(replicate=2, context=2),
+    BOTH: Sharding(replicate=2, context=2),
 }
 """Meshes of four ranks; what they leave are ranks of `shard`."""
 DENSE = {
@@ -87,26 +89,33 @@ def test_models_whose_sequences_cannot_be_divided_are_refused_on_every_rank(tmp_
     assert run_ranks(2, scenarios.refused_contexts, tmp_path) == [expected, expected]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", FOURS)
+@pytest.mark.parametrize(
+    ("mesh", "names"),
+    [
+        pytest.param(BOTH, tuple(scenarios.ON_MESHES), id=BOTH, marks=pytest.mark.slow),
+        *in_turn([mesh for mesh in FOURS if mesh != BOTH], tuple(scenarios.ON_MESHES)),
+    ],
+)
 def test_every_algorithm_and_network_trains_on_any_mesh_as_in_one_process(
-    folder: Path, alone: Alone, mesh: str
+    folder: Path, alone: Alone, mesh: str, names: tuple[str, ...]
 ) -> None:
-    for results in run_ranks(4, scenarios.on_mesh, folder, FOURS[mesh], tuple(scenarios.ON_MESHES), seconds=600):
+    for results in run_ranks(4, scenarios.on_mesh, folder, FOURS[mesh], names, seconds=600):
         check(results, alone)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", DENSE)
-def test_tensor_parallelism_combines_with_the_other_dimensions(folder: Path, alone: Alone, mesh: str) -> None:
-    for results in run_ranks(4, scenarios.on_mesh, folder, DENSE[mesh], OF_DENSE, seconds=600):
+@pytest.mark.parametrize(("mesh", "names"), in_turn(tuple(DENSE), OF_DENSE))
+def test_tensor_parallelism_combines_with_the_other_dimensions(
+    folder: Path, alone: Alone, mesh: str, names: tuple[str, ...]
+) -> None:
+    for results in run_ranks(4, scenarios.on_mesh, folder, DENSE[mesh], names, seconds=600):
         check(results, alone)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", PIPELINES)
-def test_every_algorithm_and_network_trains_in_stages_as_in_one_process(folder: Path, alone: Alone, mesh: str) -> None:
-    for results in run_ranks(4, scenarios.on_mesh, folder, PIPELINES[mesh], IN_STAGES, seconds=600):
+@pytest.mark.parametrize(("mesh", "names"), in_turn(tuple(PIPELINES), IN_STAGES))
+def test_every_algorithm_and_network_trains_in_stages_as_in_one_process(
+    folder: Path, alone: Alone, mesh: str, names: tuple[str, ...]
+) -> None:
+    for results in run_ranks(4, scenarios.on_mesh, folder, PIPELINES[mesh], names, seconds=600):
         check(results, alone)
 
 
