@@ -32,6 +32,11 @@ def pytest_configure() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # the longest tests come first: one that begins last keeps one worker after all others are done
+    items.sort(key=lambda item: item.get_closest_marker("virtual_cuda") is None)
+
+
 def pytest_collection_finish() -> None:
     # modules and tests stay to the end, so garbage collections need not visit their millions of objects
     gc.freeze()

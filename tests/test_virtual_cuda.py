@@ -19,6 +19,9 @@ pytestmark = [
     pytest.mark.skipif(torch.backends.cuda.is_built(), reason="the virtual device needs a CPU build of torch"),
 ]
 RUNS = "tests/virtual_cuda/test_runs.py"
+KINDS = "instructgpt or qwen_trains or areal or trlx_ppo or step_by_step or reward_tldr"
+"""Presets that differ in what is on the device: averaged weights and pretraining text, a critic alone, several samples
+per prompt and proximal log-probs, a trunk with a branch, penalties, and a calibrated reward model."""
 QUICK = "trains_on_the_device[grpo] or lora or resumes or full_device or model_is_on"
 
 
@@ -48,7 +51,13 @@ def test_the_memory_of_a_rank():
 
 @pytest.mark.slow
 def test_the_memory_of_a_rank_of_every_model():
-    on_device("tests/virtual_cuda/test_rank_memory.py", "-m", "slow")
+    on_device("tests/virtual_cuda/test_rank_memory.py", "-m", "slow and not very_slow")
+
+
+@pytest.mark.slow
+@pytest.mark.very_slow
+def test_the_memory_of_a_rank_in_all_other_cases():
+    on_device("tests/virtual_cuda/test_rank_memory.py", "-m", "very_slow")
 
 
 @pytest.mark.slow
@@ -62,5 +71,11 @@ def test_every_part_of_the_benchmark_for_gpus_runs_on_the_device():
 
 
 @pytest.mark.slow
-def test_the_presets_on_the_device():
-    on_device("tests/test_presets.py", fp32=True)
+def test_presets_of_every_kind_on_the_device():
+    on_device("tests/test_presets.py", "-k", KINDS, fp32=True)
+
+
+@pytest.mark.slow
+@pytest.mark.very_slow
+def test_all_other_presets_on_the_device():
+    on_device("tests/test_presets.py", "-k", f"not ({KINDS})", fp32=True)
