@@ -101,13 +101,21 @@ def test_rollouts_run_the_original_layers_and_copies_of_layers_use_their_own_wei
     assert layer.forward._layer is layer
 
 
-@pytest.mark.parametrize("trains", [Lora(rank=2, alpha=4), Lora(rank=2, alpha=4, dropout=0.5), TopLayers(1)], ids=str)
+@pytest.mark.parametrize(
+    ("trains", "backend"),
+    [
+        (Lora(rank=2, alpha=4), TorchCompile.eager),
+        (Lora(rank=2, alpha=4, dropout=0.5), TorchCompile.aot_eager),
+        (TopLayers(1), TorchCompile.aot_eager),
+    ],
+    ids=str,
+)
 @pytest.mark.slow
-def test_adapters_and_partly_frozen_models_train_as_without_compilation(tmp_path, trains):
+def test_adapters_and_partly_frozen_models_train_as_without_compilation(tmp_path, trains, backend):
     folder, data = str(save_tiny(tmp_path / "m")), random_sample(BATCHES[0])
     found = []
-    for backend in (TorchCompile.off, TorchCompile.aot_eager):
-        spec = TransformersModel(folder, trains=trains, optimizer=STEP, torch_compile=backend, device="cpu")
+    for compiled in (TorchCompile.off, backend):
+        spec = TransformersModel(folder, trains=trains, optimizer=STEP, torch_compile=compiled, device="cpu")
         engine = spec.load("actor", seed=0).engine
         reference = engine.reference()
         start = logprobs(engine, data)
@@ -145,7 +153,10 @@ def sharded(folder: Path, backend: TorchCompile, checkpointing: bool, dtype: str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("checkpointing", "dtype"), [(False, "float32"), (True, "float32"), (True, "bfloat16")])
+@pytest.mark.parametrize(
+    ("checkpointing", "dtype"),
+    [(False, "float32"), (True, "bfloat16"), pytest.param(True, "float32", marks=pytest.mark.very_slow)],
+)
 def test_ranks_train_compiled_layers_as_original_ones(tmp_path, checkpointing, dtype):
     folder = save_tiny(tmp_path / "m")
     found = run_ranks(2, sharded, folder, TorchCompile.aot_eager, checkpointing, dtype)
