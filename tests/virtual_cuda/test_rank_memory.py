@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 
 import pytest
 import torch
@@ -21,20 +20,26 @@ VERY_SLOW = [pytest.mark.slow, pytest.mark.very_slow]
 ALTERNATING = (8, 64)
 """Numbers of ranks, of which every other model has one in the slow tests."""
 
-
-@cache
-def deep(model: str, ranks: int, **sizes: int) -> int:
-    """Return the bytes of a step at full depth."""
-    return full_depth(Case(model, ranks, sharding=Sharding(**sizes))).step
+COUNTED: dict[str, int] = {}
+"""Bytes of a step of cases with a number of layers."""
 
 
-@pytest.mark.parametrize("checkpointing", [True, False])
+def counted(case: Case, layers: int | None = None) -> int:
+    """Return what torch counts in a step, at full depth if no number of layers is given."""
+    key = f"{case}, {layers} layers"
+    if key not in COUNTED:
+        made = full_depth(case) if layers is None else tracked(case, config_of(case.model, layers))
+        COUNTED[key] = made.step
+    return COUNTED[key]
+
+
+@pytest.mark.parametrize("checkpointing", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_estimate_of_a_rank_is_within_15_percent_of_what_torch_counts(checkpointing):
     case = Case("7B", ranks=8, checkpointing=checkpointing)
-    config = config_of("7B", layers=2)
-    assert estimated(case, config) == pytest.approx(tracked(case, config).step, rel=0.15)
+    assert estimated(case, config_of("7B", layers=2)) == pytest.approx(counted(case, 2), rel=0.15)
 
 
+@pytest.mark.slow
 def test_a_rank_of_64_loads_and_trains_72b_below_60_gib():
     bytes_ = full_depth(Case("72B", ranks=64, tokens=4096))
     assert bytes_.loading < 60 * GIB
@@ -45,31 +50,40 @@ CONTEXT = Case("7B", ranks=16, tokens=131072, sharding=Sharding(context=4), sequ
 """One sequence of 128k tokens; the number of ranks that divide it must divide the 28 attention heads."""
 
 
+@pytest.mark.slow
 def test_16_ranks_train_7b_on_128k_tokens_below_80_gib():
     assert full_depth(CONTEXT).step < 80 * GIB
 
 
-@pytest.mark.parametrize("checkpointing", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("sharding", [Sharding(context=4), Sharding(context=2, replicate=2)], ids=str)
+BOTH, ALONE = Sharding(context=2, replicate=2), Sharding(context=4)
+
+
+@pytest.mark.parametrize(
+    ("checkpointing", "sharding"),
+    [
+        (True, BOTH),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((True, ALONE), (False, BOTH), (False, ALONE))),
+    ],
+    ids=str,
+)
 def test_the_estimate_follows_the_mesh(checkpointing, sharding):
     case = replace(CONTEXT, checkpointing=checkpointing, sharding=sharding)
-    assert estimated(case, config_of("7B", layers=2)) == pytest.approx(tracked(case, config_of("7B", 2)).step, rel=0.15)
+    assert estimated(case, config_of("7B", layers=2)) == pytest.approx(counted(case, 2), rel=0.15)
 
 
 @pytest.mark.parametrize(
     ("microbatches", "checkpointing"),
     [
-        (4, True),
-        pytest.param(1, False, marks=pytest.mark.slow),
-        *(pytest.param(*case, marks=VERY_SLOW) for case in ((4, False), (1, True))),
+        (1, True),
+        pytest.param(4, True, marks=pytest.mark.slow),
+        *(pytest.param(*case, marks=VERY_SLOW) for case in ((1, False), (4, False))),
     ],
 )
 def test_the_estimate_of_a_pipeline_is_that_of_the_stage_that_needs_most(microbatches, checkpointing):
     sharding = Sharding(pipeline=2)
     case = Case("7B", ranks=8, checkpointing=checkpointing, sharding=sharding, microbatches=microbatches)
-    config = config_of("7B", layers=6)
-    counted = [tracked(replace(case, stage=stage), config).step for stage in range(2)]
-    assert estimated(case, config) == pytest.approx(max(counted), rel=0.15), counted
+    of_stages = [counted(replace(case, stage=stage), 6) for stage in range(2)]
+    assert estimated(case, config_of("7B", layers=6)) == pytest.approx(max(of_stages), rel=0.15), of_stages
 
 
 @pytest.mark.slow
@@ -83,7 +97,7 @@ def test_the_estimate_of_a_pipeline_is_that_of_the_stage_that_needs_most(microba
 )
 def test_the_estimate_at_full_depth_is_within_15_percent(model, ranks):
     case = Case(model, ranks)
-    assert estimated(case, config_of(model)) == pytest.approx(full_depth(case).step, rel=0.15)
+    assert estimated(case, config_of(model)) == pytest.approx(counted(case), rel=0.15)
 
 
 @pytest.mark.slow
@@ -94,7 +108,7 @@ def test_the_estimate_at_full_depth_is_within_15_percent(model, ranks):
 )
 def test_the_estimate_of_a_mixture_of_experts_whose_ranks_divide_it_is_within_15_percent(dimensions):
     case = Case("30B of 128 experts", 16, sharding=Sharding(**dimensions))
-    assert estimated(case, config_of(case.model)) == pytest.approx(deep(case.model, 16, **dimensions), rel=0.15)
+    assert estimated(case, config_of(case.model)) == pytest.approx(counted(case), rel=0.15)
 
 
 @pytest.mark.parametrize(
@@ -102,16 +116,15 @@ def test_the_estimate_of_a_mixture_of_experts_whose_ranks_divide_it_is_within_15
 )
 def test_the_estimate_of_few_layers_counts_the_rows_that_travel_to_experts(expert):
     case = Case("30B of 128 experts", 16, sharding=Sharding(expert=expert))
-    config = config_of(case.model, layers=2)
-    assert estimated(case, config) == pytest.approx(tracked(case, config).step, rel=0.15)
+    assert estimated(case, config_of(case.model, layers=2)) == pytest.approx(counted(case, 2), rel=0.15)
 
 
 @pytest.mark.parametrize(
     ("model", "mesh", "layers"),
     [
         ("7B", PlannedMesh(tensor=4), 2),
-        ("7B", PlannedMesh(context=4), 2),
-        pytest.param("7B", PlannedMesh(replicate=2, context=2), 2, marks=pytest.mark.slow),
+        ("7B", PlannedMesh(replicate=2, context=2), 2),
+        pytest.param("7B", PlannedMesh(context=4), 2, marks=pytest.mark.slow),
         pytest.param("30B of 128 experts", PlannedMesh(expert=8), None, marks=pytest.mark.slow),
     ],
     ids=str,
@@ -134,6 +147,4 @@ def test_a_plan_has_the_memory_that_torch_counts(model, mesh, layers):
     )
     group = PlannedGroup(("actor",), case.ranks)
     memory = memory_of(PlannedPlacement((group,), Sampling.servers, 8, mesh, max_staleness=1), load, DEVICES["h100"])
-    sizes = {name: size for name, size in vars(mesh).items() if size > 1}
-    counted = deep(model, 16, **sizes) if layers is None else tracked(case, config).step
-    assert memory["actor"] == pytest.approx(counted, rel=0.15)
+    assert memory["actor"] == pytest.approx(counted(case, layers), rel=0.15)
