@@ -91,21 +91,19 @@ def held_out(records: Sequence[Record], which: int) -> Share:
 def table(records: Sequence[Record]) -> str:
     """Return the tables of the page in Markdown: shares before and after, and differences of groups."""
     found, constant = groups(records), constants(records)
-    lines = ["| task | runs | seeds | before | after | best constant answer |", "|---|---|---|---|---|---|"]
+    lines = ["| task | runs | seeds | before | after |", "|---|---|---|---|---|"]
     for name, members in found.items():
         task, kind = name.split("_", 1)
-        best = f"{constant[task]['constant']}: {constant[task]['share']:.1%}" if task in constant else ""
-        seeds = ", ".join(str(record["seed"]) for record in members)
-        lines.append(
-            f"| {task} | {TITLES[kind]} | {seeds} | {held_out(members, 0)} | {held_out(members, -1)} | {best} |"
-        )
+        lines.append(f"| {task} | {TITLES[kind]} | {len(members)} | {held_out(members, 0)} | {held_out(members, -1)} |")
+    best = (f"{task} {record['constant']!r} {record['share']:.1%}" for task, record in constant.items())
+    lines += ["", f"Best constant answers: {'; '.join(best)}."]
     lines += ["", "| difference after training | points | survives |", "|---|---|---|"]
     for first, second in COMPARED:
         task, kind = first.split("_", 1)
         if second == CONSTANT and task in constant:
             other, name = share([constant[task]["share"]]), CONSTANT
         elif second in found:
-            other, name = held_out(found[second], -1), TITLES[second.split("_", 1)[1]]
+            other, name = held_out(found[second], -1), TITLES[second.split("_", 1)[1]].partition(":")[0]
         else:
             continue
         if first in found:

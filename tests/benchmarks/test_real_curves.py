@@ -90,8 +90,9 @@ def test_table_and_picture_of_made_results(tmp_path):
         {"run": SFT, "held_out": {}},
     ]
     text = table(records)
-    assert "| sums | GRPO | 0, 1 | 10.0% ± 2.1% | 50.0% ± 3.5% | 3: 11.0% |" in text
-    assert "| sums: GRPO minus control: rewards shuffled | +40.0 ± 4.1 | yes |" in text
+    assert "| sums | GRPO | 2 | 10.0% ± 2.1% | 50.0% ± 3.5% |" in text
+    assert "Best constant answers: sums '3' 11.0%." in text
+    assert "| sums: GRPO minus control | +40.0 ± 4.1 | yes |" in text
     assert "| sums: GRPO minus best constant answer | +39.0 ± 4.2 | yes |" in text
     assert "| sums: RLOO minus GRPO | +1.0 ± 5.0 | no |" in text
     assert f"5 of {len(RUNS)} runs" in text

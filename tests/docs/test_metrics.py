@@ -28,7 +28,8 @@ from tests.toys import Judged
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "metrics.md"
-ROW = re.compile(r"^\| `([^`]+)` \|", re.MULTILINE)
+ROW = re.compile(r"^\| (`[^`|]+`(?:, `[^`|]+`)*) \|", re.MULTILINE)
+"""A row, with the metrics that it defines."""
 
 
 SAME_METRICS = {"adv_norm", "aggregation"}
@@ -39,7 +40,7 @@ GENERATION = GenerationConfig(n=4, max_new_tokens=4, fixed_length=True)
 @cache
 def documented() -> tuple[str, ...]:
     """Return the metrics in the first column of the page's tables. `<...>` matches any name."""
-    return tuple(ROW.findall(PAGE.read_text(encoding="utf-8")))
+    return tuple(name for row in ROW.findall(PAGE.read_text(encoding="utf-8")) for name in re.findall("`(.+?)`", row))
 
 
 def unknown(names, roles: tuple[str, ...] = ()) -> list[str]:
