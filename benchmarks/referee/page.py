@@ -25,13 +25,15 @@ batches went through the framework's own loss code and through realign's, and lo
 - **formula**: no keys do it, but the formula in the link does, to 1e-6.
 - **no**: the framework doesn't have it.
 
-Below, a number in parentheses is how far the framework is from realign's preset without the keys or the formula. To
-translate a config of TRL, verl, OpenRLHF or AReaL, use
+Below, a number in parentheses is the framework's [difference](#how-its-measured) from realign's preset without the keys
+or the formula. To translate a config of TRL, verl, OpenRLHF or AReaL, use
 [`realign import`](migration.md#translate-a-whole-config).
 
 ## What surprised us
 
 {surprises}
+
+Numbers and lines of code are under [corner cases](#corner-cases).
 
 ## Recurring keys
 

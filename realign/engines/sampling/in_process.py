@@ -28,8 +28,8 @@ class InProcessSampling(SamplerSpec):
 
     sync_every: Count | None = None
     """Check every this many decode steps which responses have ended; null: 8 on an accelerator, 1 on a CPU. In between,
-    steps start without waiting for the device, and ended responses keep their slots. Samples don't depend on it.
-    Rollouts with stop strings or router_replay use 1."""
+    steps start without waiting for the device, and ended responses keep their slots. Samples depend on it only by
+    rounding. Rollouts with stop strings or router_replay use 1."""
     compiled_decode: CompiledDecode = CompiledDecode.auto
     """Start a decode step at once instead of operator by operator: auto | on | off. On a CPU, a library does this that
     the first rollout compiles and caches; on CUDA, a graph that is captured for each power of two of rows. Where
