@@ -159,6 +159,11 @@ class ReplayRuntime(LocalRuntime):
         started = time.perf_counter()
         if (recorded := self._recorded.get(call_key(rpc, draw))) is None:
             return super()._call(rpc, batch, draw)
+        if recorded.batch.ids != batch.ids and self._rescore:
+            raise CheckpointError(
+                "--rescore gave other rewards, by which the run chooses its prompts: the recorded call "
+                f"{rpc.name!r} is of other ones. Rescore the step after a checkpoint, or replay without --rescore."
+            )
         if recorded.batch.ids != batch.ids:
             raise CheckpointError(
                 f"{self._run / CALLS}: the recorded call {rpc.name!r} is of other prompts than those of the step. The "

@@ -132,6 +132,21 @@ def test_a_replay_needs_no_reward_function_unless_it_scores_again(words, tmp_pat
         replay(build_experiment(compose([str(out / "config.yaml")])), out, 2, rescore=True)
 
 
+def test_rescoring_steps_whose_prompts_follow_from_the_rewards_says_so(words, tmp_path, monkeypatch):
+    # as on a GPU, where a replay needs the samples
+    monkeypatch.setattr("realign.runtime.local.is_recorded", lambda rpc, *_: rpc.method != "train_step")
+    code, out, changed = tmp_path / "score.py", tmp_path / "run", tmp_path / "changed"
+    condition = f"(response[:1] in '13579') != os.path.exists({str(changed)!r})"
+    code.write_text(f"import os\n\ndef score(prompt, response, row):\n    return float({condition})\n")
+    hard = ["data.limit=6", "curriculum=pass_rate", "curriculum.prefer=hard", "curriculum.min_weight=0.01"]
+    function = f"interfaces.reward.function={code}:score"
+    run(build_experiment(compose([*words["rewards"], *hard, function, f"output_dir={out}"])))
+    changed.touch()
+    experiment = build_experiment(compose([str(out / "config.yaml")]))
+    with pytest.raises(CheckpointError, match=r"--rescore gave other rewards, by which the run chooses its prompts"):
+        list(replay_steps(experiment, out, [1, 2, 3, 4, 5], rescore=True))
+
+
 def test_a_run_that_records_no_calls_calls_again(words, tmp_path):
     out = tmp_path / "run"
     run(build_experiment(compose([*words["rewards"], "records.calls=false", f"output_dir={out}"])))
