@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -31,8 +31,6 @@ class ReferenceInterface(ModelInterface):
 
     OUTPUTS = frozenset({"logprobs"})
 
-    reads_images: ClassVar[bool] = True
-
     temperature: Annotated[float, Range(ge=0.01, lt=math.inf)] = 1.0
     """Sampling temperature, which divides the logits. Must equal the sampler's; this is checked at launch."""
     hidden_states: bool = False
@@ -50,6 +48,11 @@ class ReferenceInterface(ModelInterface):
         super().__post_init__()
         self._write: Callable[..., Any] | None = None
         self._renderer: Renderer | None = None
+
+    @property
+    def reads_images(self) -> bool:  # type: ignore[override]
+        """Whether it scores prompts with images: another prompt than that of the policy is text."""
+        return not self.prompt
 
     @override
     def ineffective(self) -> dict[str, str]:

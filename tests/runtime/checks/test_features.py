@@ -64,6 +64,10 @@ def made(*words):
             ["experiment=ppo", "models.reward.path=reward"],
             r"interfaces\.(reward|critic): \w+ does not support images",
         ),
+        (
+            [*GRPO, "interfaces.actor.kl.place=loss", "interfaces.ref={_target_: reference, prompt: hint}"],
+            r"interfaces\.ref: ReferenceInterface does not support images",
+        ),
     ],
 )
 def test_what_does_not_support_images_is_an_error_before_loading(words, message):
