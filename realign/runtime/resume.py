@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import json
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
@@ -17,7 +16,7 @@ from realign.runtime.checkpoint.saved_models import FINAL, damage_of
 from realign.runtime.checkpoint.schema import Config, check, check_tree
 from realign.runtime.experiment import AUTO, CheckpointPart, Experiment
 from realign.runtime.processes.watchdog import WorkerLost
-from realign.runtime.run_checkpoints import config_of, environment
+from realign.runtime.run_checkpoints import config_leaves, config_of, environment
 from realign.runtime.runtime_spec import Ray
 from realign.version import installed_version
 
@@ -86,7 +85,7 @@ def find_start(experiment: Experiment) -> Start | None:
     added = [] if state["realign"] == installed_version() else added_keys(state["config"], present)
     check_config(state["config"], present, [*experiment.resume_allow, *added])
     if added:
-        values = ", ".join(f"{key}={value}" for key, value in _leaves(present) if key in added)
+        values = ", ".join(f"{key}={value}" for key, value in config_leaves(present) if key in added)
         warnings.warn(
             f"{checkpoint.path} was written by realign {state['realign']}, which lacks some settings of this version. "
             f"The run continues with {values}.",
@@ -170,8 +169,8 @@ def check_version(path: str, state: Mapping[str, Any], present: Mapping[str, Any
     minor = ".".join(written.split(".")[:2])
     if not written or minor == ".".join(running.split(".")[:2]):
         return
-    now = {key for key, _ in _leaves(present)}
-    gone = [key for key, _ in _leaves(state.get("config", {})) if key not in now and not is_free(key)]
+    now = {key for key, _ in config_leaves(present)}
+    gone = [key for key, _ in config_leaves(state.get("config", {})) if key not in now and not is_free(key)]
     if gone:
         names = ", ".join(gone[:3]) + (", ..." if len(gone) > 3 else "")
         raise CheckpointError(
@@ -182,9 +181,9 @@ def check_version(path: str, state: Mapping[str, Any], present: Mapping[str, Any
 
 def added_keys(saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[str]:
     """Return the keys that a config of this version has, and a config of another one lacks, in sections of both."""
-    before = dict(_leaves(saved))
+    before = dict(config_leaves(saved))
     sections = {""} | {key[:end] for key in before for end in _ends(key)}
-    return [key for key, _ in _leaves(present) if key not in before and key.rpartition(".")[0] in sections]
+    return [key for key, _ in config_leaves(present) if key not in before and key.rpartition(".")[0] in sections]
 
 
 def check_config(saved: Mapping[str, Any], present: Mapping[str, Any], allow: Iterable[str]) -> None:
@@ -199,7 +198,7 @@ def check_config(saved: Mapping[str, Any], present: Mapping[str, Any], allow: It
         CheckpointError: Keys differ. The message lists them with both values.
         ConfigError: A key of `allow` does not exist.
     """
-    before, now = dict(_leaves(saved)), dict(_leaves(present))
+    before, now = dict(config_leaves(saved)), dict(config_leaves(present))
     known = {key[:end] for key in before | now for end in _ends(key)}
     for key in allow:
         if key not in known:
@@ -229,7 +228,7 @@ def check_config(saved: Mapping[str, Any], present: Mapping[str, Any], allow: It
 
 def training_settings(config: Mapping[str, Any]) -> dict[str, str]:
     """Return the settings of a config that affect training, as JSON by key."""
-    return {key: value for key, value in _leaves(config) if not is_free(key)}
+    return {key: value for key, value in config_leaves(config) if not is_free(key)}
 
 
 def _stretched_schedules(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
@@ -240,16 +239,6 @@ def _stretched_schedules(before: Mapping[str, str], now: Mapping[str, str]) -> l
         if key.endswith(".schedule.total") and before[key] != now[key]
         if (before[key], now[key]) == (before.get("steps"), now.get("steps"))
     ]
-
-
-def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Yield path and value (as JSON) of each leaf of a config. An empty mapping is a leaf."""
-    if isinstance(node, Mapping) and node:
-        for key, value in node.items():
-            yield from _leaves(value, f"{path}.{key}" if path else str(key))
-    else:
-        # as JSON, so that a value just composed equals the same value read from a checkpoint: a tuple is a list there
-        yield path, json.dumps(node, default=str, sort_keys=True)
 
 
 def _ends(key: str) -> list[int]:

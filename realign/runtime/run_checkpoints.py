@@ -7,6 +7,7 @@ loads frozen weights from their original path and compares their hash with the s
 
 from __future__ import annotations
 
+import json
 import platform
 import time
 import warnings
@@ -14,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from functools import cache, partial
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
 import torch
@@ -99,7 +100,7 @@ def restore(runtime: LocalRuntime, state: Mapping[str, Any], skip: Iterable[str]
         CheckpointError: Models or data do not match the state. The message names the mismatch.
     """
     skipped = set(skip)
-    _restore_models(runtime, state["models"], skipped)
+    _restore_models(runtime, state, skipped)
     if CheckpointPart.interfaces not in skipped:
         _restore_interfaces(runtime, state["interfaces"])
     if CheckpointPart.data not in skipped:
@@ -121,7 +122,8 @@ def _model_state(model: Model, synced: bool) -> dict[str, Any]:
     return own | ({"weights": model.engine.weights()} if synced else {})
 
 
-def _restore_models(runtime: LocalRuntime, states: Mapping[str, Any], skipped: set[str]) -> None:
+def _restore_models(runtime: LocalRuntime, saved: Mapping[str, Any], skipped: set[str]) -> None:
+    states, configs = saved["models"], (saved["config"], config_of(runtime.experiment))
     if differing := sorted(states.keys() ^ runtime.models.keys()):
         where = "the checkpoint" if differing[0] in states else "this run"
         raise CheckpointError(f"models.{differing[0]} is only in {where}. Resume with the same roles.")
@@ -134,10 +136,10 @@ def _restore_models(runtime: LocalRuntime, states: Mapping[str, Any], skipped: s
                 "same trained roles."
             )
         if trained:
-            with matching_model(role):
+            with matching_model(role, *configs):
                 model.engine.load_state_dict(state["engine"], weights_only=CheckpointPart.optimizer in skipped)
         if "weights" in state:  # a role that is synced from a trained role
-            with matching_model(role):
+            with matching_model(role, *configs):
                 model.engine.load_weights(state["weights"])
         if CheckpointPart.counters not in skipped:
             model.version = state["version"]
@@ -176,14 +178,22 @@ def _restore_interfaces(runtime: LocalRuntime, states: Mapping[str, Any]) -> Non
 
 
 @contextmanager
-def matching_model(role: str) -> Iterator[None]:
-    """Name the role of a model that does not match its state in the checkpoint."""
+def matching_model(
+    role: str, saved: Mapping[str, Any] = MappingProxyType({}), present: Mapping[str, Any] = MappingProxyType({})
+) -> Iterator[None]:
+    """Name the role of a model that does not match its state in the checkpoint, and its settings that were changed."""
     try:
         yield
     except (ValueError, RuntimeError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
-        detail = " ".join(f"{type(error).__name__}: {error}".split())
+        before, now = dict(config_leaves(saved)), dict(config_leaves(present))
+        changed = [
+            f"{key} was {before.get(key, '(none)')}, is {now.get(key, '(none)')}"
+            for key in sorted(before.keys() | now.keys())
+            if key.startswith(f"models.{role}.") and before.get(key) != now.get(key)
+        ]
+        detail = "; ".join(changed) or " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise CheckpointError(
-            f"models.{role} does not match the checkpoint ({detail[:300]}). {_skip(CheckpointPart.optimizer)} "
+            f"models.{role} does not match the checkpoint ({detail}). {_skip(CheckpointPart.optimizer)} "
             "Weights cannot be skipped."
         ) from error
 
@@ -199,6 +209,16 @@ def config_of(experiment: Experiment) -> dict[str, Any]:
     """
     own = {"seed": experiment.seed, "batch_prompts": experiment.batch_prompts, "shuffle": experiment.shuffle}
     return own | dict(experiment.resolved)
+
+
+def config_leaves(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """Yield path and value (as JSON) of each leaf of a config. An empty mapping is a leaf."""
+    if isinstance(node, Mapping) and node:
+        for key, value in node.items():
+            yield from config_leaves(value, f"{path}.{key}" if path else str(key))
+    else:
+        # as JSON, so that a value just composed equals the same value read from a checkpoint: a tuple is a list there
+        yield path, json.dumps(node, default=str, sort_keys=True)
 
 
 def environment() -> dict[str, Any]:

@@ -117,6 +117,16 @@ def test_steps_that_a_fork_takes_again_have_the_recorded_rewards(task, train, mo
     assert rewards["again"][3] != rewards["noisy"][3]
 
 
+def test_a_fork_with_weights_of_another_shape_names_the_setting(task, train, monkeypatch, capsys):
+    lora = ("models.actor.trains=lora", "models.actor.trains.rank=4", "models.actor.gradient_checkpointing=false")
+    train("lora", "experiment=grpo_arithmetic", "steps=3", *lora)
+    monkeypatch.chdir(task)
+    assert main(["fork", "runs/lora", "2", "models.actor.trains.rank=8"]) == 2
+    error = capsys.readouterr().err
+    assert "models.actor does not match the checkpoint (models.actor.trains.rank was 4, is 8)" in error
+    assert "torch" not in error
+
+
 def test_a_fork_can_change_the_algorithm(finished, monkeypatch):
     monkeypatch.chdir(finished)
     assert main(["fork", "runs/a", "4", "algorithm=dr_grpo"]) == 0
