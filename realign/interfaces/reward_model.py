@@ -218,8 +218,9 @@ class RewardModelInterface(ModelInterface):
     """Weight of (chosen score + rejected score)^2 in the loss, which keeps scores around 0 (kind=pairwise;
     arXiv:2312.09244)."""
     score_at: ScoreAt = ScoreAt.last
-    """Token at which the score is read: last, or before_end, the token before the end token. Use the same value for the
-    training of a reward model and for the rewards that it computes."""
+    """Token at which the score is read: last, or before_end, the token before the end token (the last token if a
+    sequence doesn't end with one). Use the same value for the training of a reward model and for the rewards that it
+    computes."""
     stop_token_ids: list[int] | None = None
     """End tokens of score_at=before_end; null: those of the model and its tokenizer. If the sampler has other ones, set
     this to ${interfaces.actor.generation.stop_token_ids}."""
