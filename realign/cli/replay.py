@@ -130,7 +130,9 @@ def fork_words(words: Sequence[str]) -> list[str]:
         raise ConfigError(f"step {step}: the fork would end at step {forked.steps}. Set a larger steps.")
     checkpoint = origin(run, step)
     if step and (checkpoint is None or checkpoint.step < step):
-        checkpoint = _advance(run, forked.output_dir, step, checkpoint)
+        # from a checkpoint, which checks that a file elsewhere has the same rows
+        moved = [word for word in overrides if word.startswith("data.path=")] if checkpoint is not None else []
+        checkpoint = _advance(run, forked.output_dir, step, checkpoint, moved)
     return [config, *overrides, *flags, *_resumed(forked, checkpoint)]
 
 
@@ -154,8 +156,11 @@ def _resumed(experiment: Experiment, checkpoint: Checkpoint | None) -> list[str]
     return [f"resume={_path(checkpoint.path)}", f"resume_allow=[{allow}]"]
 
 
-def _advance(run: Path, out: Path, step: int, checkpoint: Checkpoint | None) -> Checkpoint:
-    """Take the steps from a checkpoint of a run to `step` in the folder `out`, and return the checkpoint there."""
+def _advance(run: Path, out: Path, step: int, checkpoint: Checkpoint | None, moved: Sequence[str]) -> Checkpoint:
+    """Take the steps from a checkpoint of a run to `step` in the folder `out`, and return the checkpoint there.
+
+    `moved` are overrides that say where files of the run are now.
+    """
     from realign.engines.files.folders import remove_folder
     from realign.runtime import run as train_run
     from realign.runtime.replay import ReplayRuntime, StopAfter, check_settings, last_checkpoint
@@ -164,7 +169,8 @@ def _advance(run: Path, out: Path, step: int, checkpoint: Checkpoint | None) -> 
 
     first = 1 if checkpoint is None else checkpoint.step + 1
     check_settings(run, first)
-    experiment = experiment_of(run, f"output_dir={_path(out.absolute())}", *_resumed(experiment_of(run), checkpoint))
+    resumed = _resumed(experiment_of(run, *moved), checkpoint)
+    experiment = experiment_of(run, f"output_dir={_path(out.absolute())}", *moved, *resumed)
     if experiment.rollout.ahead:
         raise ConfigError(
             f"{run} has no checkpoint at step {step}, and asynchronous rollout would take other steps again. Fork it "

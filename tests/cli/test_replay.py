@@ -127,6 +127,16 @@ def test_a_fork_with_weights_of_another_shape_names_the_setting(task, train, mon
     assert "torch" not in error
 
 
+def test_a_fork_takes_steps_again_from_data_that_was_moved(task, train, monkeypatch, capsys):
+    shutil.copy(task / "task/prompts.jsonl", task / "rows.jsonl")
+    train("moved", "experiment=grpo_arithmetic", "steps=4", "data.path=rows.jsonl")
+    monkeypatch.chdir(task)
+    Path("rows.jsonl").rename("elsewhere.jsonl")
+    assert main(["fork", "runs/moved", "3", "data.path=elsewhere.jsonl", "output_dir=runs/on"]) == 0
+    assert "no checkpoint at step 3" in capsys.readouterr().out
+    assert torch.equal(*(next(iter(weights(task / "runs" / name).values())) for name in ("moved", "on")))
+
+
 def test_a_fork_can_change_the_algorithm(finished, monkeypatch):
     monkeypatch.chdir(finished)
     assert main(["fork", "runs/a", "4", "algorithm=dr_grpo"]) == 0
