@@ -165,7 +165,7 @@ def shares(members: Sequence[Record], key: str) -> dict[int, Share]:
 
 def table(records: Sequence[Record]) -> str:
     """Return the table of the page in Markdown."""
-    lines = ["| hint of the teacher | seeds | student before | student after | with the hint before | after |"]
+    lines = ["| hint of the teacher | seeds | student before | student after | hinted before | hinted after |"]
     lines.append("|---|---|---|---|---|---|")
     for kind, members in by_kind(records).items():
         cells = [list(shares(members, key).values()) for key in ("held_out", "hinted")]
@@ -194,7 +194,7 @@ def draw(records: Sequence[Record], path: Path) -> None:
             for i, record in enumerate(members):
                 label = f"{KINDS[kind].title} ({len(members)})" if i == 0 else None
                 right.plot(record["divergence"], color=color, linestyle=style, linewidth=1, label=label)
-        left.set_title("Right answers to held-out sums")
+        left.set_title("Correct answers to held-out sums")
         left.set_ylim(bottom=0)
         right.set_title("Divergence from the teacher (nats per token)")
         right.set_ylim(bottom=0)
