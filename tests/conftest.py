@@ -84,6 +84,16 @@ def blank_curves() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="module")
+def same_threads() -> Iterator[None]:
+    """Undo what tests of a module leave as the number of threads. With two, small tensors take far longer."""
+    import torch
+
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture
 def drawn_curves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let runs of this test draw their curves."""

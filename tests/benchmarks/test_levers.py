@@ -72,4 +72,4 @@ def test_log_probs_of_all_tokens_are_the_same_where_they_count():
 
 def test_what_is_unknown_is_refused():
     with pytest.raises(SystemExit, match="unknown lever 'speed'; valid: fused_rollout"):
-        levers.main(["levers=speed"])
+        levers.main(["levers=speed", f"threads={torch.get_num_threads()}"])
