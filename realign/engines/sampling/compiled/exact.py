@@ -55,6 +55,7 @@ class ExactModel:
             raise ConfigError(f"{self._where}: incompatible with {obstacle}.")
         assert fusion is not None
         self._fusion = fusion
+        fusion.path.required_by, fusion.path.cure = "exact=true", "exact=false"
         self._network = network
         self._length = 1
         self.read()
@@ -66,8 +67,8 @@ class ExactModel:
         try:
             trunk = self._fusion.trunk(self._length, torch.float32)
         except ConfigError as error:
-            raise ConfigError(f"{self._where}: {error}") from error
-        assert isinstance(trunk, CompiledTrunk)  # `compiled_decode=on` raises otherwise
+            raise ConfigError(f"models.{self._network.name}.{error}") from error
+        assert isinstance(trunk, CompiledTrunk)  # raises otherwise, since it is required
         self._trunk = trunk
         self._head = ExactHead(self._network_head().weight_VH)
         return trunk

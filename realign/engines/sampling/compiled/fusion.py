@@ -210,6 +210,7 @@ class DecodeChoice:
 
     def __init__(self, model: str, compiled: CompiledDecode) -> None:
         self.compiled = compiled
+        self.required_by, self.cure = "compiled_decode=on", "compiled_decode=auto"
         self.now: DecodePath | None = None
         """What computed the decode steps of the last rollout; None if no rollout has run."""
         self.resumed: str | None = None
@@ -278,8 +279,7 @@ class DecodeChoice:
         """
         if self.compiled is CompiledDecode.on and path is not DecodePath.compiled:
             raise ConfigError(
-                f"sampler.compiled_decode=on: decode steps cannot be compiled, since {reason}. "
-                "Set compiled_decode=auto."
+                f"sampler.{self.required_by}: decode steps cannot be compiled, since {reason}. Set {self.cure}."
             )
         if self.resumed is not None and self.resumed != path:
             warnings.warn(
