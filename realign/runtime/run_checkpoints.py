@@ -191,7 +191,7 @@ def matching_model(
             for key in sorted(before.keys() | now.keys())
             if key.startswith(f"models.{role}.") and before.get(key) != now.get(key)
         ]
-        detail = "; ".join(changed) or " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        detail = "; ".join([*changed, " ".join(f"{type(error).__name__}: {error}".split())[:300]])
         raise CheckpointError(
             f"models.{role} does not match the checkpoint ({detail}). {_skip(CheckpointPart.optimizer)} "
             "Weights cannot be skipped."

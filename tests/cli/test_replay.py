@@ -123,8 +123,7 @@ def test_a_fork_with_weights_of_another_shape_names_the_setting(task, train, mon
     monkeypatch.chdir(task)
     assert main(["fork", "runs/lora", "2", "models.actor.trains.rank=8"]) == 2
     error = capsys.readouterr().err
-    assert "models.actor does not match the checkpoint (models.actor.trains.rank was 4, is 8)" in error
-    assert "torch" not in error
+    assert "models.actor does not match the checkpoint (models.actor.trains.rank was 4, is 8; " in error
 
 
 def test_a_fork_takes_steps_again_from_data_that_was_moved(task, train, monkeypatch, capsys):
