@@ -289,10 +289,8 @@ except CheckpointError as error:
 """
 
 
-@pytest.mark.parametrize(
-    "script",
-    [pytest.param(False, id="typed in", marks=pytest.mark.slow), pytest.param(True, id="script without a guard")],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("script", [False, True], ids=["typed in", "script without a guard"])
 def test_five_lines_train_a_model_in_a_fresh_process(folder, script):
     """No worker may import `__main__`. The source of the function is in run.json, and a changed one is refused."""
 

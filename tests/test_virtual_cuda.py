@@ -45,13 +45,9 @@ def test_the_device_its_budgets_and_a_run_on_it():
     on_device(*files, RUNS, "-k", f"test_device or test_budgets or test_streams or {QUICK}")
 
 
-def test_the_memory_of_a_rank():
-    on_device("tests/virtual_cuda/test_rank_memory.py", "-m", "not slow")
-
-
 @pytest.mark.slow
 def test_the_memory_of_a_rank_of_every_model():
-    on_device("tests/virtual_cuda/test_rank_memory.py", "-m", "slow and not very_slow")
+    on_device("tests/virtual_cuda/test_rank_memory.py", "-m", "not very_slow")
 
 
 @pytest.mark.slow

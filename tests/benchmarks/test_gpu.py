@@ -17,6 +17,7 @@ def results(folder):
     return [json.loads(line) for line in (folder / gpu.RESULTS).read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_each_part_is_a_process_whose_results_are_on_disk_and_a_finished_part_is_not_repeated(tmp_path, capfd):
     words = ["size=tiny", "device=cpu", f"folder={tmp_path}"]
     assert gpu.main([*words, "parts=ratio,update"]) == 0

@@ -84,6 +84,7 @@ def check_rank(folders: Path, out: Path) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_the_sharded_engine_passes_on_two_ranks(folders, tmp_path):
     assert run_ranks(2, check_rank, folders, tmp_path, seconds=400) == [True, True]
 
