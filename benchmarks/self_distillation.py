@@ -164,7 +164,7 @@ def shares(members: Sequence[Record], key: str) -> dict[int, Share]:
 
 
 def table(records: Sequence[Record]) -> str:
-    """Return the table of the page in Markdown."""
+    """Return the shares of right answers before and after training in Markdown."""
     lines = ["| hint of the teacher | seeds | student before | student after | hinted before | hinted after |"]
     lines.append("|---|---|---|---|---|---|")
     for kind, members in by_kind(records).items():

@@ -94,7 +94,8 @@ def _main(folder: Path, words: tuple[str, ...], environment: dict[str, str], out
     try:
         code = cli.main()
     finally:
-        atexit._run_exitfuncs()  # multiprocessing runs none
+        # reward workers are closed at exit; multiprocessing skips exit functions, and nothing public runs them
+        atexit._run_exitfuncs()
     sys.exit(code)
 
 

@@ -17,7 +17,8 @@ from realign.engines.network.heads import Head, is_encoder_decoder
 from realign.engines.network.trains import All, Trained
 from realign.engines.network.unpacked import UNPACKED_FAMILIES
 
-PER_TOKEN = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k")
+ACTIVE_EXPERTS = ("num_experts_per_tok", "top_k_experts", "moe_topk")
+"""Names in configs of the number of experts that compute a token."""
 PYTHON_ACTIVATIONS = frozenset({"gelu_new", "gelu_fast", "gelu_python", "quick_gelu"})
 """Activation functions of transformers that consist of several operators."""
 
@@ -212,7 +213,7 @@ def shape_of(
         in_layers=in_layers,
         in_experts=sum(p.numel() for p in of_experts),
         experts=len(of_experts[0]) if of_experts else 0,
-        experts_per_token=experts_per_token(text, len(of_experts[0])) if of_experts else 0,
+        experts_per_token=active_experts(text, len(of_experts[0])) if of_experts else 0,
         matrices=matrices,
         trained=trained,
         adapters=sum(p.numel() for p in module.parameters()) - loaded,
@@ -248,9 +249,9 @@ def _largest_list(stack: Any) -> Iterable[nn.Module]:
     return max(lists, key=lambda part: sum(p.numel() for p in part.parameters()), default=[stack.base_model])
 
 
-def experts_per_token(text: Any, experts: int) -> int:
-    """Return how many of the experts of a layer a token passes; all of them if the config doesn't say."""
-    return next((value for name in PER_TOKEN if isinstance(value := getattr(text, name, None), int)), experts)
+def active_experts(text: Any, experts: int) -> int:
+    """Return how many of a layer's experts compute a token; all of them if the config doesn't say."""
+    return next((value for name in ACTIVE_EXPERTS if isinstance(value := getattr(text, name, None), int)), experts)
 
 
 def _mlp(config: Any) -> int:

@@ -6,7 +6,7 @@ import pytest
 from transformers import AriaTextConfig, Gemma4TextConfig, LlamaConfig, Qwen3MoeConfig
 
 from realign.engines import Causal, Lora, TopLayers
-from realign.engines.model_shape import experts_per_token, shape_of
+from realign.engines.model_shape import active_experts, shape_of
 from tests.tiny import FAMILIES, OTHERS, tiny_config, tiny_model
 
 
@@ -59,4 +59,4 @@ def test_the_tensors_that_a_layer_saves_are_read_from_the_config(family, expecte
     ids=lambda value: getattr(value, "model_type", value),
 )
 def test_the_experts_of_a_token_have_several_names(config, expected):
-    assert experts_per_token(config, experts=8) == expected
+    assert active_experts(config, experts=8) == expected

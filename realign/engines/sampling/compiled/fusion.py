@@ -211,6 +211,7 @@ class DecodeChoice:
     def __init__(self, model: str, compiled: CompiledDecode) -> None:
         self.compiled = compiled
         self.required_by, self.cure = "compiled_decode=on", "compiled_decode=auto"
+        """The setting that requires the library, and the one that doesn't, for errors; `ExactModel` sets its own."""
         self.now: DecodePath | None = None
         """What computed the decode steps of the last rollout; None if no rollout has run."""
         self.resumed: str | None = None
