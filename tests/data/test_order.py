@@ -136,6 +136,10 @@ def test_the_sources_follow_weights_that_change(weights, seed):
         assert ranks == list(range(len(ranks)))
 
 
+def test_a_weight_starts_at_the_first_prompt_and_arrives_after_the_given_number_of_prompts():
+    assert Ramp(1.0, 3.0, 4).at(np.array([0, 1, 2, 3, 4, 5])).tolist() == [1.0, 1.5, 2.0, 2.5, 3.0, 3.0]
+
+
 @given(st.lists(st.sampled_from([0.5, 1.0, 3.0]), min_size=1, max_size=5), st.integers(0, 3), st.integers(1, 99))
 def test_a_change_to_the_same_weight_changes_nothing(weights, seed, prompts):
     constant, ramps = SourceChoice(weights, seed), SourceChoice([Ramp(w, w, prompts) for w in weights], seed)

@@ -83,6 +83,13 @@ def test_trap_e8_biased_and_unbiased_deviation():
     assert of_group(x, flags(Scope.group, Scope.group, unbiased=True))[0].item() == pytest.approx(1.5, abs=1e-6)
 
 
+@pytest.mark.parametrize(("half", "sign"), [(1.01e-6, 1.0), (0.99e-6, 0.0)])
+def test_a_group_is_flat_up_to_a_millionth_of_its_size(half, sign):
+    """The values 1 and 1 + 2h have the deviation h around 1 + h, so h is also its ratio to the root mean square."""
+    x_N = torch.tensor([1.0, 1 + 2 * half], dtype=torch.float64)
+    assert of_group(x_N, flags(Scope.group, Scope.group, eps=0.0)).tolist() == pytest.approx([-sign, sign], abs=1e-6)
+
+
 def test_trap_e1_a_constant_group_gives_exactly_zero_and_is_flagged():
     x_N = torch.tensor([1.0, 1, 1, 1, 0, 1, 0.35, 0.35, 0.35])
     group_N = torch.tensor([5, 5, 5, 5, 2, 2, 9, 9, 9])

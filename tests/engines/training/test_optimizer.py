@@ -23,6 +23,7 @@ from realign.engines import (
     learning_rate,
 )
 from realign.engines.distributed.sharded_engine import ShardedStepper
+from realign.engines.training.stepper import Stepper
 from realign.engines.training.torch_optimizer import ELEMENTWISE, MixedOptimizer
 from realign.errors import ConfigError, SettingsError
 from realign.runtime.checkpoint.schema import OptimizerState, check
@@ -62,6 +63,21 @@ def test_a35_epsilon_hat_adam_equals_tensorflows():
     np.testing.assert_allclose(got, np.stack(path), rtol=1e-9)
     plain = run(OptimizerSpec(lr=0.01, betas=(0.9, 0.99), eps=1e-5), start, gradients())
     assert np.abs(got - plain).max() > 1e-3  # plain Adam is a different optimizer
+
+
+def test_a35_the_bias_correction_of_each_step_has_its_own_number():
+    """With betas of 1/2 and gradients of 4, m is 2 and 3, and v is 8 and 12."""
+    first = math.sqrt(1 / 2) / (1 / 2) * 2 / (math.sqrt(8) + math.sqrt(8))
+    second = math.sqrt(3 / 4) / (3 / 4) * 3 / (math.sqrt(12) + math.sqrt(8))
+    weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    spec = OptimizerSpec(lr=1.0, betas=(0.5, 0.5), eps=math.sqrt(8), eps_hat=True, weight_decay=0.0, grad_clip=None)
+    stepper = Stepper("actor", spec, [weight])
+    path = []
+    for _ in range(2):
+        weight.grad = torch.full((1,), 4.0, dtype=torch.float64)
+        stepper.step(torch.tensor(1.0), torch.tensor(1.0))
+        path.append(weight.item())
+    assert path == pytest.approx([-first, -first - second], rel=1e-9)
 
 
 def test_adamw_against_its_paper():

@@ -36,6 +36,21 @@ def test_a_further_judge_has_a_metric_of_its_own_over_the_responses_it_judged():
     assert len(judged) == 2
 
 
+@pytest.mark.parametrize(("success", "expected"), [(7.0, 1.0), (7.5, 0.0)])
+def test_a_response_is_correct_from_the_success_reward_on(success, expected):
+    """Each of the two responses has 6 tokens and the reward 7."""
+
+    @dataclass
+    class Seven(ModelInterface):
+        def inference(self, model, data, mb_spec):
+            sequences = len(list(data.sequences("prompt_mask")))
+            return data.select(["input_ids"]).with_sequences(rewards=torch.full((sequences,), 7.0)).select(["rewards"])
+
+    evaluation = Evaluation(Prompts(3), Seven(), LONG, batch_prompts=2, pass_at=[1, 2], success=success)
+    values, _ = evaluation.measure(SimpleNamespace(models={"actor": Bigram().load("actor", seed=0)}), Prompts(3))
+    assert (values["eval/pass@1"], values["eval/pass@2"]) == (expected, expected)
+
+
 def test_a_sweep_adds_the_metrics_of_each_value():
     values, judged = run(sweep={"max_new_tokens": [1, 3]}, metrics={"length": Length()})
     plain, _ = run()
