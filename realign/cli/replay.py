@@ -37,10 +37,6 @@ def replay(args: argparse.Namespace, words: Sequence[str]) -> int:
     """Run `realign replay RUN STEP`: recompute a step, and write all that it computed."""
     from realign.runtime.replay import write
 
-    if len(words) == 1 and Path(words[0]).is_file():
-        from realign.cli.pack import replay_pack
-
-        return replay_pack(Path(words[0]), args.tolerance)
     chosen = chosen_out(args.out)
     run, step = run_and_step("replay", words)
     out = chosen or run / "replay" / f"step_{step:06d}"

@@ -231,7 +231,6 @@ def replay(
     break_in: str | None = None,
     *,
     rescore: bool = False,
-    around: Around = nullcontext,
 ) -> ReplayedStep:
     """Recompute step `step` of the run in folder `run`, whose experiment this is.
 
@@ -241,13 +240,12 @@ def replay(
         step: a step that the run has taken.
         break_in: a role whose loss opens a debugger in this step.
         rescore: see `replay_steps`.
-        around: see `replay_steps`.
 
     Raises:
         CheckpointError: the run has no such step, or its checkpoint, models or data have changed.
         ConfigError: `break_in` names no role with a loss.
     """
-    debugged = around if break_in is None else partial(_debugging, role=break_in)
+    debugged = nullcontext if break_in is None else partial(_debugging, role=break_in)
     (replayed,) = replay_steps(experiment, run, [step], rescore=rescore, around=debugged)
     return replayed
 

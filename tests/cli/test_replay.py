@@ -301,7 +301,6 @@ def test_a_command_bisects_the_steps_of_a_run(finished, monkeypatch, capsys):
         (["replay", "runs/a", "2", "--tolerance", "nan"], "such as 1e-4, found 'nan'"),
         (["replay", "reward.py", "1"], "this is a file. Name the folder of a run"),
         (["replay", "runs/a", "2", "--out", "reward.py"], "reward.py is a file. Choose another folder"),
-        (["pack", "runs/a", "2", "-o", "reward.py/step.zip"], "reward.py is a file. Choose another folder"),
         (["verify", "runs/a", "--steps", "-1"], "--steps -1: expected a number of steps"),
     ],
 )

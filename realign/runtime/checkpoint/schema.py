@@ -403,11 +403,6 @@ def check(kind: Any, value: Any, path: str = "") -> None:
         raise _mismatch(place, first["input"], " or ".join(problems) + missing) from None
 
 
-def check_engine(role: str, state: Any) -> None:
-    """Check the state of an engine; raises CheckpointError if it does not fit."""
-    check(_ModelState, {"version": 0, "engine": state}, f"models.{role}")
-
-
 def _place(path: str, loc: Sequence[Any], value: Any) -> str:
     """Return the path of a value from the location in an error, which also contains the tags of unions."""
     names = [path] if path else []
