@@ -116,7 +116,7 @@ def printed_without(modules: set[str], words: list[str], here) -> str:
     return done.stdout
 
 
-def gone(pid, within_s=10.0):
+def gone(pid, within_s=60.0):
     """Return whether the process ends in time. A zombie counts as ended."""
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline:

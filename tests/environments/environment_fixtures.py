@@ -101,11 +101,13 @@ class Stuck:
         raise AssertionError("never asked")
 
 
-class SlowToMake:
-    """Plain environment with a slow constructor, such as a sandbox."""
+class MadeInPairs:
+    """Plain environment whose constructor waits for the constructor of another one."""
+
+    pair = threading.Barrier(2, timeout=60)
 
     def __init__(self):
-        time.sleep(0.3)
+        MadeInPairs.pair.wait()
         self.thread = threading.get_ident()
 
     def reset(self, row):
@@ -123,7 +125,7 @@ class Threaded:
         return "", {}
 
     async def step(self, response):
-        await asyncio.to_thread(time.sleep, 5)
+        await asyncio.to_thread(Blocking.release.wait)
 
 
 class Busy:

@@ -120,7 +120,7 @@ def named(name):
 
 def gone(name):
     """Wait until no process has the name, and return whether that happened within 10 seconds."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while named(name) and time.monotonic() < deadline:
         time.sleep(0.02)
     return not named(name)

@@ -408,7 +408,7 @@ def test_a_request_that_the_server_rejects_is_an_error_and_others_go_on(servers,
 
 def test_a_server_that_hangs_during_an_update_is_taken_out_of_use(servers, connect, kind):
     pair = servers(2)
-    sampler = connect(pair, update_timeout_s=0.5)
+    sampler = connect(pair, update_timeout_s=3)
     pair[0].faults[LOAD[kind]] = [fake_server.hang]
     sampler.update(NEW, 1)
     done = sampler.generate(prompts(), CONFIG, seed=2)
@@ -702,7 +702,7 @@ def test_a_server_without_the_previous_weights_gets_all_of_them(connect_deltas, 
 
 
 def test_a_server_that_never_confirms_the_checksum_is_not_used(connect_deltas):
-    server, sampler = connect_deltas(patience_s=0.5)
+    server, sampler = connect_deltas(patience_s=2.0)
 
     def tamper(path, body, answer):
         if path == "/collective_rpc" and body["method"] != "realign_load":

@@ -28,6 +28,8 @@ def act(prompt, response, row):
         case "pid":
             return float(os.getpid())
         case "hang":
+            if "file" in row:
+                Path(row["file"]).touch()
             while True:
                 time.sleep(0.05)
         case "os_exit":

@@ -50,8 +50,9 @@ def pids(file):
 @pytest.mark.parametrize("end", ENDS)
 def test_all_processes_that_a_function_started_end_with_its_worker(end, started):
     row = {"file": str(started), "ways": WAYS, "end": end}
+    limit_s = 5.0 if ENDS[end] is FailureKind.timeout else 60.0
     with RewardPool(
-        f"{STARTS}:start_and_end", workers=1, timeout_s=5.0, memory_mb=None, max_failed_fraction=1.0
+        f"{STARTS}:start_and_end", workers=1, timeout_s=limit_s, memory_mb=None, max_failed_fraction=1.0
     ) as pool:
         found = pool.score(["p"], ["r"], [row])
         assert [f.kind for f in found.failures] == [ENDS[end]]

@@ -312,18 +312,16 @@ def test_several_threads_share_the_workers_also_when_these_are_killed(caplog):
         assert crashing.result().values == [1, None, 2]
 
 
-def test_closing_ends_the_calls_of_other_threads():
+def test_closing_ends_the_calls_of_other_threads(tmp_path):
     pool = make()
     with ThreadPoolExecutor(2) as threads:
-        calls = [threads.submit(score, pool, [{"do": "hang"}] * 8) for _ in range(2)]
-        while pool._processes._crew is None:
+        begun = [tmp_path / "first", tmp_path / "second"]
+        calls = [threads.submit(score, pool, [{"do": "hang", "file": str(file)}]) for file in begun]
+        while not all(file.exists() for file in begun):
             time.sleep(0.01)
-        time.sleep(0.2)
-        began = time.monotonic()
         pool.close()
         for call in calls:
             assert call.exception() is not None
-        assert time.monotonic() - began < 15
     assert pool._processes._crew is None
 
 
@@ -535,7 +533,7 @@ def test_a_function_that_hangs_on_everything_is_given_up_long_before_every_item_
 def test_items_that_hang_among_others_do_not_end_the_patience():
     """An answer restarts the patience, and a few consecutive items without an answer do not exceed it."""
     rows = [{"do": "hang"} if i % 5 == 0 else {"value": i} for i in range(15)]
-    with RewardPool(CASES, workers=2, timeout_s=1.0, patience_s=0.0, memory_mb=None, max_failed_fraction=1) as pool:
+    with RewardPool(CASES, workers=2, timeout_s=3.0, patience_s=0.0, memory_mb=None, max_failed_fraction=1) as pool:
         result = score(pool, rows)
     assert [f.index for f in result.failures] == [0, 5, 10]
     assert result.values == [None if i % 5 == 0 else i for i in range(15)]
@@ -561,11 +559,11 @@ def test_a_function_of_a_session_runs_in_a_thread_and_is_given_up_after_its_time
             hanging.wait()
         return row["value"]
 
-    with make(SessionFunction.of(reward), workers=2, timeout_s=0.2) as pool:
+    with make(SessionFunction.of(reward), workers=2, timeout_s=2.0) as pool:
         result = score(pool, [{"value": value} for value in (0, 1, 2)])
         assert result.values == [0, None, 2]
         assert [(failure.kind, failure.index) for failure in result.failures] == [(FailureKind.timeout, 1)]
-        assert "no answer within timeout_s=0.2 s; its thread goes on" in result.failures[0].message
+        assert "no answer within timeout_s=2 s; its thread goes on" in result.failures[0].message
     assert threading.current_thread() not in threads
     assert all(thread.daemon for thread in threads)
     hanging.set()

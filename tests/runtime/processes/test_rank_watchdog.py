@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import threading
 import time
@@ -59,7 +60,9 @@ def test_the_first_error_is_printed_with_its_operation_and_ends_the_other_rank(t
         with pytest.raises(SystemExit), first.telling():
             first.leave_if_ended()
     said = capsys.readouterr().err
-    assert said == "rank 1 of 2 failed first, in call 'x' for 0 s on [5]\nTraceback\ndivision by zero\n"
+    assert re.fullmatch(
+        r"rank 1 of 2 failed first, in call 'x' for \d+ s on \[5\]\nTraceback\ndivision by zero\n", said
+    )
     assert (first.code, second.code) == (3, 3)
 
 
@@ -174,8 +177,8 @@ def test_only_a_limited_operation_ends_the_ranks_with_exit_code_75(two, capfd, m
             waited_for(lambda: len(ended) == 2)
     said = capfd.readouterr().err.splitlines()
     assert said[0].startswith("error: call 'x' exceeds runtime.rpc_timeout_minutes=0.001")
-    assert said[1].startswith("rank 0: evaluation for 0 s in ")
-    assert said[2].startswith("rank 1: call 'x' for 0 s in ")
+    assert re.match(r"rank 0: evaluation for \d+ s in ", said[1])
+    assert re.match(r"rank 1: call 'x' for \d+ s in ", said[2])
     assert ended == [75, 75]
     error = "call 'x' exceeds runtime.rpc_timeout_minutes=0.00166667. Restart the run with resume=auto."
     assert [(message, code) for _, message, code in records] == [(error, 75)]
