@@ -222,7 +222,7 @@ def _write_merged(new: Path, adapter: AdapterFolder) -> None:
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
     from realign.engines.network.heads import language_model_class
-    from realign.engines.network.trains import merge_adapter
+    from realign.engines.network.merge import merge_adapter
 
     scalar = bool(adapter.head_names())
     labels = {"num_labels": 1} if scalar else {}

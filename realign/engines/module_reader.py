@@ -18,9 +18,10 @@ from realign.engines.files.model_folder import GENERATION_CONFIG, check_path, qu
 from realign.engines.files.unread import read_buffers, read_now, weights_in
 from realign.engines.network.branches import Branch
 from realign.engines.network.heads import Causal, Head, ValueHead, head_mapping, is_encoder_decoder, read_head
+from realign.engines.network.merge import merge_adapter
 from realign.engines.network.passed_context import pass_context_on
 from realign.engines.network.recurrence import segment_recurrent_layers
-from realign.engines.network.trains import Lora, Trained, merge_adapter
+from realign.engines.network.trains import Lora, Trained
 from realign.engines.network.value_head import ValueNetwork
 from realign.errors import ConfigError, DataError
 

@@ -178,10 +178,13 @@ def weights_in(path: str, place: torch.device) -> dict[str, Unread] | None:
 
 def read_now(module: nn.Module) -> None:
     """Read the weights of a module on their device, such as those of a small part whose values are needed first."""
+    read: dict[int, nn.Parameter] = {}  # tied weights stay one
     for part in module.modules():
         for name, x in part.named_parameters(recurse=False):
             if isinstance(x, Unread):
-                setattr(part, name, nn.Parameter(x.read().to(x.place), x.requires_grad))
+                if id(x) not in read:
+                    read[id(x)] = nn.Parameter(x.read().to(x.place), x.requires_grad)
+                setattr(part, name, read[id(x)])
     read_buffers(module)
 
 

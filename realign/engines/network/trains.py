@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import copy
 import re
-import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +23,6 @@ from typing_extensions import override
 
 from realign.engines.files.adapters import PREFIX, WEIGHTS, absolute
 from realign.engines.files.model_folder import quiet_transformers
-from realign.engines.files.unread import Computed, Unread, has_unread, read_now
 from realign.engines.network.branches import check_layers, read_stack, train_top
 from realign.engines.network.heads import is_encoder_decoder, read_head
 from realign.engines.network.output import ScalarHead
@@ -180,13 +178,14 @@ class Lora(Trained):
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             inject_adapter_in_model(config, module, adapter_name=ADAPTER)
-        adapted = set(adapted_layers(module).values())
-        for name, layer in (("embeddings", module.get_input_embeddings()), ("head", module.get_output_embeddings())):
-            if layer in adapted:
-                raise ConfigError(
-                    f"target_modules={self.target_modules}: LoRA cannot adapt the {name}. Remove the layer from the "
-                    "list."
-                )
+        adapted = {id(getattr(part, name)) for _, part, name in adapted_weights(module)}
+        ends = {"embeddings": module.get_input_embeddings(), "head": module.get_output_embeddings()}
+        # by weight, since tied weights belong to both, and those of an encoder-decoder model to further layers
+        if met := [name for name, layer in ends.items() if layer is not None and id(layer.weight) in adapted]:
+            raise ConfigError(
+                f"target_modules={self.target_modules}: LoRA cannot adapt the {' and '.join(met)}. Remove the layer "
+                "from the list."
+            )
         head = read_head(module)
         if isinstance(head, ScalarHead):
             for x in (head.weight_1H, head.bias_1):
@@ -234,8 +233,8 @@ class Lora(Trained):
     def updates(self, module: Any) -> dict[str, Callable[[], Tensor]]:
         names = {id(x): name for name, x in self.base_weights(module).items()}
         computed: dict[str, Callable[[], Tensor]] = {}
-        for layer, base in _adapted_weights(module):
-            computed[names[id(base)]] = partial(layer.get_delta_weight, ADAPTER)
+        for layer, base, name in adapted_weights(module):
+            computed[names[id(getattr(base, name))]] = partial(layer.get_delta_weight, ADAPTER)
         return computed
 
 
@@ -269,81 +268,29 @@ def load_adapters(module: Any, folder: Path) -> None:
     """
     from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
-    state, head = _read_adapter(folder, "")
+    state, head = read_adapter(folder, "")
     # peft would load what fits, and say nothing of the rest
-    _check_same(folder, state.keys(), get_peft_model_state_dict(module, adapter_name=ADAPTER).keys())
+    check_same(folder, state, get_peft_model_state_dict(module, adapter_name=ADAPTER))
     set_peft_model_state_dict(module, state, adapter_name=ADAPTER)
-    _load_head(module, folder, head)
+    load_head(module, folder, head)
 
 
-def merge_adapter(module: Any, folder: Path) -> Any:
-    """Return the module with an adapter of peft (of any type) added to its weights.
+def read_adapter(folder: Path, prefix: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the weights of the adapter, whose names start with `prefix`, and those of the scalar head, by name.
 
     Raises:
-        ConfigError: peft is not installed.
-        DataError: the weights of the adapter do not fit the module.
+        DataError: a weight is not finite.
     """
-    require_peft(f"{str(folder)!r} is an adapter folder, but")
-    from peft import PeftConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
-
-    config: Any = PeftConfig.from_pretrained(str(folder))
-    config.task_type = None  # peft would wrap the head
-    config.base_model_name_or_path = module.name_or_path
-    # `_load_head` loads the scalar head, which may have another name here
-    config.modules_to_save = [name for name in config.modules_to_save or () if name not in SCALAR_HEADS] or None
-    if not _only_adds_product(config):
-        read_now(module)
-    state, head = _read_adapter(folder, PREFIX)
-    with torch.random.fork_rng(), warnings.catch_warnings():  # initial values, all of which are replaced
-        warnings.simplefilter("ignore")  # deprecations inside transformers, and modules that this model lacks
-        adapted: Any = get_peft_model(module, config, adapter_name=ADAPTER, autocast_adapter_dtype=False)
-    _check_same(folder, state.keys(), get_peft_model_state_dict(adapted, adapter_name=ADAPTER).keys())
-    set_peft_model_state_dict(adapted, state, adapter_name=ADAPTER)
-    merged = _merged_unread(folder, adapted, state) if has_unread(module) else adapted.merge_and_unload(safe_merge=True)
-    merged.requires_grad_(True)  # peft has frozen the base model
-    _load_head(merged, folder, head)
-    return merged
-
-
-def _only_adds_product(config: Any) -> bool:
-    """Return whether merging adds the product of two matrices to weights, whatever these are."""
-    needs_weights = ("use_dora", "lora_bias", "modules_to_save", "trainable_token_indices")
-    plain = not any(getattr(config, name, None) for name in needs_weights)
-    return plain and config.peft_type == "LORA" and config.init_lora_weights in (True, False, "gaussian")
-
-
-def _merged_unread(folder: Path, adapted: Any, state: Mapping[str, Tensor]) -> Any:
-    """Merge adapters into weights that are still in their files; the sums are computed when their slices are read."""
-    if broken := sorted(name for name, x in state.items() if not x.isfinite().all()):
-        raise DataError(f"the adapter in {str(folder)!r} has a weight {broken[0]!r} that is not finite")
-    layers = list(_adapted_weights(adapted))
-    sums = {}
-    for layer, x in layers:
-        delta = Unread.of(Computed(partial(layer.get_delta_weight, ADAPTER)), x.shape, x.place)
-        sums[id(x)] = nn.Parameter(x.detach().add(delta))
-    merged = adapted.unload()
-    for part in merged.modules():
-        for name, x in part.named_parameters(recurse=False):  # several for tied weights
-            if id(x) in sums:
-                setattr(part, name, sums[id(x)])
-    for layer, x in layers:
-        # Of the weight that it adapts, an adapter now only asks for device and dtype.
-        layer.base_layer = nn.Module()
-        nothing = nn.Parameter(torch.empty(0, device=x.place), requires_grad=False)
-        layer.base_layer.register_parameter(getattr(layer, "parameter_name", "weight"), nothing)
-    return merged
-
-
-def _read_adapter(folder: Path, prefix: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the weights of the adapter, whose names start with `prefix`, and those of the scalar head, by name."""
     from safetensors.torch import load_file
 
     state = {name.removeprefix(PREFIX): x for name, x in load_file(folder / WEIGHTS).items()}
+    if broken := sorted(name for name, x in state.items() if not x.isfinite().all()):
+        raise DataError(f"the adapter in {str(folder)!r} has a weight {broken[0]!r} that is not finite")
     head = {name: x for name, x in state.items() if name.startswith(tuple(f"{name}." for name in SCALAR_HEADS))}
     return {f"{prefix}{name}": x for name, x in state.items() if name not in head}, head
 
 
-def _load_head(module: Any, folder: Path, head: Mapping[str, Tensor]) -> None:
+def load_head(module: Any, folder: Path, head: Mapping[str, Tensor]) -> None:
     """Load a scalar head, whose name differs between reward models and critics of some families."""
     if not head:
         return
@@ -353,25 +300,33 @@ def _load_head(module: Any, folder: Path, head: Mapping[str, Tensor]) -> None:
             f"the adapter in {str(folder)!r} has a weight {min(head)!r}, which the model has no place for. Set "
             "head=score."
         )
-    module.load_state_dict({f"{own}.{name.partition('.')[2]}": x for name, x in head.items()}, strict=False)
+    renamed = {f"{own}.{name.partition('.')[2]}": x for name, x in head.items()}
+    check_same(folder, renamed, {k: x for k, x in module.state_dict().items() if k in renamed})
+    module.load_state_dict(renamed, strict=False)
 
 
-def _check_same(folder: Path, names: Collection[str], expected: Collection[str]) -> None:
-    """Raise DataError with the name of a weight that only the folder or only the module has."""
-    if unknown := sorted(set(names) - set(expected)):
+def check_same(folder: Path, state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Raise DataError with the name of a weight that only the folder or only the module has, or of another shape."""
+    if unknown := sorted(state.keys() - expected.keys()):
         raise DataError(f"the adapter in {str(folder)!r} has a weight {unknown[0]!r}, which the model has no place for")
-    if missing := sorted(set(expected) - set(names)):
+    if missing := sorted(expected.keys() - state.keys()):
         raise DataError(f"the adapter in {str(folder)!r} lacks the weight {missing[0]!r}")
+    for name, x in state.items():
+        if x.shape != expected[name].shape:
+            raise DataError(
+                f"the adapter in {str(folder)!r} has a weight {name!r} of shape {list(x.shape)}, for which the model "
+                f"has the shape {list(expected[name].shape)}. Set base_model_name_or_path to its base model."
+            )
 
 
 def _scalar_heads(module: Any) -> list[str]:
     return [name for name in SCALAR_HEADS if hasattr(module, name)]
 
 
-def _adapted_weights(module: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield the layers with an adapter, and the weights of the base model that they adapt."""
+def adapted_weights(module: Any) -> Iterator[tuple[Any, Any, str]]:
+    """Yield the layers with an adapter, the layers of the base model that they adapt, and the names of the weights."""
     for layer in adapted_layers(module).values():
-        yield layer, getattr(layer.get_base_layer(), getattr(layer, "parameter_name", "weight"))  # experts: other names
+        yield layer, layer.get_base_layer(), getattr(layer, "parameter_name", "weight")  # experts: other names
 
 
 def adapted_layers(module: nn.Module) -> dict[str, Any]:

@@ -14,7 +14,9 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from benchmarks.memory import MemoryCount
 from realign.api import GenerationConfig, MicroBatchSpec, Model, ModelInterface, SequenceSample, stat_values
@@ -39,7 +41,7 @@ from realign.engines.distributed import sharded_state
 from realign.engines.distributed.ranks import current
 from realign.engines.distributed.sharded_state import ShardedSaver
 from realign.engines.distributed.sharding import whole
-from realign.engines.network import trains
+from realign.engines.network import merge
 from realign.engines.network.heads import HeadInit
 from realign.engines.sampling.compiled.fusion import Fusion
 from realign.errors import RealignError
@@ -490,13 +492,18 @@ def write_adapters(folder: Path) -> None:
         model = load(folder, name, trains=Lora(rank=4, merge_on_save=False))
         steps(model, plain_loss, 1)
         model.engine.save(folder / f"adapter of {name}")
+    tied = AutoModelForCausalLM.from_pretrained(folder / "gpt2")
+    config = LoraConfig(r=4, target_modules=["lm_head"], init_lora_weights=False)
+    get_peft_model(tied, config).save_pretrained(folder / "adapter of a tied head")
 
 
 def merged_starts(folder: Path) -> dict[str, Any]:
     """Return the weights of models that start from merged adapters, and how many were merged in slices."""
-    with patch.object(trains, "_merged_unread", wraps=trains._merged_unread) as merge:
-        found: dict[str, Any] = {name: weights_now(load(folder, f"adapter of {name}")) for name in ADAPTED}
-    return found | {"in slices": merge.call_count}
+    with patch.object(merge, "_merged_unread", wraps=merge._merged_unread) as unread:
+        found: dict[str, Any] = {
+            name: weights_now(load(folder, f"adapter of {name}")) for name in (*ADAPTED, "a tied head")
+        }
+    return found | {"in slices": unread.call_count}
 
 
 def crossed(folder: Path, own: Path, others: dict[str, Path]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from realign.config.construct import build
 from realign.config.experiment import as_node
 from realign.engines import All, Causal, Lora, OptimizerSpec, Score, TopLayers, Trained, TransformersModel, ValueHead
 from realign.errors import ConfigError
+from tests.encoder_decoders import save_pair
 from tests.tiny import random_sample, save_tiny
 
 MODEL = {"_target_": "realign.engines.TransformersModel", "path": "nowhere", "optimizer": {"lr": 0.1}}
@@ -272,6 +273,12 @@ def test_bad_adapters_are_refused(tmp_path, monkeypatch):
         load(folder, Lora(target_modules=["lm_head"]))
     with pytest.raises(ConfigError, match="LoRA cannot adapt the embeddings"):
         load(folder, Lora(target_modules=["embed_tokens"]))
+    tied = save_tiny(tmp_path / "tied", "llama", tie_word_embeddings=True)
+    for layer in ("lm_head", "embed_tokens"):
+        with pytest.raises(ConfigError, match="LoRA cannot adapt the embeddings and head"):
+            load(tied, Lora(target_modules=["q_proj", layer]))
+    with pytest.raises(ConfigError, match="LoRA cannot adapt the embeddings"):  # those of the encoder are the same
+        load(save_pair("t5", tmp_path / "t5"), Lora(target_modules=["embed_tokens"]))
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(
         ConfigError, match=r"models\.actor\.trains=lora: peft is not installed. Run pip install 'realign-rl\[peft\]'"
