@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 from starlette.applications import Starlette
@@ -86,9 +85,8 @@ class Calls:
         body = await read_body(receive, self._limits)
         await until_disconnected(receive, self._serve(session, body, send))
 
-    async def _serve(self, session: Session, body: dict[str, Any], send: Send) -> None:
-        start: Callable[[Session, dict[str, Any]], Awaitable[ApiCall]] = self._caller.complete
-        call = await (self._caller.chat if self._chat else start)(session, body)
+    async def _serve(self, session: Session, body: bytes, send: Send) -> None:
+        call = await self._caller.start(session, body, chat=self._chat)
         answer = ResponseWriter(self._model, self._chat, call.parameters, session.backend.renderer)
         try:
             if call.parameters.stream:

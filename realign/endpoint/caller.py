@@ -24,6 +24,7 @@ from realign.endpoint.requests import (
     Parameters,
     forced_tools,
     invalid,
+    read_json,
     read_messages,
     read_parameters,
     read_tools,
@@ -93,12 +94,8 @@ class Caller:
         """End idle threads."""
         self._threads.shutdown(wait=False)
 
-    async def chat(self, session: Session, body: Mapping[str, Any]) -> ApiCall:
-        """Start the responses of a chat request.
-
-        Raises:
-            ApiError: the request is invalid, or the sampler cannot serve it.
-        """
+    def _chat(self, session: Session, body: Mapping[str, Any]) -> tuple[ApiCall, Iterator[Prompt]]:
+        """Read a chat request."""
         parameters = read_parameters(body, CHAT)
         messages, tools = read_messages(body.get("messages")), read_tools(body)
         forced = forced_tools(body, tools)
@@ -121,14 +118,10 @@ class Caller:
                 prompt = _with_beginning(renderer, prompt, call_beginning(renderer, messages, forced, tools, options))
             yield prompt
 
-        return await self._start(ApiCall(session, capture, parameters, True, tools), prompts)
+        return ApiCall(session, capture, parameters, True, tools), prompts()
 
-    async def complete(self, session: Session, body: Mapping[str, Any]) -> ApiCall:
-        """Start the responses of a completion request.
-
-        Raises:
-            ApiError: the request is invalid, or the sampler cannot serve it.
-        """
+    def _completion(self, session: Session, body: Mapping[str, Any]) -> tuple[ApiCall, Iterator[Prompt]]:
+        """Read a completion request."""
         parameters = read_parameters(body, COMPLETIONS)
         given = _prompts(body.get("prompt"))
         if len(given) * parameters.n > self._most_responses:
@@ -144,19 +137,30 @@ class Caller:
                 raise ValueError(f"the prompt has token ids outside 0 to {size - 1}")
             return capture.prompt_of_ids(given_prompt)
 
-        return await self._start(ApiCall(session, capture, parameters, False), lambda: map(prompt, given))
+        return ApiCall(session, capture, parameters, False), map(prompt, given)
 
-    async def _start(self, call: ApiCall, prompts: Callable[[], Iterator[Prompt]]) -> ApiCall:
-        """Prepare the prompts of a call and submit them, in a thread. Stops early if the client leaves."""
+    async def start(self, session: Session, body: bytes, *, chat: bool) -> ApiCall:
+        """Read a request, prepare its prompts and submit them, in a thread. Stops early if the client leaves.
+
+        Args:
+            session: session of the request.
+            body: its JSON.
+            chat: whether it is a chat request; otherwise a completion.
+
+        Raises:
+            ApiError: the request is invalid, or the sampler cannot serve it.
+        """
+        left = False
 
         def going() -> bool:
-            if call.ended:
+            if left:
                 raise closed()
             return True
 
         def start() -> ApiCall:
+            call, prompts = (self._chat if chat else self._completion)(session, read_json(body))
             try:
-                call.prompts = [prompt for prompt in prompts() if going()]
+                call.prompts = [prompt for prompt in prompts if going()]
             except ValueError as error:
                 raise ApiError(400, f"The prompt is invalid: {error}.", code="invalid_prompt") from error
             try:
@@ -168,7 +172,7 @@ class Caller:
                 raise
             return call
 
-        slot = call.session.preparing
+        slot = session.preparing
         await slot.acquire()
         started = asyncio.get_running_loop().run_in_executor(self._threads, start)
         started.add_done_callback(lambda _: slot.release())  # not before: `start` continues if this is canceled
@@ -176,7 +180,7 @@ class Caller:
             # A thread cannot be canceled; `_drop` ends what it has started.
             return await asyncio.shield(started)
         except asyncio.CancelledError:
-            call.ended = True
+            left = True
             started.add_done_callback(self._drop)
             raise
 

@@ -91,11 +91,11 @@ class Guard:
             self._active.discard(task)
 
 
-async def read_body(receive: Receive, limits: EndpointLimits) -> dict[str, Any]:
-    """Read the JSON object in the body of a request.
+async def read_body(receive: Receive, limits: EndpointLimits) -> bytes:
+    """Read the body of a request.
 
     Raises:
-        ApiError: the body is too large, too slow, or no JSON object.
+        ApiError: the body is too large or too slow.
     """
     body, size = bytearray(), 0
     try:
@@ -115,14 +115,7 @@ async def read_body(receive: Receive, limits: EndpointLimits) -> dict[str, Any]:
         raise ApiError(408, message, code="body_timeout") from None
     if size > limits.max_body_bytes:
         raise ApiError(413, f"The request body exceeds {limits.max_body_mb:g} MB.", code="body_too_large")
-    try:
-        request = json.loads(bytes(body))
-    # RecursionError: deeply nested JSON.
-    except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"The request body is not valid JSON: {error}.", code="invalid_json") from error
-    if not isinstance(request, dict):
-        raise ApiError(400, "The request body must be a JSON object.", code="invalid_json")
-    return request
+    return bytes(body)
 
 
 async def until_disconnected(receive: Receive, work: Awaitable[None]) -> None:

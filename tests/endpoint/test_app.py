@@ -20,7 +20,8 @@ import torch
 from openai import AsyncOpenAI, OpenAI
 
 from realign.api import GenerationConfig, MicroBatchSpec, SequenceSample
-from realign.endpoint import Endpoint, EndpointLimits, Renderer, ServedPolicy, Session, Sessions, server
+from realign.endpoint import Endpoint, EndpointLimits, Renderer, ServedPolicy, Session, Sessions, caller, server
+from realign.endpoint.requests import read_json
 from realign.endpoint.server import SPARE
 from realign.engines.sampling.background import StreamingEngine
 from tests.endpoint.scripted import CONFIG, HELLO, KEY, letters, served
@@ -466,6 +467,31 @@ def test_a_body_that_is_too_large_is_rejected_and_the_endpoint_continues():
                 client.completions.create(model="tiny", prompt="x" * size)
             assert (raised.value.status_code, raised.value.code) == (413, "body_too_large")
         assert client.completions.create(model="tiny", prompt="x").choices
+
+
+@pytest.mark.parametrize("value", [b"1", b"[]", b"{}", b'""', b'{"a":1}', b'","', b'"[[["'])
+def test_a_body_of_too_many_values_is_rejected_before_it_is_parsed(endpoint, value):
+    """While Python parses JSON, no other request is answered."""
+    body = b'{"prompt": [' + b",".join([value] * 1_000_002) + b"]}"
+    out = post(endpoint, "/v1/completions", body)
+    assert (out.status_code, out.json()["error"]["code"]) == (413, "body_too_large")
+
+
+def test_the_endpoint_answers_while_a_body_is_read(monkeypatch):
+    reading, answered = threading.Event(), threading.Event()
+
+    def waits(body):
+        reading.set()
+        answered.wait(60)
+        return read_json(body)
+
+    monkeypatch.setattr(caller, "read_json", waits)
+    with served() as (endpoint, _), ThreadPoolExecutor(1) as threads:
+        out = threads.submit(post, endpoint, "/v1/completions", b'{"prompt": "x"}')
+        reading.wait(60)
+        assert httpx2.get(f"{endpoint.url}/health", timeout=60).status_code == 200
+        answered.set()
+        assert out.result().status_code == 200
 
 
 def request_head(length: int) -> bytes:
