@@ -11,9 +11,17 @@ from __future__ import annotations
 import errno
 from enum import IntEnum
 
+from realign.text import for_terminal
+
 
 class RealignError(Exception):
-    """Base class of the errors that the command line and notebooks report in one line."""
+    """Base class of the errors that the command line and notebooks report in one line.
+
+    Its text can repeat files and settings of other people, so `str` escapes control characters and has a limit.
+    """
+
+    def __str__(self) -> str:
+        return for_terminal(super().__str__())
 
     def _render_traceback_(self) -> list[str]:
         """Return the lines that IPython shows instead of a traceback."""

@@ -27,6 +27,11 @@ def shortened(text: str, longest: int) -> str:
     return f"{text[:half]} ... ({len(text) - 2 * half} characters omitted) ... {text[-half:]}"
 
 
+def for_terminal(text: str) -> str:
+    """Return a text as `visible` shows it, without its middle if it is longer than 20,000 characters."""
+    return visible(shortened(text, 20_000))
+
+
 def headline(message: str) -> str:
     """Return the line of a failure message that names the failure: the exception of a traceback, or the first line."""
     lines = message.splitlines()

@@ -5,7 +5,32 @@ import os
 
 import pytest
 
+import realign.errors
+from realign.config.errors import one_line
 from realign.errors import CheckpointError, RealignError, RunComplete, is_transient
+
+ESCAPES = "\x1b]0;title\x07 \x9b2J \u202e \u2028 \ud800"
+CLASSES = [kind for kind in vars(realign.errors).values() if isinstance(kind, type) and issubclass(kind, RealignError)]
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_no_message_of_an_error_changes_the_terminal(kind):
+    """The message of an error repeats names and values of other people's files."""
+    error = kind.__new__(kind, ESCAPES)  # some classes need more than a message
+    for shown in (str(error), f"{error}", one_line(error), *error._render_traceback_()):
+        assert shown.isprintable()
+        assert "title" in shown
+    assert "title" in str(RealignError(f"again: {error}"))
+
+
+def test_an_error_of_the_operating_system_is_shown_in_the_same_way():
+    assert one_line(FileNotFoundError(errno.ENOENT, ESCAPES)).isprintable()
+
+
+def test_a_message_has_a_limit_and_keeps_its_start_and_end():
+    shown = str(RealignError(f"name='{'x' * 10**6}': too long"))
+    assert len(shown) < 21_000
+    assert (shown[:6], shown[-10:]) == ("name='", ": too long")
 
 
 @pytest.mark.parametrize("code", ["ENOSPC", "EDQUOT", "EIO", "ESTALE", "ETIMEDOUT", "ECONNREFUSED", "EMFILE"])

@@ -9,6 +9,7 @@ from itertools import pairwise
 from types import MappingProxyType
 
 from realign.errors import ConfigError as ConfigError  # re-export
+from realign.text import for_terminal
 
 MANY = 24
 NEAR = 0.7
@@ -84,8 +85,8 @@ def listed(names: Iterable[object]) -> str:
 
 
 def one_line(text: object) -> str:
-    """Return `text` with each run of whitespace replaced by one space."""
-    return " ".join(str(text).split())
+    """Return `text` `for_terminal`, in which each run of whitespace is one space."""
+    return for_terminal(" ".join(str(text).split()))
 
 
 def switched_off(key: str) -> str:

@@ -41,7 +41,7 @@ class Unreachable(RuntimeError):
     """Raised when the server did not answer in time: it is busy, restarting or down. A later retry may succeed."""
 
 
-def reach(url: str, name: str, hidden: Callable[[str], str] = visible) -> None:
+def reach(url: str, name: str, hidden: Callable[[str], str] = str) -> None:
     """Connect once to the server of a URL without sending a request, so that a wrong address fails at startup.
 
     Args:

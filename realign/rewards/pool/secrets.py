@@ -129,7 +129,7 @@ def check_url(url: str, kind: str = "reward function") -> None:
         for name, value in parse_qsl(query, keep_blank_values=False):
             if _secret_parameter(name, value) and not _VARIABLE.fullmatch(value):
                 raise ConfigError(
-                    f"{what}: the query parameter {visible(name)!r} looks like a secret, which would be written to "
+                    f"{what}: the query parameter {name!r} looks like a secret, which would be written to "
                     f"config.yaml. Write {name}=${{oc.env:NAME}}, and set {ALLOWED_VARIABLES}=NAME in the environment."
                 )
 

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from realign.engines.distributed.shard_files import Saved
 from realign.errors import CheckpointError
-from realign.text import shortened, visible
+from realign.text import shortened
 
 RecordName: TypeAlias = Literal["metrics", "samples", "eval_samples", "tokens", "spans", "warnings", "system", "chain"]
 RECORDS: tuple[RecordName, ...] = get_args(RecordName)
@@ -412,7 +412,7 @@ def _place(path: str, loc: Sequence[Any], value: Any) -> str:
         if indexed or (isinstance(value, Mapping) and name in value):
             value = value[name]
             names.append(str(name))
-    return visible(".".join(names))
+    return ".".join(names)
 
 
 def _mismatch(path: str, value: Any, problem: str) -> CheckpointError:
