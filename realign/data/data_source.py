@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from typing_extensions import override
 
 from realign.array_cache import key_of
-from realign.data.columns import Row, read_column
+from realign.data.columns import Context, Row, check_context, is_given, read_column
 from realign.data.dataset import Collected, Dataset, DataSpec, LoadReport, PackedDataset, collect_tables
 from realign.data.encoding import DroppedRow, Ending, LengthLimit, RowEncoder, RowText, TooLong
 from realign.data.excerpt import Excerpt
 from realign.data.images import ImageLoader, RowImages
 from realign.data.order import Mixture
-from realign.data.rendering import AssistantMasks, Segment
+from realign.data.rendering import Segment
 from realign.data.row_sources import RowSource, Split, Table, as_sources, titles
 from realign.data.streaming import StreamedDataset, StreamSource
 from realign.data.token_cache import CachedEncoder, tokenizer_identity
-from realign.data.writer import Template, Writer, Written
+from realign.data.writer import Repeated, Template, Writer, Written
 from realign.errors import ConfigError, DataError, SettingsError, TransientError
 from realign.settings import Count
 
@@ -89,7 +89,7 @@ class FileSource(DataSpec):
             except (DataError, TransientError) as error:
                 raise type(error)(f"{key}: {error}") from error
             try:
-                columns = self.columns(first.placed[0].row)
+                columns = self.columns(self.visible(first.placed[0].row))
             except DataError as error:
                 raise DataError(f"{where}: {first.where(0)}: {error}") from error
             for setting, column in columns.items():
@@ -105,6 +105,10 @@ class FileSource(DataSpec):
         Raises:
             DataError: several columns or none fit.
         """
+
+    def visible(self, row: Row) -> Row:
+        """Return the columns of a row that may be recognized; reward functions see all of them."""
+        return row
 
     def tables(self) -> list[Table]:
         """Return the rows of each source, after applying the limit and the split.
@@ -147,7 +151,9 @@ class DataSource(FileSource):
     """Column with the prompt: a string or a list of chat messages. null recognizes it."""
     tools_column: str | None = None
     """Column with the tools of a conversation: a list of JSON schemas, or its JSON text. null uses the column `tools`
-    if a row has it; "" ignores it."""
+    or `functions` if a row has it; "" ignores it."""
+    ignored_columns: list[str] = field(default_factory=list)
+    """Columns to read as if the rows had them not, such as `[system, input]`. Only reward functions still see them."""
     template: Template = Template.auto
     """Prompt format: auto (chat messages use the tokenizer's chat template, and strings are plain text) | plain | chat
     (a string becomes a user message)."""
@@ -208,9 +214,17 @@ class DataSource(FileSource):
         """Return the ending of responses; None if the rows are prompts."""
         return None
 
-    def masks(self) -> AssistantMasks:
-        """Return how the tokens of assistant turns are found."""
-        return AssistantMasks.auto
+    def writer(self, tokenizer: PreTrainedTokenizerBase) -> Writer:
+        """Return what formats the rows as text."""
+        return Writer(
+            tokenizer,
+            self.template,
+            self.prefix,
+            self.suffix,
+            self.system,
+            self.template_options,
+            images=self.has_images,
+        )
 
     def encoder(self, tokenizer: PreTrainedTokenizerBase) -> RowEncoder:
         """Return the conversion of rows to tokens, which does not depend on how rows are read.
@@ -218,25 +232,25 @@ class DataSource(FileSource):
         Raises:
             ConfigError: the tokenizer does not support a setting.
         """
-        writer = Writer(
-            tokenizer,
-            self.template,
-            self.prefix,
-            self.suffix,
-            self.system,
-            self.template_options,
-            self.masks(),
-            self.has_images,
-        )
+        writer = self.writer(tokenizer)
 
         def write(row: Row) -> RowText | DroppedRow:
-            if self.excerpt is None:
-                return self.text_of(row, writer)
-            column = self.columns(row).get("prompt_column")
-            if column is None:
-                raise DataError("excerpt needs a prompt column with strings. Set excerpt=null, or set prompt_column.")
-            cut = self.excerpt.replace(row, column, tokenizer)
-            return cut if isinstance(cut, DroppedRow) else self.text_of(cut, writer)
+            if self.excerpt is not None:
+                column = self.columns(self.visible(row)).get("prompt_column")
+                if column is None:
+                    raise DataError(
+                        "excerpt needs a prompt column with strings. Set excerpt=null, or set prompt_column."
+                    )
+                cut = self.excerpt.replace(row, column, tokenizer)
+                if isinstance(cut, DroppedRow):
+                    return cut
+                row = cut
+            visible = self.visible(row)
+            text = self.text_of(visible, writer)
+            if isinstance(text, DroppedRow):
+                return text
+            check_context(visible, self._used(visible), "\n".join(written.text for written in text.sequences))
+            return replace(text, row=row)
 
         return RowEncoder(tokenizer, write, self.length_limit(), self.ending(tokenizer))
 
@@ -285,11 +299,62 @@ class DataSource(FileSource):
     def pack(self, collected: Collected, report: LoadReport) -> PackedDataset:
         """Return encoded rows as a dataset."""
 
-    def tools(self, row: Row) -> Any:
-        """Return the tools of a row, or None."""
-        if self.tools_column is None:
-            return row.get("tools")
-        return read_column(row, self.tools_column) if self.tools_column else None
+    @override
+    def visible(self, row: Row) -> Row:
+        return {name: row[name] for name in row if name not in self.ignored_columns} if self.ignored_columns else row
+
+    def context(self, row: Row) -> Context:
+        """Return what belongs to the prompt of a row besides the column of the prompt.
+
+        Raises:
+            DataError: two columns of the row have the same meaning.
+        """
+        return Context.of(row, self.columns(row).get("tools_column", self.tools_column))
+
+    def values(self, row: Row) -> dict[str, Any]:
+        """Return the values of the columns of a row by the settings that name them; see `columns`.
+
+        Raises:
+            DataError: the row lacks a column, or several fit.
+        """
+        columns = self.columns(row)
+        values = {setting: read_column(row, column) for setting, column in columns.items()}
+        prompt, more = values.get("prompt_column"), row.get("input")
+        # as Alpaca, LLaMA-Factory and ms-swift write it
+        if columns.get("prompt_column") == "instruction" and isinstance(prompt, str) and is_given(more):
+            values["prompt_column"] = f"{prompt}\n{more}"
+        return values
+
+    def _used(self, row: Row) -> set[str]:
+        """Return the columns of a row that have a meaning by themselves, so that its prompt needs not contain them."""
+        return {name.split(".")[0] for name in self.columns(row).values()}
+
+
+@dataclass
+class ResponseSource(DataSource):
+    """A file of rows with responses to learn from."""
+
+    max_tokens: Count | None = None
+    """Longest allowed sequence of prompt and response in tokens; null sets no limit. Only the text before the first
+    trained token is truncated, and a row is dropped if none of it would remain. The responses of a row share the same
+    truncated prompt."""
+    append_eos: bool = True
+    """Append the tokenizer's EOS token to responses that don't end with it, so that the model learns to stop."""
+    repeated_prompt: Repeated = Repeated.error
+    """What to do with a response that is a string and begins with the prompt: error | remove (the prompt from the
+    response) | keep (learn to write the prompt again)."""
+
+    @override
+    def writer(self, tokenizer: PreTrainedTokenizerBase) -> Writer:
+        return replace(super().writer(tokenizer), repeated=self.repeated_prompt)
+
+    @override
+    def length_limit(self) -> LengthLimit:
+        return LengthLimit("max_tokens", self.max_tokens, self.too_long)
+
+    @override
+    def ending(self, tokenizer: PreTrainedTokenizerBase) -> Ending:
+        return Ending(tokenizer, self.append_eos)
 
 
 _OF_ROWS = {f.name for f in fields(FileSource)} | {"cache", "streaming", "shuffle_buffer"}
@@ -333,6 +398,10 @@ class ImageSource(DataSource):
     @override
     def has_images(self) -> bool:
         return self.images_column is not None
+
+    @override
+    def _used(self, row: Row) -> set[str]:
+        return super()._used(row) | ({self.images_column.split(".")[0]} if self.images_column else set())
 
     @override
     def encoder(self, tokenizer: PreTrainedTokenizerBase) -> RowEncoder:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
+from realign.data.columns import IN_LOSS, MEDIA, OUTSIDE_LOSS, PARTLY_IN_LOSS, Context, is_given
 from realign.errors import DataError
 
 Message: TypeAlias = dict[str, Any]
@@ -28,10 +29,14 @@ _SHAREGPT = {
 }
 """Roles of ShareGPT messages (`from` and `value`), and the roles of chat templates."""
 
+ROLE_OF = {**_SHAREGPT, **{role: role for role in ROLES}, "model": "assistant", "bot": "assistant", "ai": "assistant"}
+"""Roles that are meant by roles in lower case, for messages."""
 _LONGEST_PRINTED = 10**6
 """Characters above which a text is not parsed as Python code, which would need some hundred bytes for each."""
 _IMAGE = {"type": "image"}
 """An image part, whose image is in another column of the row."""
+_PLACEHOLDER = "<image>"
+"""Text that stands for an image part."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +46,14 @@ class Conversation:
     Attributes:
         messages: Messages with `role` and `content`, as chat templates expect them.
         tools: JSON schemas of the tools; empty without tools.
-        untrained: Indices of the assistant messages with `weight: 0`.
+        untrained: Indices of the messages that a key such as `weight: 0` excludes from the loss.
+        options: Variables for the chat template that the row sets.
     """
 
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...] = ()
     untrained: frozenset[int] = field(default_factory=frozenset)
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.messages)
@@ -60,23 +67,27 @@ class Conversation:
         return replace(self, messages=self.messages[:end])
 
     def followed_by(self, other: Conversation) -> Conversation:
-        """Return the messages of both conversations, with the tools of the one that has any."""
+        """Return the messages of both conversations, with the tools and options of the one that has any."""
         shifted = {i + len(self) for i in other.untrained}
-        return Conversation(self.messages + other.messages, self.tools or other.tools, self.untrained | shifted)
+        return Conversation(
+            self.messages + other.messages,
+            self.tools or other.tools,
+            self.untrained | shifted,
+            self.options or other.options,
+        )
 
     def after(self, start: int) -> Conversation:
         """Return the messages after the first `start` ones."""
-        return Conversation(
-            self.messages[start:], self.tools, frozenset(i - start for i in self.untrained if i >= start)
-        )
+        untrained = frozenset(i - start for i in self.untrained if i >= start)
+        return replace(self, messages=self.messages[start:], untrained=untrained)
 
 
-def read_conversation(value: Any, tools: Any = None, *, images: bool = False) -> Conversation:
+def read_conversation(value: Any, context: Context | None = None, *, images: bool = False) -> Conversation:
     """Return a list of messages as a conversation.
 
     Args:
         value: Messages with `role` and `content`, or in the ShareGPT format with `from` and `value`.
-        tools: JSON schemas of the tools: a list of objects, its JSON text, or None.
+        context: Tools and template options of the conversation.
         images: Whether messages may have image parts.
 
     Raises:
@@ -85,15 +96,58 @@ def read_conversation(value: Any, tools: Any = None, *, images: bool = False) ->
     if not isinstance(value, list) or not value:
         raise DataError(f"found {short(value)}; expected a list of chat messages with 'role' and 'content'.")
     messages, untrained = [], set()
-    for index, raw in enumerate(value):
+    for index, raw in enumerate(turn for item in value for turn in _turns(item)):
         message = _message(raw, images)
-        weight = message.pop("weight", 1)
-        if weight not in (0, 1):
-            raise DataError(f"message {index}: weight={weight!r} must be 0 (not in the loss) or 1.")
-        if not weight:
+        if (trained := _is_trained(message, index)) is False:
             untrained.add(index)
+        elif trained and message["role"] != "assistant":
+            raise DataError(
+                f"message {index} ({message['role']}) has a key that includes it in the loss, which only messages by "
+                "the assistant are. Remove it. (train_on_prompt=true trains on all of the prompt.)"
+            )
         messages.append(message)
-    return Conversation(tuple(messages), read_tools(tools), frozenset(untrained))
+    context = context or Context()
+    return Conversation(tuple(messages), read_tools(context.tools), frozenset(untrained), context.options)
+
+
+def parted(value: Any) -> tuple[list[Any], list[Any]]:
+    """Return the messages of a conversation before the last one, and the last one.
+
+    Raises:
+        DataError: the value is no list of at least two messages.
+    """
+    messages = [turn for item in value for turn in _turns(item)] if isinstance(value, list) else []
+    if len(messages) < 2:
+        raise DataError(f"found {short(value)}; expected a prompt and an answer as chat messages.")
+    return messages[:-1], messages[-1:]
+
+
+def _turns(item: Any) -> tuple[Any, ...]:
+    """Return the messages of an item of a list: itself, or both of a pair in ms-swift's format."""
+    if not isinstance(item, Mapping) or item.keys() != {"human", "assistant"}:
+        return (item,)
+    return tuple({"from": role, "value": text} for role, text in item.items())
+
+
+def _is_trained(message: Message, index: int) -> bool | None:
+    """Return what the keys of a message say about whether it is in the loss, and remove them; None without such keys.
+
+    Raises:
+        DataError: a key excludes a part of the message, or weighs it, or two keys contradict each other.
+    """
+    said = {}
+    for key in (*IN_LOSS, *OUTSIDE_LOSS, *PARTLY_IN_LOSS):
+        if not is_given(value := message.pop(key, None)):
+            continue
+        if key in PARTLY_IN_LOSS or value not in (0, 1):
+            raise DataError(
+                f"message {index}: {key}={short(value)} puts a part of the message in the loss, or weighs it, but a "
+                "message is in the loss or not. Set weight to 1 or 0 (not in the loss) instead."
+            )
+        said[key] = bool(value) != (key in OUTSIDE_LOSS)
+    if len(set(said.values())) > 1:
+        raise DataError(f"message {index}: the keys {list(said)} contradict each other on whether it is in the loss.")
+    return next(iter(said.values()), None)
 
 
 def _message(raw: Any, images: bool) -> Message:
@@ -116,13 +170,20 @@ def _message(raw: Any, images: bool) -> Message:
     if "content" not in message:
         raise DataError(f"the chat message {short(raw)} lacks 'role' or 'content'.")
     message["content"] = _content(message["content"], images)
+    if media := [key for key in MEDIA if is_given(message.get(key))]:
+        raise DataError(
+            f"a message has the key {media[0]!r}. Put images into a column of the row, and set images_column; realign "
+            "reads no videos and no audio."
+        )
     return message
 
 
 def _from_sharegpt(message: Message) -> Message:
     role, value = message["from"], message.get("value")
     if role not in _SHAREGPT:
-        raise DataError(f"unknown role 'from': {role!r} (valid: {', '.join(_SHAREGPT)}).")
+        near = ROLE_OF.get(str(role).lower())
+        hint = f"; did you mean {near!r}?" if near else ""
+        raise DataError(f"unknown role 'from': {role!r}{hint} (valid: {', '.join(_SHAREGPT)}).")
     others = {key: item for key, item in message.items() if key not in ("from", "value")}
     if role == "function_call":
         return {"role": "assistant", "tool_calls": value if isinstance(value, list) else [_json(value)], **others}
@@ -132,10 +193,19 @@ def _from_sharegpt(message: Message) -> Message:
 def _content(content: Any, images: bool) -> Any:
     """Return the content of a message: a string, or a list of text parts and, with `images`, image parts."""
     if isinstance(content, str):
-        return content
+        return _with_image_parts(content) if images and _PLACEHOLDER in content else content
     if not isinstance(content, list):
         raise DataError(f"the content of a message is {short(content)}; expected a string.")
     return [_part(part, images) for part in content]
+
+
+def _with_image_parts(text: str) -> list[dict[str, Any]]:
+    """Return a text with `<image>` in it, as in LLaMA-Factory, ms-swift and verl, as text and image parts."""
+    parts: list[dict[str, Any]] = []
+    for number, between in enumerate(text.split(_PLACEHOLDER)):
+        parts += [_IMAGE] if number else []
+        parts += [{"type": "text", "text": between}] if between else []
+    return parts
 
 
 def _part(part: Any, images: bool) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import combinations
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,19 +16,26 @@ from typing_extensions import override
 
 from realign.api.lengths import IntArray
 from realign.api.sample import SequenceSample
-from realign.data.columns import Row, only_one, overlap, read_column
-from realign.data.data_source import DataSource
+from realign.data.columns import (
+    CHOSEN,
+    CONVERSATIONS,
+    PROMPTS,
+    REJECTED,
+    RESPONSES,
+    Context,
+    Row,
+    is_given,
+    only_one,
+    overlap,
+)
+from realign.data.data_source import ResponseSource
 from realign.data.dataset import Collected, LoadReport, SequenceDataset
-from realign.data.encoding import DroppedRow, Ending, LengthLimit, RowText
-from realign.data.messages import short
+from realign.data.encoding import DroppedRow, RowText
+from realign.data.messages import parted, short
 from realign.data.writer import Writer, Written
 from realign.errors import DataError, SettingsError
-from realign.settings import Count
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-RESPONSES = ("responses", "completions")
+SEVERAL = ("responses", "completions")
 """Columns with several responses."""
 LABELS = ("labels", "scores", "ratings")
 """Columns with the labels or ratings of several responses."""
@@ -61,7 +68,7 @@ class RatedPairs(StrEnum):
 
 
 @dataclass
-class PreferenceData(DataSource):
+class PreferenceData(ResponseSource):
     """A file of prompts with labeled responses.
 
     With kind=pairs, a row has columns `chosen` and `rejected`: strings, lists of chat messages, or lists of several of
@@ -95,11 +102,6 @@ class PreferenceData(DataSource):
     rated_pairs: RatedPairs = RatedPairs.best_worst
     """Pairs of rated responses (kind=pairs): best_worst (the best rated and the worst) | all (with different
     ratings)."""
-    max_tokens: Count | None = None
-    """Maximum length in tokens of prompt plus longest response of a row; null sets no limit. Responses are never
-    truncated, and all responses of a row share the same truncated prompt."""
-    append_eos: bool = True
-    """Append the tokenizer's EOS token to responses that don't end with it."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -120,31 +122,36 @@ class PreferenceData(DataSource):
 
     @override
     def columns(self, row: Row) -> dict[str, str]:
-        rated = self._rated_columns(row) if self._is_rated(row) else None
+        if self._is_rated(row):
+            prompt = self.prompt_column if self.prompt_column is not None else only_one(row, PROMPTS, "prompt_column")
+            return ({"prompt_column": prompt or "prompt"} if prompt != "" else {}) | self._rated_columns(row)
+        rejected = self.rejected_column or only_one(row, REJECTED, "rejected_column") or "rejected"
+        chosen = self.chosen_column or only_one(row, CHOSEN, "chosen_column")
+        if chosen is None and rejected in REJECTED[2:]:
+            chosen = only_one(row, (*RESPONSES, *CONVERSATIONS), "chosen_column")
+        margin = {} if self.margin_column is None else {"margin_column": self.margin_column}
+        pair = {"chosen_column": chosen or "chosen", "rejected_column": rejected}
+        if chosen in CONVERSATIONS and rejected == REJECTED[2]:
+            return {"messages_column": chosen, "rejected_column": rejected} | margin
+        if chosen == CHOSEN[1] and self.prompt_column is None:
+            given = row["input"] if isinstance(row.get("input"), Mapping) else {}
+            tools = {"tools_column": "input.tools"} if is_given(given.get("tools")) else {}
+            return {"prompt_column": "input.messages"} | pair | tools | margin
         prompt = self.prompt_column
         if prompt is None:
-            implicit = self.kind is LabelKind.pairs and rated is None
-            known = ["prompt"] if rated is None else ["prompt", "instruction"]
-            prompt = next((name for name in known if name in row), "" if implicit else "prompt")
-        start = {"prompt_column": prompt} if prompt else {}
-        if rated is not None:
-            return start | rated
-        margin = {} if self.margin_column is None else {"margin_column": self.margin_column}
-        pair = {
-            "chosen_column": self.chosen_column or "chosen",
-            "rejected_column": self.rejected_column or "rejected",
-        }
-        return start | pair | margin
+            prompts = (*PROMPTS, *CONVERSATIONS) if _is_answer(row.get(pair["chosen_column"])) else PROMPTS
+            prompt = only_one(row, prompts, "prompt_column")
+        return ({"prompt_column": prompt} if prompt else {}) | pair | margin
 
     def _is_rated(self, row: Row) -> bool:
         """Return whether a row has responses with labels, instead of chosen and rejected ones."""
         if self.kind is not LabelKind.pairs or self.responses_column is not None:
             return True
         pair = (self.chosen_column, self.rejected_column, self.margin_column) != (None, None, None)
-        return not pair and "chosen" not in row and any(name in row for name in RESPONSES)
+        return not pair and not any(name in row for name in CHOSEN) and any(name in row for name in SEVERAL)
 
     def _rated_columns(self, row: Row) -> dict[str, str]:
-        responses = self.responses_column or only_one(row, RESPONSES, "responses_column") or "responses"
+        responses = self.responses_column or only_one(row, SEVERAL, "responses_column") or "responses"
         labels = self.labels_column
         items = row.get(responses)
         if isinstance(items, list) and items and isinstance(items[0], Mapping) and "role" not in items[0]:
@@ -157,24 +164,30 @@ class PreferenceData(DataSource):
 
     @override
     def text_of(self, row: Row, writer: Writer) -> RowText | DroppedRow:
-        values = {setting: read_column(row, column) for setting, column in self.columns(row).items()}
-        prompt, tools = values.get("prompt_column"), self.tools(row)
+        values, context = self.values(row), self.context(row)
+        prompt = values.get("prompt_column")
+        if "messages_column" in values:
+            prompt, values["chosen_column"] = parted(values["messages_column"])
         if "chosen_column" in values:
-            return self._pairs(row, writer, prompt, tools, values)
+            return self._pairs(row, writer, prompt, context, values)
         if prompt is None:
             raise DataError("prompt_column='': responses with labels need a prompt. Set prompt_column.")
         responses, labels = values["responses_column"], values["labels_column"]
         if not isinstance(responses, list) or not responses:
             raise DataError(f"the responses are {short(responses)}; expected a list of strings or chat messages.")
         numbers = _numbers("labels", labels, len(responses))
-        written = [writer.response(prompt, response, tools)[0] for response in responses]
+        written = [writer.response(prompt, response, context)[0] for response in responses]
         if self.kind is LabelKind.pairs:
             return self._rated(row, written, numbers)
         _check_labels(self.kind, numbers, labels)
         return RowText(row, written, numbers, [0.0] * len(numbers))
 
-    def _pairs(self, row: Row, writer: Writer, prompt: Any, tools: Any, values: Mapping[str, Any]) -> RowText:
+    def _pairs(self, row: Row, writer: Writer, prompt: Any, context: Context, values: Mapping[str, Any]) -> RowText:
         chosen, rejected, margin = (values.get(f"{name}_column") for name in ("chosen", "rejected", "margin"))
+        # LLaMA-Factory has one message as an object, and ms-swift one answer as text beside a conversation
+        chosen, rejected = ([x] if isinstance(x, Mapping) else x for x in (chosen, rejected))
+        if isinstance(chosen, list) and isinstance(rejected, str):
+            rejected = [{"role": "assistant", "content": rejected}]
         several = _is_several(chosen)
         better, worse = (chosen, rejected) if several else ([chosen], [rejected])
         if not isinstance(better, list) or not isinstance(worse, list) or len(better) != len(worse) or not better:
@@ -183,7 +196,7 @@ class PreferenceData(DataSource):
             )
         n = len(better)
         margins = [0.0] * n if margin is None else _numbers("margins", margin if several else [_number(margin)], n)
-        both = [writer.comparison(prompt, *pair, tools) for pair in zip(better, worse, strict=True)]
+        both = [writer.comparison(prompt, *pair, context) for pair in zip(better, worse, strict=True)]
         written = [text for pair in both for text in pair]
         return RowText(row, written, [1.0, 0.0] * n, [m for m in margins for _ in range(2)], pairs=True)
 
@@ -205,16 +218,16 @@ class PreferenceData(DataSource):
         )
 
     @override
-    def length_limit(self) -> LengthLimit:
-        return LengthLimit("max_tokens", self.max_tokens, self.too_long)
-
-    @override
-    def ending(self, tokenizer: PreTrainedTokenizerBase) -> Ending:
-        return Ending(tokenizer, self.append_eos)
-
-    @override
     def pack(self, collected: Collected, report: LoadReport) -> PreferenceDataset:
         return PreferenceDataset.of(collected, report, labels=collected.labels, margins=collected.margins)
+
+
+def _is_answer(chosen: Any) -> bool:
+    """Return whether a chosen response is the response alone, so that another column has the prompt."""
+    if not isinstance(chosen, list):
+        return isinstance(chosen, Mapping)
+    first = chosen[0] if chosen else None
+    return isinstance(first, Mapping) and (first.get("role") == "assistant" or first.get("from") == "gpt")
 
 
 def _is_several(chosen: Any) -> bool:

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from realign.api.lengths import IntArray
 from realign.api.sample import SequenceSample
-from realign.data.columns import CONVERSATIONS, Row, only_one, read_column
+from realign.data.columns import CONVERSATIONS, PROMPTS, Row, is_part, only_one
 from realign.data.combined import WithPretraining
 from realign.data.data_source import DataSource, ImageSource
 from realign.data.dataset import Collected, DataSpec, LoadReport, PackedDataset, PackedTokens
@@ -27,7 +27,7 @@ from realign.settings import Count
 class PromptData(ImageSource):
     """A file of prompts. Samples also contain the whole row, for the reward function.
 
-    Without column settings, the prompt is the column `prompt`. If a row has none, it is the column `messages` (or
+    Without column settings, the prompt is the column `prompt` (or `instruction`, `query`), or the column `messages` (or
     `conversations`, `conversation`), a conversation that ends with a user or tool message.
     """
 
@@ -54,18 +54,26 @@ class PromptData(ImageSource):
     def columns(self, row: Row) -> dict[str, str]:
         if self.messages_column is not None:
             return {"messages_column": self.messages_column}
-        recognized = self.prompt_column is None and "prompt" not in row
-        if recognized and (conversation := only_one(row, CONVERSATIONS, "messages_column")):
+        if self.prompt_column is not None:
+            return {"prompt_column": self.prompt_column}
+        prompt = only_one(row, PROMPTS, "prompt_column")
+        conversation = only_one(row, CONVERSATIONS, "messages_column")
+        if conversation is None or (prompt is not None and is_part(row, conversation, prompt)):
+            return {"prompt_column": prompt or "prompt"}
+        if prompt is None:
             return {"messages_column": conversation}
-        return {"prompt_column": self.prompt_column or "prompt"}
+        raise DataError(
+            f"the columns {prompt!r} and {conversation!r} both fit, and the one is not in the other. Set "
+            f"prompt_column={prompt} or messages_column={conversation}."
+        )
 
     @override
     def text_of(self, row: Row, writer: Writer) -> RowText:
-        ((setting, column),) = self.columns(row).items()
-        value = read_column(row, column)
+        ((setting, value),) = self.values(row).items()
         if setting == "messages_column" and not isinstance(value, list):
+            column = self.columns(row)[setting]
             raise DataError(f"column {column!r} contains a {type(value).__name__}; expected a list of chat messages.")
-        return RowText(row, [writer.prompt(self._unanswered(value), self.tools(row))])
+        return RowText(row, [writer.prompt(self._unanswered(value), self.context(row))])
 
     def _unanswered(self, value: Any) -> Any:
         """Return a prompt without the assistant messages at its end.

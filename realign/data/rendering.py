@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from realign.chat_template import render, template_errors
 from realign.data.messages import (
     REASONING,
+    ROLE_OF,
     ROLES,
     Conversation,
     Message,
@@ -68,6 +69,20 @@ class ChatRenderer:
     # a list, since the class is frozen: what the first tool call shows is valid for all rows
     _text_arguments: list[bool] = field(default_factory=list, init=False, repr=False)
     """Whether arguments of tool calls are passed as JSON text; empty until the first tool call."""
+
+    def check_roles(self, conversation: Conversation) -> None:
+        """Check that every role is a common one, or one that the source of the chat template names.
+
+        Raises:
+            DataError: a role is unknown.
+        """
+        source = self._source(conversation)
+        for role in (message["role"] for message in conversation.messages):
+            if role not in ROLES and f"'{role}'" not in source and f'"{role}"' not in source:
+                near = f"; did you mean {ROLE_OF[role.lower()]!r}?" if role.lower() in ROLE_OF else ""
+                raise DataError(
+                    f"unknown role {role!r}{near} (valid: {', '.join(ROLES)}, or a role of the chat template)."
+                )
 
     def prompt(self, conversation: Conversation) -> str:
         """Return the text of a prompt, up to the position where the response begins.
@@ -186,7 +201,7 @@ class ChatRenderer:
         # `apply_chat_template` would return the blocks in tokens of the whole text; segments are tokenized separately.
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        options = {**self.options, "chat_template": source, "tools": _tools(conversation)}
+        options = {**self._options(conversation), "chat_template": source}
         with template_errors():
             texts, blocks = render_jinja_template(
                 conversations=[self._messages(conversation)],
@@ -202,7 +217,6 @@ class ChatRenderer:
 
         Templates shorten earlier assistant turns in prompts on purpose, such as their reasoning.
         """
-        _check_roles(conversation, self._source(conversation))
         shape = _shape_of(conversation, spans)
         # A probe renders the conversation again. Rows of a file have few shapes, so it costs a few renderings per file.
         if shape not in self._verified:
@@ -214,7 +228,7 @@ class ChatRenderer:
         """Check that the template renders every part of conversations of this shape, by texts that occur only once."""
         prompt_only = not spans
         if conversation.tools:
-            without = Conversation(conversation.messages)
+            without = replace(conversation, tools=())
             both = (self._render(c, add_generation_prompt=prompt_only) for c in (conversation, without))
             if len(set(both)) == 1:
                 raise DataError(f"the chat template ignores the tools. {_TOOLS_CURE}")
@@ -233,8 +247,12 @@ class ChatRenderer:
         return self._apply(self._messages(conversation), conversation, add_generation_prompt)
 
     def _apply(self, messages: list[Message], conversation: Conversation, add_generation_prompt: bool) -> str:
-        options = {**self.options, "tools": _tools(conversation)}
+        options = self._options(conversation)
         return render(self.tokenizer, messages, options, add_generation_prompt=add_generation_prompt)
+
+    def _options(self, conversation: Conversation) -> dict[str, Any]:
+        """Return the variables of the template: those of the row, of the settings, and the tools."""
+        return {**conversation.options, **self.options, "tools": _tools(conversation)}
 
     def _messages(self, conversation: Conversation) -> list[Message]:
         """Return the messages as the template expects them: arguments of tool calls as objects, or as JSON text."""
@@ -311,18 +329,6 @@ _THINK = re.compile(r"</?think>")
 _PRINTED_PART = re.compile(r"\{['\"]type['\"]: ?['\"]text['\"]")
 
 
-def _check_roles(conversation: Conversation, source: str) -> None:
-    """Check that every role is a common one, or one that the source of the chat template names.
-
-    Raises:
-        DataError: a role is unknown.
-    """
-    for message in conversation.messages:
-        role = message["role"]
-        if role not in ROLES and f"'{role}'" not in source and f'"{role}"' not in source:
-            raise DataError(f"unknown role {role!r} (valid: {', '.join(ROLES)}, or a role of the chat template).")
-
-
 def _check_parts(conversation: Conversation, text: str, spans: Mapping[int, Span]) -> None:
     """Check that a rendered text contains the parts of all messages, except untrained assistant messages.
 
@@ -363,13 +369,13 @@ def _shape_of(conversation: Conversation, spans: Mapping[int, Span]) -> Hashable
         )
         for message in conversation.messages
     )
-    return kinds, tuple(spans), bool(conversation.tools)
+    return kinds, tuple(spans), bool(conversation.tools), repr(conversation.options)
 
 
 def _with_marks(conversation: Conversation) -> tuple[Conversation, list[dict[str, str]]]:
     """Return a conversation with each part replaced by a text that occurs only once, and these texts by message."""
     pairs = [_marker(message, index) for index, message in enumerate(conversation.messages)]
-    return Conversation(tuple(message for message, _ in pairs), conversation.tools), [parts for _, parts in pairs]
+    return replace(conversation, messages=tuple(message for message, _ in pairs)), [parts for _, parts in pairs]
 
 
 def _check_marks(conversation: Conversation, parts: list[dict[str, str]], text: str, spans: Mapping[int, Span]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
@@ -11,22 +11,22 @@ import numpy as np
 from typing_extensions import override
 
 from realign.api.lengths import Lengths
-from realign.data.columns import CONVERSATIONS, RESPONSES, Row, only_one, overlap, read_column
-from realign.data.data_source import FileSource, ImageSource, mixture_of
+from realign.data.columns import Row, overlap, pair_or_conversation
+from realign.data.data_source import FileSource, ImageSource, ResponseSource, mixture_of
 from realign.data.dataset import Collected, LoadReport, PackedTokens, SequenceDataset, load_report
-from realign.data.encoding import Ending, LengthLimit, RowText, encode, start_tokens
+from realign.data.encoding import Ending, RowText, encode, start_tokens
 from realign.data.rendering import AssistantMasks
 from realign.data.row_sources import Table
 from realign.data.writer import Turns, Writer
 from realign.errors import DataError, SettingsError
-from realign.settings import Count, Range
+from realign.settings import Range
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
 @dataclass
-class SupervisedData(ImageSource):
+class SupervisedData(ResponseSource, ImageSource):
     """A file of conversations, or of prompts and responses.
 
     Without column settings, the columns of a row decide: `messages` (or `conversations`, `conversation`) is a whole
@@ -47,11 +47,6 @@ class SupervisedData(ImageSource):
     assistant_masks: AssistantMasks = AssistantMasks.auto
     """How to find assistant turns: auto (token prefixes, compared with `{% generation %}` blocks if the template has
     them) | prefixes | generation_blocks."""
-    max_tokens: Count | None = None
-    """Longest allowed sequence in tokens; null sets no limit. Only the text before the first trained token is ever
-    truncated, and a row is dropped if none of it would remain."""
-    append_eos: bool = True
-    """Append the tokenizer's EOS token to responses that don't end with it, so that the model learns to stop."""
     train_on_prompt: bool = False
     """Learn prompt tokens, too. (The first token of a sequence is never in the loss.)"""
 
@@ -70,44 +65,24 @@ class SupervisedData(ImageSource):
     def columns(self, row: Row) -> dict[str, str]:
         if self.messages_column is not None:
             return {"messages_column": self.messages_column}
-        response = self.response_column or only_one(row, RESPONSES, "response_column")
-        if self.prompt_column is None and self.response_column is None:
-            conversation = only_one(row, CONVERSATIONS, "messages_column")
-            pair = "prompt" in row and response is not None
-            if conversation is not None and pair:
-                raise DataError(
-                    f"the columns {conversation!r} and 'prompt' with {response!r} both fit. Set "
-                    f"messages_column={conversation}, or prompt_column=prompt."
-                )
-            if conversation is not None:
-                return {"messages_column": conversation}
-        if response is None:
-            raise DataError(
-                f"the columns {sorted(row)} fit neither 'messages' nor 'prompt' with 'completion' or 'response'. Set "
-                "messages_column, or prompt_column and response_column."
-            )
-        return {"prompt_column": self.prompt_column or "prompt", "response_column": response}
+        if columns := pair_or_conversation(row, self.prompt_column, self.response_column):
+            return columns
+        raise DataError(
+            f"the columns {sorted(row)} fit neither 'messages' nor 'prompt' with 'completion' or 'response'. Set "
+            "messages_column, or prompt_column and response_column."
+        )
 
     @override
     def text_of(self, row: Row, writer: Writer) -> RowText:
-        values = {setting: read_column(row, column) for setting, column in self.columns(row).items()}
-        tools = self.tools(row)
+        values, context = self.values(row), self.context(row)
         if "messages_column" in values:
-            return RowText(row, writer.conversation(values["messages_column"], tools, self.train_on_turns))
+            return RowText(row, writer.conversation(values["messages_column"], context, self.train_on_turns))
         prompt, response = values["prompt_column"], values["response_column"]
-        return RowText(row, writer.response(prompt, response, tools, self.train_on_turns))
+        return RowText(row, writer.response(prompt, response, context, self.train_on_turns))
 
     @override
-    def length_limit(self) -> LengthLimit:
-        return LengthLimit("max_tokens", self.max_tokens, self.too_long)
-
-    @override
-    def ending(self, tokenizer: PreTrainedTokenizerBase) -> Ending:
-        return Ending(tokenizer, self.append_eos)
-
-    @override
-    def masks(self) -> AssistantMasks:
-        return self.assistant_masks
+    def writer(self, tokenizer: PreTrainedTokenizerBase) -> Writer:
+        return replace(super().writer(tokenizer), masks=self.assistant_masks)
 
     @override
     def pack(self, collected: Collected, report: LoadReport) -> SupervisedDataset:

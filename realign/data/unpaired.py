@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -14,28 +14,27 @@ from typing_extensions import override
 
 from realign.api.lengths import IntArray
 from realign.api.sample import SequenceSample
-from realign.data.columns import RESPONSES, Row, only_one, overlap, read_column
-from realign.data.data_source import DataSource
+from realign.data.columns import Row, overlap, pair_or_conversation
+from realign.data.data_source import ResponseSource
 from realign.data.dataset import Collected, LoadReport, SequenceDataset
-from realign.data.encoding import Ending, LengthLimit, RowText
-from realign.data.messages import short
+from realign.data.encoding import RowText
+from realign.data.messages import parted, short
 from realign.data.writer import Writer
 from realign.errors import DataError, SettingsError
-from realign.settings import Count
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
+_TAG = "kto_tag"
+"""Column with the label in LLaMA-Factory."""
 _TEXT_LABELS = {"true": 1, "false": 0, "1": 1, "0": 0}
 """Labels of CSV files, whose values are text."""
 
 
 @dataclass
-class UnpairedData(DataSource):
+class UnpairedData(ResponseSource):
     """A file of prompts, each with one response and whether it is desirable.
 
-    Without column settings, a row has the columns `prompt`, `completion` (or `response`) and `label`. Responses are
-    tokenized as in `SupervisedData`. Samples have `input_ids`, `prompt_mask` and `loss_mask` per token, and `labels`
+    Without column settings, a row has the columns `prompt`, `completion` (or `response`) and `label`, or a whole
+    conversation, whose last message is the response, and `label`. Responses are tokenized as in `SupervisedData`.
+    Samples have `input_ids`, `prompt_mask` and `loss_mask` per token, and `labels`
     per sequence (1 desirable, 0 undesirable).
     """
 
@@ -43,10 +42,6 @@ class UnpairedData(DataSource):
     """Column with the response: a string or a list of chat messages. null recognizes `completion` or `response`."""
     label_column: str = "label"
     """Column with the label: true or 1 (desirable), false or 0 (undesirable)."""
-    max_tokens: Count | None = None
-    """Maximum length in tokens of prompt plus response; null sets no limit. Responses are never truncated."""
-    append_eos: bool = True
-    """Append the tokenizer's EOS token to each response that does not already end with it."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -55,17 +50,23 @@ class UnpairedData(DataSource):
 
     @override
     def columns(self, row: Row) -> dict[str, str]:
-        response = self.response_column or only_one(row, RESPONSES, "response_column") or "completion"
-        return {
-            "prompt_column": self.prompt_column or "prompt",
-            "response_column": response,
-            "label_column": self.label_column,
+        missing = {"prompt_column": self.prompt_column or "prompt", "response_column": "completion"}
+        label = self.label_column
+        if label == "label" and label not in row and _TAG in row:
+            label = _TAG
+        return (pair_or_conversation(row, self.prompt_column, self.response_column) or missing) | {
+            "label_column": label
         }
 
     @override
     def text_of(self, row: Row, writer: Writer) -> RowText:
-        prompt, response, label = (read_column(row, column) for column in self.columns(row).values())
-        return RowText(row, writer.response(prompt, response, self.tools(row)), [self.read_label(label)])
+        values = self.values(row)
+        if "messages_column" in values:
+            prompt, response = parted(values["messages_column"])
+        else:
+            prompt, response = values["prompt_column"], values["response_column"]
+        written = writer.response(prompt, response, self.context(row))
+        return RowText(row, written, [self.read_label(values["label_column"])])
 
     def read_label(self, label: Any) -> float:
         """Return the number of a label.
@@ -77,14 +78,6 @@ class UnpairedData(DataSource):
         if value not in (0, 1):
             raise DataError(f"the label is {short(label)}; expected true or false.")
         return float(value)
-
-    @override
-    def length_limit(self) -> LengthLimit:
-        return LengthLimit("max_tokens", self.max_tokens, self.too_long)
-
-    @override
-    def ending(self, tokenizer: PreTrainedTokenizerBase) -> Ending:
-        return Ending(tokenizer, self.append_eos)
 
     @override
     def pack(self, collected: Collected, report: LoadReport) -> UnpairedDataset:

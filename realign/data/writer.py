@@ -10,6 +10,7 @@ from functools import cached_property
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from realign.data.columns import Context
 from realign.data.messages import Conversation, Message, check_text, read_conversation, read_tools, short, texts_of
 from realign.data.rendering import AssistantMasks, ChatRenderer, Segment
 from realign.errors import ConfigError, DataError
@@ -40,6 +41,17 @@ class Turns(StrEnum):
     """Each of them, in a separate sequence, as generation sees it."""
 
 
+class Repeated(StrEnum):
+    """What to do with responses that are strings and begin with the prompt."""
+
+    error = "error"
+    """Refuse the row."""
+    remove = "remove"
+    """Remove the prompt from the response."""
+    keep = "keep"
+    """Learn to write the prompt again."""
+
+
 class Written(NamedTuple):
     """The text of one sequence."""
 
@@ -52,6 +64,9 @@ class Written(NamedTuple):
     def text(self) -> str:
         """The whole text."""
         return "".join(segment.text for segment in self.segments)
+
+
+NOTHING = Context()
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,6 +89,7 @@ class Writer:
     options: Mapping[str, Any] = field(default_factory=dict)
     masks: AssistantMasks = AssistantMasks.auto
     images: bool = False
+    repeated: Repeated = Repeated.error
 
     def __post_init__(self) -> None:
         if self.template is Template.chat and not self.tokenizer.chat_template:
@@ -90,7 +106,7 @@ class Writer:
             raise DataError("the row has chat messages, but the tokenizer has no chat template. Use a chat model.")
         return ChatRenderer(self.tokenizer, self.options, self.masks)
 
-    def prompt(self, value: Any, tools: Any = None) -> Written:
+    def prompt(self, value: Any, context: Context = NOTHING) -> Written:
         """Return the text of a prompt, up to the position where the response begins.
 
         Raises:
@@ -98,41 +114,43 @@ class Writer:
                 template does not render it faithfully.
         """
         if self._is_chat(value):
-            return Written([Segment(self.renderer.prompt(self._prompt(value, tools)))], chat=True)
-        return Written([Segment(self._plain_prompt(value, tools))], chat=False)
+            conversation = self._prompt(value, context)
+            self.renderer.check_roles(conversation)
+            return Written([Segment(self.renderer.prompt(conversation))], chat=True)
+        return Written([Segment(self._plain_prompt(value, context))], chat=False)
 
-    def response(self, prompt: Any, response: Any, tools: Any = None, turns: Turns = Turns.all) -> list[Written]:
+    def response(
+        self, prompt: Any, response: Any, context: Context = NOTHING, turns: Turns | None = None
+    ) -> list[Written]:
         """Return the text of a prompt with its response; only the response is trained.
 
         Args:
             prompt: A string or a list of messages.
-            response: A string or a list of messages, the first one by the assistant.
-            tools: Tools of the conversation.
-            turns: Assistant turns of the response to train on.
+            response: A string or a list of messages. The messages may begin with those of the prompt.
+            context: What else belongs to the prompt.
+            turns: Assistant turns of the response and the history to train on; None: all of the response only.
 
         Raises:
             DataError: see `prompt`; or the template formats the prompt differently when a response follows. A model
                 would then train on other prompts than it samples.
         """
-        if not self._is_chat(prompt, response):
-            start = Segment(self._plain_prompt(prompt, tools))
-            _check_string(response, "response")
-            return [Written([start, Segment(response, trained=True)], chat=False)]
-        start_messages = self._prompt(prompt, tools)
         if isinstance(response, str):
             _check_string(response, "response")
+            response = self._answer(prompt, response)
+        if not self._is_chat(prompt, response):
+            plain = Segment(self._plain_prompt(prompt, context))
+            _check_string(response, "response")
+            return [Written([plain, Segment(response, trained=True)], chat=False)]
+        if isinstance(response, str):
             response = [{"role": "assistant", "content": response}]
         elif not isinstance(response, list):
             raise DataError(f"the response is {short(response)}; expected a string or a list of chat messages.")
-        answer = read_conversation(response, images=self.images)
-        if answer.messages[0]["role"] != "assistant":
-            raise DataError(
-                f"the response begins with a message by {answer.messages[0]['role']!r}; expected 'assistant'. For "
-                "whole conversations, use messages_column."
-            )
-        return self._sequences(start_messages, answer, turns)
+        start, answer = self._parted(prompt, context, self._read(response, context))
+        if turns is not None and context.history and isinstance(prompt, str):
+            start, answer = Conversation(()), start.followed_by(answer)
+        return self._sequences(start, answer, turns or Turns.all)
 
-    def conversation(self, value: Any, tools: Any = None, turns: Turns = Turns.all) -> list[Written]:
+    def conversation(self, value: Any, context: Context = NOTHING, turns: Turns = Turns.all) -> list[Written]:
         """Return the text of a whole conversation, of which the assistant turns are trained.
 
         Raises:
@@ -142,9 +160,11 @@ class Writer:
             raise DataError("template=plain: chat messages need a chat template. Set template=auto.")
         if isinstance(value, str):
             _check_string(value, "conversation")
-        return self._sequences(Conversation(()), self._messages(value, tools), turns)
+        return self._sequences(Conversation(()), self._messages(value, context), turns)
 
-    def comparison(self, prompt: Any, chosen: Any, rejected: Any, tools: Any = None) -> tuple[Written, Written]:
+    def comparison(
+        self, prompt: Any, chosen: Any, rejected: Any, context: Context = NOTHING
+    ) -> tuple[Written, Written]:
         """Return the texts of two responses to the same prompt.
 
         Args:
@@ -152,7 +172,7 @@ class Writer:
                 conversations, or dialogues with `Human:` and `Assistant:`.
             chosen: A string or a list of messages. The messages may begin with those of the prompt.
             rejected: Like `chosen`.
-            tools: Tools of the conversation.
+            context: What else belongs to the prompt.
 
         Raises:
             DataError: see `response`; or the responses are of different types, or have no common prompt.
@@ -165,62 +185,91 @@ class Writer:
         if not lists and prompt is None:
             _check_string(chosen, "chosen response")
             _check_string(rejected, "rejected response")
-            if self.template is not Template.chat:
-                return self._dialogues(chosen, rejected, tools)
+            if not self._is_chat(chosen):
+                return self._dialogues(chosen, rejected, context)
             chosen, rejected, lists = _dialogue_messages(chosen), _dialogue_messages(rejected), True
         if not lists or self.template is Template.plain:
-            return self.response(prompt, chosen, tools)[0], self.response(prompt, rejected, tools)[0]
-        start, *ends = self._parted(prompt, read_conversation(chosen, tools), read_conversation(rejected, tools))
+            return self.response(prompt, chosen, context)[0], self.response(prompt, rejected, context)[0]
+        start, *ends = self._parted(prompt, context, self._read(chosen, context), self._read(rejected, context))
         first, second = (self._sequences(start, end, Turns.all)[0] for end in ends)
         return first, second
 
     def _sequences(self, prompt: Conversation, rest: Conversation, turns: Turns) -> list[Written]:
         """Return the text of a prompt followed by messages, of which assistant turns are trained."""
         conversation = prompt.followed_by(rest)
+        self.renderer.check_roles(conversation)
         answers = [turn for turn in conversation.assistant_turns() if turn >= len(prompt)]
         if turns is Turns.last:
             answers = answers[-1:]
         trained = [turn for turn in answers if turn not in conversation.untrained]
         if not trained:
-            raise DataError("the conversation has no assistant message to train on.")
+            roles = ", ".join(dict.fromkeys(message["role"] for message in conversation.messages))
+            raise DataError(f"the conversation has no assistant message to train on. Its roles are: {roles}.")
         if turns is Turns.each:
             return [
                 Written(self.renderer.segments(conversation.up_to(turn + 1), [turn]), chat=True) for turn in trained
             ]
         return [Written(self.renderer.segments(conversation, trained), chat=True)]
 
-    def _parted(self, prompt: Any, chosen: Conversation, rejected: Conversation) -> tuple[Conversation, ...]:
-        """Return the prompt of two conversations, and the messages of each after it."""
-        both = (chosen, rejected)
-        if prompt is not None and all(c.messages[0]["role"] == "assistant" for c in both):
-            return self._prompt(prompt, list(chosen.tools)), chosen, rejected
+    def _parted(self, prompt: Any, context: Context, *answers: Conversation) -> tuple[Conversation, ...]:
+        """Return the prompt of one or two responses, and the messages of each after it."""
+        if prompt is not None and all(c.messages[0]["role"] == "assistant" for c in answers):
+            return self._prompt(prompt, context), *answers
+        asked = prompt.strip() if isinstance(prompt, str) else None
         if isinstance(prompt, list):
-            n = len(prompt)
-            given = read_conversation(prompt).messages
-            if any(c.messages[:n] != given for c in both):
-                raise DataError("chosen and rejected must begin with the messages of the prompt, or with an answer.")
+            given = self._read(prompt, context).messages
+            n = len(given)
+            if any(c.messages[:n] != given for c in answers):
+                raise DataError("the responses must begin with the messages of the prompt, or with an answer.")
+        elif len(answers) == 1:
+            messages = answers[0].messages
+            n = next((i for i in range(len(messages), 0, -1) if _question(messages[i - 1]) == asked), 0)
         else:
             # Without the last messages: even equal conversations need one message each that is the answer.
-            pairs = zip(chosen.messages[:-1], rejected.messages[:-1], strict=False)
-            n = next((i for i, (a, b) in enumerate(pairs) if a != b), min(map(len, both)) - 1)
-        if not n or any(len(c) == n or c.messages[n]["role"] != "assistant" for c in both):
+            pairs = zip(*(c.messages[:-1] for c in answers), strict=False)
+            n = next((i for i, (a, b) in enumerate(pairs) if a != b), min(map(len, answers)) - 1)
+        if not n or any(len(c) == n or c.messages[n]["role"] != "assistant" for c in answers):
+            if len(answers) == 1:
+                raise DataError(
+                    f"the response begins with a message by {answers[0].messages[0]['role']!r}; expected 'assistant', "
+                    "or the messages of the prompt and then 'assistant'. For whole conversations, use messages_column."
+                )
             raise DataError(
                 f"chosen and rejected have {n} messages in common, after which both must continue with an assistant "
                 "message. Preferences compare responses to the same prompt."
             )
-        start = chosen.up_to(n)
-        asked = ["".join(texts_of(m)).strip() for m in start.messages if m["role"] == "user"]
-        if isinstance(prompt, str) and prompt.strip() not in asked:
+        start = answers[0].up_to(n)
+        if asked is not None and asked not in map(_question, start.messages):
             raise DataError(
                 f"the prompt {short(prompt)} is not a user message that chosen and rejected have in common. Set "
                 "prompt_column='' to ignore this column."
             )
-        return self._with_system(start), chosen.after(n), rejected.after(n)
+        return self._with_system(start, context), *(c.after(n) for c in answers)
 
-    def _dialogues(self, chosen: str, rejected: str, tools: Any) -> tuple[Written, Written]:
+    def _answer(self, prompt: Any, response: str) -> str:
+        """Return a response that is a string, without the prompt if it repeats it and `repeated` is remove.
+
+        Raises:
+            DataError: it repeats the prompt, and `repeated` is error.
+        """
+        last = prompt[-1] if isinstance(prompt, list) and prompt else {"content": prompt}
+        asked = last.get("content", last.get("value")) if isinstance(last, Mapping) else None
+        if not isinstance(asked, str) or _WORD.fullmatch(asked) or self.repeated is Repeated.keep:
+            return response
+        before, found, rest = response.partition(asked.strip())
+        if not found or not rest.strip() or not _MARKERS.fullmatch(before):
+            return response
+        if self.repeated is Repeated.error or before.strip():
+            raise DataError(
+                f"the response repeats the prompt: {short(response)}. Set repeated_prompt=remove to remove the prompt "
+                "from the start of responses, or keep if the model shall write it again."
+            )
+        return response.removeprefix(asked) if response.startswith(asked) else rest
+
+    def _dialogues(self, chosen: str, rejected: str, context: Context) -> tuple[Written, Written]:
         if self.prefix or self.suffix:
             raise DataError("prefix and suffix need a prompt column. Remove them, or set prompt_column.")
-        prompt = self._plain_prompt(_common_prompt(chosen, rejected), tools)
+        prompt = self._plain_prompt(_common_prompt(chosen, rejected), context)
         return (
             Written(_dialogue_segments(prompt, chosen), chat=False),
             Written(_dialogue_segments(prompt, rejected), chat=False),
@@ -232,9 +281,9 @@ class Writer:
             self.template is Template.auto and any(isinstance(value, list) for value in values)
         )
 
-    def _plain_prompt(self, value: Any, tools: Any) -> str:
+    def _plain_prompt(self, value: Any, context: Context) -> str:
         _check_string(value, "prompt")
-        unused = {"system": self.system, "template_options": self.options, "tools_column": read_tools(tools)}
+        unused = {"system": self.system, "template_options": self.options, "tools_column": read_tools(context.tools)}
         for name, given in unused.items():
             if given:
                 advice = ", or tools_column='' to ignore the tools" if name == "tools_column" else f", or remove {name}"
@@ -243,15 +292,16 @@ class Writer:
                 )
         return f"{self.prefix}{value}{self.suffix}"
 
-    def _prompt(self, value: Any, tools: Any) -> Conversation:
+    def _prompt(self, value: Any, context: Context) -> Conversation:
         """Return the messages of a prompt."""
         if isinstance(value, str):
             _check_string(value, "prompt")
+            earlier = [message for turn in context.history for message in _earlier(turn)]
             message = {"role": "user", "content": self.prefix + value + self.suffix}
-            return self._with_system(Conversation((message,), read_tools(tools)))
+            return self._with_system(self._read([*earlier, message], context), context)
         if not isinstance(value, list) or not value:
             raise DataError(f"the prompt is {short(value)}; expected a string or a list of chat messages.")
-        conversation = self._messages(value, tools)
+        conversation = self._messages(value, context)
         if conversation.messages[-1]["role"] == "assistant":
             raise DataError(
                 "the prompt ends with an assistant message; expected a user or tool message. For whole conversations, "
@@ -259,17 +309,37 @@ class Writer:
             )
         return conversation
 
-    def _messages(self, value: Any, tools: Any) -> Conversation:
+    def _messages(self, value: Any, context: Context) -> Conversation:
         if self.prefix or self.suffix:
             raise DataError("prefix and suffix need a prompt that is a string, but it is a list of chat messages.")
-        return self._with_system(read_conversation(value, tools, images=self.images))
+        return self._with_system(self._read(value, context), context)
 
-    def _with_system(self, conversation: Conversation) -> Conversation:
-        if not self.system:
-            return conversation
-        if conversation.messages[0]["role"] == "system":
+    def _read(self, value: Any, context: Context) -> Conversation:
+        return read_conversation(value, context, images=self.images)
+
+    def _with_system(self, conversation: Conversation, context: Context) -> Conversation:
+        """Return a conversation that begins with the system message of the settings or the row, if it has none."""
+        begins = conversation.messages[0]["role"] == "system"
+        if self.system and (begins or context.system):
             raise DataError("the row already has a system message. Remove it, or set system=''.")
-        return Conversation(({"role": "system", "content": self.system},), conversation.tools).followed_by(conversation)
+        system = self.system or context.system
+        if begins or not system:
+            return conversation  # `check_context` refuses a column that differs from the message
+        return self._read([{"role": "system", "content": system}], context).followed_by(conversation)
+
+
+def _question(message: Message) -> str | None:
+    """Return the text of a message by the user; None for others."""
+    return "".join(texts_of(message)).strip() if message["role"] == "user" else None
+
+
+def _earlier(turn: Any) -> list[Message]:
+    """Return the messages of an item of a history."""
+    if isinstance(turn, Mapping):
+        return [dict(turn)]
+    if not isinstance(turn, list | tuple) or len(turn) != 2:
+        raise DataError(f"the history contains {short(turn)}; expected pairs of a message by the user and its answer.")
+    return [{"role": role, "content": text} for role, text in zip(("user", "assistant"), turn, strict=True)]
 
 
 def _check_string(value: Any, what: str) -> None:
@@ -284,6 +354,12 @@ def _check_string(value: Any, what: str) -> None:
     check_text(value, f"the {what}")
 
 
+_MARKERS = re.compile(
+    r"(\s|<[^<>\s]{1,24}>|\[INST\]|###|(human|user|question|q|instruction|prompt|system)\b:?)*", re.IGNORECASE
+)
+"""What may stand before a prompt that a response repeats, such as `<|im_start|>user` or `Human:`."""
+_WORD = re.compile(r"\s*\w*[.!?]*\s*")
+"""A prompt with which an answer may begin by chance, such as `Hi!`."""
 _ASSISTANT = "\n\nAssistant:"
 _TURN = re.compile(r"\n\n(Human|Assistant):")
 

@@ -97,7 +97,7 @@ def test_a_turn_with_weight_0_is_not_trained(load):
     first = [user("a"), {**assistant("b"), "weight": 0}, user("c"), {**assistant("d"), "weight": 1}]
     assert trained(load([{"messages": first}])) == [["d<|im_end|>"]]
     assert trained(load([{"messages": first}], train_on_turns=Turns.each)) == [["d<|im_end|>"]]
-    with pytest.raises(DataError, match=r"line 1: message 1: weight=0\.5 must be 0"):
+    with pytest.raises(DataError, match=r"line 1: message 1: weight=0\.5 puts a part of the message in the loss"):
         load([{"messages": [user("a"), {**assistant("b"), "weight": 0.5}]}])
     with pytest.raises(DataError, match="no assistant message to train on"):
         load([{"messages": [user("a"), {**assistant("b"), "weight": 0}]}])
@@ -196,7 +196,7 @@ def test_an_explicit_column_wins(load):
     [
         (
             {"messages": TWO_TURNS, "prompt": "a", "response": "b"},
-            "'messages' and 'prompt' with 'response' both fit. Set messages_column=messages, or prompt_column=prompt",
+            "'messages' and 'prompt' with 'response' both fit. Set ignored_columns=.response. or",
         ),
         (
             {"messages": TWO_TURNS, "conversations": SHAREGPT},
@@ -327,7 +327,11 @@ def test_sharegpt_function_calls_are_tool_calls(load):
         ({"messages": [assistant("b")]}, PLAIN_CHATML, "begins with an assistant message"),
         ({"messages": [user("b")]}, CHATML, "no assistant message to train on"),
         ({"messages": []}, CHATML, "expected a list of chat messages"),
-        ({"messages": [{"from": "bot", "value": "a"}]}, CHATML, r"unknown role 'from': 'bot' \(valid: human,"),
+        (
+            {"messages": [{"from": "bot", "value": "a"}]},
+            CHATML,
+            r"unknown role 'from': 'bot'; did you mean 'assistant'\? \(valid: human,",
+        ),
         ({"messages": [user("a"), assistant("", function_call={"name": "f"})]}, CHATML, "outdated key 'function_call'"),
         (
             {"messages": [user("a"), assistant("", tool_calls=[{"name": "f", "arguments": {"a": 1, "b": None}}])]},
@@ -338,7 +342,7 @@ def test_sharegpt_function_calls_are_tool_calls(load):
         ({"messages": TWO_TURNS, "tools": {"a": 1}}, CHATML, "expected a list of JSON schemas"),
         ({"prompt": "a", "response": "b", "tools": [ADD]}, CHATML, "tools_column applies only to chat messages"),
         ({"prompt": TWO_TURNS, "response": "b"}, CHATML, "the prompt ends with an assistant message"),
-        ({"prompt": [user("a")], "response": [user("b"), assistant("c")]}, CHATML, "begins with a message by 'user'"),
+        ({"prompt": [user("a")], "response": [user("b"), assistant("c")]}, CHATML, "must begin with the messages of"),
         ({"messages": TWO_TURNS}, None, "the tokenizer has no chat template"),
     ],
 )
@@ -501,8 +505,9 @@ def test_messages_are_prompts_up_to_the_last_user_or_tool_message(write):
     assert (
         prompts(write, [{"messages": CALLS[:1]}, {"messages": [{"from": "human", "value": "add 1"}]}]) == [rendered] * 2
     )
-    assert prompts(write, [{"prompt": CALLS[:1], "messages": TWO_TURNS}]) == [rendered]
-    assert prompts(write, [{"prompt": "add 1", "messages": TWO_TURNS}]) == ["add 1"]
+    assert prompts(write, [{"prompt": CALLS[:1], "messages": CALLS}]) == [rendered]
+    with pytest.raises(DataError, match=r"'prompt' and 'messages' both fit.* Set prompt_column=prompt or messages_col"):
+        prompts(write, [{"prompt": "add 1", "messages": TWO_TURNS}])
     (called,) = prompts(write, [{"messages": CALLS[:4], "tools": [ADD]}])
     assert called.endswith("<tool_response>one</tool_response><|im_end|>\n<|im_start|>assistant\n")
     assert '"description": "Add numbers."' in called

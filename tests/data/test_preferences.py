@@ -242,7 +242,10 @@ def test_equal_conversations_are_dropped_and_counted(load):
         ({"chosen": "a", "rejected": [assistant("b")]}, "expected two strings or two lists"),
         ({"chosen": "a b", "rejected": "a c"}, r"no common '\\n\\nAssistant:'.* Set prompt_column"),
         ({"prompt": "a", "chosen": repr([assistant("b")]), "rejected": "c"}, "is the text of chat messages"),
-        ({"prompt": "a", "chosen": {"role": "assistant", "content": "b"}, "rejected": "c"}, "expected a string"),
+        (
+            {"prompt": "a", "chosen": "b", "rejected": {"role": "assistant", "content": "c"}},
+            "expected two strings or two",
+        ),
     ],
 )
 def test_responses_without_a_common_prompt_are_an_error(load, row, message):
