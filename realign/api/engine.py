@@ -287,7 +287,7 @@ class PipelinableEngine(ABC):
         return copied_head(self.forward)
 
     def use_heads(self, heads: Mapping[str, LMHead]) -> None:
-        """Set the heads of other roles, by role, for `ModelOutput.divergence`.
+        """Set or replace the heads of these roles, for `ModelOutput.divergence`.
 
         Raises:
             ValueError: the engine has no losses over the whole vocabulary.

@@ -30,6 +30,8 @@ class Model:
         lead: runs a call on rank 0 only, such as one with external side effects, and broadcasts its result to all
             ranks. With one process, it just runs the call.
         external_sampler: sampler that replaces the engine's, such as a client of a server; None: the engine samples.
+        pass_heads: by name of an RPC that writes hidden states of changing weights: gives the head of the same weights
+            to the engines that read the hidden states.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Model:
         self.views: list[Model] = []
         self.lead = lead
         self.external_sampler = external_sampler
+        self.pass_heads: dict[str, list[Callable[[], None]]] = {}
         self._in_process: InProcessSampler | None = None
 
     @property

@@ -53,6 +53,8 @@ def call(
     limited = memory_limited(f"RPC {rpc.name!r}", _less_memory(rpc, mb_spec))
     with record_function(f"{MARK}{rpc.name}"), limited, _missing_keys_explained(rpc, graph):
         result = make() if interface.needs_engine else model.lead(make)
+        for pass_head in model.pass_heads.get(rpc.name, ()):
+            pass_head()
     if rpc.method == "train_step":
         model.advance()
         if traces is not None:

@@ -27,7 +27,7 @@ from realign.api.engine import role_of_hidden
 from realign.data import DataSpec
 from realign.data.curriculum import Curriculum
 from realign.engines.files.folders import AVERAGED, check_name
-from realign.engines.shared_model import SharedModel, check_shared
+from realign.engines.shared_model import Share, SharedModel, check_shared
 from realign.engines.transformers_model import TransformersModel
 from realign.errors import ConfigError, SettingsError
 from realign.run_settings import MicroBatchLimits, RunSettings
@@ -239,6 +239,16 @@ class Experiment(RunSettings):
         return tuple(dict.fromkeys(rpc.model for rpc in self.graph.rpcs if rpc.method == "train_step"))
 
     @property
+    def changing_roles(self) -> frozenset[str]:
+        """Roles whose weights change: those that train, those of `sync`, and those that share the model of such a role.
+
+        The start of a role, which a frozen branch keeps, doesn't change.
+        """
+        changing = {*self.trained_roles, *self.graph.sync}
+        shared = {r for r, s in self.models.items() if isinstance(s, SharedModel) and s.branch is Share.whole}
+        return frozenset(r for r in self.roles if r in changing or (r in shared and self.owner_of(r) in changing))
+
+    @property
     def sampled_roles(self) -> tuple[str, ...]:
         """Trained roles that are called on the way to rewards; each needs a background sampler."""
         owners = dict.fromkeys(self.owner_of(rpc.model) for rpc in self.graph.leading_to("rewards"))
@@ -251,11 +261,7 @@ class Experiment(RunSettings):
         fixed = fixed and not (self.data.streams or self.data.has_images)
         if not self.cache_reference or not fixed or self.rollout.ahead or self.runtime.starts_workers:
             return ()
-        used = {
-            *self.trained_roles,
-            *self.graph.sync,
-            *(self.owner_of(r) for r in self.models if self.owner_of(r) != r),
-        }
+        used = self.changing_roles | {self.owner_of(r) for r in self.models if self.owner_of(r) != r}
         used |= {evaluation.role for evaluation in self.all_evaluations.values()}
         return tuple(role for role in self.roles if role not in used and self._only_scores_rows(role))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,7 +20,6 @@ from realign.engines.distributed.ranks import current
 from realign.engines.files.folders import AVERAGED, refuse_link, write_state
 from realign.engines.files.tokenizers import HasVocabulary, check_vocabulary
 from realign.errors import ConfigError, DataError, RealignError
-from realign.functional import LMHead
 from realign.runtime.experiment import Experiment
 
 LoadOwn: TypeAlias = Callable[[Mapping[str, ModelSpec], int], dict[str, Model]]
@@ -70,7 +70,7 @@ def _completed(experiment: Experiment, used: Mapping[str, ModelSpec], models: di
             raise untrainable(rpc, used[rpc.model])
     for role in dict.fromkeys(rpc.model for rpc in experiment.graph.rpcs if rpc.model in models):
         check_outputs(role, models[role].engine.capabilities().outputs, experiment.interfaces[role])
-    connect_heads(experiment.graph, models)
+    connect_heads(experiment, models)
     check_models_replay(experiment.graph, models)
     models |= {role: Model(role, None, tokenizer, seed) for role in experiment.roles if role not in models}
     for role, model in models.items():
@@ -219,35 +219,43 @@ def check_models_replay(graph: DataflowGraph, models: Mapping[str, Model]) -> No
             )
 
 
-def connect_heads(graph: DataflowGraph, models: Mapping[str, Model]) -> None:
+def connect_heads(experiment: Experiment, models: Mapping[str, Model]) -> None:
     """Pass heads to the roles that read hidden states of other roles, for losses over the whole vocabulary.
 
-    The hidden states that a role reads as `teacher_hidden` need the head of the role that writes them.
+    The hidden states that a role reads as `teacher_hidden` need the head of the role that writes them, with the same
+    weights. So a head whose weights change is passed again after each call that writes hidden states.
 
     Raises:
-        ConfigError: the vocabularies of two roles differ, or a role's loss would not see changes of a head.
+        ConfigError: the vocabularies of two roles differ.
     """
+    graph = experiment.graph
     calls = {rpc.name: rpc for rpc in graph.rpcs}
     for rpc in graph.rpcs:
         ours = {theirs: own for own, theirs in rpc.rename.items()}
-        heads = {}
         for key in rpc.inputs:
             name = role_of_hidden(ours.get(key, key))
-            if name is not None and key in graph.producers:
-                heads[name] = _head(calls[graph.producers[key]].model, rpc.model, graph, models)
-        if heads:
-            models[rpc.model].engine.use_heads(heads)
+            if name is None or key not in graph.producers:
+                continue
+            writer = calls[graph.producers[key]]
+            pass_head = partial(
+                _pass_head,
+                models[writer.model],
+                models[rpc.model],
+                name,
+                # such weights also change between the mini-batches of a call
+                copy=experiment.owner_of(writer.model) in experiment.trained_roles,
+            )
+            pass_head()
+            if writer.model in experiment.changing_roles:
+                models[writer.model].pass_heads.setdefault(writer.name, []).append(pass_head)
 
 
-def _head(owner: str, reader: str, graph: DataflowGraph, models: Mapping[str, Model]) -> LMHead:
-    """Return the head of role `owner` for a loss of role `reader`."""
-    live = all(models[role].engine.capabilities().live_head for role in (owner, reader))
-    if owner in graph.sync and not live:
-        raise ConfigError(
-            f"sync.{owner}: the loss of models.{reader} uses a copy of its head, which the sync would not change. "
-            f"Remove sync.{owner}, or run both models without sharding in one process (runtime=local)."
-        )
-    return models[owner].engine.lm_head()
+def _pass_head(owner: Model, reader: Model, name: str, *, copy: bool) -> None:
+    head = owner.engine.lm_head()
+    if copy and owner.engine.capabilities().live_head:
+        bias_V = None if head.bias_V is None else head.bias_V.clone()
+        head = replace(head, weight_VH=head.weight_VH.clone(), bias_V=bias_V)
+    reader.engine.use_heads({name: head})
 
 
 def save_models(folder: Path, models: Mapping[str, Model], interfaces: Mapping[str, ModelInterface]) -> None:

@@ -17,6 +17,8 @@ from realign.interfaces.reward_model import RewardModelInterface
 from realign.runtime.local import LocalRuntime
 from realign.runtime.models import check_outputs, check_vocabularies, load_models, save_models
 from realign.testing import BigramEngine
+from tests.engines.distributed.run_ranks import run_ranks
+from tests.runtime import teachers
 from tests.tiny import save_tiny, tiny_engine
 from tests.toys import CountToken, experiment
 
@@ -217,3 +219,15 @@ def test_a_value_head_gives_values_beside_log_probs():
     assert BigramEngine().capabilities().outputs == {"logprobs", "values", "scores", "q_values"}
     assert tiny_engine().capabilities().outputs == {"logprobs"}
     assert tiny_engine(model={"head": "value"}).capabilities().outputs == {"values", "scores"}
+
+
+@pytest.mark.parametrize("minibatches", [pytest.param(1, marks=pytest.mark.slow), 4])
+def test_hidden_states_and_head_of_a_teacher_have_the_same_weights_on_any_number_of_ranks(tmp_path, minibatches):
+    teachers.prepare(tmp_path)
+    wanted = teachers.divergences(tmp_path, minibatches)
+    # a teacher that shares the student's model is the student before the step, as is one that copies it after each step
+    assert wanted["shared"] == wanted["copied"]
+    assert len({tuple(values) for values in wanted.values()}) == len(wanted) - 1
+    for found in run_ranks(2, teachers.divergences, tmp_path, minibatches):
+        for kind, values in wanted.items():
+            assert found[kind] == pytest.approx(values, rel=1e-4), kind

@@ -104,7 +104,7 @@ class InferenceEngine(DecodableEngine):
                     f"{self.network.words}, and a loss compares their distributions over the whole vocabulary. If the "
                     f"tokens of both tokenizers are below {fewer}, set head.vocabulary={fewer} of the model with more."
                 )
-        self.network.heads = {role: head.to(self.device) for role, head in heads.items()}
+        self.network.heads = {**self.network.heads, **{role: head.to(self.device) for role, head in heads.items()}}
 
     def _eos_token_ids(self) -> tuple[int, ...]:
         """Return the end tokens of the tokenizer and of the model's `generation_config`, which has no other effect.

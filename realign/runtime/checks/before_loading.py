@@ -220,7 +220,7 @@ def _check_sharing(rpc: RPC, experiment: Experiment) -> None:
         return
     path = None if spec is None else spec.facts().path
     # the rest is about a second copy of the weights that stays as it was loaded
-    if path is None or rpc.model in trained or rpc.model in experiment.graph.sync:
+    if path is None or rpc.model in experiment.changing_roles:
         return
     where = f"models.{rpc.model}.path={path!r}"
     share = f"Share its weights: ~models.{rpc.model} '+models.{rpc.model}={{_target_: realign.engines.SharedModel, of: "
