@@ -385,7 +385,7 @@ def test_an_error_that_quotes_a_response_reaches_no_terminal():
     def fails(prompt: str, response: str, row: dict[str, Any]) -> float:
         raise ValueError(response)
 
-    message = answer(fails, RewardCall(("", MARKUP, {}))).message
+    message = answer(fails, RewardCall(("", MARKUP, {}), {})).message
     assert r"\x1b]0;title\x07" in message
     assert not any(mark in message for mark in ("\x1b", "\x9b", "\x07"))
 

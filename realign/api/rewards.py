@@ -5,8 +5,8 @@ With a verifier, a run can check rewards on known answers, and compare a policy 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -53,6 +53,14 @@ class Verifier(Protocol):
     """Column of the data with the right answer; None turns the comparison off."""
     known_answer_template: str
     """Response with the answer at `ANSWER`."""
+
+    def check_rows(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Check the first rows of the data.
+
+        Raises:
+            ConfigError: no row has a column that a function asks for.
+        """
+        ...
 
     def is_cheap(self) -> bool:
         """Return whether `score_texts` costs little for many texts; False for judges, servers and sandboxes."""

@@ -27,7 +27,7 @@ from realign.engines.shared_model import shared_roles
 from realign.runtime import Experiment, LocalRuntime
 from realign.runtime.calls import call
 from realign.runtime.checks.auto_memory import decided
-from realign.runtime.checks.before_loading import check_ready, writable
+from realign.runtime.checks.before_loading import check_ready, try_interfaces, writable
 from realign.runtime.checks.device_estimate import DeviceEstimate, estimate, free_memory, longest_prompt, show
 from realign.runtime.checks.meshes import describe_meshes
 from realign.runtime.metrics.samples import show_row, spoken
@@ -48,6 +48,7 @@ def check(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     with counted_warnings() as shown:
         experiment = built(overrides, args.config_dir)
         check_ready(experiment)
+        try_interfaces(experiment)
         print_derived(experiment, console)
         disable_progress_bar()
         preflight(experiment, console)

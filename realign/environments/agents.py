@@ -7,12 +7,11 @@ OpenAI-compatible endpoint, and returns a reward. `EnvironmentPool` runs agents 
 from __future__ import annotations
 
 import asyncio
-import inspect
 import json
 import os
 import signal
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -24,6 +23,7 @@ from realign.environments.loading import takes_seed
 from realign.environments.tools import ToolSources
 from realign.environments.turns import shortened
 from realign.errors import ConfigError
+from realign.rewards.pool.binding import named_arguments
 from realign.rewards.pool.functions import is_async, load_object
 from realign.rewards.pool.secrets import without_secrets
 
@@ -31,6 +31,8 @@ START = Response("", (), 0, False)
 """The response that starts an agent."""
 BASE_URL, API_KEY = "OPENAI_BASE_URL", "OPENAI_API_KEY"
 """Environment variables of a command, which OpenAI clients read."""
+ENDPOINT = ("base_url", "api_key", "row")
+"""Arguments of an agent, which it gets by name."""
 _REWARDS = "rewards"
 """Key of the rewards of roles, in the result of an agent and in the info of its step."""
 _OUTPUT = 1 << 16
@@ -60,19 +62,16 @@ def load_agent(name: str, arguments: Mapping[str, Any], tools: ToolSources | Non
     program = load_object(name, "agent", _FORMS)
     if isinstance(program, type) or not callable(program):
         raise ConfigError(f"agent {name!r} is a {type(program).__name__}; expected a function.")
-    try:
-        seeded = {"seed": 0} if takes_seed(program) and "seed" not in arguments else {}
-        opened = {} if tools is None else {"tools": None}
-        inspect.signature(program).bind("", "", {}, **arguments, **seeded, **opened)
-    except TypeError as error:
-        given = [*arguments, *([] if tools is None else ["tools"])]
-        shown = ", ".join(["base_url", "api_key", "row", *(f"{key}=" for key in given)])
-        raise ConfigError(f"agent {name!r} cannot be called as {name.rpartition(':')[2]}({shown}): {error}") from None
+    opened = [] if tools is None else ["tools"]
+    seeded = ["seed"] if takes_seed(program) and "seed" not in arguments else []
+    names = named_arguments(program, f"agent {name!r}", [*ENDPOINT, *seeded, *opened, *arguments])
+    if unknown := next((given for given in (*opened, *arguments) if given not in names), None):
+        raise ConfigError(f"agent {name!r} has no argument {unknown!r}.")
     function = partial(program, **arguments)
     if tools is not None and not is_async(program):
         raise ConfigError(f"agent {name!r}: tools and mcp require an `async def`, since calls of tools are awaited.")
     agent: Any = partial(_AsyncAgent, tools=tools) if is_async(program) else _PlainAgent
-    return partial(agent, function, bool(seeded))
+    return partial(agent, function, names)
 
 
 def load_command(command: Sequence[str], keep_environment: Sequence[str]) -> Callable[[], Environment]:
@@ -85,25 +84,25 @@ def load_command(command: Sequence[str], keep_environment: Sequence[str]) -> Cal
         command: program and arguments; no shell interprets them.
         keep_environment: environment variables that look like secrets but are passed on.
     """
-    return partial(_AsyncAgent, partial(_run_command, tuple(command), tuple(keep_environment)), False)
+    return partial(_AsyncAgent, partial(_run_command, tuple(command), tuple(keep_environment)), ENDPOINT)
 
 
 class _Agent:
     """An agent as an environment: `reset` stores its task, and `step` runs it."""
 
-    def __init__(self, function: Callable[..., Any], seeded: bool) -> None:
-        self._function, self._seeded = function, seeded
+    def __init__(self, function: Callable[..., Any], names: Collection[str]) -> None:
+        self._function, self._names = function, names
 
     async def reset(self, row: Mapping[str, Any], *, seed: int) -> tuple[str, dict[str, Any]]:
         """Store the task (`task`)."""
-        seeded = {"seed": seed} if self._seeded else {}
-        self._call = partial(self._function, row["base_url"], row["api_key"], row["row"], **seeded)
+        given = {**row, "seed": seed}
+        self._call = partial(self._function, **{name: given[name] for name in self._names if name in given})
         return "", {}
 
 
 class _AsyncAgent(_Agent):
-    def __init__(self, function: Callable[..., Any], seeded: bool, tools: ToolSources | None = None) -> None:
-        super().__init__(function, seeded)
+    def __init__(self, function: Callable[..., Any], names: Collection[str], tools: ToolSources | None = None) -> None:
+        super().__init__(function, names)
         self._tools = tools
 
     async def step(self, response: Response) -> Outcome:

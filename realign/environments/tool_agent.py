@@ -11,7 +11,8 @@ import httpx2
 from realign.environments.asker import result_of
 from realign.environments.tools import Toolbox
 from realign.errors import ConfigError
-from realign.rewards.pool.functions import RewardScope, load_function, scope_of
+from realign.rewards.pool.binding import Scored, bound
+from realign.rewards.pool.functions import load_function
 
 _LIMITS = ("context_length_exceeded", "max_calls_exceeded")
 """Errors of the endpoint that truncate an episode."""
@@ -45,8 +46,9 @@ async def chat(
         ValueError: the endpoint or the reward function failed.
     """
     score_of = load_function(reward)
-    if scope_of(score_of, reward) is not RewardScope.response:
-        raise ConfigError(f"reward={reward}: expected a function with the arguments (prompt, response, row).")
+    binding = bound(score_of, reward)
+    if binding.returns_list or binding.token_ids:
+        raise ConfigError(f"reward={reward}: expected a function of one response, such as (prompt, response, row).")
     question = row[prompt]
     messages = [{"role": "system", "content": system}] if system else []
     messages += [{"role": "user", "content": question}] if isinstance(question, str) else list(question)
@@ -68,7 +70,12 @@ async def chat(
                 text = await tools.call(function["name"], function["arguments"])
                 messages.append({"role": "tool", "tool_call_id": call["id"], "name": function["name"], "content": text})
     shown = question if isinstance(question, str) else str(question[-1]["content"])
-    score = await result_of(partial(score_of, shown, answer, row))
+    if missing := binding.missing([row]):
+        raise ValueError(f"reward={reward}: {missing}")
+    arguments, keywords = binding.arguments([Scored(shown, answer, row)])
+    score = await result_of(partial(score_of, *arguments, **keywords))
+    if isinstance(score, Mapping):
+        score = score.get(binding.convention.result)
     if score is None:
         raise ValueError(f"reward={reward}: the function returned no reward")
     return {"reward": score, "truncated": not ended}

@@ -21,6 +21,7 @@ from realign.api.sampling_mask import SAMPLING_MASK, masks_of, with_masks
 from realign.endpoint.renderer import Renderer
 from realign.errors import DataError
 from realign.interfaces.components.scoring import score_distributions, score_logprobs, scoring_keys
+from realign.rewards.pool.binding import named_arguments
 from realign.rewards.pool.functions import load_object
 from realign.settings import Range
 
@@ -47,6 +48,7 @@ class ReferenceInterface(ModelInterface):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._write: Callable[..., Any] | None = None
+        self._names: tuple[str, ...] = ()
         self._renderer: Renderer | None = None
 
     @property
@@ -63,11 +65,12 @@ class ReferenceInterface(ModelInterface):
         """Load the function of the prompt.
 
         Raises:
-            ConfigError: it does not exist.
+            ConfigError: it does not exist, or takes other arguments.
         """
         if self._write is None and ":" in self.prompt:
             forms = "'package.module:function' or 'path/to/file.py:function'"
             self._write = load_object(self.prompt, "prompt function", forms)
+            self._names = named_arguments(self._write, f"prompt function {self.prompt!r}", ("row", "response"))
 
     @override
     def keys(self, method: str) -> Keys:
@@ -137,7 +140,8 @@ class ReferenceInterface(ModelInterface):
         assert self._renderer is not None
         if self._write is not None:
             text = self._renderer.decode(response_N.tolist(), before=given_P.tolist(), special=False)
-            prompt = self._write(row=row, response=text)
+            given = {"row": row, "response": text}
+            prompt = self._write(**{name: given[name] for name in self._names})
         elif self.prompt in row:
             prompt = row[self.prompt]
         else:

@@ -8,7 +8,7 @@ than `max_failed_fraction` of a batch.
 With several `functions`, the reward is the weighted sum of their rewards. `rewards/<name>` [S] contains the reward of
 each function before weighting. A response without a reward of one function has no reward.
 
-With `dense` the function is called as `(prompt, response, row, tokens)` and rewards every token of the response. Then
+With `dense` the function also has the argument `tokens`, and rewards every token of the response. Then
 `dense_rewards` [T] is written too, and `rewards` is 0 for scored responses and NaN for the others.
 """
 
@@ -30,9 +30,10 @@ from typing_extensions import override
 
 from realign.api import Keys, MicroBatchSpec, Model, ModelInterface, Plan, SequenceSample, derive_seed
 from realign.api.rewards import ANSWER, NAMED
-from realign.errors import SettingsError
+from realign.errors import ConfigError, SettingsError
 from realign.interfaces.components.response_cut import Cut, ResponseCut, cut_responses, reward_keys
-from realign.rewards.pool.functions import RewardScope, SessionFunction
+from realign.rewards.pool.binding import RewardScope
+from realign.rewards.pool.functions import SessionFunction
 from realign.rewards.pool.limits import OpenFiles, WorkerLimits
 from realign.rewards.pool.pool import RewardPool, RewardResults
 from realign.rewards.terms import FunctionTerm, RewardTerm
@@ -104,6 +105,7 @@ class RuleRewardInterface(ModelInterface):
         self._terms = self._checked_terms()
         self._pools: dict[str, RewardPool] = {}
         self._notes: dict[str, str] = {}
+        self._calls: dict[str, str] = {}
 
     @override
     def ineffective(self) -> Mapping[str, str]:
@@ -155,6 +157,8 @@ class RuleRewardInterface(ModelInterface):
                 concurrency=term.concurrency,
             )
             self._notes[name] = self._pools[name].note
+            if isinstance(term, FunctionTerm) and "://" not in term.function:
+                self._calls[name] = self._pools[name].binding.describe()
         return self._pools[name]
 
     @override
@@ -169,10 +173,10 @@ class RuleRewardInterface(ModelInterface):
 
     def plan(self) -> Plan:
         """Return the plan. Whether a function needs whole batches is known after `open`."""
-        return Plan(whole_batch=any(pool.scope is RewardScope.batch for pool in self._pools.values()))
+        return Plan(whole_batch=any(pool.binding.scope is RewardScope.batch for pool in self._pools.values()))
 
     def describe(self, batch_prompts: int) -> dict[str, str]:
-        """Return the rows of the launch table. Whether programs run in a sandbox is known after `open`."""
+        """Return the rows of the launch table. How functions are called, and a sandbox, are known after `open`."""
         terms = " + ".join(f"{term.weight:g} x {name}" for name, term in sorted(self._terms.items()) if name)
         notes = sorted({note for note in self._notes.values() if note})
         functions = (term.function for term in self._terms.values() if isinstance(term, FunctionTerm))
@@ -181,7 +185,11 @@ class RuleRewardInterface(ModelInterface):
             f"{', '.join(session)}: in a thread of the run, given up after {self.timeout_s:g} s, without limits of "
             "memory and CPU time. In a file of its own, it has worker processes"
         )
-        rows = {"reward": terms, "programs of responses": ", ".join(notes)}
+        rows = {
+            "reward": terms,
+            "reward calls": "; ".join(self._calls.values()),
+            "programs of responses": ", ".join(notes),
+        }
         return rows | ({"functions of this session": in_thread} if session else {})
 
     def inference(self, model: Model, data: SequenceSample, mb_spec: MicroBatchSpec) -> SequenceSample:
@@ -205,30 +213,50 @@ class RuleRewardInterface(ModelInterface):
         owners = data.group_index().tolist()
         groups = [owners[i] for i in judged]
         rows = [data.metadata["row"][owner] for owner in groups]
-        decoded = {}
-        for special in {term.special_tokens for term in self._terms.values()}:
-            prompts, responses = texts(model, cut.data, special)
-            decoded[special] = [prompts[i] for i in judged], [responses[i] for i in judged]
+        ids = [pair for i, pair in enumerate(token_ids(cut.data)) if i in {*judged}]
         rewards = {name: torch.full((len(owners),), math.nan, dtype=torch.float64) for name in self._terms}
-        for name, values in self._term_rewards(decoded, rows, groups).items():
+        for name, values in self._term_rewards(model, ids, rows, groups).items():
             rewards[name][judged] = values
         return rewards
 
     def _term_rewards(
-        self, decoded: Mapping[bool, tuple[list[str], list[str]]], rows: list[Any], groups: list[int]
+        self,
+        model: Model,
+        ids: Sequence[TokenIds],
+        rows: list[Any],
+        groups: list[int],
+        responses: Sequence[str] | None = None,
     ) -> dict[str, Tensor]:
         """Return the rewards [N] fp64 of N responses by the name of the function, NaN where it gives none.
 
         Args:
-            decoded: prompts and responses, by whether they contain special tokens.
+            model: model whose tokenizer decodes.
+            ids: token ids of each prompt and response.
             rows: row of the data for each response.
             groups: index of the prompt of each response.
+            responses: texts of the responses; None decodes them.
         """
-        calls = {
-            name: partial(self._opened(name).score, *decoded[term.special_tokens], rows, groups)
-            for name, term in self._terms.items()
+        decoded = {
+            special: decode(model, ids, special) for special in {self._special_tokens(name) for name in self._terms}
         }
+        end = getattr(model.tokenizer, "eos_token", None) or ""
+        calls = {}
+        for name, term in self._terms.items():
+            prompts, texts_ = decoded[self._special_tokens(name)]
+            if isinstance(term, FunctionTerm) and term.special_tokens:
+                texts_ = [text.removesuffix(end) for text in texts_]
+            calls[name] = partial(self._opened(name).score, prompts, responses or texts_, rows, groups, ids)
         return {name: _tensor(result.values) for name, result in self._concurrently(calls).items()}
+
+    def _special_tokens(self, name: str) -> bool:
+        """Return whether the texts for a function contain special tokens."""
+        return self._terms[name].sees_special_tokens or self._opened(name).binding.convention.special_tokens
+
+    def check_rows(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Check that the rows have the columns that the functions ask for; see `Verifier`."""
+        for name in self._terms:
+            if problem := self._opened(name).binding.missing(rows):
+                raise ConfigError(problem)
 
     def is_cheap(self) -> bool:
         """Return whether every function is plain Python code that scores one response as it is; see `Verifier`."""
@@ -238,12 +266,12 @@ class RuleRewardInterface(ModelInterface):
         """Compute the rewards [S] fp32 of texts as responses, without `cut` and `shuffle`; see `Verifier`."""
         groups = [i for i, texts_ in enumerate(responses) for _ in texts_]
         given = [text for texts_ in responses for text in texts_]
-        decoded = {}
-        for special in {term.special_tokens for term in self._terms.values()}:
-            ids = [prompt.tolist() for prompt in data.sequences("prompt_ids")]
-            prompts = model.tokenizer.batch_decode(ids, skip_special_tokens=not special)
-            decoded[special] = [prompts[i] for i in groups], given
-        return self._total(self._term_rewards(decoded, [data.metadata["row"][i] for i in groups], groups))
+        prompts = [prompt.tolist() for prompt in data.sequences("prompt_ids")]
+        encoded: list[list[int]] = [[]] * len(given)
+        if given and any(self._opened(name).binding.token_ids for name in self._terms):
+            encoded = model.tokenizer(given, add_special_tokens=False)["input_ids"]
+        ids = [(prompts[i], answer) for i, answer in zip(groups, encoded, strict=True)]
+        return self._total(self._term_rewards(model, ids, [data.metadata["row"][i] for i in groups], groups, given))
 
     def _concurrently(self, calls: Mapping[str, Callable[[], RewardResults[float]]]) -> dict[str, RewardResults[float]]:
         """Return the result of each call, by name. Functions in worker processes run concurrently."""
@@ -267,7 +295,7 @@ class RuleRewardInterface(ModelInterface):
     def _dense(self, model: Model, data: SequenceSample, cut: Cut) -> SequenceSample:
         judged = cut.judged_S.nonzero()[:, 0].tolist()
         owners = data.group_index().tolist()
-        (prompts, responses), tokens = texts(model, cut.data), token_texts(model, cut.data)
+        (prompts, responses), tokens = decode(model, token_ids(cut.data)), token_texts(model, cut.data)
         lists = self._opened(_SINGLE).score_tokens(
             [prompts[i] for i in judged],
             [responses[i] for i in judged],
@@ -298,24 +326,30 @@ class RuleRewardInterface(ModelInterface):
             pool.close()
 
 
-def texts(model: Model, data: SequenceSample, special_tokens: bool = False) -> tuple[list[str], list[str]]:
-    """Decode the prompt and the response of every sequence.
+TokenIds = tuple[list[int], list[int]]
+"""Token ids of a prompt and of a response."""
+
+
+def token_ids(data: SequenceSample) -> list[TokenIds]:
+    """Return the token ids of the prompt and of the response of every sequence.
 
     The response is everything after the prompt: in a multi-turn episode, all turns and observations.
 
     Args:
-        model: model whose tokenizer decodes.
         data: batch with `input_ids` and `prompt_mask`.
-        special_tokens: whether the texts contain special tokens.
     """
-    prompts, responses = [], []
+    pairs = []
     for ids, given in zip(data.sequences("input_ids"), data.sequences("prompt_mask"), strict=True):
         # Only the leading run: in an episode, `prompt_mask` also marks observations.
         n = int(given.int().cumprod(0).sum())
-        prompts.append(ids[:n].tolist())
-        responses.append(ids[n:].tolist())
-    decode = partial(model.tokenizer.batch_decode, skip_special_tokens=not special_tokens)
-    return decode(prompts), decode(responses)
+        pairs.append((ids[:n].tolist(), ids[n:].tolist()))
+    return pairs
+
+
+def decode(model: Model, ids: Sequence[TokenIds], special_tokens: bool = False) -> tuple[list[str], list[str]]:
+    """Return the texts of prompts and of responses, with or without special tokens."""
+    text = partial(model.tokenizer.batch_decode, skip_special_tokens=not special_tokens)
+    return text([prompt for prompt, _ in ids]), text([response for _, response in ids])
 
 
 def _tensor(values: Sequence[float | None]) -> Tensor:

@@ -40,7 +40,7 @@ class RewardTerm(Settings, ABC):
         return ()
 
     @property
-    def special_tokens(self) -> bool:
+    def sees_special_tokens(self) -> bool:
         """Whether the function receives prompts and responses with special tokens."""
         return False
 
@@ -75,11 +75,15 @@ class FunctionTerm(RewardTerm):
     """Time limit of one call in seconds; null uses `timeout_s` of the interface."""
     protocol: HttpProtocol = field(default_factory=Realign)
     """Request format of a server: realign or openrlhf."""
+    special_tokens: bool = False
+    """Keep special tokens in the texts, except the one that ends the response. For tags such as `<think>` that are
+    special tokens of the tokenizer."""
 
     @override
     def ineffective(self) -> dict[str, str]:
-        unused = f"on function={self.function!r}, which is not a URL. Remove protocol"
-        return {} if "://" in self.function else {"protocol": unused}
+        if "://" not in self.function:
+            return {"protocol": f"on function={self.function!r}, which is not a URL. Remove protocol"}
+        return {"special_tokens": "with this protocol. Set it there"} if isinstance(self.protocol, Openrlhf) else {}
 
     @override
     def load(self) -> str | Callable[..., Any]:
@@ -93,5 +97,5 @@ class FunctionTerm(RewardTerm):
 
     @property
     @override
-    def special_tokens(self) -> bool:
-        return isinstance(self.protocol, Openrlhf) and self.protocol.special_tokens
+    def sees_special_tokens(self) -> bool:
+        return self.protocol.special_tokens if isinstance(self.protocol, Openrlhf) else self.special_tokens

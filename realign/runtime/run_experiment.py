@@ -17,7 +17,7 @@ from realign.engines.files.folders import check_name, restore_interrupted_saves
 from realign.errors import CheckpointError, ConfigError
 from realign.runtime.checkpoint.folder import Start
 from realign.runtime.checkpoint.random_generators import seed_random
-from realign.runtime.checks.before_loading import check_ready, open_interfaces, used_interfaces
+from realign.runtime.checks.before_loading import check_ready, try_interfaces, used_interfaces
 from realign.runtime.experiment import Experiment
 from realign.runtime.local import LocalRuntime
 from realign.runtime.metrics.samples import show_lines, show_row
@@ -109,11 +109,7 @@ def run(
     report = RunReport(None if command is None else [word for word in command if not word.startswith("resume=")])
     # Only rank 0 has `begin`, but all ranks open interfaces together.
     if ranks.broadcast(begin is not None):
-        try:  # an interface that cannot be opened is reported before the launch table
-            open_interfaces(experiment)
-        finally:
-            for interface in used_interfaces(experiment).values():
-                interface.close()
+        try_interfaces(experiment)  # one that cannot be opened is reported before the launch table
     if begin is not None:
         report.log.write(begin())
     with report.log.capturing() if ranks.leader else nullcontext():

@@ -1,5 +1,6 @@
 import json
 import logging
+import re
 import warnings
 
 import pytest
@@ -105,9 +106,11 @@ def test_check_says_that_nothing_would_be_learned_if_no_response_has_a_reward(he
     assert capsys.readouterr().out.endswith(
         "Finished with 1 warning (see above): nothing was trained, nothing was written.\n"
     )
-    (here / "reward.py").write_text("def half(prompt, response, row):\n    return 0.5\n")
+    (here / "reward.py").write_text("def half(solution_str, **more):\n    return {'score': 0.5}\n")
     assert cli.main(["check", *words, "interfaces.reward.function=reward.py:half"]) == 0
-    assert "All good" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "All good" in out
+    assert re.search(r"reward calls +half\(solution_str, \*\*more\), as verl calls it", out)
 
 
 def test_check_does_not_say_all_good_after_a_warning(here, capsys):

@@ -302,7 +302,7 @@ def test_settings_that_exclude_each_other_are_errors(changes, text):
     [
         ("nobody", {}, "has no 'nobody'"),
         ("APIError", {}, "expected a function"),
-        ("plain", {"speed": 1}, "cannot be called as plain"),
+        ("plain", {"speed": 1}, "has no argument 'speed'"),
     ],
 )
 def test_an_agent_that_cannot_be_called_is_a_configuration_error(agent, arguments, text):

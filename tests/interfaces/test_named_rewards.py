@@ -208,7 +208,7 @@ def test_a_config_gives_functions_as_text_with_a_weight_or_as_a_component(file):
     assert made.functions["c"] == FunctionTerm(f"{file}:price", weight=2.0)
     assert made.functions["d"].protocol == made.functions["e"].protocol == Openrlhf()
     terms = "1 x a + 0.25 x b + 2 x c + 1 x d + 1 x e"
-    assert made.describe(1) == {"reward": terms, "programs of responses": ""}
+    assert made.describe(1) == {"reward": terms, "reward calls": "", "programs of responses": ""}
 
 
 @pytest.mark.parametrize(

@@ -119,6 +119,8 @@ def test_prompts_that_cannot_be_read_are_errors_that_name_the_row(prompt, rows, 
 def test_a_function_that_does_not_exist_is_an_error_before_the_run():
     with pytest.raises(ConfigError, match=r"prompt function 'tests\.interfaces\.test_reference:nothing'"):
         ReferenceInterface(prompt="tests.interfaces.test_reference:nothing").open()
+    with pytest.raises(ConfigError, match=r"is called by the names \(row, response\), without 'engine'"):
+        ReferenceInterface(prompt="tests.interfaces.test_reference:by_hand").open()
 
 
 def test_the_graphs_pass_rows_to_a_teacher_with_its_own_prompts():

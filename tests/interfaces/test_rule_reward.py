@@ -6,10 +6,11 @@ import multiprocessing
 import pytest
 import torch
 
-from realign.api import MicroBatchSpec, SequenceSample
+from realign.api import MicroBatchSpec, Model, SequenceSample
 from realign.errors import ConfigError, RewardError, SettingsError
 from realign.interfaces.components.response_cut import ResponseCut
-from realign.interfaces.rule_reward import RuleRewardInterface, texts, token_texts
+from realign.interfaces.rule_reward import RuleRewardInterface, decode, token_ids, token_texts
+from realign.rewards.terms import FunctionTerm
 from tests.interfaces.rule_rewards import MODEL, batch
 
 
@@ -38,7 +39,7 @@ def rewards(interface: RuleRewardInterface, data: SequenceSample) -> list[float 
 
 def test_prompt_and_response_are_told_apart_without_special_tokens():
     data = batch([[3, 4, 0], []], [[5]])
-    assert texts(MODEL, data) == (["a", "a", "b"], ["cd", "", "e"])
+    assert decode(MODEL, token_ids(data)) == (["a", "a", "b"], ["cd", "", "e"])
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -175,7 +176,7 @@ def test_tokens_are_told_one_by_one_with_special_tokens():
 def test_dense_settings_without_meaning_are_refused(function):
     with pytest.raises(SettingsError, match="shuffle=true: permutes one reward per response"):
         RuleRewardInterface(function, shuffle=True, dense=True)
-    with pytest.raises(ConfigError, match=r"but is called as function\(prompt, response, row, tokens\)"):
+    with pytest.raises(ConfigError, match=r"but dense=true calls it as \(prompt, response, row, tokens\)"):
         RuleRewardInterface(function, dense=True).open()
 
 
@@ -202,3 +203,57 @@ def test_a_worker_inherits_the_secrets_to_keep_and_no_others(tmp_path, monkeypat
 def test_the_variables_to_keep_are_a_list(function):
     with pytest.raises(SettingsError, match="keep_environment='KEPT_TOKEN'"):
         RuleRewardInterface(function, keep_environment="KEPT_TOKEN")
+
+
+OTHERS = """
+def accuracy(completions, completion_ids, price, **columns):
+    return [len(text) + 100 * sum(ids) + 10 * p for text, ids, p in zip(completions, completion_ids, price)]
+
+def areal(prompt, completions, prompt_ids, completion_ids, price):
+    return completions.count("?") + 10 * len(completion_ids) + 100 * prompt_ids[0]
+
+def marks(response):
+    return response.count("?") + 10 * response.endswith("h") + 100 * len(response)
+
+def wanting(completion, solution):
+    return 1.0
+"""
+
+
+@pytest.fixture
+def others(tmp_path) -> str:
+    path = tmp_path / "others.py"
+    path.write_text(OTHERS)
+    return str(path)
+
+
+def test_functions_of_other_tools_get_columns_and_token_ids_and_the_table_says_how_they_are_called(others):
+    data = batch([[3, 0], [4]], [[5]])
+    interface = RuleRewardInterface(functions={"a": f"{others}:accuracy", "b": f"{others}:areal"}, workers=0)
+    found = interface.inference(MODEL, data, MicroBatchSpec())
+    assert found["rewards/a"].tolist() == [1 + 300 + 10, 1 + 400 + 10, 1 + 500 + 100]
+    assert found["rewards/b"].tolist() == [1 + 20 + 100, 10 + 100, 10 + 200]
+    assert interface.describe(1)["reward calls"] == (
+        "accuracy(completions, completion_ids, price: column, **columns: columns), as TRL calls it, once per prompt; "
+        "areal(prompt, completions, prompt_ids, completion_ids, price: column), as AReaL calls it"
+    )
+
+
+def test_special_tokens_reach_a_function_that_asks_for_them_without_the_end_of_the_response(others):
+    class Ending(type(MODEL.tokenizer)):
+        eos_token = "h"
+
+    model = Model("reward", None, Ending(), seed=3)
+    data = batch([[3, 0, 3, 8], [3, 8, 0]])
+    for special, expected in ((False, [10 + 300, 10 + 200]), (True, [1 + 300, 1 + 300])):
+        term = FunctionTerm(f"{others}:marks", special_tokens=special)
+        interface = RuleRewardInterface(functions={"a": term}, workers=0)
+        assert interface.inference(model, data, MicroBatchSpec())["rewards"].tolist() == expected
+
+
+def test_a_column_that_no_row_has_is_an_error_before_the_first_step(others):
+    interface = RuleRewardInterface(f"{others}:wanting", workers=0)
+    with pytest.raises(ConfigError, match=r"asks for 'solution', which is no column\. Columns: answer, price"):
+        interface.check_rows([{"price": 1}, {"answer": "4"}])
+    interface.check_rows([{"price": 1}, {"solution": "4"}])
+    interface.check_rows([])

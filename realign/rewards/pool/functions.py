@@ -1,70 +1,29 @@
 """What a reward function can be, and how it is loaded.
 
-A function scores one response, the responses to a prompt, or a batch (`RewardScope`); the names of its arguments say
-which. Its name is `package.module:function`, `path/to/file.py:function`, or a URL (`load_function`). A `Prepared`
-function examines the machine or its server once, before the run loads a model.
+The names of a function's arguments say what it scores, and what it gets (`realign.rewards.pool.binding`). Its name is
+`package.module:function`, `path/to/file.py:function`, or a URL (`load_function`). A `Prepared` function examines the
+machine or its server once, before the run loads a model.
 """
 
 from __future__ import annotations
 
 import difflib
+import functools
 import hashlib
 import importlib
 import importlib.util
 import inspect
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from enum import StrEnum
 from pathlib import Path
-from types import CodeType, FunctionType, MappingProxyType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, TypeAlias
 
 from realign.errors import ConfigError
+from realign.rewards.pool.binding import Binding, bound
 from realign.rewards.pool.http import HttpReward
-
-
-class RewardScope(StrEnum):
-    """How many responses a reward function scores in one call; the names of its arguments declare it."""
-
-    response = "response"
-    """One response: `(prompt, response, row) -> float | None`."""
-    group = "group"
-    """All responses to one prompt: `(prompt, responses, row) -> list[float | None]`."""
-    batch = "batch"
-    """All responses of the batch: `(prompts, responses, rows) -> list[float | None]`, one element per response."""
-
-
-ARGUMENTS: Mapping[RewardScope, tuple[str, ...]] = MappingProxyType(
-    {
-        RewardScope.response: ("prompt", "response", "row"),
-        RewardScope.group: ("prompt", "responses", "row"),
-        RewardScope.batch: ("prompts", "responses", "rows"),
-    }
-)
-"""Positional arguments of a reward function of each scope."""
-_PLURALS = {"prompts", "responses", "rows"}
-
-
-def scope_of(function: Any, name: str) -> RewardScope:
-    """Return the scope that the names of the function's arguments declare; other names mean one response.
-
-    Raises:
-        ConfigError: singular and plural names are mixed.
-    """
-    try:
-        names = tuple(inspect.signature(function).parameters)
-    except (TypeError, ValueError):
-        return RewardScope.response  # some functions written in C have no signature
-    declared = next((s for s in (RewardScope.group, RewardScope.batch) if names[:3] == ARGUMENTS[s]), None)
-    if declared is None and _PLURALS & set(names[:3]):
-        forms = ", ".join(f"({', '.join(arguments)}) for one {scope}" for scope, arguments in ARGUMENTS.items())
-        raise ConfigError(
-            f"reward function {name!r} takes ({', '.join(names)}). The names of the first three arguments declare what "
-            f"it scores: {forms}."
-        )
-    return declared or RewardScope.response
 
 
 class Prepared(ABC):
@@ -93,7 +52,7 @@ class Prepared(ABC):
 
 
 RewardFunction: TypeAlias = Callable[..., Any]
-"""A function with the arguments of one `RewardScope`; `def` or `async def`."""
+"""A function with arguments of one `Convention`; `def` or `async def`."""
 
 SESSION = "session:"
 """Start of the name of a function that only one Python session has."""
@@ -111,7 +70,7 @@ class SessionFunction(str):
     @classmethod
     def of(cls, function: RewardFunction) -> SessionFunction:
         """Return the name of a function, with the function."""
-        label = getattr(function, "__qualname__", type(function).__qualname__).rpartition("<locals>.")[2]
+        label = name_of(function).rpartition("<locals>.")[2]
         digest = hashlib.sha256((source_of(function) or _compiled(function)).encode()).hexdigest()[:8]
         name = cls(f"{SESSION}{label}@{digest}")
         name.function = function
@@ -121,6 +80,13 @@ class SessionFunction(str):
     def label(self) -> str:
         """Name of the function itself."""
         return self.removeprefix(SESSION).rpartition("@")[0]
+
+
+def name_of(function: RewardFunction) -> str:
+    """Return the name of a function, or of the class of a callable object."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return str(getattr(function, "__qualname__", type(function).__qualname__))
 
 
 def source_of(function: RewardFunction) -> str:
@@ -141,8 +107,6 @@ def _compiled(function: RewardFunction) -> str:
     return text(function.__code__) if isinstance(function, FunctionType) else ""
 
 
-DENSE_ARGUMENTS = (*ARGUMENTS[RewardScope.response], "tokens")
-
 _FORMS = "'package.module:function', 'path/to/file.py:function'"
 
 
@@ -155,14 +119,14 @@ def load_function(name: str, *, dense: bool = False, check: bool = True) -> Call
 
     Args:
         name: name of the function.
-        dense: whether the function must accept the tokens of the response (`DENSE_ARGUMENTS`).
+        dense: whether the function must accept the tokens of the response.
         check: whether to check the function's arguments.
 
     An exception that the module raises on import propagates, with a note that names the function.
 
     Raises:
         ConfigError: the module, file or function does not exist (the message lists existing and similar names), or the
-            function does not accept the arguments of its scope.
+            names of its arguments belong to no tool.
     """
     if "://" in name:
         return HttpReward(name)
@@ -216,8 +180,12 @@ def is_async(function: Any) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
-def check_function(function: Any, name: str, *, dense: bool = False) -> None:
-    """Raise ConfigError if `function` cannot be called with the positional arguments of its scope."""
+def check_function(function: Any, name: str, *, dense: bool = False) -> Binding:
+    """Return how the pool calls `function`.
+
+    Raises:
+        ConfigError: it is no function, or cannot be called by the names of its arguments.
+    """
     if isinstance(function, type) or not callable(function):
         raise ConfigError(f"reward function {name!r} is a {type(function).__name__}; expected a function.")
     home = str(getattr(function, "__module__", None) or "").split(".")[0]
@@ -230,17 +198,7 @@ def check_function(function: Any, name: str, *, dense: bool = False) -> None:
         raise ConfigError(
             f"reward function {name!r} is async, which dense rewards do not support. Define it with `def`."
         )
-    arguments: Sequence[str] = DENSE_ARGUMENTS if dense else ARGUMENTS[scope_of(function, name)]
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):
-        return  # some functions written in C have no signature
-    try:
-        signature.bind(*arguments)
-    except TypeError as error:
-        raise ConfigError(
-            f"reward function {name!r} takes {signature}, but is called as function({', '.join(arguments)}): {error}"
-        ) from None
+    return bound(function, name, dense=dense)
 
 
 @contextmanager

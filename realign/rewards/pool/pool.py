@@ -26,15 +26,15 @@ from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 from realign.errors import ConfigError, RewardError, TransientError
+from realign.rewards.pool.binding import RewardScope, Scored
 from realign.rewards.pool.functions import (
     Prepared,
     RewardFunction,
-    RewardScope,
     SessionFunction,
     check_function,
     is_async,
     load_function,
-    scope_of,
+    name_of,
 )
 from realign.rewards.pool.http import HttpReward
 from realign.rewards.pool.keeper import WORKER_NAME
@@ -88,10 +88,10 @@ class RewardResults(Generic[Value]):
 
 
 class RewardPool:
-    """Worker processes for one reward function `(prompt, response, row) -> float | None`.
+    """Worker processes for one reward function, such as `(prompt, response, row) -> float | None`.
 
-    A function may also score all responses to a prompt, or of the batch, in one call; see `RewardScope`. With `dense`
-    the function is called as `(prompt, response, row, tokens)`. It returns a list with one number per token, or None.
+    The names of its arguments say what it gets, and how many responses it scores in one call; see `CONVENTIONS`. With
+    `dense` it also has the argument `tokens`, and returns a list with one number per token, or None.
     An `async def` function is called several times concurrently in each worker.
 
     The workers start at the first `score` and run until `close`, the end of a `with` block, or the end of this process.
@@ -159,26 +159,27 @@ class RewardPool:
         if isinstance(function, SessionFunction):
             function, workers, self._thread_s = function.function, 0, timeout_s
         source: str | bytes = b""
-        self._function: RewardFunction = load_function(function, dense=dense) if isinstance(function, str) else function
+        self._function: RewardFunction = load_function(function, check=False) if isinstance(function, str) else function
         if isinstance(self._function, HttpReward):
             self.name = masked(self._function.url)
+        else:
+            self.name = str(function) if isinstance(function, str) else name_of(function)
+        self.binding = check_function(self._function, self.name, dense=dense)
+        """What the function gets, and how many responses it scores in one call."""
+        if isinstance(self._function, HttpReward):
             self._function.reach()
             self._function = replace(self._function, within_s=_ASKED * timeout_s)
             source = pickle.dumps(self._function)
         elif isinstance(function, str):
-            self.name = source = function
+            source = function
             if isinstance(self._function, Prepared):
                 self._function = self._function.prepared()
                 source = pickle.dumps(self._function)
         else:
-            self.name = getattr(function, "__qualname__", type(function).__qualname__)
-            check_function(function, self.name, dense=dense)
             if isinstance(function, Prepared):
                 self._function = function.prepared()
             if workers:
                 source = _pickled_function(self._function, self.name)
-        self.scope = scope_of(self._function, self.name)
-        """How many responses the function scores in one call."""
         self.max_failed_fraction = max_failed_fraction
         self.patience_s = patience_s
         self._shown: set[FailureKind] = set()
@@ -232,7 +233,7 @@ class RewardPool:
     def cheap(self) -> bool:
         """Whether the function is plain Python code that scores one response; no server, judge or sandbox."""
         plain = not isinstance(self._function, Prepared | HttpReward) and self._concurrency is None
-        return plain and self.scope is RewardScope.response
+        return plain and self.binding.scope is RewardScope.response
 
     def score(
         self,
@@ -240,6 +241,7 @@ class RewardPool:
         responses: Sequence[str],
         rows: Sequence[Mapping[str, Any]],
         groups: Sequence[int] | None = None,
+        ids: Sequence[tuple[Sequence[int], Sequence[int]]] | None = None,
     ) -> RewardResults[float]:
         """Score all responses; response i is `responses[i]`, to `prompts[i]` of `rows[i]`.
 
@@ -252,6 +254,7 @@ class RewardPool:
             rows: row of the data of each response.
             groups: number of the prompt of each response; responses to one prompt are consecutive. None: each response
                 has its own prompt. Only functions of scope `group` use it.
+            ids: token ids of the prompt and of the response; needed if `binding.token_ids`.
 
         Raises:
             ValueError: the sequences have different lengths.
@@ -265,8 +268,18 @@ class RewardPool:
             )
         if groups is not None and len(groups) != len(responses):
             raise ValueError(f"{len(responses)} responses and {len(groups)} groups: the numbers must be equal.")
-        members = _members_of(self.scope, len(responses), groups)
-        return self._score([_call_of(self.scope, i, prompts, responses, rows) for i in members], members)
+        unknown: tuple[Sequence[int], Sequence[int]] = ((), ())
+        given = zip(prompts, responses, rows, ids or [unknown] * len(rows), strict=True)
+        scored = [Scored(prompt, response, dict(row), *own) for prompt, response, row, own in given]
+        members = _members_of(self.binding.scope, len(responses), groups)
+        return self._score([self._call([scored[i] for i in places]) for places in members], members)
+
+    def _call(self, scored: Sequence[Scored]) -> RewardCall:
+        """Return the call that scores these responses."""
+        expected = Expected(key=self.binding.convention.result)
+        if self.binding.returns_list:
+            expected = Expected(len(scored), "response", gaps=True, key=expected.key)
+        return RewardCall(*self.binding.arguments(scored), expected, self.binding.missing([of.row for of in scored]))
 
     def score_tokens(
         self,
@@ -286,8 +299,10 @@ class RewardPool:
         counts = {len(x) for x in (prompts, responses, rows, tokens)}
         if len(counts) > 1:
             raise ValueError(f"prompts, responses, rows and tokens have different lengths: {sorted(counts)}.")
-        asked = zip(prompts, responses, rows, tokens, strict=True)
-        items = [RewardCall((p, r, dict(row), t), Expected(len(t))) for p, r, row, t in asked]
+        items = [
+            RewardCall(*self.binding.arguments([Scored(p, r, dict(row))], tokens=t), Expected(len(t)))
+            for p, r, row, t in zip(prompts, responses, rows, tokens, strict=True)
+        ]
         return self._score(items, [[i] for i in range(len(items))])
 
     def _score(self, items: Sequence[RewardCall], members: Sequence[Sequence[int]]) -> RewardResults[Any]:
@@ -305,9 +320,7 @@ class RewardPool:
                 places = members[index]
                 answered += len(places)
                 if not isinstance(result, Problem):
-                    of_responses = (
-                        result if self.scope is not RewardScope.response and isinstance(result, list) else None
-                    )
+                    of_responses = result if self.binding.returns_list and isinstance(result, list) else None
                     for number, place in enumerate(places):
                         values[place] = result if of_responses is None else of_responses[number]
                     continue
@@ -430,23 +443,6 @@ def _members_of(scope: RewardScope, n: int, groups: Sequence[int] | None) -> lis
     if scope is RewardScope.group and groups is not None:
         return [list(places) for _, places in groupby(range(n), key=groups.__getitem__)]
     return [[i] for i in range(n)]
-
-
-def _call_of(
-    scope: RewardScope,
-    places: Sequence[int],
-    prompts: Sequence[str],
-    responses: Sequence[str],
-    rows: Sequence[Mapping[str, Any]],
-) -> RewardCall:
-    """Return the call that scores the responses at these indices."""
-    first = places[0]
-    if scope is RewardScope.response:
-        return RewardCall((prompts[first], responses[first], dict(rows[first])))
-    texts, expected = [responses[i] for i in places], Expected(len(places), "response", gaps=True)
-    if scope is RewardScope.group:
-        return RewardCall((prompts[first], texts, dict(rows[first])), expected)
-    return RewardCall(([prompts[i] for i in places], texts, [dict(rows[i]) for i in places]), expected)
 
 
 class Tally:

@@ -14,7 +14,7 @@ import pickle
 import signal
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection
 from numbers import Real
 from typing import Any, NamedTuple, TypeAlias
 
+from realign.errors import DataError
 from realign.rewards.pool.functions import load_function
 from realign.rewards.pool.http import Unreachable
 from realign.rewards.pool.limits import MemoryWatch, WorkerLimits, allow_cpu, limit_process
@@ -69,6 +70,8 @@ class Expected(NamedTuple):
     """What an element of the list is the reward of: a token of the response, or a response of the item."""
     gaps: bool = False
     """Whether an element of the list may be None."""
+    key: str = ""
+    """Key of the reward, where the function may return a mapping in its place; empty: it may not."""
 
     def __str__(self) -> str:
         if self.n is None:
@@ -83,7 +86,13 @@ ONE = Expected()
 
 def as_answer(value: Any, expected: Expected) -> Answer:
     """Convert the return value of a reward function to what is expected, or to a failure."""
+    value = _under(expected.key, value)
     return _as_number(value) if expected.n is None else _as_numbers(value, expected)
+
+
+def _under(key: str, value: Any) -> Any:
+    """Return the reward in a mapping, such as verl's `{"score": 1.0, ...}`; other values are returned unchanged."""
+    return value[key] if key and isinstance(value, Mapping) and key in value else value
 
 
 def _as_numbers(value: Any, expected: Expected) -> Answer:
@@ -97,7 +106,7 @@ def _as_numbers(value: Any, expected: Expected) -> Answer:
         return _nonsense(value, f"has {len(elements)} elements", str(expected))
     numbers: list[float | None] = []
     for place, element in enumerate(elements):
-        number = _as_number(element)
+        number = _as_number(_under(expected.key, element))
         if isinstance(number, Problem) or (number is None and not expected.gaps):
             why = f"holds {element!r} for {expected.of} {place}, no number finite in float32"
             return _nonsense(value, why, str(expected))
@@ -175,10 +184,23 @@ def _is_reward(value: object) -> bool:
 
 
 class RewardCall(NamedTuple):
-    """One call of a reward function: its positional arguments, and what it must return."""
+    """One call of a reward function: its arguments, and what it must return."""
 
     arguments: tuple[Any, ...]
+    keywords: Mapping[str, Any]
     expected: Expected = ONE
+    problem: str = ""
+    """Why the function cannot be called; empty: it can."""
+
+    def of(self, function: Callable[..., Any]) -> Any:
+        """Call the function.
+
+        Raises:
+            DataError: it cannot be called; any other exception is its own.
+        """
+        if self.problem:
+            raise DataError(self.problem)
+        return function(*self.arguments, **self.keywords)
 
 
 class Concurrency(NamedTuple):
@@ -193,7 +215,7 @@ class Concurrency(NamedTuple):
 def answer(function: Callable[..., Any], item: RewardCall) -> Answer:
     """Call the function on one item. Every outcome except the end of the process becomes an `Answer`."""
     try:
-        return as_answer(function(*item.arguments), item.expected)
+        return as_answer(item.of(function), item.expected)
     # With workers=0 this is the process of the run, which Ctrl-C must end.
     except KeyboardInterrupt:
         raise
@@ -225,7 +247,7 @@ async def answer_concurrently(
 async def _awaited(function: Callable[..., Any], item: RewardCall, timeout_s: float) -> Answer:
     try:
         async with asyncio.timeout(timeout_s) as limit:
-            return as_answer(await function(*item.arguments), item.expected)
+            return as_answer(await item.of(function), item.expected)
     except KeyboardInterrupt:
         raise
     except BaseException as error:
@@ -247,6 +269,7 @@ def _problem(error: BaseException) -> Problem:
 
 def _describe(error: BaseException) -> str:
     trace = error.__traceback__.tb_next if error.__traceback__ else None  # without the frame of `answer`
+    trace = trace.tb_next if trace is not None and trace.tb_frame.f_code is RewardCall.of.__code__ else trace
     return "".join(traceback.format_exception(type(error), error, trace)).rstrip()
 
 

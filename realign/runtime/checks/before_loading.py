@@ -100,6 +100,19 @@ def open_interfaces(experiment: Experiment) -> None:
     check_whole_batches(experiment)
 
 
+def try_interfaces(experiment: Experiment) -> None:
+    """Open the interfaces, and close them again. They then describe what they found in the launch table.
+
+    Raises:
+        RealignError: an interface cannot be opened. The message contains the config key.
+    """
+    try:
+        open_interfaces(experiment)
+    finally:
+        for interface in used_interfaces(experiment).values():
+            interface.close()
+
+
 def writable(output_dir: Path) -> Path:
     """Return the nearest existing folder of `output_dir`.
 

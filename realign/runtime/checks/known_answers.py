@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -37,7 +38,9 @@ class Known(NamedTuple):
 def check_verifiers(
     experiment: Experiment, models: Mapping[str, Model], held_out: Mapping[str, Dataset], prompts: PromptStream
 ) -> list[str]:
-    """Check each interface that sets `known_answer`, on the training data or on that of its evaluation.
+    """Check that reward functions find their columns in the training data, or in that of their evaluation.
+
+    Those with `known_answer` also score known answers.
 
     Args:
         experiment: the experiment, whose interfaces are open.
@@ -49,21 +52,28 @@ def check_verifiers(
         A line for each checked interface.
 
     Raises:
-        RealignError: see `check_known_answers`.
+        RealignError: a column does not exist, or see `check_known_answers`.
     """
     lines = []
+
+    def check(where: str, verifier: Verifier, model: Model, data: SequenceSample) -> None:
+        with located(where):
+            current().lead(partial(verifier.check_rows, data.metadata.get("row", ())))
+        if verifier.known_answer is not None:
+            lines.append(check_known_answers(where, verifier, model, data))
+
     for role in dict.fromkeys(rpc.model for rpc in experiment.graph.rpcs):
         interface = experiment.interfaces[role]
-        if isinstance(interface, Verifier) and interface.known_answer is not None:
+        if isinstance(interface, Verifier):
             size = prompts.dataset.size  # None: a stream, of which only the first batch is read
             data = prompts.preview(range(prompts.batch_prompts if size is None else min(size, READ)))
-            lines.append(check_known_answers(f"interfaces.{role}", interface, models[role], data))
+            check(f"interfaces.{role}", interface, models[role], data)
     for where, evaluation in experiment.all_evaluations.items():
         for key, judge in evaluation.judges.items():
-            if isinstance(judge, Verifier) and judge.known_answer is not None:
+            if isinstance(judge, Verifier):
                 dataset = held_out[where]
                 data = dataset.sample([(0, row) for row in range(min(len(dataset), READ))])
-                lines.append(check_known_answers(f"{where}.{key}", judge, models[evaluation.role], data))
+                check(f"{where}.{key}", judge, models[evaluation.role], data)
     return lines
 
 

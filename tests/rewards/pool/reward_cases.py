@@ -98,7 +98,7 @@ async def asynchronous(prompt, response, row):
     return 1.0
 
 
-def two_arguments(prompt, response):
+def unknown_names(p, r, row):
     return 1.0
 
 

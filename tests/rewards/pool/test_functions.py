@@ -11,7 +11,8 @@ import pytest
 from realign.errors import ConfigError, RealignError, RewardError
 from realign.rewards import FailureKind, RewardPool, exact_answer, load_function
 from realign.rewards.pool import processes
-from realign.rewards.pool.functions import Prepared, RewardScope, SessionFunction, source_of
+from realign.rewards.pool.binding import RewardScope
+from realign.rewards.pool.functions import Prepared, SessionFunction, source_of
 
 CASES = Path(__file__).parent / "reward_cases.py"
 
@@ -61,7 +62,7 @@ def test_the_name_is_relative_to_the_working_folder(tmp_path, monkeypatch):
         (f"{CASES}:atc", "did you mean 'act'"),
         (f"{CASES}:not_a_function", "is a int; expected a function"),
         (f"{CASES}:Scaled", "is a type; expected a function"),
-        (f"{CASES}:two_arguments", r"takes \(prompt, response\), but is called as function\(prompt, response, row\)"),
+        (f"{CASES}:unknown_names", r"takes \(p, r, row\), which mixes|none of these names is the response"),
     ],
 )
 def test_a_wrong_name_says_what_is_there(name, message):
@@ -149,10 +150,8 @@ def test_the_names_of_the_arguments_declare_the_scope():
         "lengths_of_a_group": RewardScope.group,
         "awaited_batch": RewardScope.batch,
     }
-    assert {name: pool(name).scope for name in names} == names
-    with pytest.raises(
-        ConfigError, match=r"takes \(prompt, responses, rows\).*\(prompt, responses, row\) for one group"
-    ):
+    assert {name: pool(name).binding.scope for name in names} == names
+    with pytest.raises(ConfigError, match=r"takes \(prompt, responses, rows\), which mixes names of several calls"):
         pool("mixed_names")
 
 

@@ -168,7 +168,7 @@ def test_none_is_an_abstention_not_a_failure():
     ],
 )
 def test_numbers_of_every_make_are_accepted(value, expected):
-    found = answer(lambda p, r, row: value, RewardCall(("", "", {})))
+    found = answer(lambda prompt, response, row: value, RewardCall(("", "", {}), {}))
     assert type(found) is float
     assert found == expected
 
@@ -181,7 +181,7 @@ def test_numbers_of_every_make_are_accepted(value, expected):
     ],
 )
 def test_what_is_not_a_number_is_nonsense(value):
-    found = answer(lambda p, r, row: value, RewardCall(("", "", {})))
+    found = answer(lambda prompt, response, row: value, RewardCall(("", "", {}), {}))
     assert isinstance(found, Problem)
     assert found.kind == FailureKind.nonsense
     assert "returned" in found.message
@@ -198,7 +198,7 @@ def test_nonsense_comes_back_from_a_worker():
 def test_trap_c13_integers_and_low_precision_scalars_arrive_exactly():
     scores = [torch.tensor(x, dtype=torch.bfloat16) for x in (1.0, 1.0, 1.0, 1.0078125)] + [2, torch.tensor(0.1).half()]
     with RewardPool(
-        lambda p, r, row: row["value"], workers=0, timeout_s=1, memory_mb=None, max_failed_fraction=0
+        lambda prompt, response, row: row["value"], workers=0, timeout_s=1, memory_mb=None, max_failed_fraction=0
     ) as pool:
         found = score(pool, [{"value": s} for s in scores]).values
     assert found == [1.0, 1.0, 1.0, 1.0078125, 2.0, 0.0999755859375]
@@ -283,8 +283,8 @@ def test_bad_settings_are_named(setting):
 
 def test_a_function_that_cannot_be_pickled_is_refused_unless_inline():
     with pytest.raises(ConfigError, match="cannot be sent to a worker"):
-        make(lambda p, r, row: 1.0)
-    assert score(make(lambda p, r, row: 1.0, workers=0), [{}]).values == [1.0]
+        make(lambda prompt, response, row: 1.0)
+    assert score(make(lambda prompt, response, row: 1.0, workers=0), [{}]).values == [1.0]
 
 
 # --- start and end of the processes ---

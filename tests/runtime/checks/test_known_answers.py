@@ -48,6 +48,9 @@ def ranked(prompt, responses, row):
 
 def long(prompt, response, row):
     return float(len(response))
+
+def wanting(completion, solution):
+    return 1.0
 """
 
 
@@ -207,3 +210,15 @@ def test_settings_that_do_not_fit_are_refused(verifier, settings, message):
 def test_an_environment_refuses_a_reward_with_known_answers(verifier):
     with pytest.raises(SettingsError, match=r"^reward\.known_answer=answer: cannot be checked on episodes"):
         EnvironmentInterface(environment="x:Y", reward=verifier("right"))
+
+
+def test_a_function_of_a_column_that_no_row_has_stops_the_run_before_the_first_step(tmp_path, verifier):
+    expected = r"^interfaces\.reward: reward function .* asks for 'solution', which is no column\. Columns: answer, n\."
+    with pytest.raises(ConfigError, match=expected):
+        runtime(tmp_path, verifier("wanting", known_answer=None))
+    with pytest.raises(ConfigError, match=r"^evaluation\.reward: .*asks for 'solution'"):
+        runtime(
+            tmp_path,
+            verifier("right", known_answer=None),
+            evaluation=Evaluation(data=Sums(), reward=verifier("wanting", known_answer=None)),
+        )
