@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
+import threading
 import time
-from collections import defaultdict
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any
 
-from realign.report.files import METRICS, flat_config, json_lines, json_object, number, run_info, summary, usable
+import numpy as np
+
+from realign.report.files import (
+    METRICS,
+    flat_config,
+    json_lines,
+    json_object,
+    lines,
+    number,
+    opened,
+    parsed,
+    run_info,
+    summary,
+    usable,
+)
 from realign.settings import Range, Settings
 
 POINTS = 600
@@ -42,13 +58,16 @@ class ReportOptions(Settings):
     """Size of the samples and tokens of a run, in MB before compression. Of longer runs, some steps are shown."""
 
 
-def run_data(folder: Path, key: str | None = None, samples_mb: float = SAMPLES_MB) -> dict[str, Any]:
+def run_data(
+    folder: Path, key: str | None = None, samples_mb: float = SAMPLES_MB, metrics: Metrics | None = None
+) -> dict[str, Any]:
     """Return the records of a run for the report.
 
     Args:
         folder: folder of the run.
         key: unique name of the run in the report; the name of the folder if unset.
         samples_mb: maximum size of its samples and tokens, in MB of JSON. Steps in between are left out.
+        metrics: its metrics, if some were read before.
     """
     info, end = run_info(folder), summary(folder)
     budgets = {**{name: int(share * samples_mb * 1e6) for name, share in SHARES.items()}, **BUDGETS}
@@ -57,7 +76,7 @@ def run_data(folder: Path, key: str | None = None, samples_mb: float = SAMPLES_M
         [_shortened(record) for record in records[name]] for name in ("samples", "eval_samples")
     )
     shown = {name: spread(lines, budgets[name]) for name, lines in records.items()}
-    curves = columns(json_lines(folder / METRICS))
+    curves = (metrics or Metrics(folder / METRICS)).update().columns()
     return {
         "key": key or folder.name,
         "name": info["name"] or end["name"] or folder.name,
@@ -76,10 +95,10 @@ def run_data(folder: Path, key: str | None = None, samples_mb: float = SAMPLES_M
     }
 
 
-def run_line(folder: Path, key: str) -> dict[str, Any]:
-    """Return a short description of a run for the list of runs."""
+def run_line(folder: Path, key: str, metrics: Metrics | None = None) -> dict[str, Any]:
+    """Return a short description of a run for the list of runs; see `run_data` for the arguments."""
     info, end = run_info(folder), summary(folder)
-    curves = columns(json_lines(folder / METRICS))
+    curves = (metrics or Metrics(folder / METRICS)).update().columns()
     shown = next((name for name in (*_headline(info), *curves["values"]) if name in curves["values"]), None)
     return {
         "key": key,
@@ -112,7 +131,7 @@ def alerts(curves: Mapping[str, Any]) -> list[dict[str, Any]]:
     - More than half of the responses have been truncated for the last three points.
 
     Args:
-        curves: result of `columns`.
+        curves: result of `Metrics.columns`.
     """
     entropy = next((x for x in curves["values"].get("entropy", ()) if x is not None), 0.0)
     rules: tuple[tuple[str, Callable[[float], bool], str], ...] = (
@@ -171,26 +190,75 @@ def _is_alive(pid: float | None) -> bool:
     return True
 
 
-def columns(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return metrics as columns: `step`, `seconds`, and one column for each metric, with null where it is missing.
+class Metrics:
+    """Metrics of a run, which grow with its file."""
 
-    `left_out` counts the metrics beyond `MOST_NAMES`.
-    """
-    width = -(-len(records) // POINTS) if records else 1
-    parts = [records[i : i + width] for i in range(0, len(records), width)]
-    names = list(dict.fromkeys(name for record in records for name in record if name not in ("step", "seconds")))
-    values: dict[str, list[float | None]] = {name: [None] * len(parts) for name in names[:MOST_NAMES]}
-    for place, part in enumerate(parts):
-        points = defaultdict(list)
-        for record in part:
-            for name, value in record.items():
-                if name in values and (x := number(value)) is not None:
-                    points[name].append(x)
-        for name, some in points.items():
-            values[name][place] = number(float(f"{sum(x / len(some) for x in some):.6g}"))
-    steps, seconds = ([number(part[-1].get(name)) for part in parts] for name in ("step", "seconds"))
-    left_out = len(names) - len(values)
-    return {"step": steps, "seconds": seconds, "values": values, "averaged": width, "left_out": left_out}
+    def __init__(self, path: Path | None = None) -> None:
+        self._path, self._lock = path, threading.Lock()
+        self._clear()
+
+    def _clear(self) -> None:
+        self._read, self._last_line, self._records = 0, b"", 0
+        self._shared: dict[str, array[float]] = {"step": array("d"), "seconds": array("d")}
+        self._values: dict[str, tuple[array[int], array[float]]] = {}  # record and value
+        self._left_out: set[str] = set()
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Add the metrics of a step."""
+        for name, column in self._shared.items():
+            column.append(math.nan if (x := number(record.get(name))) is None else x)
+        for name, value in record.items():
+            if name in self._shared:
+                continue
+            if name not in self._values:
+                if len(self._values) == MOST_NAMES:
+                    self._left_out.add(name)
+                    continue
+                self._values[name] = (array("q"), array("d"))
+            # without a call for the usual kind: a long run has millions of values
+            if (x := value if type(value) is float and math.isfinite(value) else number(value)) is not None:
+                records, values = self._values[name]
+                records.append(self._records)
+                values.append(x)
+        self._records += 1
+
+    def update(self) -> Metrics:
+        """Add what was written to the file since the last call, and return this."""
+        if self._path is not None:
+            with self._lock, opened(self._path) as file:
+                file.seek(self._read - len(self._last_line))
+                if file.read(len(self._last_line)) != self._last_line:  # a resumed run cut or replaced the file
+                    self._clear()
+                for end, line in lines(file, self._read):
+                    if line.endswith(b"\n"):  # else it is still being written
+                        self._read, self._last_line = end, line
+                        if record := parsed(line):
+                            self.add(record)
+        return self
+
+    def columns(self) -> dict[str, Any]:
+        """Return `step`, `seconds`, and one column for each metric, with null where it is missing.
+
+        Runs of more than `POINTS` steps are averaged over neighboring ones. `left_out` counts the metrics beyond
+        `MOST_NAMES`.
+        """
+        with self._lock:
+            width = -(-self._records // POINTS) or 1
+            parts = -(-self._records // width)
+            values: dict[str, list[float | None]] = {name: [None] * parts for name in self._values}
+            for name, (records, xs) in self._values.items():
+                part_of = np.array(records) // width
+                counts = np.bincount(part_of, minlength=parts)
+                sums = np.bincount(part_of, np.array(xs) / counts[part_of], minlength=parts)
+                for place in counts.nonzero()[0].tolist():
+                    values[name][place] = number(float(f"{sums[place]:.6g}"))
+            ends = [min(end, self._records) - 1 for end in range(width, self._records + width, width)]
+            shared = {name: [_whole(column[end]) for end in ends] for name, column in self._shared.items()}
+            return {**shared, "values": values, "averaged": width, "left_out": len(self._left_out)}
+
+
+def _whole(x: float) -> float | None:
+    return int(x) if x.is_integer() else number(x)
 
 
 def spread(records: Sequence[dict[str, Any]], budget: int) -> list[dict[str, Any]]:
@@ -248,4 +316,4 @@ def graph_svg(record: Any) -> str:
         return ""
 
 
-__all__ = ["SAMPLES_MB", "ReportOptions", "alerts", "columns", "graph_svg", "run_data", "run_line", "spread", "status"]
+__all__ = ["SAMPLES_MB", "Metrics", "ReportOptions", "alerts", "graph_svg", "run_data", "run_line", "spread", "status"]

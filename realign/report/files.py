@@ -6,13 +6,15 @@ value that does not fit becomes the empty value of its kind.
 
 from __future__ import annotations
 
+import io
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, BinaryIO
 
 import yaml
 
@@ -20,8 +22,10 @@ from realign.errors import ConfigError
 from realign.safe_yaml import load_yaml
 
 METRICS = "metrics.jsonl"
-LARGEST = 256 << 20
-"""Size in bytes above which only the end of a file is read."""
+LARGEST = 128 << 20
+"""Size in bytes above which only the end of a file of records is read."""
+LARGEST_OBJECT = 16 << 20
+"""Size in bytes above which a line, or a file with one object, is skipped."""
 LEVELS = 3
 """Depth below a folder at which its runs are found."""
 Read = Callable[[Any], Any]
@@ -69,19 +73,37 @@ def check_run(folder: Path) -> None:
 
 def json_lines(path: Path) -> list[dict[str, Any]]:
     """Return the JSON objects in the lines of a file; skips lines that are incomplete or damaged."""
-    records = []
-    for line in _bytes(path).splitlines():
-        with suppress(ValueError, RecursionError):
-            record = json.loads(line)
-            if isinstance(record, dict):
-                records.append(record)
-    return records
+    with opened(path) as file:
+        return [record for _, line in lines(file) if (record := parsed(line))]
+
+
+def lines(file: BinaryIO, start: int = 0) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines from a byte on, or from `LARGEST` bytes before the end, each with the place of its end.
+
+    A line that is too long is skipped, but not the end of the file without a line break.
+    """
+    file.seek(0, os.SEEK_END)
+    whole, earliest = True, file.tell() - LARGEST
+    if earliest > start:
+        start, whole = earliest, False  # the rest of a line that was cut
+    file.seek(start)
+    while part := file.readline(LARGEST_OBJECT):
+        start += len(part)
+        ends = part.endswith(b"\n")
+        if whole and (ends or len(part) < LARGEST_OBJECT):
+            yield start, part
+        whole = ends
 
 
 def json_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file; empty if the file is missing or damaged."""
+    return parsed(_bytes(path))
+
+
+def parsed(content: bytes) -> dict[str, Any]:
+    """Return a JSON object; empty if the content is damaged."""
     with suppress(ValueError, RecursionError):
-        value = json.loads(_bytes(path) or b"{}")
+        value = json.loads(content)
         if isinstance(value, dict):
             return value
     return {}
@@ -102,28 +124,32 @@ def flat_config(path: Path) -> dict[str, Any]:
 
 
 def signature(folder: Path) -> str:
-    """Return a text that changes when a record file of the run changes."""
+    """Return a text that changes when a file of the run changes that the viewer shows."""
     states = []
-    for path in sorted(folder.glob("*.json*")):
+    for path in sorted((*folder.glob("*.json*"), folder / "config.yaml")):
         with suppress(OSError):
-            state = path.stat()
-            states.append(f"{path.name}:{state.st_size}:{state.st_mtime_ns}")
+            state = path.lstat()
+            states.append(f"{path.name}:{state.st_ino}:{state.st_size}:{state.st_mtime_ns}")
     return "|".join(states)
 
 
-def _bytes(path: Path) -> bytes:
-    """Return the content of a regular file; empty if there is none."""
-    try:
+@contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
+    """Open a regular file to read it. Anything else, or a file that cannot be read, is an empty file."""
+    file: BinaryIO = io.BytesIO()
+    with suppress(OSError):
         # A link can lead out of the folder, which may come from a stranger, and opening a pipe would wait.
-        if not path.is_file() or path.is_symlink():
-            return b""
-        with path.open("rb") as file:
-            if (size := path.stat().st_size) > LARGEST:
-                file.seek(size - LARGEST)
-                file.readline()  # the rest of a line that was cut
-            return file.read(LARGEST)
-    except OSError:
-        return b""
+        if path.is_file() and not path.is_symlink():
+            file = path.open("rb")
+    with file:
+        yield file
+
+
+def _bytes(path: Path) -> bytes:
+    """Return the content of a regular file; empty if there is none, or if it is too large."""
+    with opened(path) as file:
+        content = file.read(LARGEST_OBJECT + 1)
+    return content if len(content) <= LARGEST_OBJECT else b""
 
 
 def _leaves(node: Any, key: str) -> list[tuple[str, Any]]:
@@ -281,7 +307,10 @@ __all__ = [
     "is_run",
     "json_lines",
     "json_object",
+    "lines",
     "number",
+    "opened",
+    "parsed",
     "run_info",
     "signature",
     "summary",

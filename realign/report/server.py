@@ -22,8 +22,8 @@ from urllib.parse import parse_qs
 from typing_extensions import override
 
 from realign.errors import ConfigError
-from realign.report.data import ReportOptions, run_data, run_line, status
-from realign.report.files import find_runs, run_info, signature, summary
+from realign.report.data import Metrics, ReportOptions, run_data, run_line, status
+from realign.report.files import METRICS, find_runs, run_info, signature, summary
 from realign.report.page import policy, report_page
 from realign.settings import Range
 
@@ -65,6 +65,8 @@ class Viewer:
 
     def __init__(self, root: Path, options: ViewOptions) -> None:
         self.root, self.options = root, options
+        self._metrics: dict[Path, Metrics] = {}
+        self._lines: dict[str, tuple[str, dict[str, Any]]] = {}  # signature and line of each run
 
     def answer(self, target: str, host: str, known: str = "") -> Answer:
         """Return the answer to a GET request.
@@ -85,7 +87,7 @@ class Viewer:
             kind = {"Content-Type": "text/html; charset=utf-8", "Content-Security-Policy": policy(live=True)}
             return Answer(HTTPStatus.OK, page, kind)
         if path == "/api/runs":
-            return _json([_line(folder, key) for key, folder in _runs(self.root).items()])
+            return _json([self._line(folder, key) for key, folder in _runs(self.root).items()])
         if path == "/api/run":
             return self._run(parse_qs(query).get("key", [""])[0], known)
         return Answer(HTTPStatus.NOT_FOUND)
@@ -98,7 +100,23 @@ class Viewer:
         tag = _tag(folder)
         if known == tag:
             return Answer(HTTPStatus.NOT_MODIFIED, headers={"ETag": tag})
-        return _json(run_data(folder, key, self.options.samples_mb), ETag=tag)
+        return _json(run_data(folder, key, self.options.samples_mb, self._metrics_of(folder)), ETag=tag)
+
+    def _metrics_of(self, folder: Path) -> Metrics:
+        return self._metrics.setdefault(folder, Metrics(folder / METRICS))
+
+    def _line(self, folder: Path, key: str) -> dict[str, Any]:
+        """Return the entry of a run in the list. A run that cannot be read does not remove the others."""
+        try:
+            tag = _tag(folder)
+            if self._lines.get(key, ("", {}))[0] != tag:
+                self._lines[key] = (tag, run_line(folder, key, self._metrics_of(folder)))
+            return self._lines[key][1]
+        except Exception as error:  # whatever the files of one folder cause
+            state = {"state": "unreadable", "reason": type(error).__name__}
+            empty: dict[str, Any] = {"step": 0, "steps": None, "seconds": None, "started": "", "metric": None}
+            empty |= {"folder": str(folder.absolute()), "id": "", "parent": {}, "last": {}, "config": {}, "alerts": []}
+            return {"key": key, "name": folder.name, "status": state, "curve": [], **empty}
 
 
 def _without_port(host: str) -> str:
@@ -156,17 +174,6 @@ class ViewServer(ThreadingHTTPServer):
         """Ignore connections that a browser closed, and show every other error."""
         if not isinstance(sys.exception(), ConnectionError | TimeoutError):
             super().handle_error(request, client_address)
-
-
-def _line(folder: Path, key: str) -> dict[str, Any]:
-    """Return the entry of a run in the list. A run that cannot be read does not remove the others."""
-    try:
-        return run_line(folder, key)
-    except Exception as error:  # whatever the files of one folder cause
-        state = {"state": "unreadable", "reason": type(error).__name__}
-        empty: dict[str, Any] = {"step": 0, "steps": None, "seconds": None, "started": "", "metric": None, "curve": []}
-        empty |= {"folder": str(folder.absolute()), "id": "", "parent": {}, "last": {}, "config": {}, "alerts": []}
-        return {"key": key, "name": folder.name, "status": state, **empty}
 
 
 def _tag(folder: Path) -> str:

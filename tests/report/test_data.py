@@ -11,11 +11,18 @@ import time
 import pytest
 
 from realign.draw import to_svg
-from realign.report.data import MOST_NAMES, POINTS, alerts, columns, graph_svg, run_data, run_line, spread, status
+from realign.report.data import MOST_NAMES, POINTS, Metrics, alerts, graph_svg, run_data, run_line, spread, status
 from realign.report.files import run_info, summary
 from realign.runtime.run_report import graph_record
 from tests.report.runs import HOSTILE_VALUES, hostile_files
 from tests.toys import experiment
+
+
+def columns(records):
+    metrics = Metrics()
+    for record in records:
+        metrics.add(record)
+    return metrics.columns()
 
 
 def test_a_report_contains_the_records_of_the_run(run_folder):

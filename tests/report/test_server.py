@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 import threading
+from contextlib import ExitStack
 from http.client import HTTPConnection
 
 import pytest
 
 from realign.errors import ConfigError, SettingsError
+from realign.report import files
+from realign.report.files import parsed
 from realign.report.server import Viewer, ViewOptions, ViewServer, serve
 
 
@@ -53,7 +57,7 @@ def test_a_damaged_run_does_not_remove_the_others_from_the_list(content, run_fol
 
 
 def test_a_run_whose_files_cause_an_exception_is_listed_as_unreadable(viewer, monkeypatch):
-    def fail(folder, key):
+    def fail(folder, key, metrics):
         raise ArithmeticError("what no schema foresees")
 
     monkeypatch.setattr("realign.report.server.run_line", fail)
@@ -62,6 +66,75 @@ def test_a_run_whose_files_cause_an_exception_is_listed_as_unreadable(viewer, mo
     assert json.loads(body)[0]["status"] == {"state": "unreadable", "reason": "ArithmeticError"}
     monkeypatch.undo()
     assert json.loads(body)[0].keys() == json.loads(got(viewer, "/api/runs")[2])[0].keys()
+
+
+def step_line(step: int) -> str:
+    return json.dumps({"step": step, "loss": step / 2}) + "\n"
+
+
+def test_only_what_was_appended_is_read_again(tmp_path, monkeypatch):
+    """A run of 118 MB is listed every few seconds while it trains."""
+    read = []
+    monkeypatch.setattr("realign.report.data.parsed", lambda line: read.append(line) or parsed(line))
+    folder, viewer = tmp_path / "toy", Viewer(tmp_path, ViewOptions())
+    folder.mkdir()
+    file = folder / "metrics.jsonl"
+
+    def steps_and_lines_read() -> tuple[list[int], int]:
+        read.clear()
+        listed = json.loads(got(viewer, "/api/runs")[2])
+        shown = json.loads(got(viewer, "/api/run?key=toy")[2])["metrics"]
+        assert [listed[0]["step"], listed[0]["curve"]] == [shown["step"][-1], shown["values"]["loss"]]
+        assert shown["values"]["loss"] == [step / 2 for step in shown["step"]]
+        return shown["step"], len(read)
+
+    file.write_text("".join(map(step_line, range(4))))
+    assert steps_and_lines_read() == ([0, 1, 2, 3], 4)
+    assert steps_and_lines_read() == ([0, 1, 2, 3], 0)
+    with file.open("a") as end:
+        end.write(step_line(4) + step_line(5)[:9])  # the last line is still being written
+    assert steps_and_lines_read() == ([0, 1, 2, 3, 4], 1)
+    with file.open("a") as end:
+        end.write(step_line(5)[9:])
+    assert steps_and_lines_read() == ([0, 1, 2, 3, 4, 5], 1)
+    file.write_text("".join(map(step_line, (0, 1, 2, 30, 40, 50, 60))))  # a resumed run took steps again
+    assert steps_and_lines_read() == ([0, 1, 2, 30, 40, 50, 60], 7)
+    file.write_text(step_line(7))
+    assert steps_and_lines_read() == ([7], 1)
+
+
+def test_the_end_of_a_file_that_is_too_large_is_read_and_lines_that_are_too_long_are_skipped(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "LARGEST", 1_000)
+    monkeypatch.setattr(files, "LARGEST_OBJECT", 100)
+    for name, content in {
+        "long": "".join(map(step_line, range(100))),
+        "wide": step_line(98) + json.dumps({"step": "x" * 500}) + "\n" + step_line(99),
+    }.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text(content)
+    (tmp_path / "sparse").mkdir()
+    with (tmp_path / "sparse" / "metrics.jsonl").open("wb") as sparse:
+        sparse.truncate(200 << 30)
+    (tmp_path / "sparse" / "run.json").write_text(json.dumps({"name": "x" * 200}))
+    listed = json.loads(got(Viewer(tmp_path, ViewOptions()), "/api/runs")[2])
+    assert {one["key"]: one["step"] for one in listed} == {"long": 99, "sparse": 0, "wide": 99}
+    assert [len(one["curve"]) for one in listed] == [1_000 // len(step_line(99)), 0, 2]
+    assert listed[1]["status"] == {"state": "unreadable", "reason": "run.json is damaged"}
+
+
+def test_slow_clients_do_not_delay_others(viewer):
+    viewer.options.port = 0
+    with ViewServer(viewer) as server, ExitStack() as slow:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        for number in range(50):
+            client = slow.enter_context(socket.create_connection(server.server_address))
+            client.sendall(b"GET /api/run?key=toy HTTP/1.1\r\nHost: 127.0.0.1\r\n" + (b"\r\n" if number % 2 else b"X:"))
+        connection = HTTPConnection("127.0.0.1", server.server_address[1], timeout=60)
+        connection.request("GET", "/api/runs")
+        answer = connection.getresponse()
+        assert (answer.status, json.loads(answer.read())[0]["key"]) == (200, "toy")
+        connection.close()
+        server.shutdown()
 
 
 @pytest.mark.parametrize("key", ["../toy", "/etc", "nope", "", "toy/../toy"])
@@ -112,7 +185,7 @@ def test_the_server_answers_over_http_with_the_headers_of_the_viewer(viewer):
 
 
 def test_a_run_that_cannot_be_read_is_an_answer_and_leaves_the_connection(viewer, monkeypatch, capsys):
-    def fail(folder, key, samples_mb):
+    def fail(folder, key, samples_mb, metrics):
         raise ArithmeticError("what no schema foresees")
 
     monkeypatch.setattr("realign.report.server.run_data", fail)
