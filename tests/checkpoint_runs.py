@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -43,6 +44,7 @@ from realign.runtime import (
     run,
 )
 from realign.runtime.checkpoint.folder import list_checkpoints
+from realign.runtime.run_checkpoints import RunCheckpoints
 from tests.tiny import save_tiny
 
 STEPS, ROWS, BATCH = 5, 6, 4
@@ -308,6 +310,12 @@ class Killed(Exception):
     """Raised by a test to end a run."""
 
 
+def run_until_killed(made: Experiment, step: int) -> None:
+    """Run until the metrics of a step are logged. Like SIGKILL, the end leaves no time to write a checkpoint."""
+    with patch.object(RunCheckpoints, "keep", lambda self: None), pytest.raises(Killed):
+        run(made, trackers=[Killer(step)])
+
+
 @dataclass
 class Killer:
     """Tracker that ends the run between the metrics of a step and its checkpoint."""
@@ -336,8 +344,7 @@ def started(files: Path, out: Path, name: str, **changes: Any) -> None:
 
 def killed(files: Path, out: Path, name: str, after: int) -> None:
     start_anywhere()
-    with pytest.raises(Killed):
-        run(experiment(files, out, name), trackers=[Killer(after + 1)])
+    run_until_killed(experiment(files, out, name), after + 1)
     steps = [c.step for c in list_checkpoints(out / "checkpoints")]
     assert steps[-after:] == list(range(1, after + 1))  # there may be another checkpoint from before the first step
 

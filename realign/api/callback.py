@@ -22,7 +22,7 @@ class EndStatus(StrEnum):
     completed = "completed"
     """All steps are done."""
     stopped = "stopped"
-    """A callback stopped the run."""
+    """A callback stopped the run, or dynamic sampling found that the task is solved."""
     interrupted = "interrupted"
     """A signal such as Ctrl-C stopped the run."""
     failed = "failed"

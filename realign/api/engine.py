@@ -246,6 +246,14 @@ class PipelinableEngine(ABC):
     def start_step(self, version: int) -> None:  # noqa: B027 (an engine without schedules ignores it)
         """Set the number of completed training steps (rollout batches), which schedules counted in them follow."""
 
+    def updates_begun(self) -> int | None:
+        """Return how often `train_batch` has begun to change the weights; None if the engine doesn't count it.
+
+        After an error in `train_batch`, an unchanged count says that the weights are those of the step before, so that
+        they can be saved.
+        """
+        return None
+
     def agree_on_steps(self, agree: Agree | None) -> None:
         """Call `agree` before each later optimizer step, and skip the step if it returns False; None: ask nobody.
 

@@ -23,6 +23,7 @@ from realign.api import (
     derive_seed,
     stat_values,
 )
+from realign.api.rewards import total_rewards
 from realign.api.sampler import Sampler, SharedByRanks
 from realign.api.stats import TracedSequence
 from realign.data import Dataset
@@ -63,6 +64,8 @@ class Counters:
     """Responses with a reward."""
     reward_ema: float | None = None
     """Latest value of the metric `reward_ema`."""
+    best_reward: float | None = None
+    """Highest reward of a response that was trained on."""
     ratio_checked: set[str] = field(default_factory=set)
     """Training RPCs whose first log-probs were compared with the sampler's."""
 
@@ -122,6 +125,11 @@ class CallResult:
     """Per-token values of the traced prompts (of a train_step)."""
 
 
+def _changes(model: Model) -> tuple[int, int | None]:
+    """Return counts that differ once a train_step has changed the model; the second is None if nobody counts it."""
+    return model.version, model.engine.updates_begun() if model.has_engine else 0
+
+
 class LocalRuntime:
     """The loaded experiment: models, data, and the execution of the graph."""
 
@@ -136,6 +144,7 @@ class LocalRuntime:
         """Number of prompts of the next step whose per-token values the train_step calls return."""
         self.traces: dict[str, Sequence[TracedSequence]] = {}
         """Traced sequences of the last step, by role."""
+        self._at_training: dict[str, tuple[int, int | None]] = {}  # see `_changes`, when a role's train_step began
         self.to_record: dict[str, RecordedCall] = {}
         """Calls of the last step that a replay cannot compute again, by name."""
         self.ahead: RolloutAhead | None = None
@@ -256,7 +265,7 @@ class LocalRuntime:
             The metrics of the step, and the batch with every key that was produced.
         """
         started = time.perf_counter()
-        self.traces, self.to_record = {}, {}
+        self.traces, self.to_record, self._at_training = {}, {}, {}
         values: dict[str, float] = {}
         with self.spans.span("step", "phase"):
             batch, calls = self._begun(step, values)
@@ -271,6 +280,11 @@ class LocalRuntime:
                 values |= self.sync.after_step(step)
             if "rewards" in batch:
                 self.counters.rewards_seen += int(batch["rewards"].isfinite().sum())
+                rewards_S = total_rewards(batch)
+                if bool((valid_S := rewards_S.isfinite()).any()):
+                    best = self.counters.best_reward
+                    highest = float(rewards_S[valid_S].max())
+                    self.counters.best_reward = highest if best is None else max(best, highest)
             values |= stat_values(sequence_stats(batch))
             if math.isfinite(reward := values.get("reward", math.nan)):
                 # starts at the first reward; a start at 0 would look like learning
@@ -289,7 +303,7 @@ class LocalRuntime:
         rest = [rpc for rpc in graph.order if rpc not in leading]
         if self.ahead is not None:
             with self.watch.doing("asynchronous rollout", limited=True), self.spans.span("wait for rollout", "phase"):
-                batch = self.ahead.take(step, values)
+                batch = self.ahead.take(step, values, self.counters.best_reward)
             read = {key for rpc in rest for key in rpc.inputs}
             self.to_record[ROLLOUT] = RecordedCall(only(batch, {*batch.data, *read}), dict(values))
             return batch, rest
@@ -305,7 +319,7 @@ class LocalRuntime:
             self.prompts.record(scored)  # also those that the filter drops
             return scored
 
-        batch, sampling_metrics = sampling.fill(self.experiment.batch_prompts, draw)
+        batch, sampling_metrics = sampling.fill(self.experiment.batch_prompts, draw, self.counters.best_reward)
         values |= sampling_metrics
         return batch, rest
 
@@ -340,11 +354,12 @@ class LocalRuntime:
     def _call(self, rpc: RPC, batch: SequenceSample, draw: int = 0) -> CallResult:
         """Execute one RPC on `batch`; see `_calls` for `draw`."""
         started = time.perf_counter()
+        model = self.models[rpc.model]
         if rpc.method == "train_step":
             self._samplers.sleep()
+            self._at_training.setdefault(rpc.model, _changes(model))
         else:
             self._samplers.wake()
-        model = self.models[rpc.model]
         if draw:
             model = model.replaced(seed=derive_seed(model.seed, "draw", draw))
         mb_spec, traces = self.experiment.microbatch, list[TracedSequence]()
@@ -356,6 +371,10 @@ class LocalRuntime:
         if is_recorded(rpc, model, self.graph, self.experiment.runtime):
             self.to_record[call_key(rpc, draw)] = RecordedCall(only(batch, rpc.outputs), {})
         return CallResult(batch, stats, time.perf_counter() - started, traces)
+
+    def models_changed(self) -> bool:
+        """Return whether the step in progress may have changed a model."""
+        return any(then[1] is None or _changes(self.models[role]) != then for role, then in self._at_training.items())
 
     def _note(self, rpc: RPC, made: CallResult, values: dict[str, float]) -> None:
         """Add the metrics of an RPC to those of its step."""

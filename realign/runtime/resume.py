@@ -45,6 +45,8 @@ FREE = (
 """Config keys that do not affect training, with all keys below them; see `is_free`."""
 
 ABSENT = "(none)"
+DYNAMIC_SAMPLING = "dynamic_sampling"
+"""Config key of the component that ends the run of a solved task."""
 
 
 def is_free(key: str) -> bool:
@@ -96,12 +98,13 @@ def find_start(experiment: Experiment) -> Start | None:
 
 
 def _stopped_by(experiment: Experiment, state: Mapping[str, Any]) -> Mapping[str, str] | None:
-    """Return the stop that ended the run; None if no callback stopped it, or if that callback is changed or removed."""
+    """Return the stop that ended the run; None if nothing did, or if what stopped it is changed or removed."""
     stop = state["callbacks"]["stop"]
     if stop is None or CheckpointPart.callbacks in experiment.resume_skip:
         return None
-    callback = experiment.callbacks.get(stop["callback"])
-    return stop if callback is not None and settings_of(callback) == stop["settings"] else None
+    may_stop: dict[str, object] = {f"callbacks.{name}": callback for name, callback in experiment.callbacks.items()}
+    component = (may_stop | {DYNAMIC_SAMPLING: experiment.dynamic_sampling}).get(stop["key"])
+    return stop if component is not None and settings_of(component) == stop["settings"] else None
 
 
 def _check_complete(experiment: Experiment, checkpoint: Checkpoint, state: Mapping[str, Any], own: bool) -> None:
@@ -111,7 +114,7 @@ def _check_complete(experiment: Experiment, checkpoint: Checkpoint, state: Mappi
         "Increase steps to continue."
     )
     if checkpoint.step < experiment.steps and (stop := _stopped_by(experiment, state)) is not None:
-        key = f"callbacks.{stop['callback']}"
+        key = stop["key"]
         done = (
             f"{key} stopped the run at step {checkpoint.step} of {experiment.steps}: {stop['reason']}. To continue, "
             f"change its settings, or remove it with {key}=null."

@@ -7,6 +7,7 @@ loads frozen weights from their original path and compares their hash with the s
 
 from __future__ import annotations
 
+import copy
 import json
 import platform
 import time
@@ -40,18 +41,17 @@ from realign.runtime.out_of_memory import SMALLER, memory_limited
 from realign.version import installed_version, version_of
 
 
-def run_state(runtime: LocalRuntime, frozen: Mapping[str, Any]) -> dict[str, Any]:
+def run_state(
+    runtime: LocalRuntime, frozen: Mapping[str, Any], loop: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Return the state of a run, without its records and saves.
 
     Args:
         runtime: Runtime between two steps.
         frozen: Result of `frozen_weights` before the first step.
+        loop: Earlier result of `loop_state`; None for that of now.
     """
-    sha256 = runtime.data_sha256  # may take long the first time
-    # rollout threads end prompts meanwhile, and a prompt must not be waiting in one of the two states only
-    with nullcontext() if runtime.ahead is None else runtime.ahead.paused():
-        data = runtime.prompts.state_dict() | {"sha256": sha256}
-        rollout = None if runtime.ahead is None else runtime.ahead.state_dict()
+    loop = loop or loop_state(runtime)
     return {
         "realign": installed_version(),
         "environment": environment(),
@@ -59,6 +59,18 @@ def run_state(runtime: LocalRuntime, frozen: Mapping[str, Any]) -> dict[str, Any
         # a sync changes the weights of a role that does not train, so they are in the checkpoint and not frozen
         "frozen": {role: origin for role, origin in frozen.items() if role not in runtime.sync.syncs},
         "models": {role: _model_state(model, role in runtime.sync.syncs) for role, model in runtime.models.items()},
+        **loop,
+        "data": loop["data"] | {"sha256": runtime.data_sha256},
+    }
+
+
+def loop_state(runtime: LocalRuntime) -> dict[str, Any]:
+    """Return the part of the state that a step changes before it trains: all but the models."""
+    # rollout threads end prompts meanwhile, and a prompt must not be waiting in one of the two states only
+    with nullcontext() if runtime.ahead is None else runtime.ahead.paused():
+        data = runtime.prompts.state_dict()
+        rollout = None if runtime.ahead is None else runtime.ahead.state_dict()
+    return {
         "interfaces": interface_states(runtime),
         "random": random_state(),
         "data": data,
@@ -322,6 +334,9 @@ class RunCheckpoints:
         self._stalled: dict[str, float] = {}
         self._interfaces: dict[str, Any] | None = None
         self._problems: list[str] = []
+        self._complete: int | None = None  # the latest step that this process completed
+        self._written: int | None = None
+        self._before: dict[str, Any] | None = None  # `loop_state` before the step in progress
 
     def __enter__(self) -> Self:
         return self
@@ -338,14 +353,38 @@ class RunCheckpoints:
             # the run continues from this checkpoint if a worker dies in the first step, so it must be on disk before
             self._writer.close()
 
-    def after_step(self, step: int, *, now: bool) -> None:
-        """Write a checkpoint if one is due, if `now` is set, or if this is the best step so far."""
-        now = now or self._saves.best_step == step
+    @contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """Complete a step in this context. If it fails before it changes weights, `keep` can write the step before."""
+        if self._writer is not None and self._complete is not None:
+            # a copy, since the step goes on changing what it contains
+            self._before = copy.deepcopy(loop_state(self._runtime))
+        yield
+        self._before, self._complete = None, step
+
+    def after_step(self, step: int) -> None:
+        """Write a checkpoint if one is due, or if this is the best step so far."""
         if self._spec is None or self._writer is None:
             return
         # rank 0 decides: clocks differ between ranks, and a checkpoint is a collective
-        if self._ranks.broadcast(now or self._spec.due(step, time.monotonic() - self._last)):
+        best = self._saves.best_step == step
+        if self._ranks.broadcast(best or self._spec.due(step, time.monotonic() - self._last)):
             self._write(self._writer, step)
+
+    def keep(self) -> list[str] | None:
+        """Write the checkpoint of the last complete step, and wait for it; it may be there already.
+
+        Returns:
+            The errors that were not reported before; None if there is nothing to write, or if the step in progress has
+            begun to change the weights.
+        """
+        if self._writer is None or self._complete is None:
+            return None
+        if self._before is not None and self._runtime.models_changed():
+            return None
+        if self._written != self._complete:
+            self._write(self._writer, self._complete)
+        return self._ranks.lead(self.close)
 
     def finish(self, step: int) -> None:
         """Write the last checkpoint, with the hashes of `final`.
@@ -396,7 +435,7 @@ class RunCheckpoints:
         _warn_of(f"{problem} Training continues." for problem in self._take_problems())
         try:
             with memory_limited(f"checkpoint at step {step}", SMALLER):
-                state = run_state(self._runtime, self._frozen)
+                state = run_state(self._runtime, self._frozen, self._before)
             state["callbacks"] = self._callbacks.state_dict()
             state["saves"] = self._saves.state_dict() | dict(of_saves or {})
             if self._records is not None:  # on rank 0, which writes the state
@@ -406,6 +445,7 @@ class RunCheckpoints:
                 # again repeats it
                 state["interfaces"] = self._interfaces
             writer.write(step, state, best=self._saves.best_step)
+            self._written = step
         except (OSError, TransientError, ValueError) as error:  # full disk; interface state that cannot be serialized
             self._problems.append(failed_write(step, error))
         self._last = time.monotonic()

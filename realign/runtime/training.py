@@ -16,9 +16,9 @@ from rich.console import Console
 
 from realign.api import DataflowGraph, ModelInterface, SequenceSample
 from realign.api.callback import EndEvent, EndStatus, StartEvent
-from realign.engines.distributed.ranks import current
+from realign.engines.distributed.ranks import current, is_on_all_ranks
 from realign.engines.files.folders import remove_folder
-from realign.runtime.callbacks.run_callbacks import RunCallbacks
+from realign.runtime.callbacks.run_callbacks import RunCallbacks, Stop, settings_of
 from realign.runtime.chain import Chain, settings_hash
 from realign.runtime.checkpoint.folder import Start
 from realign.runtime.checkpoint.saved_models import FINAL, Saves
@@ -37,7 +37,8 @@ from realign.runtime.output_folder import clear_output_folder
 from realign.runtime.processes.signals import Interrupted, StopSignals
 from realign.runtime.processes.watchdog import Watch, WorkerLost
 from realign.runtime.recorded_calls import remove_later_calls, write_calls
-from realign.runtime.resume import training_settings
+from realign.runtime.resume import DYNAMIC_SAMPLING, training_settings
+from realign.runtime.rollout.dynamic_sampling import TaskSolved
 from realign.runtime.run_checkpoints import (
     RunCheckpoints,
     config_of,
@@ -80,7 +81,8 @@ class RunResult:
     samples: list[dict[str, Any]] = field(default_factory=list)
     """Held-out responses after training, with prompt, response and reward."""
     stopped: str | None = None
-    """Name of the callback that stopped the run and its reason; None if all steps are done."""
+    """Config key of the callback that stopped the run, or `dynamic_sampling`, and the reason; None if all steps are
+    done."""
 
     def series(self, metric: str) -> list[float]:
         """Return the values of one metric, over the steps that have it."""
@@ -213,18 +215,29 @@ class TrainingLoop:
             if self.fresh:
                 self._before_training()
             with StopSignals(quiet=not self.ranks.leader) as signals, _ended_by(signals):
-                for step in range(self.first, e.steps + 1) if not self.complete else ():
-                    if self.callbacks.stop is not None:  # by the evaluation before training, or by the last step
-                        break
-                    self._step(step)
-                    if step < e.steps and self.callbacks.stop is None:
-                        # ranks get a signal at different times; they agree, or one would wait in a step that the others
-                        # do not make
-                        received = self.ranks.first(signals.received)
-                        self.checkpoints.after_step(step, now=received is not None)
-                        if received is not None:
-                            raise Interrupted(received, self.ranks.lead(partial(self._stopped, step)))
-                self._finish()
+                try:
+                    for step in range(self.first, e.steps + 1) if not self.complete else ():
+                        if self.callbacks.stop is not None:  # by the evaluation before training, or by the last step
+                            break
+                        try:
+                            self._step(step)
+                        except TaskSolved as solved:
+                            settings = settings_of(e.dynamic_sampling)
+                            self.callbacks.stop = Stop(DYNAMIC_SAMPLING, str(solved), settings)
+                            self._calibrate_after()
+                            break
+                        if step < e.steps and self.callbacks.stop is None:
+                            # ranks get a signal at different times; they agree, or one would wait in a step that the
+                            # others do not make
+                            if (received := self.ranks.first(signals.received)) is not None:
+                                raise Interrupted(received, f"stopped after step {step} of {e.steps}. {self._kept()}")
+                            self.checkpoints.after_step(step)
+                    self._finish()
+                except (Interrupted, WorkerLost):  # nothing is left to save, or nobody waits for it
+                    raise
+                except BaseException as error:
+                    self._keep(error)
+                    raise
         except WorkerLost:
             raise  # the run may continue in another attempt
         except BaseException as error:
@@ -275,7 +288,8 @@ class TrainingLoop:
         steps = self.experiment.steps
         spec = self.experiment.records
         self.runtime.trace_prompts = spec.token_prompts if spec.due(step) else 0
-        values, batch = self.runtime.step(step)
+        with self.checkpoints.step(step):
+            values, batch = self.runtime.step(step)
         calls, self.runtime.to_record = self.runtime.to_record, {}
         # what only rank 0 does goes through `lead`: were it to fail there, the other ranks would wait for rank 0
         calls_hash = self.ranks.lead(partial(write_calls, self.out, step, calls)) if spec.calls else None
@@ -299,8 +313,6 @@ class TrainingLoop:
             self._log(step, values, alone=True)
             raise
         self._log(step, values)
-        # after the log, so that a summary never counts a step that metrics.jsonl lacks
-        self.done = step
         self.ranks.lead(partial(self._show, step, batch))
         self.saves.after_step(step, values, last=last)
         # last, so that the spans of the evaluations and saves of this step are among its own
@@ -319,6 +331,8 @@ class TrainingLoop:
             send()
         else:
             self.ranks.lead(send)
+        # after the log, so that a summary never counts a step that metrics.jsonl lacks
+        self.done = step
 
     def _show(self, step: int, batch: SequenceSample) -> None:
         """Warn if the run does not learn, and write and show samples; on rank 0."""
@@ -373,13 +387,22 @@ class TrainingLoop:
         self.checkpoints.keep_interfaces()
         return self.runtime.calibrate("after")
 
-    def _stopped(self, step: int) -> str:
-        message = f"stopped after step {step} of {self.experiment.steps}"
+    def _kept(self) -> str:
+        """Write the checkpoint of the last complete step, and return how to continue from it."""
         if self.experiment.checkpoint is None:
-            return f"{message}. The run cannot be resumed, since checkpoint=null."
-        if problems := self.checkpoints.close():
-            return f"{message}. {'; '.join(problems)}"
-        return f"{message}. Continue with resume=auto."
+            return "The run cannot be resumed, since checkpoint=null."
+        problems = self.checkpoints.keep()
+        return "" if problems is None else "; ".join(problems) or "Continue with resume=auto."
+
+    def _keep(self, error: BaseException) -> None:
+        """Write the checkpoint of the last complete step after an error, if all ranks can."""
+        if not is_on_all_ranks(error):  # the others are in the step, and wait for this rank
+            return
+        try:
+            if kept := self._kept():
+                self._say(f"Step {self.done} of {self.experiment.steps} is the last complete one. {kept}")
+        except Exception as second:  # it must not hide the first one
+            warnings.warn(f"The checkpoint of step {self.done} was not written ({second}).", stacklevel=2)
 
     def _say(self, text: str) -> None:
         if self.console is not None:

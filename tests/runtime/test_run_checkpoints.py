@@ -8,7 +8,7 @@ from realign.runtime import (
     run,
 )
 from realign.runtime.checkpoint.folder import list_checkpoints
-from tests.checkpoint_runs import RUNS, Killed, Killer, assert_same_run, experiment, killed, start_anywhere, started
+from tests.checkpoint_runs import RUNS, assert_same_run, experiment, killed, run_until_killed, start_anywhere, started
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -17,8 +17,7 @@ def test_trap_g2_a_killed_run_goes_on_bit_for_bit(files, tmp_path, name):
     started(files, tmp_path / "whole", name)
     killed(files, tmp_path / "parts", name, after=1)
     start_anywhere()
-    with pytest.raises(Killed):
-        run(experiment(files, tmp_path / "parts", name, resume="auto"), trackers=[Killer(4)])
+    run_until_killed(experiment(files, tmp_path / "parts", name, resume="auto"), 4)
     assert [c.step for c in list_checkpoints(tmp_path / "parts" / "checkpoints")][-3:] == [1, 2, 3]
     start_anywhere()
     run(experiment(files, tmp_path / "parts", name, resume="auto"))

@@ -81,9 +81,9 @@ class Ranks:
         # forever.
         result, failure = self.broadcast((result, error and _sendable(error)))
         if error is not None:
-            raise error  # the original error, with its traceback
+            raise _marked(error, _EVERYWHERE)  # the original error, with its traceback
         if failure is not None:
-            raise _marked(failure)
+            raise _marked(failure, _MARK)
         return result  # type: ignore[return-value]
 
     def together(self, action: Callable[[], T]) -> T:
@@ -101,14 +101,14 @@ class Ranks:
         # Every rank takes part, also one that failed, so that none waits for it.
         failure = self.first(error and _sendable(error))
         if error is not None:
-            raise error
+            raise _marked(error, _EVERYWHERE)
         if failure is not None:
-            raise _marked(failure)
+            raise _marked(failure, _MARK)
         return result  # type: ignore[return-value]
 
 
-_MARK = "_realign_of_another_rank"
-_EVERYWHERE = ("builtins", "realign", "torch")
+_MARK, _EVERYWHERE = "_realign_of_another_rank", "_realign_on_all_ranks"
+_KNOWN_EVERYWHERE = ("builtins", "realign", "torch")
 
 
 def is_of_another_rank(error: BaseException) -> bool:
@@ -116,15 +116,20 @@ def is_of_another_rank(error: BaseException) -> bool:
     return _MARK in vars(error)
 
 
-def _marked(error: Exception) -> Exception:
-    vars(error)[_MARK] = True
+def is_on_all_ranks(error: BaseException) -> bool:
+    """Return whether every rank raises this error, so that all of them can still do something together."""
+    return current().size == 1 or bool({_MARK, _EVERYWHERE} & vars(error).keys())
+
+
+def _marked(error: Exception, mark: str) -> Exception:
+    vars(error)[mark] = True
     return error
 
 
 def _sendable(error: Exception) -> Exception:
     """Return the error, or a RuntimeError with its text if another process could not unpickle it."""
     # A class of a user's file or of a package that only rank 0 has imported may be missing on another rank.
-    if type(error).__module__.partition(".")[0] not in _EVERYWHERE:
+    if type(error).__module__.partition(".")[0] not in _KNOWN_EVERYWHERE:
         return RuntimeError(f"{type(error).__name__}: {error}")
     try:
         pickle.dumps(copy.copy(error))  # copying calls the class, as unpickling does

@@ -45,6 +45,8 @@ class Stepper:
         self.optimizer: Any = spec.build(self.parameters, outer)
         self.optimizer_steps = 0
         """Number of optimizer steps taken."""
+        self.updates_begun = 0
+        """Number of times that this process began to change the weights, also if an error ended the change."""
         self.train_steps = 0
         """Number of completed training steps (rollout batches). The caller sets it."""
         self.nonfinite_in_a_row = 0
@@ -101,6 +103,7 @@ class Stepper:
         skipped = "vetoed_steps" if vetoed else None if norm_value else "zero_gradient_steps"
         stats |= self.report(skipped=skipped)
         if skipped is None:
+            self.updates_begun += 1
             self.update(norm)
             self.optimizer_steps += 1
         self.zero_grad()

@@ -322,6 +322,10 @@ class TransformersEngine(InferenceEngine):
             return origin_in(done, self.network, self._trained(), weight)
 
     @override
+    def updates_begun(self) -> int | None:
+        return None if self._stepper is None else self._stepper.updates_begun
+
+    @override
     def start_step(self, version: int) -> None:
         if self._stepper is not None:
             self._stepper.train_steps = version

@@ -33,25 +33,25 @@ RESERVED = ("step", "seconds")
 
 @dataclass(frozen=True)
 class Stop:
-    """A stop that a callback asked for."""
+    """A stop that a callback or dynamic sampling asked for."""
 
-    callback: str
-    """Name of the callback in the config."""
+    key: str
+    """Config key of the component that stopped the run, such as `callbacks.early`."""
     reason: str
-    """Reason that the callback gave."""
+    """Its reason."""
     settings: str
-    """Settings of the callback, see `settings_of`."""
+    """Its settings, see `settings_of`."""
 
     def describe(self) -> str:
         """Return a human-readable description."""
-        return f"callbacks.{self.callback}: {self.reason}"
+        return f"{self.key}: {self.reason}"
 
 
 class RunCallbacks:
     """The callbacks of one run. With several ranks every method is a collective, and only rank 0 calls the callbacks.
 
     Attributes:
-        stop: the first stop that a callback asked for; None as long as the run continues.
+        stop: the first stop that was asked for; None as long as the run continues.
         metrics: name of each metric that callbacks have added, with the name of its callback.
     """
 
@@ -124,8 +124,6 @@ class RunCallbacks:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of each callback, their metrics, and the stop."""
-        if not self._callbacks:
-            return {"states": {}, "metrics": self.metrics, "stop": None}
         return self._ranks.lead(self._state)
 
     def load_state_dict(self, state: Mapping[str, Any], *, stopped: bool) -> None:
@@ -188,7 +186,7 @@ class RunCallbacks:
                     raise RunError(f"{where} returned {result!r}. Return None or a realign.api.CallbackResult.")
                 added |= self._checked(where, name, result.metrics, known)
                 if result.stop is not None and stop is None:
-                    stop = Stop(name, str(result.stop), self._settings[name])
+                    stop = Stop(f"callbacks.{name}", str(result.stop), self._settings[name])
             # `lead` runs this on rank 0 only, so the other ranks get the names with the result
             return added, stop, self.metrics
 
@@ -242,10 +240,10 @@ class RunCallbacks:
             self._ranks.lead(action)
 
 
-def settings_of(callback: Callback) -> str:
-    """Return class and settings of a callback as text, to recognize the same callback when a run is resumed."""
-    fields = repr(callback) if dataclasses.is_dataclass(callback) else ""  # the default repr contains an address
-    return f"{type(callback).__module__}.{type(callback).__qualname__} {fields}".rstrip()
+def settings_of(component: object) -> str:
+    """Return class and settings of a component as text, to recognize the same one when a run is resumed."""
+    fields = repr(component) if dataclasses.is_dataclass(component) else ""  # the default repr contains an address
+    return f"{type(component).__module__}.{type(component).__qualname__} {fields}".rstrip()
 
 
 def _clash(where: str, name: str) -> str:

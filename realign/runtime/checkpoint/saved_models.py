@@ -40,11 +40,13 @@ def damage_of(folder: Path, files: Mapping[str, Any] | None) -> str | None:
 
     Args:
         folder: Folder that `hashes_of` was called with.
-        files: Result of `hashes_of`; None if the run stopped before it saved them, then only the folder must exist.
+        files: Result of `hashes_of`; None if the run stopped before it had saved them all.
     """
     if not folder.is_dir():
         return "the folder is missing"
-    for name, facts in (files or {}).items():
+    if files is None:
+        return "they are not those of the last step"
+    for name, facts in files.items():
         path = folder / name
         try:
             status = path.lstat()

@@ -307,6 +307,7 @@ class _Counters(_Record):
     optimizer_steps: NonNegative
     rewards_seen: Count
     reward_ema: float | None
+    best_reward: float | None
     ratio_checked: list[Text]
 
 
@@ -332,7 +333,7 @@ class _Saves(_Record):
 
 
 class _Stop(_Record):
-    callback: Text
+    key: Text
     reason: Text
     settings: Text
 

@@ -28,23 +28,18 @@ from realign.api import (
     RPC,
     DataflowGraph,
     GenerationConfig,
-    Mean,
     MicroBatchSpec,
     Model,
     PipelinableEngine,
     SequenceSample,
-    masked_mean,
-    merge_stats,
-    stat_values,
 )
 from realign.api.engine import PostHook, Scores
-from realign.api.rewards import total_rewards
 from realign.api.sampler import Sampler, SamplesInBackground
 from realign.engines.distributed.ranks import current
 from realign.engines.shared_model import SharedEngine
-from realign.errors import ConfigError, RunError
+from realign.errors import ConfigError
 from realign.rewards.pool.pool import Tally
-from realign.runtime.rollout.dynamic_sampling import DynamicSampling
+from realign.runtime.rollout.dynamic_sampling import DynamicSampling, Sampled
 from realign.runtime.rollout.prompts import PromptStream
 from realign.runtime.rollout.spec import Async
 from realign.runtime.rollout.staleness import Staleness
@@ -101,8 +96,7 @@ class AsyncDynamicSampling:
         self._batch_prompts = batch_prompts
         self.begun = 0
         """Prompts started since the last step; at most the prompts of `max_batches` batches."""
-        self._sampled = self._passed = 0
-        self._rewards: list[Mean] = []
+        self._sampled = Sampled(sampling)
 
     def may_sample(self) -> bool:
         """Return whether one more prompt may start before the next step."""
@@ -110,23 +104,18 @@ class AsyncDynamicSampling:
 
     def chosen(self, judged: SequenceSample) -> set[int]:
         """Return the indices of the prompts that pass the filter."""
-        passed = set(self._sampling.chosen(judged))
-        rewards_S = total_rewards(judged)
-        self._rewards.append(masked_mean(rewards_S, rewards_S.isfinite()))
-        self._sampled += len(judged)
-        self._passed += len(passed)
-        return passed
+        return set(self._sampled.add(judged))
 
-    def short_batch(self, staleness: Staleness) -> list[int] | None:
+    def short_batch(self, staleness: Staleness, best: float | None) -> list[int] | None:
         """Return an incomplete batch once `max_batches` batches were sampled and scored for the step; otherwise None.
 
         Raises:
-            RunError: no prompt passed the filter.
+            RunError: no prompt passed the filter; see `Sampled.nothing`, also for `best`.
         """
         if self.may_sample() or len(staleness.ready) < len(staleness.begun):
             return None
         if not staleness.ready:
-            raise RunError(self._sampling.nothing(self._sampled, self._sampling.max_batches, self._mean_reward()))
+            raise self._sampled.nothing(self._sampling.max_batches, best)
         # all that have started are ready here, so this is the order of their start, as in `Staleness.choose`
         return list(staleness.begun)[: self._batch_prompts]
 
@@ -136,20 +125,9 @@ class AsyncDynamicSampling:
         Args:
             batch: number of prompts that the step trains on.
         """
-        values = {
-            "sampled_prompts": float(self._sampled),
-            "missing_prompts": float(self._batch_prompts - batch),
-        }
-        if self._sampled:
-            values["accepted_fraction"] = self._passed / self._sampled
-        if (reward := self._mean_reward()) is not None:
-            values["sampled_reward"] = reward
-        self.begun = self._sampled = self._passed = 0
-        self._rewards.clear()
+        values = self._sampled.metrics() | {"missing_prompts": float(self._batch_prompts - batch)}
+        self.begun, self._sampled = 0, Sampled(self._sampling)
         return {f"dynamic_sampling/{name}": value for name, value in values.items()}
-
-    def _mean_reward(self) -> float | None:
-        return stat_values(merge_stats({"reward": mean} for mean in self._rewards)).get("reward")
 
 
 MOST_CALLS = 256
@@ -229,17 +207,19 @@ class RolloutAhead:
         self._error: BaseException | None = None
         self._closed = False
 
-    def take(self, step: int, values: dict[str, float]) -> SequenceSample:
+    def take(self, step: int, values: dict[str, float], best: float | None = None) -> SequenceSample:
         """Wait for the scored batch of a step (counted from 1) and return it; adds metrics to `values`.
+
+        `best` is the highest reward that was trained on, see `Sampled.nothing`.
 
         Raises:
             BaseException: the first exception that a thread raised.
         """
-        batch, metrics = self._ranks.lead(lambda: self._taken(step))
+        batch, metrics = self._ranks.lead(lambda: self._taken(step, best))
         values |= metrics
         return batch
 
-    def _taken(self, step: int) -> tuple[SequenceSample, dict[str, float]]:
+    def _taken(self, step: int, best: float | None) -> tuple[SequenceSample, dict[str, float]]:
         """Wait for the batch of a step, and return it with its metrics; on rank 0."""
         started = time.perf_counter()
         values: dict[str, float] = {}
@@ -250,7 +230,7 @@ class RolloutAhead:
             self._give_weights()
         with self._changed:
             self._begin()
-            while (batch := self._choose()) is None and self._error is None:
+            while (batch := self._choose(best)) is None and self._error is None:
                 self._changed.wait(LISTEN_S)
             if batch is None:
                 assert self._error is not None
@@ -324,11 +304,11 @@ class RolloutAhead:
         with self._changed:
             self._versions = versions
 
-    def _choose(self) -> list[int] | None:
+    def _choose(self, best: float | None) -> list[int] | None:
         """Return the batch of the next step; None if it is not complete."""
         if (batch := self.staleness.choose()) is not None or self._refill is None:
             return batch
-        return self._refill.short_batch(self.staleness)
+        return self._refill.short_batch(self.staleness, best)
 
     def _begin(self) -> None:
         """Start all prompts that may start; the caller holds the lock."""

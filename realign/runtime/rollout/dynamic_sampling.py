@@ -6,12 +6,15 @@ passed the filter. The other RPCs of the graph see only those groups. The curren
 the step. Surplus groups are dropped, as in the paper's code, because they would be off-policy in a later step. No row
 of the dataset is used twice in a step.
 
+If no group passes because all are solved, the task is learned, and the run ends with its models saved (`TaskSolved`).
+
 The metric `reward` is averaged over the groups that are trained on; `dynamic_sampling/sampled_reward` is averaged
 over all sampled groups. The number of rollouts per step varies.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -24,6 +27,11 @@ from realign.api.rewards import total_rewards
 from realign.errors import RunError, SettingsError
 from realign.functional import degenerate_groups, segment_sum
 from realign.settings import Count, Finite, NonNegative, Settings
+
+
+class TaskSolved(RunError):
+    """No prompt is left that the policy doesn't solve. A run ends well then: it saves its models."""
+
 
 Draw: TypeAlias = Callable[[int], SequenceSample | None]
 """Sample and score one more batch of new prompts (numbered from 0 in each step); None when no prompts are left."""
@@ -76,22 +84,35 @@ class DynamicSampling(Settings):
                 return False
             if float(rewards_G.double().std(correction=0)) <= self.min_reward_std:
                 return False
-        mean = float(rewards_G.double().mean())
-        above = self.min_mean_reward is None or mean > self.min_mean_reward
-        return above and (self.max_mean_reward is None or mean < self.max_mean_reward)
+        above = self.min_mean_reward is None or float(rewards_G.double().mean()) > self.min_mean_reward
+        return above and not self.is_too_easy(rewards_G)
+
+    def is_too_easy(self, rewards_G: Tensor) -> bool:
+        """Return whether the mean of these rewards [G] reaches `max_mean_reward`."""
+        return self.max_mean_reward is not None and float(rewards_G.double().mean()) >= self.max_mean_reward
 
     def chosen(self, judged: SequenceSample) -> list[int]:
         """Return the indices of the prompts of a scored batch whose groups pass, in ascending order."""
+        return [index for index, rewards_G in enumerate(self.groups(judged)) if self.passes(rewards_G)]
+
+    def groups(self, judged: SequenceSample) -> list[Tensor]:
+        """Return the rewards [G] of the responses to each prompt that have a reward and a trained token."""
         rewards_S = total_rewards(judged)
         valid_S = rewards_S.isfinite()
         if "loss_mask" in judged:
             valid_S = valid_S & (segment_sum(judged["loss_mask"], judged.cu_seqlens()) > 0)
         sizes = judged.lengths["rewards"].counts.tolist()
-        groups = zip(rewards_S.split(sizes), valid_S.split(sizes), strict=True)
-        return [index for index, (rewards_G, valid_G) in enumerate(groups) if self.passes(rewards_G[valid_G])]
+        return [x_G[valid_G] for x_G, valid_G in zip(rewards_S.split(sizes), valid_S.split(sizes), strict=True)]
 
-    def fill(self, batch_prompts: int, draw: Draw) -> tuple[SequenceSample, dict[str, float]]:
+    def fill(
+        self, batch_prompts: int, draw: Draw, best: float | None = None
+    ) -> tuple[SequenceSample, dict[str, float]]:
         """Draw batches until `batch_prompts` prompts have passed, `max_batches` were drawn, or no prompt is left.
+
+        Args:
+            batch_prompts: number of prompts of a full batch.
+            draw: draws and scores a batch.
+            best: see `Sampled.nothing`.
 
         Returns:
             The first `batch_prompts` prompts that passed, or fewer if not enough passed, in the order of drawing; and
@@ -105,43 +126,28 @@ class DynamicSampling(Settings):
             - `sampled_reward`: mean over all responses with a reward
 
         Raises:
-            RunError: no prompt passed.
+            TaskSolved: no prompt passed, and the policy solves all of them.
+            RunError: no prompt passed for another reason.
         """
         passed: list[SequenceSample] = []
-        rewards: list[Mean] = []
-        sampled = accepted = 0
-        while accepted < batch_prompts and len(rewards) < self.max_batches:
-            judged = draw(len(rewards))
+        sampled = Sampled(self)
+        batches = 0
+        while sampled.passed < batch_prompts and batches < self.max_batches:
+            judged = draw(batches)
             if judged is None:
                 break
-            chosen = self.chosen(judged)
-            if chosen:
+            if chosen := sampled.add(judged):
                 passed.append(judged.take(chosen))
-            sampled, accepted = sampled + len(judged), accepted + len(chosen)
-            rewards_S = total_rewards(judged)
-            rewards.append(masked_mean(rewards_S, rewards_S.isfinite()))
-        values = stat_values(merge_stats({"sampled_reward": mean} for mean in rewards))
-        if not accepted:
-            raise RunError(self.nothing(sampled, len(rewards), values.get("sampled_reward")))
-        values |= {
-            "batches": float(len(rewards)),
-            "sampled_prompts": float(sampled),
-            "accepted_fraction": accepted / sampled,
-            "surplus_prompts": float(max(0, accepted - batch_prompts)),
-            "missing_prompts": float(max(0, batch_prompts - accepted)),
+            batches += 1
+        if not sampled.passed:
+            raise sampled.nothing(batches, best)
+        values = sampled.metrics() | {
+            "batches": float(batches),
+            "surplus_prompts": float(max(0, sampled.passed - batch_prompts)),
+            "missing_prompts": float(max(0, batch_prompts - sampled.passed)),
         }
-        batch = SequenceSample.gather(passed).take(range(min(accepted, batch_prompts)))
+        batch = SequenceSample.gather(passed).take(range(min(sampled.passed, batch_prompts)))
         return batch, {f"dynamic_sampling/{name}": value for name, value in values.items()}
-
-    def nothing(self, sampled: int, batches: int, reward: float | None) -> str:
-        """Return the error message for a step in which no sampled prompt passed; `reward` is the mean reward."""
-        rewards = "No response has a reward" if reward is None else f"The mean reward is {reward:.3g}"
-        ended = f"max_batches={self.max_batches}" if batches == self.max_batches else "the end of the dataset"
-        return (
-            f"dynamic_sampling: none of {sampled} prompts in {batches} batches (up to {ended}) passed the filter "
-            f"({self.describe()}). {rewards}. Check whether the rewards are all equal, the prompts are all too easy or "
-            "too hard, or the bounds do not fit the rewards."
-        )
 
     def describe(self) -> str:
         """Return a short description of the filter."""
@@ -149,3 +155,61 @@ class DynamicSampling(Settings):
         parts += [] if self.min_mean_reward is None else [f"mean reward > {self.min_mean_reward:g}"]
         parts += [] if self.max_mean_reward is None else [f"mean reward < {self.max_mean_reward:g}"]
         return ", ".join(parts)
+
+
+class Sampled:
+    """Counts of the prompts that were sampled for a step."""
+
+    def __init__(self, sampling: DynamicSampling) -> None:
+        """Count nothing yet, for a filter."""
+        self._sampling = sampling
+        self._rewards: list[Mean] = []
+        self._prompts = 0
+        # lowest reward of the groups that aren't too easy for the filter; -inf if one has too few rewards to say
+        self._lowest = math.inf
+        self.passed = 0
+        """Prompts that passed the filter."""
+
+    def add(self, judged: SequenceSample) -> list[int]:
+        """Count a scored batch, and return the indices of its prompts that pass."""
+        sampling, rewards_S = self._sampling, total_rewards(judged)
+        chosen = sampling.chosen(judged)
+        self._rewards.append(masked_mean(rewards_S, rewards_S.isfinite()))
+        self._prompts += len(judged)
+        self.passed += len(chosen)
+        for rewards_G in sampling.groups(judged):
+            if len(rewards_G) < sampling.min_group_size:
+                self._lowest = -math.inf
+            elif not sampling.is_too_easy(rewards_G):
+                self._lowest = min(self._lowest, float(rewards_G.min()))
+        return chosen
+
+    def metrics(self) -> dict[str, float]:
+        """Return `sampled_prompts`, and if there are some `accepted_fraction` and `sampled_reward`."""
+        values = {"sampled_prompts": float(self._prompts)} | self._mean_reward()
+        return values | ({"accepted_fraction": self.passed / self._prompts} if self._prompts else {})
+
+    def nothing(self, batches: int, best: float | None) -> RunError:
+        """Return the error for a step in which no prompt passed.
+
+        Args:
+            batches: number of batches that were sampled.
+            best: highest reward of the responses that were trained on before; None before the first step. The task is
+                solved if no response has a lower one. A group may also be too easy for `max_mean_reward`.
+        """
+        sampling, reward = self._sampling, self._mean_reward().get("sampled_reward")
+        rewards = "No response has a reward" if reward is None else f"The mean reward is {reward:.3g}"
+        ended = f"max_batches={sampling.max_batches}" if batches == sampling.max_batches else "the end of the dataset"
+        none = (
+            f"none of {self._prompts} prompts in {batches} batches (up to {ended}) passed the filter "
+            f"({sampling.describe()}). {rewards}"
+        )
+        if best is not None and self._prompts and self._lowest >= best:
+            return TaskSolved(f"{none}, and no response got less than the best one before: the task is solved")
+        return RunError(
+            f"dynamic_sampling: {none}. Check whether the rewards are all equal, the prompts are all too easy or too "
+            "hard, or the bounds do not fit the rewards."
+        )
+
+    def _mean_reward(self) -> dict[str, float]:
+        return stat_values(merge_stats({"sampled_reward": mean} for mean in self._rewards))

@@ -202,7 +202,7 @@ def test_a_bug_of_a_callback_keeps_its_traceback_and_names_its_key(tmp_path):
         run(experiment(tmp_path), callbacks={"buggy": Buggy(), "mine": recorder})
     assert caught.value.__notes__ == ["in callbacks.buggy.on_step"]
     assert Path(__file__).name in traceback.extract_tb(caught.value.__traceback__)[-1].filename
-    assert recorder.calls[-1] == "end at 0: failed 'missing'"
+    assert recorder.calls[-1] == "end at 1: failed 'missing'"
     assert json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 1
 
 
