@@ -69,6 +69,10 @@ class ApiCall:
         given = prompt.text if prompt.text is not None and not prompt.begun else prompt.ids[: _given(prompt)]
         return self.session.backend.renderer.reader(given, self.tools) if self.chat else None
 
+    def limited(self, parsed: ParsedResponse) -> ParsedResponse:
+        """Return a response with its first tool call only, unless the request allows several."""
+        return parsed if self.parameters.parallel_tool_calls else replace(parsed, tool_calls=parsed.tool_calls[:1])
+
     def text(self, index: int, ids: Sequence[int], *, special: bool = True) -> str:
         """Return the text of a response, including a beginning that the prompt contains."""
         begun = self.flat[index][0].ids[_given(self.flat[index][0]) :] if self.chat else ()
@@ -112,6 +116,12 @@ class Caller:
 
         def prompts() -> Iterator[Prompt]:
             text = renderer.render(messages, tools, options)
+            if (hidden := renderer.hidden_tool(text, messages, tools, options)) is not None:
+                raise invalid(
+                    "tools",
+                    f"the chat template of the model drops the tool {hidden!r}. Use a model whose chat template renders "
+                    "tools, or describe them in a message",
+                )
             session.check_length(text)
             prompt = capture.prompt(renderer, text)
             if forced:
@@ -225,7 +235,7 @@ class Caller:
             ids = call.flat[index][1].tokens().ids.tolist()
             if reader is None:
                 return ParsedResponse(call.text(index, ids, special=False))
-            return reader.part(call.text(index, ids))
+            return call.limited(reader.part(call.text(index, ids)))
 
         try:
             return await self._aside(read)
@@ -258,7 +268,7 @@ def choice(call: ApiCall, index: int, completion: Completion) -> ResponseChoice:
     plain = call.text(index, sampled, special=False)
     parsed = ParsedResponse(plain) if reader is None else reader.whole(call.text(index, sampled), plain)
     content, stopped = cut(parsed.content, call.parameters.stop)
-    parsed = ParsedResponse(content, parsed.tool_calls, parsed.reasoning)
+    parsed = replace(call.limited(parsed), content=content)
     scores = call.session.score([*prompt.ids, *sampled], call.parameters) if call.parameters.scores else None
     return ResponseChoice(index, prompt, completion, parsed, stopped, scores)
 

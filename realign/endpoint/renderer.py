@@ -54,6 +54,7 @@ class Renderer:
         self._special = [str(t.content) for t in self.tokenizer.added_tokens_decoder.values() if t.special]
         self._lock = threading.Lock()  # tokenizers are not documented to be thread-safe
         self._warned = False
+        self._reads_tools: bool | None = None  # not known yet
         if response_template:
             self._check_anchor(response_template)
 
@@ -97,6 +98,29 @@ class Renderer:
             return render(self.tokenizer, messages, given, add_generation_prompt=not answered)
         except DataError as error:
             raise ValueError(str(error)) from error
+
+    def hidden_tool(
+        self,
+        text: str,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        options: Mapping[str, Any] | None = None,
+    ) -> str | None:
+        """Return the name of a tool that a rendered conversation lacks; None if it has all.
+
+        Args:
+            text: what `render` returned for the other arguments.
+            messages: the conversation.
+            tools: its tools.
+            options: further variables of the chat template.
+        """
+        names = [str(tool["function"]["name"]) for tool in tools or ()]
+        if names and self._reads_tools is None:  # compared once, since a message can contain the name of a tool
+            try:
+                self._reads_tools = self.render(messages, None, options) != text
+            except ValueError:  # the template requires tools
+                self._reads_tools = True
+        return next((name for name in names if not self._reads_tools or name not in text), None)
 
     def encode(self, text: str) -> list[int]:
         """Return token ids without adding special tokens.

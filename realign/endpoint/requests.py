@@ -57,7 +57,7 @@ GREEDY_BELOW = 0.01
 
 _SHARED = ("model", "n", "stop", "max_tokens", "temperature", "top_p", "seed", "stream", "stream_options", "logprobs")
 _EXTRA = ("return_token_ids",)
-_TOOLS = ("tools", "tool_choice")
+_TOOLS = ("tools", "tool_choice", "parallel_tool_calls")
 CHAT = frozenset(
     (*_SHARED, *_EXTRA, *_TOOLS, "messages", "max_completion_tokens", "chat_template_kwargs", "top_logprobs")
 )
@@ -74,7 +74,6 @@ WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "prompt_cache_key": (_ANY,),
         "store": (False,),
         "service_tier": ("auto", "default"),
-        "parallel_tool_calls": (True,),
         "frequency_penalty": (0,),
         "presence_penalty": (0,),
         "logit_bias": ({},),
@@ -108,6 +107,8 @@ class Parameters:
     echo: bool = False
     """Whether the response contains the prompt, and its log-probs with `logprobs`."""
     return_token_ids: bool = False
+    parallel_tool_calls: bool = True
+    """Whether a response may have several tool calls; otherwise only its first one is returned."""
 
     @property
     def scores(self) -> bool:
@@ -196,6 +197,7 @@ def read_parameters(body: Mapping[str, Any], supported: frozenset[str]) -> Param
         top_logprobs=_top_logprobs(given, chat),
         echo=echo,
         return_token_ids=_checked(given, "return_token_ids", False, _is(bool), "expected true or false"),
+        parallel_tool_calls=_checked(given, "parallel_tool_calls", True, _is(bool), "expected true or false"),
     )
 
 

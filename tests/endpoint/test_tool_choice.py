@@ -14,11 +14,12 @@ from realign.api import GenerationConfig
 from realign.endpoint import Endpoint, EndpointLimits, Renderer, ServedPolicy, Session, Sessions
 from realign.endpoint.caller import call_beginning
 from realign.endpoint.requests import ApiError
-from tests.endpoint.scripted import END, HELLO, KEY
+from tests.endpoint.scripted import END, HELLO, KEY, ScriptedSampler
 from tests.samplers import TableSampler
 from tests.tiny import TEXT, VOCAB, tiny_tokenizer
 
 TEMPLATE = (
+    "{% for t in tools or [] %}{{ t.function.name }}:{% endfor %}"
     "{% for m in messages %}"
     "{% if m.tool_calls %}!{% set f = m.tool_calls[0].function %}call {{ f.name }} {{ f.arguments.x }}=<pad>"
     "{% elif m.role == 'assistant' %}!{{ m.content }}<pad>"
@@ -47,6 +48,7 @@ def tool(name: str) -> dict:
 
 
 TOOLS = [tool("add"), tool("ask")]
+ADD = {"type": "function", "function": {"name": "add"}}
 
 
 def tokenizer(response_template: object = RESPONSE_TEMPLATE):
@@ -80,25 +82,24 @@ def client(response_template: object = RESPONSE_TEMPLATE):
 
 
 def test_a_named_function_is_called_and_its_call_is_parsed():
-    choice = {"type": "function", "function": {"name": "add"}}
     ask = {"model": "m", "messages": HELLO, "tools": TOOLS, "extra_body": {"return_token_ids": True}}
     with client() as (_, found):
-        out = found.chat.completions.create(**ask, tool_choice=choice).choices[0]
+        out = found.chat.completions.create(**ask, tool_choice=ADD).choices[0]
         (call,) = out.message.tool_calls
         assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"x": "5"})
         assert out.finish_reason == "tool_calls"
-        assert tiny_tokenizer().decode(out.prompt_token_ids) == "hello?!call add "
+        assert tiny_tokenizer().decode(out.prompt_token_ids) == "add:ask:hello?!call add "
         free = found.chat.completions.create(**ask, tool_choice="auto").choices[0]
-        assert tiny_tokenizer().decode(free.prompt_token_ids) == "hello?!"
+        assert tiny_tokenizer().decode(free.prompt_token_ids) == "add:ask:hello?!"
 
 
 def test_required_begins_with_the_text_that_all_tools_share():
     with client() as (_, found):
         ask = {"model": "m", "messages": HELLO, "tool_choice": "required", "extra_body": {"return_token_ids": True}}
         out = found.chat.completions.create(**ask, tools=TOOLS).choices[0]
-        assert tiny_tokenizer().decode(out.prompt_token_ids) == "hello?!call a"
+        assert tiny_tokenizer().decode(out.prompt_token_ids) == "add:ask:hello?!call a"
         out = found.chat.completions.create(**ask, tools=TOOLS[:1]).choices[0]
-        assert tiny_tokenizer().decode(out.prompt_token_ids) == "hello?!call add "
+        assert tiny_tokenizer().decode(out.prompt_token_ids) == "add:hello?!call add "
 
 
 def test_the_beginning_is_no_trained_token_and_the_next_turn_continues_the_sequence():
@@ -106,9 +107,7 @@ def test_the_beginning_is_no_trained_token_and_the_next_turn_continues_the_seque
         session = Session(endpoint.sessions.main, "p/0")
         endpoint.sessions.open(session)
         with OpenAI(base_url=endpoint.base_url(session), api_key=session.key, max_retries=0) as found:
-            first = found.chat.completions.create(
-                model="m", messages=HELLO, tools=TOOLS[:1], tool_choice="required"
-            ).choices[0]
+            first = found.chat.completions.create(model="m", messages=HELLO, tools=TOOLS, tool_choice=ADD).choices[0]
             turns = [*HELLO, first.message.model_dump(exclude_none=True), {"role": "tool", "content": "9"}]
             found.chat.completions.create(model="m", messages=turns, tools=TOOLS)
         endpoint.sessions.close(session)
@@ -156,3 +155,59 @@ def test_calls_in_json_begin_up_to_their_arguments():
     renderer = Renderer(found)
     begun = renderer.decode(call_beginning(renderer, HELLO, ["add"], TOOLS))
     assert begun.startswith('<r0>"name": "add", "arguments": '.replace('"', "<r0>").replace("{", "<r0>"))
+
+
+@pytest.mark.parametrize(
+    ("template", "hidden"),
+    [
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", "hello"),
+        (
+            "{% if tools %}{{ tools[0].function.name }}{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}",
+            "add",
+        ),
+        (TEMPLATE, None),
+    ],
+)
+def test_a_template_that_does_not_show_all_tools_is_refused_as_in_rows(template, hidden):
+    found = tokenizer()
+    found.chat_template = template
+    tools = [tool("hello"), tool("add")]  # the message has the name of a tool, too
+    with closing(TableSampler(text_table())) as sampler:
+        backend = ServedPolicy(sampler, Renderer(found), GenerationConfig(max_new_tokens=4), 100)
+        with closing(Endpoint(Sessions(backend, KEY), EndpointLimits(), model="tiny")) as endpoint:
+            endpoint.start()
+            with OpenAI(base_url=f"{endpoint.url}/v1", api_key=KEY, max_retries=0) as client_:
+                ask = {"model": "m", "messages": HELLO}
+                client_.chat.completions.create(**ask)
+                client_.chat.completions.create(**ask, tools=tools, tool_choice="none")
+                if hidden is None:
+                    client_.chat.completions.create(**ask, tools=tools)
+                    return
+                with pytest.raises(openai.BadRequestError, match=f"drops the tool '{hidden}'") as raised:
+                    client_.chat.completions.create(**ask, tools=tools)
+                assert raised.value.param == "tools"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("parallel", "names"), [(None, ["add", "ask"]), (True, ["add", "ask"]), (False, ["add"])])
+def test_without_parallel_tool_calls_a_response_has_its_first_call_only(stream, parallel, names):
+    renderer = Renderer(tokenizer())
+    sampler = ScriptedSampler(renderer, ["call add 5=call ask 7="], step=3 if stream else 0)
+    backend = ServedPolicy(sampler, renderer, GenerationConfig(max_new_tokens=40), 100)
+    with closing(Endpoint(Sessions(backend, KEY), EndpointLimits(), model="tiny")) as endpoint:
+        endpoint.start()
+        with OpenAI(base_url=f"{endpoint.url}/v1", api_key=KEY, max_retries=0) as found:
+            given = {} if parallel is None else {"parallel_tool_calls": parallel}
+            out = found.chat.completions.create(model="m", messages=HELLO, tools=TOOLS, stream=stream, **given)
+            if stream:
+                deltas = [chunk.choices[0].delta for chunk in out if chunk.choices]
+                calls = [call for delta in deltas for call in delta.tool_calls or ()]
+            else:
+                calls = out.choices[0].message.tool_calls
+    assert [call.function.name for call in calls] == names
+
+
+def test_parallel_tool_calls_is_a_bool():
+    with client() as (_, found), pytest.raises(openai.BadRequestError) as raised:
+        found.chat.completions.create(model="m", messages=HELLO, tools=TOOLS, parallel_tool_calls="no")
+    assert (raised.value.param, raised.value.code) == ("parallel_tool_calls", "invalid_value")
