@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from realign.engines.files.adapters import PREFIX
 from realign.engines.files.unread import Computed, Unread, has_unread, read_now
-from realign.engines.network.attention import ATTENTION, use_attention
 from realign.engines.network.heads import is_encoder_decoder
 from realign.engines.network.trains import (
     ADAPTER,
@@ -24,7 +23,6 @@ from realign.engines.network.trains import (
     read_adapter,
     require_peft,
 )
-from realign.engines.network.unpacked import TOLERANCE, relative_error
 from realign.errors import DataError
 
 PROBED = 8
@@ -47,6 +45,8 @@ def merge_adapter(module: Any, folder: Path) -> Any:
     """
     require_peft(f"{str(folder)!r} is an adapter folder, but")
     from peft import PeftConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+
+    from realign.engines.network.unpacked import TOLERANCE, relative_error  # not before transformers is needed
 
     config: Any = PeftConfig.from_pretrained(str(folder))
     if config.is_prompt_learning or config.is_adaption_prompt:
@@ -189,6 +189,8 @@ def _copy(x: nn.Parameter) -> nn.Parameter:
 @torch.no_grad()
 def _logits(module: Any, config: Any) -> Tensor:
     """Return the logits of a few tokens, among them some of those whose embeddings an adapter with `config` trains."""
+    from realign.engines.network.attention import ATTENTION, use_attention
+
     places = module.get_input_embeddings().weight
     ids = torch.linspace(1, len(places) - 1, PROBED).long()
     trained = getattr(config, "trainable_token_indices", None) or getattr(config, "token_indices", None) or []
