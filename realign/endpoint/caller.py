@@ -119,8 +119,8 @@ class Caller:
             if (hidden := renderer.hidden_tool(text, messages, tools, options)) is not None:
                 raise invalid(
                     "tools",
-                    f"the chat template of the model drops the tool {hidden!r}. Use a model whose chat template renders "
-                    "tools, or describe them in a message",
+                    f"the chat template of the model drops the tool {hidden!r}. Use a model whose chat template "
+                    "renders tools, or describe them in a message",
                 )
             session.check_length(text)
             prompt = capture.prompt(renderer, text)
