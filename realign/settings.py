@@ -44,7 +44,7 @@ class Range:
     def __contains__(self, x: float) -> bool:
         above = (self.ge is None or x >= self.ge) and (self.gt is None or x > self.gt)
         below = (self.le is None or x <= self.le) and (self.lt is None or x < self.lt)
-        return above and below and not math.isnan(x)
+        return above and below and x == x  # NaN differs from itself; an integer may exceed the floats
 
     def __str__(self) -> str:
         bounds = {"at least": self.ge, "above": self.gt, "at most": self.le, "below": self.lt}

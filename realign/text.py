@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import unicodedata
 from typing import Any
 
@@ -27,9 +28,15 @@ def shortened(text: str, longest: int) -> str:
     return f"{text[:half]} ... ({len(text) - 2 * half} characters omitted) ... {text[-half:]}"
 
 
+_USER = re.compile(r"(?<=://)[^\s/@]+@")
+
+
 def for_terminal(text: str) -> str:
-    """Return a text as `visible` shows it, without its middle if it is longer than 20,000 characters."""
-    return visible(shortened(text, 20_000))
+    """Return a text as `visible` shows it, without users and passwords of URLs.
+
+    A text of more than 20,000 characters loses its middle.
+    """
+    return visible(_USER.sub("***@", shortened(text, 20_000)))
 
 
 def headline(message: str) -> str:

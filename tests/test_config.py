@@ -129,6 +129,7 @@ def test_a_class_without_fields_needs_no_decorator():
         ),
         ({"rules": 3}, r"interfaces\.actor\.rules: expected a list, found 3"),
         ({"betas": [1]}, r"interfaces\.actor\.betas: expected 2 values, found 1"),
+        ({"weights": {"a": 10**400}}, r"interfaces\.actor\.weights\.a: expected float, found 1000"),
         ({"weights": {"a": "x"}}, r"interfaces\.actor\.weights\.a: expected float, found 'x'"),
     ],
 )

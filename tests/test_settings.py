@@ -122,6 +122,13 @@ def test_every_range_refuses_what_is_outside_and_names_the_field(cls, name, anno
                 made(cls, name, given)
 
 
+def test_an_integer_beyond_the_floats_is_compared():
+    assert 10**400 in Range(ge=1)
+    assert 10**400 not in Range(lt=math.inf, le=5)
+    assert -(10**400) not in Range(ge=0)
+    assert math.nan not in Range()
+
+
 def test_there_are_settings_to_check():
     assert len(CLASSES) > 20
     assert {"GenerationConfig", "SFTInterface", "Evaluation", "TransformersModel"} <= {c.__name__ for c in CLASSES}

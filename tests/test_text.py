@@ -7,7 +7,7 @@ import unicodedata
 
 import pytest
 
-from realign.text import headline, log_file, part_over, shortened, visible
+from realign.text import for_terminal, headline, log_file, part_over, shortened, visible
 
 
 def raised(error: BaseException) -> str:
@@ -31,6 +31,11 @@ def test_every_control_format_and_separator_character_is_escaped():
         assert shown.isascii(), repr(c)
         assert visible(shown) == shown
     assert visible("two\nlines\tand é 漢 🙂") == "two\nlines\tand é 漢 🙂"
+
+
+def test_a_text_for_the_terminal_has_no_user_of_a_url():
+    told = "https://me:pw@host/a@b, s3://key@bucket, git@host, https://host/@me"
+    assert for_terminal(told) == "https://***@host/a@b, s3://***@bucket, git@host, https://host/@me"
 
 
 def test_a_shortened_text_keeps_its_start_and_end():

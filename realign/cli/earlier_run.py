@@ -51,6 +51,12 @@ def run_folder(run: Path) -> Path:
         out = Path(str(flat_config(run / "config.yaml").get("output_dir")))
         if Path(folder).is_dir():
             os.chdir(folder)
+            if out.absolute().resolve() != run.resolve():
+                warnings.warn(
+                    f"{run} was moved or comes from somebody else. Paths in its config are read from {folder}, which "
+                    "its run.json names.",
+                    stacklevel=2,
+                )
         elif run.parts[-len(out.parts) :] == out.parts:
             os.chdir(Path(*run.parts[: -len(out.parts)]))
         else:

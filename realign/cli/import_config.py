@@ -28,6 +28,11 @@ LINK = re.compile(r"\$\{([\w.]+)\}")
 REFEREE = Path(__file__).parents[2] / "benchmarks" / "referee"
 MOST_SETTINGS = 2_000
 """Limit of the settings of a config, so that a file that is no config ends with an error."""
+LONGEST_FILE = 100_000
+"""Limit of the characters of a file, since reading YAML takes a second for each 50,000 of them."""
+LONGEST_VALUE, DEEPEST = 4_000, 4
+"""Limits of the characters of a value, and of the lists in each other. The grammar of overrides takes exponential time
+for nested lists."""
 USAGE = "realign import trl|trl-dpo|trl-kto|verl|openrlhf|areal [FILE.yaml] [SETTING ...]"
 
 
@@ -72,6 +77,8 @@ def translated(tool: str, given: Mapping[str, Any]) -> Imported:
     Raises:
         ConfigError: a value is out of range in realign.
     """
+    unread = {name: why for name, value in given.items() if (why := _why_unread(value))}
+    given = {name: value for name, value in given.items() if name not in unread}
     table = next(table for table in tables().values() if tool in table.get("import", {}))
     rules = table["import"][tool]
     canonical = _canonical(given, table, rules["defaults"])
@@ -88,7 +95,8 @@ def translated(tool: str, given: Mapping[str, Any]) -> Imported:
     named = {name for rule in applied for name in _names(rule)}
     base = [f"{key}={value}" for key, value in own.items()]
     base += [word for word in rules["missing"] if word.partition("=")[0] not in own]
-    translations, by_hand, typed = dict[str, str](), list[str](), {*given, *_aliases(given, table)}
+    by_hand = [f"{name}: {why}" for name, why in unread.items()]
+    translations, typed = dict[str, str](), {*given, *_aliases(given, table)}
     for name, value in settings.items():
         if name in named or name not in typed or value is None:  # a default that matters has a rule
             continue
@@ -122,7 +130,11 @@ def _of_file(path: str) -> dict[str, Any]:
         ConfigError: it cannot be read, or is no mapping of names to values.
     """
     try:
-        loaded = load_yaml(Path(path).read_text(encoding="utf-8"))
+        with Path(path).open(encoding="utf-8") as file:
+            text = file.read(LONGEST_FILE + 1)
+        if len(text) > LONGEST_FILE:
+            raise ConfigError(f"{path}: more than {LONGEST_FILE:,} characters are not expected in a config")
+        loaded = load_yaml(text)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: the file cannot be read: {error}") from error
     if not isinstance(loaded, Mapping):
@@ -169,6 +181,20 @@ def _flat(values: Mapping[Any, Any], path: str, prefix: str = "") -> Iterator[tu
             yield name, _number(value)
 
 
+def _why_unread(value: Any) -> str:
+    """Return why a value is not translated; empty if it is."""
+    text = str(value)
+    if len(text) > LONGEST_VALUE:
+        return f"the value has {len(text):,} characters"
+    if _depth(value) > DEEPEST:
+        return f"lists are nested more than {DEEPEST} times"
+    return f"{text} is an interpolation, which is not resolved" if "${" in text else ""
+
+
+def _depth(value: Any) -> int:
+    return 1 + max(map(_depth, value), default=0) if isinstance(value, list) else 0
+
+
 def _number(value: Any) -> Any:
     """Return the number that a text such as `1e-6` is; YAML 1.1 reads it as a text."""
     if isinstance(value, list):
@@ -207,7 +233,7 @@ def _same(found: Any, value: Any) -> bool:
         return _text(found) == _text(value)
     try:
         return float(found) == float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return str(found).lower() == str(value).lower()
 
 

@@ -21,13 +21,24 @@ if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
 
+LONGEST_WORD = 100_000
+"""Limit of the characters of an override. Hydra reads about 60,000 of them per second."""
 _PLAIN_KEY = re.compile(r"[+~]{0,2}[\w@./:-]+")
 _SPECIAL = re.compile(r"""[,'"\[\]{}\\]|\$\{""")
 """Characters whose meaning in Hydra's grammar (lists, mappings, quotes, interpolations) a user may have intended."""
 
 
 def prepare(overrides: Sequence[str]) -> list[str]:
-    """Return the overrides with quotes where needed, YAML files as experiments, and import paths for words."""
+    """Return the overrides with quotes where needed, YAML files as experiments, and import paths for words.
+
+    Raises:
+        ConfigError: an override is too long.
+    """
+    for word in overrides:
+        if len(word) > LONGEST_WORD:
+            raise ConfigError(
+                f"{word[:60]!r}...: an override has {len(word):,} characters; at most {LONGEST_WORD:,} can be read"
+            )
     return [quoted(with_target(with_file(word))) for word in overrides]
 
 

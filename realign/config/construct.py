@@ -403,7 +403,7 @@ def _choice(raw: Any, choices: Mapping[str, Any], where: str, purpose: str | Non
 def _leaf(raw: Any, annotation: Any, where: str) -> Any:
     read, accepted = LEAVES[annotation]
     if isinstance(raw, accepted) and (bool in accepted or not isinstance(raw, bool)):
-        with suppress(ValueError, KeyError):
+        with suppress(ValueError, KeyError, OverflowError):
             value = read(raw)
             if value == value:  # not NaN
                 return value

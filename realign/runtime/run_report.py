@@ -137,7 +137,7 @@ def parent_of(run: Path) -> tuple[Path, int] | None:
     try:
         parent = run_json(run)["parent"]
         folder, step = Path(parent["run"]), int(parent["step"])
-    except (LookupError, TypeError, ValueError):
+    except (LookupError, TypeError, ValueError, OverflowError):
         return None
     beside = run.parent / folder.name
     for place in (folder, beside):

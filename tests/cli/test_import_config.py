@@ -161,6 +161,32 @@ def test_a_value_out_of_range_is_an_error():
         translated("trl", {"loss_type": "cispo"})
 
 
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        ("${oc.env:HOME}/model", "${oc.env:HOME}/model is an interpolation, which is not resolved"),
+        (["a", "${x}"], "['a', '${x}'] is an interpolation, which is not resolved"),
+        ("m" * 5_000, "the value has 5,000 characters"),
+        ([0] * 5_000, "the value has 15,000 characters"),
+        ([[[[[1]]]]], "lists are nested more than 4 times"),
+    ],
+    ids=["interpolation", "list", "text", "elements", "nested"],
+)
+def test_a_value_that_is_not_read_is_left_to_the_user_and_never_resolved(value, why, monkeypatch):
+    monkeypatch.setenv("HOME", "/secret")
+    imported = translated("trl", {"model_name_or_path": value, "loss_type": "grpo"})
+    assert imported.by_hand == [f"model_name_or_path: {why}"]
+    assert "/secret" not in str(imported)
+    assert "models.actor.path=MODEL" in imported.overrides
+
+
+def test_an_integer_beyond_the_floats_is_an_error_or_a_value():
+    huge = 10**3000 - 1
+    assert f"steps={huge}" in translated("trl", {"max_steps": huge}).overrides
+    with pytest.raises(ConfigError, match="expected float"):
+        translated("trl", {"temperature": huge})
+
+
 REPEATED = zip("abcdefg", "bcdefgh", strict=True)
 BOMB = "a: &a [1,1]\n" + "".join(f"{new}: &{new} [*{old}{f',*{old}' * 9}]\n" for old, new in REPEATED)
 
@@ -175,8 +201,9 @@ BOMB = "a: &a [1,1]\n" + "".join(f"{new}: &{new} [*{old}{f',*{old}' * 9}]\n" for
         ("'a b$(ls)': 1\n", "is no name of a setting"),
         ("\x00\x01", "the file cannot be read"),
         ("".join(f"k{i}: 1\n" for i in range(2_001)), "2,001 settings; at most 2,000"),
+        ("a: [" + "1," * 60_000 + "1]\n", "more than 100,000 characters"),
     ],
-    ids=["list", "tag", "aliases", "control", "name", "binary", "size"],
+    ids=["list", "tag", "aliases", "control", "name", "binary", "size", "length"],
 )
 def test_a_file_that_is_no_config_is_an_error_line(tmp_path, capsys, text, message):
     path = tmp_path / "config.yaml"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import warnings
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 
 from realign.cli import main
 from realign.cli import replay as command
+from realign.cli.earlier_run import run_folder
 from realign.cli.replay import _of_machine
 from realign.runtime.chain import _linked, settings_hash
 from realign.runtime.checkpoint.folder import Checkpoint, facts_of, folder_name, rendered_manifest
@@ -167,6 +169,17 @@ def test_a_run_and_its_fork_can_be_moved(forked, tmp_path, monkeypatch, capsys):
     assert "metrics equal to the recorded ones" in capsys.readouterr().out
     assert Path.cwd() == tmp_path
     assert (tmp_path / "replayed/step.json").is_file()
+
+
+def test_a_run_from_elsewhere_says_where_the_paths_in_its_config_lead(forked, tmp_path, monkeypatch):
+    """Its run.json names any folder of this machine, whose files the config then names."""
+    run = shutil.copytree(forked / "runs" / "a", tmp_path / "a")
+    monkeypatch.chdir(tmp_path)
+    with pytest.warns(UserWarning, match=rf"comes from somebody else. Paths in its config are read from {forked}"):
+        run_folder(run)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run_folder(forked / "runs" / "a")
 
 
 def test_steps_before_a_setting_was_changed_are_not_replayed_with_it(train, task, monkeypatch, capsys):

@@ -21,6 +21,11 @@ def test_text_that_hydra_cannot_read_arrives_unchanged(value):
     assert compose(words).data["path"] == value
 
 
+def test_an_override_that_is_too_long_is_refused_before_it_is_parsed():
+    with pytest.raises(ConfigError, match=r"'name=x{55}'\.\.\.: an override has 1,000,005 characters; at most 100,000"):
+        prepare(["steps=1", "name=" + "x" * 10**6])
+
+
 @pytest.mark.parametrize("word", ["a=1,2", "a=[ü", "a={ü: 1", "a='ü", "a=${ü}", "a=ü,b", "steps=5", "~a", "a=", "ü"])
 def test_lists_sweeps_interpolations_and_readable_values_stay_unchanged(word):
     assert quoted(word) == word

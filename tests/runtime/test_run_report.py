@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import signal
 
@@ -134,3 +135,5 @@ def test_a_moved_parent_is_found_by_its_id_and_another_run_in_its_place_is_not_t
     assert parent_of(fork) == (renamed, 3)
     write("fork", id="2", parent={"run": "/gone/a", "step": 3})  # of an earlier version
     assert parent_of(fork) == (tmp_path / "a", 3)
+    for step in (math.inf, math.nan, None, "x"):
+        assert parent_of(write("odd", parent={"run": "a", "step": step})) is None

@@ -203,7 +203,7 @@ def _check_config(file: Path, config: Mapping[str, Any]) -> None:
     for part in (config, *inner):
         _check_counts(file, part, LAYERS, 1, MOST_LAYERS)
         _check_counts(file, part, HEADS, 1, MOST_HEADS)
-        _check_counts(file, part, SIZES, 1, LARGEST_SIZE)
+        _check_counts(file, part, SIZES, 2, LARGEST_SIZE)
         _check_counts(file, part, EXPERTS, 0, MOST_EXPERTS)
 
 
