@@ -66,8 +66,9 @@ def part_over(tokenizer: Any, text: str, tokens: int, *, end: bool = False) -> s
     """Return the beginning of a text if it alone has more than `tokens` tokens; None if the text may fit.
 
     Tokenizing costs about 300 bytes of memory per character, so a text of 50 MB must not be tokenized only to find out
-    that it is too long. A limit in characters would be wrong for tokenizers that skip whitespace or join unknown
-    characters. So this tokenizes 8 characters per token of the limit, then twice as many, until there are enough.
+    that it is too long. A small limit in characters would be wrong for tokenizers that skip whitespace or join unknown
+    characters. So this tokenizes 8 characters per token of the limit, then twice as many, until there are enough. More
+    than a million characters and 128 per token are always too many.
 
     Args:
         tokenizer: Tokenizer of transformers.
@@ -79,6 +80,8 @@ def part_over(tokenizer: Any, text: str, tokens: int, *, end: bool = False) -> s
         TypeError: the tokenizer cannot encode the text.
     """
     size = 8 * tokens + 4096
+    if len(text) > 128 * tokens + 1_000_000:
+        return text[-size:] if end else text[:size]
     while size < len(text):
         part = text[-size:] if end else text[:size]
         if len(tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]) > tokens + _SLACK:

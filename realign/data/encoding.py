@@ -10,6 +10,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
@@ -29,6 +30,8 @@ from realign.text import part_over
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_MOST_TOKENS = 2**20
+"""Length from which a sequence is refused if neither the data nor the run has a limit."""
 CHUNK = 512
 """Number of rows that are tokenized together."""
 
@@ -119,6 +122,19 @@ class EncodedRow:
 Encoded: TypeAlias = EncodedRow | DroppedRow
 
 
+_ROOM: ContextVar[int | None] = ContextVar("room", default=None)
+
+
+@contextmanager
+def room_for(tokens: int | None) -> Iterator[None]:
+    """Load data for a run that has room for sequences of this length; None: of any length."""
+    before = _ROOM.set(tokens)
+    try:
+        yield
+    finally:
+        _ROOM.reset(before)
+
+
 @dataclass(frozen=True)
 class LengthLimit:
     """Length limit of the sequences of a row.
@@ -127,19 +143,28 @@ class LengthLimit:
         setting: Name of the config field, for messages.
         tokens: Maximum length of a sequence in tokens; None sets no limit.
         too_long: Handling of rows with longer sequences.
+        room: Length from which a sequence without limit is refused, see `room_for`.
     """
 
     setting: str
     tokens: int | None
     too_long: TooLong
+    room: int | None = field(default_factory=_ROOM.get)
 
     def bound(self, text: RowText, tokenizer: PreTrainedTokenizerBase) -> RowText | DroppedRow:
         """Return the row without text that is certainly above the limit, before all of it is tokenized.
 
         Raises:
-            DataError: a sequence exceeds the limit, and `too_long` is error.
+            DataError: a sequence exceeds the limit, and `too_long` is error; or it exceeds the room of the run.
         """
         if self.tokens is None:
+            room = self.room or _MOST_TOKENS
+            for written in text.sequences:
+                if part_over(tokenizer, "".join(segment.text for segment in written.segments), room) is not None:
+                    raise DataError(
+                        f"a sequence has far more than {room:,} tokens, for which the run has room. Remove the row, "
+                        f"or set {self.setting}. In training, microbatch.max_tokens_per_microbatch is the room."
+                    )
             return text
         sequences = []
         for written in text.sequences:

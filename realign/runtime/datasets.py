@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from realign.api import Model
-from realign.data import Dataset, SequenceDataset
+from realign.data import Dataset, DataSpec, SequenceDataset
+from realign.data.encoding import room_for
 from realign.errors import ConfigError, DataError
 from realign.runtime.checks.before_loading import no_images, roles_with_images
 from realign.runtime.experiment import Experiment
@@ -45,7 +46,7 @@ def load_datasets(experiment: Experiment, models: Mapping[str, Model]) -> Datase
                 f"models.{role}: its context window has {positions} positions, but {setting}={length}. Lower it, so "
                 "that prompt and response fit."
             )
-    training = experiment.data.load(models[experiment.lead_role].tokenizer)
+    training = _load(experiment.data, models[experiment.lead_role], experiment.microbatch.max_tokens_per_microbatch)
     _check_training(training, experiment)
     check_predicted(training, "data", models)
     # a `longest_response` that includes the prompt has been compared with the windows above
@@ -53,7 +54,7 @@ def load_datasets(experiment: Experiment, models: Mapping[str, Model]) -> Datase
         _check_positions(training, length, models, readers, "data", setting=setting)
     calibration, prompts = experiment.calibration, None
     if calibration is not None:
-        prompts = calibration.data.load(models[calibration.policy].tokenizer)
+        prompts = _load(calibration.data, models[calibration.policy], experiment.microbatch.max_tokens_per_microbatch)
         length, setting = calibration.generation.max_new_tokens, "calibration.generation.max_new_tokens"
         _check_budget(prompts, length, experiment)
         readers = [calibration.policy, calibration.role]
@@ -69,11 +70,17 @@ def load_held_out(experiment: Experiment, models: Mapping[str, Model]) -> dict[s
     """
     datasets = {}
     for where, evaluation in experiment.all_evaluations.items():
-        datasets[where] = evaluation.data.load(models[evaluation.role].tokenizer)
+        window = dict(_windows(models, [evaluation.role])).get(evaluation.role)
+        datasets[where] = _load(evaluation.data, models[evaluation.role], window)
         check_predicted(datasets[where], f"{where}.data", {evaluation.role: models[evaluation.role]})
         length, setting = evaluation.longest_response, f"{where}.{evaluation.length_setting}"
         _check_positions(datasets[where], length, models, [evaluation.role], f"{where}.data", setting=setting)
     return datasets
+
+
+def _load(spec: DataSpec, model: Model, room: int | None) -> Dataset:
+    with room_for(room):
+        return spec.load(model.tokenizer)
 
 
 def _check_training(dataset: Dataset, experiment: Experiment) -> None:

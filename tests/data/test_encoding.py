@@ -5,7 +5,17 @@ from dataclasses import replace
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from realign.data import DroppedRow, Excerpt, PreferenceData, PromptData, SupervisedData, TooLong, UnpairedData
+from realign.data import (
+    DroppedRow,
+    Excerpt,
+    PreferenceData,
+    PromptData,
+    SupervisedData,
+    TooLong,
+    UnpairedData,
+    encoding,
+)
+from realign.data.encoding import room_for
 from realign.errors import DataError
 from tests.data.text_tokenizer import BOS, EOS, characters, make_tokenizer
 
@@ -79,6 +89,31 @@ def test_a_row_of_10_mb_is_dropped_before_all_of_it_is_tokenized(data, row, toke
     assert sum(tokenized) < 20_000
     with pytest.raises(DataError, match=rf"far too many tokens, more than {limit.setting}=100\. Raise"):
         replace(data, too_long=TooLong.error).encoder(make_tokenizer())(row)
+
+
+@pytest.mark.parametrize("room", [None, 100])
+@pytest.mark.parametrize("text", [HUGE, " " * 10_000_000], ids=["text", "spaces"])
+@pytest.mark.parametrize(
+    ("data", "row"),
+    [
+        (PromptData("none.jsonl"), {"prompt": None}),
+        (SupervisedData("none.jsonl"), {"prompt": "1", "response": None}),
+        (UnpairedData("none.jsonl"), {"prompt": "1", "response": None, "label": True}),
+        (PreferenceData("none.jsonl"), {"prompt": "1", "chosen": "2", "rejected": None}),
+    ],
+)
+def test_without_limit_a_row_far_above_the_room_of_the_run_is_an_error_before_it_is_tokenized(
+    data, row, text, room, tokenized, monkeypatch
+):
+    """Tokenizing takes about 400 bytes of memory per character, so a row of 50 MB ended the process."""
+    monkeypatch.setattr(encoding, "_MOST_TOKENS", 100)
+    with room_for(room):
+        encoder = data.encoder(make_tokenizer())
+    tokenized.clear()
+    with pytest.raises(DataError, match=r"row: a sequence has far more than 100 tokens, for which the run has room"):
+        encoder({key: text if value is None else value for key, value in row.items()})
+    assert sum(tokenized) < 20_000
+    encoder({key: "3" if value is None else value for key, value in row.items()})
 
 
 @pytest.mark.parametrize("rest", ["", "3"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from realign.api import MicroBatchSpec
+from realign.data.encoding import LengthLimit, TooLong
 from realign.errors import ConfigError, DataError
 from realign.runtime import run
 from realign.runtime.local import LocalRuntime
@@ -26,6 +27,19 @@ def test_a_token_budget_that_cannot_hold_one_sequence_is_refused_at_once(tmp_pat
     ):
         LocalRuntime(experiment(tmp_path, data=Long(), microbatch=MicroBatchSpec(35)))
     LocalRuntime(experiment(tmp_path, data=Long(), microbatch=MicroBatchSpec(36)))
+
+
+def test_a_dataset_is_loaded_for_the_token_budget_of_the_run(tmp_path):
+    rooms = []
+
+    class Noting(Prompts):
+        def load(self, tokenizer):
+            rooms.append(LengthLimit("max_tokens", None, TooLong.drop).room)
+            return super().load(tokenizer)
+
+    LocalRuntime(experiment(tmp_path, data=Noting(6), microbatch=MicroBatchSpec(77)))
+    assert rooms == [77]
+    assert LengthLimit("max_tokens", None, TooLong.drop).room is None
 
 
 def test_missing_dataset_keys_are_named(tmp_path):
