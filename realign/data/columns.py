@@ -7,12 +7,12 @@ row became. All other columns are free to use for reward functions.
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from realign.cells import read_column
 from realign.errors import DataError
 
 Row: TypeAlias = dict[str, Any]
@@ -48,34 +48,6 @@ CONTEXT: dict[str, str] = {
     **dict.fromkeys(MEDIA[2:], "realign reads no videos and no audio"),
 }
 """Columns that belong to the prompt besides its own column, and how they get there."""
-
-
-def read_column(row: Mapping[str, Any], name: str) -> Any:
-    """Return the value of a column.
-
-    Args:
-        row: A row of data.
-        name: Name of the column. `question.text` and `answers.0` select an item of an object or list in a column, and
-            `answers.*.text` selects an item of every element of a list.
-
-    Raises:
-        DataError: the row lacks the column; names its columns and the nearest one.
-    """
-    try:
-        # The whole name first, since the name of a column may contain a period.
-        return row[name] if name in row else _part(row, name.split("."))
-    except (KeyError, IndexError, TypeError, ValueError):
-        near = difflib.get_close_matches(name, row, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise DataError(f"no column {name!r}; found {sorted(row)}{hint}") from None
-
-
-def _part(value: Any, path: list[str]) -> Any:
-    for place, name in enumerate(path):
-        if name == "*" and isinstance(value, list):
-            return [_part(item, path[place + 1 :]) for item in value]
-        value = value[int(name)] if isinstance(value, list) else value[name]
-    return value
 
 
 def only_one(row: Mapping[str, Any], names: Iterable[str], setting: str) -> str | None:

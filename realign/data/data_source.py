@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from typing_extensions import override
 
 from realign.array_cache import key_of
-from realign.data.columns import Context, Row, check_context, is_given, read_column
+from realign.cells import read_column
+from realign.data.columns import Context, Row, check_context, is_given
 from realign.data.dataset import Collected, Dataset, DataSpec, LoadReport, PackedDataset, collect_tables
 from realign.data.encoding import DroppedRow, Ending, LengthLimit, RowEncoder, RowText, TooLong
 from realign.data.excerpt import Excerpt

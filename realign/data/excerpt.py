@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from realign.data.columns import Row, read_column
+from realign.cells import read_column
+from realign.data.columns import Row
 from realign.data.encoding import DroppedRow
 from realign.errors import DataError, SettingsError
 from realign.settings import Count, Settings

@@ -20,7 +20,8 @@ from typing import IO, Any, ClassVar, NamedTuple, TypeAlias
 
 from typing_extensions import override
 
-from realign.data.columns import Row, read_column
+from realign.cells import read_column
+from realign.data.columns import Row
 from realign.errors import DataError
 
 Position: TypeAlias = Any

@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from realign.data.columns import Row, read_column
+from realign.cells import read_column
+from realign.data.columns import Row
 from realign.data.files import (
     FORMATS,
     SUFFIXES,

@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx2
 
+from realign.cells import read_column
 from realign.environments.asker import result_of
 from realign.environments.tools import Toolbox
 from realign.errors import ConfigError
@@ -49,7 +50,7 @@ async def chat(
     binding = bound(score_of, reward)
     if binding.returns_list or binding.token_ids:
         raise ConfigError(f"reward={reward}: expected a function of one response, such as (prompt, response, row).")
-    question = row[prompt]
+    question = read_column(row, prompt)
     messages = [{"role": "system", "content": system}] if system else []
     messages += [{"role": "user", "content": question}] if isinstance(question, str) else list(question)
     answer, ended = "", False

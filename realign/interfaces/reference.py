@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from realign.api import Keys, Lengths, MicroBatchSpec, Model, ModelInterface, Plan, SequenceSample, Weights
 from realign.api.sampling_mask import SAMPLING_MASK, masks_of, with_masks
+from realign.cells import read_column
 from realign.endpoint.renderer import Renderer
 from realign.errors import DataError
 from realign.interfaces.components.scoring import score_distributions, score_logprobs, scoring_keys
@@ -142,13 +143,11 @@ class ReferenceInterface(ModelInterface):
             text = self._renderer.decode(response_N.tolist(), before=given_P.tolist(), special=False)
             given = {"row": row, "response": text}
             prompt = self._write(**{name: given[name] for name in self._names})
-        elif self.prompt in row:
-            prompt = row[self.prompt]
         else:
-            columns = ", ".join(map(str, row)) or "none"
-            raise DataError(
-                f"row {name!r} has no column {self.prompt!r} for the teacher's prompt. Its columns: {columns}."
-            )
+            try:
+                prompt = read_column(row, self.prompt)
+            except DataError as error:
+                raise DataError(f"row {name!r}: the teacher's prompt: {error}") from None
         if isinstance(prompt, str):
             ids = self._renderer.encode(prompt)
             first = getattr(self._renderer.tokenizer, "bos_token_id", None)

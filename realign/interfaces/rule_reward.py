@@ -78,8 +78,8 @@ class RuleRewardInterface(ModelInterface):
     cut: ResponseCut | None = None
     """Score a response only up to its first end mark; null scores all of it."""
     known_answer: str | None = None
-    """Column with the correct answer, such as `answer`. `realign check` and the launch then score correct and wrong
-    answers of a few rows, and stop unless the correct ones score higher. null: no check."""
+    """Column with the correct answer, such as `answer` or `reward_model.ground_truth`. `realign check` and the launch
+    then score correct and wrong answers of a few rows, and stop unless the correct ones score higher. null: off."""
     known_answer_template: str = ANSWER
     """Response that `known_answer` scores, with the answer at `{answer}`, such as `<answer>{answer}</answer>`."""
     dense: bool = False

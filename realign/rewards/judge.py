@@ -16,13 +16,15 @@ import tempfile
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from typing_extensions import override
 
-from realign.errors import ConfigError, SettingsError
+from realign.cells import answers_of, read_column
+from realign.errors import ConfigError, DataError, SettingsError
 from realign.rewards.pool.functions import Prepared
 from realign.rewards.pool.http import LARGEST_ANSWER, Unreachable, reach
 from realign.rewards.pool.secrets import ALLOWED_VARIABLES, allowed_variables, check_url, masked
@@ -33,7 +35,7 @@ from realign.text import shortened, visible
 OPENAI_URL = "https://api.openai.com/v1"
 OPENAI_KEY = "OPENAI_API_KEY"
 _LONGEST_PAUSE_S = 10.0  # upper bound of the client's pause before a retry, with some slack
-_PLACE = re.compile(r"\{([A-Za-z_]\w*)\}")
+_PLACE = re.compile(r"\{([A-Za-z_]\w*(?:\.[\w*]+)*)\}")
 _NUMBER = r"[-+]?\d+(?:\.\d+)?"
 
 
@@ -147,7 +149,7 @@ class Judge(RewardTerm):
         "Reply with the score only, as a number from 0 to 10."
     )
     """Message to the judge. `{prompt}`, `{response}` and `{COLUMN}` are replaced by the texts and by columns of the
-    row."""
+    row. A response whose row has null there gets no reward."""
     system: str = ""
     """System message; empty sends none."""
     score: ScoreReader = field(default_factory=Number)
@@ -205,27 +207,37 @@ class Judge(RewardTerm):
     def _key_variable(self) -> str | None:
         return self.api_key_variable or (OPENAI_KEY if self._official else None)
 
-    def request(self, prompt: str, response: str, row: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments of the request for one response.
+    def request(self, prompt: str, response: str, row: dict[str, Any]) -> dict[str, Any] | None:
+        """Return the arguments of the request for one response; None if the row lacks a value of the template.
 
         Raises:
-            KeyError: the template names a column that the row does not have.
+            DataError: the template names a column that the row does not have.
         """
-        known = {**row, "prompt": prompt, "response": response}
-
-        def text(match: re.Match[str]) -> str:
-            if match[1] not in known:
-                raise KeyError(f"prompt: the row has no column {match[1]!r} (columns: {', '.join(map(str, row))})")
-            return str(known[match[1]])
-
+        own = {"prompt": prompt, "response": response}
+        values = {name: _shown(read_column({**row, **own}, name)) for name in _PLACE.findall(self.prompt)}
+        if None in values.values():
+            return None
         messages = [{"role": "system", "content": self.system}] if self.system else []
-        messages.append({"role": "user", "content": _PLACE.sub(text, self.prompt)})
+        messages.append({"role": "user", "content": _PLACE.sub(lambda match: str(values[match[1]]), self.prompt)})
         return {"model": self.model, "messages": messages, **self.score.request, **self.options}
 
     @property
     def api_key(self) -> str:
         """The API key of the environment; a placeholder if the server needs none, since the client requires one."""
         return "none" if self._key_variable is None else os.environ[self._key_variable]
+
+
+def _shown(cell: Any) -> str | None:
+    """Return a cell as the judge reads it: an object or a list as code, a number without the zero of pandas."""
+    if isinstance(cell, str):
+        return cell
+    with suppress(DataError):
+        answers = answers_of(cell)
+        if not answers:
+            return None
+        if not isinstance(cell, list | tuple):
+            return answers[0]
+    return str(cell)
 
 
 async def _limit(answer: Any) -> None:
@@ -282,15 +294,16 @@ class JudgeFunction(Prepared):
     def __reduce__(self) -> tuple[type[JudgeFunction], tuple[Judge]]:
         return JudgeFunction, (self.judge,)
 
-    async def __call__(self, prompt: str, response: str, row: dict[str, Any]) -> float:
-        """Return the reward of a response.
+    async def __call__(self, prompt: str, response: str, row: dict[str, Any]) -> float | None:
+        """Return the reward of a response; None if the row lacks a value of the template.
 
         Raises:
             Unreachable: the server did not answer, also after all retries.
             RuntimeError: the server rejected the request.
             ValueError: the answer contains no valid score.
         """
-        return self.judge.score.reward(await self._answer(self.judge.request(prompt, response, row)))
+        request = self.judge.request(prompt, response, row)
+        return None if request is None else self.judge.score.reward(await self._answer(request))
 
     async def _answer(self, request: dict[str, Any]) -> str:
         """Return the answer to a request. Equal requests, also concurrent ones, are sent once."""

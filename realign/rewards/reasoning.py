@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
+from realign.cells import answers_of
 from realign.errors import ConfigError
 
 BRIEF = 24
@@ -18,20 +19,21 @@ BRIEF = 24
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
-def verified(prompt: str, response: str, row: dict[str, Any]) -> float:
-    """Return the score of the whole response by the verifier of the task, from 0 to 1.
+def verified(prompt: str, response: str, row: dict[str, Any]) -> float | None:
+    """Return the score of the whole response by the verifier of the task, from 0 to 1; None without an answer.
 
     Most verifiers of reasoning-gym give 1 for the answer alone, and a small score for a text that contains it.
 
     Raises:
         ConfigError: reasoning-gym is not installed.
     """
-    entry = {"question": row["prompt"], "answer": row["answer"], "metadata": row.get("metadata", {})}
-    return float(_verifier(str(row["task"]))(response.strip(), entry))
+    entry = {"question": row["prompt"], "metadata": row.get("metadata", {})}
+    score, answers = _verifier(str(row["task"])), answers_of(row["answer"])
+    return max((float(score(response.strip(), {**entry, "answer": answer})) for answer in answers), default=None)
 
 
-def last_number(prompt: str, response: str, row: dict[str, Any]) -> float:
-    """Return 1.0 if the verifier of the task accepts the last number of the response, else 0.0.
+def last_number(prompt: str, response: str, row: dict[str, Any]) -> float | None:
+    """Return 1.0 if the verifier of the task accepts the last number of the response, else 0.0; None without an answer.
 
     Small models answer in sentences. Text around the number does not change the score.
 
@@ -39,7 +41,10 @@ def last_number(prompt: str, response: str, row: dict[str, Any]) -> float:
         ConfigError: reasoning-gym is not installed.
     """
     numbers = NUMBER.findall(response)
-    return float(bool(numbers) and verified(prompt, numbers[-1], row) == 1.0)
+    if not numbers:
+        return 0.0 if answers_of(row["answer"]) else None
+    score = verified(prompt, numbers[-1], row)
+    return None if score is None else float(score == 1.0)
 
 
 def brief(prompt: str, response: str, row: dict[str, Any]) -> float:

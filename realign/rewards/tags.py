@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from realign.cells import answers_of
+
 _FORM = re.compile(r"\s*<think>(?P<think>.*?)</think>\s*<answer>(?P<answer>.*?)</answer>\s*", re.DOTALL)
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
@@ -17,9 +19,13 @@ def well_formed(prompt: str, response: str, row: dict[str, Any]) -> float:
     return float(_answer(prompt, response) is not None)
 
 
-def tagged_answer(prompt: str, response: str, row: dict[str, Any]) -> float:
-    """Return 1.0 if the response is well formed and its stripped answer equals `str(row["answer"])`, else 0.0."""
-    return float(_answer(prompt, response) == str(row["answer"]))
+def tagged_answer(prompt: str, response: str, row: dict[str, Any]) -> float | None:
+    """Return 1.0 if the response is well formed and has an answer of `row["answer"]`, else 0.0.
+
+    Returns None (no reward) if the row has no answer (`realign.cells.answers_of`).
+    """
+    answers = answers_of(row["answer"])
+    return float(_answer(prompt, response) in answers) if answers else None
 
 
 def _answer(prompt: str, response: str) -> str | None:

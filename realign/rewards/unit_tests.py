@@ -13,6 +13,7 @@ from typing import Any
 
 from typing_extensions import override
 
+from realign.errors import DataError
 from realign.rewards.pool.functions import Prepared
 from realign.rewards.sandbox import Bubblewrap, ProgramLimits, SandboxMode, chosen_sandbox, runs_to_its_end
 from realign.rewards.terms import RewardTerm
@@ -43,22 +44,36 @@ class UnitTestsFunction(Prepared):
     def note(self) -> str:
         return "without a sandbox" if self.sandbox is None else "in a bubblewrap sandbox"
 
-    def __call__(self, prompt: str, response: str, row: dict[str, Any]) -> float:
+    def __call__(self, prompt: str, response: str, row: dict[str, Any]) -> float | None:
         """Return 1.0 if the last code block of the response, followed by `row["tests"]`, runs to its end, else 0.0.
 
-        `row["tests"]` is Python source, such as assertions. If the response has no code block, all of it is run as
+        `row["tests"]` is Python source, such as assertions, or a list of such texts. Without tests, there is no reward
+        (None). If the response has no code block, all of it is run as
         code. A program that takes longer than its time limit, or exits early with code 0, fails.
 
         Raises:
             ConfigError: there is no sandbox, but it is required.
+            DataError: the tests are no text.
             RuntimeError: the sandbox did not start. The response then has no reward.
         """
+        tests = _tests(row["tests"])
+        if not tests.strip():
+            return None
         sandbox = self.sandbox
         if sandbox is None and self.mode is not SandboxMode.off:
             sandbox = chosen_sandbox(self.mode)
         blocks = _BLOCK.findall(response)
         code = blocks[-1] if blocks else response
-        return float(runs_to_its_end(f"{code}\n\n{row['tests']}\n", self.limits, sandbox))
+        return float(runs_to_its_end(f"{code}\n\n{tests}\n", self.limits, sandbox))
+
+
+def _tests(cell: Any) -> str:
+    """Return the tests of a row as one text; empty without tests."""
+    given = cell.tolist() if hasattr(cell, "tolist") else cell
+    parts = [part for part in (given if isinstance(given, list | tuple) else [given]) if part is not None]
+    if not all(isinstance(part, str) for part in parts):
+        raise DataError(f"the tests are a {type(given).__name__}, expected a text or a list of texts.")
+    return "\n".join(parts)
 
 
 passes = UnitTestsFunction()

@@ -1,6 +1,7 @@
 import pytest
 
-from realign.data.columns import only_one, overlap, read_column
+from realign.cells import read_column
+from realign.data.columns import only_one, overlap
 from realign.errors import DataError
 
 ROW = {"question": {"text": "a"}, "answers": [{"text": "b"}, {"text": "c"}], "a.b": 1}

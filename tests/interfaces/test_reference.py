@@ -104,7 +104,7 @@ def test_the_same_prompt_gives_the_same_log_probs(begins):
 @pytest.mark.parametrize(
     ("prompt", "rows", "message"),
     [
-        ("solution", ROWS, "row 'a' has no column 'solution' for the teacher's prompt"),
+        ("solution", ROWS, "row 'a': the teacher's prompt: no column 'solution'; found"),
         ("hint", [ROWS[0], {"hint": ""}], "row 'b': the teacher's prompt 'hint' is empty"),
         ("hint", [ROWS[0], {"hint": "y" * 200}], "row 'b': the teacher's prompt has 200 tokens and the response"),
     ],

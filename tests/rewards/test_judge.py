@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from realign.config import build
-from realign.errors import ConfigError, TransientError
+from realign.errors import ConfigError, DataError, TransientError
 from realign.interfaces.rule_reward import RuleRewardInterface
 from realign.rewards import FailureKind, RewardPool
 from realign.rewards.judge import Judge, JudgeFunction, Number, Pattern, Structured
@@ -163,8 +163,26 @@ def test_the_template_inserts_texts_and_columns_once_and_keeps_other_braces():
     ]
     assert request["temperature"] == 0.0
     assert request["response_format"]["json_schema"]["strict"] is True
-    with pytest.raises(KeyError, match=r"the row has no column 'answer' \(columns: solution"):
+    with pytest.raises(DataError, match=r"no column 'answer'; found \['prompt', 'response', 'solution'"):
         judge.request("", "", {"solution": 1})
+
+
+@pytest.mark.parametrize(
+    ("cell", "shown"),
+    [
+        (4.0, "4"),
+        ("", ""),
+        (["4", "four"], "['4', 'four']"),
+        ({"text": "4"}, "{'text': '4'}"),
+        (None, None),
+        (float("nan"), None),
+        ([], None),
+    ],
+)
+def test_the_judge_reads_numbers_as_written_and_scores_nothing_without_a_value(cell, shown):
+    for prompt, row in (("{gold}", {"gold": cell}), ("{a.gold}", {"a": {"gold": cell}})):
+        request = Judge("m", prompt=prompt).request("p", "r", row)
+        assert (request and request["messages"][0]["content"]) == shown
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from urllib.request import (
     proxy_bypass,
 )
 
+from realign.cells import read_column
 from realign.errors import TransientError
 from realign.rewards.pool.secrets import check_url, filled, masked
 from realign.text import visible
@@ -189,12 +190,10 @@ class OpenRlhfReward(HttpReward):
 
         Raises:
             Unreachable: the server did not answer.
-            KeyError: the row has no column `label_column`.
+            DataError: the row has no column `label_column`.
             RuntimeError: the server rejected the request, or its answer has another format.
         """
-        if self.label_column is not None and self.label_column not in row:
-            raise KeyError(f"label_column={self.label_column}: the row has only {', '.join(map(str, row))}")
-        n, label = len(responses), None if self.label_column is None else row[self.label_column]
+        n, label = len(responses), None if self.label_column is None else read_column(row, self.label_column)
         asked = {"query": [prompt + text for text in responses], "prompts": [prompt] * n, "labels": [label] * n}
         return self._field("rewards", asked, '{"rewards": [number, ...]}')
 

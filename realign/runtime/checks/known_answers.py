@@ -11,9 +11,10 @@ from torch import Tensor
 
 from realign.api import Model, SequenceSample
 from realign.api.rewards import ANSWER, Verifier
+from realign.cells import answers_of, read_column
 from realign.data import Dataset
 from realign.engines.distributed.ranks import current
-from realign.errors import ConfigError, RewardError
+from realign.errors import ConfigError, DataError, RewardError
 from realign.runtime.experiment import Experiment
 from realign.runtime.graph_checks import located
 from realign.runtime.rollout.prompts import PromptStream
@@ -147,21 +148,23 @@ def _known(setting: str, verifier: Verifier, data: SequenceSample) -> list[Known
 
 def _answers(setting: str, column: str, rows: Sequence[Mapping[str, Any]]) -> list[tuple[int, str]]:
     """Return the index and the answer of each row that has an answer."""
-    columns = sorted({name for row in rows for name in row})
-    if column not in columns:
-        raise ConfigError(f"{setting}: the data has no such column. Choose one of: {', '.join(columns)}.")
-    answers = []
+    columns = ", ".join(sorted({name for row in rows for name in row}))
+    answers, there = [], False
     for index, row in enumerate(rows):
-        if (answer := row.get(column)) is None:
+        try:
+            cell = read_column(row, column)
+        except DataError:
             continue
-        if not isinstance(answer, str | int | float):
-            raise ConfigError(
-                f"{setting}: the column must contain texts or numbers, but row {index} contains a "
-                f"{type(answer).__name__}. Choose another column."
-            )
-        answers.append((index, str(answer)))
+        there = True
+        try:
+            if texts := answers_of(cell):
+                answers.append((index, cell if isinstance(cell, str) else texts[0]))
+        except DataError as error:
+            raise ConfigError(f"{setting}: row {index}: {error}") from error
+    if not there:
+        raise ConfigError(f"{setting}: the data has no such column. Choose one of: {columns}.")
     if not answers:
-        raise ConfigError(f"{setting}: the first {len(rows)} rows have no answer. Choose one of: {', '.join(columns)}.")
+        raise ConfigError(f"{setting}: the first {len(rows)} rows have no answer. Choose one of: {columns}.")
     return answers
 
 

@@ -367,7 +367,7 @@ def test_an_openrlhf_server_gets_one_request_per_group_and_gives_one_reward_per_
     [
         ({"reward": 1}, None, r"answered b'\{\"reward\": 1\}'; expected \{\"rewards\": \[number, \.\.\.\]\}"),
         ({"rewards": [1.0, 2.0]}, None, r"has 2 elements; expected a list of 1 numbers or None"),
-        ({"rewards": [1.0]}, "answer", r"label_column=answer: the row has only x"),
+        ({"rewards": [1.0]}, "answer", r"no column 'answer'; found \['x'\]"),
     ],
 )
 def test_another_answer_of_an_openrlhf_server_is_a_failure(body, label, message):

@@ -22,6 +22,8 @@ from realign.runtime.local import LocalRuntime
 from tests.toys import GENERATION, Prompts, experiment
 
 FUNCTIONS = """
+from realign.cells import answers_of
+
 CALLS = []
 
 def right(prompt, response, row):
@@ -48,6 +50,9 @@ def ranked(prompt, responses, row):
 
 def long(prompt, response, row):
     return float(len(response))
+
+def nested(response, answer):
+    return float(response in answers_of(answer["gold"]))
 
 def wanting(completion, solution):
     return 1.0
@@ -160,10 +165,17 @@ def test_an_unknown_column_is_named_with_the_valid_ones(tmp_path, verifier):
 
 
 def test_a_column_without_texts_or_numbers_is_rejected(tmp_path, verifier):
-    with pytest.raises(ConfigError, match="must contain texts or numbers, but row 0 contains a list"):
-        runtime(tmp_path, verifier("right"), Sums(2, answers=([1], [2])))
+    with pytest.raises(ConfigError, match=r"row 1: the answer \[1, 2\] is one answer of several numbers, or several"):
+        runtime(tmp_path, verifier("right"), Sums(2, answers=(1, [1, 2])), shuffle=False)
     with pytest.raises(ConfigError, match="the first 2 rows have no answer"):
         runtime(tmp_path, verifier("right"), Sums(2, answers=(None, None)))
+
+
+def test_answers_are_found_in_nested_columns_and_read_as_texts(tmp_path, verifier):
+    answers = ({"gold": 10.0}, {"gold": ["11", "eleven"]}, {"gold": None}, {"other": "x"})
+    reward = verifier("nested", known_answer="answer.gold")
+    found = runtime(tmp_path, reward, Sums(4, answers=answers), shuffle=False).known_answers
+    assert found == ["interfaces.reward: mean reward 1 of right answers, 0 of wrong answers (2 rows)"]
 
 
 def test_rows_with_one_answer_are_a_warning(tmp_path, verifier):

@@ -1,0 +1,71 @@
+"""Cells of rows: columns by their paths, and the answers that a cell accepts."""
+
+import math
+from decimal import Decimal
+from fractions import Fraction
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from realign.cells import answers_of
+from realign.errors import DataError
+
+NOTHING = [
+    *(None, math.nan, "", "  \n", b"", [], (), [None], ["", None], {*()}, Decimal("nan")),
+    *(np.nan, np.float32("nan"), np.array([]), np.array(None, dtype=object), np.array([None, math.nan], dtype=object)),
+    *(pd.NA, pd.NaT, pd.Series([], dtype=object), [pd.NA], torch.tensor(math.nan), torch.tensor([])),
+]
+FOUR = [
+    *(4, 4.0, "4", " 4\n", b"4", [4], ["4", "four"], ("IV", 4.0), {"4"}, Decimal(4), Decimal("4.00"), Fraction(8, 2)),
+    *(np.int64(4), np.float32(4), np.float64(4), np.str_("4"), np.array(4.0), np.array([4]), np.array(["4", "x"])),
+    *(pd.Series(["4", None]), pd.Series([4.0]), torch.tensor(4), torch.tensor([4.0]), [4, None]),
+]
+
+
+@pytest.mark.parametrize("cell", NOTHING, ids=repr)
+def test_nothing_is_no_answer(cell):
+    assert answers_of(cell) == []
+
+
+@pytest.mark.parametrize("cell", FOUR, ids=repr)
+def test_four_is_4_however_it_came(cell):
+    assert "4" in answers_of(cell)
+
+
+@pytest.mark.parametrize(
+    ("cell", "texts"),
+    [
+        (4.0, ["4", "4.0"]),
+        (-0.5, ["-0.5"]),
+        (np.float32(0.1), ["0.1"]),
+        (torch.tensor(0.5), ["0.5"]),
+        (Decimal("0.10"), ["0.10"]),
+        (Fraction(1, 2), ["1/2"]),
+        (True, ["True", "true"]),
+        (np.bool_(False), ["False", "false"]),
+        (math.inf, ["inf"]),
+        (2**70, [str(2**70)]),
+        (1 + 2j, ["(1+2j)"]),
+        (["a", ["b", "a"]], ["a", "b"]),
+    ],
+)
+def test_texts_of_an_answer(cell, texts):
+    assert answers_of(cell) == texts
+
+
+@pytest.mark.parametrize("cell", [{"text": ["a"]}, [{"text": "a"}], [1, 2], [1.0, None, 2.0], np.array([1, 2])])
+def test_what_may_be_one_answer_or_several_is_an_error(cell):
+    with pytest.raises(DataError, match=r"^the answer"):
+        answers_of(cell)
+
+
+@given(st.one_of(st.text(), st.integers(), st.floats(allow_nan=False)))
+def test_what_python_writes_is_an_answer_and_no_text_is_blank(cell):
+    found = answers_of(cell)
+    assert all(text == text.strip() != "" for text in found)
+    assert str(cell).strip() in found or not str(cell).strip()
+    assert answers_of([cell, None]) == found
