@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
 from transformers.utils.logging import disable_progress_bar
 
@@ -25,7 +24,7 @@ from realign.engines.files.model_folder import (
     check_model_folder,
     check_path,
     quiet_transformers,
-    readable,
+    weight_names,
 )
 from realign.engines.files.tokenizers import (
     TOKENIZER_FILES,
@@ -102,7 +101,9 @@ class Export:
         adapter.check(f"export {self.source!r}")
         if not Path(adapter.base).is_dir():
             check_hub(f"the base model of {self.source!r}", adapter.base)
-        elif self.push is not None and not self.merge:
+        elif self.merge:
+            weight_names(Path(adapter.base))
+        elif self.push is not None:
             raise ConfigError(
                 f"--push {self.push}: the base model of the adapter is the local folder {adapter.base!r}, which other "
                 "machines do not have. Add --merge."
@@ -218,21 +219,13 @@ def _write_tokenizer(new: Path, source: str) -> None:
 
 def _write_merged(new: Path, adapter: AdapterFolder) -> None:
     """Write the base model with the adapter merged into it, in fp32."""
-    import torch
-    from transformers import AutoConfig, AutoModelForSequenceClassification
+    from realign.engines.module_reader import ModuleReader
+    from realign.engines.network.heads import Causal, Score
 
-    from realign.engines.network.heads import language_model_class
-    from realign.engines.network.merge import merge_adapter
-
-    scalar = bool(adapter.head_names())
-    labels = {"num_labels": 1} if scalar else {}
-    with readable(f"export: cannot merge {str(adapter.path)!r} into {adapter.base!r}"), quiet_transformers():
-        config = AutoConfig.from_pretrained(adapter.base, trust_remote_code=False)
-        kind: Any = AutoModelForSequenceClassification if scalar else language_model_class(config)
-        module = kind.from_pretrained(
-            adapter.base, dtype=torch.float32, use_safetensors=True, trust_remote_code=False, **labels
-        )
-        merge_adapter(module, adapter.path).save_pretrained(new)
+    head = Score() if adapter.head_names() else Causal()
+    reader = ModuleReader("model", f"export {str(adapter.path)!r}", str(adapter.path), adapter, head)
+    with quiet_transformers():
+        reader.read(merge=True).save_pretrained(new)
     for file in adapter.path.iterdir():
         if file.name.startswith("interface_state") or file.name == "value_head.safetensors":
             shutil.copy(file, new / file.name)

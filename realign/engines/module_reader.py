@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import re
+import warnings
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from torch import nn
 from realign.api.seeds import derive_seed
 from realign.engines.files.adapters import AdapterFolder
 from realign.engines.files.model_folder import GENERATION_CONFIG, check_path, quiet_transformers, readable
-from realign.engines.files.unread import read_buffers, read_now, weights_in
+from realign.engines.files.unread import Unread, is_finite, not_finite, read_buffers, read_now, weights_in
 from realign.engines.network.branches import Branch
 from realign.engines.network.heads import Causal, Head, ValueHead, head_mapping, is_encoder_decoder, read_head
 from realign.engines.network.merge import merge_adapter
@@ -27,6 +29,11 @@ from realign.errors import ConfigError, DataError
 
 SCALAR_HEADS = ("score.", "classifier.")
 LANGUAGE_HEADS = ("lm_head.", "embed_out.")
+
+# Parts beside a language model: prediction of several tokens, other modalities, and the value head of TRL.
+_PARTS = frozenset({"mtp", "visual", "vision_tower", "vision_model", "audio_tower", "multi_modal_projector", "v_head"})
+# Buffers of old folders, which a model computes.
+_RECOMPUTED = re.compile(r"(inv_freq|position_ids|(attn|attention)\.(masked_)?bias)$")
 
 NOT_QUANTIZED = ("lm_head", "embed_out", "score", "classifier")
 """Layers that stay in fp32."""
@@ -41,6 +48,7 @@ class ModuleReader:
 
     Attributes:
         role: the role, for messages.
+        setting: key and value of the path, for messages.
         path: folder or hub name in the config.
         adapter: the adapter in `path`; None if `path` contains a full model.
         head: output of the model.
@@ -52,13 +60,14 @@ class ModuleReader:
     """
 
     role: str
+    setting: str
     path: str
     adapter: AdapterFolder | None
     head: Head
-    trains: bool
-    trust_remote_code: bool
-    seed: int
-    settings: Mapping[str, Any]
+    trains: bool = False
+    trust_remote_code: bool = False
+    seed: int = 0
+    settings: Mapping[str, Any] = field(default_factory=dict)
     unread_on: torch.device | None = None
 
     def read(self, *, merge: bool) -> Any:
@@ -73,18 +82,22 @@ class ModuleReader:
         path = self.path if self.adapter is None else self.adapter.base
         path = check_path(f"models.{self.role}.path", path)
         hub = "" if Path(path).is_dir() else " from the hub (if offline, set HF_HUB_OFFLINE=1)"
-        with readable(f"models.{self.role}: cannot load {path!r}{hub}"):
+        with readable(f"{self.setting}: cannot load {path!r}{hub}"):
             config = AutoConfig.from_pretrained(path, trust_remote_code=self.trust_remote_code)
         family = config.model_type
-        what = f"models.{self.role}: model family {family!r} cannot be loaded from {path!r} with head={self.head}"
-        with readable(what):
+        with readable(f"{self.setting}: model family {family!r} cannot be loaded from {path!r} with head={self.head}"):
             module, info = self._loaded(path, config)
         # The adapter brings weights that its base model lacks, such as a scalar head.
         supplied = frozenset() if self.adapter is None else self.adapter.head_names()
         missing = sorted(set(info["missing_keys"]) - supplied)
         self._check_complete(module.base_model_prefix, missing)
+        self._check_shapes(info["mismatched_keys"])
+        self._check_leftovers(module, info["unexpected_keys"])
+        for name, x in module.named_parameters():
+            if not isinstance(x, Unread) and x.is_floating_point() and not is_finite(x):
+                raise DataError(not_finite(self.setting, name))
         if self.adapter is not None and merge:
-            with readable(f"models.{self.role}.path={self.path!r}"):
+            with readable(self.setting):
                 module = merge_adapter(module, self.adapter.path)
         return module
 
@@ -97,6 +110,7 @@ class ModuleReader:
 
         def load(attention: str | None, **more: Any) -> tuple[Any, dict[str, Any]]:
             settings = {"dtype": torch.float32, "attn_implementation": attention, "output_loading_info": True, **more}
+            settings["ignore_mismatched_sizes"] = True  # `_check_shapes` names them
             # A head that the folder lacks depends on the seed of its role alone, not on what was drawn before.
             with torch.random.fork_rng(), quiet_transformers():
                 torch.manual_seed(self.seed)
@@ -143,13 +157,53 @@ class ModuleReader:
                 read_now(head)
         return module, info
 
+    def _check_shapes(self, mismatched: Collection[tuple[str, Sequence[int], Sequence[int]]]) -> None:
+        """Raise DataError for a weight of another shape than the config says; transformers would draw a new one."""
+        for name, saved, wanted in sorted(mismatched):
+            scalar = self.head.is_scalar and name.startswith(SCALAR_HEADS)
+            if scalar and self.head.replaces:
+                continue
+            cause = (
+                f"A model with head={self.head} has one label. Set head.init to replace the head."
+                if scalar
+                else "Its config.json is that of another model, or was changed. Correct it, or download it again."
+            )
+            raise DataError(
+                f"{self.setting}: the weight {name!r} has the shape {list(saved)}, expected {list(wanted)}. {cause}"
+            )
+
+    def _check_leftovers(self, module: Any, names: Collection[str]) -> None:
+        """Raise DataError for weights that no layer takes; transformers only warns.
+
+        Heads that `head` replaces are left over by intent. Separate parts, such as an image encoder, are named once.
+        """
+        if getattr(module.config, "quantization_config", None) is not None:  # scales, for example
+            return
+        heads = LANGUAGE_HEADS + SCALAR_HEADS if self.head.is_scalar else ()
+        left = sorted(name for name in names if not name.startswith(heads) and not _RECOMPUTED.search(name))
+        inside = {name for name, _ in (*module.named_children(), *module.base_model.named_children())}
+        apart = [name for name in left if name.split(".")[0] not in inside or _PARTS & set(name.split("."))]
+        if lost := [name for name in left if name not in apart]:
+            layers = getattr(module.config.get_text_config(), "num_hidden_layers", None)
+            raise DataError(
+                f"{self.setting}: no layer of the model takes the weight {lost[0]!r}"
+                + (f" and {len(lost) - 1} more" if lost[1:] else "")
+                + f" (model family {module.config.model_type!r}, {layers} layers). Its config.json is that of another "
+                "model, or was changed. Correct it, or download it again."
+            )
+        if apart:
+            warnings.warn(
+                f"{self.setting}: {len(apart)} weights are not used, such as {apart[0]!r}.",
+                stacklevel=2,
+            )
+
     def _check_complete(self, body: str, missing: Sequence[str]) -> None:
         """Raise DataError for weights that are randomly initialized but never train; transformers only warns."""
         inside = [key for key in missing if key.startswith(f"{body}.")]
         heads = [key for key in missing if key not in inside and key.endswith(".weight")]
         if absent := inside or ([] if self.head.is_scalar else heads):
             raise DataError(
-                f"models.{self.role}.path={self.path!r}: the folder lacks weights for head={self.head}: {absent[0]}"
+                f"{self.setting}: the folder lacks weights for head={self.head}: {absent[0]}"
                 + (f" and {len(absent) - 1} more" if absent[1:] else "")
             )
         if heads and not self.trains and not self.head.replaces:

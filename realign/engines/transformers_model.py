@@ -392,7 +392,8 @@ class TransformersModel(Settings, ModelSpec):
         check_source(self.tokenizer_source(name), self.path)
         if not Path(path).is_dir():
             check_hub(f"{what}.path", path)
-        elif names := weight_names(Path(path)):
+        else:
+            names = weight_names(Path(path))
             names |= adapter.head_names() if adapter is not None else frozenset()
             random_head = self.optimizer is not None or self.head.replaces
             check_head(what, self.path, names, self.head, random_head=random_head)
@@ -416,6 +417,7 @@ class TransformersModel(Settings, ModelSpec):
             use_deterministic_algorithms()
         reader = ModuleReader(
             name,
+            f"models.{name}.path={self.path!r}",
             self.path,
             adapter,
             self.head,

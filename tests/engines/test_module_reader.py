@@ -1,19 +1,23 @@
 from __future__ import annotations
 
+import json
 import sys
+import warnings
 from importlib.util import find_spec
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from realign.api import GenerationConfig, MicroBatchSpec, SequenceSample
 from realign.cli import commands as cli
 from realign.engines import All, Causal, Lora, OptimizerSpec, Score, SharedModel, TransformersModel, Value, ValueHead
 from realign.engines.distributed.ranks import Ranks
+from realign.engines.files.unread import weights_in
 from realign.engines.module_reader import check_head
 from realign.errors import ConfigError, DataError
-from tests.tiny import random_sample, save_tiny
+from tests.tiny import VOCAB, random_sample, save_tiny
 
 ALONE = Lora(rank=4, merge_on_save=False)
 
@@ -193,3 +197,104 @@ def test_what_a_spec_says_it_gives_is_what_its_engine_gives(tmp_path):
         assert spec.facts().outputs == spec.load("x", seed=0).engine.capabilities().outputs
     both = TransformersModel(str(tmp_path / "causal"), head=Causal(ValueHead()))
     assert both.facts().outputs == {"logprobs", "values", "scores"}
+
+
+def change(folder, weights=lambda state: state, **config):
+    """Change weights and config of a model folder."""
+    file = folder / "model.safetensors"
+    state = {name: x.clone() for name, x in weights(load_file(file)).items()}
+    save_file(state, file, {"format": "pt"})
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | config))
+
+
+def loaded(folder, **fields):
+    return TransformersModel(str(folder), device="cpu", **fields).load("actor", seed=0).engine
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3_moe"])
+def test_weights_that_no_layer_takes_are_refused(tmp_path, family):
+    folder = save_tiny(tmp_path / "m", family)
+    layers = "n_layer" if family == "gpt2" else "num_hidden_layers"
+    change(folder, **{layers: 2, "layer_types": None})
+    with pytest.raises(DataError, match=r"models\.actor\.path=.*: no layer .* takes the weight '.*\.2\..* 2 layers\)"):
+        loaded(folder)
+    change(folder, **{layers: 4})
+    with pytest.raises(DataError, match=r"models\.actor\.path=.* lacks weights for head=causal: .*\.3\."):
+        loaded(folder)
+
+
+@pytest.mark.parametrize(
+    "name", ["model.layers.0.self_attn.q_norm.weight", "model.embed_positions.weight", "lm_head.bias"]
+)
+def test_a_weight_of_another_architecture_is_refused(tmp_path, name):
+    folder = save_tiny(tmp_path / "m")
+    change(folder, lambda state: state | {name: torch.ones(4)})
+    with pytest.raises(DataError, match=rf"no layer of the model takes the weight '{name}'"):
+        loaded(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "warned"),
+    [
+        ("model.layers.0.self_attn.rotary_emb.inv_freq", False),
+        ("model.layers.0.attention.masked_bias", False),
+        ("mtp.layers.0.mlp.weight", True),
+        ("model.visual.blocks.0.weight", True),
+        ("v_head.summary.weight", True),
+        ("score.weight", True),
+    ],
+)
+def test_harmless_weights_are_left_over_and_other_parts_are_named_once(tmp_path, name, warned):
+    folder = save_tiny(tmp_path / "m")
+    wanted = logprobs(loaded(folder))
+    change(folder, lambda state: state | {name: torch.ones(4)})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert torch.equal(logprobs(loaded(folder)), wanted)
+    said = [str(w.message) for w in caught if "not used" in str(w.message)]
+    assert said == [f"models.actor.path={str(folder)!r}: 1 weights are not used, such as {name!r}."] * warned
+
+
+def test_a_reward_model_starts_from_a_language_model_without_a_word(tmp_path, recwarn):
+    loaded(save_tiny(tmp_path / "m"), head=Score("zero"))
+    assert not [w for w in recwarn if "not used" in str(w.message)]
+
+
+def test_a_weight_of_another_shape_is_named_with_both_shapes(tmp_path):
+    folder = save_tiny(tmp_path / "m")
+    change(folder, vocab_size=VOCAB - 3)
+    shapes = rf"has the shape \[{VOCAB}, 64\], expected \[{VOCAB - 3}, 64\]"
+    with pytest.raises(
+        DataError, match=rf"models\.actor\.path=.*: the weight '.*(lm_head|embed_tokens)\.weight' {shapes}"
+    ):
+        loaded(folder)
+
+
+def test_a_classifier_with_several_labels_is_no_reward_model_unless_its_head_is_replaced(tmp_path):
+    folder = save_tiny(tmp_path / "m", head="score")
+    change(folder, lambda state: state | {"score.weight": torch.ones(2, 64)}, num_labels=2)
+    with pytest.raises(
+        DataError, match=r"'score\.weight' has the shape \[2, 64\], expected \[1, 64\]\. A model with head="
+    ):
+        loaded(folder, head=Score())
+    assert not loaded(folder, head=Score("zero")).head.weight_1H.any()
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_weight_that_is_not_finite_is_named_before_the_model_is_probed(tmp_path, value):
+    folder = save_tiny(tmp_path / "m")
+
+    def spoil(state):
+        state["model.layers.1.mlp.up_proj.weight"][3, 2] = value
+        return state
+
+    change(folder, spoil)
+    message = r"models\.actor\.path=.*: the weight 'model\.layers\.1\.mlp\.up_proj\.weight' has values that are NaN"
+    with pytest.raises(DataError, match=message):
+        loaded(folder)
+    weights = weights_in(str(folder), torch.device("cpu"))
+    with pytest.raises(
+        DataError, match=r"model\.safetensors': the weight 'model\.layers\.1\.mlp\.up_proj\.weight' has"
+    ):
+        weights["model.layers.1.mlp.up_proj.weight"].read([slice(2, 4)])

@@ -219,7 +219,9 @@ def test_scalar_heads_of_every_family(family):
 
 def test_a_head_that_the_family_lacks_is_named(tmp_path):
     save_tiny(tmp_path / "model", "opt")
-    with pytest.raises(DataError, match=r"models\.critic: model family 'opt' cannot be loaded .* with head=value"):
+    with pytest.raises(
+        DataError, match=r"models\.critic\.path=.*: model family 'opt' cannot be loaded .* with head=value"
+    ):
         load(tmp_path / "model", "critic", head=Value(HeadInit.zero))
 
 
@@ -375,7 +377,7 @@ def test_a_hub_name_out_of_reach_is_one_line(monkeypatch):
 
     monkeypatch.setattr("transformers.AutoConfig.from_pretrained", fail)
     with pytest.raises(
-        DataError, match=r"^models.actor: cannot load 'owner/m' from .*: OSError: We couldn't connect\.$"
+        DataError, match=r"^models.actor.path='owner/m': cannot load 'owner/m' from .*: OSError: We couldn't connect\.$"
     ):
         load("owner/m")
 

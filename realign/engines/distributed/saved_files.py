@@ -26,7 +26,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from typing_extensions import override
 
 from realign.engines.distributed.sharding import is_part, slices_of
-from realign.engines.files.unread import INDEX, WEIGHTS
+from realign.engines.files.model_folder import INDEX, WEIGHTS
 from realign.engines.files.weight_files import Header
 from realign.engines.network.value_head import FILE
 from realign.engines.training.weights import VALUE_HEAD

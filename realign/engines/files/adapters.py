@@ -9,7 +9,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from realign.engines.files.model_folder import check_model_folder, read_object
+from realign.engines.files.model_folder import INDEX, check_model_folder, read_object, tensor_names
+from realign.engines.files.model_folder import WEIGHTS as MODEL
 from realign.errors import ConfigError, DataError
 
 CONFIG = "adapter_config.json"
@@ -61,13 +62,7 @@ class AdapterFolder:
 
     def head_names(self) -> frozenset[str]:
         """Return the names of the adapter's weights that replace weights of the model, such as a scalar head."""
-        from safetensors import SafetensorError, safe_open
-
-        try:
-            with safe_open(self.path / WEIGHTS, framework="pt") as weights:
-                names = [name.removeprefix(PREFIX) for name in weights.keys()]  # noqa: SIM118 (not a mapping)
-        except SafetensorError as error:
-            raise DataError(f"{str(self.path / WEIGHTS)!r} is not a safetensors file: {error}.") from error
+        names = [name.removeprefix(PREFIX) for name in tensor_names(self.path / WEIGHTS)]
         return frozenset(name for name in names if name.startswith(("score.", "classifier.")))
 
 
@@ -101,7 +96,7 @@ def find_adapter(what: str, path: str) -> AdapterFolder | None:
 
 
 def _has_model(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json"))
+    return any((folder / name).is_file() for name in (MODEL, INDEX))
 
 
 def _base_of(what: str, folder: Path, config: Mapping[str, Any]) -> str:

@@ -29,8 +29,13 @@ MOST_HEADS = 100_000
 MOST_EXPERTS = 100_000
 LARGEST_SIZE = 10**8
 
+INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
+
 LARGEST_FILE = 64 << 20
 """Size limit of a JSON file in bytes; a vocabulary is in other files."""
+
+_POINTER = b"version https://git-lfs.github.com/spec/"
+_OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 
 # The cache of the hub names a file by its git hash (40 digits), or by its sha256 if it is stored as a large file (64).
 _HASH = re.compile("[0-9a-f]{40,64}")
@@ -62,8 +67,11 @@ def check_path(what: str, path: str, patterns: tuple[str, ...] = ("config.json",
 
 
 def _inside(folder: Path, patterns: tuple[str, ...]) -> str:
-    """Return a suggestion for an error message: a model in a subfolder, as a run saves it."""
-    models = [file.parent for below in ("", "*/", "final/*/") for p in patterns for file in folder.glob(below + p)]
+    """Return a suggestion for an error message: a model in a subfolder, as a run or the cache of the hub saves it."""
+    main = folder / "refs" / "main"
+    current = f"snapshots/{main.read_text(encoding='utf-8', errors='replace').strip()}/" if main.is_file() else ""
+    places = ("", current, "*/", "final/*/", "snapshots/*/")
+    models = [file.parent for below in places for pattern in patterns for file in folder.glob(below + pattern)]
     return f" Did you mean {str(models[0])!r}?" if models else ""
 
 
@@ -86,11 +94,11 @@ def check_model_folder(folder: Path) -> None:
     for path in sorted(folder.iterdir()):
         _check_kind(path)
     config = read_object(folder / "config.json")
-    index = read_object(folder / "model.safetensors.index.json")
+    index = read_object(folder / INDEX)
     if config is not None:
         _check_config(folder / "config.json", config)
     if index is not None:
-        _check_index(folder / "model.safetensors.index.json", index)
+        _check_index(folder / INDEX, index)
     for name in ("config.json", GENERATION_CONFIG):
         _check_end_tokens(folder / name, read_object(folder / name) or {})
 
@@ -180,6 +188,7 @@ def parse_object(file: Path) -> dict[str, Any]:
     Raises:
         DataError: the file is not a JSON object.
     """
+    refuse_pointer(file)
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -240,29 +249,77 @@ def _invalid(file: Path, key: str, value: Any, expected: str) -> DataError:
     return DataError(f"{str(file)!r}: {key}={shown}: expected {expected}. Download the model again.")
 
 
-def weight_names(folder: Path) -> frozenset[str] | None:
-    """Return the names of the weights in a model folder, from the index or safetensors header; None without either.
+def weight_names(folder: Path) -> frozenset[str]:
+    """Return the names of the weights in a model folder, after a check of its files and of the headers of weights.
 
     Raises:
-        DataError: a file cannot be read. The message names the file.
+        DataError: a file cannot be read, or the folder has no weights, or two sets of them. The message names the file.
+    """
+    check_model_folder(folder)
+    found: dict[str, Path] = {}
+    for file in _weight_files(folder):
+        for name in tensor_names(file):
+            if (other := found.setdefault(name, file)) != file:
+                raise DataError(f"{str(file)!r} and {str(other)!r} both have the weight {name!r}. Remove one of them.")
+    check_layers(folder, len(found))
+    return frozenset(found)
+
+
+def tensor_names(file: Path) -> list[str]:
+    """Return the names of the tensors in a safetensors file, from its header; the rest of the file is there, too.
+
+    Raises:
+        DataError: the file is damaged, incomplete, or a Git LFS pointer.
     """
     from safetensors import SafetensorError, safe_open
 
-    index, file = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    check_model_folder(folder)
-    if (content := read_object(index)) is not None:
-        names = frozenset(content["weight_map"])
-        check_layers(folder, len(names))
-        return names
-    if not file.is_file():
-        return None
+    refuse_pointer(file)
     try:
-        with safe_open(file, framework="pt") as weights:
-            names = frozenset(weights.keys())
-    except SafetensorError as error:
-        raise DataError(f"{str(file)!r} is not a safetensors file: {error}. Download the model again.") from error
-    check_layers(folder, len(names))
-    return names
+        with safe_open(file, framework="pt") as opened:
+            return list(opened.keys())
+    except (SafetensorError, OSError) as error:
+        size = file.stat().st_size
+        raise DataError(
+            f"{str(file)!r} is not a safetensors file, or not all of it: {error} ({size} bytes). Download the model "
+            "again."
+        ) from error
+
+
+def refuse_pointer(file: Path) -> None:
+    """Raise DataError if a file is a Git LFS pointer instead of the file that it stands for."""
+    with file.open("rb") as opened:
+        if opened.read(len(_POINTER)) == _POINTER:
+            raise DataError(
+                f"{str(file)!r} is a Git LFS pointer, not the file itself. Run git lfs pull in its folder, or download "
+                "the file again."
+            )
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """Return the files with the weights of a model folder.
+
+    Raises:
+        DataError: there are none, or two sets of them, of which transformers reads one and ignores the other.
+    """
+    index, single = folder / INDEX, folder / WEIGHTS
+    shards = sorted(set((read_object(index) or {"weight_map": {}})["weight_map"].values()))
+    if shards and single.is_file() and shards != [WEIGHTS]:
+        raise DataError(
+            f"{str(folder)!r} has two sets of weights: {WEIGHTS!r}, and {shards[0]!r} and others of {INDEX!r}. Remove "
+            "the older set."
+        )
+    if shards or single.is_file():
+        return [folder / name for name in shards or [WEIGHTS]]
+    others = sorted(file.name for file in folder.iterdir() if file.suffix in _OTHER_WEIGHTS and file.is_file())
+    if parts := [name for name in others if name.endswith(".safetensors")]:
+        cure = f"A single file of weights is called {WEIGHTS!r}." if len(parts) == 1 else "Download the index."
+        raise DataError(f"{str(folder)!r} has {parts[0]!r}, but no index of such files ({INDEX!r}). {cure}")
+    if others:
+        raise DataError(
+            f"{str(folder)!r} has weights only in {others[0]!r}. realign reads safetensors, since other formats can run "
+            f"code. Convert them: AutoModelForCausalLM.from_pretrained({str(folder)!r}).save_pretrained('NEW_FOLDER')."
+        )
+    raise DataError(f"{str(folder)!r} has no weights: neither {WEIGHTS!r} nor {INDEX!r}. Download the model again.")
 
 
 def check_hub(what: str, name: str, file: str = "config.json") -> None:

@@ -20,9 +20,11 @@ from realign.engines.files.model_folder import (
     check_hub,
     check_path,
     is_other_file,
+    parse_object,
     quiet_transformers,
     read_object,
     readable,
+    refuse_pointer,
     stop_tokens_in,
 )
 from realign.errors import ConfigError, DataError
@@ -82,7 +84,13 @@ def read_tokenizer(key: str, source: str, *, trust_remote_code: bool, cure: str 
         if is_other_file(file):
             raise DataError(f"{key}: {str(file)!r} is a link to another file. Replace it by a copy, or remove it.")
     with readable(f"{key}: cannot load a tokenizer from {path!r}"):
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        _check_pointers(path)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        except Exception:
+            for file in sorted(Path(path).glob("*.json")):
+                parse_object(file)  # names the damaged file
+            raise
         return _as_in_file(key, tokenizer, path)
 
 
@@ -92,6 +100,17 @@ def check_tokenizer(key: str, source: str, cure: str = "") -> str:
         return check_path(key, source, TOKENIZER_FILES)
     except DataError as error:
         raise DataError(f"{error}{cure}") from error
+
+
+def _check_pointers(path: str) -> None:
+    """Raise DataError if a file of a tokenizer is a Git LFS pointer; others are not read beside `tokenizer.json`."""
+    read = (
+        ("tokenizer*.json", "*.jinja")
+        if Path(path, "tokenizer.json").is_file()
+        else (*TOKENIZER_FILES, "*.jinja", "*.txt")
+    )
+    for file in sorted(file for pattern in read for file in Path(path).glob(pattern) if file.is_file()):
+        refuse_pointer(file)
 
 
 def end_tokens(source: Any) -> list[int]:

@@ -19,13 +19,26 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
+from realign.engines.files.model_folder import INDEX, WEIGHTS, parse_object
 from realign.errors import DataError
 
 Slices: TypeAlias = Sequence[slice]
 """A slice of each of the first dimensions of a tensor; later dimensions are complete."""
 
 _DEVICE: Any = torch.Tensor.device
-INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
+
+
+def is_finite(x: Tensor) -> bool:
+    """Return whether all values are finite. A sum is faster than a comparison of each value, but can overflow."""
+    return bool(x.sum(dtype=torch.float32).isfinite()) or bool(x.isfinite().all())
+
+
+def not_finite(what: str, name: str) -> str:
+    """Return the message about a weight with NaN or infinite values in a folder or file."""
+    return (
+        f"{what}: the weight {name!r} has values that are NaN or infinite. The training that saved it diverged, or the "
+        "file is damaged. Choose an earlier checkpoint, or download the model again."
+    )
 
 
 class Stored(Protocol):
@@ -44,8 +57,15 @@ class InFile:
     name: str
 
     def part(self, slices: Slices, opened: Callable[[Path], Any]) -> Tensor:
-        """See `Stored.part`."""
-        return torch.as_tensor(opened(self.file).get_slice(self.name)[tuple(slices) or ...]).float()
+        """See `Stored.part`.
+
+        Raises:
+            DataError: a value is not finite.
+        """
+        x = torch.as_tensor(opened(self.file).get_slice(self.name)[tuple(slices) or ...]).float()
+        if not is_finite(x):
+            raise DataError(not_finite(f"{str(self.file)!r}", self.name))
+        return x
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,13 +177,12 @@ def weights_in(path: str, place: torch.device) -> dict[str, Unread] | None:
     from safetensors import safe_open
     from transformers.utils import cached_file
 
-    from realign.engines.files.model_folder import parse_object
-
     def local(name: str) -> Path | None:
         cached = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
         return None if cached is None else Path(cached)
 
-    index = local(INDEX)
+    # as transformers, which reads a single file first
+    index = None if local(WEIGHTS) is not None else local(INDEX)
     names = [WEIGHTS] if index is None else sorted(set(parse_object(index)["weight_map"].values()))
     weights = {}
     for name in names:

@@ -24,6 +24,7 @@ from typing_extensions import override
 
 from realign.api.engine import QValues
 from realign.api.seeds import derive_seed
+from realign.engines.files.model_folder import tensor_names
 from realign.engines.files.unread import read_now
 from realign.engines.network.branches import Branch, Heard, check_layers, read_stack
 from realign.engines.network.heads import QHeads, ValueHead, ValueHidden, head_layers, init_linear
@@ -103,6 +104,7 @@ class ValueNetwork(nn.Module):
         file = Path(path).expanduser() / FILE
         if not file.is_file():
             return
+        tensor_names(file)  # raises if the file is damaged
         with safe_open(file, framework="pt") as opened:
             metadata = opened.metadata() or {}
         saved = json.loads(metadata.get(METADATA, "{}"))

@@ -152,20 +152,108 @@ def test_an_interface_state_of_other_values_is_one_line(tmp_path, state):
         adopt("reward", RewardModelInterface(), read_states(str(tmp_path))[0])
 
 
-def test_names_of_weights_come_from_the_file_or_from_its_index(tmp_path):
-    assert weight_names(tmp_path) is None
-    save_file({"a.weight": torch.zeros(2), "score.weight": torch.zeros(1)}, tmp_path / "model.safetensors")
+def save_part(file: Path, *names: str) -> None:
+    save_file({name: torch.zeros(1) for name in names}, file)
+
+
+def write_index(folder: Path, **files: str) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+
+
+def test_names_of_weights_come_from_the_files_that_transformers_reads(tmp_path):
+    save_part(tmp_path / "model.safetensors", "a.weight", "score.weight")
     assert weight_names(tmp_path) == {"a.weight", "score.weight"}
-    index = {"weight_map": {"b.weight": "model-00001-of-00002.safetensors"}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    (tmp_path / "model-00001-of-00002.safetensors").touch()
-    assert weight_names(tmp_path) == {"b.weight"}
+    write_index(tmp_path, a="model.safetensors")  # an index of a single file
+    assert weight_names(tmp_path) == {"a.weight", "score.weight"}
+    (tmp_path / "model.safetensors").rename(tmp_path / "x-1.safetensors")
+    save_part(tmp_path / "x-2.safetensors", "b")
+    write_index(tmp_path, a="x-1.safetensors", b="x-2.safetensors")
+    assert weight_names(tmp_path) == {"a.weight", "score.weight", "b"}
+
+
+def test_two_sets_of_weights_are_refused_with_both_names(tmp_path):
+    for name in ("model", "x-1", "x-2"):
+        save_part(tmp_path / f"{name}.safetensors", "a")
+    write_index(tmp_path, a="x-1.safetensors")
+    with pytest.raises(
+        DataError, match=r"two sets of weights: 'model\.safetensors', and 'x-1\.safetensors' and others"
+    ):
+        weight_names(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    write_index(tmp_path, a="x-1.safetensors", b="x-2.safetensors")
+    with pytest.raises(DataError, match=r"x-2\.safetensors' and .*x-1\.safetensors' both have the weight 'a'"):
+        weight_names(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ([], r"has no weights: neither 'model\.safetensors' nor"),
+        (
+            ["pytorch_model.bin"],
+            r"weights only in 'pytorch_model\.bin'\. realign reads safetensors, .* Convert them: AutoModel",
+        ),
+        (["model-q4.gguf", "README.md"], r"weights only in 'model-q4\.gguf'"),
+        (["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"], r"no index .* Download the index"),
+        (
+            ["lm.safetensors"],
+            r"'lm\.safetensors', but no index .* A single file of weights is called 'model\.safetensors'",
+        ),
+    ],
+)
+def test_a_folder_without_weights_that_are_read_names_what_is_there(model, names, message):
+    (model / "model.safetensors").unlink()
+    for name in names:
+        (model / name).touch()
+    with pytest.raises(DataError, match=message):
+        TransformersModel(str(model)).check("actor")
+
+
+DAMAGES = {
+    "empty": lambda _: b"",
+    "half": lambda content: content[: len(content) // 2],
+    "pointer": lambda _: b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n",
+    "page": lambda _: b"<!DOCTYPE html><html>404</html>",
+    "binary": lambda _: b"\xff\x00" * 64,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_named_and_the_model_family_is_not_blamed(model, damage):
+    for file in sorted(model.iterdir()):
+        content = file.read_bytes()
+        file.write_bytes(DAMAGES[damage](content))
+        message = load(model)
+        assert file.name in message, file
+        assert damage != "pointer" or "is a Git LFS pointer" in message
+        assert not any(words in message for words in ("not supported", "above report", "not causal"))
+        file.write_bytes(content)
+    assert load(model) == ""
+
+
+def test_a_pointer_is_refused_only_where_the_file_is_read(model):
+    pointer = DAMAGES["pointer"](b"")
+    for name in ("model.onnx", "image.png", "vocab.json"):
+        (model / name).write_bytes(pointer)
+    assert load(model) == ""
+    (model / "chat_template.jinja").write_bytes(pointer)
+    assert "chat_template.jinja' is a Git LFS pointer" in load(model)
+
+
+def test_a_folder_of_the_hub_cache_names_its_current_snapshot(tiny, tmp_path):
+    top = tmp_path / "models--org--name"
+    for name in ("0aa", "1bb"):
+        shutil.copytree(tiny, top / "snapshots" / name)
+    assert "Did you mean" in load(top)
+    (top / "refs").mkdir()
+    (top / "refs" / "main").write_text("1bb\n")
+    assert load(top).endswith(f"Did you mean {str(top / 'snapshots' / '1bb')!r}?")
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("model.safetensors", b"", r"model\.safetensors' is not a safetensors file: .* Download the model again\."),
+        ("model.safetensors", b"", r"model\.safetensors' is not a safetensors file, or not all of it: .* \(0 bytes\)"),
         ("model.safetensors", b"\xff" * 64, "is not a safetensors file"),
         ("model.safetensors.index.json", b"{", r"index\.json' is not a JSON file"),
         ("model.safetensors.index.json", b"[]", "must contain a JSON object"),
