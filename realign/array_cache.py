@@ -7,7 +7,6 @@ is missing, damaged or writable by others counts as absent, and the caller compu
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
@@ -20,58 +19,32 @@ import numpy.typing as npt
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from realign.cache_folder import (
-    cache_folder,
-    make_private,
-    remove_least_recently_used,
-    size_limit,
-    why_not_private,
-    write_shared,
-)
+from realign.cache_folder import Cache
 
 Arrays: TypeAlias = dict[str, npt.NDArray[Any]]
 
 _DIGEST = "sha256"
 
 
-class ArrayCache:
+class ArrayCache(Cache):
     """Entries of arrays by key. Reading and writing never raise: a full or unwritable disk only costs the entry."""
 
     def __init__(self) -> None:
         """Open the cache of this user."""
-        self.folder = cache_folder() / "arrays"
-        self._limit = size_limit()
-        self._unchecked = self._limit  # bytes written since the sizes were last summed; the first entry sums them
+        super().__init__("arrays")
 
-    def read(self, key: str) -> Arrays | None:
-        """Return the arrays of an entry, which becomes the most recently used; None if there is no valid one."""
-        path = self._path(key)
-        with suppress(OSError, SafetensorError, ValueError, KeyError, TypeError):
-            if why_not_private(self.folder) is not None or why_not_private(path) is not None or not path.is_file():
-                return None
-            arrays = load(path.read_bytes())
+    def get(self, key: str) -> Arrays | None:
+        """Return the arrays of an entry; None if there is no valid one."""
+        with suppress(SafetensorError, ValueError, KeyError, TypeError):
+            arrays = load(self.read(f"{key}.safetensors") or b"")
             if arrays.pop(_DIGEST).tobytes() == _digest(key, arrays):
-                os.utime(path)
                 return arrays
         return None
 
-    def write(self, key: str, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Store an entry, and remove the least recently used ones above the size limit."""
+    def put(self, key: str, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Store an entry."""
         content = save({**arrays, _DIGEST: np.frombuffer(_digest(key, arrays), dtype=np.uint8)})
-        if len(content) > self._limit:
-            return
-        with suppress(OSError):
-            make_private(self.folder)
-            if why_not_private(self.folder) is not None:
-                return
-            write_shared(self._path(key), content)
-            self._unchecked += len(content)
-            if self._unchecked > self._limit // 100:  # summing the sizes for each entry would be quadratic
-                self._unchecked = 0
-                remove_least_recently_used()
-
-    def _path(self, key: str) -> Path:
-        return self.folder / f"{key}.safetensors"
+        self.write(f"{key}.safetensors", content)
 
 
 def _digest(key: str, arrays: Mapping[str, npt.NDArray[Any]]) -> bytes:

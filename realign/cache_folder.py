@@ -1,56 +1,36 @@
-"""The user's cache folder: who may write to it, and its files of limited size that runs and processes share."""
+"""The user's cache folder: private files that runs and processes share, and a limit of their size."""
 
 from __future__ import annotations
 
 import os
-import stat
-import tempfile
-import time
+import warnings
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 from realign.errors import ConfigError
+from realign.own_files import (
+    copy_file,
+    move,
+    open_regular,
+    read_regular,
+    remove_file,
+    replace_bytes,
+    scratch_name,
+    why_not_private,
+)
 
 LIMIT = "REALIGN_CACHE_GB"
 """Environment variable with the size limit of the shared files in GB: a property of the machine, and of no run."""
 DEFAULT_GB = 10.0
-_SHARED = ("arrays/*.safetensors", "logprobs/*/*.safetensors")
-"""Files that count toward the limit: not those that a process is writing."""
-_TEMPORARY, _ABANDONED_S = ".tmp", 3600
-"""Ending of files that a process is writing, and the age in seconds at which their writer must have been killed."""
+_SHARED = ("arrays", "logprobs")
+"""Folders whose files count toward the limit, with those that killed writers left."""
 
 
 def cache_folder() -> Path:
-    """Return the folder of cached files: `realign` in XDG_CACHE_HOME, or in `~/.cache`. See `make_private`."""
+    """Return the folder of cached files: `realign` in XDG_CACHE_HOME, or in `~/.cache`."""
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return (Path(home) / "realign").expanduser()
-
-
-def why_not_private(path: Path) -> str | None:
-    """Return how a user other than this one and root could change a file or folder; None if no other user can.
-
-    Raises:
-        OSError: the path does not exist.
-    """
-    status = path.stat()
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return f"other users can write to {path}"
-    if status.st_uid not in (0, os.geteuid()):
-        return f"{path} belongs to another user (uid {status.st_uid})"
-    return None
-
-
-def make_private(folder: Path) -> None:
-    """Make a folder below `cache_folder`, and those between, which no other user can write to, whatever the umask.
-
-    Raises:
-        OSError: a folder cannot be made.
-    """
-    root = cache_folder()
-    root.parent.mkdir(parents=True, exist_ok=True)
-    for part in reversed([folder, *folder.parents]):
-        if part == root or root in part.parents:
-            part.mkdir(mode=0o700, exist_ok=True)  # `parents=True` would give the mode to the last one only
 
 
 def size_limit() -> int:
@@ -66,50 +46,133 @@ def size_limit() -> int:
     raise ConfigError(f"{LIMIT}={text!r}: expected a number of gigabytes, 0 or larger. The default is {DEFAULT_GB:g}.")
 
 
-def write_shared(path: Path, content: bytes) -> None:
-    """Write a file that other processes may read, replace or remove. They see all of it or nothing.
+class Cache:
+    """A folder of files in the user's cache, or in a folder that the user named.
 
-    Raises:
-        OSError: the folder is not writable, or the disk is full.
+    Neither reading nor writing raises an error. A folder that another user can write to counts as empty, and a file
+    that's no regular one as missing. A file that cannot be written, since the disk or the cache is full, is computed
+    again by the next run; this is said once. Nothing is ever removed.
     """
-    make_private(path.parent)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=_TEMPORARY)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        os.replace(temporary, path)
-    finally:
-        Path(temporary).unlink(missing_ok=True)
 
+    def __init__(self, *names: str, root: Path | None = None, limit: int | None = None, quiet: bool = False) -> None:
+        """Open a folder.
 
-def remove_least_recently_used() -> None:
-    """Remove shared files until the rest is within the limit, and files of killed writers. Open files stay readable."""
-    files = []
-    for pattern in _SHARED:
-        for path in cache_folder().glob(pattern.replace(".safetensors", _TEMPORARY)):
-            with suppress(OSError):
-                if time.time() - path.lstat().st_mtime > _ABANDONED_S:
-                    path.unlink()
-        for path in cache_folder().glob(pattern):
-            with suppress(FileNotFoundError):  # other processes remove files too
-                status = path.lstat()
-                files.append((status.st_mtime_ns, status.st_size, path))
-    excess = sum(size for _, size, _ in files) - size_limit()
-    for _, size, path in sorted(files):
-        if excess <= 0:
-            return
+        Args:
+            names: its path below `root`.
+            root: the first folder that must be private; None: the user's cache folder.
+            limit: the largest size of the folder in bytes, instead of that of the shared folders.
+            quiet: say nothing when files can't be written.
+
+        Raises:
+            ConfigError: see `size_limit`.
+        """
+        self.root = root or cache_folder()
+        self.folder = self.root.joinpath(*names)
+        self._counted = [self.root / name for name in _SHARED] if limit is None else [self.folder]
+        self._limit = size_limit() if limit is None else limit
+        self._unsummed = self._limit  # bytes written since the sizes were last summed; the first write sums them
+        self._full, self._quiet = self._limit == 0, quiet
+
+    def why_not(self, folder: Path | None = None) -> str | None:
+        """Return why the folder, or one below it, can't be used; None if no other user can write to it.
+
+        Raises:
+            OSError: it does not exist.
+        """
+        return next(filter(None, map(why_not_private, self._parts(folder or self.folder))), None)
+
+    def make(self, folder: Path | None = None) -> str | None:
+        """Make the folder, private whatever the umask, and return `why_not`.
+
+        Raises:
+            OSError: it can't be made.
+        """
+        self.root.parent.mkdir(parents=True, exist_ok=True)
+        for part in self._parts(folder or self.folder):
+            part.mkdir(mode=0o700, exist_ok=True)  # `parents=True` would give the mode to the last one only
+            if (why := why_not_private(part)) is not None:  # before the next one, since a link may lead anywhere
+                return why
+        return None
+
+    def names(self) -> list[str]:
+        """Return the names of the files and folders in the folder; none if another user could write to it."""
         with suppress(OSError):
-            path.unlink(missing_ok=True)
-        excess -= size
+            if self.why_not() is None:
+                return sorted(path.name for path in self.folder.iterdir())
+        return []
+
+    def read(self, name: str) -> bytes | None:
+        """Return the content of a file; None if there is none, or another user could have written it."""
+        path = self.folder / name
+        with suppress(OSError, ConfigError):
+            if self.why_not(path.parent) is None and why_not_private(path) is None:
+                with open_regular(path, os.O_RDONLY, "rb") as file:
+                    size = os.fstat(file.fileno()).st_size
+                return read_regular(path, size) or None
+        return None
+
+    def write(self, name: str, content: bytes) -> bool:
+        """Write a file, of which other processes see all or nothing, and return whether it was written."""
+        path = self.folder / name
+        self._unsummed += len(content)
+        try:
+            if not self._full and self._unsummed > self._limit // 100:  # summing for each entry would be quadratic
+                self._unsummed = 0
+                self._full = sum(map(_size, self._counted)) + len(content) > self._limit
+                if self._full:
+                    self._say(f"the cache is full ({LIMIT}={self._limit / 1e9:g}). Remove {self.root} to start anew")
+            if self._full or len(content) > self._limit:
+                return False
+            if (why := self.make(path.parent)) is None:
+                replace_bytes(path, content, mode=0o600)
+                return True
+        except OSError as error:
+            why = f"{path.parent} is not writable ({error.strerror})"
+        self._full = True
+        self._say(why)
+        return False
+
+    def store(self, name: str, source: Path) -> Path:
+        """Copy a file into the folder, and return its path.
+
+        Raises:
+            ConfigError: another user could write to the folder.
+            OSError: the folder is not writable, or the disk is full.
+        """
+        if (why := self.make()) is not None:
+            raise ConfigError(f"{why}. Make it private, or select another folder with XDG_CACHE_HOME.")
+        path = self.folder / name
+        new = scratch_name(path)
+        try:
+            copy_file(source, new)
+            move(new, path)
+        except BaseException:
+            remove_file(new)
+            raise
+        return path
+
+    def _parts(self, folder: Path) -> Iterator[Path]:
+        """Yield the folders from the root to this one."""
+        yield self.root
+        for i in range(len(folder.relative_to(self.root).parts)):
+            yield self.root.joinpath(*folder.relative_to(self.root).parts[: i + 1])
+
+    def _say(self, why: str) -> None:
+        if not self._quiet:
+            warnings.warn(f"Nothing more is cached in {self.folder}: {why}. This costs only time.", stacklevel=4)
 
 
-__all__ = [
-    "DEFAULT_GB",
-    "LIMIT",
-    "cache_folder",
-    "make_private",
-    "remove_least_recently_used",
-    "size_limit",
-    "why_not_private",
-    "write_shared",
-]
+def _size(path: Path) -> int:
+    """Return the size of all files below a folder, without following links."""
+    total = 0
+    with suppress(OSError), os.scandir(path) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                total += _size(Path(entry.path))
+            else:
+                with suppress(OSError):
+                    total += entry.stat(follow_symlinks=False).st_size
+    return total
+
+
+__all__ = ["DEFAULT_GB", "LIMIT", "Cache", "cache_folder", "size_limit"]

@@ -28,7 +28,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from realign.cache_folder import cache_folder
+from realign.cache_folder import Cache
 from realign.cli.chat import Chat, typed_lines
 from realign.cli.commands import use_expandable_segments
 from realign.cli.exit_codes import plain_warnings
@@ -42,6 +42,7 @@ from realign.config.experiment import as_node
 from realign.config.trees import get, merge
 from realign.config.words import TARGET
 from realign.errors import ConfigError, DataError, RunComplete
+from realign.own_files import OwnFiles, move, open_new, refuse_link, remove_scratch
 from realign.report.files import METRICS, check_run, json_lines
 from realign.report.page import write_report
 from realign.rewards.pool.functions import SessionFunction, source_of
@@ -153,6 +154,7 @@ class Run:
     def report(self) -> Path:
         """Write the report of the run, one HTML file, and open it in the browser."""
         page = self.folder / "report.html"
+        OwnFiles(self.folder).claim(page.name)
         write_report([self.folder], page)
         webbrowser.open(page.resolve().as_uri())
         return page
@@ -433,9 +435,11 @@ def _trained(composed: Composed) -> str:
 def _saved(thing: _Pretrained, composed: Composed) -> Path:
     """Return a folder below `output_dir` with a model or tokenizer. Equal ones have the same, as resuming needs."""
     folder = Path(str(OmegaConf.select(composed.with_hydra(), "output_dir")), START)
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        written = Path(scratch, "written")
+    refuse_link(folder)
+    own = OwnFiles(folder)
+    scratch = own.scratch("model")
+    try:
+        written = scratch / "written"
         thing.save_pretrained(written)
         digest = hashlib.sha256()
         for file in sorted(path for path in written.rglob("*") if path.is_file()):
@@ -444,12 +448,15 @@ def _saved(thing: _Pretrained, composed: Composed) -> Path:
                     f"{file.relative_to(written)} {hashlib.file_digest(content, 'sha256').hexdigest()}\n".encode()
                 )
         named = folder / digest.hexdigest()[:16]
+        own.record(named.name, written)
         try:
-            written.rename(named)
+            move(written, named)
         except OSError:  # an equal one is there, perhaps since another process wrote it a moment ago
             if not named.is_dir():
                 raise
         return named
+    finally:
+        remove_scratch(scratch)
 
 
 def _file_of(key: str, rows: Any) -> Any:
@@ -465,10 +472,10 @@ def _file_of(key: str, rows: Any) -> Any:
 
 
 def _write_lines(key: str, rows: Iterable[Mapping[str, Any]], path: Path) -> None:
-    with path.open("w", encoding="utf-8") as file:
+    with open_new(path) as file:
         for number, row in enumerate(rows, 1):
             try:
-                file.write(json.dumps(dict(row), ensure_ascii=False) + "\n")
+                file.write(f"{json.dumps(dict(row), ensure_ascii=False)}\n".encode())
             except TypeError as error:
                 raise DataError(
                     f"{key}: row {number} is no JSON ({error}). Use text, numbers, lists and dicts."
@@ -477,14 +484,12 @@ def _write_lines(key: str, rows: Iterable[Mapping[str, Any]], path: Path) -> Non
 
 def _stored(write: Callable[[Path], Any], ending: str) -> str:
     """Return the path of a file in the user's cache with these rows. Equal rows have the same, as resuming needs."""
-    folder = cache_folder() / "rows"
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+    with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch, f"rows.{ending}")
         write(file)
         with file.open("rb") as content:
             digest = hashlib.file_digest(content, "sha256").hexdigest()[:16]
-        return str(file.replace(folder / f"{digest}.{ending}"))
+        return str(Cache("rows", limit=0).store(f"{digest}.{ending}", file))
 
 
 def _text(key: str, value: Any) -> str:

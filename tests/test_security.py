@@ -291,7 +291,6 @@ def test_no_text_is_evaluated_and_only_known_files_start_programs():
         "engines/servers/weights.py: subprocess.Popen",
         "environments/adapters/verifiers_agent.py: subprocess.Popen",
         "rewards/sandbox.py: subprocess.Popen",
-        "runtime/run_report.py: subprocess.run",
     ]
 
 

@@ -29,6 +29,7 @@ from realign.config.aliases import COMMANDS as OTHER_COMMANDS
 from realign.config.command_line import is_file
 from realign.config.errors import ConfigError, suggest
 from realign.config.files import list_algorithms, list_experiments
+from realign.own_files import make_folder, replace_text
 from realign.version import installed_version
 
 if TYPE_CHECKING:
@@ -283,8 +284,8 @@ def graph(args: argparse.Namespace, overrides: list[str]) -> int:
     drawn = FORMATS[form](experiment.graph, shared_roles(experiment.models))
     if args.out is None:
         return _say(drawn.rstrip("\n"))
-    Path(args.out).parent.mkdir(parents=True, exist_ok=True)
-    Path(args.out).write_text(drawn, encoding="utf-8")
+    make_folder(Path(args.out).parent)
+    replace_text(Path(args.out), drawn)
     return 0
 
 

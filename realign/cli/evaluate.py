@@ -22,7 +22,7 @@ from realign.config.command_line import is_file, quoted_text
 from realign.config.errors import ConfigError, suggest
 from realign.config.experiment import as_node
 from realign.config.files import EXPERIMENT
-from realign.engines.files.folders import open_regular
+from realign.own_files import OwnFiles, open_regular, replace_text
 from realign.runtime.metrics.samples import readable
 from realign.runtime.metrics.shown_metrics import number
 from realign.runtime.standalone_evaluation import Outcome, StandaloneEvaluations
@@ -98,7 +98,7 @@ def evaluate(args: argparse.Namespace, words: Sequence[str]) -> int:
         raise ConfigError(
             f"{str(request.out)!r} contains an earlier result. Choose another folder with --out, or set overwrite=true."
         )
-    request.out.mkdir(parents=True, exist_ok=True)
+    OwnFiles(request.out).claim(RESULTS, SAMPLES)
     outcomes: dict[str, Outcome] = {}
     with (
         closing(StandaloneEvaluations(request.experiment, list(keys.values()))) as loaded,
@@ -263,8 +263,7 @@ def _write_results(request: EvalRequest, keys: Mapping[str, str], outcomes: Mapp
         "evaluations": evaluations,
     }
     text = json.dumps(results, indent=2, ensure_ascii=False, default=str)
-    with open_regular(request.out / RESULTS, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, "wb") as file:
-        file.write(f"{text}\n".encode(errors="backslashreplace"))
+    replace_text(request.out / RESULTS, f"{text}\n")
 
 
 __all__ = ["EvalOptions", "evaluate", "read_request"]

@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import re
-import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from realign.engines.files.tokenizers import (
     save_tokenizer,
 )
 from realign.errors import ConfigError, DataError, TransientError
+from realign.own_files import copy_file, replace_text
 from realign.report.files import is_run
 from realign.text import visible
 
@@ -118,12 +118,12 @@ class Export:
         if adapter is not None and not self.merge:
             kind = adapter.config.get("task_type") or (None if adapter.head_names() else "CAUSAL_LM")
             config = {**adapter.config, "base_model_name_or_path": absolute(adapter.base), "task_type": kind}
-            (new / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+            replace_text(new / CONFIG, json.dumps(config, indent=2, sort_keys=True) + "\n")
         # An adapter folder of another tool often has no tokenizer of its own.
         source = adapter.base if adapter is not None and not has_tokenizer(str(folder)) else str(folder)
         _write_tokenizer(new, source)
         name = self.push or (self.to.name if self.to is not None else "")
-        (new / CARD).write_text(model_card(name, folder, new, adapter), encoding="utf-8")
+        replace_text(new / CARD, model_card(name, folder, new, adapter))
 
 
 def export(args: argparse.Namespace, words: Sequence[str]) -> int:
@@ -207,7 +207,7 @@ def _copy_files(folder: Path, new: Path) -> None:
     """Copy the files of a model folder that `COPIED` lists."""
     check_model_folder(folder)
     for name in filter(_is_copied, _files(folder)):
-        shutil.copy(folder / name, new / name)
+        copy_file(folder / name, new / name)
 
 
 def _write_tokenizer(new: Path, source: str) -> None:
@@ -228,7 +228,7 @@ def _write_merged(new: Path, adapter: AdapterFolder) -> None:
         reader.read(merge=True).save_pretrained(new)
     for file in adapter.path.iterdir():
         if file.name.startswith("interface_state") or file.name == "value_head.safetensors":
-            shutil.copy(file, new / file.name)
+            copy_file(file, new / file.name)
 
 
 def push_folder(folder: Path, name: str) -> str:

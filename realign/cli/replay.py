@@ -9,6 +9,7 @@ import random
 import re
 import statistics
 import subprocess
+from bdb import BdbQuit
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import takewhile
@@ -20,6 +21,7 @@ from realign.cli.train import is_one_of_many
 from realign.config.command_line import quoted_text
 from realign.config.errors import ConfigError
 from realign.errors import CheckpointError, ExitCode
+from realign.own_files import replace_text
 from realign.report.files import flat_config, json_lines, json_object, run_info
 from realign.text import visible
 
@@ -35,13 +37,16 @@ MACHINE = ("time/", "rollout/")
 
 def replay(args: argparse.Namespace, words: Sequence[str]) -> int:
     """Run `realign replay RUN STEP`: recompute a step, and write all that it computed."""
-    from realign.runtime.replay import write
+    from realign.runtime.replay import replay_folder, write
 
     chosen = chosen_out(args.out)
     run, step = run_and_step("replay", words)
-    out = chosen or run / "replay" / f"step_{step:06d}"
+    out = replay_folder(run, step, chosen)
     check_writable(out)
-    replayed = _replayed(run, step, args.break_in, rescore=args.rescore)
+    try:
+        replayed = _replayed(run, step, args.break_in, rescore=args.rescore)
+    except BdbQuit:  # `q` in the debugger
+        return ExitCode.success
     write(replayed, run, out)
     recorded = next((line for line in json_lines(run / "metrics.jsonl") if line.get("step") == step), None)
     print(f"Step {step} of {visible(str(run))}: {_verdict(replayed, recorded, args.tolerance)}")
@@ -157,8 +162,8 @@ def _advance(run: Path, out: Path, step: int, checkpoint: Checkpoint | None, mov
 
     `moved` are overrides that say where files of the run are now.
     """
-    from realign.engines.files.folders import remove_folder
     from realign.runtime import run as train_run
+    from realign.runtime.output_folder import remove_output_folder
     from realign.runtime.replay import ReplayRuntime, StopAfter, check_settings, last_checkpoint
     from realign.runtime.run_experiment import open_runtime
     from realign.runtime.run_report import parent_record
@@ -180,7 +185,7 @@ def _advance(run: Path, out: Path, step: int, checkpoint: Checkpoint | None, mov
         train_run(experiment, callbacks={"fork": StopAfter(step)}, load=load)
     except BaseException:
         if is_new:  # or the command could not be repeated
-            remove_folder(out)
+            remove_output_folder(out)
         raise
     reached = last_checkpoint(out, step)
     if reached is None or reached.step < step:
@@ -189,7 +194,7 @@ def _advance(run: Path, out: Path, step: int, checkpoint: Checkpoint | None, mov
         )
     # the steps before are those of the parent, although the fork took some of them again
     info = json_object(out / "run.json") | {"parent": parent_record(run, step)}
-    (out / "run.json").write_text(json.dumps(info, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    replace_text(out / "run.json", json.dumps(info, indent=1, ensure_ascii=False) + "\n")
     return reached
 
 
@@ -274,7 +279,7 @@ def _of_machine(name: str) -> bool:
 
 
 def _bisect_by_command(args: argparse.Namespace, words: Sequence[str]) -> int:
-    from realign.runtime.replay import write
+    from realign.runtime.replay import replay_folder, write
     from realign.runtime.run_report import parent_of
 
     if len(words) != 1:
@@ -288,7 +293,7 @@ def _bisect_by_command(args: argparse.Namespace, words: Sequence[str]) -> int:
     good, bad = 0 if parent is None else parent[1], max(steps, default=0) + 1
     while bad - good > 1:
         step = (good + bad) // 2
-        out = run / "replay" / f"step_{step:06d}"
+        out = replay_folder(run, step)
         write(_replayed(run, step), run, out)
         failed = subprocess.run(args.run, shell=True, cwd=out, check=False).returncode != 0
         print(f"step {step}: {'bad' if failed else 'good'}", flush=True)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from realign.config.errors import ConfigError
+from realign.own_files import OwnFiles
 from realign.text import visible
 
 NAME = "report.html"
@@ -27,6 +28,7 @@ def report(args: argparse.Namespace, words: Sequence[str]) -> int:
         out = Path(args.out)
     elif len(words) == 1:
         out = Path(words[0], NAME) if len(folders) > 1 else folders[0] / NAME
+        OwnFiles(out.parent).claim(NAME)
     else:
         out = Path(NAME)  # the runs have no folder in common that is theirs
         if os.path.lexists(out):

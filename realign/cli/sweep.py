@@ -27,7 +27,9 @@ from realign.cli.train import Start, build, is_one_of_many
 from realign.config.composition import Composed, compose_layers, parse_sweep, resolve
 from realign.config.errors import ConfigError
 from realign.config.hydra_settings import all_settings
+from realign.own_files import OwnFiles, replace_text
 from realign.report.compare import counted, mean, named, seed_groups
+from realign.runtime.output_folder import HYDRA
 from realign.runtime.run_report import SUMMARY_JSON
 from realign.safe_yaml import load_yaml
 
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 
 SLURM = "submitit_slurm"
 UNFINISHED = "not finished"
+MULTIRUN = "multirun.yaml"
 
 
 def sweep(words: Sequence[str], config_dir: str | None, start: Start, debug: bool) -> int:
@@ -196,14 +199,15 @@ class Launcher:
             resolved = resolve({str(key): value for key, value in tree.items()})
             resolved.output_dir = HydraConfig.get().runtime.output_dir  # each run of a sweep has a separate folder
             started.append(Path(resolved.output_dir))
+            OwnFiles(started[-1]).adopt(*HYDRA)  # Hydra has just written them
             if code := guarded(lambda: start(resolved, build(resolved), lambda: None), debug):
                 raise SystemExit(code)  # Hydra would note an Exception, and start the next run
 
         context = HydraContext(self._jobs, self._jobs)
         self._launcher = Plugins.instance().instantiate_launcher(context, job, self._config)
         folder = Path(str(self._config.hydra.sweep.dir))
-        folder.mkdir(parents=True, exist_ok=True)
-        OmegaConf.save(self._config, folder / "multirun.yaml")
+        OwnFiles(folder).claim(MULTIRUN)
+        replace_text(folder / MULTIRUN, OmegaConf.to_yaml(self._config))
 
     @property
     def batch(self) -> int | None:

@@ -25,6 +25,7 @@ from realign.cli.arguments import composed_line
 from realign.cli.exit_codes import described, exit_code, guarded
 from realign.config.errors import ConfigError
 from realign.errors import ExitCode, TransientError
+from realign.own_files import OwnFiles, make_folder, replace_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -73,16 +74,16 @@ def record(composed: Composed, output_dir: str) -> None:
     from omegaconf import OmegaConf
 
     folder = composed.run_dir(output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
     if (subdir := composed.hydra.get("output_subdir", ".hydra")) is not None:
-        (folder / subdir).mkdir(exist_ok=True)
         parts = {
             "config": composed.tree,
             "hydra": {"hydra": composed.hydra},
             "overrides": composed.hydra["overrides"]["task"],
         }
+        OwnFiles(folder).claim(*(f"{subdir}/{name}.yaml" for name in parts))
+        make_folder(folder / subdir)
         for name, part in parts.items():
-            (folder / subdir / f"{name}.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(part)), encoding="utf-8")
+            replace_text(folder / subdir / f"{name}.yaml", OmegaConf.to_yaml(OmegaConf.create(part)))
 
 
 def _show(composed: Composed, args: argparse.Namespace) -> None:

@@ -15,7 +15,6 @@ import operator
 import os
 import re
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from realign.cache_folder import cache_folder, why_not_private
+from realign.cache_folder import Cache
 from realign.settings import Range
 
 PACKAGE = "realign"
@@ -310,6 +309,9 @@ def first_sentence(text: str) -> str:
 
 # --- the cache ---
 
+_LARGEST = 64 << 20
+"""Size in bytes above which the cache of this module gets no more files."""
+
 
 @cache
 def _reader() -> list[int]:
@@ -318,17 +320,19 @@ def _reader() -> list[int]:
     return [status.st_mtime_ns, status.st_size, *sys.version_info[:2]]
 
 
-def _cache_file(key: list[Any]) -> Path:
+def _facts() -> Cache:
+    return Cache("inspection", limit=_LARGEST, quiet=True)
+
+
+def _cache_file(key: list[Any]) -> str:
     """Return the cache file of a module: one per file, so that an edit replaces the facts of the earlier version."""
-    return cache_folder() / "inspection" / f"{hashlib.sha256(json.dumps(key[1:3]).encode()).hexdigest()[:24]}.json"
+    return f"{hashlib.sha256(json.dumps(key[1:3]).encode()).hexdigest()[:24]}.json"
 
 
-def _from_cache(path: Path, key: list[Any]) -> Module | None:
+def _from_cache(name: str, key: list[Any]) -> Module | None:
     """Return the facts of a cache file; None if there are none of this version, or another user could write them."""
-    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-        if why_not_private(path.parent) is not None or why_not_private(path) is not None:
-            return None
-        head, _, body = path.read_text(encoding="utf-8").partition("\n")
+    with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        head, _, body = (_facts().read(name) or b"").decode().partition("\n")
         if head == _head(key, body):
             facts = json.loads(body)
             definitions = {name: _definition(**values) for name, values in facts["definitions"].items()}
@@ -341,20 +345,10 @@ def _definition(*, fields: Mapping[str, Any], bases: list[str], abstract: list[s
     return Definition(fields=declared, bases=tuple(bases), abstract=tuple(abstract), **values)
 
 
-def _to_cache(path: Path, key: list[Any], module: Module) -> None:
+def _to_cache(name: str, key: list[Any], module: Module) -> None:
     """Write the facts of a module. A process that reads meanwhile sees the earlier file or this one, no part of it."""
     body = json.dumps(dataclasses.asdict(module), separators=(",", ":"))
-    with suppress(OSError):
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if why_not_private(path.parent) is not None:
-            return
-        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(f"{_head(key, body)}\n{body}")
-            os.replace(temporary, path)
-        finally:
-            Path(temporary).unlink(missing_ok=True)
+    _facts().write(name, f"{_head(key, body)}\n{body}".encode())
 
 
 def _head(key: list[Any], body: str) -> str:

@@ -62,7 +62,7 @@ class CachedEncoder:
                 encoded = list(self.encoder.encode(chunk))
                 if key is not None and today == _today(dated):
                     wrong_end = np.array(self.encoder.wrong_end, dtype=np.int64)
-                    self._cache.write(key, _packed(encoded) | {_WRONG_END: wrong_end})
+                    self._cache.put(key, _packed(encoded) | {_WRONG_END: wrong_end})
             yield from encoded
 
     def _key(self, rows: Sequence[Row], today: str) -> str | None:
@@ -72,7 +72,7 @@ class CachedEncoder:
         return None
 
     def _read(self, key: str, rows: Sequence[Row]) -> list[Encoded] | None:
-        arrays = self._cache.read(key)
+        arrays = self._cache.get(key)
         if arrays is None:
             return None
         with suppress(ValueError, LookupError, TypeError):

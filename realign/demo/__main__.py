@@ -16,7 +16,7 @@ from rich.table import Table
 from realign.api import Panel
 from realign.config import ConfigError, build_experiment, compose
 from realign.demo.arithmetic import prepare, readable
-from realign.demo.launch import Demo, launch, median, remove_earlier
+from realign.demo.launch import Demo, keep_record, launch, median, remove_earlier
 from realign.demo.tiny import Task
 from realign.runtime import Experiment, RunResult, run
 from realign.runtime.metrics.curves import draw_curves
@@ -73,6 +73,7 @@ def train(demo: Demo, console: Console) -> Results:
     sft, grpo = experiments(demo)
     remove_earlier(demo.output_dir, LEFT)
     prepare(demo.output_dir / TASK, seed=demo.seed)
+    keep_record(demo.output_dir, TASK)
     started = time.perf_counter()
     results = run(sft, console=console), run(grpo, console=console)
     return *results, time.perf_counter() - started

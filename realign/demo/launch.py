@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -14,6 +13,8 @@ import transformers
 from rich.console import Console
 
 from realign.errors import ConfigError, ExitCode, RealignError, TransientError
+from realign.own_files import FILES, OwnFiles, make_folder, replace_text
+from realign.runtime.output_folder import check_strangers, remove_output_folder
 
 Results = TypeVar("Results")
 RESULTS = "results.json"
@@ -105,7 +106,8 @@ def launch(
         print("realign: interrupted", file=sys.stderr)
         return ExitCode.interrupted
     line = json.dumps(show(demo, console, results))
-    (demo.output_dir / RESULTS).write_text(f"{line}\n", encoding="utf-8")
+    OwnFiles(demo.output_dir).claim(RESULTS)
+    replace_text(demo.output_dir / RESULTS, f"{line}\n")
     console.print(f"results: {demo.output_dir / RESULTS}", highlight=False)
     if not sys.stdout.isatty():
         print(line, flush=True)
@@ -122,14 +124,26 @@ def remove_earlier(folder: Path, left: Set[str]) -> None:
     Raises:
         ConfigError: the folder contains a file or folder that the demo did not create.
     """
-    if not folder.is_dir():
-        return
-    if foreign := sorted({path.name for path in folder.iterdir()} - left - {RESULTS}):
+    present = list(folder.iterdir()) if folder.is_dir() else []
+    if foreign := sorted({path.name for path in present} - left - {RESULTS, FILES}):
         raise ConfigError(
             f"output_dir={folder}: the folder contains {foreign[0]!r}, which is not of the demo. Choose another."
         )
-    for path in folder.iterdir():
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    own, names = OwnFiles(folder), (*left, RESULTS)
+    runs = [path.name for path in present if (path / FILES).is_file()]
+    for run in runs:
+        check_strangers(folder / run)
+    own.check(*(name for name in names if name not in runs))
+    for name in names:
+        remove_output_folder(folder / name) if name in runs else own.remove(name)
+    make_folder(folder)
+    own.restart(*(name for name in names if Path(name).suffix))
+
+
+def keep_record(folder: Path, *names: str) -> None:
+    """Record that the demo wrote these files and folders in its output folder, for `remove_earlier`."""
+    for name in names:
+        OwnFiles(folder).record(name, folder / name)
 
 
 def median(values: Sequence[float]) -> float:

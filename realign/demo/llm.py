@@ -23,7 +23,7 @@ from rich.text import Text
 from realign.api import Panel
 from realign.config import ConfigError, build_experiment, compose
 from realign.demo import reasoning
-from realign.demo.launch import Demo, launch, median, remove_earlier
+from realign.demo.launch import Demo, keep_record, launch, median, remove_earlier
 from realign.demo.smollm2 import smollm2
 from realign.runtime import Evaluation, Experiment, RunResult, run
 from realign.runtime.metrics.curves import draw_curves
@@ -83,6 +83,7 @@ def train(demo: Demo, console: Console, *, model: str) -> LlmResults:
     planned = experiment(demo, model)
     remove_earlier(demo.output_dir, {TASK, RUN, PICTURE})
     reasoning.prepare(demo.output_dir / TASK, seed=demo.seed)
+    keep_record(demo.output_dir, TASK)
     started = time.perf_counter()
     return LlmResults(run(planned, console=console), time.perf_counter() - started)
 

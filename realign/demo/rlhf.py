@@ -24,7 +24,7 @@ from rich.table import Table
 
 from realign.api import Panel
 from realign.config import ConfigError, build_experiment, compose
-from realign.demo.launch import Demo, launch, remove_earlier
+from realign.demo.launch import Demo, keep_record, launch, remove_earlier
 from realign.demo.sentiment import GOLD, SentimentTask, prepare
 from realign.errors import DataError
 from realign.rewards import RewardFunction, load_function
@@ -162,6 +162,7 @@ def train(demo: Demo, console: Console) -> RlhfResults:
     load_function(GOLD)("", "", {})
     remove_earlier(demo.output_dir, {TASK, *RUNS, PPO, PICTURE})
     prepare(demo.output_dir / TASK, seed=demo.seed, shuffle=demo.shuffle)
+    keep_record(demo.output_dir, TASK)
     started = time.perf_counter()
     sft, reward, ppo = (run(experiment, console=console) for experiment in planned)
     return RlhfResults(sft, reward, ppo, time.perf_counter() - started)

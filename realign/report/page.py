@@ -19,6 +19,7 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
 from realign.errors import ConfigError
+from realign.own_files import make_folder, replace_bytes
 from realign.report.data import SAMPLES_MB, run_data
 
 STYLES = ("vendor/uPlot.min.css", "base.css", "parts.css", "pages.css")
@@ -86,8 +87,8 @@ def write_report(folders: Sequence[Path], out: Path, samples_mb: float = SAMPLES
     content = report_page(runs, f"{title} · realign report").encode(errors="replace")
     if out.is_symlink():
         raise ConfigError(f"{str(out)!r} is a link. Remove it, or choose another file with --out.")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_bytes(content)
+    make_folder(out.parent)
+    replace_bytes(out, content)
     return len(content)
 
 

@@ -12,7 +12,7 @@ import importlib.util
 import json
 import os
 import re
-import tempfile
+import sys
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
@@ -23,6 +23,7 @@ from typing import Any
 
 from typing_extensions import override
 
+from realign.cache_folder import Cache
 from realign.cells import answers_of, read_column
 from realign.errors import ConfigError, DataError, SettingsError
 from realign.rewards.pool.functions import Prepared
@@ -276,6 +277,8 @@ class JudgeFunction(Prepared):
         self.__qualname__ = f"judge {judge.model} at {masked(judge.base_url)}"  # its name in messages
         self._client: Any = None
         self._answers: OrderedDict[str, asyncio.Future[str]] = OrderedDict()
+        folder = judge.cache_dir
+        self._kept = None if folder is None else Cache(root=Path(folder).expanduser(), limit=sys.maxsize)
 
     @property
     @override
@@ -366,25 +369,16 @@ class JudgeFunction(Prepared):
         key = os.environ.get(self.judge.variables[0], "") if self.judge.variables else ""
         return visible(shortened(text.replace(key, "***") if key else text, 500))
 
-    def _file(self, key: str) -> Path | None:
-        folder = self.judge.cache_dir
-        return None if folder is None else Path(folder).expanduser() / key[:2] / f"{key}.json"
-
     def _read(self, key: str) -> str | None:
         """Return an answer from the folder of answers; None if it contains none, or a damaged one."""
-        file = self._file(key)
         try:
-            answer = json.loads(file.read_text(encoding="utf-8"))["answer"] if file is not None else None
-        except (OSError, ValueError, KeyError, TypeError):
+            answer = json.loads(self._kept.read(f"{key[:2]}/{key}.json") or b"null")["answer"] if self._kept else None
+        except (ValueError, KeyError, TypeError, RecursionError):
             return None
         return answer if isinstance(answer, str) else None
 
     def _write(self, key: str, sent: str, answer: str) -> None:
         """Keep an answer in the folder of answers. Other processes see a whole file or none."""
-        file = self._file(key)
-        if file is None:
-            return
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=file.parent, delete=False) as part:
-            json.dump({"request": json.loads(sent), "answer": answer}, part)
-        os.replace(part.name, file)
+        if self._kept is not None:
+            content = json.dumps({"request": json.loads(sent), "answer": answer})
+            self._kept.write(f"{key[:2]}/{key}.json", content.encode())

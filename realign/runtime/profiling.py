@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch.profiler import DeviceType, ProfilerActivity, profile
 
 from realign.api import RPC
 from realign.errors import ConfigError
+from realign.own_files import OwnFiles, replace_bytes, replace_text
 from realign.runtime.calls import MARK
 from realign.runtime.local import LocalRuntime
 from realign.settings import Count, NonNegativeInt, Settings
@@ -114,8 +116,10 @@ def profile_steps(runtime: LocalRuntime, options: ProfileOptions, done: int, fol
             packed = float(len(batch["input_ids"])) if "input_ids" in batch else 0.0
             for rpc in runtime.graph.order:
                 tokens[rpc.name] += _tokens(rpc, runtime, packed, values)
-    folder.mkdir(parents=True, exist_ok=True)
-    recorded.export_chrome_trace(str(folder / TRACE))
+    OwnFiles(folder).claim(TRACE, SUMMARY)
+    with TemporaryDirectory() as scratch:
+        recorded.export_chrome_trace(str(Path(scratch, TRACE)))
+        replace_bytes(folder / TRACE, Path(scratch, TRACE).read_bytes())
     spans = [
         # a kernel on the GPU is counted in the device time of the operator on the CPU that launched it
         Span(
@@ -135,7 +139,7 @@ def profile_steps(runtime: LocalRuntime, options: ProfileOptions, done: int, fol
         "cuda" if cuda else "cpu",
         summarized([rpc.name for rpc in runtime.graph.order], rows, tokens, spans, options.operators),
     )
-    (folder / SUMMARY).write_text(json.dumps(asdict(profiled), indent=2) + "\n", encoding="utf-8")
+    replace_text(folder / SUMMARY, json.dumps(asdict(profiled), indent=2) + "\n")
     return profiled
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import secrets
 import warnings
 from collections.abc import Iterable, Mapping
@@ -20,8 +21,8 @@ import torch
 
 from realign.api import RPC, DataflowGraph, Lengths, Model, SequenceSample
 from realign.engines.distributed.ranks import current
-from realign.engines.files.folders import make_folder, refuse_link
 from realign.errors import CheckpointError
+from realign.own_files import make_folder, move, open_new, refuse_link, remove_file
 from realign.runtime.checkpoint.folder import folder_name
 from realign.runtime.checkpoint.serialize import pack, read_tensors, unpack, write_tensors
 from realign.runtime.runtime_spec import RuntimeSpec
@@ -91,18 +92,18 @@ def write_calls(run: Path, step: int, calls: Mapping[str, RecordedCall]) -> str 
         make_folder(path.parent)
         refuse_link(path.parent)
         digest = hashlib.sha256()
-        with temporary.open("xb") as file:
+        with open_new(temporary) as file:
 
             def write(part: bytes | memoryview) -> None:
                 file.write(part)
                 digest.update(part)
 
             write_tensors(write, tensors, {"format": "pt"})
-        temporary.replace(path)
+        move(temporary, path)
         return digest.hexdigest()
     except (OSError, ValueError) as error:
         with suppress(OSError):  # a read-only folder refuses even to remove a file that does not exist
-            temporary.unlink()
+            remove_file(temporary)
         warnings.warn(f"{path} was not written ({error}). A replay of step {step} makes its calls again.", stacklevel=2)
         return None
 
@@ -113,8 +114,8 @@ def remove_later_calls(run: Path, step: int) -> None:
         return
     kept = {recorded_calls_path(run, earlier).name for earlier in range(step + 1)}
     for path in (run / CALLS).glob("step_*.safetensors"):
-        if path.name not in kept:
-            path.unlink()
+        if path.name not in kept and re.fullmatch(r"step_\d{6,}\.safetensors", path.name):
+            remove_file(path)
 
 
 def read_calls(run: Path, step: int) -> dict[str, RecordedCall]:

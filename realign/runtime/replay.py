@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from typing_extensions import override
@@ -33,6 +33,7 @@ from realign.api.sampler import samples_externally
 from realign.api.stats import TracedSequence
 from realign.engines.sampling.in_process import InProcessSampling
 from realign.errors import CheckpointError, ConfigError
+from realign.own_files import OwnFiles, read_regular, refuse_link, replace_bytes, replace_text
 from realign.run_settings import RecordSpec
 from realign.runtime.chain import read_chain, same_settings_since
 from realign.runtime.checkpoint.folder import CHECKPOINTS, Checkpoint, CorruptCheckpoint, Start, list_checkpoints
@@ -365,13 +366,34 @@ def gradient_norms(runtime: LocalRuntime) -> Iterator[dict[str, list[dict[str, f
         handle.remove()
 
 
+WRITTEN = (
+    *("batch.safetensors", "step.json", "metrics.jsonl", "samples.jsonl", "tokens.jsonl", RUN_JSON, "config.yaml"),
+)
+"""Files that `write` writes."""
+LARGEST_CONFIG = 64 << 20
+"""Size in bytes above which a config.yaml isn't copied."""
+
+
+def replay_folder(run: Path, step: int, chosen: Path | None = None) -> Path:
+    """Return the folder for a step that is computed again: in its run, or a chosen one.
+
+    Raises:
+        ConfigError: it is a link, or has files of somebody else.
+    """
+    out = chosen or run / "replay" / f"step_{step:06d}"
+    for folder in () if chosen else (out.parent, out):
+        refuse_link(folder)
+    OwnFiles(out).check(*WRITTEN)
+    return out
+
+
 def write(replayed: ReplayedStep, run: Path, out: Path) -> None:
     """Write a step for a notebook (`batch.safetensors`, `step.json`), and as a run of one step for `realign view`.
 
     `batch.safetensors` has the packed tensors of the batch by key. `KEY/lengths` are the lengths of sequences,
     `KEY/counts` the sequences of each prompt, and `ROLE/token/NAME` the values of tokens in a loss.
     """
-    out.mkdir(parents=True, exist_ok=True)
+    OwnFiles(out).claim(*WRITTEN)
     batch = replayed.batch
     # safetensors refuses tensors that share memory, such as two keys of one batch
     tensors: dict[str, Tensor] = {key: x.contiguous().clone() for key, x in batch.data.items()}
@@ -381,7 +403,7 @@ def write(replayed: ReplayedStep, run: Path, out: Path) -> None:
         for name in sorted({name for trace in traces for name in trace.values}):
             parts = [trace.values[name] for trace in traces if name in trace.values]
             tensors[f"{role}/{name}"] = torch.cat(parts)
-    save_file(tensors, out / "batch.safetensors")
+    replace_bytes(out / "batch.safetensors", save(tensors))
     summary = {
         "run": str(run),
         "step": replayed.step,
@@ -390,7 +412,7 @@ def write(replayed: ReplayedStep, run: Path, out: Path) -> None:
         "metrics": dict(replayed.metrics),
         "gradients": {role: list(steps) for role, steps in replayed.gradients.items()},
     }
-    (out / "step.json").write_text(_json(summary, indent=1), encoding="utf-8")
+    replace_text(out / "step.json", _json(summary, indent=1))
     # 2**30 is more than any batch has: record everything
     every = RecordSpec(token_prompts=len(batch), token_responses=1 << 30, token_limit=1 << 30)
     lead = next(iter(replayed.traces), "")
@@ -401,11 +423,11 @@ def write(replayed: ReplayedStep, run: Path, out: Path) -> None:
     }
     for name, records in lines.items():
         texts = (_json({"step": replayed.step, **record}) + "\n" for record in records)
-        (out / f"{name}.jsonl").write_text("".join(texts), encoding="utf-8")
+        replace_text(out / f"{name}.jsonl", "".join(texts))
     info = {key: value for key, value in run_json(run).items() if key != "id"}  # this folder isn't the run
-    (out / RUN_JSON).write_text(_json(info, indent=1), encoding="utf-8")
-    if (run / "config.yaml").is_file():
-        (out / "config.yaml").write_bytes((run / "config.yaml").read_bytes())
+    replace_text(out / RUN_JSON, _json(info, indent=1))
+    if config := read_regular(run / "config.yaml", LARGEST_CONFIG):
+        replace_bytes(out / "config.yaml", config)
 
 
 def _json(value: Any, indent: int | None = None) -> str:

@@ -30,7 +30,7 @@ from realign.runtime.callbacks.run_callbacks import RunCallbacks
 from realign.runtime.chain import Chain
 from realign.runtime.checkpoint.folder import CHECKPOINTS, CheckpointWriter, Start, failed_write
 from realign.runtime.checkpoint.random_generators import random_state, restore_random
-from realign.runtime.checkpoint.saved_models import FINAL, Saves, settle
+from realign.runtime.checkpoint.saved_models import FINAL, Saves, hashes_of
 from realign.runtime.checkpoint.schema import load_state
 from realign.runtime.checkpoint.serialize import hash_of, tensors_of
 from realign.runtime.checks.before_loading import used_interfaces
@@ -398,7 +398,7 @@ class RunCheckpoints:
 
     def _settled(self, step: int, folder: Path) -> dict[str, Any]:
         """Return the hashes of the files of `final`, and add them to the chain; on rank 0."""
-        files = settle(folder)
+        files = hashes_of(folder)
         assert self._chain is not None
         self._chain.final(step, {name: facts["sha256"] for name, facts in files.items()})
         return files

@@ -8,9 +8,9 @@ import json
 import math
 import os
 import platform
+import re
 import shlex
 import socket
-import subprocess
 import uuid
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -29,8 +29,7 @@ from rich.text import Text
 from realign.api import DataflowGraph
 from realign.api.callback import EndEvent, EndStatus
 from realign.engines.distributed.ranks import command_words
-from realign.engines.files.folders import open_regular, replace_text
-from realign.errors import ConfigError
+from realign.own_files import read_regular, replace_text
 from realign.runtime.checkpoint.folder import CHECKPOINTS
 from realign.runtime.checkpoint.saved_models import FINAL
 from realign.runtime.checks.during_training import signs
@@ -44,8 +43,8 @@ from realign.version import installed_version, version_of
 RUN_JSON, SUMMARY_JSON = "run.json", "summary.json"
 PACKAGES = ("torch", "transformers", "numpy", "datasets", "ray", "peft", "flash-attn")
 """Other packages whose versions are recorded."""
-GIT_SECONDS = 2.0
-"""Time limit of each git command."""
+LARGEST_JSON = 64 << 20
+"""Size in bytes above which a run.json counts as damaged."""
 
 
 class RunInfo:
@@ -116,10 +115,8 @@ def attempts_in(folder: Path) -> list[dict[str, Any]]:
 
 def run_json(folder: Path) -> dict[str, Any]:
     """Return the run.json of a folder; empty if it is missing or damaged."""
-    with suppress(OSError, ValueError, TypeError, RecursionError):
-        path = folder / RUN_JSON
-        if path.is_file():  # for example a pipe would block
-            return dict(json.loads(path.read_bytes()))
+    with suppress(ValueError, TypeError, RecursionError):
+        return dict(json.loads(read_regular(folder / RUN_JSON, LARGEST_JSON)))
     return {}
 
 
@@ -137,7 +134,7 @@ def parent_of(run: Path) -> tuple[Path, int] | None:
     try:
         parent = run_json(run)["parent"]
         folder, step = Path(parent["run"]), int(parent["step"])
-    except (LookupError, TypeError, ValueError, OverflowError):
+    except (LookupError, TypeError, ValueError, OverflowError):  # OverflowError: 1e999
         return None
     beside = run.parent / folder.name
     for place in (folder, beside):
@@ -202,30 +199,38 @@ def graph_record(graph: DataflowGraph) -> dict[str, Any]:
 
 
 def git_state(folder: Path) -> Mapping[str, Any] | None:
-    """Return commit, branch and changed files of the git repository of a folder; None without one."""
-    head = _git(folder, "rev-parse", "HEAD", "--abbrev-ref", "HEAD")
-    if head is None:
+    """Return commit and branch of the git repository of a folder; None without one.
+
+    Git itself isn't run: it would run programs that the repository configures, which may be somebody else's. So which
+    files were changed isn't known.
+    """
+    found = (path for parent in (folder, *folder.parents) if os.path.lexists(path := parent / ".git"))
+    if (git := next(found, None)) is None:
         return None
-    commit, _, branch = head.partition("\n")
-    changed = _git(folder, "status", "--porcelain", "--untracked-files=no") or ""
-    return {
-        "commit": commit,
-        "branch": branch,
-        "changed": [line[3:] for line in changed.splitlines()],
-    }
+    if git.is_file():  # of a worktree or submodule
+        git = git.parent / _git_text(git).removeprefix("gitdir: ")
+    branch, commit = "HEAD", _git_text(git / "HEAD")
+    if commit.startswith("ref: refs/"):
+        name = commit.removeprefix("ref: ")
+        branch, commit = name.removeprefix("refs/heads/"), _git_commit(git, name)
+    if re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", commit) is None:
+        return None
+    return {"commit": commit, "branch": branch}
 
 
-def _git(folder: Path, *words: str) -> str | None:
-    """Return the output of a git command that runs no program that the repository configures; None if it fails."""
-    command = ["git", "-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null", *words]
-    # `git status` would otherwise lock the index to refresh it, which can make a git command of the user fail
-    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
-    with suppress(OSError, subprocess.SubprocessError):
-        done = subprocess.run(
-            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=GIT_SECONDS, check=True
-        )
-        return done.stdout.rstrip("\n")
-    return None
+def _git_commit(git: Path, name: str) -> str:
+    """Return the commit of a reference; empty if it has none yet."""
+    shared = git / _git_text(git / "commondir")  # a worktree's references are in the repository
+    if ".." in Path(name).parts:
+        return ""
+    if commit := _git_text(git / name) or _git_text(shared / name):
+        return commit
+    lines = (line.partition(" ") for line in _git_text(shared / "packed-refs", LARGEST_JSON).splitlines())
+    return next((commit for commit, _, ref in lines if ref == name), "")
+
+
+def _git_text(path: Path, limit: int = 4096) -> str:
+    return read_regular(path, limit).decode(errors="replace").strip()
 
 
 def _device() -> dict[str, Any]:
@@ -277,8 +282,7 @@ class RunSummary:
                 {key: None for key, value in metric.items() if isinstance(value, float) and not math.isfinite(value)}
             )
         text = json.dumps(values, indent=2, ensure_ascii=False, default=str)
-        with open_regular(folder / SUMMARY_JSON, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, "wb") as file:
-            file.write(f"{text}\n".encode(errors="backslashreplace"))
+        replace_text(folder / SUMMARY_JSON, f"{text}\n")
 
     def headline(self) -> str:
         """Return the first line of the summary."""
@@ -373,7 +377,7 @@ class RunReport:
         summary = self.summary(experiment, event, history, seconds)
         try:
             summary.write(experiment.output_dir)
-        except (OSError, ConfigError) as error:  # ConfigError: the path is a link or a pipe
+        except OSError as error:
             warnings.warn(f"summary.json was not written ({error}). The run is not affected.", stacklevel=2)
         if event.status is EndStatus.failed:
             return

@@ -17,11 +17,11 @@ from rich.console import Console
 from realign.api import DataflowGraph, ModelInterface, SequenceSample
 from realign.api.callback import EndEvent, EndStatus, StartEvent
 from realign.engines.distributed.ranks import current, is_on_all_ranks
-from realign.engines.files.folders import remove_folder
+from realign.own_files import replace_text
 from realign.runtime.callbacks.run_callbacks import RunCallbacks, Stop, settings_of
 from realign.runtime.chain import Chain, settings_hash
 from realign.runtime.checkpoint.folder import Start
-from realign.runtime.checkpoint.saved_models import FINAL, Saves
+from realign.runtime.checkpoint.saved_models import Saves
 from realign.runtime.checkpoint.serialize import pack
 from realign.runtime.checks.during_training import RECENT, signs
 from realign.runtime.experiment import CheckpointPart, Experiment
@@ -33,7 +33,7 @@ from realign.runtime.metrics.records import Records
 from realign.runtime.metrics.samples import SHOWN, show
 from realign.runtime.metrics.shown_metrics import headline, panels, targets
 from realign.runtime.metrics.trackers import BestEffortTracker, Tracker
-from realign.runtime.output_folder import clear_output_folder
+from realign.runtime.output_folder import take_output_folder
 from realign.runtime.processes.signals import Interrupted, StopSignals
 from realign.runtime.processes.watchdog import Watch, WorkerLost
 from realign.runtime.recorded_calls import remove_later_calls, write_calls
@@ -127,10 +127,7 @@ class TrainingLoop:
         if e.checkpoint is not None:  # fail at startup if the state is not serializable
             pack({"interfaces": interface_states(runtime), "callbacks": self.callbacks.state_dict()}, copy=False)
         # after loading and restoring, so that a start that fails there leaves the earlier run as it was
-        if start is None or not start.own:
-            sources = [spec.tokenizer_source(role) for role, spec in e.models.items()]
-            read = [spec.facts().path for spec in e.models.values()] + [s.path for s in sources if s is not None]
-            self.ranks.lead(partial(clear_output_folder, self.out, [path for path in read if path is not None]))
+        self.ranks.lead(partial(take_output_folder, e, fresh=start is None or not start.own))
         self.result = RunResult(self.out)
         self.records: Records | None = None
         self.details: RunDetails | None = None
@@ -166,7 +163,7 @@ class TrainingLoop:
         self.info = RunInfo(self.out, self.runtime, command, self.first, fresh=fresh, parent=parent)
         if self.experiment.resolved:
             text = yaml.safe_dump(dict(self.experiment.resolved), sort_keys=False, allow_unicode=True)
-            (self.out / "config.yaml").write_text(text, encoding="utf-8")
+            replace_text(self.out / "config.yaml", text)
         # metrics.jsonl first: a tracker of the caller that raises must not cost the line of the step
         self.receivers = [records.metrics, *trackers, *self._opened(stack)]
         return [] if self.fresh else records.history()
@@ -274,14 +271,13 @@ class TrainingLoop:
     def _finish(self) -> None:
         """Save the trained models and the last checkpoint."""
         if self.complete:  # only `final` is missing or damaged
-            self.ranks.lead(partial(remove_folder, self.out / FINAL))
             self._calibrate_after()
         if self.callbacks.stop is not None:
             self.result.stopped = self.callbacks.stop.describe()
         if self.done:
             self.runtime.check_progress()
         # before the checkpoint, which stores the hashes of these files and thereby says that the run is complete
-        self.runtime.save(self.out / FINAL)
+        self.saves.final()
         self.checkpoints.finish(self.done)
 
     def _step(self, step: int) -> None:
@@ -383,7 +379,7 @@ class TrainingLoop:
         if self.experiment.calibration is None or not self.experiment.calibration.after:
             return {}
         self.runtime.check_progress()
-        self.runtime.save(self.out / FINAL)  # save before a calibration that may fail
+        self.saves.final()  # before a calibration that may fail
         self.checkpoints.keep_interfaces()
         return self.runtime.calibrate("after")
 

@@ -38,7 +38,7 @@ def test_a_profile_writes_its_files_and_nothing_of_a_run(bigram, tmp_path, capsy
     assert "Steps 1 to 2" in out
     assert "Trace: run/profile/trace.json.gz" in out
     files = {str(path.relative_to(tmp_path / "run")) for path in (tmp_path / "run").rglob("*") if path.is_file()}
-    assert files == {"profile/trace.json.gz", "profile/summary.json"}
+    assert files == {"profile/trace.json.gz", "profile/summary.json", "profile/files.jsonl"}
 
 
 def test_a_profile_can_start_from_a_checkpoint_of_the_run(bigram, tmp_path, capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -208,7 +209,7 @@ def of_another_version(finished, tmp_path, monkeypatch):
     monkeypatch.chdir(finished)
     run = shutil.copytree("runs/a", tmp_path / "a")
     hashes = {}
-    for checkpoint in (run / "checkpoints").iterdir():
+    for checkpoint in (run / "checkpoints").glob("step_*"):
         state = json.loads((checkpoint / "state.json").read_text())
         config = state["tree"]["config"]
         settings = training_settings(config)
@@ -364,3 +365,41 @@ def test_loads_of_experts_are_compared_and_durations_are_not():
     of_machine = ("step_s", "time/actor_gen_s", "rollout/ready_prompts", "train_tokens_per_s", "seconds")
     assert not any(map(_of_machine, of_training))
     assert all(map(_of_machine, of_machine))
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "step.json", "batch.safetensors", "metrics.jsonl", "run.json"])
+@pytest.mark.parametrize("words", [["replay", "runs/a", "2"], ["bisect", "runs/a", "--run", "false"]])
+def test_a_replay_writes_through_no_link_in_the_run(finished, tmp_path, monkeypatch, capsys, name, words):
+    shutil.copytree(finished / "runs/a", tmp_path / "runs/a")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "precious").write_text("mine")
+    for step in range(1, 6):
+        out = tmp_path / f"runs/a/replay/step_{step:06d}"
+        out.mkdir(parents=True)
+        (out / name).symlink_to(tmp_path / "precious")
+    assert main(words) == 2
+    assert "is not a file that realign wrote" in capsys.readouterr().err
+    assert (tmp_path / "precious").read_text() == "mine"
+    shutil.rmtree(tmp_path / "runs/a/replay")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "runs/a/replay").symlink_to(tmp_path / "elsewhere")
+    assert main(words) == 2
+    assert "is a link to" in capsys.readouterr().err
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_a_replay_does_not_replace_files_of_a_chosen_folder(finished, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(finished)
+    (tmp_path / "step.json").write_text("mine")
+    assert main(["replay", "runs/a", "2", "--out", str(tmp_path)]) == 2
+    assert "step.json' is not a file that realign wrote" in capsys.readouterr().err
+    assert (tmp_path / "step.json").read_text() == "mine"
+
+
+def test_leaving_the_debugger_ends_quietly(finished, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(finished)
+    monkeypatch.setattr("sys.stdin", io.StringIO("q\n"))
+    out = tmp_path / "out"
+    assert main(["replay", "runs/a", "2", "--break", "interfaces.actor", "--out", str(out)]) == 0
+    assert capsys.readouterr().err == ""
+    assert not out.exists()

@@ -162,7 +162,7 @@ def test_an_entry_that_fits_no_rows_is_computed_again(damage, write, tokenized):
     expected = content_hash(PreferenceData(path, cache=True).load(make_tokenizer()))
     cache = ArrayCache()
     (file,) = cache.folder.iterdir()
-    arrays = cache.read(file.stem)
+    arrays = cache.get(file.stem)
     wrong = {
         "ids": arrays["ids"][:-1],
         "lengths": arrays["lengths"] + 1,
@@ -170,7 +170,7 @@ def test_an_entry_that_fits_no_rows_is_computed_again(damage, write, tokenized):
         "dropped": np.frombuffer(json.dumps([None] * 5).encode(), dtype=np.uint8),
         "labels": arrays["labels"].reshape(2, -1),
     }
-    cache.write(file.stem, {**arrays, damage: wrong[damage]})
+    cache.put(file.stem, {**arrays, damage: wrong[damage]})
     tokenized.clear()
     loaded = PreferenceData(path, cache=True).load(make_tokenizer())
     assert content_hash(loaded) == expected

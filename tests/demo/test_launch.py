@@ -10,6 +10,8 @@ import pytest
 from realign.demo import __main__ as arithmetic
 from realign.demo import rlhf
 from realign.demo.launch import launch, remove_earlier
+from realign.errors import ConfigError
+from realign.own_files import FILES
 
 
 @pytest.mark.parametrize("demo", [arithmetic, rlhf])
@@ -44,4 +46,9 @@ def test_results_are_in_a_file_and_only_programs_read_them_on_stdout(terminal, t
     assert out.endswith(line) is not terminal
     assert "results.json" in out.replace("\n", "")
     remove_earlier(folder, set())
-    assert list(folder.iterdir()) == []
+    assert [path.name for path in folder.iterdir()] == [FILES]
+    (folder / "results.json").mkdir()
+    (folder / "results.json" / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="is not a file that realign wrote"):
+        remove_earlier(folder, set())
+    assert (folder / "results.json" / "notes.txt").exists()

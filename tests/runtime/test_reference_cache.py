@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,8 +16,9 @@ from realign.config import build_experiment, compose
 from realign.engines.cached_logprobs import LogprobStore, fingerprint
 from realign.engines.training.transformers_engine import TransformersEngine
 from realign.engines.transformers_model import TransformersModel
-from realign.errors import CheckpointError, ConfigError, SettingsError
+from realign.errors import CheckpointError, SettingsError
 from realign.runtime import run
+from tests.disk import OTHERS
 from tests.tiny import save_tiny
 from tests.torchrun_ranks import Ranks
 
@@ -208,12 +211,29 @@ def test_a_reference_that_cannot_be_cached_is_an_error(files, counts, algorithm,
         train(files, "run", algorithm, cache_reference=True, **changes)
 
 
-def test_a_folder_that_another_user_can_write_to_is_refused(files, counts):
+def test_a_cache_that_cannot_be_used_costs_no_run(files, counts):
+    plain = train(files, "plain")
     folder = files / "cache" / "realign" / "logprobs"
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, mode=0o700)
+    folder.parent.chmod(0o700)
     folder.chmod(0o777)
-    with pytest.raises(ConfigError, match="cache_reference=true: other users can write to"):
-        train(files, "run", cache_reference=True)
+    with pytest.warns(UserWarning, match=r"Nothing more is cached in .*other users can write to"):
+        assert same(plain, train(files, "run", cache_reference=True))
+    assert list(folder.iterdir()) == []
+
+
+def test_a_full_disk_costs_no_run(files, counts, monkeypatch):
+    plain = train(files, "plain")
+    replace = os.replace
+
+    def full(source, target):
+        if "cache" in Path(target).parts:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.warns(UserWarning, match=r"is not writable \(No space left on device\)\. This costs only time"):
+        assert same(plain, train(files, "run", cache_reference=True))
 
 
 @pytest.fixture
@@ -236,7 +256,9 @@ def test_processes_that_write_at_the_same_time_keep_the_entries_of_both(store):
 def test_folders_are_private_whatever_the_umask(store, tmp_path):
     before = os.umask(0o002)
     try:
-        store("model").write()
+        one = store("model")
+        one.put("key", torch.zeros(1))
+        one.write()
     finally:
         os.umask(before)
     for folder in ("realign", "realign/logprobs", "realign/logprobs/model"):
@@ -263,21 +285,37 @@ def test_a_model_of_the_hub_has_no_address_before_all_its_weights_are_here(monke
     assert fingerprint("ref", spec) not in (None, complete)
 
 
-def test_the_least_recently_used_files_are_removed_beyond_the_limit(store, monkeypatch, tmp_path):
-    for time, name in enumerate("abc"):
-        written = store(name)
-        written.put("key", torch.zeros(1000))
-        written.write()
-        [path] = (tmp_path / "cache" / "realign" / "logprobs" / name).iterdir()
-        os.utime(path, (time, time))
-    reader = store("b")
-    assert store("a").get("key", 1000) is not None  # now the most recently used
+def test_beyond_the_limit_entries_stay_in_memory(store, monkeypatch):
     monkeypatch.setenv("REALIGN_CACHE_GB", "1e-5")
-    last = store("d")
-    last.put("key", torch.zeros(1000))
-    last.write()
-    assert [store(name).get("key", 1000) is not None for name in "abcd"] == [True, False, False, True]
-    assert reader.get("key", 1000) is not None  # opened before it was removed
+    first = store("a")
+    for number in range(4):
+        first.put(str(number), torch.zeros(1000))
+        if number == 2:
+            with pytest.warns(UserWarning, match="the cache is full"):
+                first.write()
+        else:
+            first.write()
+    assert [first.get(str(number), 1000) is not None for number in range(4)] == [True] * 4
+    assert [store("a").get(str(number), 1000) is not None for number in range(4)] == [True, True, False, False]
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_what_is_no_file_of_entries_is_ignored(store, kind):
+    one = store()
+    one.put("key", torch.zeros(3))
+    one.write()
+    folder = one._cache.folder
+    (folder / "there").write_text("secret")
+    os.mkfifo(folder / "queue")
+    OTHERS[kind](folder / "0.safetensors")
+    assert store().get("key", 3) is not None
+
+
+def test_an_entry_that_is_not_finite_is_no_entry(store):
+    one = store()
+    one.put("key", torch.tensor([0.0, float("nan")]))
+    one.write()
+    assert store().get("key", 2) is None
 
 
 def test_an_entry_of_another_type_or_length_is_no_entry(store, tmp_path):

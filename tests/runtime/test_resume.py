@@ -31,6 +31,7 @@ from realign.errors import CheckpointError, ConfigError, RunComplete, TransientE
 from realign.interfaces.components import KLPenalty, KLPlace
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.interfaces.reference import ReferenceInterface
+from realign.own_files import OwnFiles
 from realign.runtime import CheckpointSpec, Evaluation, Experiment, Interrupted, Ray, run
 from realign.runtime.checkpoint.folder import list_checkpoints, write_checkpoint
 from realign.runtime.experiment import CheckpointPart
@@ -757,10 +758,9 @@ def test_the_saved_models_are_on_the_disk_before_the_checkpoint_says_so(tmp_path
 def test_leftovers_of_interrupted_saves_are_removed_or_restored_at_the_start(tmp_path):
     out = done(tmp_path, **SAVING, save_best="reward_ema")
     best = (out / "best" / "best.json").read_bytes()
-    (out / ".best.ab12cd34").mkdir()
-    (out / "best").rename(out / ".best.ab12cd34" / "old")
-    for name in (".step_000002.ab12cd34", ".final.ab12cd34", "final/.actor.ab12cd34"):
-        (out / name / "new" / "actor").mkdir(parents=True)
+    (out / "best").rename(OwnFiles(out).scratch("best") / "old")
+    for name in ("step_000002", "final"):
+        (OwnFiles(out).scratch(name) / "new" / "actor").mkdir(parents=True)
     with pytest.warns(UserWarning, match="best was restored"), pytest.raises(RunComplete):
         resumed(tmp_path, steps=3, **SAVING, save_best="reward_ema")
     assert (out / "best" / "best.json").read_bytes() == best

@@ -6,7 +6,9 @@ import io
 import json
 import math
 import os
+import shutil
 import signal
+import subprocess
 
 import pytest
 from rich.console import Console
@@ -14,7 +16,8 @@ from rich.console import Console
 from realign.api import Callback, CallbackResult
 from realign.engines.distributed.ranks import Ranks, command_words
 from realign.runtime import Interrupted, run
-from realign.runtime.run_report import parent_of
+from realign.runtime.run_report import git_state, parent_of, run_json
+from tests.disk import OTHERS
 from tests.toys import experiment
 
 COMMAND = ["experiment=toy", "steps=3", "overwrite=true", "output_dir=a b", "resume=auto"]
@@ -137,3 +140,76 @@ def test_a_moved_parent_is_found_by_its_id_and_another_run_in_its_place_is_not_t
     assert parent_of(fork) == (tmp_path / "a", 3)
     for step in (math.inf, math.nan, None, "x"):
         assert parent_of(write("odd", parent={"run": "a", "step": step})) is None
+
+
+@pytest.mark.parametrize("step", ["1e999", "-1e999", "NaN", "null", '"x"', "[]", "9" * 5000])
+def test_a_parent_without_a_step_is_none(tmp_path, step):
+    (tmp_path / "run.json").write_text(f'{{"parent": {{"run": "x", "step": {step}}}}}')
+    assert parent_of(tmp_path) is None
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_a_description_that_is_no_file_is_empty(tmp_path, kind):
+    (tmp_path / "there").write_text('{"secret": 1}')
+    os.mkfifo(tmp_path / "queue")
+    OTHERS[kind](tmp_path / "run.json")
+    assert run_json(tmp_path) == {}
+
+
+A, B = "a" * 40, "b" * 40
+
+
+def repository(folder, **files):
+    """Write files of `.git`; a double underscore in a name is a slash."""
+    for name, text in {"HEAD": "ref: refs/heads/main\n", **files}.items():
+        path = folder / ".git" / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return git_state(folder)
+
+
+def test_the_commit_is_that_of_the_branch(tmp_path):
+    assert git_state(tmp_path) is None
+    assert repository(tmp_path) is None  # no commit yet
+    packed = f"# pack-refs\n{B} refs/heads/other\n{A} refs/heads/main\n^{B}\n"
+    assert repository(tmp_path, **{"packed-refs": packed}) == {"commit": A, "branch": "main"}
+    assert repository(tmp_path, refs__heads__main=f"{B}\n") == {"commit": B, "branch": "main"}
+    assert repository(tmp_path, HEAD=f"{A}\n") == {"commit": A, "branch": "HEAD"}
+    (tmp_path / "below").mkdir()
+    assert git_state(tmp_path / "below") == {"commit": A, "branch": "HEAD"}
+
+
+@pytest.mark.parametrize("head", ["", "x", "ref: refs/../../secret", "ref: /etc/passwd", "ref: refs/\0", "a" * 9999])
+def test_a_damaged_repository_has_no_commit(tmp_path, head):
+    (tmp_path / "secret").write_text(A)
+    assert repository(tmp_path, HEAD=head) is None
+
+
+def test_git_is_not_run_and_neither_are_its_programs(tmp_path, monkeypatch):
+    """A filter of the repository runs in `git status` when a file is touched."""
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "git").write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\n")
+    (tmp_path / "bin" / "git").chmod(0o755)
+    config = f'[filter "x"]\n\tclean = touch {tmp_path}/ran\n[core]\n\tfsmonitor = touch {tmp_path}/ran\n'
+    (tmp_path / ".gitattributes").write_text("* filter=x\n")
+    assert repository(tmp_path, HEAD=A, config=config) == {"commit": A, "branch": "HEAD"}
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="compares with git")
+def test_the_commit_is_that_which_git_says(tmp_path):
+    def git(*words, folder=tmp_path):
+        set_up = ["-c", "user.name=x", "-c", "user.email=x@x", "-c", "init.defaultBranch=main"]
+        done = subprocess.run(["git", *set_up, *words], cwd=folder, capture_output=True, text=True, check=True)
+        return done.stdout.split()
+
+    git("init")
+    git("commit", "--allow-empty", "-m", "one")
+    git("worktree", "add", "-b", "topic/a", "tree")
+    git("commit", "--allow-empty", "-m", "two", folder=tmp_path / "tree")
+    for packed in (False, True):
+        for folder in (tmp_path, tmp_path / "tree"):
+            commit, branch = git("rev-parse", "HEAD", "--abbrev-ref", "HEAD", folder=folder)
+            assert git_state(folder) == {"commit": commit, "branch": branch}, packed
+        git("pack-refs", "--all")

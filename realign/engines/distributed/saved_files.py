@@ -30,6 +30,7 @@ from realign.engines.files.model_folder import INDEX, WEIGHTS
 from realign.engines.files.weight_files import Header
 from realign.engines.network.value_head import FILE
 from realign.engines.training.weights import VALUE_HEAD
+from realign.own_files import replace_text
 
 LARGEST_FILE = "50GB"
 """Size of a file at which transformers starts another one."""
@@ -113,7 +114,7 @@ class SavedFiles:
         for name, header in self.headers.items():
             header.create(folder / name)
         if self.index is not None:
-            (folder / INDEX).write_text(self.index, encoding="utf-8")
+            replace_text(folder / INDEX, self.index)
 
     def write(self, folder: Path, weights: Mapping[str, Tensor], updates: Mapping[str, Update]) -> None:
         """Write slices into the files that another process has created.

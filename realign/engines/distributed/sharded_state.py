@@ -23,6 +23,7 @@ from realign.engines.network.trains import SCALAR_HEADS
 from realign.engines.training.engine_state import Content, ModelSaver
 from realign.engines.training.stepper import Stepper
 from realign.engines.training.weights import VALUE_HEAD, WeightAverage
+from realign.own_files import remove_file
 
 
 class ShardedState:
@@ -219,7 +220,7 @@ class ShardedSaver(ModelSaver):
                 state = {name: stand_ins[id(x)] for name, x in weights.items()}
                 module.save_pretrained(new, state_dict=state, save_original_format=False)
             saved = load_file(new / WEIGHTS).keys()
-            (new / WEIGHTS).unlink()
+            remove_file(new / WEIGHTS)
             names = [name for name in weights if name in saved]
             total, _ = network.counts()
             if network.value_head is not None and with_value_head:

@@ -8,31 +8,40 @@ from __future__ import annotations
 import errno
 import json
 import os
-import re
-import shutil
 import stat
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from safetensors import SafetensorError
 
 from realign.engines.files.model_folder import parse_object
 from realign.errors import ConfigError, TransientError
+from realign.own_files import (
+    FILES,
+    OwnFiles,
+    make_folder,
+    not_regular,
+    refuse_link,
+    remove_scratch,
+    replace_bytes,
+    set_aside,
+    sync_folder,
+    sync_tree,
+)
 
 AVERAGED = "_ema"
 """Suffix of the folder with averaged weights, after the name of the model folder."""
 
 RUN_FILES = (
     *("config.yaml", "metrics.jsonl", "samples.jsonl", "eval_samples.jsonl", "curves.png", "last_failure.json"),
-    *("tokens.jsonl", "spans.jsonl", "warnings.jsonl", "system.jsonl", "chain.jsonl", "run.json"),
+    *("tokens.jsonl", "spans.jsonl", "warnings.jsonl", "system.jsonl", "chain.jsonl", "run.json", "summary.json"),
     *("calls", "calls/*.safetensors"),
     *("final", "final/*", "best", "best/*", "step_*", "step_*/*", "checkpoints", "checkpoints/step_*"),
-    *("tensorboard", "realign.log", ".hydra", ".hydra/*.yaml"),
+    *("tensorboard", "realign.log", ".hydra", ".hydra/*.yaml", FILES),
 )
 """Glob patterns of the files and folders that a run writes into its output folder."""
 
@@ -40,9 +49,6 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 """Error codes of a full disk."""
 
 _NEW, _OLD = "new", "old"
-# The names of `tempfile.TemporaryDirectory`: the prefix, a dot, and 8 characters.
-_SCRATCH = re.compile(r"\.(.+)\.\w{8}")
-_REMOVED = ".removed"
 
 
 class DiskFullError(TransientError, OSError):
@@ -89,33 +95,29 @@ def _entries(folder: Path, pattern: str) -> list[Path]:
     return [inner for path in matches for inner in _entries(path, rest)] if rest else matches
 
 
-def refuse_link(path: Path) -> None:
-    """Raise ConfigError if `path`, a file or folder of a run, is a symbolic link."""
-    if path.is_symlink():
-        raise ConfigError(
-            f"{str(path)!r} is a link to {str(path.readlink())!r}, but a run writes only into its own folder. Remove "
-            "the link, or choose another output_dir."
-        )
-
-
 class NewFolder:
     """A folder of a model that is being written, beside the folder that it becomes when it is complete.
 
     If the process is killed, a temporary folder can remain, which `restore_interrupted_saves` removes.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, own: OwnFiles | None = None) -> None:
         """Create a temporary folder on the disk of `path`.
+
+        Args:
+            path: the folder.
+            own: the files of the run that saves `path`; None for a path that somebody named.
 
         Raises:
             ConfigError: `path` is a link.
         """
         refuse_link(path)
         make_folder(path.parent)
-        self._target = path
+        self._target, self._own = path, own
         # Beside `path`, since a rename is atomic only within a disk.
-        self._scratch = tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent)
-        self.path = Path(self._scratch.name, _NEW)
+        with saving(path):
+            self._scratch = (own or OwnFiles(path.parent)).scratch(path.name, record=own is not None)
+        self.path = self._scratch / _NEW
         """Where the files go; the caller creates this folder."""
 
     def publish(self) -> None:
@@ -123,24 +125,27 @@ class NewFolder:
         # Before the rename: after a power loss, a name on the disk could otherwise stand for files without content.
         with saving(self._target):
             sync_tree(self.path)
-        _replace(self._target, self.path, Path(self._scratch.name, _OLD))
+            if self._own is not None:
+                self._own.record(self._target.name, self.path)
+        _replace(self._target, self.path, self._scratch / _OLD, self._own or OwnFiles(self._target.parent))
 
     def remove(self) -> None:
         """Remove what is left of the temporary folder."""
-        self._scratch.cleanup()
+        remove_scratch(self._scratch)
 
 
-def save_folder(path: Path, write: Callable[[Path], None]) -> None:
+def save_folder(path: Path, write: Callable[[Path], None], own: OwnFiles | None = None) -> None:
     """Call `write` with a temporary folder and rename it to `path`, so that `path` never contains a partial model.
 
-    The folder is on the disk when this function returns, as long as the disk keeps what is synced.
+    The folder is on the disk when this function returns, as long as the disk keeps what is synced. An earlier folder is
+    replaced if it has only files in `own`, else renamed, such as to `final.1`.
 
     Raises:
         ConfigError: `path` is a link.
         DiskFullError: the disk is full; `path` is unchanged.
         OSError: the disk is not writable; `path` is unchanged.
     """
-    folder = NewFolder(path)
+    folder = NewFolder(path, own)
     try:
         with saving(path):
             write(folder.path)
@@ -159,8 +164,11 @@ def saving(path: Path) -> Iterator[None]:
         raise kind(f"{path} was not saved: {error.__cause__ or error}") from error
 
 
-def _replace(path: Path, new: Path, old: Path) -> None:
+def _replace(path: Path, new: Path, old: Path, own: OwnFiles) -> None:
     """Rename `new` to `path`. An existing folder is renamed to `old`, and back if this fails."""
+    if (stranger := own.stranger(path.name)) is not None:
+        aside = set_aside(path)
+        warnings.warn(f"{stranger} was not written by this run, so {path} was moved to {aside}.", stacklevel=4)
     # A folder with files can't be replaced by a rename, so the old one goes aside first. `restore_interrupted_saves`
     # brings it back if the process ends between the two renames.
     if path.exists():
@@ -175,45 +183,19 @@ def _replace(path: Path, new: Path, old: Path) -> None:
     sync_folder(path.parent)
 
 
-def remove_folder(path: Path) -> None:
-    """Remove a folder of models, if it exists. Rename it first, so that an interruption leaves no partial model."""
-    if not path.exists():
-        return
-    aside = path.with_name(f".{path.name}{_REMOVED}")
-    # An earlier removal may have been interrupted after its rename.
-    shutil.rmtree(aside, ignore_errors=True)
-    path.rename(aside)
-    shutil.rmtree(aside)
-
-
 def restore_interrupted_saves(folder: Path) -> None:
-    """Remove what killed calls of `save_folder` and `remove_folder` left in the run folder and its model folders.
+    """Remove what killed calls of `save_folder` and `OwnFiles.remove` left in the folder of a run.
 
     If a save was killed between its two renames, the earlier folder exists only in the temporary folder. It is moved
     back. Call this only under the lock of the run folder.
     """
-    for parent in (folder, folder / "final", folder / "best", *folder.glob("step_*")):
-        if parent.is_dir() and (parent == folder or not parent.is_symlink()):
-            for path in list(parent.glob(".*")):
-                _restore(path)
-
-
-def _restore(path: Path) -> None:
-    if path.is_symlink() or not path.is_dir():
-        return
-    if path.name.endswith(_REMOVED) and path.name.startswith((".step_", ".final")):
-        shutil.rmtree(path)
-        return
-    match = _SCRATCH.fullmatch(path.name)
-    # A user's hidden folder may have such a name. Only ours contains nothing but these two.
-    if match is None or not {entry.name for entry in path.iterdir()} <= {_NEW, _OLD}:
-        return
-    old, target = path / _OLD, path.with_name(match[1])
-    if old.is_dir() and not old.is_symlink() and not os.path.lexists(target):
-        old.rename(target)
-        sync_folder(path.parent)
-        warnings.warn(f"{target} was restored, since the save that replaces it was interrupted.", stacklevel=4)
-    shutil.rmtree(path)
+    for scratch in OwnFiles(folder).scratches():
+        old, target = scratch / _OLD, folder / scratch.name[1:].rpartition(".")[0]
+        if old.is_dir() and not old.is_symlink() and not os.path.lexists(target):
+            old.rename(target)
+            sync_folder(folder)
+            warnings.warn(f"{target} was restored, since the save that replaces it was interrupted.", stacklevel=3)
+        remove_scratch(scratch)
 
 
 def _is_full(error: BaseException) -> bool:
@@ -232,13 +214,7 @@ def write_state(folder: Path, state: Mapping[str, Any], role: str | None = None)
     """Write the `state_dict` of an interface as JSON to its model folder; write nothing if it is empty."""
     if not state:
         return
-    new = folder / f".{state_file(role)}"
-    with new.open("w", encoding="utf-8") as file:
-        file.write(json.dumps(state, indent=2) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    new.replace(folder / state_file(role))
-    sync_folder(folder)
+    replace_bytes(folder / state_file(role), json.dumps(state, indent=2).encode() + b"\n", sync=True)
 
 
 def read_states(path: str) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
@@ -255,81 +231,3 @@ def read_states(path: str) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     files = {f.stem.removeprefix(prefix): f for f in sorted(Path(path).expanduser().glob(f"{prefix}?*.{suffix}"))}
     own = Path(path).expanduser() / state_file()
     return parse_object(own) if own.is_file() else {}, {role: parse_object(file) for role, file in files.items()}
-
-
-def sync_folder(folder: Path) -> None:
-    """Sync the names in a folder to disk."""
-    number = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
-
-
-def sync_tree(folder: Path) -> None:
-    """Sync every file and folder below a folder to disk, and then the folder itself. Links are not followed."""
-    for entry in sorted(folder.iterdir()):
-        if entry.is_symlink():
-            continue
-        if entry.is_dir():
-            sync_tree(entry)
-        elif entry.is_file():
-            number = os.open(entry, os.O_RDONLY)
-            try:
-                os.fsync(number)
-            finally:
-                os.close(number)
-    sync_folder(folder)
-
-
-def make_folder(folder: Path) -> None:
-    """Create a folder and its parents, and sync the names of the created ones to disk."""
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in missing:
-        sync_folder(path.parent)
-
-
-def open_regular(path: Path, flags: int, mode: str) -> BinaryIO:
-    """Open a regular file without buffering, and without waiting for a pipe or following a link.
-
-    Args:
-        path: path of the file.
-        flags: flags of `os.open`.
-        mode: mode of the returned file object.
-
-    Raises:
-        ConfigError: the path is a pipe, device, socket, folder or link.
-        OSError: the file cannot be opened.
-    """
-    try:
-        number = os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.EISDIR, errno.EMLINK):
-            raise not_regular(path) from error
-        raise
-    if not stat.S_ISREG(os.fstat(number).st_mode):
-        os.close(number)
-        raise not_regular(path)
-    return os.fdopen(number, mode, buffering=0)  # type: ignore[return-value]
-
-
-def not_regular(path: Path) -> ConfigError:
-    """Return the error for a path that must be a regular file."""
-    return ConfigError(f"{str(path)!r} is not a regular file. Remove it, or choose another output_dir.")
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Replace a file atomically, so that a reader never sees a part of it. Does not follow links.
-
-    Raises:
-        OSError: the file cannot be written. An earlier one is unchanged.
-    """
-    number, new = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with open(number, "w", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(text)
-        os.replace(new, path)
-    except BaseException:
-        os.unlink(new)
-        raise

@@ -28,6 +28,7 @@ from realign.engines.files.model_folder import (
     stop_tokens_in,
 )
 from realign.errors import ConfigError, DataError
+from realign.own_files import remove_file, replace_text
 
 logger = logging.getLogger(__name__)
 
@@ -276,7 +277,7 @@ def _name_class(folder: Path) -> None:
     config = read_object(folder / _CONFIG) or {}
     config |= {"tokenizer_class": "PreTrainedTokenizerFast", "auto_map": {"AutoTokenizer": [None, f"{MODULE}.{CLASS}"]}}
     _write_config(folder, config)
-    (folder / f"{MODULE}.py").write_text(_CODE, encoding="utf-8")
+    replace_text(folder / f"{MODULE}.py", _CODE)
 
 
 def _forget_class(folder: Path) -> None:
@@ -285,12 +286,12 @@ def _forget_class(folder: Path) -> None:
     if f"{MODULE}.{CLASS}" in json.dumps(config.get("auto_map")):
         del config["auto_map"]
         _write_config(folder, {**config, "tokenizer_class": "PreTrainedTokenizerFast"})
-        (folder / f"{MODULE}.py").unlink(missing_ok=True)
+        remove_file(folder / f"{MODULE}.py")
 
 
 def _write_config(folder: Path, config: Mapping[str, Any]) -> None:
     text = json.dumps(config, indent=2, ensure_ascii=False, sort_keys=True)
-    (folder / _CONFIG).write_text(f"{text}\n", encoding="utf-8")
+    replace_text(folder / _CONFIG, f"{text}\n")
 
 
 @runtime_checkable

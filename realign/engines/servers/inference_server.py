@@ -17,6 +17,7 @@ from realign.engines.servers.protocol import ServerFacts, Unavailable
 from realign.engines.servers.server_settings import LOCAL, ServerSettings
 from realign.engines.servers.weights import GUARD
 from realign.errors import ConfigError, TransientError
+from realign.own_files import open_regular
 
 KEYS = "REALIGN_SERVER_KEYS"
 """Environment variable with the API keys of servers: `host=key`, separated by commas. A key is sent to its host only,
@@ -215,7 +216,7 @@ class LaunchedServer:
         """
         self.log = log
         try:
-            with log.open("ab") as output:
+            with open_regular(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, "ab") as output:
                 self._process = subprocess.Popen(
                     [sys.executable, str(GUARD), *command],
                     # The guard ends the server at the end of this input, which also comes if this process is killed.

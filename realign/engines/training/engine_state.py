@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -23,6 +22,7 @@ from realign.engines.sampling.compiled.fusion import Fusion
 from realign.engines.training.stepper import Stepper
 from realign.engines.training.weights import WeightAverage
 from realign.errors import RunError
+from realign.own_files import copy_file
 
 OPTIONAL_PARTS = {"value_head": "a value head", "optimizer": "an optimizer", "ema": "averaged weights"}
 """Optional parts of an engine's state, and their names in messages."""
@@ -201,4 +201,4 @@ def copy_image_processor(tokenizer: Any, folder: Path) -> None:
                 stacklevel=2,
             )
             continue
-        shutil.copy(file, folder / name)
+        copy_file(Path(file), folder / name)

@@ -15,6 +15,7 @@ from typing import Any
 
 from realign.environments.adapters import imported
 from realign.errors import ConfigError
+from realign.own_files import replace_text
 from realign.safe_yaml import load_yaml
 
 
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str]) -> None:
     path, *given = arguments
     values = {name: load_yaml(value) for name, _, value in (part.partition("=") for part in given)}
     lines = [json.dumps(row, default=str) + "\n" for row in rows(**values)]
-    Path(path).write_text("".join(lines), encoding="utf-8")
+    replace_text(Path(path), "".join(lines))
 
 
 if __name__ == "__main__":

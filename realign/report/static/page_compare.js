@@ -16,7 +16,7 @@
     });
     const facts = [["folder", (run) => report.visible(run.key)], ["status", (run) => report.pill(run.status.state)], ["steps", (run) => report.number(run.metrics.step[run.metrics.step.length - 1])],
       ["duration", (run) => report.duration(run.metrics.seconds[run.metrics.seconds.length - 1])], ["warnings", (run) => report.number(run.warnings.length)],
-      ["commit", (run) => (run.info.git ? run.info.git.commit.slice(0, 8) + (run.info.git.changed.length ? " + changes" : "") : "–")]]
+      ["commit", (run) => (run.info.git ? run.info.git.commit.slice(0, 8) : "–")]]
       .map(([name, value]) => el("tr", {}, el("th", { scope: "row" }, name), runs.map((run) => el("td", { class: "number" }, value(run)))));
     const head = ["", ...report.names(runs).map((name, i) => [report.dot(runs[i]), report.visible(name)])];
     return el("div", {}, report.section("Metrics", "Last values, and the best where larger or smaller is known to be better. The best run is highlighted.",

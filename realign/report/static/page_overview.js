@@ -114,9 +114,7 @@
       ["Device", [(device.gpus || []).length ? device.gpus.join(", ") + " · " : "", device.machine, " · ",
         device.cpu_cores, " CPU cores · ", device.torch_threads, " torch threads"]],
       ["Versions", Object.entries(info.versions || {}).map(([name, v]) => el("span", { class: "tag" }, name + " " + v))],
-      ["Git", git ? [el("code", {}, git.commit.slice(0, 12)), " on ", report.visible(git.branch || "?"), git.changed.length
-        ? el("details", {}, el("summary", {}, report.plural(git.changed.length, "changed file")), el("ul", {}, git.changed.map((name) => el("li", {}, report.visible(name)))))
-        : " · no changed files"] : "no repository"],
+      ["Git", git ? [el("code", {}, git.commit.slice(0, 12)), " on ", report.visible(git.branch || "?")] : "no repository"],
     ].filter(([, value]) => value !== null && value !== undefined && value !== "");
     return report.section(named ? "Run " + run.key : "Run", null,
       el("dl", { class: "facts" }, entries.map(([name, value]) => [el("dt", {}, name), el("dd", {}, value)])));

@@ -19,14 +19,13 @@ import hashlib
 import json
 import os
 import re
-import secrets
-import shutil
 import stat
 import threading
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,8 +35,8 @@ from torch import Tensor
 
 from realign.engines.distributed.ranks import Ranks
 from realign.engines.distributed.shard_files import file_of, read_saved, shards_to_write
-from realign.engines.files.folders import make_folder, sync_folder
 from realign.errors import CheckpointError
+from realign.own_files import OwnFiles, make_folder, open_new, remove_scratch, set_aside, sync_folder
 from realign.runtime.checkpoint.serialize import Packed, Tree, pack, read_tensors, unpack, write_tensors
 from realign.version import installed_version
 
@@ -227,9 +226,6 @@ def rendered_manifest(manifest: dict[str, Any]) -> bytes:
     return json.dumps(signed, sort_keys=True, indent=2).encode() + b"\n"
 
 
-LEFTOVER = re.compile(r"\.(step_[0-9]+)\.\w+")
-
-
 def write_checkpoint(folder: Path, step: int, tree: Tree) -> Checkpoint:
     """Write `folder/step_<step>`, and replace an existing checkpoint of the same step.
 
@@ -254,9 +250,7 @@ def begin(folder: Path, step: int) -> Path:
         raise ValueError(f"step={step}: must be at least 0")
     make_folder(folder)
     remove_leftovers(folder)
-    temporary = folder / f".{folder_name(step)}.{secrets.token_hex(4)}"
-    temporary.mkdir()
-    return temporary
+    return OwnFiles(folder).scratch(folder_name(step))
 
 
 def write_packed(folder: Path, step: int, packed: Packed, begun: UnfinishedCheckpoint | None = None) -> Checkpoint:
@@ -268,7 +262,7 @@ def write_packed(folder: Path, step: int, packed: Packed, begun: UnfinishedCheck
         _fill(begun, step, packed)
         return _publish(begun.folder, folder, step)
     except BaseException:
-        shutil.rmtree(begun.folder, ignore_errors=True)
+        remove_scratch(begun.folder)
         raise
 
 
@@ -296,16 +290,22 @@ def facts_of(path: Path) -> dict[str, Any]:
 
 def _publish(temporary: Path, folder: Path, step: int) -> Checkpoint:
     """Rename a complete folder to its final name. An older checkpoint of the step stays readable until then."""
-    path = folder / folder_name(step)
-    aside = folder / f".{path.name}.{REPLACED}"
+    name, own = folder_name(step), OwnFiles(folder)
+    path, aside = folder / name, folder / f".{name}.{REPLACED}"
+    if (stranger := own.stranger(name)) is not None:
+        warnings.warn(f"{stranger} was not written by a run, so {path} was moved to {set_aside(path)}.", stacklevel=2)
+    own.record(name, temporary)
     # a kill between the two renames leaves only `aside`, which `list_checkpoints` reads and `remove_leftovers` spares
-    if path.exists():
+    replaces = path.exists()
+    if replaces:
         path.rename(aside)
     temporary.rename(path)
     sync_folder(folder)
     # this may be the first checkpoint, whose folder `checkpoints` is new itself
     sync_folder(folder.parent)
-    shutil.rmtree(aside, ignore_errors=True)
+    if replaces:
+        with suppress(OSError):
+            own.remove(name, aside.name)
     return Checkpoint(path, step)
 
 
@@ -313,8 +313,7 @@ class HashedFile:
     """A new file that is hashed while it is written, and synced to disk when it is closed."""
 
     def __init__(self, path: Path) -> None:
-        # `x` neither overwrites a file nor follows a link
-        self._file = path.open("xb")
+        self._file = open_new(path)
         self._hash = hashlib.sha256()
         self._bytes = 0
 
@@ -339,23 +338,15 @@ class HashedFile:
         return {"bytes": self._bytes, "sha256": self._hash.hexdigest()}
 
 
-def remove(checkpoint: Checkpoint) -> None:
-    """Remove a checkpoint. Rename it first, so that an interrupted removal does not leave a corrupt checkpoint."""
-    aside = checkpoint.path.with_name(f".{folder_name(checkpoint.step)}.removed")
-    shutil.rmtree(aside, ignore_errors=True)
-    checkpoint.path.rename(aside)
-    shutil.rmtree(aside)
-
-
 def remove_leftovers(folder: Path) -> None:
     """Remove the temporary folders of writes that were interrupted."""
-    for path in folder.iterdir() if folder.is_dir() else []:
-        match = LEFTOVER.fullmatch(path.name)
-        if match is None or path.is_symlink() or not path.is_dir():
-            continue
-        if path.name.endswith(f".{REPLACED}") and not (folder / match[1]).exists():
-            continue  # the only complete checkpoint of its step
-        shutil.rmtree(path, ignore_errors=True)
+    own = OwnFiles(folder)
+    for path in own.scratches():
+        remove_scratch(path)
+    for path in folder.glob(f".step_*.{REPLACED}"):
+        name = path.name[1 : -len(REPLACED) - 1]
+        if (folder / name).exists():  # else it is the only complete checkpoint of its step
+            own.remove(name, path.name)
 
 
 class CheckpointWriter:
@@ -438,7 +429,7 @@ class CheckpointWriter:
             written = self._ranks.gather(self._ranks.together(write))
         except BaseException:
             if self._ranks.leader:
-                shutil.rmtree(folder, ignore_errors=True)
+                remove_scratch(folder)
             raise
         return UnfinishedCheckpoint(folder, {name: facts for of_rank in written for name, facts in of_rank.items()})
 
@@ -478,11 +469,15 @@ class CheckpointWriter:
             self._failures.append(f"Checkpoints that are no longer needed could not be removed ({error}).")
 
     def _remove_old(self, step: int, best: int | None) -> None:
-        checkpoints = list_checkpoints(self._folder)
+        checkpoints, own = list_checkpoints(self._folder), OwnFiles(self._folder)
         needed = [c for c in checkpoints if c.step <= step][-self._keep :] + [c for c in checkpoints if c.step == best]
         for checkpoint in checkpoints:
-            if checkpoint not in needed:
-                remove(checkpoint)
+            if checkpoint in needed:
+                continue
+            path = checkpoint.path
+            if (stranger := own.remove(folder_name(checkpoint.step), path.name)) is not None:
+                aside = set_aside(path)  # or `resume=auto` could find it
+                self._failures.append(f"{stranger} was not written by this run, so {path} was moved to {aside}.")
 
 
 def failed_write(step: int, why: Exception) -> str:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from realign.engines.files.folders import replace_text
 from realign.errors import ConfigError, ExitCode
+from realign.own_files import OwnFiles, read_regular, replace_text
 from realign.runtime.checkpoint.folder import CHECKPOINTS, list_checkpoints
 
 NAME = "last_failure.json"
@@ -73,15 +73,16 @@ def record_end(output_dir: Path, exit_code: int, message: str = "", attempt: str
         return None
     try:
         if exit_code == ExitCode.success:
-            (output_dir / NAME).unlink(missing_ok=True)
+            OwnFiles(output_dir).remove(NAME)
             return None
         before = last_failure(output_dir)
         # several ranks of one attempt can fail for one reason, which is one failure
         if before is not None and attempt and before.attempt == attempt:
             return before
         failure = _next(output_dir, before, LastFailure(0, "", int(exit_code), message, 1, attempt))
+        OwnFiles(output_dir).claim(NAME)
         replace_text(output_dir / NAME, json.dumps(dataclasses.asdict(failure), indent=2) + "\n")
-    except OSError as error:
+    except (OSError, ConfigError) as error:
         warnings.warn(f"{output_dir / NAME} could not be written ({error}). The failure is not recorded.", stacklevel=2)
         return None
     return failure
@@ -89,11 +90,8 @@ def record_end(output_dir: Path, exit_code: int, message: str = "", attempt: str
 
 def last_failure(output_dir: Path) -> LastFailure | None:
     """Return the recorded failure of a run; None if there is none, or if the file is damaged."""
-    path = output_dir / NAME
     try:
-        if not path.is_file():  # for example a pipe, which would block
-            return None
-        record = json.loads(path.read_bytes())
+        record = json.loads(read_regular(output_dir / NAME, 1 << 20))
         return LastFailure(
             int(record["step"]),
             str(record["time"]),
@@ -102,7 +100,7 @@ def last_failure(output_dir: Path) -> LastFailure | None:
             int(record["count"]),
             str(record.get("attempt", "")),
         )
-    except (OSError, ValueError, TypeError, LookupError, RecursionError):
+    except (ValueError, TypeError, LookupError, RecursionError, OverflowError):
         return None
 
 

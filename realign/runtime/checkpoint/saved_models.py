@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from realign.engines.distributed.ranks import Ranks
-from realign.engines.files.folders import refuse_link, remove_folder, save_folder, sync_folder, sync_tree
-from realign.errors import CheckpointError, ConfigError, RunError, TransientError
+from realign.engines.files.folders import save_folder
+from realign.errors import CheckpointError, ConfigError, TransientError
+from realign.own_files import OwnFiles, refuse_link, replace_text
 from realign.runtime.checkpoint.folder import facts_of
 from realign.runtime.checkpoint.schema import SAVED
 
@@ -26,13 +27,6 @@ def hashes_of(folder: Path) -> dict[str, Any]:
     """Return size and sha256 of every file below a folder, by relative path."""
     files = (path for path in sorted(folder.rglob("*")) if path.is_file() and not path.is_symlink())
     return {path.relative_to(folder).as_posix(): facts_of(path) for path in files}
-
-
-def settle(folder: Path) -> dict[str, Any]:
-    """Sync a folder to disk, whatever engine wrote it, and return `hashes_of` it."""
-    sync_tree(folder)
-    sync_folder(folder.parent)
-    return hashes_of(folder)
 
 
 def damage_of(folder: Path, files: Mapping[str, Any] | None) -> str | None:
@@ -63,7 +57,7 @@ def damage_of(folder: Path, files: Mapping[str, Any] | None) -> str | None:
 
 @dataclass
 class Saves:
-    """The saved models of a run: folders `step_000050`, ... and `best`.
+    """The saved models of a run: folders `step_000050`, ..., `best` and `final`.
 
     Attributes:
         folder: Folder that contains the saved folders.
@@ -97,11 +91,20 @@ class Saves:
         self._keep_best(step, metrics)
         if not self.every_steps or step == 0 or step % self.every_steps or last:
             return
-        if not self._written(name := f"step_{step:06d}"):
+        if not self._saved(name := f"step_{step:06d}"):
             return
         self._made.append(self.folder / name)
         while self.keep is not None and len(self._made) > self.keep:
             self._remove(self._made.pop(0))
+
+    def final(self) -> None:
+        """Save the models of the last step.
+
+        Raises:
+            OSError: they cannot be written.
+        """
+        if (problem := self._write(FINAL)) is not None:
+            raise problem
 
     def state_dict(self) -> dict[str, Any]:
         """Return the saved folders, the known metrics, and the best value with its metric."""
@@ -135,19 +138,22 @@ class Saves:
         return self.folder / name
 
     def _remove(self, path: Path) -> None:
-        """Delete a folder of models, if it exists. Raise an error if it is not a direct child of the run's folder."""
+        """Remove a folder of models, if it exists and contains nothing else."""
         refuse_link(path)
-        if not path.exists():
-            return
-        if not SAVED.fullmatch(path.name) or path.resolve().parent != self.folder.resolve():
-            raise RunError(f"{str(path)!r} is not a folder of models in {str(self.folder)!r}. It was not removed.")
-        remove_folder(path)
+        if (stranger := OwnFiles(self.folder).remove(path.name)) is not None:
+            warnings.warn(f"{stranger} was not written by this run, so {path} was not removed.", stacklevel=3)
 
-    def _written(self, name: str, record: Mapping[str, Any] | None = None) -> bool:
+    def _saved(self, name: str, record: Mapping[str, Any] | None = None) -> bool:
         """Write the models of all roles and `record` into a new folder.
 
         On failure, such as a full disk, warn, leave no partial folder and return False.
         """
+        if (problem := self._write(name, record)) is not None:
+            warnings.warn(f"{problem}. Training continues without this save.", stacklevel=3)
+        return problem is None
+
+    def _write(self, name: str, record: Mapping[str, Any] | None = None) -> OSError | TransientError | None:
+        """Write the models of all roles and `record` into a new folder, and return the error if that failed."""
         path, begun = self.folder / name, False
 
         def fill(folder: Path) -> None:
@@ -158,22 +164,19 @@ class Saves:
             begun = self.ranks.broadcast(True)
             self.write(folder)
             if record is not None:
-                (folder / f"{name}.json").write_text(json.dumps(record) + "\n", encoding="utf-8")
+                replace_text(folder / f"{name}.json", json.dumps(record) + "\n")
 
-        problem = None
+        problem: OSError | TransientError | None = None
         try:
             if self.ranks.leader:
-                save_folder(path, fill)
+                save_folder(path, fill, OwnFiles(self.folder))
             elif self.ranks.broadcast(False):
                 self.write(path)
         except (OSError, TransientError) as error:
-            problem = str(error)
+            problem = error
             if self.ranks.leader and not begun:
                 self.ranks.broadcast(False)
-        problem = self.ranks.broadcast(problem)
-        if problem is not None:
-            warnings.warn(f"{problem}. Training continues without this save.", stacklevel=3)
-        return problem is None
+        return self.ranks.broadcast(problem)
 
     def _keep_best(self, step: int, metrics: Mapping[str, float]) -> None:
         if self.best is None:
@@ -192,5 +195,5 @@ class Saves:
         if step == 0 or not height > self._record:  # untrained models are not saved
             return
         # a save that failed is no record: the next step that beats the earlier one tries again
-        if self._written("best", {"step": step, "metric": metric, "value": value}):
+        if self._saved("best", {"step": step, "metric": metric, "value": value}):
             self._record, self.best_step = height, step

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 from realign.api import Panel
+from realign.own_files import make_folder, replace_bytes
 from realign.runtime.metrics.shown_metrics import EVALUATION, with_held_out
 
 TRAINING, HELD_OUT = "#2456c4", "#c2551d"
@@ -115,7 +117,7 @@ def draw_curves(phases: Mapping[str, Sequence[Record]], path: Path, *, title: st
         raise ValueError(f"No curves for {title!r}: none of the metrics of the panels were recorded.")
     columns = 2 if len(drawn) in (2, 4) else min(3, len(drawn))
     rows = -(-len(drawn) // columns)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     with rc_context(dict(SETTINGS)):
         figure = Figure(figsize=(4.6 * columns, 3.1 * rows + 0.5), layout="constrained")
         figure.suptitle(title, parse_math=False)
@@ -124,7 +126,9 @@ def draw_curves(phases: Mapping[str, Sequence[Record]], path: Path, *, title: st
             ax.set_visible(False)
         for ax, (panel, lines) in zip(axes, drawn, strict=False):
             _draw_panel(ax, panel, lines, phases)
-        figure.savefig(path)
+        picture = BytesIO()
+        figure.savefig(picture, format=path.suffix[1:] or None)
+    replace_bytes(path, picture.getvalue())
     return path
 
 

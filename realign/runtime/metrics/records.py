@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import math
 import os
@@ -15,8 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Protocol, Self
 
-from realign.engines.files.folders import open_regular
 from realign.errors import ConfigError
+from realign.own_files import make_folder, open_regular
 from realign.runtime.checkpoint.folder import Start
 from realign.runtime.checkpoint.schema import RECORDS
 
@@ -118,7 +119,7 @@ class JsonLinesWriter:
                 return
         except FileNotFoundError:
             pass
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(self.path.parent)
         reopened = _opened(self.path)
         self._file.close()
         self._file, self._torn_at = reopened, None
@@ -228,7 +229,8 @@ class Records:
                 # before the copy, since the copy is what the run continues
                 _compare(source, size, state["sha256"][name], start.step)
             if not start.own and os.path.lexists(source):
-                with (folder / source.name).open("wb") as copy:
+                flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+                with io.BufferedWriter(open_regular(folder / source.name, flags, "wb")) as copy:
                     copy.writelines(prefix(source, size))
 
 

@@ -14,8 +14,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
-from realign.engines.files.folders import open_regular
 from realign.errors import ConfigError, RealignError
+from realign.own_files import open_regular
 
 NAME = "realign.log"
 PACKAGE = "realign"

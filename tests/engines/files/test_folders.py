@@ -14,17 +14,13 @@ import pytest
 from realign.engines.files.folders import (
     check_name,
     check_run_folder,
-    make_folder,
-    open_regular,
-    refuse_link,
-    remove_folder,
     restore_interrupted_saves,
     save_folder,
-    sync_tree,
     write_state,
 )
 from realign.engines.files.model_folder import check_path
 from realign.errors import ConfigError, DataError, TransientError
+from realign.own_files import FILES, OwnFiles, refuse_link
 from tests.disk import OTHERS, DiskLog
 
 
@@ -114,7 +110,7 @@ def test_only_a_full_disk_is_an_error_that_a_restart_can_fix(tmp_path, code, tra
     assert isinstance(pickle.loads(pickle.dumps(caught.value)), type(caught.value))
 
 
-def test_a_folder_is_replaced_as_a_whole_or_not_at_all(tmp_path):
+def test_a_folder_of_the_run_is_replaced_as_a_whole_or_not_at_all(tmp_path):
     def write(text):
         def into(new):
             new.mkdir()
@@ -123,13 +119,29 @@ def test_a_folder_is_replaced_as_a_whole_or_not_at_all(tmp_path):
 
         return into
 
-    save_folder(tmp_path / "actor", write("one"))
+    own = OwnFiles(tmp_path)
+    save_folder(tmp_path / "best", write("one"), own)
     with pytest.raises(AssertionError, match="disk full"):
-        save_folder(tmp_path / "actor", write("bad"))
-    assert (tmp_path / "actor" / "weights").read_text() == "one"
-    save_folder(tmp_path / "actor", write("two"))
-    assert (tmp_path / "actor" / "weights").read_text() == "two"
-    assert [path.name for path in tmp_path.iterdir()] == ["actor"]
+        save_folder(tmp_path / "best", write("bad"), own)
+    assert (tmp_path / "best" / "weights").read_text() == "one"
+    save_folder(tmp_path / "best", write("two"), own)
+    assert (tmp_path / "best" / "weights").read_text() == "two"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["best", FILES]
+
+
+def test_a_folder_with_files_of_somebody_else_is_moved_and_an_empty_one_replaced(tmp_path):
+    (tmp_path / "final").mkdir()
+    own = OwnFiles(tmp_path)
+    save_folder(tmp_path / "final", lambda new: model(new, "one"), own)
+    (tmp_path / "final" / "README.md").write_text("mine")
+    with pytest.warns(UserWarning, match=r"README.md was not written by this run, so .*final was moved to .*final\.1"):
+        save_folder(tmp_path / "final", lambda new: model(new, "two"), own)
+    (tmp_path / FILES).unlink()
+    with pytest.warns(UserWarning, match=r"moved to .*final\.2"):
+        save_folder(tmp_path / "final", lambda new: model(new, "three"))  # somebody's path, without a run
+    texts = {path.name: (path / "weights").read_text() for path in tmp_path.glob("final*")}
+    assert texts == {"final.1": "one", "final.2": "two", "final": "three"}
+    assert (tmp_path / "final.1" / "README.md").read_text() == "mine"
 
 
 def model(folder: Path, text: str) -> None:
@@ -137,11 +149,11 @@ def model(folder: Path, text: str) -> None:
     (folder / "weights").write_text(text)
 
 
-@pytest.mark.parametrize("name", ["final", "best", "step_000003", "step_1000000", "final/actor", "best/actor.b_ema"])
+@pytest.mark.parametrize("name", ["final", "best", "step_000003", "step_1000000"])
 @pytest.mark.parametrize("state", ["writing", "between the renames", "after the renames"])
 def test_an_interrupted_save_leaves_the_old_or_the_new_folder_and_nothing_else(tmp_path, name, state):
     target = tmp_path / name
-    scratch = target.with_name(f".{target.name}.ab12_xyz")
+    scratch = OwnFiles(tmp_path).scratch(name)
     if state != "between the renames":
         model(target, "new" if state == "after the renames" else "old")
     if state != "after the renames":
@@ -152,57 +164,57 @@ def test_an_interrupted_save_leaves_the_old_or_the_new_folder_and_nothing_else(t
         warnings.simplefilter("always")
         restore_interrupted_saves(tmp_path)
     assert (target / "weights").read_text() == ("new" if state == "after the renames" else "old")
-    assert [path.name for path in target.parent.iterdir()] == [target.name]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([target.name, FILES])
     assert ["was restored" in str(w.message) for w in told] == [True] * (state == "between the renames")
 
 
-def test_an_interrupted_removal_is_finished(tmp_path):
-    model(tmp_path / ".step_000002.removed", "x")
-    model(tmp_path / "step_000003", "x")
-    restore_interrupted_saves(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["step_000003"]
-
-
-def test_a_removal_that_is_interrupted_leaves_no_partial_model(tmp_path, monkeypatch):
-    model(tmp_path / "step_000002", "x")
+def test_an_interrupted_removal_leaves_no_partial_model_and_is_finished_later(tmp_path, monkeypatch):
+    own = OwnFiles(tmp_path)
+    save_folder(tmp_path / "step_000002", lambda new: model(new, "x"), own)
 
     def interrupted(path, **options):
-        if path.exists():
-            (path / "weights").unlink()
-            raise KeyboardInterrupt
+        (path / "weights").unlink()
+        raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            remove_folder(tmp_path / "step_000002")
+            own.remove("step_000002")
     assert not (tmp_path / "step_000002").exists()
     restore_interrupted_saves(tmp_path)
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == [FILES]
 
 
-@pytest.mark.parametrize("name", [".git", ".cache.abcdefgh", ".notes.removed", ".final.short", ".final.abcdefgh1"])
-def test_other_hidden_folders_stay(tmp_path, name):
+@pytest.mark.parametrize(
+    "name", [".git", ".final.abcdefgh", ".final.removed", ".final.0123abcd", ".step_000001.0123abcd"]
+)
+def test_hidden_folders_that_no_run_made_stay(tmp_path, name):
     model(tmp_path / name, "mine")
-    (tmp_path / ".final.ab12_xyz").write_text("a file")
+    OwnFiles(tmp_path).scratch("best")
     restore_interrupted_saves(tmp_path)
     assert (tmp_path / name / "weights").exists()
-    assert (tmp_path / ".final.ab12_xyz").exists()
+    assert not list(tmp_path.glob(".best.*"))
 
 
 def test_links_are_neither_restored_nor_followed(tmp_path):
     model(tmp_path / "elsewhere" / "old", "mine")
     run = tmp_path / "run"
-    (run / ".final.ab12_xyz").mkdir(parents=True)
-    (run / ".final.ab12_xyz" / "old").symlink_to(tmp_path / "elsewhere" / "old")
-    (run / ".best.ab12_xyz").symlink_to(tmp_path / "elsewhere")
+    for name in ("final", "best"):
+        scratch = OwnFiles(run).scratch(name)
+        if name == "best":
+            scratch.rmdir()
+            scratch.symlink_to(tmp_path / "elsewhere")
+        else:
+            (scratch / "old").symlink_to(tmp_path / "elsewhere" / "old")
     (run / "step_000001").symlink_to(tmp_path / "elsewhere")
     restore_interrupted_saves(run)
-    assert sorted(path.name for path in run.iterdir()) == [".best.ab12_xyz", "step_000001"]
+    assert sorted(path.name[:5] for path in run.iterdir()) == [".best", FILES[:5], "step_"]
     assert (tmp_path / "elsewhere" / "old" / "weights").exists()
 
 
 def test_a_rename_that_fails_brings_the_old_folder_back(tmp_path, monkeypatch):
-    save_folder(tmp_path / "best", lambda folder: model(folder, "one"))
+    own = OwnFiles(tmp_path)
+    save_folder(tmp_path / "best", lambda folder: model(folder, "one"), own)
     rename, calls = os.rename, []
 
     def fails_second(source, target, **options):
@@ -213,9 +225,9 @@ def test_a_rename_that_fails_brings_the_old_folder_back(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "rename", fails_second)
     with pytest.raises(KeyboardInterrupt):
-        save_folder(tmp_path / "best", lambda folder: model(folder, "two"))
+        save_folder(tmp_path / "best", lambda folder: model(folder, "two"), own)
     assert (tmp_path / "best" / "weights").read_text() == "one"
-    assert [path.name for path in tmp_path.iterdir()] == ["best"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["best", FILES]
 
 
 @pytest.mark.parametrize(
@@ -261,9 +273,10 @@ def test_a_saved_folder_is_synced_file_by_file_before_its_rename_and_its_parents
 
 
 def test_a_folder_that_is_replaced_is_synced_too(tmp_path, monkeypatch):
-    save_folder(tmp_path / "best", write_model)
+    own = OwnFiles(tmp_path)
+    save_folder(tmp_path / "best", write_model, own)
     log = DiskLog(monkeypatch)
-    save_folder(tmp_path / "best", write_model)
+    save_folder(tmp_path / "best", write_model, own)
     published = log.renamed_to(tmp_path / "best")
     assert log.last_sync(tmp_path / "best" / "weights") < published
     assert log.last_sync(tmp_path) > published
@@ -274,47 +287,3 @@ def test_the_state_of_an_interface_is_synced_before_its_rename(tmp_path, monkeyp
     write_state(tmp_path, {"gain": 1.0})
     file = tmp_path / "interface_state.json"
     assert log.last_sync(file) < log.renamed_to(file) < log.last_sync(tmp_path)
-
-
-def test_links_are_not_followed_when_a_tree_is_synced(tmp_path, monkeypatch):
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "tree").mkdir()
-    (tmp_path / "tree" / "link").symlink_to(tmp_path / "elsewhere")
-    (tmp_path / "tree" / "nowhere").symlink_to(tmp_path / "missing")
-    log = DiskLog(monkeypatch)
-    sync_tree(tmp_path / "tree")
-    assert log.last_sync(tmp_path / "elsewhere") == -1
-    assert log.last_sync(tmp_path / "tree") >= 0
-
-
-def test_created_parents_are_synced(tmp_path, monkeypatch):
-    log = DiskLog(monkeypatch)
-    make_folder(tmp_path / "a" / "b")
-    assert log.last_sync(tmp_path) >= 0
-    assert log.last_sync(tmp_path / "a") >= 0
-    make_folder(tmp_path / "a" / "b")
-
-
-@pytest.mark.parametrize("flags", [os.O_RDONLY, os.O_WRONLY | os.O_CREAT | os.O_APPEND], ids=["read", "append"])
-@pytest.mark.parametrize("kind", OTHERS)
-def test_what_is_no_regular_file_is_refused_at_once(kind, flags, tmp_path):
-    (tmp_path / "there").write_text("secret")
-    os.mkfifo(tmp_path / "queue")
-    OTHERS[kind](tmp_path / "file")
-    with pytest.raises(ConfigError, match=r"file' is not a regular file\. Remove it, or choose another output_dir"):
-        open_regular(tmp_path / "file", flags, "rb" if flags == os.O_RDONLY else "ab")
-    assert (tmp_path / "there").read_text() == "secret"
-
-
-def test_a_device_is_refused():
-    with pytest.raises(ConfigError, match="'/dev/zero' is not a regular file"):
-        open_regular(Path("/dev/zero"), os.O_RDONLY, "rb")
-
-
-def test_a_regular_file_is_opened_and_a_missing_one_stays_an_os_error(tmp_path):
-    with open_regular(tmp_path / "new", os.O_WRONLY | os.O_CREAT | os.O_APPEND, "ab") as file:
-        file.write(b"x")
-    with open_regular(tmp_path / "new", os.O_RDONLY, "rb") as file:
-        assert file.read() == b"x"
-    with pytest.raises(FileNotFoundError):
-        open_regular(tmp_path / "missing", os.O_RDONLY, "rb")

@@ -3,9 +3,11 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import warnings
 
 import pytest
 
+from realign.own_files import OwnFiles
 from realign.runtime.checkpoint import folder
 from realign.runtime.checkpoint.folder import CheckpointWriter, HashedFile, list_checkpoints, newest, write_checkpoint
 from tests.runtime.checkpoint.trees import is_tree, names, refuse, tree, written
@@ -19,12 +21,12 @@ def test_leftovers_go_at_the_next_start_and_the_next_write_and_nothing_else(tmp_
     written(folder, 1)
 
     def leave():
-        (folder / ".step_000002.0a1b").mkdir()
-        (folder / ".step_000002.0a1b" / "state.json").write_text("{")
+        (OwnFiles(folder).scratch("step_000002") / "state.json").write_text("{")
 
     (folder / ".step_000003.link").symlink_to(outside)
-    (folder / ".git").mkdir()
-    stays = [".git", ".step_000003.link", "step_000001"]
+    for name in (".git", ".step_000003.0123abcd"):  # not in the list of the folder
+        (folder / name).mkdir()
+    stays = [".git", ".step_000003.0123abcd", ".step_000003.link", "step_000001"]
     leave()
     CheckpointWriter(folder, keep=2)
     assert names(folder) == stays
@@ -159,11 +161,30 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_no_failed_write(tmp_path, m
     written(tmp_path, 1)
     writer = CheckpointWriter(tmp_path, keep=1)
 
-    def stuck(path, **_):
-        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+    def stuck(own, *names):
+        raise PermissionError(errno.EACCES, "Permission denied", names[0])
 
-    monkeypatch.setattr(folder, "remove", stuck)
+    monkeypatch.setattr(OwnFiles, "remove", stuck)
     writer.write(2, tree(2))
     writer.close()
     assert "no longer needed could not be removed" in writer.failed()[0]
+    assert is_tree(newest(tmp_path, refuse)[1], 2)
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_checkpoint_with_a_file_of_somebody_else_gets_another_name(tmp_path, step):
+    """So `resume=auto` doesn't find it, and nothing is lost."""
+    writer = CheckpointWriter(tmp_path, keep=1)
+    writer.write(1, tree(1))
+    writer.close()
+    (tmp_path / "step_000001" / "notes.txt").write_text("mine")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        writer.write(step, tree(2))
+        writer.close()
+    [message] = writer.failed() or [str(warning.message) for warning in told]
+    assert "notes.txt was not written by" in message
+    assert "was moved to" in message
+    assert names(tmp_path) == sorted(["step_000001.1", f"step_{step:06d}"])
+    assert (tmp_path / "step_000001.1" / "notes.txt").read_text() == "mine"
     assert is_tree(newest(tmp_path, refuse)[1], 2)

@@ -8,7 +8,9 @@ from datetime import datetime, timedelta
 import pytest
 
 from realign.errors import ConfigError, RunError
+from realign.own_files import FILES, OwnFiles
 from realign.runtime.checkpoint.last_failure import NAME, last_failure, record_end, recorder
+from tests.disk import OTHERS
 
 
 def checkpointed(run, step):
@@ -39,6 +41,7 @@ def test_a_configuration_error_is_not_recorded(tmp_path):
 
 
 def test_a_record_of_an_earlier_version_without_an_attempt_is_counted(tmp_path):
+    OwnFiles(tmp_path).claim(NAME)
     (tmp_path / NAME).write_text('{"step": 0, "time": "", "exit_code": 75, "message": "disk full", "count": 2}')
     assert record_end(tmp_path, 75, "disk full", "a1").count == 3
 
@@ -58,7 +61,7 @@ def test_the_file_contains_step_time_exit_code_message_count_and_attempt(tmp_pat
     assert datetime.fromisoformat(found.pop("time")).utcoffset() == timedelta(0)
     message = 'the judge at "http://x" does not answer: \ud800'
     assert found == {"step": 5, "exit_code": 75, "message": message, "count": 1, "attempt": "a1"}
-    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == [NAME]
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == [FILES, NAME]
 
 
 def test_success_removes_the_file_and_a_signal_leaves_it(tmp_path):
@@ -78,6 +81,7 @@ def test_a_run_without_a_folder_records_nothing(tmp_path):
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"step": 3}', '{"step": "x"}', "[" * 100000])
 def test_a_damaged_file_counts_as_none(tmp_path, text):
+    OwnFiles(tmp_path).claim(NAME)
     (tmp_path / NAME).write_text(text)
     assert last_failure(tmp_path) is None
     assert record_end(tmp_path, 75, "disk full").count == 1
@@ -93,17 +97,16 @@ def test_a_full_disk_gives_a_warning_and_keeps_the_earlier_record(tmp_path, monk
     with pytest.warns(UserWarning, match=r"last_failure\.json could not be written .*No space left"):
         assert record_end(tmp_path, 75, "disk full") is None
     assert last_failure(tmp_path) == failure
-    assert [path.name for path in tmp_path.iterdir()] == [NAME]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [FILES, NAME]
 
 
-def test_a_link_and_a_pipe_in_place_of_the_file_are_replaced(tmp_path):
-    run, other = tmp_path / "run", tmp_path / "precious"
-    run.mkdir()
-    other.write_text("precious")
-    (run / NAME).symlink_to(other)
-    assert record_end(run, 75, "disk full").count == 1
-    assert other.read_text() == "precious"
-    (run / NAME).unlink()
-    os.mkfifo(run / NAME)
-    assert record_end(run, 75, "disk full").count == 1
-    assert last_failure(run).count == 1
+@pytest.mark.parametrize("kind", OTHERS)
+def test_what_no_run_wrote_in_place_of_the_file_stays(tmp_path, kind):
+    (tmp_path / "there").write_text("precious")
+    os.mkfifo(tmp_path / "queue")
+    OTHERS[kind](tmp_path / NAME)
+    with pytest.warns(UserWarning, match="could not be written"):
+        assert record_end(tmp_path, 75, "disk full") is None
+    assert record_end(tmp_path, 0) is None
+    assert os.path.lexists(tmp_path / NAME)
+    assert (tmp_path / "there").read_text() == "precious"

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from realign.errors import CheckpointError, ConfigError
+from realign.own_files import FILES
 from realign.run_settings import CheckpointSpec
 from realign.runtime.checkpoint.saved_models import Saves
 
@@ -20,7 +21,7 @@ def saves(tmp_path, **settings):
 
 
 def names(tmp_path):
-    return sorted(p.name for p in tmp_path.iterdir())
+    return sorted(p.name for p in tmp_path.iterdir() if p.name != FILES)
 
 
 def test_the_last_ones_stay(tmp_path):
@@ -160,11 +161,11 @@ def test_a_link_is_refused_when_a_checkpoint_names_it_and_when_it_appears_later(
 
 
 def test_the_folder_of_the_run_may_be_a_link(tmp_path):
-    (tmp_path / "disk" / "step_000001").mkdir(parents=True)
+    (tmp_path / "disk").mkdir()
     (tmp_path / "run").symlink_to(tmp_path / "disk")
     kept = saves(tmp_path / "run", every_steps=1, keep=1)
-    kept.load_state_dict(state_of(["step_000001"]))
-    kept.after_step(2, {}, last=False)
+    for step in (1, 2):
+        kept.after_step(step, {}, last=False)
     assert names(tmp_path / "disk") == ["step_000002"]
 
 
@@ -198,3 +199,21 @@ def test_checkpoints_are_due_by_steps_or_minutes():
     assert spec.due(1, 120)
     assert not CheckpointSpec(every_minutes=None).due(1, 1e9)
     assert spec.describe() == "every 3 steps, every 2 minutes, at the end; keeps the last 2"
+
+
+def test_a_save_to_which_a_user_added_a_file_stays(tmp_path):
+    kept = saves(tmp_path, every_steps=1, keep=1)
+    kept.after_step(1, {}, last=False)
+    (tmp_path / "step_000001" / "actor" / "results.json").write_text("mine")
+    with pytest.warns(UserWarning, match=r"results\.json was not written .*step_000001 was not removed"):
+        kept.after_step(2, {}, last=False)
+    assert names(tmp_path) == ["step_000001", "step_000002"]
+
+
+def test_final_fails_with_the_error_of_the_disk(tmp_path):
+    def write(folder):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match=r"final was not saved: .*No space left"):
+        Saves(tmp_path, write).final()
+    assert names(tmp_path) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from realign.own_files import FILES
 from realign.runtime.checkpoint.folder import (
     write_checkpoint,
 )
@@ -24,7 +25,7 @@ def is_tree(found, step):
 
 
 def names(folder):
-    return sorted(path.name for path in folder.iterdir())
+    return sorted(path.name for path in folder.iterdir() if path.name != FILES)
 
 
 def written(folder, *steps):

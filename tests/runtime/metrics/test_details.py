@@ -18,7 +18,7 @@ from realign.errors import RunError
 from realign.run_settings import RecordSpec
 from realign.runtime import Async, CheckpointSpec, run
 from realign.runtime.metrics.details import Spans, SystemMonitor, pieces, token_records
-from realign.runtime.run_report import attempts_in, git_state
+from realign.runtime.run_report import attempts_in
 from realign.testing import random_batch
 from tests.tiny import save_tiny
 from tests.toys import experiment
@@ -180,7 +180,3 @@ def test_a_sample_of_the_load_has_cpu_and_memory():
     assert found["process_memory_gib"] > 0
     assert found["cpu_cores"] >= 1
     assert monitor.take() == []
-
-
-def test_the_git_state_of_a_folder_without_a_repository_is_unknown(tmp_path):
-    assert git_state(tmp_path) is None

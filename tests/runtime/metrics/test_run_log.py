@@ -77,11 +77,9 @@ def test_a_full_disk_and_a_missing_folder_do_not_matter(tmp_path):
 def test_a_link_in_place_of_the_log_or_the_summary_is_not_followed(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "precious").write_text("precious")
-    (tmp_path / "run" / "summary.json").symlink_to(tmp_path / "precious")
-    run(experiment(tmp_path, overwrite=True))
-    assert (tmp_path / "precious").read_text() == "precious"
-    (tmp_path / "run" / "realign.log").unlink()
-    (tmp_path / "run" / "realign.log").symlink_to(tmp_path / "precious")
-    with pytest.raises(ConfigError, match=r"realign\.log' is a link"):
-        run(experiment(tmp_path, overwrite=True))
+    for name in ("summary.json", "realign.log"):
+        (tmp_path / "run" / name).symlink_to(tmp_path / "precious")
+        with pytest.raises(ConfigError, match=f"{name}' is a link"):
+            run(experiment(tmp_path, overwrite=True))
+        (tmp_path / "run" / name).unlink()
     assert (tmp_path / "precious").read_text() == "precious"

@@ -9,6 +9,7 @@ writable by other users.
 from __future__ import annotations
 
 import ctypes
+import errno
 import hashlib
 import os
 import platform
@@ -21,7 +22,8 @@ from pathlib import Path
 
 import torch
 
-from realign.cache_folder import cache_folder, why_not_private
+from realign.cache_folder import cache_folder
+from realign.own_files import replace_bytes, why_not_private
 
 SOURCE = Path(__file__).with_name("decode_step.cpp")
 
@@ -73,7 +75,7 @@ def open_library(folder: Path) -> ctypes.CDLL:
         try:
             return _declared(ctypes.CDLL(str(path)))
         except (OSError, AttributeError):  # damaged: build it again
-            path.unlink(missing_ok=True)
+            pass
     if compiler is None:
         names = os.environ.get("CXX") or ", ".join(COMPILERS)
         raise LibraryError(f"no C++ compiler is installed (tried {names})")
@@ -101,13 +103,15 @@ def _build(compiler: str, path: Path) -> None:
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         _check_private(path.parent)
-        # in the same folder, since a rename is atomic only within a file system
-        handle, name = tempfile.mkstemp(prefix=path.stem, suffix=".tmp", dir=path.parent)
-        os.close(handle)
+        if not os.access(path.parent, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
         raise LibraryError(
             f"{path.parent} is not writable ({error.strerror}). XDG_CACHE_HOME selects another folder"
         ) from error
+    scratch = tempfile.TemporaryDirectory()
+    name = str(Path(scratch.name, path.name))
+    Path(name).touch()
     try:
         command = [compiler, *FLAGS, str(SOURCE), "-o", name]
         process = subprocess.run(
@@ -117,14 +121,13 @@ def _build(compiler: str, path: Path) -> None:
             lines = [line for line in (process.stderr or process.stdout).splitlines() if line.strip()]
             first = next((line for line in lines if "error" in line), lines[0] if lines else "no message")
             raise LibraryError(f"{compiler} failed with exit code {process.returncode} ({first.strip()[:200]})")
-        os.chmod(name, 0o755)
-        os.replace(name, path)
+        replace_bytes(path, Path(name).read_bytes(), mode=0o700)
     except subprocess.TimeoutExpired as error:
         raise LibraryError(f"{compiler} did not finish within {TIMEOUT_S} s") from error
     except OSError as error:
         raise LibraryError(f"{compiler} could not run ({error})") from error
     finally:
-        Path(name).unlink(missing_ok=True)
+        scratch.cleanup()
 
 
 def _key(compiler: str | None) -> str:
