@@ -151,14 +151,25 @@ class ServerSampler:
         return generate_by_requests(self.submit, data, config, seed=seed)
 
     def update(self, source: WeightSource, version: int) -> None:
-        """See `Sampler.update`. The servers sample while the weights are written."""
+        """See `Sampler.update`. The servers sample while the weights are written.
+
+        If no server is left, the next call that samples says so: the step that trained the weights is complete, and
+        must not fail.
+        """
         with self._lock:
+            if self._error is not None:
+                return
             self._check_open()
         self._updates += 1
         self._learn_dtype()
         weights, probed = written(self._settings, source, self._folders, self._probe, self._updates)
         self._source = source
-        self._wait(self._pool.update(weights, version, probed))
+        try:
+            self._wait(self._pool.update(weights, version, probed))
+        except Exception:
+            if self._error is None:
+                raise
+            return
         self._folders.keep_only(weights.folder)
         self._check_sampled()
 

@@ -1,5 +1,7 @@
 """Whole runs with a server as sampler."""
 
+import itertools
+import json
 import threading
 import time
 from dataclasses import dataclass, field
@@ -16,6 +18,7 @@ from realign.engines.servers.vllm import Vllm
 from realign.errors import ConfigError, TransientError
 from realign.interfaces.grpo import GRPOActorInterface
 from realign.runtime import Async, CheckpointSpec, run
+from realign.runtime.checkpoint.folder import list_checkpoints
 from realign.runtime.rollout.spec import Sync
 from realign.runtime.rollout.staleness import Staleness
 from realign.runtime.run_experiment import _check_ranks
@@ -101,6 +104,30 @@ def test_a_run_without_any_server_stops_and_can_be_resumed(tmp_path, server):
     finally:
         other.close()
     assert len(result.series("reward")) == 5
+
+
+@pytest.mark.parametrize("rollout", [Sync(), Async(max_staleness=1)], ids=["sync", "async"])
+def test_servers_that_take_no_weights_of_a_complete_step_cost_none(tmp_path, server, rollout):
+    """The step that trained the weights is complete. The next one needs the servers."""
+
+    loads = itertools.count()
+
+    def tamper(path, body, answer):
+        return (500, {"error": "broken"}) if path == "/collective_rpc" and next(loads) >= 3 else answer
+
+    server.tamper = tamper
+    with pytest.raises(TransientError, match="no server worked for 1 seconds"):
+        run(experiment(tmp_path, server, patience_s=1.0, steps=6, rollout=rollout))
+    records = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    kept = list_checkpoints(tmp_path / "run" / "checkpoints")[-1].step
+    assert 0 < kept == records[-1] < 6
+    other = FakeServer("vllm", random_table(8, words=11))
+    try:
+        run(experiment(tmp_path, other, steps=6, rollout=rollout, resume="auto"))
+    finally:
+        other.close()
+    after = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert after == list(range(7))
 
 
 class OfRankZero(TrainsOnly):
