@@ -34,7 +34,7 @@ from stages import imitation, parsed  # the file beside this one
 
 from realign.api import GenerationConfig, ModelInterface
 from realign.api.environment import Response
-from realign.data import PromptData
+from realign.data import PromptData, Template
 from realign.demo.tiny import EOS, build_model, build_tokenizer, save, write_rows
 from realign.engines import SharedModel, TransformersModel
 from realign.engines.training.optimizer import OptimizerSpec
@@ -198,7 +198,7 @@ def experiments(folder: Path, task: Task, seed: int, sft_steps: int, steps: int)
     """Define SFT on the demonstrations, then GRPO with the adapter."""
     start = imitation("adapters", folder, seed, sft_steps)
     sampler, single = (GenerationConfig(n=n, max_new_tokens=task.max_new_tokens) for n in (8, 1))
-    scorer, rows = task.scorer(sampler), PromptData(str(folder / "task" / "rows.jsonl"))
+    scorer, rows = task.scorer(sampler), PromptData(str(folder / "task" / "rows.jsonl"), template=Template.plain)
     interfaces: dict[str, ModelInterface] = {
         "actor": GRPOActorInterface(generation=sampler, entropy_coef=0.01),
         task.role: scorer,

@@ -23,7 +23,7 @@ from rich.console import Console
 
 from realign.api import GenerationConfig, Panel
 from realign.api.environment import Response
-from realign.data import PromptData, SupervisedData
+from realign.data import PromptData, SupervisedData, Template
 from realign.demo.tiny import EOS, build_model, build_tokenizer, save, write_rows
 from realign.engines import SharedModel, TransformersModel
 from realign.engines.training.optimizer import OptimizerSpec
@@ -100,7 +100,7 @@ def experiments(folder: Path, seed: int, sft_steps: int, steps: int) -> tuple[Ex
         graph=sft.dataflow(),
         interfaces={"actor": sft.SFTInterface()},
         models={"actor": TransformersModel(str(task / "model"), optimizer=OptimizerSpec(lr=3e-3))},
-        data=SupervisedData(str(task / "demonstrations.jsonl")),
+        data=SupervisedData(str(task / "demonstrations.jsonl"), template=Template.plain),
         output_dir=folder / "sft",
         overwrite=True,
     )
@@ -121,9 +121,9 @@ def experiments(folder: Path, seed: int, sft_steps: int, steps: int) -> tuple[Ex
             "actor": TransformersModel(str(folder / "sft" / "final" / "actor"), optimizer=OptimizerSpec(lr=2e-4)),
             "agent": SharedModel(of="actor"),
         },
-        data=PromptData(str(task / "questions.jsonl")),
+        data=PromptData(str(task / "questions.jsonl"), template=Template.plain),
         evaluation=EpisodeEvaluation(
-            PromptData(str(task / "held_out.jsonl")),
+            PromptData(str(task / "held_out.jsonl"), template=Template.plain),
             every_steps=10,
             episodes=agent(GenerationConfig(max_new_tokens=10)),
         ),

@@ -22,7 +22,7 @@ from rich.console import Console
 
 from realign.api import GenerationConfig, Panel
 from realign.api.environment import Response
-from realign.data import PromptData, SupervisedData
+from realign.data import PromptData, SupervisedData, Template
 from realign.demo.tiny import EOS, build_model, build_tokenizer, save, write_rows
 from realign.engines import SharedModel, TransformersModel
 from realign.engines.training.optimizer import OptimizerSpec
@@ -98,14 +98,14 @@ def experiments(folder: Path, seed: int, sft_steps: int, steps: int) -> tuple[Ex
         graph=sft.dataflow(),
         interfaces={"actor": sft.SFTInterface()},
         models={"actor": TransformersModel(str(folder / "task" / "model"), optimizer=OptimizerSpec(lr=2e-3))},
-        data=SupervisedData(str(folder / "task" / "demonstrations.jsonl")),
+        data=SupervisedData(str(folder / "task" / "demonstrations.jsonl"), template=Template.plain),
         output_dir=folder / "sft",
         overwrite=True,
     )
     sampler = GenerationConfig(n=32, max_new_tokens=2)
     # Normalized within a group, games for a secret that is never found would all have an advantage of 0.
     over_batch = Normalization(mean=Scope.batch, std=Scope.batch)
-    games = PromptData(str(folder / "task" / "games.jsonl"))
+    games = PromptData(str(folder / "task" / "games.jsonl"), template=Template.plain)
 
     def player(n: int) -> EnvironmentInterface:
         one_turn = GenerationConfig(n=n, max_new_tokens=sampler.max_new_tokens)

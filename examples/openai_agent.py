@@ -24,7 +24,7 @@ from rich.console import Console
 from transformers import AutoTokenizer
 
 from realign.api import GenerationConfig
-from realign.data import PromptData
+from realign.data import PromptData, Template
 from realign.interfaces.agent import AgentInterface
 from realign.interfaces.grpo import GRPOActorInterface, dataflow
 from realign.runtime import EpisodeEvaluation, Experiment, RunResult, run
@@ -119,7 +119,7 @@ def with_agent(learn: Experiment, folder: Path, agent: str = AGENT) -> Experimen
         models=learn.models,
         data=learn.data,
         evaluation=EpisodeEvaluation(
-            PromptData(str(folder / "task" / "held_out.jsonl")),
+            PromptData(str(folder / "task" / "held_out.jsonl"), template=Template.plain),
             every_steps=10,
             episodes=player(GenerationConfig(max_new_tokens=10)),
         ),

@@ -23,7 +23,7 @@ from rich.console import Console
 from stages import imitation, parsed  # the file beside this one
 
 from realign.api import GenerationConfig, Panel
-from realign.data import PromptData
+from realign.data import PromptData, Template
 from realign.demo.tiny import EOS, build_model, build_tokenizer, save, write_rows
 from realign.engines import SharedModel, TransformersModel
 from realign.engines.training.optimizer import OptimizerSpec
@@ -150,9 +150,9 @@ def experiments(folder: Path, seed: int, sft_steps: int, steps: int) -> tuple[Ex
             "actor": TransformersModel(str(folder / "sft" / "final" / "actor"), optimizer=OptimizerSpec(lr=5e-4)),
             "agent": SharedModel(of="actor"),
         },
-        data=PromptData(str(folder / "task" / "games.jsonl")),
+        data=PromptData(str(folder / "task" / "games.jsonl"), template=Template.plain),
         evaluation=EpisodeEvaluation(
-            PromptData(str(folder / "task" / "winnable.jsonl")),
+            PromptData(str(folder / "task" / "winnable.jsonl"), template=Template.plain),
             every_steps=20,
             episodes=agent("against_perfect", 4),
         ),

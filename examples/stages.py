@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from realign.data import SupervisedData
+from realign.data import SupervisedData, Template
 from realign.engines import TransformersModel
 from realign.engines.training.optimizer import OptimizerSpec
 from realign.interfaces import sft
@@ -23,7 +23,7 @@ def imitation(name: str, folder: Path, seed: int, steps: int) -> Experiment:
         graph=sft.dataflow(),
         interfaces={"actor": sft.SFTInterface()},
         models={"actor": TransformersModel(str(folder / "task" / "model"), optimizer=OptimizerSpec(lr=2e-3))},
-        data=SupervisedData(str(folder / "task" / "demonstrations.jsonl")),
+        data=SupervisedData(str(folder / "task" / "demonstrations.jsonl"), template=Template.plain),
         output_dir=folder / "sft",
         overwrite=True,
     )

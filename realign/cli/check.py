@@ -36,6 +36,7 @@ from realign.runtime.metrics.samples import show_row, spoken
 from realign.runtime.resume import find_start
 from realign.runtime.run_checkpoints import check_frozen, frozen_weights, restore
 from realign.runtime.run_experiment import cluster_for, open_runtime
+from realign.text import visible
 
 ROWS = 2
 RESPONSES = 3  # responses shown per prompt
@@ -130,6 +131,8 @@ def preflight(experiment: Experiment, console: Console) -> None:
         held_out = sum(map(len, runtime.datasets.held_out.values()))
         others = f", {held_out:,} held out for evaluation" if held_out else ""
         say(f"\nData\n  {runtime.dataset.describe()}{others}")
+        if columns := experiment.data.describe_columns():
+            say(f"  {visible(columns)}")
         longest = longest_of_data(runtime)
         devices = estimate(settled, longest, free)
         if longest is not None:

@@ -131,13 +131,16 @@ class Context:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, row: Mapping[str, Any], tools_column: str | None) -> Context:
+    def of(cls, row: Mapping[str, Any], tools_column: str | None, used: Collection[str] = ()) -> Context:
         """Return the context of a row; `tools_column=""` leaves out its tools, and None recognizes them.
+
+        Columns in `used` have another meaning.
 
         Raises:
             DataError: two columns of the row have the same meaning.
         """
-        given = {name: row[name] for name in (*_SYSTEM, "history", *_TOOLS, *_OPTIONS) if is_given(row.get(name))}
+        names = (*_SYSTEM, "history", *_TOOLS, *_OPTIONS)
+        given = {name: row[name] for name in names if name not in used and is_given(row.get(name))}
         system = only_one(given, _SYSTEM, "ignored_columns")
         if tools_column is None:
             tools_column = only_one(given, _TOOLS, "tools_column")
@@ -147,10 +150,15 @@ class Context:
         )
         return cls(
             system=given[system] if system else "",
-            history=given.get("history", ()),
+            history=given["history"] if isinstance(given.get("history"), list) else (),
             tools=read_column(row, tools_column) if tools_column else None,
             options=own | {name: given[name] for name in _OPTIONS[1:] if name in given},
         )
+
+
+def beside_prompt(row: Mapping[str, Any], used: Collection[str]) -> list[str]:
+    """Return the columns of a row that belong to its prompt, besides those in `used`."""
+    return [name for name in (*CONTEXT, *_TOOLS, *_OPTIONS) if name not in used and is_given(row.get(name))]
 
 
 def check_context(row: Mapping[str, Any], used: Collection[str], text: str) -> None:

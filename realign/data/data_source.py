@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from realign.array_cache import key_of
 from realign.cells import read_column
-from realign.data.columns import Context, Row, check_context, is_given
+from realign.data.columns import Context, Row, beside_prompt, check_context, is_given
 from realign.data.dataset import Collected, Dataset, DataSpec, LoadReport, PackedDataset, collect_tables
 from realign.data.encoding import DroppedRow, Ending, LengthLimit, RowEncoder, RowText, TooLong
 from realign.data.excerpt import Excerpt
@@ -156,8 +156,8 @@ class DataSource(FileSource):
     ignored_columns: list[str] = field(default_factory=list)
     """Columns to read as if the rows had them not, such as `[system, input]`. Only reward functions still see them."""
     template: Template = Template.auto
-    """Prompt format: auto (chat messages use the tokenizer's chat template, and strings are plain text) | plain | chat
-    (a string becomes a user message)."""
+    """Prompt format: auto (chat messages use the tokenizer's chat template; strings are plain text, and an error if the
+    tokenizer has a chat template) | plain | chat (a string becomes a user message)."""
     prefix: str = ""
     """Put this before each prompt that is a string."""
     suffix: str = ""
@@ -310,7 +310,7 @@ class DataSource(FileSource):
         Raises:
             DataError: two columns of the row have the same meaning.
         """
-        return Context.of(row, self.columns(row).get("tools_column", self.tools_column))
+        return Context.of(row, self.columns(row).get("tools_column", self.tools_column), self._used(row))
 
     def values(self, row: Row) -> dict[str, Any]:
         """Return the values of the columns of a row by the settings that name them; see `columns`.
@@ -325,6 +325,16 @@ class DataSource(FileSource):
         if columns.get("prompt_column") == "instruction" and isinstance(prompt, str) and is_given(more):
             values["prompt_column"] = f"{prompt}\n{more}"
         return values
+
+    @override
+    def describe_columns(self) -> str:
+        row = self.visible(self.sources[0].read(1, streaming=self.streams).placed[0].row)
+        read = [f"{setting.removesuffix('_column')}: {column}" for setting, column in self.columns(row).items()]
+        used = self._used(row)
+        beside = beside_prompt(row, used)
+        others = [name for name in row if name not in used and name not in beside]
+        named = (("; with it: ", beside), ("; other columns: ", others))
+        return ", ".join(read) + "".join(f"{title}{', '.join(names)}" for title, names in named if names)
 
     def _used(self, row: Row) -> set[str]:
         """Return the columns of a row that have a meaning by themselves, so that its prompt needs not contain them."""

@@ -97,6 +97,10 @@ class DataSpec(Settings, ABC):
         """Return where the rows come from, for the launch table; empty if unknown."""
         return ""
 
+    def describe_columns(self) -> str:
+        """Return what the columns of the first row were recognized as; empty if unknown."""
+        return ""
+
     @property
     def has_images(self) -> bool:
         """Whether the rows have images."""

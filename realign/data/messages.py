@@ -29,7 +29,11 @@ _SHAREGPT = {
 }
 """Roles of ShareGPT messages (`from` and `value`), and the roles of chat templates."""
 
-ROLE_OF = {**_SHAREGPT, **{role: role for role in ROLES}, "model": "assistant", "bot": "assistant", "ai": "assistant"}
+ROLE_OF = {
+    **_SHAREGPT,
+    **{role: role for role in ROLES},
+    **dict.fromkeys(("model", "bot", "ai", "chatgpt", "bing"), "assistant"),
+}
 """Roles that are meant by roles in lower case, for messages."""
 _LONGEST_PRINTED = 10**6
 """Characters above which a text is not parsed as Python code, which would need some hundred bytes for each."""

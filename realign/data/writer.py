@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from itertools import takewhile
@@ -14,6 +14,7 @@ from realign.data.columns import Context
 from realign.data.messages import Conversation, Message, check_text, read_conversation, read_tools, short, texts_of
 from realign.data.rendering import AssistantMasks, ChatRenderer, Segment
 from realign.errors import ConfigError, DataError
+from realign.text import shortened
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -23,7 +24,7 @@ class Template(StrEnum):
     """Prompt format: plain text, or a conversation formatted with the tokenizer's chat template."""
 
     auto = "auto"
-    """Chat messages use the chat template, and strings are plain text."""
+    """Chat messages use the chat template. Strings are plain text, and refused if the tokenizer has a chat template."""
     plain = "plain"
     """Every prompt is plain text, and chat messages are an error."""
     chat = "chat"
@@ -113,7 +114,7 @@ class Writer:
             DataError: the value is neither a string nor a list of messages, a setting does not apply to it, or the chat
                 template does not render it faithfully.
         """
-        if self._is_chat(value):
+        if self._is_chat(context, value):
             conversation = self._prompt(value, context)
             self.renderer.check_roles(conversation)
             return Written([Segment(self.renderer.prompt(conversation))], chat=True)
@@ -137,7 +138,7 @@ class Writer:
         if isinstance(response, str):
             _check_string(response, "response")
             response = self._answer(prompt, response)
-        if not self._is_chat(prompt, response):
+        if not self._is_chat(context, prompt, response):
             plain = Segment(self._plain_prompt(prompt, context))
             _check_string(response, "response")
             return [Written([plain, Segment(response, trained=True)], chat=False)]
@@ -185,8 +186,11 @@ class Writer:
         if not lists and prompt is None:
             _check_string(chosen, "chosen response")
             _check_string(rejected, "rejected response")
-            if not self._is_chat(chosen):
-                return self._dialogues(chosen, rejected, context)
+            if self.template is not Template.chat:
+                common = _common_prompt(chosen, rejected)
+                if self._is_undecided:
+                    raise self._undecided(common, _dialogue_messages(common)[:-1], context)
+                return self._dialogues(common, chosen, rejected, context)
             chosen, rejected, lists = _dialogue_messages(chosen), _dialogue_messages(rejected), True
         if not lists or self.template is Template.plain:
             return self.response(prompt, chosen, context)[0], self.response(prompt, rejected, context)[0]
@@ -266,19 +270,45 @@ class Writer:
             )
         return response.removeprefix(asked) if response.startswith(asked) else rest
 
-    def _dialogues(self, chosen: str, rejected: str, context: Context) -> tuple[Written, Written]:
+    def _dialogues(self, common: str, chosen: str, rejected: str, context: Context) -> tuple[Written, Written]:
         if self.prefix or self.suffix:
             raise DataError("prefix and suffix need a prompt column. Remove them, or set prompt_column.")
-        prompt = self._plain_prompt(_common_prompt(chosen, rejected), context)
+        prompt = self._plain_prompt(common, context)
         return (
             Written(_dialogue_segments(prompt, chosen), chat=False),
             Written(_dialogue_segments(prompt, rejected), chat=False),
         )
 
-    def _is_chat(self, *values: Any) -> bool:
-        """Return whether the chat template formats these values."""
-        return self.template is Template.chat or (
-            self.template is Template.auto and any(isinstance(value, list) for value in values)
+    def _is_chat(self, context: Context, prompt: Any, *responses: Any) -> bool:
+        """Return whether the chat template formats a prompt.
+
+        Raises:
+            DataError: the prompt is a string, and settings don't say which of both ways the model shall see it.
+        """
+        if self.template is not Template.auto:
+            return self.template is Template.chat
+        messages = any(isinstance(value, list) for value in (prompt, *responses))
+        if not messages and isinstance(prompt, str) and self._is_undecided:
+            raise self._undecided(prompt, prompt, context)
+        return messages
+
+    @property
+    def _is_undecided(self) -> bool:
+        """Whether a prompt that is a string could be plain text as well as a user message."""
+        return self.template is Template.auto and bool(self.tokenizer.chat_template)
+
+    def _undecided(self, plain: str, chat: str | list[Message], context: Context) -> DataError:
+        """Return the error that shows a prompt both ways."""
+        ways = []
+        for template, value in ((Template.chat, chat), (Template.plain, plain)):
+            try:
+                text = repr(shortened(replace(self, template=template).prompt(value, context).text, 200))
+            except DataError as error:
+                text = f"an error ({error})"
+            ways.append(f"data.template={template.value} for {text}")
+        return DataError(
+            "the prompt is a string, and the tokenizer has a chat template, so realign would have to guess what the "
+            f"model shall see. Set {' or '.join(ways)}."
         )
 
     def _plain_prompt(self, value: Any, context: Context) -> str:

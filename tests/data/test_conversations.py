@@ -165,7 +165,7 @@ def test_conversations_are_recognized_by_their_columns(load, row):
 
 @pytest.mark.parametrize("name", ["completion", "response"])
 def test_prompt_and_response_are_strings_or_message_lists(load, name):
-    plain = load([{"prompt": "1+1=", name: "2"}])
+    plain = load([{"prompt": "1+1=", name: "2"}], template=Template.plain)
     assert runs(plain) == [[("1+1=", False), ("2<|im_end|>", True)]]
     chat = [("<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n", False), ("2<|im_end|>", True)]
     for prompt, response in (
@@ -186,9 +186,9 @@ def test_a_response_of_several_messages_trains_its_assistant_turns_and_no_turn_o
 def test_an_explicit_column_wins(load):
     row = {"messages": TWO_TURNS, "prompt": "x", "response": "y", "question": "q", "answer": "a", "chat": SHAREGPT}
     assert trained(load([row], messages_column="chat")) == [["hi<|im_end|>", "2<|im_end|>"]]
-    assert trained(load([row], prompt_column="prompt")) == [["y<|im_end|>"]]
-    assert runs(load([row], prompt_column="question", response_column="answer"))[0][0] == ("q", False)
-    assert trained(load([row], response_column="answer")) == [["a<|im_end|>"]]
+    assert trained(load([row], None, prompt_column="prompt")) == [["y<|im_end|>"]]
+    assert runs(load([row], None, prompt_column="question", response_column="answer"))[0][0] == ("q", False)
+    assert trained(load([row], None, response_column="answer")) == [["a<|im_end|>"]]
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ def test_a_string_that_prints_messages_is_an_error(load, written):
 
 def test_json_that_is_no_message_stays_text(load):
     text = '[{"role": "admin"}]'
-    assert runs(load([{"prompt": text, "response": "{role}"}])) == [[(text, False), ("{role}<|im_end|>", True)]]
+    assert runs(load([{"prompt": text, "response": "{role}"}], None)) == [[(text, False), ("{role}<|im_end|>", True)]]
 
 
 # --- tools ---
@@ -340,7 +340,7 @@ def test_sharegpt_function_calls_are_tool_calls(load):
         ),
         ({"messages": [user("a"), assistant("", tool_calls=[{"id": 3}])]}, CHATML, "lacks 'name'"),
         ({"messages": TWO_TURNS, "tools": {"a": 1}}, CHATML, "expected a list of JSON schemas"),
-        ({"prompt": "a", "response": "b", "tools": [ADD]}, CHATML, "tools_column applies only to chat messages"),
+        ({"prompt": "a", "response": "b", "tools": [ADD]}, None, "tools_column applies only to chat messages"),
         ({"prompt": TWO_TURNS, "response": "b"}, CHATML, "the prompt ends with an assistant message"),
         ({"prompt": [user("a")], "response": [user("b"), assistant("c")]}, CHATML, "must begin with the messages of"),
         ({"messages": TWO_TURNS}, None, "the tokenizer has no chat template"),

@@ -145,6 +145,18 @@ def test_a_column_that_the_prompt_contains_is_no_leftover():
         texts("PromptData", {"prompt": said, "system": "another"})
 
 
+def test_a_column_that_a_setting_names_has_no_other_meaning():
+    # SHP has the prompt in `history`
+    row = {"history": "q", "human_ref_A": "a", "human_ref_B": "b", "labels": 1}
+    fields = {"prompt_column": "history", "chosen_column": "human_ref_A", "rejected_column": "human_ref_B"}
+    assert texts("PreferenceData", row, template="chat", **fields) == PAIR
+    row = {"system": "q", "input": "a"}
+    fields = {"prompt_column": "system", "response_column": "input"}
+    assert texts("SupervisedData", row, template="chat", **fields) == PAIR[:1]
+    with pytest.raises(DataError, match="'history' belongs to the prompt"):
+        texts("PromptData", {"prompt": "q", "history": "no list"}, template="chat")
+
+
 def test_columns_with_one_meaning_and_settings_beside_columns_are_named():
     with pytest.raises(DataError, match=r"\['system', 'system_prompt'\]. Set ignored_columns"):
         texts("PromptData", {"prompt": [user("q")], "system": "s", "system_prompt": "t"})
@@ -243,3 +255,40 @@ def test_the_reward_function_sees_ignored_columns():
     spec = data.PromptData("rows.jsonl", ignored_columns=["system"])
     row = {"prompt": [user("q")], "system": "s"}
     assert spec.encoder(tokenizer(True))(row).row == row
+
+
+@pytest.mark.parametrize(("kind", "row"), [*STRINGS.items(), ("PreferenceData", RATED)])
+def test_a_string_prompt_of_a_chat_model_is_not_guessed(kind, row):
+    wrapped = r"<\|im_start\|>user\\n.*Ask this\.<\|im_end\|>\\n<\|im_start\|>assistant\\n"
+    with pytest.raises(DataError, match=rf"data.template=chat for '{wrapped}' or data.template=plain for 'Ask this\.'"):
+        texts(kind, row)
+    with pytest.raises(DataError, match=r"data\.template=plain for '>Ask this\.<'"):
+        texts(kind, row, prefix=">", suffix="<")
+    assert "user:" in texts(kind, row, template="chat")[0]
+    assert texts(kind, row, template="plain") == texts(kind, row, chat=False)
+    assert "user:" not in texts(kind, row, template="plain")[0]
+
+
+def test_a_dialogue_of_a_chat_model_is_not_guessed():
+    row = {"chosen": "Human: q\n\nAssistant: a", "rejected": "Human: q\n\nAssistant: b"}
+    with pytest.raises(DataError, match=r"chat for '<\|im_start\|>user\\nq<\|im_end\|>.*plain for 'Human: q"):
+        texts("PreferenceData", row)
+    assert texts("PreferenceData", row, template="chat") == PAIR
+
+
+def test_what_a_template_makes_of_a_prompt_that_it_refuses_is_its_error():
+    refuses = chat_tokenizer("{{ raise_exception('no users here') }}")
+    with pytest.raises(
+        DataError, match=r"data\.template=chat for an error .*no users here.*data\.template=plain for 'q'"
+    ):
+        data.PromptData("rows.jsonl").encoder(refuses)({"prompt": "q"})
+
+
+def test_the_check_says_what_the_columns_of_the_first_row_are(write):
+    row = {"instruction": "q", "input": "c", "output": "a", "system": "s", "id": 3, "history": []}
+    spec = data.SupervisedData(write(row))
+    assert spec.describe_columns() == (
+        "prompt: instruction, response: output; with it: system, input; other columns: id, history"
+    )
+    spec = data.PromptData(write({"messages": ASK[:1], "tools": [], "enable_thinking": False}), ignored_columns=["x"])
+    assert spec.describe_columns() == "messages: messages; with it: enable_thinking; other columns: tools"

@@ -148,6 +148,8 @@ PAIR = [[(PROMPT, False), ("2<|im_end|>", True)], [(PROMPT, False), ("3<|im_end|
 @pytest.fixture
 def load(write):
     def load(rows, chat_template=CHATML, kind=PreferenceData, **fields):
+        if '"role"' not in json.dumps(rows):
+            fields = {"template": Template.plain} | fields
         return kind(write(*rows), **fields).load(chat_tokenizer(chat_template))
 
     return load
@@ -319,7 +321,9 @@ def test_objects_with_a_response_and_a_score_are_recognized_as_in_ultrafeedback(
     assert runs(load([row])) == runs(load([RATED]))
     fields = {"responses_column": "completions.*.response", "labels_column": "completions.*.overall_score"}
     assert runs(load([row], **fields)) == runs(load([RATED]))
-    assert load([RATED], kind=lambda path: PreferenceData(path, kind="scalar_rating")).labels.tolist() == [7, 9.5, 1, 7]
+    assert load(
+        [RATED], kind=lambda path, **fields: PreferenceData(path, kind="scalar_rating", **fields)
+    ).labels.tolist() == [7, 9.5, 1, 7]
 
 
 def test_rated_responses_may_be_messages(load):
@@ -379,7 +383,8 @@ def test_unpaired_responses_have_one_label_each(load, write, prompt, answer, res
     assert sample.keys == set(dataset.keys)
     assert sample["labels"].tolist() == [0, 1]
     assert sample["labels"].dtype == torch.float32
-    supervised = SupervisedData(write(*rows)).load(chat_tokenizer(CHATML)).sample([(0, 3), (0, 0)])
+    template = Template.plain if isinstance(prompt, str) else Template.auto
+    supervised = SupervisedData(write(*rows), template=template).load(chat_tokenizer(CHATML)).sample([(0, 3), (0, 0)])
     for key in supervised.keys:
         assert torch.equal(sample[key], supervised[key])
 

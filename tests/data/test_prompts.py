@@ -146,9 +146,9 @@ def test_a_column_of_messages_goes_through_the_chat_template(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("template", "text"), [(Template.chat, "<|user|>1<|end|>\n<|assistant|>"), (Template.auto, "1")]
+    ("template", "text"), [(Template.chat, "<|user|>1<|end|>\n<|assistant|>"), (Template.plain, "1")]
 )
-def test_a_prompt_of_text_goes_through_the_chat_template_only_if_asked(path, template, text):
+def test_a_prompt_of_text_goes_through_the_chat_template_if_asked(path, template, text):
     tokenizer = make_tokenizer(chat_template=TURNS)
     dataset = PromptData(path, template=template).load(tokenizer)
     assert tokenizer.decode(dataset.sample([(0, 0)])["prompt_ids"]) == text

@@ -89,7 +89,8 @@ def test_rows_that_are_appended_leave_the_earlier_chunks(write, tokenized):
 )
 def test_another_format_has_tokens_of_its_own(change, write):
     path, tokenizer = write(*PAIRS[:20]), make_tokenizer(chat_template=WITH_BOS)
-    PreferenceData(path, cache=True).load(tokenizer)
+    change = {"template": "plain"} | change
+    PreferenceData(path, template="plain", cache=True).load(tokenizer)
     PreferenceData(path, template="chat", cache=True).load(tokenizer)
     cached = PreferenceData(path, cache=True, **change).load(tokenizer)
     assert content_hash(cached) == content_hash(PreferenceData(path, **change).load(tokenizer))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import shlex
 from functools import partial
@@ -26,7 +27,7 @@ from realign.runtime import run
 from realign.runtime.profiling import ProfileOptions
 from tests.docs import pages
 from tests.docs.pages import compositions, site
-from tests.tiny import save_tiny
+from tests.tiny import save_tiny, tiny_tokenizer
 
 OPTIONS = {"plan": PlanOptions, "profile": ProfileOptions}
 """Options of commands, which are no overrides."""
@@ -41,6 +42,20 @@ PAGES = [
 
 def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
+
+
+def easier_train(*args: Any, reward: Any, **given: Any) -> Any:
+    """Train with rewards that differ even if every answer is wrong, as those of a model with random weights are."""
+
+    def easier(score):
+        return lambda prompt, response, row: score(prompt, response, row) + len(response) / 100
+
+    rewards = (
+        {name: easier(score) if callable(score) else score for name, score in reward.items()}
+        if isinstance(reward, dict)
+        else easier(reward)
+    )
+    return TRAIN(*args, reward=rewards, **given)
 
 
 LONG = (
@@ -70,13 +85,18 @@ def test_the_code_of_a_page_runs_and_prints_what_the_page_shows(page, tmp_path, 
         run(build_experiment(compose(["experiment=sft_arithmetic", "steps=30", "evaluation=null"])))
     if f'model="{HUB_MODEL}"' in code:  # a local folder takes precedence over the hub
         save_tiny(tmp_path / HUB_MODEL)
+        tokenizer = tiny_tokenizer()
+        tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+        tokenizer.save_pretrained(tmp_path / HUB_MODEL)
+        monkeypatch.setattr(python_api, "train", easier_train)
     if "run.plot()" not in code:  # tabs, whose other two alternatives do not run either
         monkeypatch.setattr(python_api, "train", python_api.load_experiment)
     elif 'data="prompts.jsonl"' in code:  # the five lines on the front pages: as they are, but two short steps
-        Path("prompts.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n', encoding="utf-8")
+        row = {"prompt": [{"role": "user", "content": "1+1="}], "answer": "2"}
+        Path("prompts.jsonl").write_text(f"{json.dumps(row)}\n", encoding="utf-8")
         generation = {"interfaces.actor.generation": {"n": 2, "max_new_tokens": 4}}
         monkeypatch.setattr(
-            python_api, "train", lambda *args, steps, **given: TRAIN(*args, steps=2, **generation, **given)
+            python_api, "train", lambda *args, steps, **given: easier_train(*args, steps=2, **generation, **given)
         )
     pages.run(page)
 
