@@ -316,8 +316,9 @@ def _weight_files(folder: Path) -> list[Path]:
         raise DataError(f"{str(folder)!r} has {parts[0]!r}, but no index of such files ({INDEX!r}). {cure}")
     if others:
         raise DataError(
-            f"{str(folder)!r} has weights only in {others[0]!r}. realign reads safetensors, since other formats can run "
-            f"code. Convert them: AutoModelForCausalLM.from_pretrained({str(folder)!r}).save_pretrained('NEW_FOLDER')."
+            f"{str(folder)!r} has weights only in {others[0]!r}. realign reads safetensors, since other formats can "
+            "run code. Convert them: "
+            f"AutoModelForCausalLM.from_pretrained({str(folder)!r}).save_pretrained('NEW_FOLDER')."
         )
     raise DataError(f"{str(folder)!r} has no weights: neither {WEIGHTS!r} nor {INDEX!r}. Download the model again.")
 
