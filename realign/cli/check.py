@@ -227,8 +227,6 @@ def warn_of_equal_rewards(runtime: LocalRuntime, batch: SequenceSample) -> None:
 
 def causes_of_failure(batch: SequenceSample, tokenizer: Any) -> Iterator[str]:
     """Yield what the responses show about why they have no reward."""
-    if "truncated" in batch and (cut := int(batch["truncated"].sum())):
-        yield f"{cut} are cut off: raise max_new_tokens"
     sequences = zip(batch.sequences("input_ids"), batch.sequences("prompt_mask"), strict=True)
     responses = [ids[~given].tolist() for ids, given in sequences]
     # the last token ends a response
@@ -239,6 +237,8 @@ def causes_of_failure(batch: SequenceSample, tokenizer: Any) -> Iterator[str]:
             f"Reward functions do not see the special tokens of the responses, such as {shown}, unless you set "
             "special_tokens=true for them (docs/guides/rewards.md#several-functions)"
         )
+    elif "truncated" in batch and (cut := int(batch["truncated"].sum())):
+        yield f"{cut} are cut off: raise max_new_tokens"
     texts, rows = tokenizer.batch_decode(responses, skip_special_tokens=True), batch.metadata.get("row", ())
     for owner, text in zip(batch.group_index().tolist(), texts, strict=True):
         with suppress(DataError, LookupError):

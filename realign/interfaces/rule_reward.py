@@ -242,10 +242,13 @@ class RuleRewardInterface(ModelInterface):
         end = getattr(model.tokenizer, "eos_token", None) or ""
         calls = {}
         for name, term in self._terms.items():
-            prompts, texts_ = decoded[self._special_tokens(name)]
-            if isinstance(term, FunctionTerm) and term.special_tokens:
+            special = self._special_tokens(name)
+            prompts, texts_ = decoded[special]
+            if responses is not None:
+                texts_ = list(responses) if special else [_without_special(model, text) for text in responses]
+            elif isinstance(term, FunctionTerm) and term.special_tokens:
                 texts_ = [text.removesuffix(end) for text in texts_]
-            calls[name] = partial(self._opened(name).score, prompts, responses or texts_, rows, groups, ids)
+            calls[name] = partial(self._opened(name).score, prompts, texts_, rows, groups, ids)
         return {name: _tensor(result.values) for name, result in self._concurrently(calls).items()}
 
     def _special_tokens(self, name: str) -> bool:
@@ -350,6 +353,13 @@ def decode(model: Model, ids: Sequence[TokenIds], special_tokens: bool = False) 
     """Return the texts of prompts and of responses, with or without special tokens."""
     text = partial(model.tokenizer.batch_decode, skip_special_tokens=not special_tokens)
     return text([prompt for prompt, _ in ids]), text([response for _, response in ids])
+
+
+def _without_special(model: Model, text: str) -> str:
+    """Return a text as it is decoded from its tokens without special tokens."""
+    for token in getattr(model.tokenizer, "all_special_tokens", ()):
+        text = text.replace(token, "")
+    return text
 
 
 def _tensor(values: Sequence[float | None]) -> Tensor:

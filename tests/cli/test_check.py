@@ -115,6 +115,23 @@ def test_check_says_that_nothing_would_be_learned_if_no_response_has_a_reward(he
     assert re.search(r"reward calls +half\(solution_str, \*\*more\), as verl calls it", out)
 
 
+def test_known_answers_are_scored_as_functions_see_them_without_special_tokens(here, capsys):
+    tokenizer = chat_tokenizer(CHATML)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>", "<answer>", "</answer>"]}, False)
+    tokenizer.save_pretrained("model")
+    tiny_model("llama", attention="eager", vocab_size=len(tokenizer)).save_pretrained("model")
+    rows = [{"messages": [user(f"1+{n}=")], "answer": 1.0 + n} for n in range(4)]
+    (here / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["check", "experiment=grpo", "models.actor.path=model", "data.path=sums.jsonl", "batch_prompts=4"]
+    words += ["interfaces.actor.generation.max_new_tokens=2", "interfaces.reward.known_answer=answer"]
+    words += ["interfaces.reward.known_answer_template='<think></think><answer>{answer}</answer>'"]
+    function = "function: realign.rewards.tags:tagged_answer".replace(": r", ': "r') + '"'
+    assert cli.main([*words, f"interfaces.reward.functions={{tags: {{{function}}}}}"]) == 2
+    assert "Functions do not see special tokens of the tokenizer, such as '<think>'" in capsys.readouterr().err
+    assert cli.main([*words, f"interfaces.reward.functions={{tags: {{{function}, special_tokens: true}}}}"]) == 0
+    assert "mean reward 1 of right answers, 0 of wrong answers (4 rows)" in capsys.readouterr().out
+
+
 def test_responses_without_a_reward_show_their_cause():
     tokenizer = chat_tokenizer(CHATML)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<answer>", "</answer>"]}, False)

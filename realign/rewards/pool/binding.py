@@ -72,6 +72,11 @@ def _ground_truth(of: Scored) -> Any:
     return nested["ground_truth"] if isinstance(nested, Mapping) else of.row["ground_truth"]
 
 
+def _extra_info(of: Scored) -> Any:
+    info = of.row.get("extra_info")
+    return {} if info is None else info
+
+
 def _info(of: Scored) -> Any:
     info = of.row["info"]
     with suppress(TypeError, ValueError):  # verifiers stores it as JSON
@@ -121,7 +126,6 @@ _TEXT: Mapping[str, Callable[[Scored], Any]] = {
     "response": lambda of: of.response,
     "row": lambda of: of.row,
 }
-_PLURAL = {"prompts": _TEXT["prompt"], "responses": _TEXT["response"], "rows": _TEXT["row"]}
 _NO_TOKENS = _names("tokens")
 OURS = "realign"
 CONVENTIONS = (
@@ -136,7 +140,7 @@ CONVENTIONS = (
     ),
     Convention(
         tool=OURS,
-        arguments=_PLURAL,
+        arguments={"prompts": _TEXT["prompt"], "responses": _TEXT["response"], "rows": _TEXT["row"]},
         needs=(_names("prompts", "rows"), _names("responses")),
         scope=RewardScope.batch,
         lists=None,
@@ -157,7 +161,7 @@ CONVENTIONS = (
             "data_source": _column("data_source"),
             "solution_str": _TEXT["response"],
             "ground_truth": _ground_truth,
-            "extra_info": lambda of: dict(of.row.get("extra_info") or {}),
+            "extra_info": _extra_info,
         },
         needs=(_names("solution_str"),),
         columns=False,
@@ -170,7 +174,7 @@ CONVENTIONS = (
             "data_sources": _column("data_source"),
             "solution_strs": _TEXT["response"],
             "ground_truths": _ground_truth,
-            "extra_infos": lambda of: dict(of.row.get("extra_info") or {}),
+            "extra_infos": _extra_info,
         },
         needs=(_names("solution_strs"),),
         scope=RewardScope.batch,
@@ -375,8 +379,10 @@ def _convention(names: Collection[str], said: str) -> Convention:
     if len({c.tool for c in fits}) == 1:
         return fits[0]
     if not _RESPONSES & {*owned}:
+        near = next((found for name in names if (found := difflib.get_close_matches(name, _RESPONSES, n=1))), [])
+        hint = "".join(f" Did you mean {name!r}?" for name in near)
         forms = "; ".join(f"{c.signature} of {c.tool}" for c in CONVENTIONS)
-        raise ConfigError(f"{said}, and none of these names is the response. Write one of: {forms}.")
+        raise ConfigError(f"{said}, and none of these names is the response.{hint} Write one of: {forms}.")
     whose = "; ".join(f"{name} of {' and '.join(dict.fromkeys(c.tool for c in own))}" for name, own in owned.items())
     raise ConfigError(
         f"{said}, which mixes names of several calls ({whose}). Write {_WORKS}, or all names of one tool."

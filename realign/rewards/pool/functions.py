@@ -91,6 +91,8 @@ def name_of(function: RewardFunction) -> str:
 
 def source_of(function: RewardFunction) -> str:
     """Return the source code of a function, or of the class of a callable object; empty if Python has none."""
+    while isinstance(function, functools.partial):
+        function = function.func
     try:
         return inspect.getsource(function if inspect.isroutine(function) else type(function))
     except (OSError, TypeError):  # typed into a shell or made by exec, or written in C

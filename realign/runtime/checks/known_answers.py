@@ -117,10 +117,17 @@ def check_known_answers(where: str, verifier: Verifier, model: Model, data: Sequ
     suspects = (~(rewards_K2[:, 0] > rewards_K2[:, 1])).nonzero()[:, 0].tolist()
     example = _example(data, known[suspects[0]], rewards_K2[suspects[0]]) if suspects else ""
     if not right > wrong:
+        template = verifier.known_answer_template
+        hidden = [token for token in getattr(model.tokenizer, "all_special_tokens", ()) if token in template]
+        if hidden:
+            example += (
+                f" Functions do not see special tokens of the tokenizer, such as {hidden[0]!r}, unless you set "
+                "special_tokens=true for them (docs/guides/rewards.md#several-functions)."
+            )
         raise RewardError(
             f"{setting}: right answers have a mean reward of {_number(right)} and wrong answers {_number(wrong)} "
             f"({len(known)} rows). {example} Correct the reward function, or the response with "
-            f"{where}.known_answer_template={verifier.known_answer_template!r}. Set {where}.known_answer=null to skip "
+            f"{where}.known_answer_template={template!r}. Set {where}.known_answer=null to skip "
             "this check."
         )
     if suspects:

@@ -102,6 +102,7 @@ def test_the_names_say_whose_function_it_is_and_what_it_gets(function, received)
     ("function", "message"),
     [
         (lambda p, r, row: 0, "none of these names is the response"),
+        (lambda prompt, respons, row: 0, r"is the response\. Did you mean 'response'"),
         (lambda *args: 0, r"\*args would get nothing"),
         (lambda prompt, response, *rest: 0, r"\*args would get nothing"),
         (lambda **columns: 0, "none of these names is the response"),
@@ -167,6 +168,16 @@ def test_a_column_that_is_missing_is_named_with_those_that_exist():
     found = answers(lambda response, answer: float(response == answer), [{"answer": "4"}, {}], ["4", "4"])
     assert found.values == [1.0, None]
     assert "asks for 'answer', which is no column. Columns: none" in found.failures[0].message
+
+
+def test_cells_of_another_type_reach_the_function_and_do_not_stop_the_run():
+    def score(solution_str, ground_truth, extra_info):
+        return float((ground_truth, extra_info) == ("4", "{}"))
+
+    assert answers(score, [{"reward_model": "rule", "ground_truth": "4", "extra_info": "{}"}], ["4"]).values == [1.0]
+    seen = called(lambda completion, info: {"i": info}, rows=({"info": "no JSON", "messages": "hi"},))
+    assert seen == {"i": "no JSON"}
+    assert called(lambda completion, info: {"i": info}, rows=({"info": '{"a": 1}'},)) == {"i": {"a": 1}}
 
 
 def test_a_default_is_used_only_if_the_row_has_no_such_column():
