@@ -391,10 +391,16 @@ class _Writer:
             value = {TARGET: import_path(value)}
         elif dataclasses.is_dataclass(value):
             value = as_node(value)
+        is_data = key.rpartition(".")[2] == "data"
+        if is_data and isinstance(value, Mapping) and value and all(isinstance(x, _Table) for x in value.values()):
+            names = ", ".join(map(repr, value))
+            raise DataError(
+                f"{key}: a dataset with the splits {names}. Give one of them, such as {next(iter(value))!r}."
+            )
         if isinstance(value, Mapping) and value:
             for name, item in value.items():
                 yield from self.overrides(f"{key}.{name}", item)
-        elif key.rpartition(".")[2] == "data" and not isinstance(value, Mapping | None):
+        elif is_data and not isinstance(value, Mapping | None):
             yield from self.overrides(f"{key}.path", _file_of(key, value))
         elif callable(value):
             yield f"{key}={_text(key, self._function(key, value))}"
@@ -464,11 +470,23 @@ def _file_of(key: str, rows: Any) -> Any:
     if isinstance(rows, str | os.PathLike):
         return os.fspath(rows)
     if isinstance(rows, _Table):
-        return _stored(rows.to_parquet, "parquet")
+        return _stored(partial(_write_table, key, rows), "parquet")
     rows = list(rows) if isinstance(rows, Iterable) else rows
     if isinstance(rows, list) and rows and all(isinstance(row, Mapping) for row in rows):
         return _stored(partial(_write_lines, key, rows), "jsonl")
     return rows
+
+
+def _write_table(key: str, table: _Table, path: Path) -> None:
+    try:
+        table.to_parquet(path)
+    except Exception as error:  # of pyarrow, or of the text in a cell
+        said = [str(error)] if isinstance(error, UnicodeError) else map(str, error.args)  # pyarrow: what, and where
+        reason = " ".join(" ".join(said).split())
+        raise DataError(
+            f"{key}: the table cannot be written: {reason}. Give each column values of one type, such as text with "
+            "astype(str), or pass a list of dicts."
+        ) from error
 
 
 def _write_lines(key: str, rows: Iterable[Mapping[str, Any]], path: Path) -> None:
@@ -476,7 +494,10 @@ def _write_lines(key: str, rows: Iterable[Mapping[str, Any]], path: Path) -> Non
         for number, row in enumerate(rows, 1):
             try:
                 file.write(f"{json.dumps(dict(row), ensure_ascii=False)}\n".encode())
-            except TypeError as error:
+            except UnicodeEncodeError as error:
+                half = f"\\u{ord(error.object[error.start]):04x}"
+                raise DataError(f"{key}: row {number} has {half} alone, half of a character. Remove it.") from error
+            except (TypeError, ValueError, RecursionError) as error:
                 raise DataError(
                     f"{key}: row {number} is no JSON ({error}). Use text, numbers, lists and dicts."
                 ) from error

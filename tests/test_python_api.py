@@ -205,6 +205,12 @@ def test_errors_are_those_of_the_command_line(folder):
         "unknown key 'stepps'; did you mean 'steps'": {"stepps": 1},
         "unknown key 'interfaces.actor.klo'": {"interfaces.actor.klo": 1},
         "data: row 1 is no JSON": {"data": [{"prompt": {1, 2}}]},
+        "data: row 2 has \\\\ud83d alone, half of a character": {"data": [{"prompt": "a"}, {"prompt": "\ud83d"}]},
+        "data: the table cannot be written: .*column x .* astype": {"data": pandas.DataFrame({"x": [1, "a"]})},
+        "data: the table cannot be written: .*surrogates": {"data": pandas.DataFrame({"x": ["\ud83d"]}, dtype=object)},
+        "data: a dataset with the splits 'train', 'test'. Give one of them": {
+            "data": datasets.DatasetDict({name: datasets.Dataset.from_list(ROWS) for name in ("train", "test")})
+        },
         "models.actor: an object of set is no setting": {"model": {1}},
         "no 'scor'; found score": {"reward": "reward.py:scor"},
     }

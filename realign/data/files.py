@@ -281,6 +281,11 @@ class DelimitedFile(LocalFile):
             header = self._next(records, lines)
             if header is None:
                 return
+            if not header[0] and all(header[1:]) and header[1:]:
+                raise DataError(
+                    f"{self.name}: the first column has no name, as the index of pandas. Save the file with "
+                    "index=False, or name the column."
+                )
             if len(set(header)) < len(header) or not all(header):
                 raise DataError(f"{self.name}: the header {header} has a duplicate or empty column name.")
             if cursor.position is not None:
@@ -321,11 +326,8 @@ class _Lines:
             raise StopIteration
         self.offset, self.number = self.offset + len(line), self.number + 1
         _check_size(line, f"{self._name}, line {self.number}")
-        try:
-            # Excel writes a byte order mark, which would become a part of the first column's name.
-            return line.decode("utf-8-sig" if self.number == 1 else "utf-8")
-        except UnicodeDecodeError as error:
-            raise DataError(f"{self._name}, line {self.number} is not UTF-8 text: {error}.") from error
+        encoding = "utf-8-sig" if self.number == 1 else "utf-8"
+        return _decoded(line, f"{self._name}, line {self.number}", encoding)
 
     def seek(self, offset: int, number: int) -> None:
         """Continue at another position."""
@@ -399,14 +401,34 @@ def _parsed(data: bytes, where: str) -> Any:
     Raises:
         DataError: the data is not valid JSON.
     """
+    text = _decoded(data, where)
     try:
-        content = json.loads(data, object_pairs_hook=_object)
-        # Only an escape can make an unpaired surrogate, so most rows skip the second pass.
-        if b"\\u" in data:
-            json.dumps(content, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as error:  # invalid syntax, encoding or nesting depth
+        content = json.loads(text, object_pairs_hook=_object)
+    except (ValueError, RecursionError) as error:  # invalid syntax or nesting depth
         raise DataError(f"{where} is not valid JSON: {error}") from error
+    # Only an escape can make an unpaired surrogate, so most rows skip the second pass.
+    if "\\u" in text:
+        try:
+            json.dumps(content, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = f"\\u{ord(error.object[error.start]):04x}"
+            raise DataError(f"{where} has {half} alone, half of a character. Remove it.") from error
     return content
+
+
+def _decoded(data: bytes, where: str, encoding: str = "utf-8-sig") -> str:
+    """Return UTF-8 text, by default without the byte order mark that Excel and editors of Windows write.
+
+    Raises:
+        DataError: it has another encoding.
+    """
+    try:
+        return data.decode(encoding)
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{where} is not UTF-8 text: byte {data[error.start]:#04x} at position {error.start}. Save the file as "
+            "UTF-8. If it is Latin-1 or of Windows: iconv -f WINDOWS-1252 -t UTF-8 OLD > NEW."
+        ) from error
 
 
 def _checked(row: Any, where: str) -> Row:
@@ -424,6 +446,10 @@ _BATCH = 100
 """Rows that are converted at a time. A few may be much larger in memory than in the file."""
 _DAMAGED = (OSError, ValueError, OverflowError, SystemError)
 """Errors of values that Python cannot represent, such as a date in the year 50,000, besides those of pyarrow."""
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 class _Converter:
@@ -508,7 +534,7 @@ class ParquetFile(LocalFile):
                 for number, row in converter.numbered(batches, cursor, start):
                     yield PlacedRow(self, number, row)
         except (pyarrow.ArrowException, *_DAMAGED) as error:
-            raise DataError(f"{self.name} is not a readable parquet file: {error}") from error
+            raise DataError(f"{self.name} is not a readable parquet file: {_first_line(error)}") from error
 
 
 @dataclass(frozen=True)
@@ -525,7 +551,7 @@ class ArrowFile(LocalFile):
                 for number, row in converter.numbered(self._batches(file), cursor, cursor.position or 0):
                     yield PlacedRow(self, number, row)
         except (pyarrow.ArrowException, *_DAMAGED) as error:
-            raise DataError(f"{self.name} is not a readable arrow file: {error}") from error
+            raise DataError(f"{self.name} is not a readable arrow file: {_first_line(error)}") from error
 
     def _batches(self, file: Any) -> Iterator[Any]:
         import pyarrow
@@ -552,7 +578,8 @@ class SavedFolder(LocalFile):
         except DataError:
             raise
         except Exception as error:  # `datasets` raises various exceptions for missing or corrupt files
-            raise DataError(f"{self.name} cannot be read as a dataset: {type(error).__name__}: {error}") from error
+            reason = f"{type(error).__name__}: {_first_line(error)}"
+            raise DataError(f"{self.name} cannot be read as a dataset: {reason}") from error
 
     @override
     def identity(self) -> str:
@@ -577,6 +604,25 @@ SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 FORMATS = "JSONL, JSON, CSV, TSV, parquet and arrow files"
 _HEAD = 65536
 
+_UTF_16 = "UTF-16 text: save it as UTF-8, such as with iconv -f UTF-16 -t UTF-8 OLD > NEW"
+_PAGE = "a web page or XML, perhaps an error of the download: download it again"
+_FOREIGN = {
+    b"version https://git-lfs.github.com/": "a Git LFS pointer, not the file itself: run git lfs pull in its folder",
+    b"\xff\xfe": _UTF_16,
+    b"\xfe\xff": _UTF_16,
+    b"PK\x03\x04": "a zip archive or an Excel workbook: unpack it, or save it as CSV",
+    b"\x28\xb5\x2f\xfd": "compressed with zstd: decompress it, or use gzip",
+    b"\xfd7zXZ": "compressed with xz: decompress it, or use gzip",
+    b"BZh91AY&SY": "compressed with bzip2: decompress it, or use gzip",
+    **dict.fromkeys((b"<!", b"<?", b"<html", b"<HTML"), _PAGE),
+}
+"""First bytes of files that are not read, and what they are."""
+
+
+def is_hidden(path: Path) -> bool:
+    """Return whether a file in a folder belongs to another program, such as `._x` of macOS or .ipynb_checkpoints."""
+    return any(part.startswith(".") for part in path.parts)
+
 
 def recognize(path: Path) -> RowFile:
     """Return a file of rows in the format that its content has, or else the format of its suffix.
@@ -584,10 +630,20 @@ def recognize(path: Path) -> RowFile:
     Raises:
         DataError: the format is unknown.
     """
-    with opened(path) as file:
-        head = file.read(_HEAD)
+    try:
+        with opened(path) as file:
+            head = file.read(_HEAD)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+    foreign = next((what for start, what in _FOREIGN.items() if head.startswith(start)), None)
+    if b"\0\0" in (head[:3:2], head[1:4:2]) and head[:4].count(0) == 2:  # UTF-16 without a byte order mark
+        foreign = _UTF_16
+    if foreign is not None:
+        raise DataError(f"{path} is {foreign}. Supported: {FORMATS}.")
     suffixes = [suffix.lower() for suffix in path.suffixes]
     suffix = suffixes[-2] if suffixes[-1:] == [".gz"] and len(suffixes) > 1 else (suffixes or [""])[-1]
+    if not head and suffix in (".parquet", ".arrow"):
+        raise DataError(f"{path} is empty.")
     # The content decides first, since suffixes are often wrong. JSON under a binary suffix is read as JSON.
     if head.startswith(b"PAR1") or (suffix == ".parquet" and head[:1] not in b"{["):
         return ParquetFile(path)

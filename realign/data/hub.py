@@ -13,7 +13,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from realign.data.files import SUFFIXES, Cursor, PlacedRow, RowFile, rows_of
+from realign.data.files import SUFFIXES, Cursor, PlacedRow, RowFile, is_hidden, rows_of
 from realign.errors import DataError, TransientError
 
 _NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -83,9 +83,17 @@ def splits_of_folder(folder: Path, subset: str | None) -> dict[str, list[Path]]:
     splits = {str(split): [Path(str(file)) for file in files] for split, files in data_files.items()}
     read = {file.resolve() for files in splits.values() for file in files}
     # Only the most common format of a folder is read. README.md may select files.
-    left = [file for file in sorted(folder.rglob("*")) if file.suffix in SUFFIXES and file.resolve() not in read]
+    left = [
+        file
+        for file in sorted(folder.rglob("*"))
+        if file.suffix in SUFFIXES and file.resolve() not in read and not is_hidden(file.relative_to(folder))
+    ]
     if left and not (folder / "README.md").exists():
-        raise DataError(f"{folder} contains files of several formats, such as {left[0].name}. List the files to read.")
+        same = any(file.suffix == left[0].suffix for file in read)
+        why = (
+            f"which belongs to none of the splits {', '.join(splits)}" if same else "of another format than the others"
+        )
+        raise DataError(f"{folder} contains {left[0].name!r}, {why}. Set path to a list of the files to read.")
     return splits
 
 

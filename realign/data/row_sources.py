@@ -26,6 +26,7 @@ from realign.data.files import (
     RowFile,
     SavedFolder,
     WithColumns,
+    is_hidden,
     recognize,
 )
 from realign.data.hub import chosen_split, hub_files, is_hub_name, splits_of_folder
@@ -34,6 +35,7 @@ from realign.errors import DataError, SettingsError
 from realign.settings import Count, NonNegative, NonNegativeInt, Settings
 
 _PATTERN = re.compile(r"[*?[]")
+_URL = re.compile(r"[A-Za-z][\w+.-]*://((huggingface\.co/)?datasets/(?P<name>[\w.-]+/[\w.-]+))?")
 
 
 @dataclass
@@ -127,6 +129,13 @@ class RowSource(Settings):
         return Table(self.path, placed)
 
     def _resolve(self, streaming: bool) -> list[RowFile]:
+        if (url := _URL.match(self.path)) is not None:
+            hub = (
+                f"For a dataset of the hub, set path={url['name']}."
+                if url["name"]
+                else "Download the file, and set path to it."
+            )
+            raise DataError(f"path={_short(self.path)}: URLs are not read. {hub}")
         # Local paths win over the hub, and the whole text over `path:split`, since a file name may contain a colon.
         if (local := _local(self.path, self.split, self.subset)) is not None:
             return local
@@ -199,9 +208,12 @@ def _folder(folder: Path, split: str | None, subset: str | None) -> list[RowFile
         return [SavedFolder(folder)]
     if (folder / "dataset_dict.json").is_file():
         return [
-            SavedFolder(folder / chosen_split(sorted(p.name for p in folder.iterdir() if p.is_dir()), split, folder))
+            SavedFolder(
+                folder / chosen_split(sorted(p.parent.name for p in folder.glob("*/state.json")), split, folder)
+            )
         ]
     near = (file for pattern in ("*", "*/*") for file in folder.glob(pattern))  # data files of a repository
+    near = (file for file in near if not is_hidden(file.relative_to(folder)))
     if not any(file.suffix.lower() in (*SUFFIXES, ".gz") and file.is_file() for file in near):
         names = sorted(p.name for p in folder.iterdir())[:8]
         raise DataError(

@@ -67,9 +67,10 @@ class SupervisedData(ResponseSource, ImageSource):
             return {"messages_column": self.messages_column}
         if columns := pair_or_conversation(row, self.prompt_column, self.response_column):
             return columns
+        plain = " For plain texts, set data._target_=realign.data.TextData." if isinstance(row.get("text"), str) else ""
         raise DataError(
             f"the columns {sorted(row)} fit neither 'messages' nor 'prompt' with 'completion' or 'response'. Set "
-            "messages_column, or prompt_column and response_column."
+            f"messages_column, or prompt_column and response_column.{plain}"
         )
 
     @override

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pyarrow
+import pyarrow.feather
 import pyarrow.parquet
 import pytest
 from hypothesis import given, settings
@@ -119,7 +120,7 @@ def test_blank_lines_are_skipped_and_do_not_shift_line_numbers(tmp_path):
     ("name", "content", "message"),
     [
         ("a.jsonl", b'{"x": 1}\n{"x": 2\n', r"a.jsonl, line 2 is not valid JSON"),
-        ("a.jsonl", b'{"x": 1}\n\n{"x": "\xff"}\n', r"a.jsonl, line 3 is not valid JSON.*decode"),
+        ("a.jsonl", b'{"x": 1}\n\n{"x": "\xff"}\n', r"a.jsonl, line 3 is not UTF-8 text: byte 0xff at position 7"),
         ("a.jsonl", b'{"x": 1}\n[1]\n', r"a.jsonl, line 2 contains a list; expected an object"),
         ("a.jsonl", b"\n \n", r"a.jsonl contains no rows"),
         ("a.json", b"[]", r"a.json contains no rows"),
@@ -366,7 +367,9 @@ def test_a_folder_of_data_files_has_the_splits_of_a_hub_repository(tmp_path):
     with pytest.raises(DataError, match=r"subset='x': .* has no such subset"):
         RowSource(str(tmp_path), split="train", subset="x").read()
     (tmp_path / "more.csv").write_text("prompt\nx\n")
-    with pytest.raises(DataError, match=r"contains files of several formats, such as more\.csv"):
+    with pytest.raises(
+        DataError, match=r"contains 'more\.csv', of another format than the others\. Set path to a list"
+    ):
         read_rows(f"{tmp_path}:train")
 
 
@@ -468,3 +471,90 @@ def test_what_cannot_be_split_is_refused():
         DataError, match=r"all\.jsonl: split\.part=0 of split\.weights=\[1, 99\] contains none of 5 rows"
     ):
         parts(5, [1, 99])
+
+
+TEXT = json.dumps([{"prompt": "Gr\u00f6\u00dfe", "x": 1}], ensure_ascii=False)
+FOREIGN = {
+    "pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:4d\nsize 9\n", "is a Git LFS pointer"),
+    "utf-16": (TEXT.encode("utf-16"), "is UTF-16 text"),
+    "utf-16-le": (TEXT.encode("utf-16-le"), "is UTF-16 text"),
+    "utf-16-be": (TEXT.encode("utf-16-be"), "is UTF-16 text"),
+    "zip": (b"PK\x03\x04" + bytes(30), "is a zip archive or an Excel workbook"),
+    "zstd": (b"\x28\xb5\x2f\xfd" + bytes(9), "is compressed with zstd: decompress it"),
+    "page": (b"<!DOCTYPE html><html>404</html>", "is a web page or XML"),
+    "latin-1": (TEXT.encode("latin-1"), "is not (UTF-8 text|a readable)"),
+    "binary": (bytes(range(256)), "."),
+    "empty": (b"", "."),
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_a_file_of_another_kind_is_named_whatever_its_suffix(tmp_path, kind):
+    content, message = FOREIGN[kind]
+    for suffix in (*files.SUFFIXES, ".jsonl.gz", ".txt"):
+        file = tmp_path / f"rows{suffix}"
+        file.write_bytes(gzip.compress(content) if suffix.endswith(".gz") else content)
+        with pytest.raises(DataError, match=message) as caught:
+            read_rows(file)
+        assert file.name in str(caught.value)
+        assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("write", [pyarrow.parquet.write_table, pyarrow.feather.write_feather])
+def test_a_file_that_ends_early_is_named(tmp_path, write):
+    file = tmp_path / "rows.arrow"
+    write(pyarrow.Table.from_pylist(ROWS), file)
+    whole = file.read_bytes()
+    for end in range(0, len(whole), len(whole) // 20):
+        file.write_bytes(whole[:end])
+        with pytest.raises(DataError, match=r"rows\.arrow (is empty|is not|contains)") as caught:
+            read_rows(file)
+        assert len(str(caught.value).splitlines()) == 1
+
+
+def test_hidden_files_of_other_programs_are_no_data(tmp_path):
+    write_jsonl(tmp_path / "train.jsonl", ROWS)
+    for name in ("._train.jsonl", ".DS_Store", ".ipynb_checkpoints/train.jsonl", ".cache/x.csv", "Thumbs.db"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"\x00\x05\x16\x07")
+    assert list(read_rows(tmp_path).rows) == ROWS
+    assert list(read_rows(f"{tmp_path}/*.jsonl").rows) == ROWS
+    (tmp_path / "train.jsonl").unlink()
+    with pytest.raises(DataError, match="is neither a folder written by"):
+        read_rows(tmp_path)
+
+
+def test_files_of_one_format_that_belong_to_no_split_are_named_as_such(tmp_path):
+    for name in ("gsm8k_train", "gsm8k_test", "other"):
+        write_jsonl(tmp_path / f"{name}.jsonl", ROWS)
+    with pytest.raises(
+        DataError, match=r"'other\.jsonl', which belongs to none of the splits train, test\. Set path to"
+    ):
+        read_rows(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("url", "cure"),
+    [
+        ("https://example.com/rows.jsonl", "Download the file"),
+        ("s3://bucket/rows.jsonl", "Download the file"),
+        ("hf://datasets/org/name/train.parquet", "set path=org/name"),
+        ("https://huggingface.co/datasets/org/name", "set path=org/name"),
+        ("file:///tmp/rows.jsonl", "Download the file"),
+    ],
+)
+def test_urls_are_not_read(url, cure):
+    with pytest.raises(DataError, match=rf"^path='{url}': URLs are not read\. .*{cure}"):
+        read_rows(url)
+
+
+def test_the_index_of_pandas_is_no_column(tmp_path):
+    (tmp_path / "rows.csv").write_text(",prompt\n0,a\n")
+    with pytest.raises(DataError, match=r"rows\.csv: the first column has no name, .* index=False"):
+        read_rows(tmp_path / "rows.csv")
+
+
+def test_half_of_a_character_is_named(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"a": "\\ud83d\\ude00"}\n{"a": "\\ud83d"}\n')
+    with pytest.raises(DataError, match=r"rows\.jsonl, line 2 has \\ud83d alone, half of a character"):
+        read_rows(tmp_path / "rows.jsonl")

@@ -206,3 +206,11 @@ def test_bad_rows_are_named(write_texts):
         TextData(write_texts("a", column="txt")).load(make_tokenizer())
     with pytest.raises(DataError, match=r"no row is left of .*: 0 of 1 rows"):
         TextData(write_texts("abc")).load(make_tokenizer())
+
+
+def test_rows_of_texts_name_the_class_that_reads_them(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"text": "A film."}\n')
+    with pytest.raises(DataError, match=r"the columns \['text'\] fit .* set data\._target_=realign\.data\.TextData"):
+        SupervisedData(str(file)).load(make_tokenizer())
+    assert len(TextData(str(file), blocks="apart").load(make_tokenizer())) == 1
