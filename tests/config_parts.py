@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -127,7 +128,9 @@ class CountThrees(ModelInterface):
 
 
 class Digits:
-    def decode(self, ids, skip_special_tokens=True):
+    added_tokens_decoder = MappingProxyType({})
+
+    def decode(self, ids, skip_special_tokens=True, **_):
         return " ".join(str(int(i)) for i in ids)
 
     def batch_decode(self, sequences, skip_special_tokens=True):

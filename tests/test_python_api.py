@@ -26,7 +26,8 @@ from realign.interfaces.components.objectives import Clip
 from realign.python_api import Run
 from realign.rewards.pool.functions import SessionFunction
 from realign.runtime import Experiment, run
-from tests.tiny import save_tiny
+from tests.data.chat_templates import chat_tokenizer
+from tests.tiny import save_tiny, tiny_model
 
 SMALL = {"steps": 2, "batch_prompts": 4, "interfaces.actor.generation": {"n": 4, "max_new_tokens": 6}}
 WORDS = [
@@ -367,3 +368,41 @@ def test_a_notebook_shows_progress_below_its_cell(monkeypatch):
     html = shown[-1]._repr_mimebundle_([], [])["text/html"]
     assert "reward" in html
     assert "0.5" in html
+
+
+@pytest.mark.slow
+def test_a_model_with_the_tokenizer_of_llama_2_writes_the_trained_answer_token_by_token(tmp_path, monkeypatch):
+    """In SFT, DPO and GRPO, as transformers generates it. Apart, the answer would begin with a blank."""
+    monkeypatch.chdir(tmp_path)
+    tokenizer = chat_tokenizer(None, eos="<|im_end|>", kind="blank")
+    words = len(tokenizer)
+    tiny_model("llama", attention="eager", vocab_size=words).save_pretrained("model")
+    tokenizer.save_pretrained("model")
+    prompt = tokenizer("1+1=", add_special_tokens=False)["input_ids"]
+    given = {"quiet": True, "models.actor.optimizer": {"lr": 3e-3}, "batch_prompts": 4}
+
+    def train(name, model, **more):
+        return realign.train(name, model=model, output_dir=name, **given, **more).folder / "final/actor"
+
+    def answer(folder):
+        found = AutoModelForCausalLM.from_pretrained(folder).generate(
+            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), do_sample=False, max_new_tokens=6
+        )
+        return tokenizer.convert_ids_to_tokens(found[0, len(prompt) :])
+
+    both = [{"prompt": "1+1=", "completion": answer} for answer in ("2", "3", "2", "3")]
+    sft = train("sft", "model", data=[both[0]] * 4, steps=8)
+    assert answer(sft) == ["2", "<|im_end|>"]
+    start = realign.train("sft", model="model", output_dir="both", data=both, steps=15, **given).folder / "final/actor"
+    dpo = train("dpo", start, data=[{"prompt": "1+1=", "chosen": "2", "rejected": "3"}] * 4, steps=6)
+    assert answer(dpo) == ["2", "<|im_end|>"]
+    sampling = {"n": 8, "max_new_tokens": 4}
+    grpo = train(
+        "grpo",
+        start,
+        data=both,
+        reward=lambda response: float(response == "3"),
+        steps=10,
+        **{"interfaces.actor.generation": sampling},
+    )
+    assert answer(grpo) == ["3", "<|im_end|>"]

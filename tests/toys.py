@@ -30,7 +30,7 @@ class Digits:
 
     added_tokens_decoder = MappingProxyType({})
 
-    def decode(self, ids, skip_special_tokens=True) -> str:
+    def decode(self, ids, skip_special_tokens=True, **_) -> str:
         return " ".join(str(int(i)) for i in ids)
 
     def batch_decode(self, sequences, skip_special_tokens=True) -> list[str]:

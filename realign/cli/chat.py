@@ -14,12 +14,12 @@ from realign.api import GenerationConfig, Model, SequenceSample, derive_seed
 from realign.cli.arguments import settings_of
 from realign.config.errors import ConfigError
 from realign.data import Template
-from realign.data.encoding import encode, start_tokens
 from realign.data.messages import Message
 from realign.data.writer import Writer
 from realign.engines import TransformersModel
 from realign.runtime.models import open_sampler
 from realign.text import visible
+from realign.tokenization import Tokens, started
 
 
 @dataclass
@@ -66,11 +66,12 @@ class Chat:
             raise ConfigError("system applies only to template=chat, but template=plain. Remove it.")
         writer = Writer(model.tokenizer, template, self.prefix, self.suffix, self.system)
         conversation: list[Message] = []
+        tokens = Tokens(model.tokenizer)
         for turn, line in enumerate(lines):
             conversation.append({"role": "user", "content": line})
             written = writer.prompt(conversation if template is Template.chat else line)
-            start = [] if written.chat else start_tokens(model.tokenizer)
-            ids = next(encode(model.tokenizer, [written.text], start))
+            start = [] if written.chat else tokens.start()
+            ids = started(next(tokens.encode([written.text])), start)
             if not ids:
                 continue  # an empty line, and no start token
             prompt = SequenceSample.from_sequences([str(turn)], {"prompt_ids": [[ids]]})
@@ -78,7 +79,7 @@ class Chat:
                 prompt, self._fitting(model, len(ids)), seed=derive_seed(self.seed, "chat", turn)
             )
             both = zip(out.sequences("input_ids"), out.sequences("prompt_mask"), strict=True)
-            answers = [model.tokenizer.decode(ids[~given], skip_special_tokens=True) for ids, given in both]
+            answers = [tokens.decode(x[~given].tolist(), ids, special=False) for x, given in both]
             for answer in answers:
                 say(visible(answer))
             conversation.append({"role": "assistant", "content": answers[0]})

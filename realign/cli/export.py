@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 from transformers.utils.logging import disable_progress_bar
 
@@ -27,6 +28,7 @@ from realign.engines.files.model_folder import (
 )
 from realign.engines.files.tokenizers import (
     TOKENIZER_FILES,
+    align_end_tokens,
     has_tokenizer,
     read_tokenizer,
     reread_difference,
@@ -111,17 +113,20 @@ class Export:
 
     def _write(self, new: Path, folder: Path, adapter: AdapterFolder | None) -> None:
         new.mkdir()
+        # An adapter folder of another tool often has no tokenizer of its own.
+        source = adapter.base if adapter is not None and not has_tokenizer(str(folder)) else str(folder)
+        tokenizer = read_tokenizer("export", source, trust_remote_code=False)
         if adapter is not None and self.merge:
-            _write_merged(new, adapter)
+            _write_merged(new, adapter, tokenizer)
         else:
             _copy_files(folder, new)
         if adapter is not None and not self.merge:
             kind = adapter.config.get("task_type") or (None if adapter.head_names() else "CAUSAL_LM")
             config = {**adapter.config, "base_model_name_or_path": absolute(adapter.base), "task_type": kind}
             replace_text(new / CONFIG, json.dumps(config, indent=2, sort_keys=True) + "\n")
-        # An adapter folder of another tool often has no tokenizer of its own.
-        source = adapter.base if adapter is not None and not has_tokenizer(str(folder)) else str(folder)
-        _write_tokenizer(new, source)
+        # AutoTokenizer shall read the tokenizer as realign does.
+        if not has_tokenizer(str(new)) or reread_difference(tokenizer, new) is not None:
+            save_tokenizer(tokenizer, new)
         name = self.push or (self.to.name if self.to is not None else "")
         replace_text(new / CARD, model_card(name, folder, new, adapter))
 
@@ -210,22 +215,17 @@ def _copy_files(folder: Path, new: Path) -> None:
         copy_file(folder / name, new / name)
 
 
-def _write_tokenizer(new: Path, source: str) -> None:
-    """Make AutoTokenizer read the tokenizer in `new` as realign reads the one in `source`."""
-    tokenizer = read_tokenizer("export", source, trust_remote_code=False)
-    if not has_tokenizer(str(new)) or reread_difference(tokenizer, new) is not None:
-        save_tokenizer(tokenizer, new)
-
-
-def _write_merged(new: Path, adapter: AdapterFolder) -> None:
-    """Write the base model with the adapter merged into it, in fp32."""
+def _write_merged(new: Path, adapter: AdapterFolder, tokenizer: Any) -> None:
+    """Write the base model with the adapter merged into it, in fp32. It stops at the end tokens of the tokenizer."""
     from realign.engines.module_reader import ModuleReader
     from realign.engines.network.heads import Causal, Score
 
     head = Score() if adapter.head_names() else Causal()
     reader = ModuleReader("model", f"export {str(adapter.path)!r}", str(adapter.path), adapter, head)
     with quiet_transformers():
-        reader.read(merge=True).save_pretrained(new)
+        merged = reader.read(merge=True)
+        align_end_tokens(merged, tokenizer)
+        merged.save_pretrained(new)
     for file in adapter.path.iterdir():
         if file.name.startswith("interface_state") or file.name == "value_head.safetensors":
             copy_file(file, new / file.name)

@@ -17,8 +17,6 @@ from functools import cached_property
 from itertools import compress, islice
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from torch import Tensor
-
 from realign.api.sample import SequenceSample
 from realign.data.columns import Row
 from realign.data.images import RowImages
@@ -26,6 +24,7 @@ from realign.data.rendering import Segment
 from realign.data.writer import Written
 from realign.errors import ConfigError, DataError
 from realign.text import part_over
+from realign.tokenization import Divided, Tokens, started
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -223,20 +222,23 @@ class RowEncoder:
         write: Returns a row as text, or why it is dropped.
         limit: Length limit of the sequences.
         end: Ending of responses; None if the rows are prompts.
-        warned: Whether a row caused the warning about the end of a turn.
-        wrong_end: The tokens of that end, of the last such row; empty without one.
+        faults: The warnings that rows caused, by kind. Each kind is shown once.
     """
 
     tokenizer: PreTrainedTokenizerBase
     write: Callable[[Row], RowText | DroppedRow]
     limit: LengthLimit
     end: Ending | None = None
-    warned: bool = field(default=False, init=False, repr=False)
-    wrong_end: list[int] = field(default_factory=list, init=False, repr=False)
+    faults: dict[str, str] = field(default_factory=dict, init=False, repr=False)
+    _shown: set[str] = field(default_factory=set, init=False, repr=False)
+
+    @cached_property
+    def _tokens(self) -> Tokens:
+        return Tokens(self.tokenizer)
 
     @cached_property
     def _start(self) -> list[int]:
-        return start_tokens(self.tokenizer)
+        return self._tokens.start()
 
     def __call__(self, row: Row) -> Encoded:
         """Return one row as token sequences.
@@ -262,25 +264,23 @@ class RowEncoder:
                 with _named(place):
                     written.append(self._written(row))
             # One call for all texts of the chunk uses the threads of the tokenizer.
-            texts = [
-                s.text for text in written if isinstance(text, RowText) for w in text.sequences for s in w.segments
-            ]
-            ids = encode(self.tokenizer, texts)
+            texts = [w.segments for text in written if isinstance(text, RowText) for w in text.sequences]
+            divided = self._tokens.divide(texts)
             for (place, _), text in zip(chunk, written, strict=True):
                 if isinstance(text, DroppedRow):
                     yield text
                     continue
-                parts = [list(islice(ids, len(sequence.segments))) for sequence in text.sequences]
+                own = list(islice(divided, len(text.sequences)))
                 with _named(place):
-                    encoded = self._encoded(text, parts)
+                    encoded = self._encoded(text, own)
                 yield encoded
 
     def _written(self, row: Row) -> RowText | DroppedRow:
         text = self.write(row)
         return text if isinstance(text, DroppedRow) else self.limit.bound(text, self.tokenizer)
 
-    def _encoded(self, text: RowText, parts: list[list[list[int]]]) -> Encoded:
-        sequences = [self._sequence(written, ids) for written, ids in zip(text.sequences, parts, strict=True)]
+    def _encoded(self, text: RowText, divided: Sequence[Divided]) -> Encoded:
+        sequences = [self._sequence(written, ids) for written, ids in zip(text.sequences, divided, strict=True)]
         selected = [True] * len(sequences)
         if text.pairs:
             # Tokens are compared, since different texts can become the same tokens.
@@ -291,15 +291,18 @@ class RowEncoder:
         row = EncodedRow(text.row, tuple(compress(sequences, selected)), labels, margins, images=text.images)
         return self.limit.fit(row)
 
-    def _sequence(self, written: Written, parts: list[list[int]]) -> TokenSequence:
+    def _sequence(self, written: Written, divided: Divided) -> TokenSequence:
         start = [] if written.chat else self._start
         ids: list[int] = []
         trained = bytearray()
-        for index, (segment, part) in enumerate(zip(written.segments, parts, strict=True)):
+        for index, (segment, part) in enumerate(zip(written.segments, divided.parts, strict=True)):
             if index == 0:
                 part = started(part, start)
             if segment.trained and self.end is not None:
-                part = self.end(part) if index == len(parts) - 1 else self._ended(part)
+                if index == len(divided.parts) - 1:
+                    part = self.end(part)
+                else:
+                    self._check_end(part, written.chat)
             ids += part
             trained += bytes([segment.trained]) * len(part)
         if self.end is None and not ids:
@@ -307,27 +310,40 @@ class RowEncoder:
         # Nothing predicts the first token, so it alone is nothing to train on.
         if self.end is not None and 1 not in trained[1:]:
             raise DataError("the response has no token to train on.")
+        if divided.joined:
+            self.warn(
+                "joined",
+                f"The tokenizer joins the end of a prompt, {divided.joined!r}, with its response in one token. When "
+                "the model generates, it sees the tokens of the prompt alone. So they are kept, and the response is "
+                "tokenized from there. If prompts end with a space, it is better at the beginning of the responses.",
+            )
         prompt = trained.find(1)
         return TokenSequence(ids, bytes(trained), len(ids) if prompt < 0 else prompt, len(start))
 
-    def _ended(self, turn: list[int]) -> list[int]:
-        """Warn once if a turn before the last one does not end with EOS, at which generation stops."""
-        if self.end is not None and self.end.append_eos and turn[-1:] != [self.tokenizer.eos_token_id]:
-            self.wrong_end = turn[-1:]
-            self.warn_of(self.wrong_end)
-        return turn
-
-    def warn_of(self, end: Sequence[int]) -> None:
-        """Warn, if nothing has, of turns before the last one that end with these tokens instead of EOS."""
-        if not self.warned:
-            self.warned = True
-            warnings.warn(
-                f"The chat template ends an assistant turn with {self.tokenizer.decode(list(end))!r}, but the EOS "
-                f"token of the tokenizer is {self.tokenizer.eos_token!r}. Only the last turn of a conversation gets "
-                "EOS, so the model may not stop after earlier turns. Training continues. Set the EOS token of the "
-                "tokenizer to the end-of-turn token, or set train_on_turns=each.",
-                stacklevel=2,
+    def _check_end(self, turn: Sequence[int], chat: bool) -> None:
+        """Warn if a turn before the last one does not end with EOS, at which generation stops."""
+        if self.end is None or not self.end.append_eos or list(turn[-1:]) == [self.tokenizer.eos_token_id]:
+            return
+        if chat:
+            writer, cure = (
+                "chat template",
+                ("Set the EOS token of the tokenizer to the end-of-turn token, or set train_on_turns=each."),
             )
+        else:
+            writer, cure = "text of a dialogue", "Convert the dialogues to messages if it should."
+        self.warn(
+            "end",
+            f"The {writer} ends an assistant turn with {self.tokenizer.decode(list(turn[-1:]))!r}, but the EOS token "
+            f"of the tokenizer is {self.tokenizer.eos_token!r}. Only the last turn of a conversation gets EOS, so the "
+            f"model may not stop after earlier turns. Training continues. {cure}",
+        )
+
+    def warn(self, kind: str, message: str) -> None:
+        """Show a warning about rows, unless one of its kind was shown."""
+        self.faults[kind] = message
+        if kind not in self._shown:
+            self._shown.add(kind)
+            warnings.warn(message, stacklevel=2)
 
 
 @contextmanager
@@ -337,10 +353,6 @@ def _named(place: str) -> Iterator[None]:
         yield
     except DataError as error:
         raise DataError(f"{place}: {error}") from error
-
-
-# Number of texts per tokenizer call: enough to use its threads, few enough to store as lists of Python ints.
-_BATCH = 2048
 
 
 @dataclass(frozen=True, eq=False)
@@ -371,46 +383,6 @@ class Ending:
         return [*response, eos]
 
 
-def start_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the special tokens that the tokenizer adds before a text (often one BOS, or none).
-
-    Raises:
-        DataError: the tokenizer encodes a text differently with and without special tokens.
-    """
-    # Tried out with a text, since `bos_token_id` does not say whether the tokenizer adds this token.
-    bare = tokenizer("x", add_special_tokens=False)["input_ids"]
-    full = tokenizer("x")["input_ids"]
-    for at in range(len(full) - len(bare) + 1):
-        if full[at : at + len(bare)] == bare:
-            return list(full[:at])
-    raise DataError(
-        f"{type(tokenizer).__name__} encodes 'x' as {bare} without special tokens, but as {full} with them. Use a "
-        "tokenizer that adds special tokens only before or after a text."
-    )
-
-
-def started(ids: list[int], start: Sequence[int]) -> list[int]:
-    """Return token ids with the `start` tokens before them, unless they begin with these."""
-    first = list(start)
-    return ids if ids[: len(first)] == first else first + ids
-
-
-def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], start: Sequence[int] = ()) -> Iterator[list[int]]:
-    """Yield the token ids of each text, after the `start` tokens unless it begins with them. Adds no other token."""
-    for begin in range(0, len(texts), _BATCH):
-        batch = tokenizer(
-            list(texts[begin : begin + _BATCH]),
-            add_special_tokens=False,
-            padding=False,
-            truncation=False,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            verbose=False,  # suppresses its warning about long texts; `LengthLimit` handles them
-        )
-        for ids in batch["input_ids"]:
-            yield started(ids, start)
-
-
 @dataclass(frozen=True)
 class DecodedSequence:
     """The text of a sequence.
@@ -424,27 +396,24 @@ class DecodedSequence:
     label: float | None = None
 
 
-def decoded_row(sample: SequenceSample, decode: Callable[..., str]) -> list[DecodedSequence]:
+def decoded_row(sample: SequenceSample, tokenizer: PreTrainedTokenizerBase) -> list[DecodedSequence]:
     """Return the sequences of the first row of a sample as text; empty if the sample has no tokens.
 
     Args:
         sample: Rows with `input_ids` and `loss_mask`, or with `prompt_ids`.
-        decode: Method of the tokenizer.
+        tokenizer: Tokenizer of the sample.
     """
+    tokens = Tokens(tokenizer)
     row = sample.take(range(min(1, len(sample))))
     if "prompt_ids" in row:
-        return [DecodedSequence([Segment(_text(ids, decode))]) for ids in row.sequences("prompt_ids")]
+        return [DecodedSequence([Segment(tokens.decode(ids.tolist(), ()))]) for ids in row.sequences("prompt_ids")]
     if not {"input_ids", "loss_mask"} <= row.keys:
         return []
     labels = next((row[key].tolist() for key in ("labels", "rewards") if key in row), [])
     decoded = []
     for index, (ids, loss) in enumerate(zip(row.sequences("input_ids"), row.sequences("loss_mask"), strict=True)):
-        changes = (loss[1:] != loss[:-1]).nonzero()[:, 0] + 1
-        runs = zip(ids.tensor_split(changes.tolist()), loss.tensor_split(changes.tolist()), strict=True)
-        segments = [Segment(_text(run, decode), bool(trained.any())) for run, trained in runs if len(run)]
+        changes = ((loss[1:] != loss[:-1]).nonzero()[:, 0] + 1).tolist()
+        given, runs = ids.tolist(), zip([0, *changes], [*changes, len(ids)], strict=True)
+        segments = [Segment(tokens.decode(given[a:b], given[:a]), bool(loss[a])) for a, b in runs if a < b]
         decoded.append(DecodedSequence(segments, labels[index] if labels else None))
     return decoded
-
-
-def _text(ids: Tensor, decode: Callable[..., str]) -> str:
-    return decode(ids, skip_special_tokens=False)

@@ -28,7 +28,8 @@ class PromptData(ImageSource):
     """A file of prompts. Samples also contain the whole row, for the reward function.
 
     Without column settings, the prompt is the column `prompt` (or `instruction`, `query`), or the column `messages` (or
-    `conversations`, `conversation`), a conversation that ends with a user or tool message.
+    `conversations`, `conversation`), a conversation that ends with a user or tool message. If the last message of a
+    prompt is by the assistant, it is the start of the answer, which the model continues, as in TRL.
     """
 
     keeps_rows: ClassVar[bool] = True
@@ -36,8 +37,9 @@ class PromptData(ImageSource):
     messages_column: str | None = None
     """Column with conversations (lists of chat messages). null finds it by name."""
     drop_final_answer: bool = False
-    """Cut the assistant messages at the end of a conversation, so that it ends with the last user or tool message; the
-    reward function still sees them in the row. With false, such a conversation is an error."""
+    """Cut the assistant messages at the end of a prompt or conversation, so that it ends with the last user or tool
+    message; the reward function still sees them in the row. With false, the model continues the last message of a
+    prompt, and such a conversation is an error."""
     max_prompt_tokens: Count | None = None
     """Longest allowed prompt in tokens, including start tokens; null sets no limit. `too_long` says what happens to
     longer ones."""
@@ -73,10 +75,12 @@ class PromptData(ImageSource):
         if setting == "messages_column" and not isinstance(value, list):
             column = self.columns(row)[setting]
             raise DataError(f"column {column!r} contains a {type(value).__name__}; expected a list of chat messages.")
-        return RowText(row, [writer.prompt(self._unanswered(value), self.context(row))])
+        if self.drop_final_answer or setting == "messages_column":
+            value = self._unanswered(value)
+        return RowText(row, [writer.prompt(value, self.context(row))])
 
     def _unanswered(self, value: Any) -> Any:
-        """Return a prompt without the assistant messages at its end.
+        """Return a conversation without the assistant messages at its end.
 
         Raises:
             DataError: it ends with an assistant message, and `drop_final_answer` is false.
@@ -88,7 +92,8 @@ class PromptData(ImageSource):
         if end < len(messages) and not self.drop_final_answer:
             raise DataError(
                 "the conversation ends with an assistant message, but a prompt ends with a user or tool message. Set "
-                "drop_final_answer=true to remove the assistant messages at the end."
+                "drop_final_answer=true to remove the assistant messages at the end, or set prompt_column instead of "
+                "messages_column if the last one is the start of the answer, which the model continues."
             )
         return value[:end]
 

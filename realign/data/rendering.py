@@ -11,6 +11,7 @@ import re
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from realign.chat_template import render, template_errors
@@ -45,7 +46,7 @@ class AssistantMasks(StrEnum):
 
 
 class Segment(NamedTuple):
-    """Part of a text that is tokenized separately."""
+    """Part of a text."""
 
     text: str
     trained: bool = False
@@ -87,14 +88,18 @@ class ChatRenderer:
     def prompt(self, conversation: Conversation) -> str:
         """Return the text of a prompt, up to the position where the response begins.
 
+        If the last message is by the assistant, the response continues it.
+
         Raises:
             DataError: the template fails, or drops or changes a part of the conversation.
         """
-        text = self._render(conversation, add_generation_prompt=True)
+        text = self._open(conversation)
         self._verify(conversation, text, {})
         return text
 
-    def segments(self, conversation: Conversation, trained: Sequence[int]) -> list[Segment]:
+    def segments(
+        self, conversation: Conversation, trained: Sequence[int], begun: Message | None = None
+    ) -> list[Segment]:
         """Return the text of a conversation, split into assistant turns to train on and the text between them.
 
         The concatenated segments are the rendered conversation. A turn ends with its end-of-turn token. Whitespace
@@ -103,6 +108,7 @@ class ChatRenderer:
         Args:
             conversation: The messages.
             trained: Indices of the assistant messages to train on, in increasing order.
+            begun: The first of these as the prompt has it: its start, which is not trained.
 
         Raises:
             DataError: the template fails, drops or changes a part of the conversation, or renders a turn differently
@@ -117,6 +123,15 @@ class ChatRenderer:
             if blocks is not None:
                 self._compare(conversation, text, spans, blocks[1])
         self._verify(conversation, text, spans)
+        if begun is not None:
+            start = self._open(conversation.up_to(trained[0]).followed_by(Conversation((begun,))))
+            if not text.startswith(start):
+                at, alone, followed = _difference(start, text)
+                raise DataError(
+                    "the chat template formats the start of an answer differently when it goes on. At character "
+                    f"{at}, it has {alone!r} alone, and {followed!r} with the rest. Use another chat template."
+                )
+            spans[trained[0]] = (len(start), spans[trained[0]][1])
         return list(_split(text, [spans[turn] for turn in trained]))
 
     def _turn(self, conversation: Conversation, turn: int, rendered: str) -> Span:
@@ -198,7 +213,7 @@ class ChatRenderer:
         source = self._source(conversation)
         if self.masks is AssistantMasks.prefixes or not _BLOCK.search(source):
             return None
-        # `apply_chat_template` would return the blocks in tokens of the whole text; segments are tokenized separately.
+        # `apply_chat_template` would return the blocks in tokens instead of characters.
         from transformers.utils.chat_template_utils import render_jinja_template
 
         options = {**self._options(conversation), "chat_template": source}
@@ -226,15 +241,15 @@ class ChatRenderer:
 
     def _verify_shape(self, conversation: Conversation, spans: Mapping[int, Span]) -> None:
         """Check that the template renders every part of conversations of this shape, by texts that occur only once."""
-        prompt_only = not spans
+        write = partial(self._render, add_generation_prompt=False) if spans else self._open
         if conversation.tools:
             without = replace(conversation, tools=())
-            both = (self._render(c, add_generation_prompt=prompt_only) for c in (conversation, without))
+            both = (write(c) for c in (conversation, without))
             if len(set(both)) == 1:
                 raise DataError(f"the chat template ignores the tools. {_TOOLS_CURE}")
         probe, parts = _with_marks(conversation)
         try:
-            text = self._render(probe, add_generation_prompt=prompt_only)
+            text = write(probe)
         except DataError:  # the template depends on the content, which `_check_parts` compares
             return
         _check_marks(conversation, parts, text, spans)
@@ -242,6 +257,12 @@ class ChatRenderer:
     def _source(self, conversation: Conversation) -> str:
         """Return the source of the template that renders a conversation."""
         return str(self.tokenizer.get_chat_template(self.options.get("chat_template"), _tools(conversation)))
+
+    def _open(self, conversation: Conversation) -> str:
+        """Return the text up to where the model writes: a new message, or more of the last one if that is its own."""
+        begun = conversation.messages[-1]["role"] == "assistant"
+        options = self._options(conversation) | ({"continue_final_message": True} if begun else {})
+        return render(self.tokenizer, self._messages(conversation), options, add_generation_prompt=not begun)
 
     def _render(self, conversation: Conversation, *, add_generation_prompt: bool) -> str:
         return self._apply(self._messages(conversation), conversation, add_generation_prompt)

@@ -14,12 +14,13 @@ from realign.api.lengths import Lengths
 from realign.data.columns import Row, overlap, pair_or_conversation
 from realign.data.data_source import FileSource, ImageSource, ResponseSource, mixture_of
 from realign.data.dataset import Collected, LoadReport, PackedTokens, SequenceDataset, load_report
-from realign.data.encoding import Ending, RowText, encode, start_tokens
+from realign.data.encoding import Ending, RowText
 from realign.data.rendering import AssistantMasks
 from realign.data.row_sources import Table
 from realign.data.writer import Turns, Writer
 from realign.errors import DataError, SettingsError
 from realign.settings import Range
+from realign.tokenization import Tokens, started
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -33,7 +34,8 @@ class SupervisedData(ResponseSource, ImageSource):
     conversation, and `prompt` with `completion` or `response` is a prompt with its response. Rows that fit both are an
     error. The loss includes assistant turns and the tokens that end them.
 
-    The text before an assistant turn and the turn are tokenized separately, as in generation. No token spans both.
+    A row has the tokens of its whole text. Only if the tokens of a prompt are others alone, as generation sees it, it
+    has these, and the response is tokenized from there: no token spans both.
     """
 
     messages_column: str | None = None
@@ -140,7 +142,8 @@ class TextData(FileSource):
             DataError: a row is invalid (names its file and line), or the texts are too short for any block.
             ConfigError: the tokenizer does not support a setting.
         """
-        end, start = Ending(tokenizer, self.append_eos), start_tokens(tokenizer)
+        end, writer = Ending(tokenizer, self.append_eos), Tokens(tokenizer)
+        start = writer.start()
         tables = self.tables()
         shortest = self.block_tokens if self.blocks is Blocks.joined else 2
         sizes = [0] * len(tables)
@@ -151,7 +154,8 @@ class TextData(FileSource):
             # Each table by itself: no block spans two sources, since a mixture needs the source of each row.
             for source, table in enumerate(tables):
                 texts = _texts(table, self.text_column)
-                for block in cut(map(end, encode(tokenizer, texts, start)), self.block_tokens, self.blocks):
+                ids = (end(started(text, start)) for text in writer.encode(texts))
+                for block in cut(ids, self.block_tokens, self.blocks):
                     if len(block) >= shortest:
                         sizes[source] += 1
                         yield block

@@ -58,11 +58,11 @@ class CachedEncoder:
             key = self._key(plain, today)
             encoded = None if key is None else self._read(key, plain)
             if encoded is None:
-                self.encoder.wrong_end = []
+                self.encoder.faults = {}
                 encoded = list(self.encoder.encode(chunk))
                 if key is not None and today == _today(dated):
-                    wrong_end = np.array(self.encoder.wrong_end, dtype=np.int64)
-                    self._cache.put(key, _packed(encoded) | {_WRONG_END: wrong_end})
+                    faults = json.dumps(self.encoder.faults).encode()
+                    self._cache.put(key, _packed(encoded) | {_FAULTS: np.frombuffer(faults, dtype=np.uint8)})
             yield from encoded
 
     def _key(self, rows: Sequence[Row], today: str) -> str | None:
@@ -76,10 +76,10 @@ class CachedEncoder:
         if arrays is None:
             return None
         with suppress(ValueError, LookupError, TypeError):
-            wrong_end = arrays.pop(_WRONG_END).tolist()
+            faults = json.loads(arrays.pop(_FAULTS).tobytes())
             encoded = _unpacked(arrays, rows)
-            if wrong_end:  # as the run did that wrote the entry
-                self.encoder.warn_of(wrong_end)
+            for kind, message in faults.items():  # as the run did that wrote the entry
+                self.encoder.warn(kind, message)
             return encoded
         return None
 
@@ -88,7 +88,7 @@ def _today(dated: bool) -> str:
     return date.today().isoformat() if dated else ""
 
 
-_WRONG_END = "wrong_end"
+_FAULTS = "faults"
 _FORM: dict[str, tuple[Any, int]] = {
     "dropped": (np.uint8, 1),
     "truncated": (np.uint8, 1),

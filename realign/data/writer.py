@@ -1,4 +1,4 @@
-"""Format prompts, responses, conversations and preferences as text that is tokenized in parts."""
+"""Format prompts, responses, conversations and preferences as text in parts."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Written(NamedTuple):
     """The text of one sequence."""
 
     segments: list[Segment]
-    """Parts that are tokenized separately, so no token spans two of them."""
+    """Its parts, each trained or not."""
     chat: bool
     """Whether a chat template wrote the text. Only plain text gets the start tokens of the tokenizer."""
 
@@ -199,7 +199,18 @@ class Writer:
         return first, second
 
     def _sequences(self, prompt: Conversation, rest: Conversation, turns: Turns) -> list[Written]:
-        """Return the text of a prompt followed by messages, of which assistant turns are trained."""
+        """Return the text of a prompt followed by messages, of which assistant turns are trained.
+
+        Raises:
+            DataError: no turn is trained, or the start of an answer in the prompt has no continuation.
+        """
+        begun = prompt.messages[-1] if len(prompt) and prompt.messages[-1]["role"] == "assistant" else None
+        if begun is not None:  # the first answer continues it
+            first = rest.messages[0]
+            if not isinstance(first["content"], str):
+                raise DataError(f"the prompt ends with the start of an answer, but it goes on with {short(first)}.")
+            joined = {**begun, **first, "content": begun["content"] + first["content"]}
+            prompt, rest = prompt.up_to(len(prompt) - 1), replace(rest, messages=(joined, *rest.messages[1:]))
         conversation = prompt.followed_by(rest)
         self.renderer.check_roles(conversation)
         answers = [turn for turn in conversation.assistant_turns() if turn >= len(prompt)]
@@ -209,11 +220,18 @@ class Writer:
         if not trained:
             roles = ", ".join(dict.fromkeys(message["role"] for message in conversation.messages))
             raise DataError(f"the conversation has no assistant message to train on. Its roles are: {roles}.")
-        if turns is Turns.each:
-            return [
-                Written(self.renderer.segments(conversation.up_to(turn + 1), [turn]), chat=True) for turn in trained
-            ]
-        return [Written(self.renderer.segments(conversation, trained), chat=True)]
+        groups = [[turn] for turn in trained] if turns is Turns.each else [trained]
+        return [
+            Written(
+                self.renderer.segments(
+                    conversation.up_to(group[-1] + 1) if turns is Turns.each else conversation,
+                    group,
+                    begun if group[0] == len(prompt) else None,
+                ),
+                chat=True,
+            )
+            for group in groups
+        ]
 
     def _parted(self, prompt: Any, context: Context, *answers: Conversation) -> tuple[Conversation, ...]:
         """Return the prompt of one or two responses, and the messages of each after it."""
@@ -332,10 +350,11 @@ class Writer:
         if not isinstance(value, list) or not value:
             raise DataError(f"the prompt is {short(value)}; expected a string or a list of chat messages.")
         conversation = self._messages(value, context)
-        if conversation.messages[-1]["role"] == "assistant":
+        last = conversation.messages[-1]
+        if last["role"] == "assistant" and ("tool_calls" in last or not isinstance(last["content"], str)):
             raise DataError(
-                "the prompt ends with an assistant message; expected a user or tool message. For whole conversations, "
-                "set messages_column instead of prompt_column."
+                f"the prompt ends with {short(last)}; expected a user or tool message, or the start of the answer as "
+                "a string. For whole conversations, set messages_column instead of prompt_column."
             )
         return conversation
 

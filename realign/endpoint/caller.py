@@ -75,8 +75,10 @@ class ApiCall:
 
     def text(self, index: int, ids: Sequence[int], *, special: bool = True) -> str:
         """Return the text of a response, including a beginning that the prompt contains."""
-        begun = self.flat[index][0].ids[_given(self.flat[index][0]) :] if self.chat else ()
-        return self.session.backend.renderer.decode([*begun, *ids], special=special)
+        prompt = self.flat[index][0]
+        given = _given(prompt) if self.chat else len(prompt.ids)
+        renderer = self.session.backend.renderer
+        return renderer.decode([*prompt.ids[given:], *ids], before=prompt.ids[:given], special=special)
 
 
 class Caller:
@@ -332,7 +334,8 @@ def call_beginning(
     ]
     if not texts or not all(text.startswith(before) for text in texts):
         raise _unsupported("the chat template renders no call after the prompt")
-    common = _common([renderer.encode(text.removeprefix(before)) for text in texts])
+    given = renderer.encode(before)
+    common = _common([renderer.encode(text.removeprefix(before), before=given) for text in texts])
     if not common:
         raise _unsupported("calls in the format of the chat template have no common beginning")
     return common

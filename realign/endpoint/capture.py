@@ -97,8 +97,8 @@ class Capture:
         for parent in sorted(known, key=lambda call: len(call.ids), reverse=True):
             assert parent.text is not None
             behind = text[len(parent.text) :]
-            new = renderer.encode(behind)
-            # some tokenizers add a space before a text that they encode separately
+            new = renderer.encode(behind, before=parent.ids)
+            # a tokenizer that changes a text, for example to normal form, gives other ids than those of the whole
             if renderer.decode(new, before=parent.ids) == behind:
                 return Prompt((*parent.ids, *new), text, parent)
         # A rendered prompt may contain the start tokens already; a second one would be off the model's distribution.

@@ -6,7 +6,7 @@ import copy
 import inspect
 import logging
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from typing import Any
@@ -22,11 +22,10 @@ from realign.endpoint.response_parsing import (
 from realign.endpoint.response_parsing import response_template as found_response_template
 from realign.errors import ConfigError, DataError
 from realign.text import part_over
+from realign.tokenization import Tokens
 
 logger = logging.getLogger(__name__)
 
-_CONTEXT = 8
-"""Number of preceding tokens that are decoded with a response, since the first token of a text may differ."""
 _TOOL = {
     "type": "function",
     "function": {"name": "x", "description": "x", "parameters": {"type": "object", "properties": {}}},
@@ -52,6 +51,7 @@ class Renderer:
         self._response_template = loaded_template(self.tokenizer)
         # the texts of the tokens that are not part of content
         self._special = [str(t.content) for t in self.tokenizer.added_tokens_decoder.values() if t.special]
+        self._tokens = Tokens(self.tokenizer)
         self._lock = threading.Lock()  # tokenizers are not documented to be thread-safe
         self._warned = False
         self._reads_tools: bool | None = None  # not known yet
@@ -122,8 +122,12 @@ class Renderer:
                 self._reads_tools = True
         return next((name for name in names if not self._reads_tools or name not in text), None)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, before: Sequence[int] = ()) -> list[int]:
         """Return token ids without adding special tokens.
+
+        Args:
+            text: the text.
+            before: token ids that precede it.
 
         Raises:
             ValueError: the tokenizer cannot encode the text.
@@ -131,7 +135,7 @@ class Renderer:
         if not text:
             return []
         with self._encoding():
-            return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+            return self._tokens.following(text, before[-1]) if before else next(self._tokens.encode([text]))
 
     def exceeds(self, text: str, tokens: int) -> bool:
         """Return whether a text certainly has more than `tokens` tokens, without tokenizing a long one whole.
@@ -152,11 +156,9 @@ class Renderer:
 
     def start_tokens(self) -> list[int]:
         """Return the special tokens that the tokenizer adds before a plain text; none if it cannot be determined."""
-        with self._lock:
-            bare = list(self.tokenizer("x", add_special_tokens=False)["input_ids"])
-            full = list(self.tokenizer("x")["input_ids"])
-        places = [at for at in range(len(full) - len(bare) + 1) if full[at : at + len(bare)] == bare]
-        return full[: places[0]] if places else []
+        with self._lock, suppress(DataError):
+            return self._tokens.start()
+        return []
 
     def decode(self, ids: Sequence[int], *, before: Sequence[int] = (), special: bool = True) -> str:
         """Return the text of token ids.
@@ -166,10 +168,13 @@ class Renderer:
             before: token ids that precede them.
             special: whether to include special tokens.
         """
-        context = list(before[-_CONTEXT:])
         with self._lock:
-            text, head = self._decoded([*context, *ids], special), self._decoded(context, special)
-            return text[len(head) :] if text.startswith(head) else self._decoded(list(ids), special)
+            return self._tokens.decode(ids, before, special=special)
+
+    def texts(self, ids: Iterable[int], *, special: bool = True) -> list[str]:
+        """Return the text of each token, as it is within a text; see `decode`."""
+        with self._lock:
+            return self._tokens.texts(ids, special=special)
 
     def reader(self, prompt: str | Sequence[int], tools: Sequence[Mapping[str, Any]] | None) -> ResponseReader | None:
         """Return a parser of a response; None if the tokenizer has no response template.
@@ -196,8 +201,9 @@ class Renderer:
             before: text or token ids of the prompt.
             tools: tools of the request, which determine the types of arguments.
         """
-        plain, reader = self.decode(ids, special=False), self.reader(before, tools)
-        return ParsedResponse(plain) if reader is None else reader.whole(self.decode(ids), plain)
+        given = () if isinstance(before, str) else before
+        plain, reader = self.decode(ids, before=given, special=False), self.reader(before, tools)
+        return ParsedResponse(plain) if reader is None else reader.whole(self.decode(ids, before=given), plain)
 
     def _check_anchor(self, given: str) -> None:
         """Check that the response template belongs to the chat template."""
@@ -210,7 +216,3 @@ class Renderer:
                 f"response_template={given}: its start anchor does not occur in a prompt of the chat template. Set the "
                 "response template of the model's family."
             )
-
-    def _decoded(self, ids: list[int], special: bool) -> str:
-        decoded = self.tokenizer.decode(ids, skip_special_tokens=not special, clean_up_tokenization_spaces=False)
-        return str(decoded)

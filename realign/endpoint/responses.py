@@ -198,9 +198,10 @@ class ResponseWriter:
         tokens = self._scored_tokens(choice)
         if self.chat:
             return {"content": [token.chat(self.renderer) for token in tokens], "refusal": None}
-        texts = [self.renderer.decode([token.id]) for token in tokens]
+        texts = self.renderer.texts(token.id for token in tokens)
         # The text omits special tokens, so they take no space in the offsets.
-        lengths = [len(self.renderer.decode([token.id], special=False)) for token in tokens]
+        plain = self.renderer.texts((token.id for token in tokens), special=False)
+        lengths = map(len, plain)
         return {
             "tokens": texts,
             "token_logprobs": [token.logprob for token in tokens],
@@ -241,12 +242,13 @@ class ScoredToken:
         logprobs: dict[str, float] = {}
         for id, logprob in (*self.top, (self.id, self.logprob)):
             # Several ids can have one text: the most likely comes first and stays.
-            logprobs.setdefault(renderer.decode([id]), logprob)
+            (text,) = renderer.texts([id])
+            logprobs.setdefault(text, logprob)
         return logprobs
 
 
 def _named(renderer: Renderer, id: int, logprob: float | None) -> dict[str, Any]:
-    text = renderer.decode([id])
+    (text,) = renderer.texts([id])
     return {"token": text, "logprob": logprob, "bytes": list(text.encode(errors="replace"))}
 
 

@@ -19,7 +19,7 @@ from realign.engines.distributed.sharding import Sharding
 from realign.engines.files.adapters import AdapterFolder, AdapterStart, check_continues, find_adapter, is_adapter
 from realign.engines.files.folders import read_states
 from realign.engines.files.model_folder import check_hub, check_path, readable, weight_names
-from realign.engines.files.tokenizers import check_inherited, check_source, has_tokenizer, read_source
+from realign.engines.files.tokenizers import align_end_tokens, check_inherited, check_source, has_tokenizer, read_source
 from realign.engines.files.unread import has_unread
 from realign.engines.module_reader import (
     ModuleReader,
@@ -433,6 +433,7 @@ class TransformersModel(Settings, ModelSpec):
         self.head.start(module, seed=derive_seed(seed, name, "head"))
         words = module.get_input_embeddings().weight.shape[0]
         tokenizer = self._read_tokenizer(name, words)
+        align_end_tokens(module, tokenizer)
         if settings.vocabulary is not None and settings.vocabulary > words:
             raise ConfigError(f"models.{name}.head.vocabulary={settings.vocabulary}: must be at most {words}")
         keep_layout(module)

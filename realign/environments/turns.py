@@ -13,6 +13,7 @@ from typing import Any
 from realign.api.environment import Observation
 from realign.chat_template import render
 from realign.errors import ConfigError, DataError
+from realign.tokenization import Tokens
 
 _QUESTION, _ANSWER = "any question", "the-answer-b7e1"  # only the text after the answer is used
 
@@ -69,9 +70,12 @@ class TurnWriter:
         if not self.chat:
             if messages:
                 raise ValueError("the observation contains chat messages, which require chat=true")
-            return self._encode(text)
+            return self._encode(text, sampled)
         written = self._encode(self._behind_answer(messages or [{"role": self.role, "content": text}]))
-        return written[1:] if written and sampled and written[0] == sampled[-1] else written
+        end = written.index(sampled[-1]) if sampled and sampled[-1] in written else 0
+        # some templates write a blank before the end token
+        ended = sampled and written[end : end + 1] == [sampled[-1]] and not self.tokenizer.decode(written[:end]).strip()
+        return written[end + 1 :] if ended else written
 
     def _behind_answer(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """Return the text that the template writes after an assistant answer, with these messages and a new turn."""
@@ -86,11 +90,9 @@ class TurnWriter:
             raise ValueError("the chat template omits the assistant's message; set chat=false")
         return behind
 
-    def _encode(self, text: str) -> list[int]:
-        if not text:
-            return []
+    def _encode(self, text: str, before: Sequence[int] = ()) -> list[int]:
         try:
-            return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+            return Tokens(self.tokenizer).following(text, before[-1] if before else None)
         except TypeError as error:  # a lone surrogate, which broken JSON may contain
             raise ValueError(f"the tokenizer cannot encode {shortened(text)}: {error}") from error
 

@@ -46,6 +46,7 @@ from realign.environments.loading import load_with_tools
 from realign.environments.tools import load_tools
 from realign.errors import GraphError, SettingsError
 from realign.settings import Count, Fraction, Positive
+from realign.tokenization import Tokens
 
 OF_ENVIRONMENT = f"{NAMED}environment"
 """Key [S] of the environment's own rewards, if further functions score the episodes."""
@@ -248,7 +249,7 @@ class EnvironmentInterface(ModelInterface):
         ):
             before, (ids, logprobs, versions) = episode.ids.tolist(), (x[len(episode.ids) :] for x in column)
             episode.say(ids, logprobs, versions, None if mask is None else mask.last(len(ids)))
-            text = model.tokenizer.decode(ids, skip_special_tokens=True)
+            text = Tokens(model.tokenizer).decode(ids.tolist(), before, special=False)
             parts = self._parts(model, text, ids.tolist(), before, rows[place].get("tools"))
             said[place] = Response(
                 text, tuple(ids.tolist()), turn, cut, parts.content, parts.tool_calls, parts.reasoning

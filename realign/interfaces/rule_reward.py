@@ -38,6 +38,7 @@ from realign.rewards.pool.limits import OpenFiles, WorkerLimits
 from realign.rewards.pool.pool import RewardPool, RewardResults
 from realign.rewards.terms import FunctionTerm, RewardTerm
 from realign.settings import Count, Fraction, NonNegative, NonNegativeInt, Positive
+from realign.tokenization import Tokens
 
 _NAME = re.compile(r"[A-Za-z_][\w.-]*")
 _SINGLE = ""
@@ -351,8 +352,9 @@ def token_ids(data: SequenceSample) -> list[TokenIds]:
 
 def decode(model: Model, ids: Sequence[TokenIds], special_tokens: bool = False) -> tuple[list[str], list[str]]:
     """Return the texts of prompts and of responses, with or without special tokens."""
-    text = partial(model.tokenizer.batch_decode, skip_special_tokens=not special_tokens)
-    return text([prompt for prompt, _ in ids]), text([response for _, response in ids])
+    tokens = Tokens(model.tokenizer)
+    prompts = [tokens.decode(prompt, (), special=special_tokens) for prompt, _ in ids]
+    return prompts, [tokens.decode(response, prompt, special=special_tokens) for prompt, response in ids]
 
 
 def _without_special(model: Model, text: str) -> str:
@@ -370,7 +372,6 @@ def token_texts(model: Model, data: SequenceSample) -> list[list[str]]:
     """Decode each response token of every sequence, including special tokens."""
     # Each id once, since a batch repeats few of them.
     known = data["input_ids"].unique().tolist()
-    decoded = model.tokenizer.batch_decode([[i] for i in known], skip_special_tokens=False)
-    text = dict(zip(known, decoded, strict=True))
+    text = dict(zip(known, Tokens(model.tokenizer).texts(known), strict=True))
     pairs = zip(data.sequences("input_ids"), data.sequences("prompt_mask"), strict=True)
     return [[text[i] for i in ids[~given].tolist()] for ids, given in pairs]

@@ -451,7 +451,7 @@ class LocalRuntime:
 
     def first_row(self) -> list[DecodedSequence]:
         """Return the first row of the first batch as text, with the trained tokens marked."""
-        return decoded_row(self.batch(1), self.models[self.experiment.lead_role].tokenizer.decode)
+        return decoded_row(self.batch(1), self.models[self.experiment.lead_role].tokenizer)
 
     def readable(self, batch: SequenceSample, prompts: int) -> list[dict[str, Any]]:
         """Return the first prompts of a batch with responses and rewards as text, see `samples.readable`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 SPECIAL = [
@@ -18,6 +18,8 @@ SPECIAL = [
     "<think>",
     "</think>",
 ]
+BLANK = "\u2581"
+"""Blank of SentencePiece."""
 CORPUS = [
     "user assistant system tool the answer is hello world 1 + 1 = 2 \n\n",
     '{"name": "add", "arguments": {"a": 1}}',
@@ -100,8 +102,23 @@ REASONING = (
 """In the style of Qwen3: reasoning only after the last user message."""
 
 
+KINDS = ("bytes", "blank", "added")
+"""Tokenizers: byte-level; with a blank before each text, as of Llama 2; byte-level with added tokens of all kinds."""
+ADDED = [
+    AddedToken("hello", single_word=True, normalized=True),
+    AddedToken("1+1", normalized=False),
+    AddedToken("<tool_call>", normalized=False),
+    AddedToken("be ", normalized=False),
+    AddedToken("~~", lstrip=True, normalized=True),
+    AddedToken("||", rstrip=True, normalized=False),
+]
+"""Added tokens that are words, contain a blank, or take the blanks around them."""
+
+
 @cache
-def _core() -> str:
+def _core(kind: str) -> str:
+    if kind == "blank":
+        return _blank_core()
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     core.decoder = decoders.ByteLevel()
@@ -112,13 +129,37 @@ def _core() -> str:
         show_progress=False,
     )
     core.train_from_iterator(CORPUS, trainer)
+    if kind == "added":
+        core.add_tokens(ADDED)
     return core.to_str()
 
 
-def chat_tokenizer(template: str | None, eos: str = "<|im_end|>") -> PreTrainedTokenizerFast:
-    """Return a byte-level BPE tokenizer with a chat template. Merges span letters and blanks, not special tokens."""
+def _blank_core() -> str:
+    """Return a tokenizer as of Llama 2: its normalizer and decoder, and bytes for characters that are no tokens."""
+    words = [*SPECIAL, "<unk>", *(f"<0x{i:02X}>" for i in range(256)), BLANK, *map(chr, range(33, 127))]
+    merges = [pair for word in ("hi", "ok", "hello", "Yes", "is", ".") for pair in _merges(word)]
+    words += [a + b for a, b in merges]
+    vocabulary = {word: i for i, word in enumerate(dict.fromkeys(words))}
+    core = Tokenizer(
+        models.BPE(vocabulary, list(dict.fromkeys(merges)), unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    )
+    core.normalizer = normalizers.Sequence([normalizers.Prepend(BLANK), normalizers.Replace(" ", BLANK)])
+    core.decoder = decoders.Sequence(
+        [decoders.Replace(BLANK, " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return core.to_str()
+
+
+def _merges(word: str) -> list[tuple[str, str]]:
+    """Return the merges of a word with and without a blank before it."""
+    texts = (BLANK + word, word)
+    return [(text[:n], text[n]) for text in texts for n in range(1, len(text))]
+
+
+def chat_tokenizer(template: str | None, eos: str = "<|im_end|>", kind: str = "bytes") -> PreTrainedTokenizerFast:
+    """Return a tokenizer of a kind, with a chat template. Merges span letters and blanks, not special tokens."""
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(_core()),
+        tokenizer_object=Tokenizer.from_str(_core(kind)),
         bos_token="<|begin_of_text|>",
         eos_token=eos,
         additional_special_tokens=SPECIAL,

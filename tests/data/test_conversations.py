@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realign.api import SequenceSample
-from realign.data import AssistantMasks, PromptData, SupervisedData, Template, TooLong, Turns
+from realign.data import AssistantMasks, PreferenceData, PromptData, SupervisedData, Template, TooLong, Turns
 from realign.data.encoding import Ending, decoded_row
 from realign.data.writer import Writer
 from realign.errors import ConfigError, DataError, SettingsError
@@ -54,7 +54,7 @@ def load(write):
 
 def runs(dataset, row=0):
     """Return the (text, trained) runs of each sequence of a row."""
-    decoded = decoded_row(dataset.sample([(0, row)]), chat_tokenizer(None).decode)
+    decoded = decoded_row(dataset.sample([(0, row)]), chat_tokenizer(None))
     return [[tuple(segment) for segment in sequence.segments] for sequence in decoded]
 
 
@@ -341,7 +341,6 @@ def test_sharegpt_function_calls_are_tool_calls(load):
         ({"messages": [user("a"), assistant("", tool_calls=[{"id": 3}])]}, CHATML, "lacks 'name'"),
         ({"messages": TWO_TURNS, "tools": {"a": 1}}, CHATML, "expected a list of JSON schemas"),
         ({"prompt": "a", "response": "b", "tools": [ADD]}, None, "tools_column applies only to chat messages"),
-        ({"prompt": TWO_TURNS, "response": "b"}, CHATML, "the prompt ends with an assistant message"),
         ({"prompt": [user("a")], "response": [user("b"), assistant("c")]}, CHATML, "must begin with the messages of"),
         ({"messages": TWO_TURNS}, None, "the tokenizer has no chat template"),
     ],
@@ -495,9 +494,7 @@ def test_settings_of_the_template_apply_to_messages(load):
 
 def prompts(write, rows, template=CHATML, **fields):
     dataset = PromptData(write(*rows), **fields).load(chat_tokenizer(template))
-    return [
-        decoded_row(dataset.sample([(0, i)]), chat_tokenizer(None).decode)[0].segments[0].text for i in range(len(rows))
-    ]
+    return [decoded_row(dataset.sample([(0, i)]), chat_tokenizer(None))[0].segments[0].text for i in range(len(rows))]
 
 
 def test_messages_are_prompts_up_to_the_last_user_or_tool_message(write):
@@ -523,6 +520,47 @@ def test_an_answer_at_the_end_of_a_prompt_is_an_error_or_removed_on_request(writ
     assert text.endswith("hi<|im_end|>\n<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n")
     dataset = PromptData(write(row), drop_final_answer=True).load(chat_tokenizer(CHATML))
     assert dataset.rows[0]["messages"][-1] == assistant("2")
+
+
+STARTED = [user("1+1="), assistant("Let me think.\n<think>")]
+OPEN = "<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\nLet me think.\n<think>"
+
+
+def test_a_prompt_that_ends_with_the_start_of_the_answer_is_continued(write):
+    assert prompts(write, [{"prompt": STARTED}]) == [OPEN]
+    assert prompts(write, [{"messages": STARTED}], prompt_column="messages") == [OPEN]
+    assert prompts(write, [{"prompt": STARTED}], drop_final_answer=True) == [OPEN.removesuffix(STARTED[1]["content"])]
+    with pytest.raises(DataError, match="or set prompt_column instead of messages_column if the last one is the start"):
+        prompts(write, [{"messages": STARTED}])
+    with pytest.raises(DataError, match=r"the prompt ends with .*tool_calls.*expected a user or tool message"):
+        prompts(write, [{"prompt": CALLS[:2], "tools": [ADD]}])
+
+
+@pytest.mark.parametrize("template", [CHATML, PLAIN_CHATML, GENERATION])
+@pytest.mark.parametrize("answer", [" 2</think>2", [assistant(" 2</think>2"), user("2+2="), assistant("4")]])
+@pytest.mark.parametrize("masks", AssistantMasks)
+def test_the_start_of_an_answer_is_context_and_its_rest_is_trained(load, template, answer, masks):
+    if masks is AssistantMasks.generation_blocks and template is not GENERATION:
+        return
+    for turns in Turns:
+        row = {"prompt": STARTED, "completion": answer}
+        shown = runs(load([row], template, assistant_masks=masks, train_on_turns=turns))
+        later = [] if isinstance(answer, str) else ["4<|im_end|>"]
+        first = [] if later and turns is Turns.last else [" 2</think>2<|im_end|>"]
+        assert [text for sequence in shown for text, on in sequence if on] == [*first, *later]
+        assert all(sequence[0][0].startswith(OPEN) for sequence in shown)
+        assert not first or shown[0][0] == (OPEN, False)
+
+
+def test_a_template_that_trims_the_start_of_an_answer_shows_it_trimmed_in_training_and_generation(write):
+    started = [user("1+1="), assistant("It is ")]
+    (context,) = prompts(write, [{"prompt": started}], LLAMA3)
+    assert context.endswith("<|end_header_id|>\n\nIt is")
+    tokenizer = chat_tokenizer(LLAMA3, "<|eot_id|>")
+    row = {"prompt": started, "chosen": "2", "rejected": "3"}
+    pair = PreferenceData("none.jsonl").encoder(tokenizer)(row).sequences
+    assert [tokenizer.decode(s.ids[: s.prompt]) for s in pair] == [context] * 2
+    assert [tokenizer.decode(s.ids[s.prompt :]) for s in pair] == [" 2<|eot_id|>", " 3<|eot_id|>"]
 
 
 def test_a_prompt_is_verified_like_a_conversation(write):
@@ -600,4 +638,4 @@ def test_an_ending_is_only_added_to_the_last_turn():
 
 def test_a_sample_without_tokens_decodes_to_nothing():
     sample = SequenceSample.from_sequences(["a"], {"values": [[[1.0, 2.0]]]})
-    assert decoded_row(sample, str) == []
+    assert decoded_row(sample, chat_tokenizer(None)) == []

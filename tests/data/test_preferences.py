@@ -156,7 +156,7 @@ def load(write):
 
 
 def runs(dataset, row=0):
-    decoded = decoded_row(dataset.sample([(0, row)]), chat_tokenizer(None).decode)
+    decoded = decoded_row(dataset.sample([(0, row)]), chat_tokenizer(None))
     return [[tuple(segment) for segment in sequence.segments] for sequence in decoded]
 
 

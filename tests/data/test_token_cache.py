@@ -11,9 +11,9 @@ from transformers import AutoTokenizer
 
 from realign.array_cache import ArrayCache
 from realign.data import Excerpt, PreferenceData, PromptData, SupervisedData, UnpairedData
-from realign.data import encoding as encoding_module
 from realign.data.dataset import content_hash
 from realign.errors import SettingsError
+from realign.tokenization import Tokens
 from tests.data.chat_templates import CHATML, assistant, chat_tokenizer, user
 from tests.data.text_tokenizer import TURNS, WITH_BOS, make_tokenizer
 
@@ -25,14 +25,14 @@ def own_folder(monkeypatch, tmp_path):
 
 @pytest.fixture
 def tokenized(monkeypatch):
-    """Return the list of the texts that are tokenized."""
-    texts, plain = [], encoding_module.encode
+    """Return the list of the texts of sequences that are tokenized."""
+    texts, plain = [], Tokens.divide
 
-    def counted(tokenizer, several, start=()):
+    def counted(self, several):
         texts.extend(several)
-        return plain(tokenizer, several, start)
+        return plain(self, several)
 
-    monkeypatch.setattr(encoding_module, "encode", counted)
+    monkeypatch.setattr(Tokens, "divide", counted)
     return texts
 
 
@@ -69,7 +69,7 @@ def test_rows_that_are_appended_leave_the_earlier_chunks(write, tokenized):
     PreferenceData(write(*PAIRS), cache=True).load(make_tokenizer())
     tokenized.clear()
     PreferenceData(write(*PAIRS, PAIRS[0]), cache=True).load(make_tokenizer())
-    assert len(tokenized) == 89 * 4  # rows 512 to 600: a prompt and a response for each of two sequences
+    assert len(tokenized) == 89 * 2  # rows 512 to 600: two sequences
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,12 @@
 import pytest
 
-from realign.data.encoding import encode, start_tokens
 from realign.data.writer import Template, Writer
 from realign.errors import ConfigError, DataError
+from realign.tokenization import Tokens, started
 from tests.data.text_tokenizer import (
     ASSISTANT,
     BOS,
     END,
-    EOS,
     SOP,
     SYSTEM,
     THINKING,
@@ -22,7 +21,8 @@ from tests.data.text_tokenizer import (
 
 def ids_of(writer, value):
     written = writer.prompt(value)
-    return next(encode(writer.tokenizer, [written.text], [] if written.chat else start_tokens(writer.tokenizer)))
+    tokens = Tokens(writer.tokenizer)
+    return started(next(tokens.encode([written.text])), [] if written.chat else tokens.start())
 
 
 def pair_of(writer, *values):
@@ -43,7 +43,7 @@ def pair_of(writer, *values):
 )
 def test_trap_a13_a_plain_prompt_starts_as_the_tokenizer_starts_a_text(before, after, start):
     tokenizer = make_tokenizer(before=before, after=after)
-    assert start_tokens(tokenizer) == start
+    assert Tokens(tokenizer).start() == start
     writer = Writer(tokenizer, prefix="q: ", suffix="=")
     assert ids_of(writer, "1+2") == start + characters("q: 1+2=")
     assert ids_of(writer, "1+2") == tokenizer("q: 1+2=")["input_ids"][: len(start) + 7]
@@ -103,13 +103,12 @@ def test_the_length_of_a_text_is_never_cut_or_padded_by_the_tokenizer():
     tokenizer.model_max_length = 3
     tokenizer.backend_tokenizer.enable_truncation(2)
     tokenizer.backend_tokenizer.enable_padding(length=9)
-    assert list(encode(tokenizer, ["12345", "1"])) == [characters("12345"), characters("1")]
+    assert list(Tokens(tokenizer).encode(["12345", "1"])) == [characters("12345"), characters("1")]
 
 
 def test_many_texts_come_back_in_order():
     texts = [str(i) for i in range(5000)]
-    found = list(encode(make_tokenizer(), texts, [EOS]))
-    assert found == [[EOS, *characters(text)] for text in texts]
+    assert list(Tokens(make_tokenizer()).encode(texts)) == [characters(text) for text in texts]
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ def test_an_example_is_read_as_the_page_shows(example, following, tmp_path):
     tokenizer = chat_tokenizer(CHATML)
     dataset = spec.load(tokenizer)
     assert len(dataset) == 1
-    shown = row_text(decoded_row(dataset.sample([(0, 0)]), tokenizer.decode), color=False).plain
+    shown = row_text(decoded_row(dataset.sample([(0, 0)]), tokenizer), color=False).plain
     if following is not None and following.language == "text":
         assert shown.splitlines()[1:] == following.code.splitlines()
 

@@ -7,6 +7,7 @@ import torch
 
 from realign.api import Completion
 from realign.endpoint import Capture, Prompt, Renderer
+from tests.data.chat_templates import KINDS, PLAIN_CHATML, assistant, chat_tokenizer, user
 from tests.tiny import TEXT, tiny_tokenizer
 
 EOS = 2
@@ -144,3 +145,37 @@ def test_no_token_is_lost_or_duplicated_when_threads_add_calls():
     found = capture.sequences()
     assert sorted(s.ids.tolist() for s in found) == sorted(ids(a + "x.c" * 19 + "x.") for a in "abdefghi")
     assert sum(int(s.sampled.sum()) for s in found) == 8 * 20 * 2
+
+
+ZEPHYR = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + eos_token + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+MISTRAL = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}"
+    "{% else %}{{ m['content'] + eos_token }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("template", [ZEPHYR, MISTRAL, PLAIN_CHATML])
+@pytest.mark.parametrize("answer", ["Yes", " hi", "1+1 é🙂", "<think>hello</think>."])
+def test_turns_of_a_conversation_are_one_sequence_with_the_tokens_of_its_text(kind, template, answer):
+    tokenizer = chat_tokenizer(template, kind=kind)
+    capture, writer, messages = Capture(), Renderer(tokenizer), [user("hello")]
+    for question in ("Yes", "1+1=", "be brief"):
+        prompt = capture.prompt(writer, writer.render(messages))
+        sampled = writer.encode(answer + tokenizer.eos_token, before=prompt.ids)
+        capture.add(
+            writer,
+            prompt,
+            Completion(
+                torch.tensor(sampled), torch.zeros(len(sampled)), torch.zeros(len(sampled), dtype=torch.int32), False
+            ),
+        )
+        content = writer.parse(sampled[:-1], before=prompt.ids, tools=None).content
+        messages += [assistant(content if "<" not in answer else answer), user(question)]
+    (sequence,) = capture.sequences()
+    text = writer.render(messages[:-1], answered=True).removesuffix("\n")
+    assert sequence.ids.tolist() == tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert content == (answer if "<" not in answer else "hello.")

@@ -339,6 +339,15 @@ def test_trap_b5_nothing_but_end_tokens_is_read_from_generation_config(tmp_path)
     assert load(folder).engine.capabilities().eos_token_ids == (2,)
 
 
+@pytest.mark.parametrize(("config", "saved"), [([7, 9], [2, 7, 9]), (7, [2, 7]), (2, 2), (None, 2)])
+def test_a_saved_model_stops_where_trained_responses_end(tmp_path, config, saved):
+    """The tokenizer has another end token than the config of the base model, as after `setup_chat_format`."""
+    folder = save_tiny(tmp_path / "model", "qwen2")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": config}))
+    load(folder).engine.save(tmp_path / "saved")
+    assert json.loads((tmp_path / "saved/generation_config.json").read_text())["eos_token_id"] == saved
+
+
 def test_reference_and_policy_share_nothing(tmp_path):
     folder = save_tiny(tmp_path / "model", "qwen2")
     actor, ref = load(folder, optimizer=OptimizerSpec(lr=0.1)), load(folder, "ref")

@@ -5,6 +5,8 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from realign.environments.turns import TurnWriter, parted
+from realign.tokenization import Tokens
+from tests.data.chat_templates import KINDS, PLAIN_CHATML, chat_tokenizer
 from tests.tiny import TEXT, tiny_tokenizer
 
 EOS = 2
@@ -73,3 +75,42 @@ def test_the_kinds_of_observations():
     for odd in (None, 3, [3, "a"], [True], [{"role": "tool"}], {"role": "tool", "content": "7"}, b"ab"):
         with pytest.raises(ValueError, match=r"the observation is .*, expected text, a list of token ids"):
             parted(odd)
+
+
+LLAMA2 = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}"
+    "{% else %}{{ ' ' + m['content'] + ' ' + eos_token }}{% endif %}{% endfor %}"
+)
+
+
+def tokens_of(tokenizer, text):
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("observation", ["Yes", " hi", "1+1=", "é🙂", ""])
+def test_an_observation_has_the_tokens_that_it_has_in_the_whole_text(kind, observation):
+    tokenizer = chat_tokenizer(None, kind=kind)
+    for said in ("2\n", "2<|im_end|>"):
+        sampled = tokens_of(tokenizer, said)
+        whole = tokens_of(tokenizer, said + observation)
+        assert sampled + TurnWriter(tokenizer).between(observation, sampled) == whole
+    assert "".join(Tokens(tokenizer).texts(TurnWriter(tokenizer).opening(observation))) in (observation, "�" * 6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("template", [PLAIN_CHATML, LLAMA2])
+def test_a_turn_and_an_observation_have_the_tokens_of_the_whole_conversation(kind, template):
+    tokenizer = chat_tokenizer(template, kind=kind)
+    writer = TurnWriter(tokenizer, chat=True, role="user")
+    messages = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "Yes"}]
+    messages.append({"role": "user", "content": "hello"})
+    whole = tokens_of(tokenizer, tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+    prompt = tokens_of(
+        tokenizer, tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True, tokenize=False)
+    )
+    end = next(i for i in range(len(prompt), len(whole)) if whole[i] == tokenizer.eos_token_id) + 1
+    assert whole[:end] + writer.between("hello", whole[len(prompt) : end]) == whole
+    texts = Tokens(tokenizer).texts(whole)
+    cut = next(i for i in range(end) if "".join(texts[len(prompt) : i]).strip() == "Yes")
+    assert whole[:cut] + writer.between("hello", ()) == whole  # a turn that was cut off before its end

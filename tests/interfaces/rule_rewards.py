@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,8 +17,16 @@ LETTERS = "?abcdefgh"
 class Letters:
     """Tokenizer of letters. Token 0 is special."""
 
+    added_tokens_decoder = MappingProxyType({})
+
+    def __call__(self, texts: list[str], **_: Any) -> dict[str, list[list[int]]]:
+        return {"input_ids": [[LETTERS.index(letter) for letter in text] for text in texts]}
+
+    def decode(self, ids: list[int], skip_special_tokens: bool, **_: Any) -> str:
+        return "".join(LETTERS[i] for i in ids if i or not skip_special_tokens)
+
     def batch_decode(self, sequences: list[list[int]], skip_special_tokens: bool) -> list[str]:
-        return ["".join(LETTERS[i] for i in ids if i or not skip_special_tokens) for ids in sequences]
+        return [self.decode(ids, skip_special_tokens) for ids in sequences]
 
 
 MODEL = Model("reward", None, Letters(), seed=3)

@@ -120,6 +120,17 @@ def end_tokens(source: Any) -> list[int]:
     return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
 
 
+def align_end_tokens(module: Any, tokenizer: Any) -> None:
+    """Let the `generate` of a model, and of what it is saved as, stop where its responses end in training.
+
+    The config of many models has only the end token of the base model. End tokens that it has stay.
+    """
+    config = getattr(module, "generation_config", None)
+    if config is not None and (new := [i for i in end_tokens(tokenizer) if i not in end_tokens(config)]):
+        ids = [*new, *end_tokens(config)]
+        config.eos_token_id = ids if len(ids) > 1 else ids[0]
+
+
 def end_tokens_beside(tokenizer: Any) -> list[int]:
     """Return the end tokens in the `generation_config.json` of the folder or hub name of a tokenizer.
 

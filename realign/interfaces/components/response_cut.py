@@ -17,6 +17,7 @@ from realign.api import Lengths, SequenceSample
 from realign.errors import ConfigError, SettingsError
 from realign.functional import broadcast_to_tokens, segment_sum, sequence_index
 from realign.settings import Finite, NonNegativeInt, Settings
+from realign.tokenization import Tokens
 
 
 class Cut(NamedTuple):
@@ -74,10 +75,10 @@ class ResponseCut(Settings):
         """
         end_ids = list(self.token_ids)
         for text in self.texts:
-            ids = tokenizer.encode(text, add_special_tokens=False)
+            ids = Tokens(tokenizer).following(text)  # within a response
             if len(ids) != 1:
                 raise ConfigError(
-                    f"cut.texts={self.texts}: {text!r} must be one token, but the tokenizer encodes it as {list(ids)}. "
+                    f"cut.texts={self.texts}: {text!r} must be one token, but the tokenizer encodes it as {ids}. "
                     "Choose another text, or set cut.token_ids"
                 )
             end_ids += ids

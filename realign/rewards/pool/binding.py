@@ -60,11 +60,20 @@ def _content(message: Mapping[str, Any]) -> str:
 
 def _prompt(of: Scored) -> Any:
     messages = _messages(of)
-    return of.prompt if messages is None else messages
+    return of.prompt if messages is None else messages[: len(messages) - _begun(messages)]
 
 
 def _completion(of: Scored) -> Any:
-    return of.response if _messages(of) is None else [{"role": "assistant", "content": of.response}]
+    messages = _messages(of)
+    if messages is None:
+        return of.response
+    start = str(messages[-1]["content"]) if _begun(messages) else ""
+    return [{"role": "assistant", "content": start + of.response}]
+
+
+def _begun(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a prompt ends with the start of the answer, which TRL passes as part of the answer."""
+    return messages[-1]["role"] == "assistant"
 
 
 def _ground_truth(of: Scored) -> Any:

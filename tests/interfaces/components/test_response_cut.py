@@ -6,6 +6,7 @@ import torch
 from realign.api import SequenceSample
 from realign.errors import ConfigError
 from realign.interfaces.components.response_cut import ResponseCut, cut_responses, reward_keys
+from tests.data.chat_templates import KINDS, chat_tokenizer
 from tests.tiny import tiny_tokenizer
 
 END = 13
@@ -21,6 +22,14 @@ def batch(*groups: list[tuple[list[int], list[int]]]) -> SequenceSample:
 
 def remaining(cut: ResponseCut, data: SequenceSample) -> list[list[int]]:
     return [ids.tolist() for ids in cut_responses(cut, data, tiny_tokenizer()).data.sequences()]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mark", [".", "\n", "<|im_end|>"])
+def test_a_mark_that_is_a_text_is_found_within_a_response(kind, mark):
+    tokenizer = chat_tokenizer(None, kind=kind)
+    inside = tokenizer(f"Yes{mark}", add_special_tokens=False)["input_ids"][-1]
+    assert ResponseCut(texts=[mark]).ids(tokenizer) == [inside]
 
 
 @pytest.mark.parametrize(

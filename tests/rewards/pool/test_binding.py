@@ -195,7 +195,9 @@ def test_the_prompt_of_a_conversation_is_its_messages_up_to_the_answer():
     asked = [{"role": "user", "content": "2+2="}]
     solved = [*asked, {"role": "assistant", "content": "4"}]
     assert given({"messages": solved}, "user 2+2= assistant") == {"p": asked, "c": ANSWERED}
-    assert given({"messages": solved}, "user 2+2= assistant 4") == {"p": solved, "c": ANSWERED}  # a continued answer
+    # the start of an answer, which the model continued, belongs to it as in TRL
+    continued = [{"role": "assistant", "content": "44"}]
+    assert given({"messages": solved}, "user 2+2= assistant 4") == {"p": asked, "c": continued}
     # not the conversation that was asked
     assert given({"prompt": "3+3=", "messages": asked}, "3+3=") == {"p": "3+3=", "c": "4"}
     assert given({"question": "3+3=", "messages": asked}, "3+3=") == {"p": "3+3=", "c": "4"}
