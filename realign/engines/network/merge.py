@@ -54,11 +54,12 @@ def merge_adapter(module: Any, folder: Path) -> Any:
     config.task_type = None  # peft would wrap the head
     config.base_model_name_or_path = module.name_or_path
     # `load_head` loads the scalar head, which may have another name here
-    config.modules_to_save = [name for name in config.modules_to_save or () if name not in SCALAR_HEADS] or None
+    if saved := getattr(config, "modules_to_save", None):
+        config.modules_to_save = [name for name in saved if name not in SCALAR_HEADS] or None
     if not _only_adds_product(config):
         read_now(module)
     state, head = read_adapter(folder, PREFIX)
-    saved = _fit_vocabulary(module, folder, state)
+    embeddings = _fit_vocabulary(module, folder, state)
     tied = [names for names in _names(module) if len(names) > 1]
     ties = getattr(module.config, "tie_word_embeddings", False)
     with torch.random.fork_rng(), warnings.catch_warnings():  # initial values, all of which are replaced
@@ -66,7 +67,7 @@ def merge_adapter(module: Any, folder: Path) -> Any:
         warnings.simplefilter("ignore")
         adapted: Any = get_peft_model(module, config, adapter_name=ADAPTER, autocast_adapter_dtype=False)
         places = get_peft_model_state_dict(adapted, adapter_name=ADAPTER, save_embedding_layers=False)
-        places = {key: x for key, x in adapted.state_dict().items() if key in saved} | places
+        places = {key: x for key, x in adapted.state_dict().items() if key in embeddings} | places
         check_same(folder, state, places)
         set_peft_model_state_dict(adapted, state, adapter_name=ADAPTER)
         shared = _shared_and_adapted(module)

@@ -283,11 +283,15 @@ def read_adapter(folder: Path, prefix: str) -> tuple[dict[str, Tensor], dict[str
     """
     from safetensors.torch import load_file
 
-    state = {name.removeprefix(PREFIX): x for name, x in load_file(folder / WEIGHTS).items()}
+    state = load_file(folder / WEIGHTS)
     if broken := sorted(name for name, x in state.items() if not x.isfinite().all()):
         raise DataError(f"the adapter in {str(folder)!r} has a weight {broken[0]!r} that is not finite")
-    head = {name: x for name, x in state.items() if name.startswith(tuple(f"{name}." for name in SCALAR_HEADS))}
-    return {f"{prefix}{name}": x for name, x in state.items() if name not in head}, head
+    heads = tuple(f"{PREFIX}{name}." for name in SCALAR_HEADS)
+    head = {name.removeprefix(PREFIX): x for name, x in state.items() if name.startswith(heads)}
+    others = {name: x for name, x in state.items() if not name.startswith(heads)}
+    return {
+        prefix + name.removeprefix(PREFIX) if name.startswith(PREFIX) else name: x for name, x in others.items()
+    }, head
 
 
 def load_head(module: Any, folder: Path, head: Mapping[str, Tensor]) -> None:

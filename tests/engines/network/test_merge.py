@@ -6,12 +6,19 @@ import warnings
 
 import pytest
 import torch
-from peft import IA3Config, LoraConfig, PromptTuningConfig, get_peft_model
+from peft import (
+    IA3Config,
+    LoHaConfig,
+    LoraConfig,
+    PromptTuningConfig,
+    TrainableTokensConfig,
+    VeraConfig,
+    get_peft_model,
+)
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from realign.engines import TransformersModel
-from realign.engines.files.adapters import PREFIX
 from realign.engines.network import merge
 from realign.engines.network.merge import merge_adapter
 from realign.errors import DataError
@@ -99,11 +106,19 @@ def test_a_run_starts_from_the_model_that_peft_computes(tmp_path):
     assert_same(logits_of(again), wanted)
 
 
-def test_other_kinds_of_adapters_are_merged_as_well(tmp_path):
-    base = save_tiny(tmp_path / "base", tie_word_embeddings=True)
-    config = IA3Config(
-        target_modules=["k_proj", "lm_head"], feedforward_modules=[], task_type="CAUSAL_LM", init_ia3_weights=False
-    )
+@pytest.mark.parametrize(
+    "config",
+    [
+        IA3Config(target_modules=["k_proj", "lm_head"], feedforward_modules=[], init_ia3_weights=False),
+        LoHaConfig(r=2, target_modules=["q_proj", "lm_head"], init_weights=False),
+        TrainableTokensConfig(token_indices=[5, 60], init_weights=False),
+        VeraConfig(r=4, target_modules=["q_proj"]),
+    ],
+    ids=lambda config: config.peft_type.value,
+)
+def test_other_kinds_of_adapters_are_merged_as_well(tmp_path, config):
+    base = save_tiny(tmp_path / "base", tie_word_embeddings=True, num_hidden_layers=1)
+    config.task_type = "CAUSAL_LM"
     wanted = save_adapter(base, tmp_path / "adapter", config)
     assert_same(logits_of(merged(base, tmp_path / "adapter")), wanted)
 
@@ -182,5 +197,5 @@ def test_a_weight_that_is_not_finite_is_named(tmp_path):
     weights = load_file(file)
     name = min(weights)
     save_file(weights | {name: weights[name] * torch.nan}, file)
-    with pytest.raises(DataError, match=rf"has a weight '{name.removeprefix(PREFIX)}' that is not finite"):
+    with pytest.raises(DataError, match=rf"has a weight '{name}' that is not finite"):
         merged(base, tmp_path / "adapter")
