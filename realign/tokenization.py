@@ -195,8 +195,9 @@ class Tokens:
 
     @cached_property
     def _added(self) -> dict[int, str]:
-        """The texts of the added tokens, by id."""
-        return {i: str(token.content) for i, token in self.tokenizer.added_tokens_decoder.items()}
+        """The texts of the added tokens, by id. The unknown token is none, since it stands for other texts."""
+        unknown = getattr(self.tokenizer, "unk_token_id", None)
+        return {i: str(token.content) for i, token in self.tokenizer.added_tokens_decoder.items() if i != unknown}
 
     @cached_property
     def _separates(self) -> bool:
@@ -207,7 +208,8 @@ class Tokens:
     @cached_property
     def _firm(self) -> frozenset[int]:
         """Ids of the tokens that are found in a text before it is normalized, so that it divides at each of them."""
-        return frozenset(i for i, t in self.tokenizer.added_tokens_decoder.items() if not t.normalized)
+        added = self.tokenizer.added_tokens_decoder
+        return frozenset(i for i in self._added if not added[i].normalized)
 
     def _borders(self, batch: Any, index: int, parts: Sequence[tuple[str, bool]], whole: str) -> list[_Border]:
         """Return the borders between the parts of a text.

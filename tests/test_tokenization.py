@@ -1,12 +1,13 @@
 """Texts have the tokens of the whole, which are divided where the model takes over."""
 
 import warnings
+from functools import cache
 from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from realign.data import PreferenceData, PromptData, SupervisedData, UnpairedData
@@ -38,15 +39,31 @@ def slow(tokenizer):
         def __call__(self, *args, **options):
             return encode(*args, **options)
 
-    return Slow(added_tokens_decoder=tokenizer.added_tokens_decoder, is_fast=False, decode=tokenizer.decode)
+    added, unknown = tokenizer.added_tokens_decoder, tokenizer.unk_token_id
+    return Slow(added_tokens_decoder=added, unk_token_id=unknown, is_fast=False, decode=tokenizer.decode)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@settings(deadline=None, max_examples=150)
+@cache
+def metaspace(scheme):
+    """Return a tokenizer with a blank before each text or the first one, and an added token for unknown characters."""
+    core = Tokenizer(models.BPE(unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=scheme == "always")
+    core.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    special = ["<unk>", "<|im_end|>", "<think>"]
+    core.train_from_iterator(["hi hello Yes. 1+1 be don't 12345"] * 2, trainers.BpeTrainer(special_tokens=special))
+    return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", eos_token="<|im_end|>")
+
+
+def tokenizer_of(kind):
+    return chat_tokenizer(None, kind=kind) if kind in KINDS else metaspace(kind)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "always", "first"])
+@settings(deadline=None, max_examples=100)
 @given(PARTS)
 def test_the_context_of_a_part_that_the_model_writes_is_that_of_generation(kind, parts):
     """And if all contexts are the beginning of the whole text's tokens, the row has exactly these."""
-    tokenizer = chat_tokenizer(None, kind=kind)
+    tokenizer = tokenizer_of(kind)
     (divided,) = Tokens(tokenizer).divide([parts])
     (same,) = Tokens(slow(tokenizer)).divide([parts])
     ids = [i for part in divided.parts for i in part]

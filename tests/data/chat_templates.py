@@ -104,6 +104,8 @@ REASONING = (
 
 KINDS = ("bytes", "blank", "added")
 """Tokenizers: byte-level; with a blank before each text, as of Llama 2; byte-level with added tokens of all kinds."""
+KIND = "bytes"
+"""Kind of a tokenizer if none is given; the fixture `each_kind` changes it."""
 ADDED = [
     AddedToken("hello", single_word=True, normalized=True),
     AddedToken("1+1", normalized=False),
@@ -156,10 +158,10 @@ def _merges(word: str) -> list[tuple[str, str]]:
     return [(text[:n], text[n]) for text in texts for n in range(1, len(text))]
 
 
-def chat_tokenizer(template: str | None, eos: str = "<|im_end|>", kind: str = "bytes") -> PreTrainedTokenizerFast:
+def chat_tokenizer(template: str | None, eos: str = "<|im_end|>", kind: str | None = None) -> PreTrainedTokenizerFast:
     """Return a tokenizer of a kind, with a chat template. Merges span letters and blanks, not special tokens."""
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(_core(kind)),
+        tokenizer_object=Tokenizer.from_str(_core(kind or KIND)),
         bos_token="<|begin_of_text|>",
         eos_token=eos,
         additional_special_tokens=SPECIAL,

@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from tests.data import chat_templates
+
 
 @pytest.fixture
 def write(tmp_path):
@@ -15,3 +17,9 @@ def write(tmp_path):
         return str(file)
 
     return write
+
+
+@pytest.fixture(params=chat_templates.KINDS)
+def each_kind(request, monkeypatch):
+    """Let a test use each kind of tokenizer."""
+    monkeypatch.setattr(chat_templates, "KIND", request.param)

@@ -11,6 +11,7 @@ from realign.data import AssistantMasks, PreferenceData, PromptData, SupervisedD
 from realign.data.encoding import Ending, decoded_row
 from realign.data.writer import Writer
 from realign.errors import ConfigError, DataError, SettingsError
+from realign.tokenization import Tokens
 from tests.data.chat_templates import (
     CHATML,
     GENERATION,
@@ -24,6 +25,8 @@ from tests.data.chat_templates import (
     user,
 )
 from tests.data.text_tokenizer import ASSISTANT, BOS, END, USER, WITH_BOS, characters, make_tokenizer
+
+pytestmark = pytest.mark.usefixtures("each_kind")
 
 TWO_TURNS = [system("be brief"), user("hello"), assistant("hi"), user("1+1="), assistant("2")]
 ADD = {
@@ -559,8 +562,12 @@ def test_a_template_that_trims_the_start_of_an_answer_shows_it_trimmed_in_traini
     tokenizer = chat_tokenizer(LLAMA3, "<|eot_id|>")
     row = {"prompt": started, "chosen": "2", "rejected": "3"}
     pair = PreferenceData("none.jsonl").encoder(tokenizer)(row).sequences
-    assert [tokenizer.decode(s.ids[: s.prompt]) for s in pair] == [context] * 2
-    assert [tokenizer.decode(s.ids[s.prompt :]) for s in pair] == [" 2<|eot_id|>", " 3<|eot_id|>"]
+    shown = [(s.ids[: s.prompt], s.ids[s.prompt :]) for s in pair]
+    decode = Tokens(tokenizer).decode
+    assert [(decode(given, ()), decode(answer, given)) for given, answer in shown] == [
+        (context, " 2<|eot_id|>"),
+        (context, " 3<|eot_id|>"),
+    ]
 
 
 def test_a_prompt_is_verified_like_a_conversation(write):
@@ -596,14 +603,14 @@ def test_segments_are_the_rendered_conversation_and_train_the_answers(messages, 
     assert written.text == tokenizer.apply_chat_template(messages, tokenize=False)
     encoder = SupervisedData("rows.jsonl").encoder(tokenizer)
     (sequence,) = encoder({"messages": messages}).sequences
-    decoded = tokenizer.decode(sequence.ids)
-    assert decoded == written.text.rstrip("\n")
+    decode = Tokens(tokenizer).decode
+    assert decode(sequence.ids, ()) == written.text.rstrip("\n")
     parts, current = [], []
-    for token, on in zip([*sequence.ids, 0], [*sequence.trained, 0], strict=True):
+    for place, (token, on) in enumerate(zip([*sequence.ids, 0], [*sequence.trained, 0], strict=True)):
         if on:
             current.append(token)
         elif current:
-            parts.append(tokenizer.decode(current))
+            parts.append(decode(current, sequence.ids[: place - len(current)]))
             current = []
     assert parts == [m["content"] + tokenizer.eos_token for m in messages if m["role"] == "assistant"]
 

@@ -18,6 +18,8 @@ from realign.errors import DataError, SettingsError
 from tests.data.chat_templates import CHATML, REASONING, assistant, chat_tokenizer, system, tool, user
 from tests.data.text_tokenizer import BOS, EOS, WITH_BOS, characters, make_tokenizer
 
+pytestmark = pytest.mark.usefixtures("each_kind")
+
 
 def pair(prompt="1", chosen="2", rejected="3", **more):
     return {"prompt": prompt, "chosen": chosen, "rejected": rejected, **more}
